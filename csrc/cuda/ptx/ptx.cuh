@@ -86,6 +86,15 @@ ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
     return d;
 }
 
+/* The larger ones of two pairs of halves. A number is larger than NaN. */
+static __device__ __forceinline__ uint32_t
+ptx_max_f16x2(uint32_t a, uint32_t b)
+{
+    uint32_t d;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
 /* The larger absolute value in each half, or NaN. The sign bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 ptx_max_abs_bf16x2(uint32_t a, uint32_t b)

@@ -59,9 +59,10 @@
  *              largest value is within 2^13 of the tile's. Weights are f16, relative to ref: the
  *              first step's maximum, rounded up, has weight 4, or more where few keys or none come
  *              later (find_row_headroom). Where the weights of a warp's 16 keys add up to 65,504 or
- *              more in a later step, ref moves by an integer to the maximum, as in the first step,
- *              and earlier sums are scaled by a power of two, exactly. Sums are fp32, of unrounded
- *              weights. Masked rows are zeros, and their weights of 1 are subtracted from the sums.
+ *              more in a later step, ref moves by an integer to the maximum (rounded to f16), as in
+ *              the first step, and earlier sums are scaled by a power of two, exactly. Sums are
+ *              fp32, of unrounded weights. Masked rows are zeros, and their weights are subtracted
+ *              from the sums.
  *              fp8_v4: scales are powers of two, so a value times scale / E is exact unless it is
  *              subnormal in f16. A RoPE part is also a value. Its bf16 are divided by E and kept as
  *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores take the bf16.

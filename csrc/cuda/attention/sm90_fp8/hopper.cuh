@@ -110,10 +110,9 @@ template <typename Shape> struct hopper_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    /* Per group: by how much it has raised the references; and whether its weights exceed f16, in
-     * byte w those of its warp w. */
-    alignas(8) float shift[2][Shape::HEADS];
-    uint32_t has_grown[2];
+    alignas(8) float shift[Shape::HEADS]; /* what the references were raised by the last time */
+    alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
+    uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
     alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the work did not fit */
     uint32_t redo[MAX_WORKS / 32];
     work_order order;

@@ -19,8 +19,8 @@
 
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 
-/* 2^-shift, where shift is an integer that is not negative, or infinite. scale_out uses ptx_exp2
- * instead, which here would cost the kernel 12 bytes of spills. */
+/* 2^-shift, where shift is an integer that is not negative, or infinite. With ptx_exp2 instead, the
+ * kernel spills 12 bytes. */
 static __device__ __forceinline__ float
 scale_of_shift(float shift)
 {
@@ -43,20 +43,20 @@ is_any(uint32_t has_grown)
     return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }
 
-/* Multiplies `out` of the thread's heads by 2^-shift. This is exact, because ptx_exp2 of an integer
- * is a power of two or 0. No products into `out` may be under way. */
+/* Multiplies `out` of the thread's heads by 2^-shift, which is exact. No products into `out` may be
+ * under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
+scale_out(const hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
 {
-    const uint32_t from = ptx_shared_address(shift + 2 * me.column);
+    const uint32_t from = ptx_shared_address(shared->shift_factor + 2 * me.column);
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
         uint32_t pair[2];
         ptx_load_shared_8(from + 32 * j, pair);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float factor = ptx_exp2(-smla_bits_float(pair[i]));
+            const float factor = smla_bits_float(pair[i]);
 #pragma unroll
             for (int b = 0; b < 4; b++) {
                 ptx_scale(&state->out[b][4 * j + i], factor);
@@ -66,29 +66,68 @@ scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
     }
 }
 
+/* Leaves the maxima of the warp's exponents in `to`, for every head, rounded to f16: that takes half
+ * of the shuffles, and a reference may be off by one. NaN is left out. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_half_tops(const consumer<Shape> &state, const lane_place &me, uint32_t *to)
+{
+    constexpr int PAIRS = Shape::HEADS / 8;         /* pairs of heads: 8j + 2c, c: the column */
+    constexpr int SAME_LANES = 4 * (8 / PAIRS - 1); /* bits of lanes with the same result */
+    uint32_t tops[PAIRS];
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        const float *const x = &state.scores[4 * j];
+        tops[j] = ptx_max_f16x2(ptx_cvt_f16x2(x[0], x[1]), ptx_cvt_f16x2(x[2], x[3]));
+    }
+    int first = 0;
+    /* over the lanes' rows: a lane keeps half of its pairs, as long as it has two */
+#pragma unroll
+    for (int step = 0; step < 3; step++) {
+        const int distance = 16 >> step;
+        const int left = PAIRS >> (step + 1);
+        const bool is_upper = me.lane & distance;
+        if (left == 0) {
+            tops[0] = ptx_max_f16x2(tops[0], __shfl_xor_sync(0xFFFFFFFFu, tops[0], distance));
+        }
+#pragma unroll
+        for (int j = 0; j < left; j++) {
+            const uint32_t give = is_upper ? tops[j] : tops[left + j];
+            const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, give, distance);
+            tops[j] = ptx_max_f16x2(is_upper ? tops[left + j] : tops[j], got);
+        }
+        first += is_upper ? left : 0;
+    }
+    if ((me.lane & SAME_LANES) == 0) {
+        to[4 * first + me.column] = tops[0];
+    }
+}
+
 /* Raises the references to where find_references would place them for the maxima of this block, and
- * stores in `shift` by how much. Absent keys have exponents of 0, which raise none. Scales the sums
- * of all warps by 2^-shift, and moves their maxima. */
+ * stores in `shift` by how much. Absent keys have exponents of 0, which raise none. A work is lost
+ * where a reference becomes too large or infinite. Scales the sums of all warps by 2^-shift, and
+ * moves their maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 move_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
                 const consumer<Shape> &state)
 {
-    float (*const tops)[Shape::HEADS] = (float (*)[Shape::HEADS])shared->probs[me.group];
-    float *const mine = tops[me.warp];
-    const key_masks all = {1, 1};
-    leave_tops(state.scores, 1.0f, all, me, [=](int at, float top) { mine[at] = top; });
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    uint16_t (*const tops)[Shape::HEADS] = (uint16_t (*)[Shape::HEADS])shared->probs[me.group];
+    leave_half_tops(state, me, (uint32_t *)tops[me.warp]);
     const int thread = SMLA_WARP_LANES * me.warp + me.lane;
     const int head = thread & (Shape::HEADS - 1);
-    const float top =
-        fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
-    const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
+    const float older = *(const volatile float *)&shared->reference[head]; /* hides its latency */
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    const uint32_t top = ptx_max_f16x2(ptx_max_f16x2(tops[0][head], tops[1][head]),
+                                       ptx_max_f16x2(tops[2][head], tops[3][head]));
+    const float shift =
+        fmaxf(ceilf(smla_cvt_float((uint16_t)top)) + find_row_headroom(launch, state), 0.0f);
     if (thread < Shape::HEADS) {
-        const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
+        const float reference = older + shift;
         mark_for_redo(shared, fabsf(reference) >= MAX_SCORE);
         shared->reference[head] = reference;
-        shared->shift[me.group][head] = shift;
+        shared->shift[head] = shift;
+        shared->shift_factor[head] = scale_of_shift(shift);
     }
     ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
     static_assert(GROUP_THREADS % Shape::HEADS == 0, "all sums of a thread are those of `head`");
@@ -102,47 +141,46 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* Does weigh_chunk again for both chunks of a pair, with exponents smaller by `shift`. Adds the sum
- * only where weigh_chunk has left it out. The chunks take each step together, because nothing else
- * hides latencies here. */
+/* Does weigh_chunk again for all chunks, with exponents smaller by `shift`, which makes the weight of
+ * an absent key 2^-shift. Adds the sums only where weigh_chunk has left them out. All of `shift` is
+ * loaded first, and all shuffles come together, because nothing else hides latencies here. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<Shape> *shared,
-                 consumer<Shape> *state)
+weigh_again(uint32_t probs, const lane_place &me, hopper_memory<Shape> *shared,
+            consumer<Shape> *state)
 {
-    constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* chunks per pair */
-    const key_masks is_key = find_key_masks(me, state->key_bits);
-    float e[COUNT][8], sums[COUNT][4], half[COUNT];
+    constexpr int CHUNKS = Shape::CHUNKS;
+    uint32_t shift[2 * CHUNKS][2];
+    float sums[CHUNKS][4], half[CHUNKS];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const int chunk = COUNT * pair + i;
+    for (int j = 0; j < 2 * CHUNKS; j++) {
+        ptx_load_shared_8(ptx_shared_address(shared->shift + 8 * j + 2 * me.column), shift[j]);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
         float *const x = &state->scores[8 * chunk];
+        float e[8];
 #pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-            const float2 shift =
-                *(const float2 *)&shared->shift[me.group][16 * chunk + 2 * j + 2 * me.column];
-            ptx_fma_if(&x[j], 1.0f, -shift.x, is_key.first);
-            ptx_fma_if(&x[j + 1], 1.0f, -shift.y, is_key.first);
-            ptx_fma_if(&x[j + 2], 1.0f, -shift.x, is_key.second);
-            ptx_fma_if(&x[j + 3], 1.0f, -shift.y, is_key.second);
+        for (int i = 0; i < 8; i++) {
+            x[i] -= smla_bits_float(shift[2 * chunk + i / 4][i % 2]);
         }
+        exp_chunk(x, e, sums[chunk]);
+        store_weights<Shape>(probs, me, chunk, e);
     }
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        exp_chunk(&state->scores[8 * (COUNT * pair + i)], e[i], sums[i]);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        half[chunk] = reduce_half<false>(sums[chunk], me.lane);
     }
+    const float absent = count_absent<Shape>(me, state->key_bits);
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        store_weights<Shape>(probs, me, COUNT * pair + i, e[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        half[i] = reduce_half<false>(sums[i], me.lane);
-    }
-    const float added = fold_pair<false, Shape>(half[0], half[COUNT - 1], me) -
-                        count_absent<Shape>(me, state->key_bits);
-    if (state->has_grown[pair]) {
-        shared->sums[4 * me.group + me.warp][slot_of_sum(me, pair)] += added;
+    for (int pair = 0; pair < (CHUNKS + 1) / 2; pair++) {
+        const int slot = slot_of_sum(me, pair);
+        const int last = CHUNKS == 1 ? 0 : 2 * pair + 1;
+        const float added = fold_pair<false, Shape>(half[2 * pair], half[last], me) -
+                            absent * shared->shift_factor[slot % Shape::HEADS];
+        if (state->has_grown[pair]) {
+            shared->sums[4 * me.group + me.warp][slot] += added;
+        }
     }
 }
 
@@ -154,15 +192,12 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
                  hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     move_references(launch, me, shared, *state);
-#pragma unroll
-    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
-        weigh_pair_again(at.probs, me, pair, shared, state);
-    }
+    weigh_again(at.probs, me, shared, state);
     ptx_fence_async_shared();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->weighed_again), true);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
     state->phase ^= GROWTH_PARITY;
-    scale_out(shared->shift[me.group], me, state);
+    scale_out(shared, me, state);
 }
 
 /* Lets the other group follow, when it has waited for such a block. WAITS: products of scores are
@@ -178,7 +213,7 @@ follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<S
     if constexpr (WAITS) {
         wgmma_wait<0>();
     }
-    scale_out(shared->shift[other], me, state);
+    scale_out(shared, me, state);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
     if (thread == 0) {
         shared->has_grown[other] = 0;
