@@ -195,9 +195,9 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
     weigh_again(at.probs, me, shared, state);
     ptx_fence_async_shared();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->weighed_again), true);
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
     state->phase ^= GROWTH_PARITY;
     scale_out(shared, me, state);
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* the group's weights are visible */
 }
 
 /* Lets the other group follow, when it has waited for such a block. WAITS: products of scores are
