@@ -66,8 +66,8 @@ scale_out(const hopper_memory<Shape> *shared, const lane_place &me, consumer<Sha
     }
 }
 
-/* Leaves the maxima of the warp's exponents in `to`, for every head, rounded to f16: that takes half
- * of the shuffles, and a reference may be off by one. NaN is left out. */
+/* Leaves the maxima of the warp's exponents in `to`, for every head, rounded to f16. That takes
+ * half of the shuffles, and a reference may be off by one. NaN is left out. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_half_tops(const consumer<Shape> &state, const lane_place &me, uint32_t *to)
@@ -141,9 +141,9 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* Does weigh_chunk again for all chunks, with exponents smaller by `shift`, which makes the weight of
- * an absent key 2^-shift. Adds the sums only where weigh_chunk has left them out. All of `shift` is
- * loaded first, and all shuffles come together, because nothing else hides latencies here. */
+/* Does weigh_chunk again for all chunks, with exponents smaller by `shift`, so that the weight of
+ * an absent key is 2^-shift. Adds the sums only where weigh_chunk has left them out. All of `shift`
+ * is loaded first, and all shuffles come together, because nothing else hides latencies here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_again(uint32_t probs, const lane_place &me, hopper_memory<Shape> *shared,
