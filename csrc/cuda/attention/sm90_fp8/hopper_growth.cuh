@@ -13,7 +13,9 @@
  *     has_grown. The first group may set has_grown again with its next block, but before that it
  *     waits (`added`) until the other group has added this block.
  * References move in one group at a time, so both groups use the same two mbarriers, and know from
- * the times that references have moved which phase comes next (GROWTH_PARITY).
+ * the times that references have moved which phase comes next (GROWTH_PARITY). Both also use the
+ * same `shift`: a group waits for `added` before it weighs a block, and the other arrives there
+ * behind all that it does with an earlier `shift`.
  */
 #pragma once
 
