@@ -74,7 +74,7 @@ template <typename Shape>
 static __device__ __forceinline__ void
 leave_half_tops(const consumer<Shape> &state, const lane_place &me, uint32_t *to)
 {
-    constexpr int PAIRS = Shape::HEADS / 8;         /* pairs of heads: 8j + 2c, c: the column */
+    constexpr int PAIRS = Shape::HEADS / 8;         /* heads 8j + 2c and the next; c: the column */
     constexpr int SAME_LANES = 4 * (8 / PAIRS - 1); /* bits of lanes with the same result */
     uint32_t tops[PAIRS];
 #pragma unroll
