@@ -110,26 +110,23 @@ find_base(const bf16_memory *shared)
     return (uint32_t)ptx_forget((int)ptx_shared_address(shared));
 }
 
-/* Starts the products of the group's own block with its weights, of which the first half is stored
- * and not published yet. No product that adds to `out` is under way. Where `out` must be multiplied
- * by the factors, the other group has the weights before. */
+/* Adds the values of the group's own block with its weights, of which the first half is stored. The
+ * products begin before the other half is weighed, and before the other group has the weights: its
+ * own products with them would be in the way of these, behind which a half of the block is free. No
+ * product that adds to `out` is under way. scales_out: `out` must be multiplied by the factors. */
 template <typename Keys>
 static __device__ __forceinline__ void
 add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float factors[2],
               bf16_consumer *state)
 {
     if (scales_out) {
-        publish_half(base, me, 0);
         scale_out(factors, state);
     }
     add_own_half<Keys>(base, me, 0, state);
-    if (!scales_out) {
-        publish_half(base, me, 0);
-    }
     weigh_half(1, state);
     store_half(base, me, 1, *state);
     add_own_half<Keys>(base, me, 1, state);
-    publish_half(base, me, 1);
+    publish_weights(base, me);
     add_to_sums(state);
     wgmma_wait<0>();
     free_values(base, me.group, me.group);
@@ -156,16 +153,14 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     float factors[2] = {1.0f, 1.0f};
     const bool scales_out =
-        find_exponents<Keys, MAXIMA>(launch.base, me, block_bits, shared, state, factors);
+        find_exponents<Keys, MAXIMA>(launch.base, base, me, block_bits, shared, state, factors);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
     add_own_block<Keys>(base, me, scales_out, factors, state);
-    wait_for_weights(base, me, parity, 0);
-    follow_other_group<false>(me, shared, state);
-    add_other_half<Keys>(base, me, 0, state);
-    wait_for_weights(base, me, parity, 1);
-    add_other_half<Keys>(base, me, 1, state);
+    follow_other_group<false>(base, me, parity, shared, state);
+    wait_for_weights(base, me, parity);
+    add_other_block<Keys>(base, me, state);
     wgmma_wait<0>();
     free_values(base, 1, 0);
     return is_last;
@@ -183,20 +178,18 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     score_block<Keys>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
-    wait_for_weights(base, me, parity, 0);
-    follow_other_group<true>(me, shared, state);
-    add_other_half<Keys>(base, me, 0, state);
-    wait_for_weights(base, me, parity, 1);
-    add_other_half<Keys>(base, me, 1, state);
+    follow_other_group<true>(base, me, parity, shared, state);
+    wait_for_weights(base, me, parity);
+    add_other_block<Keys>(base, me, state);
     if constexpr (Keys::HALVES_SCORES) {
-        wgmma_wait<2 + PIECES / 2>(); /* the first halves of the scores are done */
+        wgmma_wait<1 + PIECES / 2>(); /* the first halves of the scores are done */
         begin_exponents(launch.base.scale_log2, state);
     }
-    wgmma_wait<2>(); /* the scores are done */
+    wgmma_wait<1>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     float factors[2] = {1.0f, 1.0f};
     const bool scales_out =
-        find_exponents<Keys, MAXIMA>(launch.base, me, block_bits, shared, state, factors);
+        find_exponents<Keys, MAXIMA>(launch.base, base, me, block_bits, shared, state, factors);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
@@ -244,8 +237,9 @@ start(const bf16_launch &launch, bf16_memory *shared)
             }
             for (int half = 0; half < 2; half++) {
                 ptx_mbarrier_init(ptx_shared_address(&shared->empty[block][half]), GROUP_THREADS);
-                ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block][half]), GROUP_THREADS);
             }
+            ptx_mbarrier_init(ptx_shared_address(&shared->settled[block]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block]), GROUP_THREADS);
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GROUP_THREADS);

@@ -14,9 +14,8 @@ enum {
     HALF_VALUES = SMLA_KV_LORA_RANK / 2, /* per warpgroup */
     HALF_TILES = HALF_VALUES / 64,
     ROPE_TILE = QUERY_TILES - 1,
-    PIECES = 4,        /* pieces of a block, each with an mbarrier */
-    KEY_PIECE = 2,     /* is_key arrives with the piece that is copied as number 2 */
-    WEIGHED_KEYS = 32, /* keys whose weights are published at once */
+    PIECES = 4,    /* pieces of a block, each with an mbarrier */
+    KEY_PIECE = 2, /* is_key arrives with the piece that is copied as number 2 */
 };
 
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
@@ -66,7 +65,8 @@ struct bf16_memory {
     alignas(16) float reference[TILE_HEADS]; /* references of the block that was weighed last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
-    uint64_t weighed[2][BLOCK_KEYS / WEIGHED_KEYS];
+    uint64_t settled[2];  /* [group] */
+    uint64_t weighed[2];
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
@@ -145,7 +145,13 @@ empty_barrier(uint32_t base, int block, int group)
 }
 
 static __device__ __forceinline__ uint32_t
-weighed_barrier(uint32_t base, int group, int half)
+settled_barrier(uint32_t base, int group)
 {
-    return BF16_AT(base, weighed) + 16 * group + 8 * half;
+    return BF16_AT(base, settled) + 8 * group;
+}
+
+static __device__ __forceinline__ uint32_t
+weighed_barrier(uint32_t base, int group)
+{
+    return BF16_AT(base, weighed) + 8 * group;
 }

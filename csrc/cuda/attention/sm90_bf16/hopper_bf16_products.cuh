@@ -13,8 +13,8 @@
 #define NO_REFERENCE (-0.0f)
 
 enum {
-    HALF_SCORES = WEIGHED_KEYS / 2, /* per thread: two keys of every eight, for two heads */
-    HALF_PROBS = WEIGHED_KEYS / 4,
+    HALF_SCORES = BLOCK_KEYS / 4, /* per thread: two keys of every eight, for two heads */
+    HALF_PROBS = BLOCK_KEYS / 8,
 };
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -185,7 +185,7 @@ scale_out(const float factors[2], bf16_consumer *state)
  * and makes the exponents relative to them. Returns whether `out` must be multiplied by the
  * factors; all else has followed. */
 static __device__ __forceinline__ bool
-move_references(const lane_place &me, const int32_t highest[2], bf16_memory *shared,
+move_references(uint32_t base, const lane_place &me, const int32_t highest[2], bf16_memory *shared,
                 bf16_consumer *state, float factors[2])
 {
     float tops[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
@@ -215,6 +215,7 @@ move_references(const lane_place &me, const int32_t highest[2], bf16_memory *sha
         find_references(shared, me)[0] = newer[0];
         find_references(shared, me)[8] = newer[1];
     }
+    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
@@ -222,8 +223,10 @@ move_references(const lane_place &me, const int32_t highest[2], bf16_memory *sha
  * and ptxas accepts no change of out before a wait for them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
-follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
+follow_other_group(uint32_t base, const lane_place &me, uint32_t parity, bf16_memory *shared,
+                   bf16_consumer *state)
 {
+    ptx_mbarrier_wait(settled_barrier(base, me.group ^ 1), parity);
     const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
     const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
                            smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
@@ -250,8 +253,8 @@ begin_exponents(float score_scale, bf16_consumer *state)
  * that `out` must be multiplied by the factors. block_bits: load_block_bits. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
-find_exponents(const attention_launch &launch, const lane_place &me, uint32_t block_bits,
-               bf16_memory *shared, bf16_consumer *state, float factors[2])
+find_exponents(const attention_launch &launch, uint32_t base, const lane_place &me,
+               uint32_t block_bits, bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
@@ -271,7 +274,11 @@ find_exponents(const attention_launch &launch, const lane_place &me, uint32_t bl
     find_highest(state->scores, highest);
     const bool is_rare =
         __vimax3_s32(highest[0], highest[1], state->is_late) > __float_as_int(MAX_EXPONENT);
-    return __any_sync(0xFFFFFFFFu, is_rare) && move_references(me, highest, shared, state, factors);
+    if (__any_sync(0xFFFFFFFFu, is_rare)) {
+        return move_references(base, me, highest, shared, state, factors);
+    }
+    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+    return false;
 }
 
 /* ---- Weights ------------------------------------------------------------------------------- */
@@ -330,12 +337,12 @@ store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &s
     }
 }
 
-/* Publishes the stored half to the other group. The fence makes it visible to wgmma. */
+/* Publishes the stored weights to the other group. The fence makes them visible to wgmma. */
 static __device__ __forceinline__ void
-publish_half(uint32_t base, const lane_place &me, int half)
+publish_weights(uint32_t base, const lane_place &me)
 {
     ptx_fence_async_shared();
-    ptx_mbarrier_arrive(weighed_barrier(base, me.group, half), true);
+    ptx_mbarrier_arrive(weighed_barrier(base, me.group), true);
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
@@ -387,24 +394,24 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
     wgmma_commit();
 }
 
-/* Waits for the other group's weights of half a block. */
+/* Waits for the other group's weights. */
 static __device__ __forceinline__ void
-wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity, int half)
+wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity)
 {
-    ptx_mbarrier_wait(weighed_barrier(base, me.group ^ 1, half), parity);
+    ptx_mbarrier_wait(weighed_barrier(base, me.group ^ 1), parity);
 }
 
-/* Starts out += weights * values for half the keys of the other group's block. */
+/* Starts out += weights * values for the other group's block. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
+add_other_block(uint32_t base, const lane_place &me, bf16_consumer *state)
 {
     const int other = me.group ^ 1;
     const uint64_t values = describe_values(base, other, me.group);
     const uint64_t probs = wgmma_descriptor(find_probs(base, other), 1024, WGMMA_SWIZZLE_128);
     wgmma_fence();
 #pragma unroll
-    for (int k = 2 * half; k < 2 * half + 2; k++) {
+    for (int k = 0; k < BLOCK_KEYS / 16; k++) {
         add_values<Keys>(state, probs + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
     }
     wgmma_commit();
