@@ -160,22 +160,42 @@ copy_query_apart(query_place query, uint32_t base, int warp)
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* Copies the warp's rows of a piece of a block. The lanes from first_lane on have the addresses. */
-template <int PIECE, typename Keys, bool ALIGNED>
-static __device__ __forceinline__ void
-copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
+/* A thread's chunks in the first tiles of the warp's rows of a block, and which rows there are. */
+template <typename Keys> struct block_rows {
+    const uint8_t *from[ROW_FLIGHTS / Keys::TWINS];
+    bool is_on[ROW_FLIGHTS / Keys::TWINS];
+};
+
+/* The lanes from first_lane on have the addresses of the rows. */
+template <typename Keys>
+static __device__ __forceinline__ block_rows<Keys>
+find_block_rows(const uint8_t *row, int first_lane)
 {
+    block_rows<Keys> rows;
 #pragma unroll
     for (int flight = 0; flight < ROW_FLIGHTS / Keys::TWINS; flight++) {
         const uint8_t *const from =
             row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
+        rows.is_on[flight] = from != NULL;
+        rows.from[flight] = from + gather_lane() % 8 * 16;
+    }
+    return rows;
+}
+
+/* Copies the warp's rows of a piece of a block. */
+template <int PIECE, typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
+{
+#pragma unroll
+    for (int flight = 0; flight < ROW_FLIGHTS / Keys::TWINS; flight++) {
         const uint32_t to =
             BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, flight);
 #pragma unroll
         for (int tile = first_tile<Keys::ROPE>(PIECE); tile < first_tile<Keys::ROPE>(PIECE + 1);
              tile++) {
-            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + tile * 128 + gather_lane() % 8 * 16,
-                                from != NULL);
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, rows.from[flight] + tile * 128,
+                                rows.is_on[flight]);
         }
     }
     announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));
@@ -192,9 +212,10 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
     const int first_lane = BLOCK * WARP_ROWS;
     const int from = first_lane + gather_twin<Keys>() * (WARP_ROWS / Keys::TWINS);
     const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
+    const block_rows<Keys> rows = find_block_rows<Keys>(row, from);
     ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, first_half), state.phase.step ^ 1);
-    copy_piece<nth_piece<Keys>(BLOCK, 0), Keys, ALIGNED>(state, BLOCK, row, from);
-    copy_piece<nth_piece<Keys>(BLOCK, 1), Keys, ALIGNED>(state, BLOCK, row, from);
+    copy_piece<nth_piece<Keys>(BLOCK, 0), Keys, ALIGNED>(state, BLOCK, rows);
+    copy_piece<nth_piece<Keys>(BLOCK, 1), Keys, ALIGNED>(state, BLOCK, rows);
     ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, first_half ^ 1), state.phase.step ^ 1);
     if (gather_twin<Keys>() == 0 && gather_lane() == 0) {
         ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
@@ -203,6 +224,6 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
                             true);
     }
     __syncwarp();
-    copy_piece<nth_piece<Keys>(BLOCK, 2), Keys, ALIGNED>(state, BLOCK, row, from);
-    copy_piece<nth_piece<Keys>(BLOCK, 3), Keys, ALIGNED>(state, BLOCK, row, from);
+    copy_piece<nth_piece<Keys>(BLOCK, 2), Keys, ALIGNED>(state, BLOCK, rows);
+    copy_piece<nth_piece<Keys>(BLOCK, 3), Keys, ALIGNED>(state, BLOCK, rows);
 }
