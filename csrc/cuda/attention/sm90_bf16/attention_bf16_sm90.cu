@@ -12,7 +12,7 @@
  *                                             in the RoPE tile of its block, which is not needed
  *                                             after the scores.
  *              sums, maxima, references, mbarriers, is_key, counts of keys
- *              232,064 bytes of the 232,448 that an SM has
+ *              232,072 bytes of the 232,448 that an SM has
  * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
  *              behind the first one those that level the loads (work_order.cuh). Where an SM would
  *              be idle, a CTA without work runs ahead through the code (count_ctas).
@@ -28,18 +28,25 @@
  *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per
  *                               group. A group scores its own block for all heads, and adds 256 of
  *                               the 512 values of both blocks. Its own weights come
- *                               from registers, the other group's from shared memory, in two
- *                               halves so that products start early.
+ *                               from registers, the other group's from shared memory.
  *                group 0        scores, weights and values of its block, values of the other's
  *                group 1        scores of its block, values of the other's, own weights and values:
  *                               so the groups fill each other's gaps, and group 0's block, which
  *                               is used first, is free first
+ *                               The tensor cores share their time between products of both groups.
+ *                               So what is needed first is started first: group 0's scores before
+ *                               group 1's, and values with a group's own weights, behind which half
+ *                               of a block is free, before the other group has these weights.
  *              mbarriers        arrivals | waited for by
  *              full[block][piece]   128 gather threads, when their copies have come (third piece:
  *                                   also 4 for is_key, IS_LAST) | the block's group. Four pieces
  *                                   divide the dimensions, so that scores begin with the first.
  *              empty[block][group]  128 threads of the group: its values are added | gather warps
- *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
+ *              begun                128 threads of group 0: all its scores are under way | group 1,
+ *                                   before its own scores
+ *              settled[group]       128 threads of the group: references are those of its block
+ *                                   (hopper_bf16_products.cuh) | the other group
+ *              weighed[group]       128 threads of the group: its weights | the other group
  *              query_full           128 threads, gather warps or group 1 | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
  *              planned              a consumer thread, which has written the order | gather warps
@@ -47,9 +54,9 @@
  *                                   threads, before weights replace the block's RoPE tile
  *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
  *                               its keys are counted, and for the first work all threads
- *              A group learns from the other's weights that the other's block has come, and its
- *              references (hopper_bf16_products.cuh). A block that is full again was freed by both
- *              groups, so no thread still reads the weights that group 1 replaces.
+ *              A group learns from the other's weights that the other's block has come. A block
+ *              that is full again was freed by both groups, so no thread still reads the weights
+ *              that group 1 replaces.
  *              cp.async arrives when its bytes are in shared memory. PTX asks for a proxy fence
  *              before wgmma reads them. It is left out, because every consumer would wait 150 to
  *              200 cycles for it at every piece; FlashMLA loads in the same way, without a fence.
@@ -78,7 +85,7 @@
  *              on T.
  * Source       The tiles, and two warpgroups that share a block's values: FlashMLA's sparse
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
- *              References that seldom move, the order of the groups and weights in halves are ours.
+ *              References that seldom move and the order of the groups' products are ours.
  */
 #include "cuda/attention/sm90_bf16/hopper_bf16_lists.cuh"
 #include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
@@ -111,9 +118,9 @@ find_base(const bf16_memory *shared)
 }
 
 /* Adds the values of the group's own block with its weights, of which the first half is stored. The
- * products begin before the other half is weighed, and before the other group has the weights: its
- * own products with them would be in the way of these, behind which a half of the block is free. No
- * product that adds to `out` is under way. scales_out: `out` must be multiplied by the factors. */
+ * products start before the other half is weighed, and before the other group has the weights, so
+ * that its products do not delay these, behind which half of the block is free. No product that
+ * adds to `out` is under way. scales_out: `out` must be multiplied by the factors. */
 template <typename Keys>
 static __device__ __forceinline__ void
 add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float factors[2],
@@ -142,6 +149,7 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     lane_place me = find_place_again();
     me.group = 0;
     score_block<Keys>(base, me, parity, state);
+    ptx_mbarrier_arrive(BF16_AT(base, begun), true);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
     if constexpr (Keys::HALVES_SCORES) {
@@ -175,6 +183,7 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 1;
+    ptx_mbarrier_wait(BF16_AT(base, begun), parity);
     score_block<Keys>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
@@ -242,6 +251,7 @@ start(const bf16_launch &launch, bf16_memory *shared)
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block]), GROUP_THREADS);
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->begun), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
         start_order(launch.base, &shared->order);

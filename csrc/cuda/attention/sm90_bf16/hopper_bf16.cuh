@@ -65,8 +65,9 @@ struct bf16_memory {
     alignas(16) float reference[TILE_HEADS]; /* references of the block that was weighed last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
-    uint64_t settled[2];  /* [group] */
-    uint64_t weighed[2];
+    uint64_t begun;
+    uint64_t settled[2]; /* [group] */
+    uint64_t weighed[2]; /* [group] */
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;

@@ -160,13 +160,14 @@ copy_query_apart(query_place query, uint32_t base, int warp)
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* A thread's chunks in the first tiles of the warp's rows of a block, and which rows there are. */
+/* What a thread copies of a block: its chunks in the first tile, one per flight, and whether their
+ * rows exist. It is found before the wait for a free block, so that only copies come behind it. */
 template <typename Keys> struct block_rows {
     const uint8_t *from[ROW_FLIGHTS / Keys::TWINS];
     bool is_on[ROW_FLIGHTS / Keys::TWINS];
 };
 
-/* The lanes from first_lane on have the addresses of the rows. */
+/* The warp's rows of a block. The lanes from first_lane on have their addresses. */
 template <typename Keys>
 static __device__ __forceinline__ block_rows<Keys>
 find_block_rows(const uint8_t *row, int first_lane)

@@ -98,13 +98,16 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
 /* ---- References ----------------------------------------------------------------------------
  *
  * Blocks are weighed one after the other: A0 by group 0, B0 by group 1, A1 by group 0, and so on.
- * The references in shared memory are those of the block that was weighed last, and only the group
- * whose turn it is may move them. Its turn begins when it has waited for the first weights of the
- * block before, and ends when it publishes its own first weights. It has looked at all exponents of
- * its 64 keys by then. So no thread writes references while others read them:
+ * The references in shared memory are those of the block that was settled last, and only the group
+ * whose turn it is may move them. Its turn begins when the block before is settled, and ends when
+ * it settles its own, after a look at all exponents of its 64 keys. So no thread writes references
+ * while others read them:
  *
- *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, weigh, publish An | follow, add An
- *   group 1: wait for An | read, follow, add An | move, weigh, publish Bn | follow, add Bn | ...
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, settle An, weigh, follow, add An
+ *   group 1: wait for An | read, follow, add An | move, settle Bn, weigh, follow, add Bn | ...
+ *
+ * A block is settled before its weights exist, so the other group follows while it would wait for
+ * them anyway.
  *
  * Warp w of either group has the same 16 heads, and a head has four lanes of the warp. So each warp
  * does all of this alone: a maximum takes two shuffles, and branches are the warp's.
@@ -113,7 +116,7 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * is to multiply by 2^(older - newer) where references have changed. A group finds the other's
  * changes when it compares what it remembers with the references in shared memory: there is no flag
  * that could be lost or found twice. It knows its own changes, and `out` follows them last, from
- * registers: the other group waits for the weights, and may move references again when it has them.
+ * registers, because the other group may move references again by then.
  * A work begins without references in registers. Its first block always writes those in shared
  * memory, so no reference of the work before is used. When the work ends, group 0 has followed
  * group 1's last block, and both groups remember the same references.
@@ -182,8 +185,8 @@ scale_out(const float factors[2], bf16_consumer *state)
 }
 
 /* Moves references to the block's maxima where exponents are too large or a head has had no key,
- * and makes the exponents relative to them. Returns whether `out` must be multiplied by the
- * factors; all else has followed. */
+ * settles the block, and makes the exponents relative to them. Returns whether `out` must be
+ * multiplied by the factors; all else has followed. */
 static __device__ __forceinline__ bool
 move_references(uint32_t base, const lane_place &me, const int32_t highest[2], bf16_memory *shared,
                 bf16_consumer *state, float factors[2])
@@ -219,8 +222,9 @@ move_references(uint32_t base, const lane_place &me, const int32_t highest[2], b
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
-/* Follows the references if the other group has moved any. WAITS: products of scores are under way,
- * and ptxas accepts no change of out before a wait for them. */
+/* Waits until the other group's block is settled, and follows its references if any have moved.
+ * WAITS: products of scores are under way, and ptxas accepts no change of out before a wait for
+ * them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
 follow_other_group(uint32_t base, const lane_place &me, uint32_t parity, bf16_memory *shared,
@@ -249,8 +253,9 @@ begin_exponents(float score_scale, bf16_consumer *state)
     }
 }
 
-/* Scores -> exponents of weights, after begin_exponents. Returns whether references have moved, so
- * that `out` must be multiplied by the factors. block_bits: load_block_bits. */
+/* Scores -> exponents of weights, after begin_exponents. Settles the block. Returns whether
+ * references have moved, so that `out` must be multiplied by the factors. block_bits:
+ * load_block_bits. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 find_exponents(const attention_launch &launch, uint32_t base, const lane_place &me,
