@@ -27,8 +27,8 @@
  *                               (hopper_coded_gather.cuh). CTAs have 512 threads then.
  *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per
  *                               group. A group scores its own block for all heads, and adds 256 of
- *                               the 512 values of both blocks. Its own weights come
- *                               from registers, the other group's from shared memory.
+ *                               the 512 values of both blocks. Its own weights come from registers,
+ *                               the other group's from shared memory.
  *                group 0        scores, weights and values of its block, values of the other's
  *                group 1        scores of its block, values of the other's, own weights and values:
  *                               so the groups fill each other's gaps, and group 0's block, which

@@ -62,7 +62,7 @@ struct bf16_memory {
     alignas(1024) uint8_t probs[TILE_HEADS][128]; /* weights of group 1 (group 0: find_probs) */
     alignas(16) float sums[2][2][TILE_HEADS];     /* [turn][group]; `turn` is 0 and 1 in turn */
     alignas(16) float tops[2][2][TILE_HEADS];
-    alignas(16) float reference[TILE_HEADS]; /* references of the block that was weighed last */
+    alignas(16) float reference[TILE_HEADS]; /* references of the block that was settled last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
     uint64_t begun;

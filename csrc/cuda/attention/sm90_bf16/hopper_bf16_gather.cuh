@@ -163,8 +163,9 @@ copy_query_apart(query_place query, uint32_t base, int warp)
 /* What a thread copies of a block: its chunks in the first tile, one per flight, and whether their
  * rows exist. It is found before the wait for a free block, so that only copies come behind it. */
 template <typename Keys> struct block_rows {
-    const uint8_t *from[ROW_FLIGHTS / Keys::TWINS];
-    bool is_on[ROW_FLIGHTS / Keys::TWINS];
+    static constexpr int FLIGHTS = ROW_FLIGHTS / Keys::TWINS;
+    const uint8_t *from[FLIGHTS];
+    bool is_on[FLIGHTS];
 };
 
 /* The warp's rows of a block. The lanes from first_lane on have their addresses. */
@@ -174,7 +175,7 @@ find_block_rows(const uint8_t *row, int first_lane)
 {
     block_rows<Keys> rows;
 #pragma unroll
-    for (int flight = 0; flight < ROW_FLIGHTS / Keys::TWINS; flight++) {
+    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
         const uint8_t *const from =
             row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
         rows.is_on[flight] = from != NULL;
@@ -189,7 +190,7 @@ static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
 {
 #pragma unroll
-    for (int flight = 0; flight < ROW_FLIGHTS / Keys::TWINS; flight++) {
+    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
         const uint32_t to =
             BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, flight);
 #pragma unroll

@@ -154,6 +154,13 @@ find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
     }
 }
 
+/* Tells the other group that the references are now those of the group's block. */
+static __device__ __forceinline__ void
+settle_block(uint32_t base, const lane_place &me)
+{
+    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+}
+
 /* Makes what the thread has added up follow newer references, but for `out`: it shall be multiplied
  * by the factors. Returns whether it must be, because some lane of the warp has added to it. */
 static __device__ __forceinline__ bool
@@ -218,7 +225,7 @@ move_references(uint32_t base, const lane_place &me, const int32_t highest[2], b
         find_references(shared, me)[0] = newer[0];
         find_references(shared, me)[8] = newer[1];
     }
-    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+    settle_block(base, me);
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
@@ -282,7 +289,7 @@ find_exponents(const attention_launch &launch, uint32_t base, const lane_place &
     if (__any_sync(0xFFFFFFFFu, is_rare)) {
         return move_references(base, me, highest, shared, state, factors);
     }
-    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+    settle_block(base, me);
     return false;
 }
 
