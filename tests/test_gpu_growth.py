@@ -182,6 +182,22 @@ def test_growing_works_in_a_row():
         assert_same_bits(x, got[name][some], f"{name} in another batch")
 
 
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+@pytest.mark.parametrize("growth", [20, 41])
+def test_growth_at_the_end_of_every_work(growth, num_heads):
+    """References move in a work's last block, while the other half of the CTA is about to read the
+    sums. Every token of many has the bits that it has alone, in every call."""
+    case = make("fp8", num_heads, COURSES["in the last block alone"] * float(growth), 1)
+    alone = check(case)
+    rows = np.arange(2000) % T
+    many = case.rows(rows)
+    many.indices = np.ascontiguousarray(many.indices)
+    for _ in range(5):
+        got = run(many)
+        for name, x in got.items():
+            assert_same_bits(x, alone[name][rows], f"{name} in a call of {len(rows)} tokens")
+
+
 # --- a late start --------------------------------------------------------------------------------
 
 

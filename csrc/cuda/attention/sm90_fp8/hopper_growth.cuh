@@ -5,13 +5,14 @@
  * reference may move between two blocks, if everything that was added before is scaled:
  *   - The group that finds too large weights in its block sets has_grown before it arrives at
  *     `weighed`. It raises the references by whole numbers (`shift`) and arrives at `moved`, weighs
- *     the block again and arrives at `weighed_again`. It scales the sums of both groups and its own
- *     part of `out`, which is exact. The other group does not touch the sums meanwhile: it has
- *     weighed its last block, and waits for this one before its next.
+ *     the block again and arrives at `weighed_again`. Then nobody waits for it, and it scales its
+ *     own sums and its part of `out`, which is exact.
  *   - The other group finds has_grown set when it has waited for the block. As soon as references
- *     have moved, it scales its part of `out`, while the first group still weighs. It clears
- *     has_grown. The first group may set has_grown again with its next block, but before that it
- *     waits (`added`) until the other group has added this block.
+ *     have moved, it scales its sums and its part of `out`, while the first group still weighs. It
+ *     clears has_grown. The first group may set has_grown again with its next block, but before
+ *     that it waits (`added`) until the other group has added this block.
+ *   - A work's last block is one of group 1. If references move there, has_grown remains set until
+ *     the groups have met, because each group needs the sums of both (find_factors).
  * References move in one group at a time, so both groups use the same two mbarriers, and know from
  * the times that references have moved which phase comes next (GROWTH_PARITY). Both also use the
  * same `shift`: a group waits for `added` before it weighs a block, and the other arrives there
@@ -26,7 +27,9 @@
 static __device__ __forceinline__ float
 scale_of_shift(float shift)
 {
-    return shift < 127.0f ? power_of_two(-(int)shift) : 0.0f;
+    /* shift + 2^23 has the integer in its last bits; a conversion of it takes longer */
+    const uint32_t exponent = smla_float_bits(shift + 0x1p23f) << 23;
+    return shift < 127.0f ? smla_bits_float(smla_float_bits(1.0f) - exponent) : 0.0f;
 }
 
 /* Not 0 where a group's weights exceed f16. All threads read the same value; is_any tells the
@@ -82,7 +85,6 @@ leave_half_tops(const consumer<Shape> &state, const lane_place &me, uint32_t *to
         const float *const x = &state.scores[4 * j];
         tops[j] = ptx_max_f16x2(ptx_cvt_f16x2(x[0], x[1]), ptx_cvt_f16x2(x[2], x[3]));
     }
-    int first = 0;
     /* over the lanes' rows: a lane keeps half of its pairs, as long as it has two */
 #pragma unroll
     for (int step = 0; step < 3; step++) {
@@ -98,9 +100,9 @@ leave_half_tops(const consumer<Shape> &state, const lane_place &me, uint32_t *to
             const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, give, distance);
             tops[j] = ptx_max_f16x2(is_upper ? tops[left + j] : tops[j], got);
         }
-        first += is_upper ? left : 0;
     }
     if ((me.lane & SAME_LANES) == 0) {
+        const int first = me.row / (8 / PAIRS); /* the pair that is left */
         to[4 * first + me.column] = tops[0];
     }
 }
@@ -132,28 +134,18 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         shared->shift_factor[head] = scale_of_shift(shift);
     }
     ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
-    static_assert(GROUP_THREADS % Shape::HEADS == 0, "all sums of a thread are those of `head`");
-#pragma unroll 2 /* there are no registers for more, nor to keep the factor */
-    for (int i = thread; i < CONSUMER_WARPS * Shape::SLOTS; i += GROUP_THREADS) {
-        shared->sums[0][i] *= scale_of_shift(shift);
-        if constexpr (Shape::MAXIMA) {
-            shared->tops[0][i] -= shift;
-        }
-    }
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* Does weigh_chunk again for all chunks, with exponents smaller by `shift`, so that the weight of
- * an absent key is 2^-shift. Adds the sums only where weigh_chunk has left them out. All of `shift`
- * is loaded first, and all shuffles come together, because nothing else hides latencies here. */
+/* Turns the block's exponents into weights again, all smaller by `shift`. So the weight of an
+ * absent key is 2^-shift. Returns what exp_chunk adds up. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_again(uint32_t probs, const lane_place &me, hopper_memory<Shape> *shared,
-            consumer<Shape> *state)
+weigh_again(uint32_t probs, const lane_place &me, const hopper_memory<Shape> *shared,
+            consumer<Shape> *state, float (&sums)[Shape::CHUNKS][4])
 {
     constexpr int CHUNKS = Shape::CHUNKS;
     uint32_t shift[2 * CHUNKS][2];
-    float sums[CHUNKS][4], half[CHUNKS];
 #pragma unroll
     for (int j = 0; j < 2 * CHUNKS; j++) {
         ptx_load_shared_8(ptx_shared_address(shared->shift + 8 * j + 2 * me.column), shift[j]);
@@ -169,18 +161,55 @@ weigh_again(uint32_t probs, const lane_place &me, hopper_memory<Shape> *shared,
         exp_chunk(x, e, sums[chunk]);
         store_weights<Shape>(probs, me, chunk, e);
     }
+}
+
+/* Scales the warp's sums by 2^-shift, and moves its maxima. */
+template <typename Shape>
+static __device__ __forceinline__ void
+scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
+{
+    const int warp = 4 * me.group + me.warp;
+    const auto scale = [=](int slot) {
+        shared->sums[warp][slot] *= shared->shift_factor[slot % Shape::HEADS];
+        if constexpr (Shape::MAXIMA) {
+            shared->tops[warp][slot] -= shared->shift[slot % Shape::HEADS];
+        }
+    };
+    if constexpr (Shape::MAXIMA && !Shape::Row::ROPE_IS_VALUE) {
+#pragma unroll 1 /* unrolled, it spills */
+        for (int slot = me.lane; slot < Shape::SLOTS; slot += SMLA_WARP_LANES) {
+            scale(slot);
+        }
+        __syncwarp();
+    } else {
+#pragma unroll
+        for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+            scale(slot_of_sum(me, pair));
+        }
+    }
+}
+
+/* Adds what weigh_again has returned to the warp's sums, where weigh_chunk has left it out. All
+ * shuffles come together, because nothing else hides latencies here. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_again(const float (&sums)[Shape::CHUNKS][4], const lane_place &me, hopper_memory<Shape> *shared,
+          const consumer<Shape> &state)
+{
+    constexpr int CHUNKS = Shape::CHUNKS;
+    float half[CHUNKS];
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         half[chunk] = reduce_half<false>(sums[chunk], me.lane);
     }
-    const float absent = count_absent<Shape>(me, state->key_bits);
+    const float absent = count_absent<Shape>(me, state.key_bits);
 #pragma unroll
     for (int pair = 0; pair < (CHUNKS + 1) / 2; pair++) {
         const int slot = slot_of_sum(me, pair);
         const int last = CHUNKS == 1 ? 0 : 2 * pair + 1;
         const float added = fold_pair<false, Shape>(half[2 * pair], half[last], me) -
                             absent * shared->shift_factor[slot % Shape::HEADS];
-        if (state->has_grown[pair]) {
+        if (state.has_grown[pair]) {
             shared->sums[4 * me.group + me.warp][slot] += added;
         }
     }
@@ -194,11 +223,14 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
                  hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     move_references(launch, me, shared, *state);
-    weigh_again(at.probs, me, shared, state);
+    float sums[Shape::CHUNKS][4];
+    weigh_again(at.probs, me, shared, state, sums);
     ptx_fence_async_shared();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->weighed_again), true);
     state->phase ^= GROWTH_PARITY;
     scale_out(shared, me, state);
+    scale_sums(me, shared);
+    add_again(sums, me, shared, *state);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* the group's weights are visible */
 }
 
@@ -215,9 +247,10 @@ follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<S
     if constexpr (WAITS) {
         wgmma_wait<0>();
     }
+    scale_sums(me, shared);
     scale_out(shared, me, state);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
-    if (thread == 0) {
+    if (WAITS && thread == 0) { /* after a work's last block, find_factors does this */
         shared->has_grown[other] = 0;
     }
     ptx_mbarrier_wait(ptx_shared_address(&shared->weighed_again), parity);

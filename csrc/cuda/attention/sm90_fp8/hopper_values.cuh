@@ -173,7 +173,9 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     if (is_any(has_grown)) {
         follow_references<true>(find_place_again(), shared, state);
     }
-    convert_values(place, find_granule<Shape>(other, 0), 0, state);
+    /* the place is found again, because for fp8_v4 there is no register to keep it in */
+    convert_values(find_values<Shape>(at, find_place_again()), find_granule<Shape>(other, 0), 0,
+                   state);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
@@ -317,6 +319,12 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
 {
     const smla_attention_params &params = launch.base.params;
     const int head = ptx_forget((int)threadIdx.x) % GROUP_THREADS;
+    if (is_any(load_has_grown(shared, 1))) { /* references have moved in the last block */
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the sums of both groups are complete */
+        if (ptx_forget((int)threadIdx.x) == 0) {
+            shared->has_grown[1] = 0;
+        }
+    }
     if (head < shared->place.num_heads) {
         float sum, top;
         add_up_head(shared, head, &sum, &top);
