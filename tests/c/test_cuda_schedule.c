@@ -399,7 +399,9 @@ model_cost(const split_problem *p, const smla_attention_kernel *row, int64_t tok
     const int64_t places = model_places(p, row);
     const int64_t ctas = tokens * model_tiles(p, row) * splits;
     const int64_t blocks = ceil_of(model_columns(p, splits), row->block_columns);
-    int64_t cost = ceil_of(ctas, places) * (blocks * row->block_cost + row->cta_cost);
+    const bool is_crowded = row->leaves_halves && row->max_columns == 0 && model_tiles(p, row) >= 3;
+    const int64_t crowd_cost = is_crowded ? blocks / 16 : 0;
+    int64_t cost = ceil_of(ctas, places) * (blocks * row->block_cost + row->cta_cost + crowd_cost);
     if (splits > 1 && row->leaves_halves) {
         cost += 12 + 6 * ceil_of(splits, 16) + tokens * splits * p->num_heads / 512;
     } else if (splits > 1 && row->arch == 90) {
@@ -672,8 +674,9 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 4, 128, 2048, 0, "sm90_small_32", 8, 4, 94},
         {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_small_64", 8, 8, 108},
         {SMLA_ROWS_FP8, 16, 128, 2048, 0, "sm90_fp8_64", 4, 16, 152},
-        {SMLA_ROWS_FP8, 32, 128, 2048, 0, "sm90_fp8_32", 1, 32, 216},
-        {SMLA_ROWS_FP8, 33, 128, 2048, 0, "sm90_fp8_32", 1, 33, 216},
+        {SMLA_ROWS_FP8, 32, 128, 2048, 0, "sm90_fp8_64", 2, 32, 216},
+        {SMLA_ROWS_FP8, 33, 128, 2048, 0, "sm90_fp8_64", 2, 33, 216},
+        {SMLA_ROWS_FP8, 64, 64, 2048, 0, "sm90_fp8_32", 1, 64, 216},
         {SMLA_ROWS_FP8, 64, 128, 2048, 0, "sm90_fp8_64", 1, 64, 310},
         {SMLA_ROWS_FP8, 66, 128, 2048, 0, "sm90_fp8_64", 1, 66, 310},
         {SMLA_ROWS_FP8, 67, 128, 2048, 0, "sm90_fp8_64", 1, 1, 378},
