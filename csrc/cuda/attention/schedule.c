@@ -129,9 +129,9 @@ find_late_cost(const split_problem *problem, const smla_attention_kernel *kernel
     return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
 }
 
-/* The cost of a CTA. Where more than two of Hopper's CTAs for FP8 rows gather the same ones, they
- * wait for each other's copies. With 128 heads this makes tiles of 32 heads slower than two splits
- * of tiles of 64 (benchmarks/RESULTS.md); else they would be estimated alike. */
+/* The cost of a CTA. Hopper's CTAs for FP8 rows take a little longer where each row goes to more
+ * than two of them: with 128 heads, tiles of 32 heads would be estimated like two splits of tiles
+ * of 64, which are faster (benchmarks/RESULTS.md). */
 static int64_t
 find_cta_cost(const smla_attention_kernel *kernel, int64_t num_tiles, int64_t columns)
 {
