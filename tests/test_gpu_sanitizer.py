@@ -16,6 +16,8 @@ from cases import AttentionCase
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
 from test_compressor import Case as Compressor
+from test_gpu_growth import check as check_large
+from test_gpu_large_keys import make as make_large
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
 from test_qnorm_insert import Case, check_all
@@ -105,6 +107,10 @@ def test_attention_of_middle_batches(num_heads):
     tokens = 128 // num_heads
     check(AttentionCase(10 * tokens, num_heads, 1024, pages=6, topk_length=True))
     check_v4(V4Case(12 * tokens, num_heads, 128, extra="fp8_v4", extra_K=512, extra_block_size=4))
+
+
+def test_large_keys_first():
+    check_large(make_large("a few", 64, 2048, 1))
 
 
 ODD = {

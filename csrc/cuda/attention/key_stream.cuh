@@ -106,15 +106,14 @@ count_keys_apart(const int32_t *at, int32_t left, uint32_t limit, int32_t stride
     return count_strided_keys<LOADS>(at, left, limit, stride);
 }
 
-/* The same for a list whose stream was just opened; take_step will load the indices again. APART:
- * where splits take chunks in turn, a function is called. Its code is long, and other launches
- * would jump over it. */
+/* The same for a list whose stream was just opened; take_step will load the indices again. `stride`
+ * is the launch's column_stride. APART: where splits take chunks in turn, a function is called. Its
+ * code is long, and other launches would jump over it. */
 template <int LOADS, bool APART>
 static __device__ __forceinline__ uint32_t
-count_keys(const attention_launch &launch, int list, const key_stream &stream)
+count_keys(const attention_launch &launch, int list, const key_stream &stream, int32_t stride)
 {
     const uint32_t limit = launch.lists[list].index_limit;
-    const int32_t stride = launch.column_stride;
     if (!APART) {
         return count_strided_keys<LOADS>(stream.at, stream.left, limit, stride);
     }
@@ -166,14 +165,14 @@ typedef uint32_t key_counts[2][GATHER_WARPS];
  * are read when it begins, and at that time those of the next work may be written. */
 template <int LOADS, bool APART>
 static __device__ __forceinline__ void
-count_work(const attention_launch &launch, const cta_work &work, const key_stream &main, int warp,
-           int lane, int barrier, int num_threads, key_counts *counts)
+count_work(const attention_launch &launch, const cta_work &work, const key_stream &main,
+           int32_t stride, int warp, int lane, int barrier, int num_threads, key_counts *counts)
 {
     key_stream stream = main;
     int list = 0;
 #pragma unroll 1
     for (;;) {
-        (*counts)[list][warp] = count_keys<LOADS, APART>(launch, list, stream);
+        (*counts)[list][warp] = count_keys<LOADS, APART>(launch, list, stream, stride);
         if (++list == launch.params.num_lists) {
             break;
         }
@@ -229,28 +228,38 @@ find_nth_bit_apart(uint32_t bits, int n)
     return find_nth_bit(bits, n);
 }
 
-/* Takes the keys among the lanes' next indices, behind those that are held. The following indices
- * are loaded last, into the same register, because a move from another one would wait for them. */
+/* Appends keys, the indices of some lanes, to those that are held: 64 in all at most. */
 template <bool APART>
 static __device__ __forceinline__ void
-take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane)
+hold_keys(key_stream *stream, uint32_t are_keys, uint32_t index, int lane)
 {
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit);
+    const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
+    const int place = APART ? find_nth_bit_apart(are_keys, rank) : find_nth_bit(are_keys, rank);
+    const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, place);
+    if (rank < __popc(are_keys)) {
+        if (lane >= stream->num_held) {
+            stream->held = moved;
+        } else {
+            stream->over = moved;
+        }
+    }
+    stream->num_held += __popc(are_keys);
+}
+
+/* Takes the keys among the lanes' next indices, as far as they are wanted, behind those that are
+ * held. The following indices are loaded last, into the same register, because a move from another
+ * one would wait for them. */
+template <bool APART>
+static __device__ __forceinline__ void
+take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane,
+          uint32_t wanted = 0xFFFFFFFFu)
+{
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit) & wanted;
     if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
         stream->held = stream->next;
         stream->num_held = SMLA_WARP_LANES;
     } else {
-        const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-        const int place = APART ? find_nth_bit_apart(is_key, rank) : find_nth_bit(is_key, rank);
-        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, stream->next, place);
-        if (rank < __popc(is_key)) {
-            if (lane >= stream->num_held) {
-                stream->held = moved;
-            } else {
-                stream->over = moved;
-            }
-        }
-        stream->num_held += __popc(is_key);
+        hold_keys<APART>(stream, is_key, stream->next, lane);
     }
     stream->to_come -= __popc(is_key);
     stream->left -= column_stride;
@@ -258,9 +267,18 @@ take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane)
     load_next(stream);
 }
 
-/* Takes the keys of the warp's next step, one per lane. A lane without a key gets NO_INDEX. APART:
- * lists without holes do not jump over the code for holes, because what lies behind a jump comes
- * late from memory. */
+/* Hands out the keys of a step, one per lane. A lane without a key gets NO_INDEX. */
+static __device__ __forceinline__ uint32_t
+hand_out_step(key_stream *stream, int lane)
+{
+    const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
+    stream->held = stream->over;
+    stream->num_held = max(stream->num_held - SMLA_WARP_LANES, 0);
+    return index;
+}
+
+/* Takes the keys of the warp's next step, and hands them out. APART: lists without holes do not
+ * jump over the code for holes, because what lies behind a jump comes late from memory. */
 template <bool APART = false>
 static __device__ __forceinline__ uint32_t
 take_step(const attention_launch &launch, int list, key_stream *stream, int lane)
@@ -269,10 +287,7 @@ take_step(const attention_launch &launch, int list, key_stream *stream, int lane
     while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
         take_keys<APART>(stream, launch.lists[list].index_limit, launch.column_stride, lane);
     }
-    const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
-    stream->held = stream->over;
-    stream->num_held = max(stream->num_held - SMLA_WARP_LANES, 0);
-    return index;
+    return hand_out_step(stream, lane);
 }
 
 /* ---- A work with one key -------------------------------------------------------------------- */

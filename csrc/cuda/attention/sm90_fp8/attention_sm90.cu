@@ -19,7 +19,8 @@
  *              CTAs with short works take the pieces (cut_works.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
- *                               (key_stream.cuh), and brings 4 rows of every granule, one bulk copy
+ *                               (key_stream.cuh), takes large keys first where references jump
+ *                               (large_keys.cuh), and brings 4 rows of every granule, one bulk copy
  *                               per row, and for fp8_v4 a copy of 8 bytes for its scales. It runs
  *                               ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
@@ -73,10 +74,11 @@
  *              A work with one key gives that key's value (one_key.cuh). Partial rows are means of
  *              values relative to E, rounded to f16: off by 2^-11, if small by 2^-25 E. A query
  *              row's bits depend on its query, keys, num_splits, H and the device, not on T; where
- *              the plan chooses num_splits, also on the lengths of all lists, as works may be cut.
+ *              the plan chooses num_splits, also on the lengths of all lists, as works may be cut;
+ *              where references jump, also on whether rows are evenly spaced (large_keys.cuh).
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups, and
- *              references that move only where they must, between two blocks, are our own; online
- *              softmax is FlashAttention's, warp roles are CUTLASS's.
+ *              references that move only where they must, between two blocks, and large keys first
+ *              are our own; online softmax is FlashAttention's, warp roles are CUTLASS's.
  */
 #include "cuda/attention/sm90_fp8/hopper_gather.cuh"
 #include "cuda/attention/sm90_fp8/hopper_query.cuh"
@@ -174,7 +176,8 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     if (me.group == 0) {
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
         const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
-        count_work<FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream, me.warp,
+        count_work<FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream,
+                                                           launch.base.column_stride, me.warp,
                                                            me.lane, BARRIER_GROUP, GROUP_THREADS,
                                                            &shared->num_keys[0]);
     } else {
@@ -241,6 +244,7 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
                               GATHER_WARPS * SMLA_WARP_LANES +
                                   (Shape::Row::IS_SPLIT ? GRANULE_KEYS : 0));
             ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
+            granule->jump = 0;
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
@@ -343,8 +347,9 @@ find_headroom(const smla_attention_params *params)
 /* Finds where the rows of a cache lie. Returns false where they span more than 64 GiB: offsets have
  * 32 bits, in units of 16 bytes. In a split page, the lag of scales behind rows has 32 bits. */
 static bool
-find_span(const smla_kv_view *kv, row_span *span)
+find_span(const smla_key_list *list, row_span *span)
 {
+    const smla_kv_view *const kv = &list->kv;
     const int64_t pages = kv->num_pages == 0 ? 0 : kv->num_pages - 1;
     const int64_t ends[2] = {pages * (kv->page_stride_bytes >> 4),
                              (kv->block_size - 1) * (kv->token_stride_bytes >> 4)};
@@ -356,6 +361,10 @@ find_span(const smla_kv_view *kv, row_span *span)
     }
     span->lowest = kv->base - below * 16;
     span->bias = (uint32_t)below;
+    const bool is_even = list->map.block_table == NULL &&
+                         kv->page_stride_bytes == kv->block_size * kv->token_stride_bytes &&
+                         kv->format->layout != SMLA_PAGE_SPLIT;
+    span->pitch = is_even ? (uint32_t)(kv->token_stride_bytes >> 4) : 0;
     const int64_t lag = kv->format->layout == SMLA_PAGE_SPLIT
                             ? kv->token_stride_bytes - kv->scale_token_stride_bytes
                             : 0;
@@ -425,7 +434,7 @@ launch_tile(const smla_attention_params *params, const smla_attention_start *sta
     row_span spans[2];
     bool fits = are_lists_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {
-        fits = fits && find_span(&params->lists[i].kv, &spans[i]);
+        fits = fits && find_span(&params->lists[i], &spans[i]);
     }
     if (!fits) {
         return launch_portable<ROW, HEADS>(params, start);

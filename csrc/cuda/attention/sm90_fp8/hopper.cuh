@@ -60,6 +60,7 @@ template <typename Row> struct ring_granule {
     uint64_t full;
     uint64_t empty;
     uint32_t is_key; /* byte w: four bits, for the rows of gather warp w */
+    uint32_t jump;   /* in a block's first granule: mark_jump */
 };
 
 template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
@@ -73,6 +74,7 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     /* The same for gather warps; with fewer heads, ptxas has no registers for eight. */
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
     static constexpr bool COUNTS_APART = !MAXIMA; /* there ptxas has no register for the call */
+    static constexpr bool LARGE_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* large_keys.cuh */
     static constexpr int CHUNKS = HEADS / 16;
     static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
     static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
@@ -122,6 +124,7 @@ template <typename Shape> struct hopper_memory {
 typedef struct row_span {
     const uint8_t *lowest; /* row in memory */
     uint32_t bias;         /* distance from there to the row of slot 0, in units of 16 bytes */
+    uint32_t pitch;        /* distance of rows by index where they are evenly spaced, else 0 */
 } row_span;
 
 /* The argument of the kernel. */
@@ -334,16 +337,6 @@ find_key_masks(const lane_place &me, uint32_t key_bits)
 {
     const int bit = 8 * (me.row >> 2) + (me.row & 3);
     return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
-}
-
-/* The number of absent keys among those that fold_pair adds up. These are the warp's 16 keys, or
- * with one chunk, where lanes l and l ^ 4 keep half each, the 8 in rows of the lane's parity. */
-template <typename Shape>
-static __device__ __forceinline__ float
-count_absent(const lane_place &me, uint32_t key_bits)
-{
-    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
-                                     : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
 }
 
 /* Waits for the rows of the warp's granule in the own block. Returns the granule's address. */

@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90_fp8/large_keys.cuh"
 
 /* ---- Gather -------------------------------------------------------------------------------- */
 
@@ -13,13 +13,16 @@ typedef struct key_offset {
     uint32_t back; /* in split pages: how many bytes of scales lag behind rows (find_scales) */
 } key_offset;
 
-/* Finds the key of an index. Slot 0 begins at `bias`. Arithmetic is modulo 2^32, because strides
- * may be negative. */
+/* Finds the key of an index, which is below index_limit or NO_INDEX. Arithmetic is modulo 2^32,
+ * because strides may be negative. */
 template <typename Row>
 static __device__ __forceinline__ key_offset
-find_key_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
+find_key_offset(const attention_launch &launch, const row_span &span, int list, int32_t token,
                 int32_t index)
 {
+    if (!Row::IS_SPLIT && span.pitch != 0) { /* the usual case, in few instructions */
+        return key_offset{index >= 0 ? (uint32_t)index * span.pitch + span.bias : NO_ROW, 0};
+    }
     const smla_kv_view &kv = launch.params.lists[list].kv;
     const smla_divisor &block_size = launch.lists[list].block_size;
     const int32_t slot = slot_of_index(launch, list, token, index);
@@ -29,7 +32,7 @@ find_key_offset(const attention_launch &launch, uint32_t bias, int list, int32_t
     const uint32_t page = smla_divide_uint32((uint32_t)slot, block_size);
     const uint32_t offset = (uint32_t)slot - page * (uint32_t)block_size.divisor;
     return key_offset{page * (uint32_t)(kv.page_stride_bytes >> 4) +
-                          offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias,
+                          offset * (uint32_t)(kv.token_stride_bytes >> 4) + span.bias,
                       Row::IS_SPLIT
                           ? offset * (uint32_t)(kv.token_stride_bytes - kv.scale_token_stride_bytes)
                           : 0};
@@ -171,7 +174,10 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
 {
     const key_stream stream =
         open_stream(launch.base, work, 0, find_gather_warp(), find_gather_lane(), 0);
-    count_work<Shape::COUNT_LOADS, false>(launch.base, work, stream, find_gather_warp(),
+    /* with 64 heads forgotten, else ptxas keeps multiples of it in registers all the time */
+    const int32_t stride =
+        Shape::LARGE_FIRST ? ptx_forget(launch.base.column_stride) : launch.base.column_stride;
+    count_work<Shape::COUNT_LOADS, false>(launch.base, work, stream, stride, find_gather_warp(),
                                           find_gather_lane(), BARRIER_GATHER, GROUP_THREADS,
                                           &shared->num_keys[turn]);
 }
@@ -200,9 +206,8 @@ static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
             uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
-    const key_offset key =
-        find_key_offset<typename Shape::Row>(launch.base, launch.lists[list].bias, list, work.token,
-                                             (int32_t)index);
+    const key_offset key = find_key_offset<typename Shape::Row>(launch.base, launch.lists[list],
+                                                                list, work.token, (int32_t)index);
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);
     count_step(is_key, key.row != NO_ROW, listed_index{(int32_t)index, list}, turn,
                find_gather_warp, shared);
@@ -218,23 +223,59 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     }
 }
 
-/* Gathers steps [begin, end) of one list of a work, after the work's keys are counted. */
+/* Takes large keys first where a reference has jumped, after step `step` of the main list of the
+ * CTA's work n, as long as enough of its steps are to come. Scales come to the place of the warp's
+ * rows in the next granule, when that is free. In step 0 num_steps may not be known yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
-            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
+look_for_large_keys(const hopper_launch &launch, int n, int32_t step, int32_t end,
+                    const hopper_memory<Shape> *shared, const gather_state &state,
+                    key_stream *stream, large_keys *large)
+{
+    static_assert(LOOKAHEAD * 128 <= GATHER_KEYS * Shape::Row::PITCH, "a granule has the place");
+    const uint32_t ring = (uint32_t)offsetof(hopper_memory<Shape>, ring);
+    const uint32_t offset = state.slot * Shape::GRANULE_BYTES;
+    if (step > 0 && step <= end - MIN_STEPS && large->chunk >= LOOKAHEAD &&
+        launch.lists[0].pitch != 0 &&
+        has_jumped<Shape>(state.base + ring, state.slot,
+                          mark_of_step(n, shared->num_steps[ptx_forget(n) & 1] + 1 - step))) {
+        /* the base is forgotten, else ptxas keeps this sum in a register all the time */
+        ptx_mbarrier_wait((uint32_t)ptx_forget((int)state.base) + ring + offset +
+                              (uint32_t)offsetof(typename Shape::Granule, empty),
+                          state.parity);
+        take_large_keys<Shape>(launch, state.rows + offset, find_gather_lane(), stream, large);
+        ptx_fence_async_shared(); /* bulk copies to this place come later */
+        __syncwarp();
+    }
+}
+
+/* Gathers steps [begin, end) of one list of the CTA's work n, after its keys are counted. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_list(const hopper_launch &launch, const cta_work &work, int n, int list, int32_t begin,
+            int32_t end, hopper_memory<Shape> *shared, gather_state *state)
 {
     if (begin == end) {
         return;
     }
+    const uint32_t turn = (uint32_t)n & 1;
     key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane(),
                                     find_count(&shared->num_keys[turn], list, find_gather_warp()));
     load_next(&stream);
+    large_keys large = {0, LOOKAHEAD};
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
-        const uint32_t index = take_step(launch.base, list, &stream, find_gather_lane());
+        const uint32_t index =
+            Shape::LARGE_FIRST
+                ? take_other_step(launch.base, list, &stream, &large, find_gather_lane())
+                : take_step(launch.base, list, &stream, find_gather_lane());
         if (step >= begin) {
             gather_step(launch, work, list, index, turn, shared, state);
+            if constexpr (Shape::LARGE_FIRST) {
+                if (list == 0) {
+                    look_for_large_keys(launch, n, step, end, shared, *state, &stream, &large);
+                }
+            }
         }
     }
 }
@@ -352,19 +393,21 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         const int32_t first = min(steps.main, 1);
 #pragma unroll 1
         for (int part = has_begun ? MAIN_LIST : FIRST_STEP; part < NUM_PARTS; part++) {
-            gather_list<Shape>(launch, work, part == EXTRA_LIST ? 1 : 0,
+            gather_list<Shape>(launch, work, n, part == EXTRA_LIST ? 1 : 0,
                                part == MAIN_LIST ? first : 0,
                                part == FIRST_STEP  ? first
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
-                               turn, shared, &state);
-            if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST) &&
+                               shared, &state);
+            /* n is forgotten, else what is found from it lies in registers during the parts */
+            const int now = ptx_forget(n);
+            if (part == (Shape::HEADS == 64 && now > 0 ? FIRST_STEP : EXTRA_LIST) &&
                 launch.base.num_segments == 1) {
                 wait_for_order(launch.is_ordered,
                                state.base +
                                    (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
                 const int ahead =
-                    nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+                    nth_work(launch.is_ordered, launch.num_works, &shared->order, now + 1);
                 if (ahead >= 0) {
                     count_keys_of(launch, find_numbered_work(launch.base, ahead, Shape::HEADS),
                                   turn ^ 1, shared);

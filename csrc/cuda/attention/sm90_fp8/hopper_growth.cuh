@@ -21,6 +21,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
+#include "cuda/attention/sm90_fp8/large_keys.cuh"
 
 /* 2^-shift, where shift is an integer that is not negative, or infinite. With ptx_exp2 instead, the
  * kernel spills 12 bytes. */
@@ -132,6 +133,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         shared->reference[head] = reference;
         shared->shift[head] = shift;
         shared->shift_factor[head] = scale_of_shift(shift);
+        mark_jump(shared, state, shift >= JUMP);
     }
     ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);

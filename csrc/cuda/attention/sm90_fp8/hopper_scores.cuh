@@ -258,6 +258,16 @@ find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shap
     }
 }
 
+/* The number of absent keys among those that fold_pair adds up. These are the warp's 16 keys, or
+ * with one chunk, where lanes l and l ^ 4 keep half each, the 8 in rows of the lane's parity. */
+template <typename Shape>
+static __device__ __forceinline__ float
+count_absent(const lane_place &me, uint32_t key_bits)
+{
+    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
+                                     : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
+}
+
 /* Turns a chunk's exponents into weights, and adds up the lane's two keys, for reduce_half. */
 static __device__ __forceinline__ void
 exp_chunk(const float x[8], float e[8], float sums[4])
