@@ -19,8 +19,8 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
-#define JUMP \
-    64.0f /* a move of a reference, an exponent, that is a jump: seldom without large keys */
+/* By how much a reference, an exponent, moves in a jump. Without large keys it hardly ever does. */
+#define JUMP 64.0f
 
 enum {
     LARGE_BITS = 3, /* a key is large if its scale is 2^3 times what is usual */
@@ -146,8 +146,7 @@ take_large_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *
             __ballot_sync(0xFFFFFFFFu, load_level(levels + 128 * i) >= bound);
         taken = lane == i ? are_large : taken;
     }
-    /* how many there are up to the lane's chunk: for lanes that have one */
-    uint32_t last = __popc(taken);
+    uint32_t last = __popc(taken); /* up to the lane's chunk; arbitrary in lanes without one */
 #pragma unroll
     for (int distance = 1; distance < LOOKAHEAD; distance *= 2) {
         const uint32_t before = __shfl_up_sync(0xFFFFFFFFu, last, distance);
