@@ -74,6 +74,18 @@ def run(case: AttentionInputs) -> dict:
     return guarded_attention(attend, case, poison=NO_NAN)
 
 
+def check_in_a_batch(case: AttentionInputs, rows: np.ndarray) -> None:
+    """Asserts that `case` is within the bounds, and that in a batch of its `rows` every token has
+    the bits that it has there, in every call."""
+    alone = check(case)
+    many = case.rows(rows)
+    many.indices = np.ascontiguousarray(many.indices)
+    for _ in range(5):
+        got = run(many)
+        for name, x in got.items():
+            assert_same_bits(x, alone[name][rows], f"{name} in a call of {len(rows)} tokens")
+
+
 # --- growth --------------------------------------------------------------------------------------
 
 # Courses of logits, in units of the growth.
@@ -188,14 +200,7 @@ def test_growth_at_the_end_of_every_work(growth, num_heads):
     """References move in a work's last block, while the other half of the CTA is about to read the
     sums. Every token of many has the bits that it has alone, in every call."""
     case = make("fp8", num_heads, COURSES["in the last block alone"] * float(growth), 1)
-    alone = check(case)
-    rows = np.arange(2000) % T
-    many = case.rows(rows)
-    many.indices = np.ascontiguousarray(many.indices)
-    for _ in range(5):
-        got = run(many)
-        for name, x in got.items():
-            assert_same_bits(x, alone[name][rows], f"{name} in a call of {len(rows)} tokens")
+    check_in_a_batch(case, np.arange(2000) % T)
 
 
 # --- a late start --------------------------------------------------------------------------------

@@ -361,13 +361,11 @@ find_span(const smla_key_list *list, row_span *span)
     }
     span->lowest = kv->base - below * 16;
     span->bias = (uint32_t)below;
-    const bool is_even = list->map.block_table == NULL &&
-                         kv->page_stride_bytes == kv->block_size * kv->token_stride_bytes &&
-                         kv->format->layout != SMLA_PAGE_SPLIT;
+    const bool is_split = kv->format->layout == SMLA_PAGE_SPLIT;
+    const bool is_even = !is_split && list->map.block_table == NULL &&
+                         kv->page_stride_bytes == kv->block_size * kv->token_stride_bytes;
     span->pitch = is_even ? (uint32_t)(kv->token_stride_bytes >> 4) : 0;
-    const int64_t lag = kv->format->layout == SMLA_PAGE_SPLIT
-                            ? kv->token_stride_bytes - kv->scale_token_stride_bytes
-                            : 0;
+    const int64_t lag = is_split ? kv->token_stride_bytes - kv->scale_token_stride_bytes : 0;
     return below + above < (int64_t)NO_ROW && lag >= 0 && lag * kv->block_size < (int64_t)NO_ROW;
 }
 

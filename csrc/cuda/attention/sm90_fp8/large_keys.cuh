@@ -30,6 +30,7 @@ enum {
 };
 
 static_assert((int)LOOKAHEAD <= (int)SMLA_WARP_LANES, "large_keys has a lane for each");
+static_assert(MAX_WORKS <= 1 << 9, "mark_of_step has as many bits for a work's number");
 
 /* ---- Marks ---------------------------------------------------------------------------------- */
 
