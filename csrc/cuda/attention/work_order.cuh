@@ -225,12 +225,7 @@ find_first_ranks(int lane, rank_table *table)
     const uint64_t counts = table->bytes[lane];
     const int count = (int)(__dp4a((uint32_t)counts, (uint32_t)EACH, 0u) +
                             __dp4a((uint32_t)(counts >> 32), (uint32_t)EACH, 0u));
-    int sum = count;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const int below = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-        sum += lane >= step ? below : 0;
-    }
+    const int sum = smla_scan_lanes(count, lane);
     table->bytes[lane] = (counts * EACH << 8) + (count == 0 ? 0 : (uint64_t)(sum - count) * EACH);
 }
 

@@ -79,12 +79,7 @@ count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64
         sum += (find_range(p, first_req + i).count + CHUNK_ROWS - 1) / CHUNK_ROWS;
         ends[i] = sum;
     }
-    int64_t before = sum;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const int64_t lower = __shfl_up_sync(ALL_LANES, before, step);
-        before += lane >= step ? lower : 0;
-    }
+    int64_t before = smla_scan_lanes(sum, lane);
     if (lane == SMLA_WARP_LANES - 1) {
         warp_sums[warp] = before;
     }

@@ -47,14 +47,8 @@ load_slots(const smla_topk_slots_params &p, const page_table &pages, const int32
 static __device__ __forceinline__ int32_t
 scan_counts(int32_t count, int lane, int32_t *total)
 {
-    constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-    int32_t sum = count;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const int32_t before = __shfl_up_sync(ALL_LANES, sum, step);
-        sum += lane >= step ? before : 0;
-    }
-    *total = __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+    const int32_t sum = smla_scan_lanes(count, lane);
+    *total = __shfl_sync(0xFFFFFFFFu, sum, SMLA_WARP_LANES - 1);
     return sum - count;
 }
 

@@ -182,12 +182,7 @@ find_share(const sm90_args &all, logits_memory<Shape> *shared)
     for (int i = 0; i < all.thread_blocks; i++) {
         own += count_tiles<Shape>(all, block + i);
     }
-    int32_t end = own;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const int32_t other = __shfl_up_sync(ALL_LANES, end, step);
-        end += lane >= step ? other : 0;
-    }
+    int32_t end = smla_scan_lanes(own, lane);
     if (lane == SMLA_WARP_LANES - 1) {
         shared->sums[warp] = end;
     }

@@ -9,6 +9,21 @@
 
 enum { SMLA_WARP_LANES = 32 };
 
+/* The sum of the values of the calling lane and of the lanes below, among the first LANES lanes of a
+ * warp. The result of other lanes is arbitrary. All lanes call it. */
+template <int LANES = SMLA_WARP_LANES, typename T>
+static __device__ __forceinline__ T
+smla_scan_lanes(T value, int lane)
+{
+    T sum = value;
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
+        const T below = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+        sum += lane >= distance ? below : 0;
+    }
+    return sum;
+}
+
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 /* Whether kernels can wait for the grids in front of them. Only code for the very device, of sm_90

@@ -38,14 +38,7 @@ sync_ctas(void)
 __device__ __forceinline__ uint32_t
 scan_lanes(uint32_t value)
 {
-    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    uint32_t sum = value;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const uint32_t before = __shfl_up_sync(ALL_LANES, sum, step);
-        sum += lane >= step ? before : 0;
-    }
-    return sum;
+    return smla_scan_lanes(value, (int)threadIdx.x % SMLA_WARP_LANES);
 }
 
 /* ---- Tokens -------------------------------------------------------------------------------- */

@@ -53,7 +53,8 @@
  *              a CTA's second work, with its start and end. No unit is saturated: issue slots and
  *              latencies bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16. A value times its scale / E is rounded to f16, where E is a
- *              power of two per work, found from the first step's scales (find_key_exponent).
+ *              power of two per work, found from the first step's scales (find_key_exponent). With
+ *              16 heads, scores of fp8_ds_mla take codes alone: a scale multiplies their sum.
  *              Scales up to 146 E fit, 2^9 times the first ones where these are usual. Below 2^-5 E
  *              products lose bits and may be off by 2^-25 E, which is negligible, as E is at most
  *              2^3. The query's power of two is one per work, so its f16 are exact in heads whose
@@ -127,6 +128,12 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
         state->scores[i] = 0.0f; /* else the last work's scores keep registers until here */
+        if constexpr (Shape::SCALES_SCORES) {
+#pragma unroll
+            for (int part = 0; part < Shape::SCORE_PARTS; part++) {
+                state->parts[part][i] = 0.0f;
+            }
+        }
     }
     clear_out(state);
 #pragma unroll 1

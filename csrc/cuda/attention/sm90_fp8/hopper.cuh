@@ -75,6 +75,10 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
     static constexpr bool COUNTS_APART = !MAXIMA; /* there ptxas has no register for the call */
     static constexpr bool LARGE_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* large_keys.cuh */
+    /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
+     * heads that takes as many multiplications as scaling the values, and too many registers. */
+    static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
+    static constexpr int SCORE_PARTS = SCALES_SCORES ? Row::NUM_SCALES : 1;
     static constexpr int CHUNKS = HEADS / 16;
     static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
     static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
@@ -257,6 +261,8 @@ typedef struct key_masks {
 template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
+    float parts[Shape::SCORE_PARTS][Shape::HEADS / 2]; /* SCALES_SCORES: sums to be scaled */
+    uint32_t row_scales[2][Shape::SCORE_PARTS];        /* the same: of rows `row` and row + 8 */
     float even_sum; /* an even chunk's sum, until the odd chunk's sum is there */
     float even_top;
     bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair's sum was left out */

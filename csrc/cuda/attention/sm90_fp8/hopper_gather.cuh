@@ -88,29 +88,29 @@ clear_rows(uint32_t to, uint32_t is_key)
 }
 
 /* Copies the scales of the warp's four keys of a granule, which lie in split pages, behind their
- * rows. Each of the lanes from first_lane on copies those of its own key. `to` is the address of
- * the warp's four rows. */
+ * rows. Each of the first four lanes copies those of its own key. `to` is the address of the
+ * warp's four rows. */
 template <typename Row>
 static __device__ __forceinline__ void
-copy_scales(const smla_kv_view &kv, const uint8_t *from, const key_offset &key, int first_lane,
-            uint32_t to, uint32_t full)
+copy_scales(const smla_kv_view &kv, const uint8_t *from, const key_offset &key, uint32_t to,
+            uint32_t full)
 {
     const int lane = find_gather_lane();
-    if ((lane & -GATHER_KEYS) == first_lane) {
+    if (lane < GATHER_KEYS) {
         static_assert(Row::SCALE_BYTES == 8, "one copy");
-        ptx_cp_async_8_or_zero(to + lane % GATHER_KEYS * Row::PITCH + Row::SCALE_OFFSET,
+        ptx_cp_async_8_or_zero(to + lane * Row::PITCH + Row::SCALE_OFFSET,
                                find_scales(kv, from, key), key.row != NO_ROW);
         ptx_mbarrier_arrive_after_copies(full);
     }
 }
 
-/* Copies the warp's four rows of a granule, once its previous rows are not needed any more. Lanes
- * first_lane to first_lane + 3 have their places; `from` is the lowest row. All addresses are
+/* Copies the warp's four rows of a granule, once its previous rows are not needed any more. The
+ * first four lanes have the places of the new ones; `from` is the lowest row. All addresses are
  * uniform and computed before the wait, because any instruction after it delays the ring. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from,
-          const key_offset &key, int first_lane, uint32_t is_key)
+          const key_offset &key, uint32_t is_key)
 {
     typedef hopper_memory<Shape> memory;
     typedef typename Shape::Row Row;
@@ -124,7 +124,7 @@ copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from
     uint32_t offsets[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
-        offsets[i] = __shfl_sync(0xFFFFFFFFu, key.row, first_lane + i);
+        offsets[i] = __shfl_sync(0xFFFFFFFFu, key.row, i);
     }
     const uint32_t is_key_at = granule + (uint32_t)offsetof(typename Shape::Granule, is_key) +
                                (uint32_t)find_gather_warp();
@@ -160,7 +160,7 @@ copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from
         }
     }
     if constexpr (Row::IS_SPLIT) {
-        copy_scales<Row>(kv, from, key, first_lane, to, full);
+        copy_scales<Row>(kv, from, key, to, full);
     }
     ptx_mbarrier_arrive(full, !is_elected);
     __syncwarp();
@@ -206,15 +206,22 @@ static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
             uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
-    const key_offset key = find_key_offset<typename Shape::Row>(launch.base, launch.lists[list],
-                                                                list, work.token, (int32_t)index);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);
+    typedef typename Shape::Row Row;
+    key_offset key =
+        find_key_offset<Row>(launch.base, launch.lists[list], list, work.token, (int32_t)index);
+    uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);
     count_step(is_key, key.row != NO_ROW, listed_index{(int32_t)index, list}, turn,
                find_gather_warp, shared);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
         copy_rows<Shape>(launch.base.params.lists[list].kv, *state, launch.lists[list].lowest, key,
-                         i * GATHER_KEYS, is_key >> i * GATHER_KEYS & 15);
+                         is_key & 15);
+        /* the next granule's keys move to the first lanes: numbers of lanes stay constants */
+        is_key >>= GATHER_KEYS;
+        key.row = __shfl_down_sync(0xFFFFFFFFu, key.row, GATHER_KEYS);
+        if constexpr (Row::IS_SPLIT) {
+            key.back = __shfl_down_sync(0xFFFFFFFFu, key.back, GATHER_KEYS);
+        }
         state->slot++;
         if (state->slot == Shape::GRANULES) {
             state->slot = 0;

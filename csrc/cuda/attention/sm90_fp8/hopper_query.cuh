@@ -293,7 +293,8 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
         }
     }
     const float score_scale =
-        launch.base.wgmma_scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
+        (Shape::SCALES_SCORES ? launch.base.scale_log2 : launch.base.wgmma_scale_log2) *
+        power_of_two(exponent) * power_of_two(key_exponent);
     mark_for_redo(shared, !(fabsf(score_scale) <= 0x1p100f) ||
                               (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
                               key_exponent > MAX_UNIT_EXPONENT ||

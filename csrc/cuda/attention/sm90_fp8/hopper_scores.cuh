@@ -65,10 +65,11 @@ keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
     store_rope_halves(to, words, __byte_perm(unit, unit, 0x3232));
 }
 
-/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. */
+/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. The
+ * first ones of a sum replace what it was. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
-multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
+multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_first,
                 float (&scores)[Shape::HEADS / 2])
 {
     wgmma_fence();
@@ -76,9 +77,9 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
     for (int j = step; j < step + 2; j++) {
         const uint64_t b = query + ((tile * Shape::HEADS * 128 + j * 32) >> 4);
         if constexpr (IS_ROPE) {
-            wgmma_bf16(scores, a + 4 * j, b, true);
+            wgmma_bf16(scores, a + 4 * j, b, !is_first || j != step);
         } else {
-            wgmma_f16<false>(scores, a + 4 * j, b, (tile | j) != 0);
+            wgmma_f16<false>(scores, a + 4 * j, b, !is_first || j != step);
         }
     }
     wgmma_commit();
@@ -101,7 +102,13 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
     load_nope_words<Row>(nope, 1, words[1]);
     state->key_bits = load_key_bits<Shape>(granule);
     const scale_pairs scales = take_scales(shared, me, granule);
-    uint32_t scale[2];
+    if constexpr (Shape::SCALES_SCORES) {
+        static_assert(Shape::SCORE_PARTS == 4, "16 bytes");
+        const uint32_t from = granule + here.row * Row::PITCH + Row::SCALE_OFFSET;
+        ptx_load_shared_16(from, state->row_scales[0]);
+        ptx_load_shared_16(from + 8 * Row::PITCH, state->row_scales[1]);
+    }
+    uint32_t of_part = 0;
 #pragma unroll
     for (int tile = 0; tile < Row::NOPE_TILES; tile++) {
         uint32_t a[16];
@@ -113,14 +120,12 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             ptx_load_shared_16(from, words[(tile + 2) % 3]);
             ptx_load_shared_16(from + 16, words[(tile + 2) % 3] + 4);
         }
-        if (tile % 2 == 0) {
-            const uint32_t pair =
+        if (!Shape::SCALES_SCORES && tile % 2 == 0) {
+            of_part =
                 scales_of_part<Row>(scales,
                                     Row::HAS_BYTE_SCALES ? (int)(ptx_thread() % SMLA_WARP_LANES)
                                                          : me.lane,
                                     tile / 2);
-            scale[0] = __byte_perm(pair, pair, 0x1010);
-            scale[1] = __byte_perm(pair, pair, 0x3232);
         }
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
@@ -136,9 +141,19 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             }
 #pragma unroll
             for (int j = step; j < step + 2; j++) {
-                convert_key_step(now[j], now[4 + j], scale, &a[4 * j]);
+                if constexpr (Shape::SCALES_SCORES) {
+                    widen_key_step(now[j], now[4 + j], &a[4 * j]);
+                } else {
+                    convert_key_step(now[j], now[4 + j], of_part, &a[4 * j]);
+                }
             }
-            multiply_scores<Shape, false>(query, tile, step, a, state->scores);
+            if constexpr (Shape::SCALES_SCORES) {
+                multiply_scores<Shape, false>(query, tile, step, a, tile % 2 + step == 0,
+                                              state->parts[tile / 2]);
+            } else {
+                multiply_scores<Shape, false>(query, tile, step, a, tile + step == 0,
+                                              state->scores);
+            }
         }
     }
     wgmma_wait<1>();
@@ -155,7 +170,8 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             a[4 * j + 2] = low[2 * j + 1];
             a[4 * j + 3] = high[2 * j + 1];
         }
-        multiply_scores<Shape, true>(query, Row::NOPE_TILES, step, a, state->scores);
+        multiply_scores<Shape, true>(query, Row::NOPE_TILES, step, a,
+                                     Shape::SCALES_SCORES && step == 0, state->scores);
     }
     if constexpr (Row::ROPE_IS_VALUE) {
         keep_rope(shared, rope, low);
@@ -209,6 +225,32 @@ find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
     return fminf(launch.headroom, of_row);
 }
 
+/* Puts the scores together when all products are done. With SCALES_SCORES, state.scores are only
+ * what the RoPE part adds to them. */
+template <typename Shape>
+static __device__ __forceinline__ void
+join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
+            float (&joined)[Shape::HEADS / 2])
+{
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 2; i++) {
+        joined[i] = state.scores[i];
+    }
+    if constexpr (Shape::SCALES_SCORES) {
+        const float inv_unit = *(const volatile float *)&shared->inv_key_unit;
+#pragma unroll
+        for (int i = 0; i < Shape::HEADS / 2; i++) {
+            const uint32_t *const scales = state.row_scales[i / 2 % 2];
+            float sum = state.parts[0][i] * smla_bits_float(scales[0]);
+#pragma unroll
+            for (int part = 1; part < Shape::SCORE_PARTS; part++) {
+                sum = fmaf(state.parts[part][i], smla_bits_float(scales[part]), sum);
+            }
+            joined[i] = fmaf(sum, inv_unit, joined[i]);
+        }
+    }
+}
+
 /* Finds reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -218,7 +260,9 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
     float *const tops = shared->sums[4 * me.group + me.warp];
-    leave_tops(state->scores, shared->score_scale, is_key, me,
+    float scores[Shape::HEADS / 2];
+    join_scores(shared, *state, scores);
+    leave_tops(scores, shared->score_scale, is_key, me,
                [=](int head, float top) { tops[head] = top; });
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     if (thread < Shape::HEADS) {
@@ -247,6 +291,7 @@ find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shap
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const float scale = *(const volatile float *)&shared->score_scale;
+    join_scores(shared, *state, state->scores);
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
         const float2 reference = *(const float2 *)&shared->reference[8 * j + 2 * me.column];

@@ -201,7 +201,7 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
     const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
     ptx_store_shared_1_if(ptx_shared_address(shared->has_grown) + warp, 1, has_grown);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-    const uint32_t has_any_grown = load_has_grown(shared, me.group);
+    const uint32_t has_any_grown = load_has_grown(shared, ptx_forget(me.group));
     ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
     return has_any_grown;
 }

@@ -147,12 +147,8 @@ take_large_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *
             __ballot_sync(0xFFFFFFFFu, load_level(levels + 128 * i) >= bound);
         taken = lane == i ? are_large : taken;
     }
-    uint32_t last = __popc(taken); /* up to the lane's chunk; arbitrary in lanes without one */
-#pragma unroll
-    for (int distance = 1; distance < LOOKAHEAD; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(0xFFFFFFFFu, last, distance);
-        last += lane >= distance ? before : 0;
-    }
+    /* up to the lane's chunk; arbitrary in lanes without one */
+    const uint32_t last = smla_scan_lanes<LOOKAHEAD>((uint32_t)__popc(taken), lane);
     taken = last <= SMLA_WARP_LANES ? taken : 0;
     const uint32_t total = __reduce_add_sync(0xFFFFFFFFu, __popc(taken));
     *large = large_keys{taken, 0};

@@ -148,17 +148,23 @@ scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
     *high = ptx_mul_f16x2(*high, scale);
 }
 
-/* Operand A for 16 dimensions of scores: four bytes of row `row` and four of row + 8, each times
- * the scale of its row. */
+/* Operand A for 16 dimensions of scores: four codes of row `row` and four of row + 8. */
 static __device__ __forceinline__ void
-convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32_t a[4])
+widen_key_step(uint32_t upper, uint32_t lower, uint32_t a[4])
 {
     ptx_cvt_f16x4_e4m3x4(upper, &a[0], &a[2]);
     ptx_cvt_f16x4_e4m3x4(lower, &a[1], &a[3]);
-    a[0] = ptx_mul_f16x2(a[0], scale[0]);
-    a[1] = ptx_mul_f16x2(a[1], scale[1]);
-    a[2] = ptx_mul_f16x2(a[2], scale[0]);
-    a[3] = ptx_mul_f16x2(a[3], scale[1]);
+}
+
+/* The same, each times the scale of its row, from scales_of_part. */
+static __device__ __forceinline__ void
+convert_key_step(uint32_t upper, uint32_t lower, uint32_t scales, uint32_t a[4])
+{
+    widen_key_step(upper, lower, a);
+    a[0] = ptx_mul_f16x2_by_low(a[0], scales);
+    a[1] = ptx_mul_f16x2_by_high(a[1], scales);
+    a[2] = ptx_mul_f16x2_by_low(a[2], scales);
+    a[3] = ptx_mul_f16x2_by_high(a[3], scales);
 }
 
 /* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is where

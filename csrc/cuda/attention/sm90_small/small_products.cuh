@@ -67,11 +67,11 @@ round_scales(int exponent, small_state<Shape> *state)
 
 /* Makes the A of four steps of 16 dimensions. */
 static __device__ __forceinline__ void
-convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
+convert_keys(const uint32_t words[8], uint32_t scales, uint32_t a[16])
 {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        convert_key_step(words[j], words[4 + j], scale, &a[4 * j]);
+        convert_key_step(words[j], words[4 + j], scales, &a[4 * j]);
     }
 }
 
@@ -131,21 +131,19 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me,
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
     const uint32_t row = rows + me.row * Row::PITCH + 32 * me.column;
     const scale_pairs pairs = round_scales(state->key_exponent, state);
-    uint32_t a[2][16], words[8], scale[2];
+    uint32_t a[2][16], words[8], of_part = 0;
     load_nope_words<Row>(row, 0, words);
 #pragma unroll
     for (int tile = 0; tile < Row::NOPE_TILES; tile++) {
         if (tile % 2 == 0) {
-            const uint32_t pair = scales_of_part<Row>(pairs, me.lane, tile / 2);
-            scale[0] = __byte_perm(pair, pair, 0x1010);
-            scale[1] = __byte_perm(pair, pair, 0x3232);
+            of_part = scales_of_part<Row>(pairs, me.lane, tile / 2);
         }
         wgmma_wait<1>(); /* the products of this A are done */
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             ptx_pin(&words[i]);
         }
-        convert_keys(words, scale, a[tile % 2]);
+        convert_keys(words, of_part, a[tile % 2]);
         if (tile + 1 < Row::NOPE_TILES) {
             load_nope_words<Row>(row, tile + 1, words);
         }
