@@ -1,4 +1,5 @@
-/* launch.cuh: how kernels are started, and the index arithmetic and vector access they share. */
+/* launch.cuh: how kernels are started, and what they share: sums over lanes, index arithmetic,
+ * vector access. */
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,21 +9,6 @@
 #include "cuda/ptx/ptx_sm90.cuh"
 
 enum { SMLA_WARP_LANES = 32 };
-
-/* The sum of the values of the calling lane and of the lanes below, among the first LANES lanes of a
- * warp. The result of other lanes is arbitrary. All lanes call it. */
-template <int LANES = SMLA_WARP_LANES, typename T>
-static __device__ __forceinline__ T
-smla_scan_lanes(T value, int lane)
-{
-    T sum = value;
-#pragma unroll
-    for (int distance = 1; distance < LANES; distance *= 2) {
-        const T below = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
-        sum += lane >= distance ? below : 0;
-    }
-    return sum;
-}
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
@@ -90,6 +76,23 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
         __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
     }
     return code;
+}
+
+/* ---- Lanes --------------------------------------------------------------------------------- */
+
+/* The sum of the values of the calling lane and of those below it, among the first LANES lanes of a
+ * warp. All lanes call it; what the others get is arbitrary. */
+template <int LANES = SMLA_WARP_LANES, typename T>
+static __device__ __forceinline__ T
+smla_scan_lanes(T value, int lane)
+{
+    T sum = value;
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
+        const T below = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+        sum += lane >= distance ? below : 0;
+    }
+    return sum;
 }
 
 /* ---- Scales -------------------------------------------------------------------------------- */

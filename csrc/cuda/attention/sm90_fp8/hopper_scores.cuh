@@ -278,7 +278,8 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         mark_for_redo(shared, !isnan(otherwise) &&
                                   (top == -INFINITY ? has_steps_left(*state, 2)
                                                     : fabsf(top) >= MAX_SCORE && top < INFINITY));
-        shared->reference[thread] = top < INFINITY ? found + otherwise : NAN;
+        /* NaN if the work is lost, too: huge scores are off by so much that weights may not fit */
+        shared->reference[thread] = top < MAX_SCORE ? found + otherwise : NAN;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
