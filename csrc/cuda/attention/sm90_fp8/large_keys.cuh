@@ -11,9 +11,10 @@
  * granule again: by then the block is done with, whatever the times. A look takes 10,000 cycles,
  * mostly for 1500 scales that lie far apart, while consumers have that much work in the ring.
  *
- * This is for 64 heads: with fewer, gather warps have no time, and fewer blocks have a new maximum.
- * And it is for the main list of calls whose rows are evenly spaced, without a block table, because
- * the usual way from an index to a row takes more registers than gather warps have.
+ * This is for 64 heads: with fewer, the ring holds too little work to hide a look behind, and fewer
+ * blocks have a new maximum. And it is for the main list of calls whose rows are evenly spaced,
+ * without a block table, because the usual way from an index to a row takes more registers than
+ * gather warps have.
  */
 #pragma once
 
