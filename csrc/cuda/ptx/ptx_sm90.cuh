@@ -363,39 +363,19 @@ ptx_mul_f16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* The same, but both halves of a times the low half of b. ptxas takes the half as a modifier of the
- * multiplication, where a byte permutation would be an instruction and a register. */
-static __device__ __forceinline__ uint32_t
-ptx_mul_f16x2_by_low(uint32_t a, uint32_t b)
+/* The low half of a pair twice, and the high half twice, for ptx_mul_f16x2. ptxas makes that a
+ * modifier of the multiplication, where a byte permutation would be an instruction. */
+static __device__ __forceinline__ void
+ptx_double_halves(uint32_t pair, uint32_t *low, uint32_t *high)
 {
-    uint32_t product;
     asm("{\n\t"
         ".reg .b16 low, high;\n\t"
-        ".reg .b32 both;\n\t"
         "mov.b32 {low, high}, %2;\n\t"
-        "mov.b32 both, {low, low};\n\t"
-        "mul.rn.f16x2 %0, %1, both;\n\t"
+        "mov.b32 %0, {low, low};\n\t"
+        "mov.b32 %1, {high, high};\n\t"
         "}"
-        : "=r"(product)
-        : "r"(a), "r"(b));
-    return product;
-}
-
-/* Both halves of a times the high half of b. */
-static __device__ __forceinline__ uint32_t
-ptx_mul_f16x2_by_high(uint32_t a, uint32_t b)
-{
-    uint32_t product;
-    asm("{\n\t"
-        ".reg .b16 low, high;\n\t"
-        ".reg .b32 both;\n\t"
-        "mov.b32 {low, high}, %2;\n\t"
-        "mov.b32 both, {high, high};\n\t"
-        "mul.rn.f16x2 %0, %1, both;\n\t"
-        "}"
-        : "=r"(product)
-        : "r"(a), "r"(b));
-    return product;
+        : "=r"(*low), "=r"(*high)
+        : "r"(pair));
 }
 
 /* Whether the absolute value of either f16 is above its limit; that of a NaN is not. */

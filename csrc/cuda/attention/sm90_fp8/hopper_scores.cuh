@@ -147,13 +147,11 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
                     convert_key_step(now[j], now[4 + j], of_part, &a[4 * j]);
                 }
             }
-            if constexpr (Shape::SCALES_SCORES) {
-                multiply_scores<Shape, false>(query, tile, step, a, tile % 2 + step == 0,
-                                              state->parts[tile / 2]);
-            } else {
-                multiply_scores<Shape, false>(query, tile, step, a, tile + step == 0,
-                                              state->scores);
-            }
+            const bool is_first = (Shape::SCALES_SCORES ? tile % 2 : tile) + step == 0;
+            multiply_scores<Shape, false>(query, tile, step, a, is_first,
+                                          Shape::SCALES_SCORES
+                                              ? state->parts[tile / 2 % Shape::SCORE_PARTS]
+                                              : state->scores);
         }
     }
     wgmma_wait<1>();

@@ -160,11 +160,13 @@ widen_key_step(uint32_t upper, uint32_t lower, uint32_t a[4])
 static __device__ __forceinline__ void
 convert_key_step(uint32_t upper, uint32_t lower, uint32_t scales, uint32_t a[4])
 {
+    uint32_t of_upper, of_lower;
+    ptx_double_halves(scales, &of_upper, &of_lower);
     widen_key_step(upper, lower, a);
-    a[0] = ptx_mul_f16x2_by_low(a[0], scales);
-    a[1] = ptx_mul_f16x2_by_high(a[1], scales);
-    a[2] = ptx_mul_f16x2_by_low(a[2], scales);
-    a[3] = ptx_mul_f16x2_by_high(a[3], scales);
+    a[0] = ptx_mul_f16x2(a[0], of_upper);
+    a[1] = ptx_mul_f16x2(a[1], of_lower);
+    a[2] = ptx_mul_f16x2(a[2], of_upper);
+    a[3] = ptx_mul_f16x2(a[3], of_lower);
 }
 
 /* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is where
