@@ -26,20 +26,20 @@
 
 #define SM90_FP8(rows, stem, least, heads, cost, start)                                  \
     SM90("attention_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
-         .block_cost = cost, .cta_cost = start, .leaves_halves = true)
+         .block_cost = cost, .cta_cost = start, .start_cost = 12, .leaves_halves = true)
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
-#define SM90_SMALL(rows, stem, least, heads, start)                                                \
+#define SM90_SMALL(rows, stem, least, heads, cost, start)                                          \
     SM90("attention_small_sm90.cu", stem, rows, least, heads, .max_columns = SMLA_SM90_SMALL_KEYS, \
-         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, .cta_cost = start,                    \
+         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = cost, .cta_cost = start,                 \
          .leaves_halves = true, .leaves_room = true)
 
 /* The same kernel with 64 heads. A CTA takes longer, but a token has half as many CTAs, which may
  * then fit the device at once where those of 32 heads do not. */
 #define SM90_SMALL_64(rows, stem)                                                            \
     SM90("attention_small_sm90.cu", stem, rows, 33, 64, .max_columns = SMLA_SM90_SMALL_KEYS, \
-         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, .cta_cost = 32,                 \
+         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 11, .cta_cost = 32,                \
          .leaves_halves = true, .saves_waves = true)
 
 #define SM90_BF16(rows, stem)                                                          \
@@ -54,18 +54,18 @@
         .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows))
 
 const smla_attention_kernel smla_attention_kernels[] = {
-    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 17, 32, 32),
-    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 1, 16, 28),
+    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 17, 32, 8, 32),
+    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 1, 16, 9, 22),
     SM90_SMALL_64(SMLA_ROWS_FP8, sm90_small),
-    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 17, 32, 32),
-    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 1, 16, 28),
+    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 17, 32, 8, 32),
+    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 1, 16, 9, 22),
     SM90_SMALL_64(SMLA_ROWS_V4, sm90_small_v4),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 33, 64, 16, 48),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 17, 32, 10, 50),
-    SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 1, 16, 9, 48),
+    SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 1, 16, 10, 48),
     SM90_FP8(SMLA_ROWS_V4, sm90_v4, 33, 64, 16, 48),
     SM90_FP8(SMLA_ROWS_V4, sm90_v4, 17, 32, 10, 50),
-    SM90_FP8(SMLA_ROWS_V4, sm90_v4, 1, 16, 9, 48),
+    SM90_FP8(SMLA_ROWS_V4, sm90_v4, 1, 16, 10, 48),
     SM90_BF16(SMLA_ROWS_BF16, sm90_bf16),
     SM90_BF16(SMLA_ROWS_BF16_512, sm90_bf16_512),
     SM90_BF16(SMLA_ROWS_EXACT_512, sm90_512),

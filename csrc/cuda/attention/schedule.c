@@ -111,7 +111,7 @@ find_combine_cost(const split_problem *problem, const smla_attention_kernel *ker
     }
     const int64_t num_rows = num_tokens * num_splits * problem->num_heads;
     if (!kernel->leaves_halves) {
-        return 12 + num_splits + num_rows / 256;
+        return 12 + num_splits / 2 + num_rows / 192;
     }
     const int sixteens = (num_splits + 15) / 16;
     return 12 + 6 * sixteens + num_rows / 512;
@@ -147,7 +147,7 @@ estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
     const int64_t places = count_places(problem->device, kernel);
     const int64_t tiles = count_tiles(problem, kernel);
     const int64_t ctas = num_tokens * tiles * num_splits;
-    return divide_up(ctas, places) * find_cta_cost(kernel, tiles, columns) +
+    return kernel->start_cost + divide_up(ctas, places) * find_cta_cost(kernel, tiles, columns) +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
 }

@@ -165,8 +165,8 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             }
             if (gather_twin<Keys>() == 0) {
                 (*counts)[list][gather_warp_again()] =
-                    count_keys<BF16_COUNT_LOADS, true>(launch.base, list, opened,
-                                                       launch.base.column_stride);
+                    count_keys<BF16_COUNT_LOADS, false>(launch.base, list, opened,
+                                                        launch.base.column_stride);
             }
         }
         /* the first time also for all consumers, which have initialised the mbarriers (start) */

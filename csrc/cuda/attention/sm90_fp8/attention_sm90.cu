@@ -183,10 +183,11 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     if (me.group == 0) {
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
         const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
-        count_work<FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream,
-                                                           launch.base.column_stride, me.warp,
-                                                           me.lane, BARRIER_GROUP, GROUP_THREADS,
-                                                           &shared->num_keys[0]);
+        count_work<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream,
+                                                                  launch.base.column_stride,
+                                                                  me.warp, me.lane, BARRIER_GROUP,
+                                                                  GROUP_THREADS,
+                                                                  &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
         if (may_be_cut) {

@@ -30,9 +30,8 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    FIRST_COUNT_LOADS = 16, /* indices per lane that consumers load at once to count keys */
-    MAX_WORKS = 512,        /* works per CTA: one redo bit each */
-    CONSTANT_LINE = 64,     /* bytes: kernel arguments arrive in such lines */
+    MAX_WORKS = 512,    /* works per CTA: one redo bit each */
+    CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
@@ -71,9 +70,11 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int GRANULES =
         HEADS < 64 ? 16 : (Row::ROPE_IS_VALUE ? 15 : 13) - (MAXIMA ? 1 : 0);
     static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
+    /* Indices per lane that consumers load at once to count keys: short code for short calls. */
+    static constexpr int FIRST_COUNT_LOADS = HEADS == 16 ? 8 : 16;
     /* The same for gather warps; with fewer heads, ptxas has no registers for eight. */
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
-    static constexpr bool COUNTS_APART = !MAXIMA; /* there ptxas has no register for the call */
+    static constexpr bool COUNTS_APART = HEADS == 64 && !MAXIMA; /* maxima leave no register */
     static constexpr bool LARGE_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* large_keys.cuh */
     /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
      * heads that takes as many multiplications as scaling the values, and too many registers. */
