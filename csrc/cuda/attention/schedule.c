@@ -30,8 +30,10 @@ typedef struct batch_plan {
     int64_t rest;
 } batch_plan;
 
-/* A split call with more waves of CTAs than this gains nothing and costs memory. */
-enum { MAX_WAVES = 3 };
+enum {
+    MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
+    REST_COST = 30 /* of a run for the rest of a batch, besides that run's own cost; see below */
+};
 
 static int64_t
 min_int64(int64_t a, int64_t b)
@@ -210,7 +212,7 @@ plan_whole(const split_problem *problem, int64_t num_tokens)
     }
     const int64_t columns = count_columns(problem, 1);
     const int64_t cost = estimate_cost(problem, problem->whole, full, 1, columns) +
-                         plan_batch(problem, rest).run.cost;
+                         plan_batch(problem, rest).run.cost + REST_COST;
     if (cost < plan.run.cost) {
         plan.run.cost = cost;
         plan.rest = rest;
