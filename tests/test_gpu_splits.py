@@ -13,6 +13,8 @@ from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_atte
 from library import sparse_mla as library
 from test_attention import assert_is_the_value
 
+import sparse_mla
+
 attend = library.sparse_attention
 
 NUM_SLOTS = 4096
@@ -118,3 +120,26 @@ def test_two_lists(fmt, extra):
     assert_right(case, got, np.arange(24))
     for name, x in guarded_attention(attend, case).items():
         assert_same_bits(x, got[name], name)
+
+
+@every_format
+def test_the_rest_of_a_batch(fmt):
+    """Tokens that fill the device run unsplit, and the few after them are split. The first ones
+    have the bits of a call without splits, whatever comes behind them."""
+    name = "fp8_ds_mla" if fmt == "fp8" else "bfloat16"
+    for num_tokens in range(33, 400):  # how many fill it depends on the device
+        plans = sparse_mla.ops._attention_plans(num_tokens, 64, 2048, device="cuda")
+        runs = next(plan["runs"] for plan in plans if plan["kv_format"] == name)
+        if len(runs) == 2:
+            break
+    assert [tokens for tokens, _, _ in runs] == [num_tokens - 1, 1]
+    assert runs[0][1] == 1 < runs[1][1]
+    rng = np.random.default_rng(num_tokens)
+    length = np.full(num_tokens + 4, 2048, np.int32)
+    case = cases.make_ragged(rng, fmt, length, 64, 2048, NUM_SLOTS, by_length=True)
+    got = guarded_attention(attend, case)
+    whole = guarded_attention(attend, case, num_splits=1)
+    for result, x in got.items():
+        assert_same_bits(x[: num_tokens - 1], whole[result][: num_tokens - 1], result)
+    assert (got["out"][-5:] != whole["out"][-5:]).any()
+    assert_right(case, got, np.r_[:num_tokens:30, -5:0])
