@@ -32,7 +32,7 @@ typedef struct batch_plan {
 
 enum {
     MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
-    REST_COST = 30 /* of a run for the rest of a batch, besides that run's own cost; see below */
+    REST_COST = 30 /* for the start of a second run, which takes the rest of a batch */
 };
 
 static int64_t
