@@ -53,7 +53,7 @@ typedef struct smla_attention_kernel {
     int32_t block_columns; /* keys that a CTA takes at once */
     int32_t block_cost;    /* time per block; 16 with the most heads */
     int32_t cta_cost;      /* time to start and end a CTA, in the same unit */
-    int32_t start_cost;    /* time that a launch takes longer than one of the shortest kernels */
+    int32_t start_cost;    /* how much longer a launch takes than one of the quickest kernels */
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
     bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
