@@ -1,10 +1,11 @@
 /* dispatch.c: the public entry points. Each copies the caller's args, lets check.c turn them into
- * params, and passes the params to the backend of the device.
+ * params, and passes the params to the backend of the device. Plans and sizes are estimated with
+ * floating-point numbers, so asking for one sets the default mode as a call does.
  */
 #include "ops/dispatch.h"
 
 #include "core/args.h"
-#include "core/log.h"
+#include "core/entry.h"
 #include "ops/check.h"
 
 #define ENTRY_POINT_TO(slot, name, args_type, params_type)                  \
@@ -20,9 +21,9 @@
                                                                             \
     smla_status smla_##name(const args_type *args, smla_error *error)       \
     {                                                                       \
-        smla_log_call call;                                                 \
-        smla_begin_log(&call, #name);                                       \
-        return smla_end_log(&call, run_##name(args, error));                \
+        smla_entry entry;                                                   \
+        smla_enter(&entry, #name);                                          \
+        return smla_leave(&entry, run_##name(args, error));                 \
     }
 
 #define ENTRY_POINT(name, args_type, params_type) ENTRY_POINT_TO(name, name, args_type, params_type)
@@ -97,9 +98,9 @@ smla_status
 smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
                       smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, "sparse_attention");
-    return smla_end_log(&call, attend_positions(args, map, error));
+    smla_entry entry;
+    smla_enter(&entry, "sparse_attention");
+    return smla_leave(&entry, attend_positions(args, map, error));
 }
 
 /* A line of the log lists the arrays that a check has seen. */
@@ -134,9 +135,9 @@ run_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 smla_status
 smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, "sparse_mla_dsv4");
-    return smla_end_log(&call, run_sparse_mla_dsv4(args, error));
+    smla_entry entry;
+    smla_enter(&entry, "sparse_mla_dsv4");
+    return smla_leave(&entry, run_sparse_mla_dsv4(args, error));
 }
 
 smla_status
@@ -149,7 +150,9 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
     SMLA_TRY(smla_require_pointer("attention_workspace_size", "bytes", bytes, error));
+    const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     *bytes = backend->attention_workspace_size(&shape);
+    smla_fp_change(callers);
     return SMLA_OK;
 }
 
@@ -174,6 +177,8 @@ smla_find_attention_plan(const smla_attention_workspace_args *args,
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, backend, error));
     shape.formats[0] = format;
+    const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     (*backend)->plan_attention(&shape, plan);
+    smla_fp_change(callers);
     return SMLA_OK;
 }

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "core/args.h"
-#include "core/log.h"
+#include "core/entry.h"
 #include "core/rule.h"
 #include "step/arena.h"
 #include "step/batch.h"
@@ -225,7 +225,9 @@ smla_builder_create(const smla_builder_config *config, smla_builder **builder, s
         return smla_fail(error, SMLA_ERROR_MEMORY, "%s: a builder must fit in memory, got none",
                          create_op);
     }
+    const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     const smla_status status = initialize(b, config, error);
+    smla_fp_change(callers);
     if (status != SMLA_OK) {
         smla_builder_destroy(b);
         return status;
@@ -442,7 +444,7 @@ smla_status
 smla_builder_build(smla_builder *b, const smla_build_args *args, const smla_metadata **metadata,
                    smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, build_op);
-    return smla_end_log(&call, run_build(b, args, metadata, error));
+    smla_entry entry;
+    smla_enter(&entry, build_op);
+    return smla_leave(&entry, run_build(b, args, metadata, error));
 }

@@ -11,7 +11,7 @@
 #include <math.h>
 
 #include "core/args.h"
-#include "core/log.h"
+#include "core/entry.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
 #include "step/builder.h"
@@ -317,7 +317,7 @@ run_forward(const smla_forward_args *args, smla_error *error)
 smla_status
 smla_forward(const smla_forward_args *args, smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, op);
-    return smla_end_log(&call, run_forward(args, error));
+    smla_entry entry;
+    smla_enter(&entry, op);
+    return smla_leave(&entry, run_forward(args, error));
 }

@@ -10,7 +10,7 @@
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
-#include "core/log.h"
+#include "core/entry.h"
 #include "core/rule.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
@@ -520,7 +520,7 @@ run_attend(const smla_v4_attend_args *args, smla_error *error)
 smla_status
 smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, op);
-    return smla_end_log(&call, run_attend(args, error));
+    smla_entry entry;
+    smla_enter(&entry, op);
+    return smla_leave(&entry, run_attend(args, error));
 }

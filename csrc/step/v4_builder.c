@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 
-#include "core/log.h"
+#include "core/entry.h"
 #include "core/rule.h"
 #include "ops/check.h"
 #include "step/arena.h"
@@ -266,7 +266,9 @@ smla_v4_builder_create(const smla_v4_config *config, smla_v4_builder **builder, 
         return smla_fail(error, SMLA_ERROR_MEMORY, "%s: a builder must fit in memory, got none",
                          create_op);
     }
+    const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     const smla_status status = initialize(b, config, error);
+    smla_fp_change(callers);
     if (status != SMLA_OK) {
         smla_v4_builder_destroy(b);
         return status;
@@ -519,7 +521,7 @@ run_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
 smla_status
 smla_v4_builder_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
 {
-    smla_log_call call;
-    smla_begin_log(&call, build_op);
-    return smla_end_log(&call, run_build(b, args, error));
+    smla_entry entry;
+    smla_enter(&entry, build_op);
+    return smla_leave(&entry, run_build(b, args, error));
 }

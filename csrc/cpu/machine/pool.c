@@ -4,6 +4,14 @@
  * and gives them back. The pool grows up to the largest number that one loop has asked for. A loop
  * that finds too few idle workers, because other calls have them, runs on fewer threads: no result
  * depends on the number. Loops are not nested, and a parallel region has at most one dynamic loop.
+ *
+ * On a busy host the scheduler may take many milliseconds to wake a worker. So a caller that has
+ * done its own share recalls the workers that have not begun, and does their shares as well. It
+ * waits only for workers that have begun.
+ *
+ * Workers take nothing over from the thread that happens to start them: they block all signals, may
+ * run on all processors of the process, and have a stack of their own size. A loop lends them the
+ * floating-point mode of its caller.
  */
 #define _GNU_SOURCE /* sched_getaffinity */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
 #include "cpu/machine/threads.h"
@@ -12,10 +20,13 @@
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <unistd.h>
+
+#include "core/fp_mode.h"
 
 enum {
     /* A thread looks for work so many times before it sleeps, some milliseconds. On a busy machine
@@ -24,12 +35,14 @@ enum {
     NUM_LOOKS = 200000,
     NUM_CROWDED_LOOKS = 1000, /* if a loop has more threads than there are processors */
     MAX_THREADS = 4096,
+    WORKER_STACK_BYTES = 1 << 20, /* frames are at most 16 KiB, those of sanitizers larger */
 };
 
 typedef struct team {
     void (*body)(void *data);
     void *data;
     int num_threads;
+    smla_fp_mode fp_mode;
     atomic_long num_taken; /* iterations of the dynamic loop that threads have taken */
     sem_t finished;        /* counts workers */
 } team;
@@ -38,13 +51,17 @@ typedef struct team {
 typedef struct member {
     team *team; /* NULL outside of parallel regions */
     int idx;
+    bool is_worker; /* false on the thread that made the call, whatever share it is doing */
     long start, end, step, chunk;
 } member;
 
+/* `is_called` says that the task waits for somebody to do it: the worker, or the caller that recalls
+ * the worker. Whoever sets it to false does the task. */
 typedef struct worker {
     struct worker *next; /* in the list of idle workers, or in that of a region */
     member task;
-    sem_t start;
+    atomic_bool is_called;
+    sem_t start; /* also counts calls that were recalled */
 } worker;
 
 static struct {
@@ -53,7 +70,12 @@ static struct {
     int num_workers;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static atomic_int max_threads, num_processors; /* 0: not read yet */
+static atomic_int max_threads; /* 0: not read yet */
+static struct {
+    cpu_set_t set;
+    bool is_known;
+    int count;
+} processors; /* of the process; never changes after the library was loaded */
 static _Thread_local member self;
 
 /* Compiled loops call these; no other file does. */
@@ -71,17 +93,14 @@ clamp_threads(long count)
     return count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : (int)count;
 }
 
-static int
-count_processors(void)
+/* Reads where the process may run: the processors of its main thread when the library is loaded.
+ * Later, a thread that pins itself, and makes the first call, must not decide for all others. */
+__attribute__((constructor)) static void
+find_processors(void)
 {
-    int count = atomic_load_explicit(&num_processors, memory_order_relaxed);
-    if (count == 0) {
-        cpu_set_t set;
-        const bool is_known = sched_getaffinity(0, sizeof set, &set) == 0;
-        count = clamp_threads(is_known ? CPU_COUNT(&set) : sysconf(_SC_NPROCESSORS_ONLN));
-        atomic_store_explicit(&num_processors, count, memory_order_relaxed);
-    }
-    return count;
+    processors.is_known = sched_getaffinity(getpid(), sizeof processors.set, &processors.set) == 0;
+    processors.count = clamp_threads(processors.is_known ? CPU_COUNT(&processors.set)
+                                                         : sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 int
@@ -91,7 +110,7 @@ smla_max_threads(void)
     if (count == 0) {
         const char *text = getenv("OMP_NUM_THREADS");
         const long wanted = text == NULL ? 0 : strtol(text, NULL, 10);
-        count = wanted > 0 ? clamp_threads(wanted) : count_processors();
+        count = wanted > 0 ? clamp_threads(wanted) : processors.count;
         atomic_store_explicit(&max_threads, count, memory_order_relaxed);
     }
     return count;
@@ -107,6 +126,12 @@ int
 smla_thread_idx(void)
 {
     return self.idx;
+}
+
+bool
+smla_is_caller(void)
+{
+    return !self.is_worker;
 }
 
 int
@@ -131,7 +156,7 @@ pause_briefly(void)
 static void
 wait_for(sem_t *semaphore, int num_threads)
 {
-    const int num_looks = num_threads > count_processors() ? NUM_CROWDED_LOOKS : NUM_LOOKS;
+    const int num_looks = num_threads > processors.count ? NUM_CROWDED_LOOKS : NUM_LOOKS;
     for (int i = 0; i < num_looks; i++) {
         if (sem_trywait(semaphore) == 0) {
             return;
@@ -151,18 +176,54 @@ run_member(const member *task)
     self = outer;
 }
 
+/* Whether the caller of this function is now the one that does the worker's task. */
+static bool
+claim_task(worker *of)
+{
+    return atomic_exchange_explicit(&of->is_called, false, memory_order_acq_rel);
+}
+
 static void *
 work(void *argument)
 {
     worker *const me = argument;
     int num_threads = 1;
+    if (processors.is_known) {
+        (void)sched_setaffinity(0, sizeof processors.set, &processors.set);
+    }
     for (;;) {
         wait_for(&me->start, num_threads);
+        if (!claim_task(me)) { /* recalled: the host is busy, so do not look for work for long */
+            num_threads = MAX_THREADS + 1;
+            continue;
+        }
+        team *const mine = me->task.team;
+        (void)smla_fp_change(mine->fp_mode);
         run_member(&me->task);
-        num_threads = me->task.team->num_threads; /* a team ends when its workers have finished */
-        sem_post(&me->task.team->finished);
+        num_threads = mine->num_threads; /* a team ends when its workers have finished */
+        sem_post(&mine->finished);
     }
     return NULL;
+}
+
+/* Starts a thread that blocks all signals: the process's own threads take those. */
+static bool
+start_thread(worker *added)
+{
+    sigset_t all, callers;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    if (pthread_attr_init(&attributes) != 0) {
+        return false;
+    }
+    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    (void)pthread_attr_setstacksize(&attributes, WORKER_STACK_BYTES);
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &callers);
+    const bool is_started = pthread_create(&thread, &attributes, work, added) == 0;
+    (void)pthread_sigmask(SIG_SETMASK, &callers, NULL);
+    (void)pthread_attr_destroy(&attributes);
+    return is_started;
 }
 
 /* Adds a worker to the pool, whose lock is held; returns NULL if the system gives no thread. */
@@ -174,12 +235,10 @@ add_worker(void)
         return NULL;
     }
     sem_init(&added->start, 0, 0);
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, work, added) != 0) {
+    if (!start_thread(added)) {
         free(added);
         return NULL;
     }
-    pthread_detach(thread);
     pool.num_workers++;
     return added;
 }
@@ -219,32 +278,49 @@ give_back_workers(worker *first)
 
 /* ---- What compiled loops call -------------------------------------------------------------- */
 
+/* Calls the workers, does the caller's share and those of workers that have not begun by then, and
+ * waits for the others. */
+static void
+run_team(team *run, worker *workers)
+{
+    int num_begun = 0;
+    int idx = 1;
+    sem_init(&run->finished, 0, 0);
+    for (worker *each = workers; each != NULL; each = each->next) {
+        each->task = (member){.team = run, .idx = idx++, .is_worker = true};
+        atomic_store_explicit(&each->is_called, true, memory_order_release);
+        sem_post(&each->start);
+    }
+    run_member(&(member){.team = run});
+    for (worker *each = workers; each != NULL; each = each->next) {
+        if (claim_task(each)) {
+            run_member(&(member){.team = run, .idx = each->task.idx});
+        } else {
+            num_begun++;
+        }
+    }
+    for (int i = 0; i < num_begun; i++) {
+        wait_for(&run->finished, run->num_threads);
+    }
+    sem_destroy(&run->finished);
+}
+
 void
 smla_pool_run(void (*body)(void *data), void *data, unsigned num_threads, unsigned flags)
 {
     (void)flags;
     const int wanted = num_threads == 0 ? smla_max_threads() : clamp_threads((long)num_threads);
     worker *const workers = wanted > 1 && self.team == NULL ? take_workers(wanted - 1) : NULL;
-    team run = {.body = body, .data = data, .num_threads = 1};
+    team run = {.body = body, .data = data, .num_threads = 1, .fp_mode = smla_fp_read()};
     for (const worker *each = workers; each != NULL; each = each->next) {
         run.num_threads++;
     }
-    if (workers != NULL) {
-        sem_init(&run.finished, 0, 0);
+    if (workers == NULL) {
+        run_member(&(member){.team = &run});
+        return;
     }
-    int idx = 1;
-    for (worker *each = workers; each != NULL; each = each->next) {
-        each->task = (member){.team = &run, .idx = idx++};
-        sem_post(&each->start);
-    }
-    run_member(&(member){.team = &run});
-    if (workers != NULL) {
-        for (int i = 1; i < run.num_threads; i++) {
-            wait_for(&run.finished, run.num_threads);
-        }
-        sem_destroy(&run.finished);
-        give_back_workers(workers);
-    }
+    run_team(&run, workers);
+    give_back_workers(workers);
 }
 
 bool

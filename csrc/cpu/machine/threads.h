@@ -23,8 +23,11 @@ __asm__(".set GOMP_parallel, smla_pool_run\n\t"
  * processors that the process may use. */
 int smla_max_threads(void);
 
-/* The number of the calling thread inside a parallel loop. */
+/* The number of the share of a parallel loop that the calling thread is doing. */
 int smla_thread_idx(void);
+
+/* Whether the calling thread is the one that made the call, not a worker. */
+bool smla_is_caller(void);
 
 /* Sets what smla_max_threads returns, for the calls of every thread; for tests. */
 void smla_set_max_threads(int count);
@@ -42,6 +45,12 @@ static inline int
 smla_thread_idx(void)
 {
     return omp_get_thread_num();
+}
+
+static inline bool
+smla_is_caller(void)
+{
+    return omp_get_thread_num() == 0;
 }
 
 static inline void
@@ -64,6 +73,12 @@ smla_thread_idx(void)
     return 0;
 }
 
+static inline bool
+smla_is_caller(void)
+{
+    return true;
+}
+
 static inline void
 smla_set_max_threads(int count)
 {
@@ -72,7 +87,7 @@ smla_set_max_threads(int count)
 #endif
 
 /* Whether the work items that are left must be skipped. Every thread of a parallel region asks
- * before each of its items. Thread 0 is the one that made the call, and asks the binding, too.
+ * before each of its items. The one that made the call asks the binding, too.
  * `interrupt` is what smla_find_interrupt returned outside the region. */
 static inline bool
 smla_is_ended(smla_interrupt *interrupt)
@@ -80,7 +95,7 @@ smla_is_ended(smla_interrupt *interrupt)
     if (interrupt == NULL) {
         return false;
     }
-    if (smla_thread_idx() == 0) {
+    if (smla_is_caller()) {
         smla_ask(interrupt);
     }
     return atomic_load_explicit(&interrupt->is_ended, memory_order_relaxed);

@@ -22,9 +22,11 @@ run_signal_handlers(void *context)
     }
     /* A handler may call the library, too. */
     smla_interrupt *const own = smla_set_interrupt(NULL);
+    const smla_fp_mode mode = smla_fp_change(unlocked->callers_mode);
     PyEval_RestoreThread(unlocked->thread);
     const bool raised = PyErr_CheckSignals() < 0;
     unlocked->thread = PyEval_SaveThread();
+    (void)smla_fp_change(mode);
     (void)smla_set_interrupt(own);
     return raised;
 }
@@ -32,6 +34,7 @@ run_signal_handlers(void *context)
 void
 smla_py_unlock(smla_py_unlocked *unlocked)
 {
+    unlocked->callers_mode = smla_fp_read();
     unlocked->interrupt.wants_end = run_signal_handlers;
     unlocked->interrupt.context = unlocked;
     unlocked->interrupt.ask_at_ns = 0;

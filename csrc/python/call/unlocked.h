@@ -6,11 +6,13 @@
  */
 #pragma once
 
+#include "core/fp_mode.h"
 #include "core/interrupt.h"
 #include "python/glue.h"
 
 typedef struct smla_py_unlocked {
     PyThreadState *thread;
+    smla_fp_mode callers_mode; /* signal handlers run in it */
     smla_interrupt interrupt;
     smla_interrupt *outer; /* what was set before; smla_py_lock sets it again */
 } smla_py_unlocked;

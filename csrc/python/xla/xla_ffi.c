@@ -11,7 +11,6 @@
  * On a GPU it puts the operator's work on XLA's stream, takes scratch from XLA, and waits for
  * nothing.
  */
-#include <fenv.h>
 #include <stdalign.h>
 #include <string.h>
 
@@ -436,14 +435,8 @@ handle(smla_xla_frame *frame, bool is_on_gpu)
         metadata->version.minor = SMLA_XLA_MINOR;
         return NULL;
     }
-    /* XLA's threads flush subnormal numbers to zero. Restore the default mode, so that results have
-     * the bits of an eager call. Threads that the call starts inherit the mode. */
-    fenv_t environment;
     smla_error error;
-    fegetenv(&environment);
-    fesetenv(FE_DFL_ENV);
     const smla_status status = run_operator(frame, is_on_gpu, &error);
-    fesetenv(&environment);
     if (status == SMLA_OK) {
         return NULL;
     }
