@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from numpy import ndarray
+
+_T = TypeVar("_T")
 
 __version__: str
 KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
@@ -159,4 +161,5 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int, /) -> list[tuple[
 def get_prefill_workspace_size(max_model_len: int, /) -> int: ...
 def kernels() -> list[dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...
+def call_exactly(function: Callable[[], _T], /) -> _T: ...
 def xla_handlers() -> dict[str, object]: ...

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/fp_mode.h"
 #include "core/kv_format.h"
 #include "python/arrays/array.h"
 
@@ -191,6 +192,19 @@ build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
         NPY_FEATURE_VERSION_STRING, "openmp", openmp, "cpu_features", list_cpu_features());
 }
 
+PyDoc_STRVAR(call_exactly_doc,
+             "call_exactly($module, function, /)\n--\n\n"
+             "function(), in the default floating-point mode whatever the caller's is.");
+
+static PyObject *
+call_exactly(PyObject *Py_UNUSED(module), PyObject *function)
+{
+    const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
+    PyObject *const answer = PyObject_CallNoArgs(function);
+    (void)smla_fp_change(callers);
+    return answer;
+}
+
 /* ---- Module -------------------------------------------------------------------------------- */
 
 static PyMethodDef functions[] = {
@@ -202,6 +216,7 @@ static PyMethodDef functions[] = {
      get_prefill_workspace_size_doc},
     {"kernels", kernels, METH_NOARGS, kernels_doc},
     {"build_info", build_info, METH_NOARGS, build_info_doc},
+    {"call_exactly", call_exactly, METH_O, call_exactly_doc},
     {NULL, NULL, 0, NULL},
 };
 

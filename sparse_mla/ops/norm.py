@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparse_mla import _results
+from sparse_mla import _C, _results
 from sparse_mla._types import KvFormat, Like, Result, ScaleLayout, Written, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -82,10 +82,16 @@ def rope_table(
         max_pos = round(scaling["orig_max_pos"] * scaling["factor"])
     if not 0 <= _number("max_pos", max_pos, int) < 2**31:
         raise ValueError(f"rope_table: `max_pos` must be 0 to {2**31 - 1}, got {max_pos}")
-    frequencies = float(base) ** (-np.arange(0, size, 2) / size)
+    return _C.call_exactly(lambda: _compute_table(max_pos, size, float(base), scaling, fp32_angles))
+
+
+def _compute_table(
+    max_pos: int, size: int, base: float, scaling: dict[str, float] | None, fp32_angles: bool
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    frequencies = base ** (-np.arange(0, size, 2) / size)
     magnitude = 1.0
     if scaling is not None:
-        frequencies = _slow_down(frequencies, float(base), scaling)
+        frequencies = _slow_down(frequencies, base, scaling)
         if not fp32_angles:
             magnitude = _magnitude(scaling, "mscale") / _magnitude(scaling, "mscale_all_dim")
     angle_type = np.float32 if fp32_angles else np.float64
