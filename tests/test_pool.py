@@ -119,8 +119,8 @@ def test_workers_have_stacks_of_their_own_size():
     assert printed(STACK) == "True"
 
 
-# A worker of the policy SCHED_IDLE runs only where no other thread wants to, as on a host that other
-# programs keep busy. `call` is one of those that take a part of a millisecond.
+# A worker of the policy SCHED_IDLE runs only where no other thread wants to, as on a host that
+# other programs keep busy. `call` is one of those that take a part of a millisecond.
 BUSY = """
 import subprocess, sys
 call()

@@ -3,6 +3,7 @@
 
 #include <float.h>
 
+#include "core/fp_mode.h"
 #include "core/kv_format.h"
 #include "reference.h"
 
@@ -240,6 +241,43 @@ test_write_special_values(void)
     EXPECT_EQ(row_of(cache, 2)[2], 0x7E);
 }
 
+/* A caller's mode changes no byte, for any number of threads, and is the same after a call that
+ * succeeds and one that fails. */
+static void
+test_write_in_other_modes(void)
+{
+#if defined(__x86_64__)
+    static const smla_fp_mode modes[] = {0x9FC0, 0x3F80, 0x5F80,
+                                         0x7F80}; /* flush; down, up, to 0 */
+#elif defined(__aarch64__)
+    static const smla_fp_mode modes[] = {1 << 24, 2 << 22, 1 << 22, 3 << 22};
+#else
+    static const smla_fp_mode modes[] = {FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO};
+#endif
+    enum { TOKENS = 256 };
+    array *slots = ARRAY(int32, TOKENS);
+    for (int64_t token = 0; token < TOKENS; token++) {
+        SET(slots, (double)token, token);
+    }
+    const array *k_pe = fill_normal(ARRAY(fp32, TOKENS, ROPE), 1e-38);
+    const array *kv_c = fill_normal(ARRAY(fp32, TOKENS, NOPE), 1e-38);
+    const array *cache = ARRAY(uint8, 1, TOKENS, FP8_ROW);
+    for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
+        for (int is_good = 0; is_good < 2; is_good++) {
+            SET(slots, is_good ? 0 : TOKENS, 0);
+            const smla_fp_mode before = smla_fp_change(modes[i]);
+            const smla_status status = write_cache(kv_c, k_pe, cache, slots);
+            const smla_fp_mode after = smla_fp_change(before);
+            EXPECT(after == modes[i]);
+            EXPECT((status == SMLA_OK) == is_good);
+        }
+        for (int64_t token = 0; token < TOKENS; token++) {
+            expect_token(kv_c, k_pe, token, cache, token);
+        }
+        memset(cache->tensor.data, POISON, TOKENS * FP8_ROW);
+    }
+}
+
 static void
 test_write_bad_slot(void)
 {
@@ -462,6 +500,7 @@ run_tests(void)
     RUN(test_write_keeps_padding);
     RUN(test_write_duplicates);
     RUN(test_write_special_values);
+    RUN(test_write_in_other_modes);
     RUN(test_write_bad_slot);
     RUN(test_gather);
     RUN(test_gather_bad_values);
