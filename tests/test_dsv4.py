@@ -145,6 +145,70 @@ def test_scales_in_arrays(e4m3, fmt, bmm2, names, shape):
         assert_same_bits(got, layer.run())
 
 
+BAD_QUOTIENTS = [(1e-30, 1e30), (1e30, 1e-30), (2.0**-126, 2.0), (2.0**-126, 1.5), (3e38, 0.5)]
+
+
+def as_one_fp32(x):
+    return np.full(1, x, np.float32)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [(float, float)]
+    if DEVICE != "cpu"
+    else [(a, b) for a in (float, as_one_fp32) for b in (float, as_one_fp32)],
+)
+@pytest.mark.parametrize(("bmm1", "bmm2"), BAD_QUOTIENTS)
+def test_a_quotient_beyond_a_float_is_refused(bmm1, bmm2, forms):
+    """Both scales are in range, and what logits are multiplied with is not."""
+    layer = Layer("fp8_e4m3", "fp8_e4m3")
+    scales = {"bmm1_scale": forms[0](bmm1), "bmm2_scale": forms[1](bmm2)}
+    with pytest.raises(ValueError, match="bmm1_scale") as info:
+        layer.run(**scales)
+    rule = "`bmm1_scale` must make a normal float32 of bmm1_scale / bmm2_scale"
+    got = f"got {np.float32(bmm1):g} / {np.float32(bmm2):g}"
+    assert str(info.value) == f"sparse_mla_dsv4: {rule}, {got}"
+
+
+@pytest.mark.parametrize(
+    ("bmm1", "bmm2"), [(2.0**-126, 1.0), (2.0**-120, 2.0**6), (2.0**-66, 2.0**-60)]
+)
+def test_the_least_quotients_are_taken(bmm1, bmm2):
+    layer = Layer("fp8_e4m3", "fp8_e4m3", bmm1=bmm1, bmm2=bmm2)
+    got = layer.run()
+    assert np.isfinite(ref.to_f32(got)).all()
+    assert_same_bits(got, layer.attend())
+
+
+FINITE = "make a finite float32 of all scales of logits"
+NORMAL = "make 0 or a normal float32 of softmax_scale * q_scale"
+BAD_PRODUCTS = [
+    *((1e30, name, 1e10, FINITE) for name in ("kv_scale", "extra_kv_scale")),
+    *((scale, "q_scale", 1e10, NORMAL) for scale in (1e30, -1e30)),
+    (1e-30, "q_scale", 1e-30, NORMAL),
+    (2.0**-126, "q_scale", 0.5, NORMAL),
+]
+
+
+@pytest.mark.parametrize("form", [float, as_one_fp32] if DEVICE == "cpu" else [float])
+@pytest.mark.parametrize(("softmax_scale", "name", "scale", "rule"), BAD_PRODUCTS)
+def test_a_product_beyond_a_float_is_refused(softmax_scale, name, scale, rule, form):
+    """Each scale is in range; their product is infinite, and 0 times it NaN, or it is 0."""
+    layer = Layer("fp8_e4m3", "fp8_e4m3", e4m3=True)
+    with pytest.raises(ValueError, match=name) as info:
+        layer.attend(**{"softmax_scale": softmax_scale, name: form(scale)})
+    got = f"got {np.float32(softmax_scale):g} * {scale:g}"
+    assert str(info.value) == f"sparse_attention: `{name}` must {rule}, {got}"
+
+
+@pytest.mark.parametrize(
+    "scale", [5e-324, 1e-46, 1e-40, -1e-40, np.nextafter(2.0**-126, 0) * (1 - 2.0**-24)]
+)
+def test_a_subnormal_softmax_scale_is_0(scale):
+    layer = Layer()
+    assert_same_bits(layer.attend(softmax_scale=scale), layer.attend(softmax_scale=0.0))
+
+
 def test_one_cache_twice():
     """A layer without compressed tokens: the table is as wide as the window."""
     layer = Layer(K=0)

@@ -441,6 +441,14 @@ NORM = [
     ("kv_out tokens", "kv_out", lambda x: x[:2], ValueError, ()),
     ("negative eps", "eps", lambda _: -1e-9, ValueError, ()),
     ("eps is NaN", "eps", lambda _: np.nan, ValueError, ()),
+    ("eps is 0 in fp32", "eps", lambda _: 1e-46, ValueError, ()),
+    (
+        "eps is subnormal in fp32",
+        "eps",
+        lambda _: np.nextafter(2.0**-126, 0) * 0.999,
+        ValueError,
+        (),
+    ),
     ("eps beyond fp32", "eps", lambda _: 1e39, ValueError, ()),
     ("eps is text", "eps", lambda _: "1e-6", TypeError, ()),
 ]
@@ -511,6 +519,14 @@ QNORM = [
     ("many results", "q_out", lambda _: zeros(6, 5, 512), ValueError, ()),
     ("negative eps", "eps", lambda _: -1e-9, ValueError, ()),
     ("eps is NaN", "eps", lambda _: np.nan, ValueError, ()),
+    ("eps is 0 in fp32", "eps", lambda _: 1e-46, ValueError, ()),
+    (
+        "eps is subnormal in fp32",
+        "eps",
+        lambda _: np.nextafter(2.0**-126, 0) * 0.999,
+        ValueError,
+        (),
+    ),
     ("unknown format", "kv_format", lambda _: "fp5", ValueError, ()),
     ("block_size 0", "block_size", lambda _: 0, ValueError, ()),
 ]
@@ -640,6 +656,14 @@ COMPRESS = [
     ("two scales", "kv_scale", lambda _: zeros(2, dtype=np.float32), ValueError, ()),
     ("negative eps", "eps", lambda _: -1e-9, ValueError, ()),
     ("eps is NaN", "eps", lambda _: np.nan, ValueError, ()),
+    ("eps is 0 in fp32", "eps", lambda _: 1e-46, ValueError, ()),
+    (
+        "eps is subnormal in fp32",
+        "eps",
+        lambda _: np.nextafter(2.0**-126, 0) * 0.999,
+        ValueError,
+        (),
+    ),
     ("unknown format", "kv_format", lambda _: "fp5", ValueError, ()),
     ("block_size 0", "block_size", lambda _: 0, ValueError, ()),
 ]

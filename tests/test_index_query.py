@@ -222,3 +222,32 @@ def test_texts():
         with pytest.raises(ValueError, match=name) as info:
             call.run(sparse_mla)
         assert str(info.value) == f"fused_indexer_q_rope_quant: {text}"
+
+
+@pytest.mark.parametrize(
+    ("softmax_scale", "head_scale"),
+    [(1e30, 1e10), (-1e30, 1e10), (1e300, 1e300), (1e-30, 1e-10), (1e-200, -1e-200)],
+)
+def test_a_product_of_scales_beyond_a_float_is_refused(softmax_scale, head_scale):
+    """Its weights would be infinite, NaN for weights of 0, or 0."""
+    call = cases.GOOD_CALLS["fused_indexer_q_rope_quant"]()
+    call.set("softmax_scale", softmax_scale)
+    call.set("head_scale", head_scale)
+    with pytest.raises(ValueError, match="head_scale") as info:
+        call.run(sparse_mla)
+    rule = "`head_scale` must make 0 or a normal float32 of softmax_scale * head_scale"
+    got = f"got {softmax_scale:g} * {head_scale:g}"
+    assert str(info.value) == f"fused_indexer_q_rope_quant: {rule}, {got}"
+
+
+@pytest.mark.parametrize(
+    ("softmax_scale", "head_scale", "product"),
+    [(1e200, 1e-200, 1.0), (0.0, 1e-300, 0.0), (2.0**-126, 1.0, 2.0**-126)],
+)
+def test_only_the_product_of_scales_must_be_a_float(softmax_scale, head_scale, product):
+    got, want = (cases.GOOD_CALLS["fused_indexer_q_rope_quant"]() for _ in range(2))
+    for call, scales in ((got, (softmax_scale, head_scale)), (want, (product, 1.0))):
+        call.set("softmax_scale", scales[0])
+        call.set("head_scale", scales[1])
+    for x, y in zip(got.run(sparse_mla), want.run(sparse_mla), strict=True):
+        assert_same_bits(np.asarray(x), np.asarray(y))

@@ -209,7 +209,7 @@ def test_norm_overlaps():
     sparse_mla.fused_q_kv_rmsnorm(q, kv, w, w, eps=0.1, q_out=buffer[:, 1024:1536], kv_out=kv)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-45, 3.0, 3e38])
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 2.0**-126, 3.0, 3e38])
 def test_norm_extremes(eps):
     """Zero rows, NaN, infinities, tiny values whose squares vanish, huge ones whose squares
     overflow: exactly the fp32 steps."""
@@ -228,6 +228,24 @@ def test_norm_extremes(eps):
     if eps > 0:
         assert (ref.to_f32(q_out)[0, 3:] == 0).all()
         assert (ref.to_f32(q_out)[5, 3:] == 0).all(), "a sum that overflows"
+
+
+@pytest.mark.parametrize(
+    "op", ["fused_q_kv_rmsnorm", "fused_qnorm_rope_kv_insert", "compress_norm_rope_store"]
+)
+def test_an_eps_is_checked_as_the_float_that_is_used(op):
+    """Between 0 and the least normal float32 it would be 0 in some modes of the processor."""
+    for eps in (5e-324, 1e-46, 1e-40, np.nextafter(2.0**-126, 0) * (1 - 2.0**-24)):
+        call = cases.GOOD_CALLS[op]()
+        call.set("eps", float(eps))
+        with pytest.raises(ValueError, match="eps") as info:
+            call.run(sparse_mla)
+        rule = "`eps` must be 0 or a normal float32 (at least 1.17549e-38)"
+        assert str(info.value) == f"{op}: {rule}, got {eps:g}"
+    for eps in (0.0, -0.0, 2.0**-126, np.nextafter(2.0**-126, 0)):  # the last one is rounded up
+        call = cases.GOOD_CALLS[op]()
+        call.set("eps", float(eps))
+        call.run(sparse_mla)
 
 
 def test_norm_results_are_new_arrays():

@@ -366,6 +366,16 @@ def test_bad_configs(name):
         v4.Config(**({"num_heads": 8} | LIMITS | changes))
 
 
+@pytest.mark.parametrize("scale", [1e-46, 1e-40, 1e39])
+@pytest.mark.parametrize("name", ["q_scale", "kv_scale"])
+def test_scales_are_checked_as_the_floats_that_are_used(name, scale):
+    config = v4.Config(8, **LIMITS, kv_cache_dtype="fp8_e4m3", **{name: scale})
+    with pytest.raises(ValueError, match=name) as info:
+        v4.MetadataBuilder(config)
+    rule = f"`{name}` must be a positive normal float32, got {scale:g}"
+    assert str(info.value).endswith(rule)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"window": 2.5}, {"compress_ratios": 4}, {"softmax_scale": "1"}, {"state_block_sizes": [4]}],

@@ -1,6 +1,4 @@
 /* kv_rule.c: enforces the rules of caches (rule.h): finds a cache's format, and reads its pages. */
-#include <float.h>
-
 #include "core/rule_parts.h"
 
 /* ---- Wording ------------------------------------------------------------------------------- */
@@ -367,17 +365,6 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
 
 /* ---- Scales -------------------------------------------------------------------------------- */
 
-static smla_status
-check_scale(const smla_checker *c, const char *name, double value)
-{
-    const float scale = (float)value;
-    if (scale >= FLT_MIN && scale <= FLT_MAX) {
-        return SMLA_OK;
-    }
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must be a positive normal float32, got %g", c->op, name, value);
-}
-
 smla_status
 smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *given,
                    smla_given_scale *scale)
@@ -386,7 +373,7 @@ smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *give
     *scale = (smla_given_scale){.pointer = NULL, .value = 1.0f};
     if (tensor == NULL) {
         if (given->value != 0) {
-            SMLA_TRY(check_scale(c, name, given->value));
+            SMLA_TRY(smla_require_positive(c->op, name, given->value, c->error));
             scale->value = (float)given->value;
         }
         return SMLA_OK;
@@ -404,7 +391,9 @@ smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *give
         }
     }
     scale->pointer = smla_data(tensor);
-    return c->device.device_type == kDLCPU ? check_scale(c, name, *scale->pointer) : SMLA_OK;
+    return c->device.device_type == kDLCPU
+               ? smla_require_positive(c->op, name, *scale->pointer, c->error)
+               : SMLA_OK;
 }
 
 smla_status

@@ -5,6 +5,8 @@
 #include "core/rule_parts.h"
 
 #include <assert.h>
+#include <float.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -144,6 +146,27 @@ smla_require_pointer(const char *op, const char *name, const void *pointer, smla
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
     }
     return SMLA_OK;
+}
+
+smla_status
+smla_require_finite(const char *op, const char *name, double value, smla_error *error)
+{
+    if (!isfinite((float)value)) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", op, name,
+                         value);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_positive(const char *op, const char *name, double value, smla_error *error)
+{
+    const float number = (float)value;
+    if (number >= FLT_MIN && number <= FLT_MAX) {
+        return SMLA_OK;
+    }
+    return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be a positive normal float32, got %g",
+                     op, name, value);
 }
 
 smla_status

@@ -110,6 +110,13 @@ smla_status smla_require_disjoint(const smla_checker *checker);
 smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
                                  smla_error *error);
 
+/* Checks that a number is finite as a float, which is how it is used. */
+smla_status smla_require_finite(const char *op, const char *name, double value, smla_error *error);
+
+/* The same for a scale, which must be positive. */
+smla_status smla_require_positive(const char *op, const char *name, double value,
+                                  smla_error *error);
+
 /* Checks that a number is in least...most. */
 smla_status smla_require_count(const char *op, const char *name, int64_t value, int64_t least,
                                int64_t most, smla_error *error);

@@ -7,6 +7,7 @@
  */
 #include "ops/check.h"
 
+#include <float.h>
 #include <math.h>
 
 #include "core/rule.h"
@@ -366,6 +367,41 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
     backend->plan_attention(&shape, plan);
 }
 
+/* Checks the products of the scales of logits. Scales on a device cannot be read. */
+static smla_status
+require_logit_scale(const smla_attention_rules *rules, DLDevice device,
+                    const smla_attention_params *params, smla_error *error)
+{
+    const bool is_on_cpu = device.device_type == kDLCPU;
+    const bool has_scale = is_on_cpu || params->q_scale.pointer == NULL;
+    const float q_scale = has_scale ? smla_read_scale(&params->q_scale) : 1.0f;
+    const float scale = params->softmax_scale * q_scale;
+    if (params->softmax_scale != 0 && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must make 0 or a normal float32 of softmax_scale * q_scale, "
+                         "got %g * %g",
+                         rules->op, rules->q_scale, (double)params->softmax_scale, (double)q_scale);
+    }
+    for (int i = 0; i < params->num_lists; i++) {
+        const smla_given_scale *const given = &params->kv_scale[i];
+        if ((is_on_cpu || given->pointer == NULL) && !isfinite(scale * smla_read_scale(given))) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must make a finite float32 of all scales of logits, got %g "
+                             "* %g",
+                             rules->op, rules->lists[i].kv_scale, (double)scale,
+                             (double)smla_read_scale(given));
+        }
+    }
+    return SMLA_OK;
+}
+
+/* A subnormal scale counts as 0, whatever the processor does with subnormal numbers. */
+static float
+flush(float scale)
+{
+    return fabsf(scale) < FLT_MIN ? 0.0f : scale;
+}
+
 /* Fills all of `params` but the lists and the scales. */
 static void
 fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
@@ -388,7 +424,7 @@ fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_ar
     params->q_pe_stride_head = smla_stride(q_pe, 1);
     params->attn_sink = smla_data(args->attn_sink);
     params->attn_sink_stride = smla_stride(args->attn_sink, 0);
-    params->softmax_scale = (float)args->softmax_scale;
+    params->softmax_scale = flush((float)args->softmax_scale);
     params->logit_divisor = (smla_given_scale){.value = 1.0f};
     params->out = smla_data(args->out);
     params->out_stride_token = smla_stride(args->out, 0);
@@ -413,7 +449,9 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                      smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
     static const DLTensor *const unread[2] = {NULL, NULL};
-    return smla_check_attention_by(&attention_rules, args, unread, params, plan, backend, error);
+    SMLA_TRY(smla_check_attention_by(&attention_rules, args, unread, params, plan, backend, error));
+    return require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
+                               error);
 }
 
 smla_status
@@ -453,10 +491,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
         SMLA_TRY(smla_require_vector(&c, rules->unread[i], unread[i], SMLA_ANY, SMLA_RULE_OPTIONAL,
                                      NULL));
     }
-    if (!isfinite((float)args->softmax_scale)) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c.op,
-                         rules->softmax_scale, args->softmax_scale);
-    }
+    SMLA_TRY(smla_require_finite(c.op, rules->softmax_scale, args->softmax_scale, error));
     SMLA_TRY(check_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,

@@ -1,6 +1,8 @@
 /* check_dsv4.c: the argument rules of sparse_mla_dsv4. Its args become those of sparse_attention,
  * whose check does the rest.
  */
+#include <float.h>
+
 #include "ops/check.h"
 
 /* The formats whose dtype and last dimension no other format has. */
@@ -56,19 +58,41 @@ require_lists(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     return SMLA_OK;
 }
 
-/* Checks the two numbers that scale logits and values. A number of 0 is left out. */
+/* Whether the caller's memory holds a scale. */
+static bool
+is_here(const smla_scale_arg *scale)
+{
+    return scale->tensor == NULL || smla_normal_device(scale->tensor->device).device_type == kDLCPU;
+}
+
+/* Checks the two numbers that scale logits and values, and their quotient, which multiplies logits.
+ * A number of 0 is left out. A quotient of scales on a device cannot be checked. */
 static smla_status
 require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {
     smla_checker c;
-    smla_given_scale scale;
+    smla_given_scale logits;
+    smla_given_scale values;
     smla_open_checker(&c, attention_rules.op, error);
     if (args->bmm1_scale.tensor == NULL && args->bmm1_scale.value == 0) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `bmm1_scale` must be a positive normal float32, got none", c.op);
     }
-    SMLA_TRY(smla_require_scale(&c, "bmm1_scale", &args->bmm1_scale, &scale));
-    return smla_require_scale(&c, "bmm2_scale", &args->bmm2_scale, &scale);
+    SMLA_TRY(smla_require_scale(&c, "bmm1_scale", &args->bmm1_scale, &logits));
+    SMLA_TRY(smla_require_scale(&c, "bmm2_scale", &args->bmm2_scale, &values));
+    if (!is_here(&args->bmm1_scale) || !is_here(&args->bmm2_scale)) {
+        return SMLA_OK;
+    }
+    const float logit_scale = smla_read_scale(&logits);
+    const float value_scale = smla_read_scale(&values);
+    const float quotient = logit_scale / value_scale;
+    if (!(quotient >= FLT_MIN && quotient <= FLT_MAX)) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `bmm1_scale` must make a normal float32 of bmm1_scale / bmm2_scale, "
+                         "got %g / %g",
+                         c.op, (double)logit_scale, (double)value_scale);
+    }
+    return SMLA_OK;
 }
 
 smla_status

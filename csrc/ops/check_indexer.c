@@ -1,6 +1,7 @@
 /* check_indexer.c: the argument rules of the operators that choose keys: the indexer's queries
  * and its logits.
  */
+#include <float.h>
 #include <math.h>
 
 #include "ops/check.h"
@@ -19,12 +20,25 @@ require_index_heads(const smla_checker *c, int64_t num_heads)
 
 /* ---- fused_indexer_q_rope_quant ------------------------------------------------------------ */
 
+/* Checks the two numbers whose product multiplies weights as one float. Each of them may leave the
+ * range of a float. */
 static smla_status
-require_finite(const smla_checker *c, const char *name, double value)
+require_weight_scale(const smla_checker *c, const smla_index_query_args *args)
 {
-    if (!isfinite(value)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c->op, name,
-                         value);
+    const double product = args->softmax_scale * args->head_scale;
+    const float scale = (float)product;
+    const bool is_zero = args->softmax_scale == 0 || args->head_scale == 0;
+    if (!isfinite(args->softmax_scale) || !isfinite(args->head_scale)) {
+        const bool is_first = !isfinite(args->softmax_scale);
+        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c->op,
+                         is_first ? "softmax_scale" : "head_scale",
+                         is_first ? args->softmax_scale : args->head_scale);
+    }
+    if (!is_zero && (!isfinite(scale) || fabsf(scale) < FLT_MIN)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `head_scale` must make 0 or a normal float32 of softmax_scale * "
+                         "head_scale, got %g * %g",
+                         c->op, args->softmax_scale, args->head_scale);
     }
     return SMLA_OK;
 }
@@ -77,8 +91,7 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
                                            .ndim = 3,
                                            .shape = {num_tokens, num_heads, 4},
                                            .hint = "a scale per 32 values of a head"}));
-    SMLA_TRY(require_finite(&c, "softmax_scale", args->softmax_scale));
-    SMLA_TRY(require_finite(&c, "head_scale", args->head_scale));
+    SMLA_TRY(require_weight_scale(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_index_query_params){
         .num_tokens = num_tokens,

@@ -1,6 +1,7 @@
 /* check_norm.c: the argument rules of the operators around DeepSeek V4's attention: norms and RoPE.
  * check.c has the others.
  */
+#include <float.h>
 #include <math.h>
 
 #include "ops/check.h"
@@ -41,6 +42,11 @@ smla_require_eps(const smla_checker *c, double eps)
     if (!(eps >= 0.0) || !isfinite((float)eps)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `eps` must be finite and at least 0, got %g", c->op, eps);
+    }
+    if (eps > 0 && (float)eps < FLT_MIN) { /* it would be 0, or count as 0 */
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `eps` must be 0 or a normal float32 (at least %g), got %g", c->op,
+                         (double)FLT_MIN, eps);
     }
     return SMLA_OK;
 }

@@ -45,7 +45,7 @@ typedef struct smla_compress_args {
     const DLTensor *kv_slot_mapping;  /* [>= T] int64 | int32: rows of cache */
     const DLTensor *norm_weight;      /* [D] bf16 | fp32 */
     const DLTensor *cos_sin;          /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
-    double eps;                       /* finite, >= 0 */
+    double eps;                       /* 0, or FLT_MIN and more */
     int64_t ratio;                    /* r */
     const DLTensor *kv;               /* [>= T, c D] fp32 | bf16, optional */
     const DLTensor *score;            /* [>= T, c D], the dtype of kv; given where kv is */

@@ -23,7 +23,7 @@ typedef struct smla_index_query_args {
     const DLTensor *out_weights; /* out [T, heads] fp32 */
     const DLTensor *out_scale;   /* out [T, heads, 4] uint8, optional: asks for FP4 */
     double softmax_scale;        /* finite; usually 128^-0.5 */
-    double head_scale;           /* finite; usually heads^-0.5 */
+    double head_scale; /* finite; usually heads^-0.5; the product is 0 or normal in fp32 */
     void *stream;
 } smla_index_query_args;
 

@@ -19,7 +19,7 @@ typedef struct smla_fused_q_kv_rmsnorm_args {
     const DLTensor *kv_weight; /* [512] bf16 | fp32 */
     const DLTensor *q_out;     /* out, the shape of q, bf16 */
     const DLTensor *kv_out;    /* out, the shape of kv, bf16 */
-    double eps;                /* finite, >= 0 */
+    double eps;                /* 0, or FLT_MIN and more */
     void *stream;
 } smla_fused_q_kv_rmsnorm_args;
 
@@ -41,7 +41,7 @@ typedef struct smla_qnorm_insert_args {
     const DLTensor *cos_sin;      /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
     const DLTensor *cache;        /* out: a cache of 512 values per token */
     const DLTensor *slot_mapping; /* [<= T] int64 | int32; negative slots are skipped */
-    double eps;                   /* finite, >= 0 */
+    double eps;                   /* 0, or FLT_MIN and more */
     smla_scale_arg q_scale_inv;   /* if given, q_out = e4m3(value * q_scale_inv) */
     smla_scale_arg kv_scale;      /* fp8_e4m3 only */
     int64_t block_size;           /* tokens per page of a cache [pages, page bytes], else 0 */

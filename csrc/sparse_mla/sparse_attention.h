@@ -30,8 +30,8 @@ typedef struct smla_sparse_attention_args {
     const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
     const DLTensor *max_logits;        /* out [T, H] fp32, optional: the largest scaled logit */
     const DLTensor *workspace;         /* [size below] uint8, not shared with concurrent calls */
-    double softmax_scale;
-    int32_t num_splits; /* 0 = the plan chooses; 1...64 fix the order of all sums */
+    double softmax_scale; /* subnormal in fp32: 0; times q_scale, and times kv_scale, normal */
+    int32_t num_splits;   /* 0 = the plan chooses; 1...64 fix the order of all sums */
     int32_t kv_format;
     int32_t extra_kv_format;
     int32_t lse_empty_is_plus_inf; /* 1: lse of a row without keys is +inf, as in FlashMLA */
@@ -59,7 +59,8 @@ typedef struct smla_sparse_mla_dsv4_args {
     const DLTensor *compressed_kv_cache; /* as swa_kv_cache; where K' is 0, it may be the same */
     const DLTensor *sparse_topk_lens;    /* [T] int32: columns in use */
     const DLTensor *seq_lens;            /* [R] int32, optional, not read */
-    smla_scale_arg bmm1_scale;           /* softmax_scale * q_scale * kv_scale; required */
+    smla_scale_arg bmm1_scale;           /* softmax_scale * q_scale * kv_scale; required; divided
+                                          * by bmm2_scale, it must be normal in fp32 */
     smla_scale_arg bmm2_scale;           /* kv_scale; fp8_e4m3 only */
     const DLTensor *sinks;               /* [>= H] fp32, optional */
     int64_t window;

@@ -8,8 +8,6 @@
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
-#include <math.h>
-
 #include "core/args.h"
 #include "core/entry.h"
 #include "ops/check.h"
@@ -99,10 +97,7 @@ check_forward(const smla_forward_args *args, smla_kv_view *cache, smla_error *er
                                            .shape = {num_tokens, num_heads, format->value_dim}}));
     SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
-    if (!isfinite((float)args->softmax_scale)) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
-                         args->softmax_scale);
-    }
+    SMLA_TRY(smla_require_finite(op, "softmax_scale", args->softmax_scale, error));
     SMLA_TRY(smla_require_block_table(&c, &b->block_table.tensor));
     SMLA_TRY(smla_require(
         &c, &(smla_rule){.name = "workspace",

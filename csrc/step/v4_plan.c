@@ -1,8 +1,6 @@
 /* v4_plan.c: the arithmetic of a DeepSeek V4 step: limits, widths of lists, rows of the workspace,
  * positions and lengths, chunks. It computes with host integers only.
  */
-#include <math.h>
-
 #include "core/rule.h"
 #include "step/plan.h"
 #include "step/v4_builder.h"
@@ -82,11 +80,9 @@ smla_v4_check_config(const smla_v4_config *config, smla_error *error)
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `path` must be \"direct\" or \"separate\", got %d", op, config->path);
     }
-    if (!isfinite((float)config->softmax_scale)) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
-                         config->softmax_scale);
-    }
-    return SMLA_OK;
+    SMLA_TRY(smla_require_finite(op, "softmax_scale", config->softmax_scale, error));
+    SMLA_TRY(smla_require_positive(op, "q_scale", config->q_scale, error));
+    return smla_require_positive(op, "kv_scale", config->kv_scale, error);
 }
 
 int

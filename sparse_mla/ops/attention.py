@@ -247,7 +247,8 @@ def sparse_attention(
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
-        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models.
+        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models. Below
+        1.2e-38 in size it counts as 0.
     topk_length : [T] int32, optional
         Columns in use, clamped to [0, K].
     attn_sink : [>= H] fp32, optional
@@ -257,7 +258,10 @@ def sparse_attention(
         values as those of `kv`; formats and page sizes are free.
     q_scale : float, or an array of one fp32
         The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
-        Only what needs a scale takes an array, because its value is not read on a device.
+        Only what needs a scale takes an array, because its value is not read on a device. The product
+        softmax_scale * q_scale must be 0 or a normal float32 (1.2e-38 to 3.4e38 in size), and
+        finite times kv_scale, too. An array on a device is not checked; its logits are 0, infinite
+        or NaN then.
     kv_scale, extra_kv_scale : float, or an array of one fp32
         The scale of an "fp8_e4m3" cache; 1, as a float, for every other format.
     num_splits : int
@@ -356,7 +360,9 @@ def sparse_mla_dsv4(
     seq_lens, cum_seq_lens_q : [R] and [R + 1] int32, or None
         Not read, because each row of the table belongs to one query token.
     bmm1_scale : float, or an array of one fp32
-        softmax_scale * q_scale * kv_scale. An array has the shape of a number, or [1].
+        softmax_scale * q_scale * kv_scale. An array has the shape of a number, or [1]. Like both
+        scales, bmm1_scale / bmm2_scale must be a positive normal float32 (1.2e-38 to 3.4e38). An
+        array on a device is not checked; its logits are 0, infinite or NaN then.
     bmm2_scale : float, or an array of one fp32
         kv_scale, the scale of each "fp8_e4m3" cache; 1 for other formats.
     sinks : [>= H] fp32, optional

@@ -134,7 +134,7 @@ def compress_norm_rope_store(
     cos_sin : [max_pos, 64] fp32
         32 cosines, then 32 sines: `rope_table`.
     eps : float
-        Finite, at least 0.
+        0, or a normal float32: 1.2e-38 to 3.4e38. With 0, a key of zeros becomes NaN.
     ratio : int
         r, at least 1.
     kv, score : [>= T, c D] fp32 or bf16, optional
@@ -158,8 +158,8 @@ def compress_norm_rope_store(
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A width that does not belong to the ratio and the cache, one of `kv`, `score` and `ape`
         without the others, a position, slot, page or request outside its array (CPU), a scale where
-        none belongs, a negative `eps`. `help(sparse_mla.ops)` lists the errors that every operator
-        raises.
+        none belongs, an `eps` out of its range. `help(sparse_mla.ops)` lists the errors that
+        every operator raises.
 
     Source: vLLM's compressor of DeepSeek V4; RMSNorm is arXiv:1910.07467, RoPE arXiv:2104.09864.
 

@@ -103,7 +103,8 @@ def fused_indexer_q_rope_quant(
     cos_sin : [max_pos, 64] fp32
         32 cosines, then 32 sines: `rope_table`. The indexer may have a table of its own.
     softmax_scale, head_scale : float
-        Finite. DeepSeek's are 128**-0.5 and Hi**-0.5.
+        Finite, and their product 0 or a normal float32 (1.2e-38 to 3.4e38 in size). DeepSeek's are
+        128**-0.5 and Hi**-0.5.
     use_fp4 : bool
         Two e2m1 values per byte, the first in the low half, and scales of their own. An `out_scale`
         asks for it, too.

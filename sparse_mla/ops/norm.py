@@ -183,7 +183,7 @@ def fused_q_kv_rmsnorm(
     q_weight : [size of a row of q] bf16 or fp32
     kv_weight : [512] bf16 or fp32
     eps : float
-        Finite, at least 0.
+        0, or a normal float32: 1.2e-38 to 3.4e38. With 0, a row of zeros becomes NaN.
     q_out : the shape of q, bf16, optional
         May be `q` itself.
     kv_out : [T, 512] bf16, optional
@@ -197,7 +197,7 @@ def fused_q_kv_rmsnorm(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        Shapes that do not match, a negative or infinite `eps`, an output that overlaps its input
+        Shapes that do not match, an `eps` out of its range, an output that overlaps its input
         in part.
         `help(sparse_mla.ops)` lists the errors that every operator raises.
 
@@ -263,7 +263,7 @@ def fused_qnorm_rope_kv_insert(
         The slots of the first tokens. A token with a negative slot is skipped. A slot past the end
         is a ValueError on the CPU, before anything is written; on CUDA its token is skipped.
     eps : float
-        Finite, at least 0.
+        0, or a normal float32: 1.2e-38 to 3.4e38. With 0, a row of zeros becomes NaN.
     q_out : [T, >= H, 512] bf16, or with `q_scale_inv` float8_e4m3fn or uint8, optional
         May be `q` itself. Heads from H on become 0. `q` stays as it is.
     q_scale_inv : float, or [1] fp32, optional
@@ -286,7 +286,7 @@ def fused_qnorm_rope_kv_insert(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         More slots than tokens, H outside 1 to 128, a position outside the table or a slot past the
-        end (CPU), a scale that is not positive or where none belongs, a negative `eps`.
+        end (CPU), a scale that is not positive or where none belongs, an `eps` out of its range.
         `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's fused insert of DeepSeek V4; RMSNorm is arXiv:1910.07467, RoPE arXiv:2104.09864.
