@@ -61,8 +61,11 @@ def combine_topk_swa_indices(
             position = int(seq_lens[b]) - (end - start) + (t - start)
             seen, tl = sight(position, window, ratio, topk)
             gather_start = int(seq_lens[b]) - int(gather_lens[b])
+            first, end_row = M * b + N - gather_start, M * (b + 1) if gather_start >= 0 else 0
             entries = [fit(M * b + int(x)) if x >= 0 else -1 for x in topk_indices[t, :tl]]
-            entries += [fit(M * b + N + (p - gather_start)) for p in seen]
+            entries += [
+                fit(first + p) if p >= gather_start and first + p < end_row else -1 for p in seen
+            ]
             rows[t], lens[t] = padded(entries, width), len(entries)
     return arrays(rows, lens, width)
 

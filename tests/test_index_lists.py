@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_index as ref
 from helpers import Guarded, assert_same_bits
-from library import sparse_mla
+from library import DEVICE, sparse_mla
 
 GLOBAL = "compute_global_topk_indices_and_lens"
 COMBINE = "combine_topk_swa_indices"
@@ -292,29 +292,55 @@ def test_combine_of_nothing():
     check(COMBINE, no_columns, int32(0, 2), int32(9), int32(4), 3, 1, 0, 8, 0, align=1)
 
 
+def check_combine(lists, starts, seq_lens, gather_lens, window, ratio, topk, M, N) -> bool:
+    """Whether the gathered tokens have all windows and their rows. If not, the CPU refuses them,
+    and CUDA, which does not look, names no row for a token that is not there."""
+    arguments = (lists, starts, seq_lens, gather_lens, window, ratio, topk, M, N)
+    is_good = True
+    for n, seq_len, gather_len in zip(
+        np.diff(starts.astype(np.int64)), seq_lens, gather_lens, strict=True
+    ):
+        seen = ref.sight(int(seq_len) - int(n), int(window), 1, 0)[0] or [0]
+        is_needed = n > 0 and seq_len > 0
+        least, most = int(seq_len) - seen[0], min(int(seq_len), M - N)
+        is_good = is_good and (not is_needed or least <= gather_len <= most)
+    if is_good or DEVICE == "cuda":
+        check(COMBINE, *arguments, align=1)
+    else:
+        with pytest.raises(ValueError, match="`gather_lens` must hold the windows of request"):
+            sparse_mla.combine_topk_swa_indices(*arguments, align=1)
+    return is_good
+
+
 def test_combine_at_the_ends_of_int32():
     most = INT32_MAX
     lists = int32([most, most - 5, 0, 5], [most - 6, -1, INT32_MIN, 6])
-    for M in (0, 5, most):
-        check(COMBINE, lists, int32(0, 1, 2), int32(99, 99), int32(4, 4), 4, 4, 4, M, 3, align=1)
+    for M, is_good in ((0, False), (5, False), (7, True), (most, True)):
+        two = int32(0, 1, 2), int32(99, 99), int32(4, 4)
+        assert check_combine(lists, *two, 4, 4, 4, M, 3) == is_good
+    for N, M in ((0, 9), (0, most), (most - 9, most)):
+        assert check_combine(lists, int32(0, 2), int32(99), int32(9), 4, 4, 4, M, N)
     for N in (0, most - 3, most):
-        check(COMBINE, lists, int32(0, 2), int32(99), int32(9), 4, 4, 4, 5, N, align=1)
-    check(COMBINE, lists, int32(0, 2), int32(most), int32(9), 4, 4, 4, 5, 20, align=1)
-    starts = int32(most - 2, most)
-    check(COMBINE, lists, starts, int32(99), int32(9), 4, 4, 4, 5, 20, align=1)
-    starts = int32(INT32_MIN, INT32_MIN + 2)
-    check(COMBINE, lists, starts, int32(99), int32(9), 4, 4, 4, 5, 20, align=1)
+        assert not check_combine(lists, int32(0, 2), int32(99), int32(9), 4, 4, 4, 5, N)
+    assert check_combine(lists, int32(0, 2), int32(most), int32(9), 4, 4, 4, 29, 20)
+    for first in (most - 2, INT32_MIN):
+        starts = np.array([first, first + 2], np.int32)
+        assert check_combine(lists, starts, int32(99), int32(9), 4, 4, 4, 29, 20)
 
 
-def test_combine_of_lengths_that_cannot_be():
-    """A request shorter than its query, a gather that lacks the window: nothing breaks."""
-    lists = positions(np.random.default_rng(2), 6, 8, 50)
-    for seq_len in (5, 1, 0, -3, INT32_MIN):
-        check(COMBINE, lists, int32(0, 6), int32(seq_len), int32(4), 3, 4, 8, 99, 50, align=1)
-    for seq_len in (40, INT32_MAX):
-        for gather_len in (0, -9, INT32_MIN, INT32_MAX):
-            lens = int32(seq_len), int32(gather_len)
-            check(COMBINE, lists, int32(0, 6), *lens, 3, 4, 8, 99, 50, align=1)
+@pytest.mark.parametrize("window", [1, 3, 128])
+@pytest.mark.parametrize("room", [0, 5, 9, 60])
+def test_combine_of_every_gather_len(room, window):
+    """Rows of tokens are never compressed rows, of the same request or of the next one."""
+    lists = positions(np.random.default_rng(2), 9, 8, 50)
+    M, N, found = 50 + room, 50, set()
+    for seq_len in (*range(12), -3, INT32_MIN):
+        for gather_len in (*range(-2, 14), INT32_MIN, INT32_MAX):
+            lens = int32(20, seq_len, 4), int32(min(room, 20), gather_len, min(room, 4))
+            is_good = check_combine(lists, int32(0, 0, 6, 6), *lens, window, 4, 8, M, N)
+            found.add((is_good, seq_len > 0))
+    assert found >= {(True, False), (False, True)}
+    assert room < 5 or (True, True) in found
 
 
 def test_combine_of_strided_arrays():
@@ -565,6 +591,10 @@ def good_mixed() -> dict:
 
 ID = "`req_id_per_token` must name a row of `{}` (0 to 1), got {} at token {}"
 DECREASES = "`query_start_loc` must not decrease, got 3 after 5 at request 1"
+GATHERED = (
+    "`gather_lens` must hold the windows of request {} (at least {}) and fit its sequence and its "
+    "rows (at most {}), got {}"
+)
 BAD_VALUES = {
     "a request past the table": (
         good_global,
@@ -582,6 +612,27 @@ BAD_VALUES = {
         {"query_start_loc": int32(4, 5, 8)},
         "`query_start_loc` must have at most the 3 tokens of `topk_indices`, got 4",
     ),
+    "a window that is not gathered": (
+        good_combine,
+        {"gather_lens": int32(2, 4)},
+        GATHERED.format(0, 3, 5, 2),
+    ),
+    "a negative gather": (
+        good_combine,
+        {"gather_lens": int32(4, -9)},
+        GATHERED.format(1, 4, 5, -9),
+    ),
+    "more than the request's rows": (
+        good_combine,
+        {"gather_lens": int32(4, 6)},
+        GATHERED.format(1, 4, 5, 6),
+    ),
+    "more than the sequence": (
+        good_combine,
+        {"M": 99, "gather_lens": int32(7, 4)},
+        GATHERED.format(0, 3, 6, 7),
+    ),
+    "no rows for tokens": (good_combine, {"N": 8}, GATHERED.format(0, 3, 0, 4)),
     "starts of a batch that decrease": (good_mixed, {"query_start_loc": int32(0, 5, 3)}, DECREASES),
     "a prefill of no request": (
         good_mixed,

@@ -46,7 +46,9 @@ SMLA_API smla_status smla_compute_global_topk_indices_and_lens(const smla_topk_s
 /* Rows of a prefill chunk's workspace [requests, M] for each token: the first
  * tl = min((p + 1) / ratio, topk) of its topk_indices, then the window that ends at its position p.
  * Request b has its compressed rows from M * b on, and its last gather_lens[b] tokens from
- * M * b + N on. Tokens past the last request have no rows. */
+ * M * b + N on. Tokens past the last request have no rows. gather_lens[b] must hold the windows of
+ * b's tokens, and is at most seq_lens[b] and M - N: else an error on the CPU, and on CUDA -1 for
+ * tokens that are not there. */
 typedef struct smla_combine_topk_swa_args {
     size_t struct_size;
     const DLTensor *topk_indices;    /* [T, >= topk] int32, -1 = none */

@@ -258,10 +258,10 @@ def sparse_attention(
         values as those of `kv`; formats and page sizes are free.
     q_scale : float, or an array of one fp32
         The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
-        Only what needs a scale takes an array, because its value is not read on a device. The product
-        softmax_scale * q_scale must be 0 or a normal float32 (1.2e-38 to 3.4e38 in size), and
-        finite times kv_scale, too. An array on a device is not checked; its logits are 0, infinite
-        or NaN then.
+        Only what needs a scale takes an array, because its value is not read on a device. The
+        product softmax_scale * q_scale must be 0 or a normal float32 (1.2e-38 to 3.4e38 in size),
+        and finite times kv_scale, too. An array on a device is not checked; its logits are 0,
+        infinite or NaN then.
     kv_scale, extra_kv_scale : float, or an array of one fp32
         The scale of an "fp8_e4m3" cache; 1, as a float, for every other format.
     num_splits : int

@@ -244,7 +244,8 @@ def combine_topk_swa_indices(
     seq_lens : [R] int32
         Length of each request, with the tokens of this step.
     gather_lens : [R] int32
-        How many tokens of each request the workspace holds.
+        How many tokens of each request the workspace holds: the windows of all its tokens here, and
+        at most `seq_lens` and M - N.
     window : int
         Tokens that a query sees, itself included.
     ratio : int
@@ -266,7 +267,8 @@ def combine_topk_swa_indices(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        A `topk` wider than its indices, a `query_start_loc` that decreases or passes T (CPU).
+        A `topk` wider than its indices, a `query_start_loc` that decreases or passes T (CPU), a
+        `gather_lens` out of its range (CPU; CUDA writes -1 for tokens that are not there).
         `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's combine_topk_swa_indices.

@@ -344,8 +344,11 @@ smla_status
 smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
 {
     seen_combine = *p;
-    num_device_arrays += p->batch.query_start_loc == device_zeros;
-    seen_sum = sum_of_starts(&p->batch);
+    num_device_arrays += (p->batch.query_start_loc == device_zeros) +
+                         (p->batch.seq_lens == device_zeros) + (p->gather_lens == device_zeros);
+    seen_sum = sum_of_starts(&p->batch) +
+               100 * sum_of(p->batch.seq_lens, p->batch.num_reqs, p->batch.seq_lens_stride) +
+               10000 * sum_of(p->gather_lens, p->batch.num_reqs, p->gather_lens_stride);
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
@@ -1265,11 +1268,18 @@ test_read_batches(void)
     EXPECT_EQ((int)asked_bytes, 4);
     EXPECT(seen_global_topk.req_id_per_token != topk.req_id_per_token);
     EXPECT(seen_global_topk.is_valid != topk.is_valid);
-    const smla_combine_topk_swa_params combine = {.batch = batch, .stream = stream};
+    smla_combine_topk_swa_params combine = {.batch = batch,
+                                            .gather_lens = (const int32_t[]){5, 8},
+                                            .gather_lens_stride = 1,
+                                            .stream = stream};
+    combine.batch.seq_lens = (const int32_t[]){6, 99, 99, 7};
+    combine.batch.seq_lens_stride = 3;
     EXPECT_OK(smla_cuda_check_combine_topk_swa(&combine, &error));
-    EXPECT_EQ(seen_sum, 9);
-    EXPECT_EQ((int)asked_bytes, 20);
+    EXPECT_EQ(seen_sum, 131309);
+    EXPECT_EQ((int)asked_bytes, 8);
     EXPECT(seen_combine.batch.query_start_loc != batch.query_start_loc);
+    EXPECT(seen_combine.batch.seq_lens != combine.batch.seq_lens);
+    EXPECT(seen_combine.gather_lens != combine.gather_lens);
     const smla_mixed_indices_params mixed = {.num_tokens = 3,
                                              .num_decode_tokens = 2,
                                              .batch = batch,

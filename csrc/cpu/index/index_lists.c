@@ -110,6 +110,32 @@ smla_cpu_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+/* Checks that the workspace has the window of each token of a request, and nothing of another one.
+ * A request whose tokens see nothing needs none. */
+static smla_status
+check_gather_len(const char *op, const smla_combine_topk_swa_params *p, int64_t req,
+                 smla_error *error)
+{
+    const int64_t num_queries = read_start(&p->batch, req + 1) - read_start(&p->batch, req);
+    const int64_t seq_len = p->batch.seq_lens[req * p->batch.seq_lens_stride];
+    const int64_t gather_len = p->gather_lens[req * p->gather_lens_stride];
+    if (num_queries == 0 || seq_len <= 0) {
+        return SMLA_OK;
+    }
+    const int64_t first = seq_len - num_queries - p->window + 1;
+    const int64_t least = first < 0 ? seq_len : seq_len - first;
+    const int64_t room = p->request_rows - p->window_start;
+    const int64_t most = seq_len < room ? seq_len : room;
+    if (gather_len < least || gather_len > most) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `gather_lens` must hold the windows of request %lld (at least %lld) "
+                         "and fit its sequence and its rows (at most %lld), got %lld",
+                         op, (long long)req, (long long)least, (long long)most,
+                         (long long)gather_len);
+    }
+    return SMLA_OK;
+}
+
 smla_status
 smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
 {
@@ -121,6 +147,9 @@ smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_erro
                          "%s: `query_start_loc` must have at most the %lld tokens of "
                          "`topk_indices`, got %lld",
                          op, (long long)p->num_tokens, (long long)num_queries);
+    }
+    for (int64_t req = 0; req < p->batch.num_reqs; req++) {
+        SMLA_TRY(check_gather_len(op, p, req, error));
     }
     return SMLA_OK;
 }

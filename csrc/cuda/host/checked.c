@@ -284,13 +284,17 @@ smla_status
 smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
 {
     smla_combine_topk_swa_params host = *p;
-    device_array starts = int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
-                                       p->batch.query_start_loc_stride);
-    smla_status status = read_array("combine_topk_swa_indices", p->stream, &starts, error);
+    device_array arrays[] = {
+        int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
+                     p->batch.query_start_loc_stride),
+        int32_vector(&host.batch.seq_lens, p->batch.num_reqs, p->batch.seq_lens_stride),
+        int32_vector(&host.gather_lens, p->batch.num_reqs, p->gather_lens_stride),
+    };
+    smla_status status = read_arrays("combine_topk_swa_indices", p->stream, arrays, 3, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_combine_topk_swa(&host, error);
     }
-    free_arrays(&starts, 1);
+    free_arrays(arrays, 3);
     return status;
 }
 

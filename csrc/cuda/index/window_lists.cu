@@ -25,7 +25,9 @@
  *              need 120 us for 32768 tokens. As teams, an SM has 32 warps (mixed) or 40 (combine).
  * Numerics     Integers, exact. -1 where an entry is negative, has no page, or int32 cannot hold
  *              the result. A token past the last request, and one of a bad request, has no entries;
- *              combine gives it length 0, mixed `window`. Values are those of the CPU for any input
+ *              combine gives it length 0, mixed `window`. combine writes -1 for a token of the
+ *              window that gather_lens leaves out, for one past the request's M rows, and for all
+ *              of them if gather_lens exceeds seq_lens. Values are those of the CPU for any input
  *              that it accepts; no other input makes a kernel leave its arrays.
  * Source       combine_topk_swa_indices and build_flashinfer_mixed_sparse_indices of vLLM, for
  *              their results.
@@ -160,6 +162,7 @@ struct combined_row {
     int64_t len;
     int64_t base;         /* the first workspace row of the request */
     int64_t window_start; /* the workspace row of the window's first token */
+    int64_t gathered[2];  /* the first workspace row of the request's tokens, and their end */
 };
 
 __device__ __forceinline__ combined_row
@@ -169,15 +172,19 @@ find_combined_row(const combine_args &args, int64_t token)
     const int64_t query = token + read_start(p.batch, 0);
     const int64_t req = search_request(p.batch, query);
     if (req < 0) {
-        return combined_row{0, 0, 0, 0};
+        return combined_row{0, 0, 0, 0, {0, 0}};
     }
     const token_sight sight = find_sight(p.batch, req, query, p.window, args.ratio, p.topk);
     const int64_t seq_len = __ldg(p.batch.seq_lens + req * p.batch.seq_lens_stride);
     const int64_t gather_start = seq_len - __ldg(p.gather_lens + req * p.gather_lens_stride);
     const int64_t first = sight.position - sight.window_len + 1;
     const int64_t base = p.request_rows * req;
-    return combined_row{sight.topk_len, sight.topk_len + sight.window_len, base,
-                        base + p.window_start + first - gather_start};
+    const int64_t tokens = base + p.window_start;
+    return combined_row{sight.topk_len,
+                        sight.topk_len + sight.window_len,
+                        base,
+                        tokens + first - gather_start,
+                        {tokens, gather_start < 0 ? tokens : base + p.request_rows}};
 }
 
 template <class Team>
@@ -206,6 +213,7 @@ write_combined(const combine_args &args, int64_t token)
                     index = entry < 0 ? -1 : row.base + entry;
                 } else if (column < row.len) {
                     index = row.window_start + (column - row.topk_len);
+                    index = index < row.gathered[0] || index >= row.gathered[1] ? -1 : index;
                 }
                 columns.pieces[i][k] = fit_index(index);
             }
