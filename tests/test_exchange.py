@@ -544,6 +544,122 @@ def test_torch_imaginary_parts_of_a_conjugate_are_refused(torch, view):
         call.run(sparse_mla)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_the_negative_bit_is_refused_in_every_array(torch, op):
+    """Whatever its dtype and strides: an input, an output, a part of a pair."""
+    framework = find_framework("torch")
+    for name in cases.GOOD_CALLS[op]().arrays():
+        call = cases.GOOD_CALLS[op]()
+        for other in call.arrays():
+            call.set(other, framework.put(call.get(other)))
+        plain = call.get(name)
+        if plain.dtype == torch.bool or "float8" in str(plain.dtype):
+            continue  # test_the_negative_bit_of_every_dtype has them
+        call.set(name, torch._neg_view(plain))
+        before = framework.get(plain).copy()
+        with pytest.raises(BufferError) as info:
+            call.run(sparse_mla)
+        rule = "must hold its values as they are, got a tensor with the negative bit"
+        assert f"{op}: `" in str(info.value)
+        assert f"{rule}: pass its .resolve_neg()" in str(info.value)
+        assert_same_bits(framework.get(plain), before, name)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int32", "int64", "bfloat16", "float16", "float32",
+              "float64", "float8_e4m3fn"],
+)  # fmt: skip
+def test_the_negative_bit_of_every_dtype(torch, dtype, rank):
+    """Of every rank, of a parameter, of a subclass, of a tensor made in inference mode, of one
+    without elements, of a part and of a detached tensor. The same without the bit passes: its shape
+    is refused then."""
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    subclass = type("Subclass", (torch.Tensor,), {})
+    with torch.inference_mode():
+        inferred = torch.zeros((2,) * rank).to(getattr(torch, dtype))
+    plain = torch.zeros((2,) * rank).to(getattr(torch, dtype))
+    kinds = [plain, inferred, plain.as_subclass(subclass), plain[..., :0] if rank else plain]
+    kinds += [plain[..., ::2], plain.movedim(0, -1)] if rank else []
+    kinds += [torch.nn.Parameter(plain, requires_grad=False)]
+    for tensor in kinds:
+        negative = torch._neg_view(tensor)
+        for given in (negative, negative.detach(), negative[...]):
+            assert given.is_neg()
+            call.args["lse_a"] = given
+            with pytest.raises(BufferError, match=r"`lse_a` .* the negative bit"):
+                call.run(sparse_mla)
+        for given in (tensor, torch._neg_view(negative)):
+            assert not given.is_neg()
+            call.args["lse_a"] = given
+            with pytest.raises((TypeError, ValueError), match="merge_attn_states: `lse_a` must"):
+                call.run(sparse_mla)
+
+
+@pytest.mark.torch
+def test_the_negative_bit_without_the_exchange_api(torch):
+    """A tensor that comes through __dlpack__, as those of older versions do."""
+    old = type("Old", (torch.Tensor,), {"__dlpack_c_exchange_api__": None, "__module__": "torch"})
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    plain = torch.zeros(3, 4).as_subclass(old)
+    call.args["lse_a"] = plain
+    call.run(sparse_mla)
+    call.args["lse_a"] = torch._neg_view(plain)
+    with pytest.raises(BufferError, match=r"`lse_a` .* the negative bit"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch says that some kinds are new or old
+@pytest.mark.parametrize("kind", ["zero", "meta", "nested", "quantized", "sparse"])
+def test_tensors_without_plain_memory_are_refused(torch, kind):
+    plain = torch.zeros(3, 4)
+    tensor = {
+        "zero": lambda: torch._efficientzerotensor((3, 4)),
+        "meta": lambda: plain.to("meta"),
+        "nested": lambda: torch.nested.nested_tensor([plain[0], plain[1]]),
+        "quantized": lambda: torch.quantize_per_tensor(plain, 0.5, 0, torch.qint8),
+        "sparse": lambda: plain.to_sparse_csr(),
+    }[kind]()
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.args["lse_a"] = tensor
+    with pytest.raises((BufferError, TypeError, ValueError), match="merge_attn_states: `lse_a`"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("negative", range(4))
+def test_the_negative_bit_is_refused_by_builders(torch, negative):
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64}
+    builder = sparse_mla.v4.MetadataBuilder(
+        sparse_mla.v4.Config(8, compress_ratios=(), state_block_sizes={}, **limits)
+    )
+    arrays = [
+        torch.tensor([0, 2], dtype=torch.int32), torch.tensor([5], dtype=torch.int32),
+        torch.tensor([3, 4]), torch.zeros((1, 1), dtype=torch.int32),
+    ]  # fmt: skip
+    builder.build(sparse_mla.CommonAttentionMetadata(*arrays))
+    arrays[negative] = torch._neg_view(arrays[negative])
+    with pytest.raises((BufferError, RuntimeError), match="negative bit"):  # ours, or PyTorch's
+        builder.build(sparse_mla.CommonAttentionMetadata(*arrays))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("negative", range(3))
+def test_the_negative_bit_is_refused_by_the_drop_in(torch, negative):
+    arrays = [
+        torch.zeros((1, 8, 576), dtype=torch.bfloat16),
+        torch.zeros((64, 1, 576), dtype=torch.bfloat16),
+        torch.zeros((1, 1, 64), dtype=torch.int32),
+    ]
+    sparse_mla.flash_mla.flash_mla_sparse_fwd(*arrays, 1.0)
+    arrays[negative] = torch._neg_view(arrays[negative])
+    with pytest.raises(BufferError, match="the negative bit"):
+        sparse_mla.flash_mla.flash_mla_sparse_fwd(*arrays, 1.0)
+
+
 @pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
 def test_read_only_numpy_output(name):
     call = cases.GOOD_CALLS["sparse_attention"]()

@@ -305,7 +305,12 @@ smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role rol
     array->importer = find_importer(state, object);
     array->framework = array->importer == NULL ? SMLA_PY_UNKNOWN : SMLA_PY_IMPORTER;
     int status = -1;
-    if (array->importer == NULL || !array->importer->is_immutable) {
+    const bool is_torch = array->importer != NULL && !array->importer->is_immutable;
+    if (is_torch && smla_py_check_sign(state, op, array) < 0) {
+        Py_DECREF(method);
+        return -1;
+    }
+    if (array->importer == NULL || is_torch) {
         status = export_mutable(state, op, method, array);
     } else if (prepare_immutable(state, op, role, array) == 0) {
         status = finish_export(op, export_immutable(state, object, method), array);

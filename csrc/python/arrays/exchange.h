@@ -9,6 +9,13 @@
 
 enum { SMLA_PY_EXCHANGES = 4 };
 
+/* Where an object of PyTorch keeps its negative bit: this bit of the word at that distance from its
+ * shape, or bit 0 if that is not known. */
+typedef struct smla_py_sign {
+    int word;
+    uint64_t bit;
+} smla_py_sign;
+
 /* A type and its exchange API, which is NULL for JAX's array type: that one has none. */
 typedef struct smla_py_exchange {
     PyTypeObject *type;
@@ -16,6 +23,8 @@ typedef struct smla_py_exchange {
     bool is_always_writable; /* true of PyTorch's tensors */
     PyObject *requires_grad; /* the type's descriptor if it decides for all objects, else NULL */
     descrgetfunc ask;        /* __get__ of that descriptor */
+    bool has_sign;           /* its objects may have PyTorch's negative bit: they have is_neg() */
+    smla_py_sign sign;       /* how to see that bit without a call */
 } smla_py_exchange;
 
 /* The state that changes after the import, one struct per module object. */
@@ -83,6 +92,18 @@ smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object)
 /* exchange_api.c: `known` is what smla_py_recall_exchange returns for the array's object. */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
                               const smla_py_exchange *known, smla_py_array *array);
+
+/* negative.c: finds where the objects of a type of PyTorch keep their negative bit. */
+smla_py_sign smla_py_find_sign(const smla_py_state *state, const DLPackExchangeAPI *api);
+
+/* Whether a tensor has the bit, by its borrowed view. SMLA_PY_UNSEEN: it has to be asked. */
+enum { SMLA_PY_UNSEEN = 2 };
+int smla_py_see_sign(const smla_py_sign *sign, const DLTensor *borrowed);
+
+/* Asks the object for the bit: 0, or -1 with a BufferError or another exception. An object without
+ * is_neg() passes. */
+int smla_py_check_sign(const smla_py_state *state, const char *op, const smla_py_array *array);
+int smla_py_refuse_sign(const char *op, const smla_py_array *array);
 
 /* dlpack.c */
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role role,

@@ -40,6 +40,19 @@ find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
     Py_DECREF(found);
 }
 
+/* Types of other packages may keep the bit elsewhere, so their objects are asked. */
+static void
+find_has_sign(const smla_py_state *state, smla_py_exchange *met)
+{
+    PyObject *method = PyObject_GetAttr((PyObject *)met->type, state->str_is_neg);
+    met->has_sign = method != NULL;
+    Py_XDECREF(method);
+    PyErr_Clear();
+    if (met->has_sign && met->is_always_writable && met->api != NULL) {
+        met->sign = smla_py_find_sign(state, met->api);
+    }
+}
+
 static PyObject *
 ask_requires_grad(const smla_py_state *state, const smla_py_exchange *known, PyObject *object)
 {
@@ -72,6 +85,7 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
                               .is_always_writable =
                                   smla_py_is_type_in_package(state, object, "torch")};
     find_requires_grad(state, met);
+    find_has_sign(state, met);
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
         smla_py_exchange *none = NULL;
         if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &none, met)) {
@@ -120,22 +134,10 @@ find_exchange_api(const smla_py_state *state, const char *op, const smla_py_arra
     return (const DLPackExchangeAPI *)header;
 }
 
-/* Only imaginary parts carry PyTorch's negative bit, and all of their strides are even. */
-static bool
-may_be_imaginary(const DLTensor *view)
-{
-    bool may_be = view->dtype.code == kDLFloat;
-    for (int i = 0; may_be && view->strides != NULL && i < view->ndim; i++) {
-        may_be = view->shape[i] <= 1 || view->strides[i] % 2 == 0;
-    }
-    return may_be;
-}
-
-/* Refuses tensors that __dlpack__ refuses but the exchange API passes. Integers have neither
- * gradients nor a negative bit. */
+/* Refuses a tensor whose gradient would be lost. Integers have none. */
 static int
-check_plain(const smla_py_state *state, const char *op, const smla_py_exchange *known,
-            const smla_py_array *array, const DLTensor *view)
+check_gradient(const smla_py_state *state, const char *op, const smla_py_exchange *known,
+               const smla_py_array *array, const DLTensor *view)
 {
     if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
         return 0;
@@ -157,19 +159,26 @@ check_plain(const smla_py_state *state, const char *op, const smla_py_exchange *
                      op, array->name);
         return -1;
     }
-    if (!may_be_imaginary(view)) { /* is_neg() costs as much as the tensor's export */
+    return 0;
+}
+
+/* Refuses tensors that __dlpack__ refuses but the exchange API passes. */
+static int
+check_plain(const smla_py_state *state, const char *op, const smla_py_exchange *known,
+            const smla_py_array *array, const DLTensor *view)
+{
+    if (check_gradient(state, op, known, array, view) < 0) {
+        return -1;
+    }
+    if (known != NULL && !known->has_sign) {
         return 0;
     }
-    flag = PyObject_CallMethodObjArgs(array->object, state->str_is_neg, NULL);
-    const bool is_neg = flag == Py_True;
-    Py_XDECREF(flag);
-    if (is_neg) {
-        PyErr_Format(PyExc_BufferError,
-                     "%s: `%s` must hold its values as they are, got a tensor with the negative "
-                     "bit: pass its .resolve_neg()",
-                     op, array->name);
-    }
-    return flag == NULL || is_neg ? -1 : 0;
+    const bool is_borrowed = array->release == SMLA_PY_RELEASE_NOTHING;
+    const int sign =
+        known != NULL && is_borrowed ? smla_py_see_sign(&known->sign, view) : SMLA_PY_UNSEEN;
+    return sign == SMLA_PY_UNSEEN ? smla_py_check_sign(state, op, array)
+           : sign != 0            ? smla_py_refuse_sign(op, array)
+                                  : 0;
 }
 
 /* Whether it is enough to borrow the tensor for this call, without a share of its memory. */
