@@ -367,34 +367,6 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
     backend->plan_attention(&shape, plan);
 }
 
-/* Checks the products of the scales of logits. Scales on a device cannot be read. */
-static smla_status
-require_logit_scale(const smla_attention_rules *rules, DLDevice device,
-                    const smla_attention_params *params, smla_error *error)
-{
-    const bool is_on_cpu = device.device_type == kDLCPU;
-    const bool has_scale = is_on_cpu || params->q_scale.pointer == NULL;
-    const float q_scale = has_scale ? smla_read_scale(&params->q_scale) : 1.0f;
-    const float scale = params->softmax_scale * q_scale;
-    if (params->softmax_scale != 0 && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must make 0 or a normal float32 of softmax_scale * q_scale, "
-                         "got %g * %g",
-                         rules->op, rules->q_scale, (double)params->softmax_scale, (double)q_scale);
-    }
-    for (int i = 0; i < params->num_lists; i++) {
-        const smla_given_scale *const given = &params->kv_scale[i];
-        if ((is_on_cpu || given->pointer == NULL) && !isfinite(scale * smla_read_scale(given))) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must make a finite float32 of all scales of logits, got %g "
-                             "* %g",
-                             rules->op, rules->lists[i].kv_scale, (double)scale,
-                             (double)smla_read_scale(given));
-        }
-    }
-    return SMLA_OK;
-}
-
 /* A subnormal scale counts as 0, whatever the processor does with subnormal numbers. */
 static float
 flush(float scale)
@@ -450,8 +422,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
 {
     static const DLTensor *const unread[2] = {NULL, NULL};
     SMLA_TRY(smla_check_attention_by(&attention_rules, args, unread, params, plan, backend, error));
-    return require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
-                               error);
+    return smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
+                                    error);
 }
 
 smla_status

@@ -67,6 +67,10 @@ smla_status smla_check_attention_by(const smla_attention_rules *rules,
                                     smla_attention_plan *plan, const smla_backend **backend,
                                     smla_error *error);
 
+/* Checks the products of the scales of logits (check_scales.c). Scales on a device cannot be read. */
+smla_status smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
+                                     const smla_attention_params *params, smla_error *error);
+
 /* Plans a call with one list whose arrays and numbers are checked already, and fills `params`. `kv`
  * is the cache, whose format has no scale of the whole cache. The caller's scales are not read. */
 void smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,

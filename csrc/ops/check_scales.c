@@ -1,0 +1,32 @@
+/* check_scales.c: the rule of scales that are in range one by one, and whose product need not be. */
+#include <float.h>
+#include <math.h>
+
+#include "ops/check.h"
+
+smla_status
+smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
+                         const smla_attention_params *params, smla_error *error)
+{
+    const bool is_on_cpu = device.device_type == kDLCPU;
+    const bool has_scale = is_on_cpu || params->q_scale.pointer == NULL;
+    const float q_scale = has_scale ? smla_read_scale(&params->q_scale) : 1.0f;
+    const float scale = params->softmax_scale * q_scale;
+    if (params->softmax_scale != 0 && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must make 0 or a normal float32 of softmax_scale * q_scale, "
+                         "got %g * %g",
+                         rules->op, rules->q_scale, (double)params->softmax_scale, (double)q_scale);
+    }
+    for (int i = 0; i < params->num_lists; i++) {
+        const smla_given_scale *const given = &params->kv_scale[i];
+        if ((is_on_cpu || given->pointer == NULL) && !isfinite(scale * smla_read_scale(given))) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must make a finite float32 of all scales of logits, got %g "
+                             "* %g",
+                             rules->op, rules->lists[i].kv_scale, (double)scale,
+                             (double)smla_read_scale(given));
+        }
+    }
+    return SMLA_OK;
+}
