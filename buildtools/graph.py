@@ -13,6 +13,7 @@ lets kernels use local memory.
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import os
 import platform
@@ -58,6 +59,7 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
     "release": "-O3 -DNDEBUG",
     "debug": "-O0 -g",
 }
+MAX_FRAME = 16384  # bytes on the stack of a function
 SHARED = ["-shared", "-Wl,-z,nodelete"]  # the threads of pool.c stay, so its code has to
 TEST_SHARED = [*SHARED, "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
 CONFIG_FILES = (  # files of the C library, relative to its lib/
@@ -195,6 +197,20 @@ def openmp_flags(cc):
     return ["-Wno-unknown-pragmas"], []
 
 
+def stack_flags(cc):
+    """Flags that bound the frames of functions, because threads may have stacks of 64 KiB. Compilers
+    spell them in different ways. Sanitizers and builds without optimisation have larger frames."""
+    if VARIANT not in OPTIMISED or VARIANT == "fuzz":
+        return []
+    choices = [
+        [f"-Werror=frame-larger-than={MAX_FRAME}"],  # GCC's
+        [f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"],  # Clang's
+    ]
+    wanted = [choices, [["-fstack-clash-protection"]], [["-fstack-usage"]]]  # frames.py reads these
+    known = functools.partial(compiles, cc, "", "-E", "-Werror")  # leaves no file
+    return [flag for alike in wanted for flag in next((x for x in alike if known(*x)), [])]
+
+
 def compiles(cc, program, *flags):
     command = [*shlex.split(cc), *flags, "-x", "c", "-", "-o", os.devnull]
     return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
@@ -289,6 +305,7 @@ class Graph:
         flags += dlpack
         flags += ISA_DEFINES.get(MACHINE, [])
         flags += ["-DSMLA_HAVE_CUDA=1"] if self.cuda else []
+        flags += stack_flags(self.cc)
         flags += ["-Werror"] if is_on("WERROR") else []
         cflags, ldflags = (os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS"))
         ar = os.environ.get("AR", "ar")

@@ -7,7 +7,7 @@
 #include "cpu/absorption/projection.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/threads.h"
+#include "cpu/machine/thread_scratch.h"
 
 static int64_t
 count_blocks(int64_t size, int64_t block)
@@ -29,8 +29,12 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
     const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
+    const int num_threads = smla_count_threads(num_tasks);
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, num_threads,
+                               smla_projection_scratch_bytes(p->num_tokens), error));
     smla_interrupt *const interrupt = smla_find_interrupt();
-#pragma omp parallel for schedule(static) if (num_tasks > 1)
+#pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t task = 0; task < num_tasks; task++) {
         if (smla_is_ended(interrupt)) {
             continue;
@@ -44,7 +48,8 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
             .num_outer = block_size(p->outer_dim, outer, SMLA_PROJECTION_OUTER),
             .num_tokens = block_size(p->num_tokens, token, SMLA_PROJECTION_TOKENS),
         };
-        isa->projection->run_block(p, block);
+        isa->projection->run_block(p, block, smla_own_scratch(&scratch));
     }
+    smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }

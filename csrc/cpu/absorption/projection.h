@@ -21,9 +21,24 @@ typedef struct smla_projection_block {
     int num_tokens; /* 1...SMLA_PROJECTION_TOKENS */
 } smla_projection_block;
 
+enum {
+    SMLA_PROJECTION_PANEL_BYTES = 32 << 10,                /* an unpacked piece of the weight */
+    SMLA_PROJECTION_SUM_BYTES = 4 * SMLA_PROJECTION_OUTER, /* the sums of a token */
+};
+
+/* The scratch of a block of tokens. */
+static inline int64_t
+smla_projection_scratch_bytes(int64_t num_tokens)
+{
+    const int64_t block = num_tokens < SMLA_PROJECTION_TOKENS ? num_tokens : SMLA_PROJECTION_TOKENS;
+    return SMLA_PROJECTION_PANEL_BYTES + block * SMLA_PROJECTION_SUM_BYTES;
+}
+
 /* The kernel of one instruction set. */
 typedef struct smla_projection_isa {
-    void (*run_block)(const smla_projection_params *params, smla_projection_block block);
+    /* `scratch` is aligned to 64 bytes. */
+    void (*run_block)(const smla_projection_params *params, smla_projection_block block,
+                      void *scratch);
 } smla_projection_isa;
 
 extern const smla_projection_isa smla_projection_base;

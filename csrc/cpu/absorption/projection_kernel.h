@@ -7,17 +7,17 @@
  *              e4m3 with k contiguous, a multiple of 128
  * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
  *                                                     for all tokens of the block
- *              x     [4 tokens][INNER_BLOCK / step]   1 KiB
- *              sums  [64 tokens][128 outputs] fp32    32 KiB
- *              It lies on the stack. Lanes are outputs. A step of 4 tokens and VECTORS vectors of
- *              outputs has 4 VECTORS accumulators.
+ *              sums  [64 tokens][128 outputs] fp32    32 KiB, in the scratch of the thread
+ *              x     [4 tokens][INNER_BLOCK / step]   1 KiB, on the stack
+ *              Lanes are outputs. A step of 4 tokens and VECTORS vectors of outputs has 4 VECTORS
+ *              accumulators.
  * Roofline     2 * T * H * 512 * 128 FLOP, T of them per byte of weight: memory binds at small T,
  *              the multiply unit from about T = 32. GFLOP/s of k_up, v_up on one Zen 5 core (CPU
  *              time, one thread, H 128 for T 1 and 32, H 16 for T 512, 2026-11-20): T 1: 33, 32 (33
  *              GB/s); T 32: 277, 260; T 512: 376, 408 of a peak of 521. fp32 at T 512: AVX-512 209,
  *              228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4 lose 2 to 20 %;
  *              steps of 8 x 2 lose up to 20 % at T <= 3; prefetching the weight loses 5 to 15 %;
- *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums on the stack.
+ *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums.
  * Numerics     Products are exact above 2^-126. They are summed in fp32 in chains of INNER_BLOCK
  *              values, and the chains one after another: at most 128 + k / 64 roundings deep, where
  *              one chain would have 512. The result is rounded to bf16 once. The order of the sums
@@ -49,6 +49,9 @@ _Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors 
 _Static_assert(SMLA_SCALE_TILE % INNER_BLOCK == 0, "a chain must have one scale");
 _Static_assert(SMLA_SCALE_TILE % OUTER_BLOCK == 0, "a block must not cross scales");
 _Static_assert(TOKEN_BLOCK == 64, "refused tokens are bits of a uint64_t");
+_Static_assert(INNER_BLOCK / UNIT_STEP * OUTER_BLOCK * sizeof(unit_scalar) ==
+                   SMLA_PROJECTION_PANEL_BYTES,
+               "the sums lie behind the panel");
 
 static int
 round_up(int count, int multiple)
@@ -229,16 +232,18 @@ store_row(const float *sums, int num_outer, uint16_t *out)
 
 /* Bit t of the result: the unit cannot compute token t exactly, so its outputs are garbage. */
 static uint64_t
-project_block(const smla_projection_params *params, const smla_projection_block *block)
+project_block(const smla_projection_params *params, const smla_projection_block *block,
+              void *scratch)
 {
-    unit_scalar panel[INNER_BLOCK / UNIT_STEP * OUTER_BLOCK] __attribute__((aligned(64)));
+    unit_scalar *const panel = __builtin_assume_aligned(scratch, 64);
+    float *const sums =
+        __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
-    float sums[TOKEN_BLOCK * OUTER_BLOCK] __attribute__((aligned(64)));
     float scales[ROWS];
     vuint smallest_weight = splat_bits(0xFFFFFFFFu);
     uint64_t refused = 0;
     if (params->inner_dim == 0) {
-        memset(sums, 0, sizeof sums);
+        memset(sums, 0, (size_t)block->num_tokens * SMLA_PROJECTION_SUM_BYTES);
     }
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
         const int64_t left = params->inner_dim - inner;
@@ -280,18 +285,18 @@ project_block(const smla_projection_params *params, const smla_projection_block 
 /* Computes refused tokens again on the fp32 unit, which refuses none. Whether a token is refused
  * depends on its own row and on the weight, never on other tokens. */
 static void
-run_block(const smla_projection_params *params, smla_projection_block block)
+run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {
-    uint64_t refused = project_block(params, &block);
+    uint64_t refused = project_block(params, &block, scratch);
     if (refused == UINT64_MAX) {
-        SMLA_PROJECTION_FP32.run_block(params, block);
+        SMLA_PROJECTION_FP32.run_block(params, block, scratch);
         return;
     }
     const int64_t first = block.token;
     block.num_tokens = 1;
     for (; refused != 0; refused &= refused - 1) {
         block.token = first + __builtin_ctzll(refused);
-        SMLA_PROJECTION_FP32.run_block(params, block);
+        SMLA_PROJECTION_FP32.run_block(params, block, scratch);
     }
 }
 

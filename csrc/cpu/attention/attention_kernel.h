@@ -145,14 +145,18 @@ load_query(const smla_attention_params *params, int64_t token, int64_t head, uin
     return buffer;
 }
 
+enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's heads of a vector */
+
+_Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys will");
+
 /* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
- * whether the unit can compute with it exactly. */
+ * whether the unit can compute with it exactly. Uses CONVERTED_BYTES of `memory`. */
 static bool
-pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
+pack_query(const smla_attention_params *params, int64_t token, void *memory, unit_scalar *packed)
 {
     const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
-    uint16_t converted[WIDTH][SMLA_KV_LORA_RANK];
+    uint16_t *const converted = memory; /* [WIDTH][512] */
     vuint smallest = splat_bits(0xFFFFFFFFu);
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
@@ -162,7 +166,9 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
         const uint16_t *rope_rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
             const bool exists = head + i < params->num_heads;
-            nope_rows[i] = exists ? load_query(params, token, head + i, converted[i]) : zeros;
+            nope_rows[i] =
+                exists ? load_query(params, token, head + i, converted + i * SMLA_KV_LORA_RANK)
+                       : zeros;
             rope_rows[i] = exists && rope_dim != 0
                                ? params->q_pe + token * params->q_pe_stride_token +
                                      (head + i) * params->q_pe_stride_head
@@ -318,7 +324,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         return true;
     }
     prefetch_block(&blocks[current]); /* arrives while the query is packed */
-    if (!pack_query(params, token, scratch.q)) {
+    if (!pack_query(params, token, scratch.keys, scratch.q)) {
         return false;
     }
     while (blocks[current].count > 0) {

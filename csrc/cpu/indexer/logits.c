@@ -2,7 +2,7 @@
  *
  * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
  * other and have the same keys are a run: a tile of keys is read once for a run. No logit depends
- * on the tasks.
+ * on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
  */
 #include <math.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 #include "cpu/indexer/logits.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/threads.h"
+#include "cpu/machine/thread_scratch.h"
 
 enum {
     BLOCK_TOKENS = 8,
@@ -27,6 +27,17 @@ context_of(const smla_logits_params *p, int64_t token)
 {
     const int64_t length = p->context_lens[token * p->context_lens_stride];
     return length < p->least_context ? 0 : length < p->num_columns ? length : p->num_columns;
+}
+
+int64_t
+smla_cpu_longest_context(const smla_logits_params *p)
+{
+    int64_t longest = 0;
+    for (int64_t token = 0; token < p->num_tokens && longest < p->num_columns; token++) {
+        const int64_t context = context_of(p, token);
+        longest = context > longest ? context : longest;
+    }
+    return longest;
 }
 
 /* What names a token's keys: its request, or the key of column 0. */
@@ -153,29 +164,37 @@ score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token,
     }
 }
 
+/* Memory of a thread. */
+typedef struct tile_scratch {
+    float keys[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
+    float panel[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
+} tile_scratch;
+
 /* Scores a run, tokens from first_token to end_token - 1, in columns from `first` to end - 1. */
 static void
 score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_token,
-          int64_t end_token, int64_t first, int64_t end)
+          int64_t end_token, int64_t first, int64_t end, tile_scratch *scratch)
 {
-    float keys[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
-    float panel[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
     int64_t longest = 0;
     for (int64_t token = first_token; token < end_token; token++) {
         const int64_t context = context_of(p, token);
         longest = context > longest ? context : longest;
     }
     longest = longest < end ? longest : end;
-    memset(keys, 0, sizeof keys);
+    if (longest > first) {
+        memset(scratch->keys, 0, sizeof scratch->keys);
+    }
     for (int64_t tile = first; tile < longest; tile += SMLA_LOGITS_KEYS) {
         const int64_t left = longest - tile;
         const int count = left < SMLA_LOGITS_KEYS ? (int)left : SMLA_LOGITS_KEYS;
-        const uint64_t found = read_keys(isa, p, source_of(p, first_token), tile, count, keys);
-        isa->logits->pack_keys(keys, panel);
+        const uint64_t found =
+            read_keys(isa, p, source_of(p, first_token), tile, count, scratch->keys);
+        isa->logits->pack_keys(scratch->keys, scratch->panel);
         for (int64_t token = first_token; token < end_token; token++) {
             const int64_t own = context_of(p, token) - tile;
             if (own > 0) {
-                score_token(isa, p, token, tile, own < count ? (int)own : count, panel, found);
+                score_token(isa, p, token, tile, own < count ? (int)own : count, scratch->panel,
+                            found);
             }
         }
     }
@@ -193,16 +212,21 @@ smla_cpu_score_keys(const smla_logits_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    const int64_t parts = (p->num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
+    const int64_t longest = smla_cpu_longest_context(p);
+    const int64_t num_columns = p->leaves_rest ? longest : p->num_columns;
+    const int64_t parts = (num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
+    const int num_threads = smla_count_threads(blocks * parts);
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, num_threads, longest > 0 ? sizeof(tile_scratch) : 0,
+                               error));
     smla_interrupt *const interrupt = smla_find_interrupt();
-#pragma omp parallel for schedule(dynamic) if (blocks * parts > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t task = 0; task < blocks * parts; task++) {
         if (smla_is_ended(interrupt)) {
             continue;
         }
         const int64_t first = task / blocks * TASK_COLUMNS;
-        const int64_t end =
-            first + TASK_COLUMNS < p->num_columns ? first + TASK_COLUMNS : p->num_columns;
+        const int64_t end = first + TASK_COLUMNS < num_columns ? first + TASK_COLUMNS : num_columns;
         int64_t token = task % blocks * BLOCK_TOKENS;
         const int64_t last =
             token + BLOCK_TOKENS < p->num_tokens ? token + BLOCK_TOKENS : p->num_tokens;
@@ -211,10 +235,11 @@ smla_cpu_score_keys(const smla_logits_params *p, smla_error *error)
             while (next < last && source_of(p, next) == source_of(p, token)) {
                 next++;
             }
-            score_run(isa, p, token, next, first, end);
+            score_run(isa, p, token, next, first, end, smla_own_scratch(&scratch));
             token = next;
         }
     }
+    smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }
 

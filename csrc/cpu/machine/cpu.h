@@ -41,6 +41,7 @@ void smla_cpu_write_global_topk(const struct smla_slot_isa *kernel,
 
 /* indexer_logits and top_k_per_row behind their checks, which lightning_indexer makes once for all
  * chunks; logits.c and top_k.c. */
+int64_t smla_cpu_longest_context(const smla_logits_params *params);
 smla_status smla_cpu_score_keys(const smla_logits_params *params, smla_error *error);
 smla_status smla_cpu_choose_keys(const smla_top_k_params *params, smla_error *error);
 

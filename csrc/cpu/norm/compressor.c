@@ -9,7 +9,7 @@
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/threads.h"
+#include "cpu/machine/thread_scratch.h"
 #include "cpu/norm/norm.h"
 
 enum { FLOATS_PER_LINE = 16 }; /* a cache line has 64 bytes */
@@ -208,24 +208,23 @@ fetch_states(const smla_compress_params *p, int64_t token, int64_t first,
 
 static void
 close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t token, float kv_scale,
-            const absent_state *absent)
+            const absent_state *absent, smla_pool *pool)
 {
     const smla_norm_isa *const norm = isa->norm;
     const smla_pool_norm by = {p->norm_weight, p->weight_type, p->eps};
     const int64_t num_rows = p->states.width / p->dim * p->states.ratio;
-    smla_pool pool;
     for (int64_t first = 0; first < num_rows; first += SMLA_POOL_ROWS) {
         const smla_pool_rows rows = find_rows(p, token, first, absent);
         if (first + SMLA_POOL_ROWS < num_rows) {
             fetch_states(p, token, first + SMLA_POOL_ROWS, absent);
         }
-        norm->pool_states(&pool, &rows, p->dim, first == 0);
+        norm->pool_states(pool, &rows, p->dim, first == 0);
     }
     uint16_t key[SMLA_V4_HEAD_DIM];
     const int64_t group = read_position(&p->rope, token) / p->states.ratio;
     const float *const cos_sin =
         p->rope.cos_sin + group * p->states.ratio * p->rope.cos_sin_stride_pos;
-    norm->finish_pool(&pool, p->dim, &by, cos_sin, key);
+    norm->finish_pool(pool, p->dim, &by, cos_sin, key);
     const smla_kv_format_info *const format = p->insert.kv.format;
     isa->cache->write_row(format, SMLA_FLOAT_BF16, key, 0, key, format->nope_dim, kv_scale,
                           smla_kv_slot(&p->insert.kv, read_slot(&p->insert, token)));
@@ -235,7 +234,7 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
  * states of the next one are fetched. */
 static void
 close_share(const smla_cpu_isa *isa, const smla_compress_params *p, const absent_state *absent,
-            int share, slot_shares shares)
+            int share, slot_shares shares, smla_pool *pool)
 {
     const float kv_scale = smla_read_scale(&p->insert.kv_scale);
     int64_t former = -1;
@@ -243,13 +242,13 @@ close_share(const smla_cpu_isa *isa, const smla_compress_params *p, const absent
         if (is_in_share(read_slot(&p->insert, token), share, shares) && closes_group(p, token)) {
             fetch_states(p, token, 0, absent);
             if (former >= 0) {
-                close_group(isa, p, former, kv_scale, absent);
+                close_group(isa, p, former, kv_scale, absent, pool);
             }
             former = token;
         }
     }
     if (former >= 0) {
-        close_group(isa, p, former, kv_scale, absent);
+        close_group(isa, p, former, kv_scale, absent, pool);
     }
 }
 
@@ -259,6 +258,10 @@ smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *err
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->insert.op, &isa, error));
     SMLA_TRY(smla_cpu_check_compress(p, error));
+    const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens / p->states.ratio);
+    const int num_threads = smla_count_threads(shares.count);
+    smla_thread_scratch pools;
+    SMLA_TRY(smla_open_scratch(&pools, p->insert.op, num_threads, sizeof(smla_pool), error));
     if (p->states.ape != NULL) {
         save_states(isa->norm, &p->states);
     }
@@ -266,10 +269,10 @@ smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *err
     for (int i = 0; i < SMLA_V4_HEAD_DIM; i++) {
         absent.scores[i] = -INFINITY;
     }
-    const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens / p->states.ratio);
-#pragma omp parallel for schedule(static) if (shares.count > 1)
+#pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int share = 0; share < shares.count; share++) {
-        close_share(isa, p, &absent, share, shares);
+        close_share(isa, p, &absent, share, shares, smla_own_scratch(&pools));
     }
+    smla_close_scratch(&pools);
     return SMLA_OK;
 }

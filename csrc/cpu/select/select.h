@@ -12,7 +12,8 @@
 enum {
     SMLA_KEY_DIGITS = 3,
     SMLA_DIGIT_VALUES = 2048,
-    SMLA_MAX_CANDIDATES = 6144, /* bounds the list on the stack, 48 KiB */
+    SMLA_DIGIT_COUNTERS = 4, /* per value of digit 0: equal neighbours do not wait for each other */
+    SMLA_MAX_CANDIDATES = 6144, /* 48 KiB, which stay in a cache */
 };
 
 /* Neighbouring columns of a row. */
@@ -35,10 +36,20 @@ typedef struct smla_candidates {
     uint32_t keys[SMLA_MAX_CANDIDATES];
 } smla_candidates;
 
+/* Memory of a thread, or of a chunk of a row. No list is made while digits are counted. */
+typedef union smla_select_scratch {
+    smla_candidates list;
+    struct {
+        uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES];
+        uint32_t counts[SMLA_DIGIT_VALUES];
+    } digits;
+} smla_select_scratch;
+
 typedef struct smla_select_isa {
     /* Adds to counts[d] the number of keys whose digit number `digit` is d, among those whose
-     * digits in front of it are `prefix`. */
+     * digits in front of it are `prefix`. Uses `partial` as scratch. */
     void (*count_digits)(const smla_logits *logits, int digit, uint32_t prefix,
+                         uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
                          uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Lists the columns whose keys are at least `least`, which no missing column's key is. */
     void (*list_candidates)(const smla_logits *logits, uint32_t least, smla_candidates *found);

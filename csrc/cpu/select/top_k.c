@@ -3,19 +3,21 @@
  * order. No step depends on the logits' distribution. top_k_kernel.h has the loops over logits.
  *
  * Many rows run in parallel, each on one thread. Of few long rows the columns do, in equal chunks.
+ * Which way a row goes, and on how many threads, depends on how many columns the tokens have, not
+ * on the width of the array.
  */
 #include <string.h>
 
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/threads.h"
+#include "cpu/machine/thread_scratch.h"
 #include "cpu/select/select.h"
 
 enum {
     MIN_PARALLEL_LOGITS = 1 << 15, /* below, starting threads costs more than they save */
     MIN_CHUNK = 1 << 17, /* a loop over so many columns outweighs the start of its threads */
-    MAX_CHUNKS = 16,     /* bounds the counts on the stack */
+    MAX_CHUNKS = 16,     /* bounds the scratch */
 };
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
@@ -26,7 +28,8 @@ typedef struct row {
     int64_t k;
     int num_chunks;
     int64_t chunk;
-    smla_candidates *found; /* once digit 0 is known; NULL: all columns are looked at */
+    smla_select_scratch *scratch; /* [num_chunks]; unused if there are at most k columns */
+    smla_candidates *found;       /* once digit 0 is known; NULL: all columns are looked at */
 } row;
 
 static int64_t
@@ -35,24 +38,43 @@ clamp(int64_t value, int64_t most)
     return value < 0 ? 0 : value < most ? value : most;
 }
 
-static row
-open_row(const smla_top_k_params *p, int64_t token, bool shares_columns)
+/* The first column of a token. */
+static int64_t
+begin_of(const smla_top_k_params *p, int64_t token)
 {
-    const int64_t start = p->starts == NULL ? 0 : p->starts[token * p->starts_stride];
-    const int64_t begin = clamp(start, p->num_columns);
+    return clamp(p->starts == NULL ? 0 : p->starts[token * p->starts_stride], p->num_columns);
+}
+
+static int64_t
+count_columns(const smla_top_k_params *p, int64_t token)
+{
+    const int64_t begin = begin_of(p, token);
     const int64_t end = clamp(p->ends[token * p->ends_stride], p->num_columns);
-    const int64_t count = end > begin ? end - begin : 0;
+    return end > begin ? end - begin : 0;
+}
+
+/* The chunks of a row that shares its columns; 1 if it is too short for that. */
+static int
+count_chunks(int64_t num_columns)
+{
+    const int64_t most = num_columns / MIN_CHUNK;
+    return most < 1 ? 1 : most < MAX_CHUNKS ? (int)most : MAX_CHUNKS;
+}
+
+static row
+open_row(const smla_top_k_params *p, int64_t token, int num_chunks, smla_select_scratch *scratch)
+{
+    const int64_t count = count_columns(p, token);
     const int64_t bytes = p->is_bf16 ? 2 : 4;
-    const int64_t most = count / MIN_CHUNK < MAX_CHUNKS ? count / MIN_CHUNK : MAX_CHUNKS;
-    const int num_chunks = shares_columns && most > 1 ? (int)most : 1;
     const bool has_logits = count > 0 && p->logits != NULL;
-    const int64_t first = has_logits ? token * p->logits_stride_token + begin : 0;
+    const int64_t first = has_logits ? token * p->logits_stride_token + begin_of(p, token) : 0;
     return (row){.logits = {.data = has_logits ? (const uint8_t *)p->logits + first * bytes : NULL,
                             .is_bf16 = p->is_bf16,
                             .count = count},
                  .k = p->k,
                  .num_chunks = num_chunks,
-                 .chunk = (count + num_chunks - 1) / num_chunks};
+                 .chunk = (count + num_chunks - 1) / num_chunks,
+                 .scratch = scratch};
 }
 
 static smla_logits
@@ -90,18 +112,19 @@ count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefi
         return;
     }
     if (r->num_chunks == 1) {
-        isa->count_digits(&r->logits, digit, prefix, total);
+        isa->count_digits(&r->logits, digit, prefix, r->scratch->digits.partial, total);
         return;
     }
-    uint32_t counts[MAX_CHUNKS][SMLA_DIGIT_VALUES] = {{0}};
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
         const smla_logits logits = chunk_of(r, i);
-        isa->count_digits(&logits, digit, prefix, counts[i]);
+        smla_select_scratch *const own = &r->scratch[i];
+        memset(own->digits.counts, 0, sizeof own->digits.counts);
+        isa->count_digits(&logits, digit, prefix, own->digits.partial, own->digits.counts);
     }
     for (int i = 0; i < r->num_chunks; i++) {
         for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
-            total[d] += counts[i][d];
+            total[d] += r->scratch[i].digits.counts[d];
         }
     }
 }
@@ -109,9 +132,10 @@ count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefi
 /* Lists the columns whose first digit is at least `digit`, if they are few. A row of chunks has no
  * list. Digit 0 belongs to NaN alone, and then nearly all columns are candidates. */
 static void
-list_candidates(row *r, const smla_select_isa *isa, uint32_t digit, smla_candidates *list)
+list_candidates(row *r, const smla_select_isa *isa, uint32_t digit)
 {
     if (r->num_chunks == 1 && digit > 0) {
+        smla_candidates *const list = &r->scratch->list;
         isa->list_candidates(&r->logits, digit << smla_digit_shift(0), list);
         r->found = list->count < 0 ? NULL : list;
     }
@@ -120,7 +144,7 @@ list_candidates(row *r, const smla_select_isa *isa, uint32_t digit, smla_candida
 /* The threshold that k keys pass, of a row with more than k columns. It stops at a digit all of
  * whose keys are taken: then the threshold is the number below them. */
 static smla_threshold
-find_threshold(row *r, const smla_select_isa *isa, smla_candidates *list)
+find_threshold(row *r, const smla_select_isa *isa)
 {
     const int num_digits = r->logits.is_bf16 ? SMLA_KEY_DIGITS - 1 : SMLA_KEY_DIGITS;
     uint32_t counts[SMLA_DIGIT_VALUES];
@@ -142,7 +166,7 @@ find_threshold(row *r, const smla_select_isa *isa, smla_candidates *list)
                                     .num_equal = num_left};
         }
         if (digit == 0) {
-            list_candidates(r, isa, value, list);
+            list_candidates(r, isa, value);
         }
     }
 }
@@ -193,13 +217,12 @@ take_candidates(const smla_candidates *found, smla_threshold threshold, int64_t 
 static void
 choose_columns(row *r, const smla_select_isa *isa, int32_t *out)
 {
-    smla_candidates list;
     if (r->logits.count <= r->k) {
         smla_clear_columns(out, r->logits.count, r->k);
         smla_write_run(out, 0, r->logits.count);
         return;
     }
-    const smla_threshold threshold = find_threshold(r, isa, &list);
+    const smla_threshold threshold = find_threshold(r, isa);
     if (r->found != NULL) {
         take_candidates(r->found, threshold, r->k, out);
     } else if (r->num_chunks > 1) {
@@ -225,9 +248,10 @@ write_values(const row *r, const int32_t *columns, void *values)
 }
 
 static void
-write_row(const smla_top_k_params *p, int64_t token, bool shares_columns, const smla_cpu_isa *isa)
+write_row(const smla_top_k_params *p, int64_t token, int num_chunks, smla_select_scratch *scratch,
+          const smla_cpu_isa *isa)
 {
-    row r = open_row(p, token, shares_columns);
+    row r = open_row(p, token, num_chunks, scratch);
     int32_t *const out = p->out + token * p->out_stride_token;
     choose_columns(&r, isa->select, out);
     if (p->values != NULL) {
@@ -241,25 +265,68 @@ write_row(const smla_top_k_params *p, int64_t token, bool shares_columns, const 
 
 /* ---- The operator -------------------------------------------------------------------------- */
 
+/* How the rows of a call are divided among threads. */
+typedef struct division {
+    int64_t longest;     /* most columns of a row */
+    bool shares_columns; /* of rows that are long enough */
+    int num_threads;     /* for the other rows */
+} division;
+
+static bool
+is_shared(const smla_top_k_params *p, const division *by, int64_t token)
+{
+    return by->shares_columns && count_chunks(count_columns(p, token)) > 1;
+}
+
+static division
+divide_rows(const smla_top_k_params *p)
+{
+    division by = {.longest = 0};
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        const int64_t count = count_columns(p, token);
+        by.longest = count > by.longest ? count : by.longest;
+    }
+    by.shares_columns = p->num_tokens < smla_max_threads() && count_chunks(by.longest) > 1;
+    const int64_t least = clamp(p->k, p->num_columns); /* entries are written, too */
+    int64_t work = 0;
+    for (int64_t token = 0; token < p->num_tokens && work < MIN_PARALLEL_LOGITS; token++) {
+        const int64_t count = count_columns(p, token);
+        work += is_shared(p, &by, token) ? 0 : count > least ? count : least;
+    }
+    by.num_threads = work < MIN_PARALLEL_LOGITS ? 1 : smla_count_threads(p->num_tokens);
+    return by;
+}
+
+static int
+count_parts(const division *by)
+{
+    const int num_chunks = by->shares_columns ? count_chunks(by->longest) : 1;
+    return num_chunks > by->num_threads ? num_chunks : by->num_threads;
+}
+
 smla_status
 smla_cpu_choose_keys(const smla_top_k_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
-    const bool shares_columns =
-        p->num_tokens < smla_max_threads() && p->num_columns >= 2 * MIN_CHUNK;
-    const int64_t num_serial = shares_columns || p->num_tokens == 1 ? p->num_tokens : 0;
-    const int64_t num_rows = p->num_tokens - num_serial;
+    const division by = divide_rows(p);
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, count_parts(&by),
+                               by.longest > p->k ? sizeof(smla_select_scratch) : 0, error));
     smla_interrupt *const interrupt = smla_find_interrupt();
-    for (int64_t token = 0; token < num_serial && !smla_is_ended(interrupt); token++) {
-        write_row(p, token, shares_columns, isa);
-    }
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows * p->num_columns >= MIN_PARALLEL_LOGITS)
-    for (int64_t token = 0; token < num_rows; token++) {
-        if (!smla_is_ended(interrupt)) {
-            write_row(p, token, false, isa);
+    for (int64_t token = 0; by.shares_columns && token < p->num_tokens; token++) {
+        if (is_shared(p, &by, token) && !smla_is_ended(interrupt)) {
+            write_row(p, token, count_chunks(count_columns(p, token)),
+                      smla_scratch_part(&scratch, 0), isa);
         }
     }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(by.num_threads)
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        if (!is_shared(p, &by, token) && !smla_is_ended(interrupt)) {
+            write_row(p, token, 1, smla_own_scratch(&scratch), isa);
+        }
+    }
+    smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }
 

@@ -10,11 +10,7 @@
 
 #include "cpu/select/select.h"
 
-enum {
-    BLOCK = 32,
-    NUM_COUNTS =
-        4, /* counters per digit value, so that equal neighbours do not wait for each other */
-};
+enum { BLOCK = 32 };
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
@@ -61,15 +57,17 @@ load_keys(const smla_logits *logits, int64_t i, uint32_t keys[BLOCK])
 /* ---- Counting ------------------------------------------------------------------------------ */
 
 static void
-count_first_digits(const smla_logits *logits, uint32_t counts[SMLA_DIGIT_VALUES])
+count_first_digits(const smla_logits *logits,
+                   uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
+                   uint32_t counts[SMLA_DIGIT_VALUES])
 {
-    uint32_t partial[NUM_COUNTS][SMLA_DIGIT_VALUES] = {{0}};
+    memset(partial, 0, SMLA_DIGIT_COUNTERS * sizeof partial[0]);
     int64_t i = 0;
     for (; i + BLOCK <= logits->count; i += BLOCK) {
         uint32_t keys[BLOCK];
         load_keys(logits, i, keys);
         for (int j = 0; j < BLOCK; j++) {
-            partial[j % NUM_COUNTS][keys[j] >> 21]++;
+            partial[j % SMLA_DIGIT_COUNTERS][keys[j] >> 21]++;
         }
     }
     if (i < logits->count) {
@@ -79,7 +77,7 @@ count_first_digits(const smla_logits *logits, uint32_t counts[SMLA_DIGIT_VALUES]
             partial[0][keys[j] >> 21]++;
         }
     }
-    for (int j = 0; j < NUM_COUNTS; j++) {
+    for (int j = 0; j < SMLA_DIGIT_COUNTERS; j++) {
         for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
             counts[d] += partial[j][d];
         }
@@ -90,10 +88,11 @@ count_first_digits(const smla_logits *logits, uint32_t counts[SMLA_DIGIT_VALUES]
  * digits are counted from the largest down, and such keys are the smallest. */
 static void
 count_digits(const smla_logits *logits, int digit, uint32_t prefix,
+             uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
              uint32_t counts[SMLA_DIGIT_VALUES])
 {
     if (digit == 0) {
-        count_first_digits(logits, counts);
+        count_first_digits(logits, partial, counts);
         return;
     }
     const int prefix_shift = smla_digit_shift(digit - 1);
