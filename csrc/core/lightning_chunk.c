@@ -1,6 +1,8 @@
 /* lightning_chunk.c: the chunks of lightning_indexer. */
 #include "core/params_lightning.h"
 
+#include <assert.h>
+
 /* A vector without its first elements; NULL remains NULL. */
 static const int32_t *
 skip(const int32_t *vector, int64_t stride, int64_t count)
@@ -13,6 +15,17 @@ static uint8_t *
 skip_rows(const void *rows, int64_t row_bytes, int64_t count)
 {
     return rows == NULL ? NULL : (uint8_t *)rows + count * row_bytes;
+}
+
+int64_t
+smla_lightning_chunk_tokens(int64_t num_tokens, int64_t most, int64_t unit)
+{
+    assert(most >= 1 && unit >= 1);
+    const int64_t step = most < unit ? 1 : unit;
+    const int64_t largest = most / step * step;
+    const int64_t num_chunks = (num_tokens + largest - 1) / largest;
+    const int64_t even = (num_tokens + num_chunks - 1) / num_chunks;
+    return (even + step - 1) / step * step;
 }
 
 smla_lightning_params

@@ -19,6 +19,10 @@ typedef struct smla_lightning_params {
     int64_t chunk_tokens; /* at least 1 */
 } smla_lightning_params;
 
+/* Tokens per chunk where the matrix has room for `most` rows: chunks of about the same size, in
+ * multiples of `unit` where there is room for one. */
+int64_t smla_lightning_chunk_tokens(int64_t num_tokens, int64_t most, int64_t unit);
+
 /* The calls of the chunk that begins at a token. */
 smla_lightning_params smla_lightning_chunk(const smla_lightning_params *params, int64_t token);
 

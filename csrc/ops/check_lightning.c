@@ -79,19 +79,6 @@ smla_check_lightning_workspace(const smla_lightning_workspace_args *args, int64_
 
 /* ---- Chunks -------------------------------------------------------------------------------- */
 
-/* Tokens per chunk where the matrix has room for `most` rows: chunks of about the same size, in
- * whole units where there is room for one. */
-static int64_t
-choose_chunk_tokens(int64_t num_tokens, int64_t most, int64_t unit)
-{
-    assert(most >= 1 && unit >= 1);
-    const int64_t step = most < unit ? 1 : unit;
-    const int64_t largest = most / step * step;
-    const int64_t num_chunks = (num_tokens + largest - 1) / largest;
-    const int64_t even = (num_tokens + num_chunks - 1) / num_chunks;
-    return (even + step - 1) / step * step;
-}
-
 /* Puts the matrix into the workspace. */
 static smla_status
 place_matrix(const smla_checker *c, const smla_lightning_indexer_args *args, unsigned dtype,
@@ -114,7 +101,7 @@ place_matrix(const smla_checker *c, const smla_lightning_indexer_args *args, uns
     assert(sizes.row_bytes > 0); /* there are columns, more than k */
     const int64_t stride = sizes.row_bytes / (dtype == SMLA_DTYPE_BF16 ? 2 : 4);
     params->chunk_tokens =
-        choose_chunk_tokens(num_tokens, room / sizes.row_bytes, backend->chunk_tokens);
+        smla_lightning_chunk_tokens(num_tokens, room / sizes.row_bytes, backend->chunk_tokens);
     params->logits.out = workspace + padding;
     params->logits.out_stride_token = stride;
     params->top_k.logits = workspace + padding;

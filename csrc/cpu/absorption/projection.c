@@ -29,12 +29,12 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
     const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
-    const int num_threads = smla_count_threads(num_tasks);
+    const smla_scratch_size size = {smla_count_threads(num_tasks),
+                                    smla_projection_scratch_bytes(p->num_tokens)};
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, num_threads,
-                               smla_projection_scratch_bytes(p->num_tokens), error));
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, size, error));
     smla_interrupt *const interrupt = smla_find_interrupt();
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+#pragma omp parallel for schedule(static) num_threads(size.num_parts)
     for (int64_t task = 0; task < num_tasks; task++) {
         if (smla_is_ended(interrupt)) {
             continue;

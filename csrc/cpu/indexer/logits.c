@@ -206,28 +206,50 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
     }
 }
 
+/* The tasks of a call. */
+typedef struct task_grid {
+    int64_t longest;     /* context */
+    int64_t num_columns; /* that tasks have */
+    int64_t blocks;      /* of tokens */
+    int64_t count;
+} task_grid;
+
+static task_grid
+divide_logits(const smla_logits_params *p)
+{
+    task_grid tasks = {.longest = smla_cpu_longest_context(p),
+                       .blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS};
+    tasks.num_columns = p->leaves_rest ? tasks.longest : p->num_columns;
+    tasks.count = tasks.blocks * ((tasks.num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS);
+    return tasks;
+}
+
+smla_scratch_size
+smla_cpu_logits_scratch(const smla_logits_params *p)
+{
+    const task_grid tasks = divide_logits(p);
+    return (smla_scratch_size){smla_count_threads(tasks.count),
+                               tasks.longest > 0 ? sizeof(tile_scratch) : 0};
+}
+
 smla_status
-smla_cpu_score_keys(const smla_logits_params *p, smla_error *error)
+smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scratch,
+                    smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
-    const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    const int64_t longest = smla_cpu_longest_context(p);
-    const int64_t num_columns = p->leaves_rest ? longest : p->num_columns;
-    const int64_t parts = (num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
-    const int num_threads = smla_count_threads(blocks * parts);
-    smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, num_threads, longest > 0 ? sizeof(tile_scratch) : 0,
-                               error));
+    const task_grid tasks = divide_logits(p);
+    const int num_threads = smla_divide_scratch(scratch, tasks.count);
     smla_interrupt *const interrupt = smla_find_interrupt();
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t task = 0; task < blocks * parts; task++) {
+    for (int64_t task = 0; task < tasks.count; task++) {
         if (smla_is_ended(interrupt)) {
             continue;
         }
-        const int64_t first = task / blocks * TASK_COLUMNS;
-        const int64_t end = first + TASK_COLUMNS < num_columns ? first + TASK_COLUMNS : num_columns;
-        int64_t token = task % blocks * BLOCK_TOKENS;
+        const int64_t first = task / tasks.blocks * TASK_COLUMNS;
+        const int64_t left = tasks.num_columns - first;
+        const int64_t end = first + (left < TASK_COLUMNS ? left : TASK_COLUMNS);
+        int64_t token = task % tasks.blocks * BLOCK_TOKENS;
         const int64_t last =
             token + BLOCK_TOKENS < p->num_tokens ? token + BLOCK_TOKENS : p->num_tokens;
         while (token < last) {
@@ -235,11 +257,10 @@ smla_cpu_score_keys(const smla_logits_params *p, smla_error *error)
             while (next < last && source_of(p, next) == source_of(p, token)) {
                 next++;
             }
-            score_run(isa, p, token, next, first, end, smla_own_scratch(&scratch));
+            score_run(isa, p, token, next, first, end, smla_own_scratch(scratch));
             token = next;
         }
     }
-    smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }
 
@@ -247,5 +268,9 @@ smla_status
 smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
 {
     SMLA_TRY(smla_cpu_check_logits(p, error));
-    return smla_cpu_score_keys(p, error);
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, smla_cpu_logits_scratch(p), error));
+    const smla_status status = smla_cpu_score_keys(p, &scratch, error);
+    smla_close_scratch(&scratch);
+    return status;
 }

@@ -9,6 +9,7 @@
 
 #include "core/backend.h"
 #include "core/numeric.h"
+#include "cpu/machine/thread_scratch.h"
 
 struct smla_slot_isa;
 
@@ -39,11 +40,15 @@ smla_status smla_cpu_check_mixed_indices(const smla_mixed_indices_params *params
 void smla_cpu_write_global_topk(const struct smla_slot_isa *kernel,
                                 const smla_topk_slots_params *params, int64_t token);
 
-/* indexer_logits and top_k_per_row behind their checks, which lightning_indexer makes once for all
- * chunks; logits.c and top_k.c. */
+/* indexer_logits and top_k_per_row behind their checks and with scratch, which lightning_indexer
+ * makes once for all chunks; logits.c and top_k.c. The scratch of a call serves its chunks. */
 int64_t smla_cpu_longest_context(const smla_logits_params *params);
-smla_status smla_cpu_score_keys(const smla_logits_params *params, smla_error *error);
-smla_status smla_cpu_choose_keys(const smla_top_k_params *params, smla_error *error);
+smla_scratch_size smla_cpu_logits_scratch(const smla_logits_params *params);
+smla_scratch_size smla_cpu_top_k_scratch(const smla_top_k_params *params);
+smla_status smla_cpu_score_keys(const smla_logits_params *params,
+                                const smla_thread_scratch *scratch, smla_error *error);
+smla_status smla_cpu_choose_keys(const smla_top_k_params *params,
+                                 const smla_thread_scratch *scratch, smla_error *error);
 
 /* One element of an array of any float type, as fp32, exactly. */
 static inline float

@@ -6,15 +6,17 @@
 enum { LINE_BYTES = 64 };
 
 smla_status
-smla_open_scratch(smla_thread_scratch *scratch, const char *op, int count, int64_t bytes,
+smla_open_scratch(smla_thread_scratch *scratch, const char *op, smla_scratch_size size,
                   smla_error *error)
 {
-    *scratch = (smla_thread_scratch){.block = NULL};
-    if (bytes == 0) {
+    *scratch = (smla_thread_scratch){
+        .num_parts = size.num_parts,
+        .part_bytes = (size.part_bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES,
+    };
+    if (size.part_bytes == 0) {
         return SMLA_OK;
     }
-    scratch->part_bytes = (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-    const int64_t wanted = count * scratch->part_bytes + LINE_BYTES;
+    const int64_t wanted = size.num_parts * scratch->part_bytes + LINE_BYTES;
     scratch->block = malloc((size_t)wanted);
     if (scratch->block == NULL) {
         return smla_fail(error, SMLA_ERROR_MEMORY,

@@ -259,9 +259,9 @@ smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *err
     SMLA_TRY(smla_cpu_choose_isa(p->insert.op, &isa, error));
     SMLA_TRY(smla_cpu_check_compress(p, error));
     const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens / p->states.ratio);
-    const int num_threads = smla_count_threads(shares.count);
+    const smla_scratch_size size = {smla_count_threads(shares.count), sizeof(smla_pool)};
     smla_thread_scratch pools;
-    SMLA_TRY(smla_open_scratch(&pools, p->insert.op, num_threads, sizeof(smla_pool), error));
+    SMLA_TRY(smla_open_scratch(&pools, p->insert.op, size, error));
     if (p->states.ape != NULL) {
         save_states(isa->norm, &p->states);
     }
@@ -269,7 +269,7 @@ smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *err
     for (int i = 0; i < SMLA_V4_HEAD_DIM; i++) {
         absent.scores[i] = -INFINITY;
     }
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+#pragma omp parallel for schedule(static) num_threads(size.num_parts)
     for (int share = 0; share < shares.count; share++) {
         close_share(isa, p, &absent, share, shares, smla_own_scratch(&pools));
     }

@@ -6,6 +6,7 @@
  * Which way a row goes, and on how many threads, depends on how many columns the tokens have, not
  * on the width of the array.
  */
+#include <limits.h>
 #include <string.h>
 
 #include "cpu/index/slot.h"
@@ -278,8 +279,9 @@ is_shared(const smla_top_k_params *p, const division *by, int64_t token)
     return by->shares_columns && count_chunks(count_columns(p, token)) > 1;
 }
 
+/* `most_parts` bounds the threads. */
 static division
-divide_rows(const smla_top_k_params *p)
+divide_rows(const smla_top_k_params *p, int most_parts)
 {
     division by = {.longest = 0};
     for (int64_t token = 0; token < p->num_tokens; token++) {
@@ -293,40 +295,42 @@ divide_rows(const smla_top_k_params *p)
         const int64_t count = count_columns(p, token);
         work += is_shared(p, &by, token) ? 0 : count > least ? count : least;
     }
-    by.num_threads = work < MIN_PARALLEL_LOGITS ? 1 : smla_count_threads(p->num_tokens);
+    const int64_t most = p->num_tokens < most_parts ? p->num_tokens : most_parts;
+    by.num_threads = work < MIN_PARALLEL_LOGITS ? 1 : smla_count_threads(most);
     return by;
 }
 
-static int
-count_parts(const division *by)
+smla_scratch_size
+smla_cpu_top_k_scratch(const smla_top_k_params *p)
 {
-    const int num_chunks = by->shares_columns ? count_chunks(by->longest) : 1;
-    return num_chunks > by->num_threads ? num_chunks : by->num_threads;
+    const division by = divide_rows(p, INT_MAX);
+    const int num_chunks = by.shares_columns ? count_chunks(by.longest) : 1;
+    return (smla_scratch_size){num_chunks > by.num_threads ? num_chunks : by.num_threads,
+                               by.longest > p->k ? sizeof(smla_select_scratch) : 0};
 }
 
 smla_status
-smla_cpu_choose_keys(const smla_top_k_params *p, smla_error *error)
+smla_cpu_choose_keys(const smla_top_k_params *p, const smla_thread_scratch *scratch,
+                     smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
-    const division by = divide_rows(p);
-    smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, count_parts(&by),
-                               by.longest > p->k ? sizeof(smla_select_scratch) : 0, error));
+    const division by = divide_rows(p, scratch->num_parts);
     smla_interrupt *const interrupt = smla_find_interrupt();
     for (int64_t token = 0; by.shares_columns && token < p->num_tokens; token++) {
         if (is_shared(p, &by, token) && !smla_is_ended(interrupt)) {
-            write_row(p, token, count_chunks(count_columns(p, token)),
-                      smla_scratch_part(&scratch, 0), isa);
+            const int num_chunks = count_chunks(count_columns(p, token));
+            const bool fits = num_chunks < scratch->num_parts;
+            write_row(p, token, fits ? num_chunks : scratch->num_parts,
+                      smla_scratch_part(scratch, 0), isa);
         }
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(by.num_threads)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         if (!is_shared(p, &by, token) && !smla_is_ended(interrupt)) {
-            write_row(p, token, 1, smla_own_scratch(&scratch), isa);
+            write_row(p, token, 1, smla_own_scratch(scratch), isa);
         }
     }
-    smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }
 
@@ -336,5 +340,9 @@ smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
     if (p->slots.out != NULL) {
         SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
     }
-    return smla_cpu_choose_keys(p, error);
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->op, smla_cpu_top_k_scratch(p), error));
+    const smla_status status = smla_cpu_choose_keys(p, &scratch, error);
+    smla_close_scratch(&scratch);
+    return status;
 }
