@@ -59,7 +59,7 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
     "release": "-O3 -DNDEBUG",
     "debug": "-O0 -g",
 }
-MAX_FRAME = 16384  # bytes on the stack of a function
+MAX_FRAME = 16384  # bytes on the stack of a function in csrc/; frames.py prints the largest
 SHARED = ["-shared", "-Wl,-z,nodelete"]  # the threads of pool.c stay, so its code has to
 TEST_SHARED = [*SHARED, "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
 CONFIG_FILES = (  # files of the C library, relative to its lib/
@@ -198,8 +198,9 @@ def openmp_flags(cc):
 
 
 def stack_flags(cc):
-    """Flags that bound the frames of functions, because threads may have stacks of 64 KiB. Compilers
-    spell them in different ways. Sanitizers and builds without optimisation have larger frames."""
+    """Flags that bound the frames of functions, because callers' threads may have stacks of 64 KiB.
+    Compilers spell them in different ways. Sanitizers and builds without optimisation have larger
+    frames."""
     if VARIANT not in OPTIMISED or VARIANT == "fuzz":
         return []
     choices = [
@@ -300,12 +301,12 @@ class Graph:
         self.cc = c_compiler()
         self.cuda, self.cuda_facts = find_cuda()
         openmp, threads = openmp_flags(self.cc)
+        self.stack = stack_flags(self.cc)
         flags = [*COMMON_FLAGS.split(), *VARIANTS[VARIANT].split()]
         dlpack = ["-isystem", str(package_include("tvm_ffi", "include"))]
         flags += dlpack
         flags += ISA_DEFINES.get(MACHINE, [])
         flags += ["-DSMLA_HAVE_CUDA=1"] if self.cuda else []
-        flags += stack_flags(self.cc)
         flags += ["-Werror"] if is_on("WERROR") else []
         cflags, ldflags = (os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS"))
         ar = os.environ.get("AR", "ar")
@@ -346,7 +347,9 @@ class Graph:
         isa = ISA_FLAGS.get(suffix(source), "").split()
         if source.parent.name in WITHOUT_FMA:
             isa.append("-ffp-contract=off")
-        return self.add("cc", BUILD / folder / source.with_suffix(".o"), [source], [*extra, *isa])
+        stack = self.stack if source.parts[0] == "csrc" else []
+        output = BUILD / folder / source.with_suffix(".o")
+        return self.add("cc", output, [source], [*extra, *isa, *stack])
 
     def compile_cuda(self, source):
         return self.add(

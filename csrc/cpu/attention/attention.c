@@ -5,10 +5,16 @@
  *   - few parts in all (a small decode): parts run in parallel and leave their states in the
  *     workspace; then groups of heads of a token run in parallel and fold them;
  *   - otherwise tokens run in parallel, each on one thread, part after part.
+ * Parts without keys cost next to nothing, because tables are often wider than lists are long: no
+ * kernel runs for them. They are folded like others, since that makes -0 of a sum 0; a second one
+ * behind the first would change nothing, and is left out.
  *
  * Workspace: [states of all parts, in the first schedule] [scratch of thread 0] [thread 1] ...
  * Scratch of a thread: [total state] [part state] [kernel scratch].
  */
+#include <math.h>
+#include <string.h>
+
 #include "cpu/attention/attention.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
@@ -124,16 +130,22 @@ smla_cpu_kernel_name(const smla_attention_run *run)
 
 /* ---- Running ------------------------------------------------------------------------------- */
 
+/* The keys of a part as smla_find_keys gives them. */
+typedef struct part_keys {
+    int count;
+    smla_only_key first;
+} part_keys;
+
 typedef struct attention_run {
     const smla_attention_params *params;
     const smla_attention_isa *isa;
     smla_interrupt *interrupt;
     uint8_t *parts;   /* states of the parts if parts run in parallel */
+    part_keys *found; /* of these parts */
     uint8_t *threads; /* scratch of all threads */
     int64_t state_bytes;
     int64_t thread_bytes;
     int64_t fold_tasks_per_token;
-    int num_threads;
 } attention_run;
 
 static uint8_t *
@@ -146,6 +158,19 @@ static smla_attention_state
 state_at(const attention_run *run, uint8_t *memory)
 {
     return smla_attention_state_at(memory, run->params->num_heads);
+}
+
+/* The state of a part without keys, for some heads. */
+static void
+clear_heads(smla_head_range heads, smla_attention_state state)
+{
+    const int64_t end = smla_pad_heads(heads.end);
+    for (int64_t head = heads.begin; head < end; head++) {
+        state.sum[head] = 0.0;
+        state.max_log2[head] = -INFINITY;
+    }
+    memset(state.out + heads.begin * SMLA_KV_LORA_RANK, 0,
+           (size_t)(end - heads.begin) * SMLA_KV_LORA_RANK * sizeof *state.out);
 }
 
 /* Runs all parts of a token on one thread. The first part's state is the total of the others. */
@@ -163,10 +188,22 @@ run_token(const attention_run *run, int64_t token)
     const smla_attention_state total = state_at(run, memory);
     const smla_attention_state part = state_at(run, memory + run->state_bytes);
     uint8_t *const kernel_scratch = memory + 2 * run->state_bytes;
-    run->isa->run_part(params, token, 0, kernel_scratch, total);
-    for (int split = 1; split < params->num_splits; split++) {
-        run->isa->run_part(params, token, split, kernel_scratch, part);
-        run->isa->fold(heads, total, part);
+    bool was_empty = false;
+    for (int split = 0; split < params->num_splits; split++) {
+        const smla_attention_state state = split == 0 ? total : part;
+        const bool is_empty = smla_find_keys(params, token, split, &key) == 0;
+        if (is_empty && was_empty) {
+            continue;
+        }
+        was_empty = is_empty;
+        if (is_empty) {
+            clear_heads(heads, state);
+        } else {
+            run->isa->run_part(params, token, split, kernel_scratch, state);
+        }
+        if (split > 0) {
+            run->isa->fold(heads, total, part);
+        }
     }
     run->isa->finish(params, token, heads, total);
 }
@@ -176,12 +213,29 @@ run_part(const attention_run *run, int64_t part)
 {
     const int num_splits = run->params->num_splits;
     const int64_t token = part / num_splits;
+    const int split = (int)(part % num_splits);
     uint8_t *const kernel_scratch = thread_scratch_of(run) + 2 * run->state_bytes;
+    part_keys *const found = &run->found[part];
     smla_only_key key;
-    if (!smla_find_only_key(run->params, token, &key)) { /* otherwise fold_heads needs no state */
-        run->isa->run_part(run->params, token, (int)(part % num_splits), kernel_scratch,
+    found->count = smla_find_keys(run->params, token, split, &found->first);
+    /* Of a token with one key, and of parts without keys, fold_heads needs no state. */
+    if (found->count > 1 || (found->count == 1 && !smla_find_only_key(run->params, token, &key))) {
+        run->isa->run_part(run->params, token, split, kernel_scratch,
                            state_at(run, run->parts + part * run->state_bytes));
     }
+}
+
+/* The only key of a token whose parts have run, or NULL. */
+static const smla_only_key *
+find_only_key(const part_keys *found, int num_splits)
+{
+    const smla_only_key *only = NULL;
+    int count = 0;
+    for (int split = 0; split < num_splits; split++) {
+        only = found[split].count > 0 ? &found[split].first : only;
+        count += found[split].count;
+    }
+    return count == 1 ? only : NULL;
 }
 
 /* Folds the parts of a token for some of its heads, with the same sums as run_token. */
@@ -193,28 +247,53 @@ fold_heads(const attention_run *run, int64_t task)
     const int64_t begin = task % run->fold_tasks_per_token * SMLA_FOLD_HEADS;
     const smla_head_range heads = {.begin = begin,
                                    .end = min_int64(begin + SMLA_FOLD_HEADS, params->num_heads)};
-    smla_only_key key;
-    if (smla_find_only_key(params, token, &key)) {
-        smla_attend_one_key(params, token, heads, &key);
+    const part_keys *const found = run->found + token * params->num_splits;
+    const smla_only_key *const only = find_only_key(found, params->num_splits);
+    if (only != NULL) {
+        smla_attend_one_key(params, token, heads, only);
         return;
     }
     uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;
     const smla_attention_state total = state_at(run, parts);
-    for (int split = 1; split < params->num_splits; split++) {
-        run->isa->fold(heads, total, state_at(run, parts + split * run->state_bytes));
+    for (int split = 0; split < params->num_splits; split++) {
+        const smla_attention_state state = state_at(run, parts + split * run->state_bytes);
+        const bool is_empty = found[split].count == 0;
+        if (is_empty && split > 0 && found[split - 1].count == 0) {
+            continue;
+        }
+        if (is_empty) {
+            clear_heads(heads, state);
+        }
+        if (split > 0) {
+            run->isa->fold(heads, total, state);
+        }
     }
     run->isa->finish(params, token, heads, total);
 }
 
 static void
-run_all(const attention_run *run, int64_t count, void (*task)(const attention_run *, int64_t))
+run_all(const attention_run *run, int num_threads, int64_t count,
+        void (*task)(const attention_run *, int64_t))
 {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(run->num_threads)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
     for (int64_t i = 0; i < count; i++) {
         if (!smla_is_ended(run->interrupt)) {
             task(run, i);
         }
     }
+}
+
+/* Parts that have columns, though maybe no keys. */
+static int64_t
+count_parts_with_columns(const smla_attention_params *params)
+{
+    int64_t count = 0;
+    for (int64_t token = 0; token < params->num_tokens; token++) {
+        for (int split = 0; split < params->num_splits; split++) {
+            count += smla_has_columns(params, token, split);
+        }
+    }
+    return count;
 }
 
 smla_status
@@ -253,12 +332,16 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     run.threads = run.parts + part_bytes;
     const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
     const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
-    run.num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
+    const int num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
     if (parts_run_in_parallel) {
-        run_all(&run, num_parts, run_part);
-        run_all(&run, params->num_tokens * run.fold_tasks_per_token, fold_heads);
+        part_keys found[MAX_PARALLEL_PARTS];
+        run.found = found;
+        const int64_t num_long = count_parts_with_columns(params);
+        run_all(&run, (int)min_int64(num_threads, num_long < 1 ? 1 : num_long), num_parts,
+                run_part);
+        run_all(&run, num_threads, params->num_tokens * run.fold_tasks_per_token, fold_heads);
     } else {
-        run_all(&run, params->num_tokens, run_token);
+        run_all(&run, num_threads, params->num_tokens, run_token);
     }
     return smla_check_ended(params->op, run.interrupt, error);
 }

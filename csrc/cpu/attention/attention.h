@@ -86,8 +86,15 @@ typedef struct smla_only_key {
     float kv_scale; /* the scale of the whole cache */
 } smla_only_key;
 
-/* Whether the token has exactly one key in all its lists and splits. A duplicate is a second key.
- * The search ends at the second key, which is usually in column 1. */
+/* Counts the keys of a part up to 2, and finds the first. A duplicate is a second key. The search
+ * ends at the second key, which is usually in column 1. */
+int smla_find_keys(const smla_attention_params *params, int64_t token, int split,
+                   smla_only_key *first);
+
+/* Whether a part has columns, without a look at what they name. */
+bool smla_has_columns(const smla_attention_params *params, int64_t token, int split);
+
+/* Whether the token has exactly one key in all its lists and splits. */
 bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
 
 /* Writes all results of some heads of a token with one key. */

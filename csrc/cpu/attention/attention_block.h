@@ -98,6 +98,29 @@ find_slot(const smla_key_list *keys, int64_t token, int64_t column)
     return slot < smla_kv_num_slots(&keys->kv) ? slot : -1;
 }
 
+enum { HOLES = 16 };
+
+/* The first column from `column` on behind which there may be a key, in steps of HOLES columns.
+ * Lists may have a few keys and then a hole in each of 100,000 columns. */
+static inline int64_t
+skip_holes(const smla_key_list *keys, int64_t token, int64_t column, int64_t end)
+{
+    if (keys->indices == NULL) {
+        return column;
+    }
+    const int32_t *const indices = keys->indices + token * keys->indices_stride_token;
+    for (; column + HOLES <= end; column += HOLES) {
+        int32_t signs = -1;
+        for (int i = 0; i < HOLES; i++) {
+            signs &= indices[column + i];
+        }
+        if (signs >= 0) {
+            break;
+        }
+    }
+    return column;
+}
+
 /* Fills the block with up to `capacity` keys. A block of 0 keys is the end. */
 static inline void
 next_block(key_cursor *cursor, int capacity, key_block *block)
@@ -111,6 +134,8 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
             const int64_t slot = find_slot(keys, cursor->token, column);
             if (slot >= 0) {
                 block->keys[count++] = smla_kv_slot(&keys->kv, slot);
+            } else {
+                column = skip_holes(keys, cursor->token, column + 1, cursor->end) - 1;
             }
         }
         cursor->column = column;

@@ -32,19 +32,47 @@ typedef struct wide_key {
     float scaled[SMLA_KV_LORA_RANK];
 } wide_key;
 
+int
+smla_find_keys(const smla_attention_params *params, int64_t token, int split, smla_only_key *first)
+{
+    int count = 0;
+    key_cursor cursor = start_cursor(params, token, split);
+    key_block block;
+    for (next_block(&cursor, 2, &block); block.count > 0; next_block(&cursor, 2, &block)) {
+        if (count == 0) {
+            *first = (smla_only_key){block.keys[0], block.format, block.kv_scale};
+        }
+        count += block.count;
+        if (count > 1) {
+            return 2;
+        }
+    }
+    return count;
+}
+
+bool
+smla_has_columns(const smla_attention_params *params, int64_t token, int split)
+{
+    bool has_columns = false;
+    key_cursor cursor = start_cursor(params, token, split);
+    for (int list = 0; list < params->num_lists; list++) {
+        enter_list(&cursor, list);
+        has_columns |= cursor.column < cursor.end;
+    }
+    return has_columns;
+}
+
 bool
 smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
 {
     int count = 0;
     for (int split = 0; split < params->num_splits; split++) {
-        key_cursor cursor = start_cursor(params, token, split);
-        key_block block;
-        for (next_block(&cursor, 2, &block); block.count > 0; next_block(&cursor, 2, &block)) {
-            count += block.count;
-            if (count > 1) {
-                return false;
-            }
-            *only = (smla_only_key){block.keys[0], block.format, block.kv_scale};
+        smla_only_key first;
+        const int found = smla_find_keys(params, token, split, &first);
+        *only = found > 0 ? first : *only;
+        count += found;
+        if (count > 1) {
+            return false;
         }
     }
     return count == 1;
