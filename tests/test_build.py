@@ -1,4 +1,5 @@
-"""Which CUDA toolkit a build takes, and how it reads ptxas' report. nvcc is a script here."""
+"""Which CUDA toolkit a build takes, how it reads ptxas' report, and how it bounds stack frames. nvcc
+is a script here."""
 
 from __future__ import annotations
 
@@ -314,3 +315,69 @@ def test_the_compiler_s_failure_is_the_build_s(tmp_path):
     done = report(tmp_path, "file.cu(3): error: no such thing", status=2)
     assert done.returncode == 2
     assert "no such thing" in done.stderr
+
+
+# --- stack frames --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frames(graph, monkeypatch):
+    """buildtools/frames.py, which imports graph.py as `python buildtools/frames.py` lets it."""
+    monkeypatch.setitem(sys.modules, "graph", graph)
+    return load("frames")
+
+
+def report_frames(build: Path, *lines: str) -> str:
+    """Writes the compiler's report of a file in csrc/."""
+    folder = build / "obj/csrc/cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.su").write_text("".join(f"{line}\n" for line in lines))
+    return str(build)
+
+
+def test_the_largest_frame_is_printed(frames, tmp_path, capsys):
+    lines = "csrc/a.c:1:1:small\t16\tstatic", "csrc/a.c:9:1:large\t16384\tdynamic,bounded"
+    assert frames.main(report_frames(tmp_path, *lines)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "16384" in printed[0]
+    assert [line.split() for line in printed[1:]] == [
+        ["16384", "csrc/a.c:9:1:large"],
+        ["16", "csrc/a.c:1:1:small"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["csrc/a.c:9:1:large\t16385\tstatic", "csrc/a.c:9:1:large\t64\tdynamic"]
+)
+def test_a_frame_that_is_too_large(frames, tmp_path, capsys, line):
+    assert frames.main(report_frames(tmp_path, "csrc/a.c:1:1:small\t16\tstatic", line)) == 1
+    assert "error: csrc/a.c:9:1:large" in capsys.readouterr().out
+
+
+def test_a_build_without_reports_of_frames(frames, tmp_path, capsys):
+    assert frames.main(str(tmp_path)) == 1
+    assert "no reports" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", ["release", "aarch64"])
+def test_large_frames_do_not_compile(graph, monkeypatch, tmp_path, variant):
+    monkeypatch.setattr(graph, "VARIANT", variant)
+    monkeypatch.chdir(tmp_path)
+    flags = graph.stack_flags(graph.c_compiler())
+    assert "-fstack-clash-protection" in flags
+    program = "void use(char *);\nvoid run(void) {{ char x[{}]; use(x); }}\n"
+
+    def compiles(size):
+        source = tmp_path / "a.c"
+        source.write_text(program.format(size))
+        command = [*graph.c_compiler().split(), "-O2", *flags, "-c", str(source)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    assert compiles(graph.MAX_FRAME - 512)
+    assert not compiles(graph.MAX_FRAME + 512)
+
+
+@pytest.mark.parametrize("variant", ["debug", "sanitize", "thread", "coverage", "fuzz"])
+def test_other_builds_have_frames_of_any_size(graph, monkeypatch, variant):
+    monkeypatch.setattr(graph, "VARIANT", variant)
+    assert graph.stack_flags(graph.c_compiler()) == []

@@ -1,6 +1,6 @@
 /* test_memory.c: the n-th allocation fails, for n = 1, 2, 3, ... until creating a builder succeeds.
  * Each time the error is SMLA_ERROR_MEMORY, the caller's pointer is left alone, and nothing is
- * leaked.
+ * leaked. Calls of operators have at most one allocation, and write nothing if it fails.
  *
  * The files that allocate are compiled into this program with its allocator. The linker then takes
  * none of their functions from the library.
@@ -16,14 +16,15 @@ static void test_free(void *memory);
 #define calloc        test_calloc
 #define aligned_alloc test_aligned_alloc
 #define free          test_free
-#include "cpu/machine/cpu_backend.c" // NOLINT(bugprone-suspicious-include)
-#include "step/builder.c"            // NOLINT(bugprone-suspicious-include)
+#include "cpu/machine/cpu_backend.c"    // NOLINT(bugprone-suspicious-include)
+#include "cpu/machine/thread_scratch.c" // NOLINT(bugprone-suspicious-include)
+#include "step/builder.c"               // NOLINT(bugprone-suspicious-include)
 #undef malloc
 #undef calloc
 #undef aligned_alloc
 #undef free
 
-#include "testing.h"
+#include "large_calls.h"
 
 static int num_left = -1; /* allocations before one fails; negative: none fails */
 static int num_live;
@@ -172,9 +173,48 @@ test_build_allocates_nothing(void)
     EXPECT_EQ(num_live, 0);
 }
 
+/* A call without memory, then one with it. Returns how many allocations it has. */
+static int
+fail_call(const char *name, smla_status (*call)(const any_args *, smla_error *),
+          any_args (*make)(void))
+{
+    const any_args args = make();
+    num_left = 1;
+    EXPECT_OK(call(&args, &error));
+    const int count = 1 - num_left;
+    EXPECT(count == 0 || count == 1);
+    EXPECT_EQ(num_live, 0);
+    if (count == 1) {
+        num_left = 0;
+        EXPECT_FAIL(call(&args, &error), SMLA_ERROR_MEMORY, "of scratch must fit in memory");
+        EXPECT(strncmp(error.text, name, strlen(name)) == 0 && error.text[strlen(name)] == ':');
+        EXPECT_EQ(num_live, 0);
+    }
+    num_left = -1;
+    EXPECT_OK(call(&args, &error));
+    EXPECT_EQ(num_live, 0);
+    return count;
+}
+
+static void
+test_operators(void)
+{
+    const int num_operators = sizeof operators / sizeof operators[0];
+    int num_allocations = 0;
+    for (int i = 0; i < num_operators; i++) {
+        num_allocations += fail_call(operators[i].name, operators[i].call, operators[i].make);
+    }
+    EXPECT(num_allocations >= 4); /* three projections and compress_norm_rope_store */
+    for (int i = 0; i < NUM_LARGE_CALLS; i++) {
+        const large_call *const large = &large_calls[i];
+        EXPECT_EQ(fail_call(large->name, large->call, large->make), large->num_allocations);
+    }
+}
+
 int
 main(void)
 {
+    RUN(test_operators);
     RUN(test_create);
     RUN(test_own_workspace);
     RUN(test_refused);
