@@ -4,6 +4,7 @@
  *
  * The first argument is the number of calls in all, 10,000 if there is none.
  */
+#define _GNU_SOURCE /* pthread_attr_setstack */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
 #include <pthread.h>
 #include <unistd.h>
 
