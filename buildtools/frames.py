@@ -40,7 +40,9 @@ def main(build: str) -> int:
         print(f"{frame.bytes:8} {frame.function}")
     bad = [frame for frame in frames if frame.bytes > MAX_FRAME or not frame.is_bounded]
     for frame in bad:
-        print(f"error: {frame.function}: {frame.bytes} bytes{'' if frame.is_bounded else ' or more'}")
+        print(
+            f"error: {frame.function}: {frame.bytes} bytes{'' if frame.is_bounded else ' or more'}"
+        )
     return int(bool(bad))
 
 

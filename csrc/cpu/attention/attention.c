@@ -141,7 +141,7 @@ typedef struct attention_run {
     const smla_attention_isa *isa;
     smla_interrupt *interrupt;
     uint8_t *parts;   /* states of the parts if parts run in parallel */
-    part_keys *found; /* of these parts */
+    part_keys *found; /* the keys of these parts */
     uint8_t *threads; /* scratch of all threads */
     int64_t state_bytes;
     int64_t thread_bytes;

@@ -20,9 +20,9 @@ shorten_rows(const smla_lightning_params *p)
     if (stride >= logits->out_stride_token || logits->num_tokens == 0) {
         return shorter;
     }
-    const int64_t unit = smla_cpu_backend.chunk_tokens;
+    const int64_t unit = SMLA_CPU_CHUNK_TOKENS;
     const int64_t cached =
-        smla_cpu_backend.chunk_logits_bytes / (logits->out_type == SMLA_FLOAT_BF16 ? 2 : 4);
+        SMLA_CPU_CHUNK_LOGITS_BYTES / (logits->out_type == SMLA_FLOAT_BF16 ? 2 : 4);
     const int64_t room = p->chunk_tokens * logits->out_stride_token / stride;
     const int64_t most = cached / stride < unit ? unit : cached / stride;
     shorter.chunk_tokens =

@@ -209,8 +209,8 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
 /* The tasks of a call. */
 typedef struct task_grid {
     int64_t longest;     /* context */
-    int64_t num_columns; /* that tasks have */
-    int64_t blocks;      /* of tokens */
+    int64_t num_columns; /* columns that tasks have */
+    int64_t blocks;      /* blocks of tokens */
     int64_t count;
 } task_grid;
 

@@ -13,6 +13,12 @@
 
 struct smla_slot_isa;
 
+/* Chunks of lightning_indexer; cpu_backend.c and lightning.c. */
+enum {
+    SMLA_CPU_CHUNK_LOGITS_BYTES = 4 << 20, /* logits stay in a core's cache or the one behind it */
+    SMLA_CPU_CHUNK_TOKENS = 8,             /* logits.c decodes a key once for so many */
+};
+
 #define SMLA_DECLARE_CPU_OPERATOR(name, args_type, params_type) \
     smla_status smla_cpu_##name(const params_type *params, smla_error *error);
 

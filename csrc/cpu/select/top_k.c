@@ -269,8 +269,8 @@ write_row(const smla_top_k_params *p, int64_t token, int num_chunks, smla_select
 /* How the rows of a call are divided among threads. */
 typedef struct division {
     int64_t longest;     /* most columns of a row */
-    bool shares_columns; /* of rows that are long enough */
-    int num_threads;     /* for the other rows */
+    bool shares_columns; /* if a row is long enough */
+    int num_threads;     /* threads of the other rows */
 } division;
 
 static bool
