@@ -212,8 +212,8 @@ def flash_mla_with_kvcache(
     block_table: Given | None,
     cache_seqlens: Given | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
-    num_splits: None = None,
+    tile_scheduler_metadata: object,
+    num_splits: object = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool | None = None,
@@ -228,6 +228,8 @@ def flash_mla_with_kvcache(
     kv_format: FlashFormat | KvFormat | None = None,
     descale_q: None = None,
     descale_k: None = None,
+    *,
+    out: Result | None = None,
 ) -> tuple[Result, Result]:
     """Sparse decoding: each query attends to the cached tokens that `indices` names.
 
@@ -242,9 +244,11 @@ def flash_mla_with_kvcache(
         Not read: `indices` are slots already.
     head_dim_v : int
         512.
-    tile_scheduler_metadata : FlashMLASchedMeta
-        From `get_mla_metadata`.
+    tile_scheduler_metadata : object
+        What `get_mla_metadata` returns, FlashMLA's own object, an older version's tensor or None.
+        Not read. Of these, only a FlashMLASchedMeta of this module is told that a call took it.
     num_splits : None
+        Beside an older version's tensor, that version's second tensor; not read.
     softmax_scale : float, optional
         When left out, (the head size of q) ** -0.5.
     causal : bool
@@ -271,10 +275,14 @@ def flash_mla_with_kvcache(
         656 bytes are V32, 584 are V4, 528 are V41 and 288 are V41_FP4.
     descale_q, descale_k : None
         Scales of dense FP8 decoding.
+    out : [b, s_q, H, 512] bf16, optional
+        Where the result is written. Its first two dimensions must join to one, which they do when
+        b or s_q is 1; heads may be any distance apart.
 
     Returns
     -------
     out : [b, s_q, H, 512] bf16
+        The object given as `out`, or a new array.
     lse : [b, H, s_q] fp32
         Natural logarithm; +inf where a query has no keys, and out is 0 there.
 
@@ -303,14 +311,10 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `indices` must be given, {_SERVED}; {_DENSE}, got None")
     batch, s_q, num_heads, head_dim = _shape(op, "q", q, "[b, s_q, H, D]")
     _check_head_dims(op, "head_dim_v", head_dim, head_dim_v)
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        got = type(tile_scheduler_metadata).__name__
-        raise TypeError(
-            f"{op}: `tile_scheduler_metadata` must be what get_mla_metadata() of this module "
-            f"returns first, got {got}"
-        )
-    if num_splits is not None:
+    if num_splits is not None and not _is_array(tile_scheduler_metadata):
         raise ValueError(f"{op}: `num_splits` must be None, got {type(num_splits).__name__}")
+    _check_flag(op, "enable_batch_invariant", enable_batch_invariant)
+    _check_flag(op, "use_legacy", use_legacy)
     if descale_q is not None or descale_k is not None:
         name = "descale_k" if descale_q is None else "descale_q"
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
@@ -327,9 +331,13 @@ def flash_mla_with_kvcache(
         extra_topk = _per_query(op, "extra_topk_length", extra_topk_length, batch, s_q)
     if topk_length is not None:
         topk_length = _per_query(op, "topk_length", topk_length, batch, s_q)
-    tile_scheduler_metadata.have_initialized = True
-    out, lse = ops._attention_plus_inf(
-        _without_grad(q).reshape(batch * s_q, num_heads, head_dim),
+    rows = batch * s_q
+    if out is not None:
+        _check_out(op, out, (batch, s_q, num_heads, HEAD_DIM_V))
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        tile_scheduler_metadata.have_initialized = True
+    result, lse = ops._attention_plus_inf(
+        _without_grad(q).reshape(rows, num_heads, head_dim),
         k_cache,
         _join_rows(op, "indices", indices, batch, s_q),
         topk_length=topk_length,
@@ -341,8 +349,10 @@ def flash_mla_with_kvcache(
         num_splits=1 if enable_batch_invariant else 0,
         kv_format=kv_formats[0],
         extra_kv_format=kv_formats[1],
+        out=None if out is None else out.reshape(rows, num_heads, HEAD_DIM_V),
     )
-    out = out.reshape(batch, s_q, num_heads, HEAD_DIM_V)
+    if out is None:
+        out = result.reshape(batch, s_q, num_heads, HEAD_DIM_V)
     if s_q == 1:
         return out, lse.reshape(batch, num_heads, 1)
     return out, lse.reshape(batch, s_q, num_heads).swapaxes(1, 2)
@@ -359,6 +369,8 @@ def flash_mla_sparse_fwd(
     topk_length: Given | None = None,
     use_legacy: bool = False,
     return_log2_lse: Literal[True] | None = None,
+    *,
+    out: Result | None = None,
 ) -> tuple[Result, Result, Result]: ...
 @overload
 def flash_mla_sparse_fwd(
@@ -371,6 +383,8 @@ def flash_mla_sparse_fwd(
     topk_length: Given | None = None,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
+    *,
+    out: Result | None = None,
 ) -> tuple[Result, Result | None, Result | None]: ...
 @names_integration("sparse_attention")
 def flash_mla_sparse_fwd(
@@ -383,6 +397,8 @@ def flash_mla_sparse_fwd(
     topk_length: Given | None = None,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
+    *,
+    out: Result | None = None,
 ) -> tuple[Result, Result | None, Result | None]:
     """Sparse prefill: each query attends to the rows of `kv` that `indices` names.
 
@@ -406,10 +422,13 @@ def flash_mla_sparse_fwd(
     return_log2_lse : bool, optional
         None: max_logits and lse are natural logarithms. False: both are None. True: both are in
         base 2, at the price of a multiplication of each.
+    out : [T, H, 512] bf16, optional
+        Where the result is written. Tokens and heads may be any distance apart.
 
     Returns
     -------
     out : [T, H, 512] bf16
+        The object given as `out`, or a new array.
     max_logits : [T, H] fp32, or None
         The largest sm_scale * q . k; -inf where a query has no keys.
     lse : [T, H] fp32, or None
@@ -433,7 +452,7 @@ def flash_mla_sparse_fwd(
     ((1, 16, 512), 1.0, 1.6931)
     """
     op = PREFILL
-    num_tokens, _, head_dim = _shape(op, "q", q, "[T, H, D]")
+    num_tokens, num_heads, head_dim = _shape(op, "q", q, "[T, H, D]")
     _check_head_dims(op, "d_v", head_dim, d_v)
     num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, D]")
     if num_kv_heads != 1:
@@ -445,8 +464,11 @@ def flash_mla_sparse_fwd(
             f"{op}: `kv` must have rows that stand alone, unlike those of split pages, got {row} "
             "bytes a token"
         )
+    _check_flag(op, "use_legacy", use_legacy)
+    if out is not None:
+        _check_out(op, out, (num_tokens, num_heads, HEAD_DIM_V))
     wants_statistics = return_log2_lse is not False
-    out, lse, *max_logits = ops._attention_plus_inf(
+    result, lse, *max_logits = ops._attention_plus_inf(
         _without_grad(q),
         _without_grad(kv).reshape(num_rows, row),
         _join_rows(op, "indices", indices, num_tokens, 1),
@@ -455,7 +477,9 @@ def flash_mla_sparse_fwd(
         softmax_scale=sm_scale,
         kv_format=kv_format,
         return_max_logits=wants_statistics,
+        out=out,
     )
+    out = result if out is None else out
     if not wants_statistics:
         return out, None, None
     if return_log2_lse:
@@ -487,6 +511,32 @@ def _shape(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
     if len(shape) != rule.count(",") + 1:
         raise ValueError(f"{op}: `{name}` must have shape {rule}, got {list(shape)}")
     return shape
+
+
+def _is_array(value: object) -> bool:
+    return len(getattr(value, "shape", ())) > 0
+
+
+def _check_flag(op: str, name: str, value: object) -> None:
+    """Refuses an array, because vLLM's copies of these functions have `out` in a flag's place."""
+    if _is_array(value):
+        raise TypeError(
+            f"{op}: `{name}` must be a bool, got {type(value).__name__}: pass `out` by its name"
+        )
+
+
+def _check_out(op: str, out: Array, want: tuple[int, ...]) -> None:
+    """Whether `out` has the shape of the result, and joins to rows without a copy."""
+    shape = _shape(op, "out", out, "[b, s_q, H, 512]" if op == DECODE else "[T, H, 512]")
+    if tuple(shape) != want:
+        raise ValueError(f"{op}: `out` must have shape {list(want)}, got {list(shape)}")
+    if op == DECODE and want[0] > 1 and want[1] > 1:
+        strides = out.stride() if hasattr(out, "stride") else getattr(out, "strides", None)
+        if strides is not None and strides[0] != want[1] * strides[1]:
+            raise ValueError(
+                f"{op}: `out` must have batches that follow each other without a gap, since a "
+                f"copy is no result, got strides {list(strides)}"
+            )
 
 
 def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> None:

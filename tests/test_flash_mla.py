@@ -13,7 +13,13 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
-from helpers import ALL_FRAMEWORKS, assert_error_text, assert_same_bits, find_framework
+from helpers import (
+    ALL_FRAMEWORKS,
+    assert_error_text,
+    assert_same_bits,
+    find_framework,
+    with_marks,
+)
 
 from sparse_mla import flash_mla
 
@@ -48,6 +54,11 @@ class Arrays:
 
 @pytest.fixture(params=ALL_FRAMEWORKS)
 def arrays(request) -> Arrays:
+    return Arrays(request.param)
+
+
+@pytest.fixture(params=with_marks("numpy", "torch"))
+def writable_arrays(request) -> Arrays:
     return Arrays(request.param)
 
 
@@ -482,6 +493,91 @@ def test_one_metadata_object_serves_any_call(arrays):
         )
 
 
+@dataclass
+class OtherSchedule:
+    """FlashMLASchedMeta as FlashMLA and vLLM's copy of it define the class."""
+
+    have_initialized: bool = False
+    config: object = None
+
+
+SCHEDULES = {
+    "of this module": (flash_mla.FlashMLASchedMeta(), None),
+    "of another package": (OtherSchedule(), None),
+    "none": (None, None),
+    "the older tensors": (np.zeros((1, 8), np.int32), np.zeros(4, np.int32)),
+    "the older tensor alone": (np.zeros((1, 8), np.int32), None),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_decode_writes_out_beside_any_schedule(schedule, s_q, writable_arrays):
+    """vLLM's and SGLang's engines pass a slice of their layer's output."""
+    case = Decode(s_q=s_q, H=16, K=64, topk_length=True, sink=True)
+    arrays, (meta, num_splits) = writable_arrays, SCHEDULES[schedule]
+    want = case.run(arrays)
+    q, cache, indices = (arrays.put(x) for x in (case.q, case.k_cache, case.indices))
+    options = {name: arrays.put(x) for name, x in case.options.items()}
+    buffer = arrays.put(np.full((case.b * s_q + 2, 16, 512), 7, ref.BF16))
+    out = buffer[1:-1].reshape(case.b, s_q, 16, 512)
+    meta, num_splits = arrays.put(meta), arrays.put(num_splits)
+    got, lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, meta, num_splits, indices=indices, out=out, **options
+    )
+    assert got is out
+    assert_same_bits(arrays.get(out), want[0])
+    assert_same_bits(arrays.get(lse), want[1])
+    whole = arrays.get(buffer)
+    assert_same_bits(whole[1:-1], want[0].reshape(-1, 16, 512))
+    assert (whole[[0, -1]] == 7).all()
+    if isinstance(meta, OtherSchedule):
+        assert meta == OtherSchedule(), "another package plans by its own object"
+
+
+@pytest.mark.parametrize("heads", [16, 24])
+def test_prefill_writes_out(heads, writable_arrays):
+    """Of `heads` heads of the buffer, the call writes the first 16."""
+    case, arrays = Prefill(H=16), writable_arrays
+    want = case.run(arrays)
+    buffer = arrays.put(np.full((case.T + 2, heads, 512), 7, ref.BF16))
+    out = buffer[1:-1, :16]
+    args = (arrays.put(x) for x in (case.q, case.kv, case.indices))
+    got, *statistics = flash_mla.flash_mla_sparse_fwd(*args, case.sm_scale, out=out)
+    assert got is out
+    whole = arrays.get(buffer)
+    assert_same_bits(whole[1:-1, :16], want[0])
+    assert (whole[[0, -1]] == 7).all()
+    assert (whole[:, 16:] == 7).all()
+    for x, y in zip(statistics, want[1:], strict=True):
+        assert_same_bits(arrays.get(x), y)
+
+
+@pytest.mark.parametrize("b_and_s_q", [(1, 4), (4, 1), (2, 2)])
+def test_out_may_have_gaps_that_rows_allow(b_and_s_q, writable_arrays):
+    """Heads of a wider buffer, and a batch or a sequence of one with any other stride."""
+    case, arrays = Decode(*b_and_s_q, H=16, K=64), writable_arrays
+    want = case.run(arrays)
+    b, s_q = b_and_s_q
+    buffer = arrays.put(np.full((b, s_q + (1 in b_and_s_q), 24, 512), 7, ref.BF16))
+    out = buffer[:, :s_q, 8:]
+    got, _ = flash_mla.flash_mla_with_kvcache(
+        *(arrays.put(x) for x in (case.q, case.k_cache)), None, None, 512, None,
+        indices=arrays.put(case.indices), out=out,
+    )  # fmt: skip
+    assert got is out
+    assert_same_bits(arrays.get(out), want[0])
+    assert (arrays.get(buffer)[:, :, :8] == 7).all()
+
+
+@pytest.mark.jax
+def test_out_of_jax_is_refused():
+    """Its arrays cannot be written."""
+    jax, case = Arrays("jax"), Decode(H=16, K=64)
+    with pytest.raises(BufferError, match="`out`"):
+        case.run(jax, out=np.zeros((3, 2, 16, 512), ref.BF16))
+
+
 def test_signatures_take_the_package_s_arguments():
     check_signatures(flash_mla)
 
@@ -496,7 +592,9 @@ def check_signatures(module) -> None:
     )
     prefill = "q kv indices sm_scale d_v attn_sink topk_length use_legacy return_log2_lse"
     for name, want in ((DECODE, decode), (PREFILL, prefill)):
-        assert list(inspect.signature(getattr(module, name)).parameters) == want.split()
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        assert by_position == want.split()
 
 
 @pytest.mark.torch
@@ -579,8 +677,20 @@ def zeros(*shape, dtype=ref.BF16) -> np.ndarray:
 REFUSED_DECODES = {
     "dense": ({"indices": None}, ValueError, "indices"),
     "causal": ({"causal": True}, ValueError, "causal"),
-    "old metadata": ({"tile_scheduler_metadata": zeros(4)}, TypeError, "tile_scheduler_metadata"),
     "old splits": ({"num_splits": zeros(4)}, ValueError, "num_splits"),
+    "splits alone": (
+        {"tile_scheduler_metadata": None, "num_splits": zeros(4)}, ValueError, "num_splits",
+    ),
+    "out in a flag's place": (
+        {"enable_batch_invariant": zeros(3, 2, 16, 512)}, TypeError, "enable_batch_invariant",
+    ),
+    "out in another's": ({"use_legacy": zeros(3, 2, 16, 512)}, TypeError, "use_legacy"),
+    "out of rank 3": ({"out": zeros(6, 16, 512)}, ValueError, "out"),
+    "out of more heads": ({"out": zeros(3, 2, 17, 512)}, ValueError, "out"),
+    "out of keys' size": ({"out": zeros(3, 2, 16, 576)}, ValueError, "out"),
+    "out turned": ({"out": zeros(2, 3, 16, 512)}, ValueError, "out"),
+    "out with a gap": ({"out": zeros(3, 3, 16, 512)[:, 1:]}, ValueError, "out"),
+    "out is a list": ({"out": [0]}, TypeError, "out"),
     "dense FP8": ({"descale_q": zeros(1)}, ValueError, "descale_q"),
     "v of 64": ({"head_dim_v": 64}, ValueError, "head_dim_v"),
     "V4 queries": ({"q": zeros(3, 2, 16, 512)}, ValueError, "q"),
@@ -619,6 +729,11 @@ REFUSED_PREFILLS = {
     "flat indices": ({"indices": zeros(5, 64, dtype=np.int32)}, ValueError, "indices"),
     "other tokens": ({"indices": zeros(4, 1, 64, dtype=np.int32)}, ValueError, "indices"),
     "two index heads": ({"indices": zeros(5, 2, 64, dtype=np.int32)}, ValueError, "indices"),
+    "out in a flag's place": ({"use_legacy": zeros(5, 16, 512)}, TypeError, "use_legacy"),
+    "out of rank 4": ({"out": zeros(5, 1, 16, 512)}, ValueError, "out"),
+    "out of more tokens": ({"out": zeros(6, 16, 512)}, ValueError, "out"),
+    "out of more heads": ({"out": zeros(5, 17, 512)}, ValueError, "out"),
+    "out is a list": ({"out": [0]}, TypeError, "out"),
 }
 
 
@@ -681,3 +796,17 @@ def test_the_core_s_errors_pass_through(arrays):
         case.run(arrays, indices=case.indices.astype(np.float32))
     with pytest.raises(ValueError, match="128 heads"):
         Decode(H=129, K=64, b=1).run(arrays)
+
+
+def test_the_core_checks_out():
+    numpy, decode, prefill = Arrays("numpy"), Decode(H=16, K=64), Prefill(H=16, K=64)
+    for case, shape in ((decode, (3, 2, 16, 512)), (prefill, (prefill.T, 16, 512))):
+        for dtype in (np.float32, np.float16, np.uint16):
+            with pytest.raises(TypeError, match="`out` must be bfloat16, got "):
+                case.run(numpy, out=zeros(*shape, dtype=dtype))
+        read_only = zeros(*shape)
+        read_only.flags.writeable = False
+        with pytest.raises(BufferError, match="`out` must be writable"):
+            case.run(numpy, out=read_only)
+        with pytest.raises(ValueError, match="`out` must not overlap `q`"):
+            case.run(numpy, out=case.q[..., :512])
