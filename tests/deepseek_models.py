@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import device
-import pytest
-from helpers import find_framework
+from helpers import find_framework, require
 
 V4_HIDDEN = 96
 
@@ -56,7 +55,7 @@ def make_v4_part(name: str, dim: int):
     """torch, and a compressor or an indexer: r 4 with groups that overlap, or r 128."""
     torch = find_framework("torch").module
     find_framework("transformers")
-    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    v4 = require("transformers.models.deepseek_v4.modeling_deepseek_v4")
     config = v4.DeepseekV4Config(
         hidden_size=V4_HIDDEN,
         head_dim=dim,

@@ -35,6 +35,18 @@ def find_c_test(name: str) -> Path:
 # --- frameworks ----------------------------------------------------------------------------------
 
 
+def require(name: str):
+    """The module, or a skip where its package is not installed. A package that is installed and
+    does not import is a failure: its tests would otherwise be skipped without a word."""
+    try:
+        return device.import_quietly(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing or not f"{name}.".startswith(f"{missing}."):
+            raise
+    pytest.skip(f"{missing} is not installed", allow_module_level=True)
+
+
 class Framework:
     """How NumPy arrays become this framework's arrays and back. The base class is NumPy."""
 
@@ -62,7 +74,7 @@ class Torch(Framework):
     carriers = (("bfloat16", ref.BF16, np.int16), ("float8_e4m3fn", ref.E4M3, np.uint8))
 
     def __init__(self, place: str = "cpu") -> None:
-        self.module = device.import_quietly("torch")
+        self.module = require("torch")
         self.place = place
         self.shares_memory = place == "cpu"
 
@@ -95,7 +107,7 @@ class Jax(Framework):
     shares_memory = False  # put copies; int64 becomes int32
 
     def __init__(self, place: str = "cpu") -> None:
-        self.module = device.import_quietly("jax")
+        self.module = require("jax")
         self.place = self.module.devices(place)[0]
 
     def put(self, x: np.ndarray):
@@ -116,7 +128,7 @@ class Cupy(Framework):
     shares_memory = False
 
     def __init__(self, place: str = "cuda") -> None:
-        self.module = device.import_quietly("cupy")
+        self.module = require("cupy")
 
     def put(self, x: np.ndarray):
         if x.dtype == ref.BF16:
@@ -142,18 +154,18 @@ class Transformers(Torch):
 
     def __init__(self, place: str = "cpu") -> None:
         super().__init__(place)
-        self.module = device.import_quietly("transformers")
+        self.module = require("transformers")
 
 
 class Vllm(Torch):
-    """vLLM, whose layers take torch's tensors. The module is that of its configs, so that a wheel
-    without the packages that it imports counts as not installed."""
+    """vLLM, whose layers take torch's tensors. The module is that of its configs, which imports
+    packages that the wheel alone does not bring."""
 
     name = "vllm"
 
     def __init__(self, place: str = "cpu") -> None:
         super().__init__(place)
-        self.module = device.import_quietly("vllm.config")
+        self.module = require("vllm.config")
 
 
 FRAMEWORKS: dict[str, type[Framework]] = {
@@ -175,17 +187,11 @@ def with_marks(*names: str) -> list:
 
 ALL_FRAMEWORKS = with_marks("numpy", "torch", "jax")  # on the CPU
 GPU_FRAMEWORKS = with_marks("torch", "cupy", "jax")
-IMPORT_ERRORS: dict[str, str] = {}
 
 
 def find_framework(name: str, *place: str) -> Framework:
     """The framework, or a skip with the reason. With SMLA_REQUIRE a skip fails the session."""
-    if name not in IMPORT_ERRORS:
-        try:
-            return FRAMEWORKS[name](*place)
-        except ImportError as error:
-            IMPORT_ERRORS[name] = str(error)
-    pytest.skip(f"{name} is not installed: {IMPORT_ERRORS[name]}")
+    return FRAMEWORKS[name](*place)
 
 
 # --- commands ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import find_framework, run_python
+from helpers import find_framework, require, run_python
 
 import sparse_mla
 from sparse_mla._bench import (
@@ -650,7 +650,7 @@ def test_the_summary_names_the_slowest_usual_input_of_a_shape():
 
 
 def test_an_earlier_run_is_summed_up_and_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     command = ["-m", "sparse_mla", "bench", "--from", str(tmp_path / "results.json")]
     done = run_python(*command, "--plot", str(tmp_path / "plot.svg"))

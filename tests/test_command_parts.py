@@ -16,6 +16,7 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
+from helpers import require
 
 import sparse_mla
 from sparse_mla import __main__ as command
@@ -402,7 +403,7 @@ def cuda_tables(monkeypatch):
 
 def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     """A table that fails does not stop the others."""
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
     wanted = ["decode", "prefill", "inputs", "v4", "bytes", "projection"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from helpers import find_framework, printed_by_python, run_python
+from helpers import find_framework, printed_by_python, require, run_python
 
 import sparse_mla
 from sparse_mla._bench import run as bench
@@ -173,7 +173,7 @@ def test_bench_names_first_what_no_installation_cures(gpu, pytorch, monkeypatch)
 
 
 def test_bench_plots_an_earlier_run(tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     rows = [{"us": 20.0, "floor_us": 10.0, "peer_us": 30.0}, {"us": 5.0, "floor_us": 2.0}]
     results = {"device": "a GPU, 132 SMs", "failures": {}, "Decode, K": rows, "Calls": [{"x": 1}]}
     (tmp_path / "results.json").write_text(json.dumps(results))
@@ -188,7 +188,7 @@ def test_bench_plots_an_earlier_run(tmp_path):
 
 
 def test_bench_plots_the_cpu_s_rates(tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     path = tmp_path / "plot.svg"
     options = ["--device", "cpu", "--quick", "--only", "projection", "--plot", str(path)]
     done = run_command("bench", *options)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import device
 import pytest
-from helpers import FRAMEWORKS, find_framework, run_python
+from helpers import FRAMEWORKS, find_framework, require, run_python
 
 import sparse_mla
 
@@ -52,12 +52,12 @@ def test_example(path):
     for name in sorted(needed & set(FRAMEWORKS)):
         find_framework(name)
     for name in sorted(needed - set(FRAMEWORKS) - set(sys.stdlib_module_names)):
-        pytest.importorskip(name)
+        require(name)
     if "ctypes" in needed and not LIBRARY.exists():
         pytest.skip("the C library is not built: make test-c")
     command = [str(path)]
     if path.suffix == ".ipynb":
-        pytest.importorskip("nbclient")
+        require("nbclient")
         command.insert(0, str(ROOT / "tests" / "notebook.py"))
     folders = [str(LIBRARY), os.environ.get("LD_LIBRARY_PATH", "")]
     done = run_python(*command, LD_LIBRARY_PATH=os.pathsep.join(filter(None, folders)))

@@ -6,7 +6,7 @@ import inspect
 import device
 import numpy as np
 import pytest
-from helpers import find_framework
+from helpers import find_framework, require
 
 import sparse_mla
 from sparse_mla import _format_names, ops
@@ -70,8 +70,8 @@ def test_configs_take_either_name():
 @pytest.mark.torch
 @pytest.mark.transformers
 def test_the_runner_takes_either_name():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    require("torch")
+    require("transformers")
     from sparse_mla.integrations.transformers import ModelRunner
 
     with pytest.raises(TypeError, match="`model` must be"):

@@ -29,7 +29,7 @@ def torch_arrays() -> Arrays:
 
 @pytest.fixture
 def package():
-    return pytest.importorskip("flash_mla")
+    return helpers.require("flash_mla")
 
 
 @pytest.mark.parametrize("name", DECODES)

@@ -19,11 +19,11 @@ import pytest
 import reference as ref
 import test_v4_attend as attend
 from fake_gpu import Driver, load, on_gpu
-from helpers import assert_keeps_nothing
+from helpers import assert_keeps_nothing, require
 
 import sparse_mla
 
-api = pytest.importorskip("_testcapi")
+api = require("_testcapi")
 
 # The allocation that fails may be one of Python's own clean-up, which then gives this warning.
 IN_CLEAN_UP = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

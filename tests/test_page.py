@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import require
 
-pytest.importorskip("setuptools")
+require("setuptools")
 
 ROOT = Path(__file__).parent.parent
 ADDRESSES = ("SPARSE_MLA_PROJECT_URL", "GITHUB_SERVER_URL", "GITHUB_REPOSITORY")

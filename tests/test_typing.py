@@ -1,6 +1,5 @@
 """What type checkers find in calls, and what Python and IPython show of signatures."""
 
-import importlib.util
 import inspect
 import json
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from helpers import require
 
 import sparse_mla
 from sparse_mla import _C, _types, ops
@@ -26,7 +26,7 @@ Errors = list[tuple[str, int]]  # name of a file, line
 
 def mypy(tmp_path, *files: Path) -> Errors:
     """The project's settings leave out the types of optional frameworks."""
-    pytest.importorskip("mypy")
+    require("mypy")
     command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml"]
     command += ["--cache-dir", tmp_path, "--no-error-summary", "--hide-error-context"]
     run = subprocess.run([*command, *files], cwd=PACKAGE, capture_output=True, text=True)
@@ -36,8 +36,7 @@ def mypy(tmp_path, *files: Path) -> Errors:
 
 
 def pyright(tmp_path, *files: Path) -> Errors:
-    if importlib.util.find_spec("basedpyright") is None:
-        pytest.skip("no basedpyright")
+    require("basedpyright")
     settings = {"typeCheckingMode": "standard", "include": [str(file) for file in files]}
     settings["extraPaths"] = [str(PACKAGE)]
     config = tmp_path / "pyrightconfig.json"
@@ -79,14 +78,14 @@ def test_right_calls_are_taken(tmp_path, check):
 @pytest.mark.torch
 @pytest.mark.transformers
 def test_calls_with_tensors_are_taken(tmp_path, check):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    require("torch")
+    require("transformers")
     assert check(tmp_path, *EXAMPLES_WITH_TORCH) == []
 
 
 @pytest.mark.torch
 def test_results_have_the_type_of_the_first_array(tmp_path):
-    pytest.importorskip("torch")
+    require("torch")
     assert pyright(tmp_path, CALLS / "results.py") == []
 
 
@@ -111,7 +110,7 @@ def test_signatures_are_the_declared_ones(name):
 
 
 def test_ipython_shows_the_declared_signature():
-    oinspect = pytest.importorskip("IPython.core.oinspect")
+    oinspect = require("IPython.core.oinspect")
     shown = oinspect.Inspector(theme_name="nocolor").info(sparse_mla.sparse_attention)
     assert "kv_format: 'KvFormat | None' = None" in shown["definition"]
     assert shown["call_def"] is None, "one signature is shown"
