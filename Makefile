@@ -4,7 +4,8 @@
 #   make test SANITIZE=1             test under ASan and UBSan; DEBUG=1 tests an unoptimised build
 #   make test SANITIZE=thread        run C tests and tests of threads under ThreadSanitizer (gcc)
 #   make test PYTHON=python3.13      create .venv, if there is none yet, with another interpreter
-#   make test SPARSE_MLA_CUDA=off    build without CUDA; see buildtools/toolkit.py
+#   make test SPARSE_MLA_CUDA=auto   build with CUDA, also where nothing can run it; see
+#                                    buildtools/toolkit.py
 #   make test-gpu PREBUILT=1         use PYTHON's own packages and the extension as it is
 
 PYTHON ?= python3
@@ -50,6 +51,11 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
 
+# These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
+# unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
+# wherever there is a compiler for it.
+demo bench test test-c examples-c: WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
+
 # ---- Environment and build ---------------------------------------------------------------------
 
 $(VENV)/bin/python:
@@ -75,16 +81,16 @@ vllm: $(VENV)/frameworks.txt $(VENV)/vllm-imports.txt ## install vLLM's wheel al
 environment: $(VENV)/test.txt toolkit
 
 toolkit: | $(VENV)/bin/python
-	@wheels=$$($(PY) buildtools/toolkit.py) && { test -z "$$wheels" || \
+	@wheels=$$($(WITH_CUDA) $(PY) buildtools/toolkit.py) && { test -z "$$wheels" || \
 	    $(PY) -m pip install --quiet --disable-pip-version-check $$wheels; }
 
 build: $(PREPARED) ## compile the extension into the source tree, only what changed
 ifneq ($(call on,PREBUILT),)
 	@echo "PREBUILT=1: sparse_mla as it is"
 else ifeq ($(VARIANT),release)
-	@$(PY) setup.py -q build_ext --inplace
+	@$(WITH_CUDA) $(PY) setup.py -q build_ext --inplace
 else
-	@$(PY) setup.py -q build
+	@$(WITH_CUDA) $(PY) setup.py -q build
 endif
 
 # ---- Use ---------------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ test: test-c examples-c build ## C tests, C examples, then the Python tests
 	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
 
 test-c: environment ## the C tests alone
-	@$(PY) setup.py -q ninja --targets=tests,lib
+	@$(WITH_CUDA) $(PY) setup.py -q ninja --targets=tests,lib
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
 
@@ -197,7 +203,7 @@ format: $(VENV)/lint.txt ## rewrite Python and C in the project's format
 # ---- Products ----------------------------------------------------------------------------------
 
 lib: $(VENV)/build.txt toolkit ## build/lib and build/include: the C library, its headers, pkg-config and CMake files
-	@env -u DEBUG -u SANITIZE -u COVERAGE $(PY) setup.py -q ninja --targets=lib
+	@env -u DEBUG -u SANITIZE -u COVERAGE $(WITH_CUDA) $(PY) setup.py -q ninja --targets=lib
 
 install-lib: lib ## copy what lib builds to PREFIX=/usr/local
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib
@@ -205,7 +211,7 @@ install-lib: lib ## copy what lib builds to PREFIX=/usr/local
 	    $(DESTDIR)$(PREFIX)/include
 	cp -RP build/lib/libsparse_mla.* build/lib/pkgconfig build/lib/cmake $(DESTDIR)$(PREFIX)/lib
 
-wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolation, in dist/
+wheel: $(VENV)/test.txt ## build an sdist, and from it in isolation a wheel, in dist/
 	rm -rf dist
 	@$(PY) setup.py -q sdist
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz

@@ -241,9 +241,15 @@ def code_flags(archs):
         yield f"-gencode=arch=compute_{arch},code={code}"
 
 
+def has_built_cuda():
+    """Whether the extension of an earlier build is complete and has CUDA."""
+    return EXTENSION.exists() and b"none: CPU-only build" not in EXTENSION.read_bytes()
+
+
 def find_cuda():
     """The toolkit, or None, and what build_info() says about it."""
-    mode = toolkit.selected_mode()
+    asked = toolkit.selected_mode()
+    mode = toolkit.settle_mode(asked, has_built_cuda())
     found = toolkit.find_toolkit(mode) if VARIANT in CUDA_VARIANTS else None
     if found:
         fact = f"{found.version} from {found.origin}"
@@ -253,7 +259,8 @@ def find_cuda():
         if VARIANT not in CUDA_VARIANTS:
             fact = f"CPU-only build, as always for variant {VARIANT}"
         else:
-            reason = "SPARSE_MLA_CUDA=off" if mode == "off" else "no CUDA toolkit found"
+            chosen = "no NVIDIA driver here" if asked == "here" else "SPARSE_MLA_CUDA=off"
+            reason = chosen if mode == "off" else "no CUDA toolkit found"
             fact = f"CPU-only build ({reason}); {toolkit.HOW_TO_GET_CUDA}"
         toolkit.note(fact)
         fact, archs = f"none: {fact}", "none"

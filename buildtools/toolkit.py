@@ -5,6 +5,9 @@ SPARSE_MLA_CUDA=auto     the first of CUDA_HOME, nvcc on PATH, /usr/local/cuda, 
                =system   one of the first three; without one the build fails
                =wheel    NVIDIA's wheels; without them the build fails
                =off      a CPU-only build
+               =here     auto where this machine has an NVIDIA driver, or has built CUDA already;
+                         else off. `make demo` and `make test` ask for it: they need no kernels
+                         that nothing here can run, and those take minutes to compile
 """
 
 import os
@@ -18,7 +21,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-MODES = ("auto", "system", "wheel", "off")
+MODES = ("auto", "system", "wheel", "off", "here")
 OLDEST = (12, 8)  # the first with the Blackwell targets sm_100 and sm_120
 STANDARD_PLACE = Path("/usr/local/cuda")
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
@@ -50,6 +53,13 @@ def selected_mode():
     if mode not in MODES:
         sys.exit(f"error: SPARSE_MLA_CUDA={mode}: must be one of {', '.join(MODES)}")
     return mode
+
+
+def settle_mode(mode, has_built_cuda=False):
+    """`here` as auto or off; any other mode as it is."""
+    if mode != "here":
+        return mode
+    return "auto" if has_driver() or has_built_cuda else "off"
 
 
 def find_toolkit(mode):
@@ -163,7 +173,7 @@ def wheel_requirements():
 def wanted_wheels():
     """What pip must install before the build. These are NVIDIA's wheels where they are asked for,
     and in mode auto where a GPU would otherwise stay unused. Nobody else downloads their 100 MB."""
-    mode = selected_mode()
+    mode = settle_mode(selected_mode())
     if mode == "wheel":
         require_wheels_exist()
     elif mode != "auto" or not has_wheels() or not has_driver() or find_toolkit(mode):

@@ -4,6 +4,7 @@ is a script here."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers import require
 
 BUILDTOOLS = Path(__file__).parents[1] / "buildtools"
 
@@ -128,6 +130,83 @@ def test_a_missing_host_compiler_is_named(machine, monkeypatch):
         toolkit.find_toolkit("auto")
 
 
+# --- what `make demo` and `make test` build ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "mode"),
+    [
+        (False, None, "off"),
+        (False, b"... none: CPU-only build (SPARSE_MLA_CUDA=off) ...", "off"),
+        (False, b"... 13.0.88 from PATH ...", "auto"),
+        (True, None, "auto"),
+        (True, b"... none: CPU-only build (no NVIDIA driver here) ...", "auto"),
+    ],
+)
+def test_here_is_what_this_machine_can_run(
+    graph, machine, monkeypatch, capsys, driver, built, mode
+):
+    """With nvcc and without a driver that is a CPU-only build, unless CUDA is built already."""
+    monkeypatch.setattr(graph, "toolkit", toolkit)
+    monkeypatch.setattr(graph, "EXTENSION", machine / "_C.abi3.so")
+    monkeypatch.setenv("SPARSE_MLA_CUDA", "here")
+    install(toolkit.STANDARD_PLACE)
+    if driver:
+        (machine / "driver").touch()
+    if built is not None:
+        graph.EXTENSION.write_bytes(built)
+    found, facts = graph.find_cuda()
+    note = capsys.readouterr().err
+    if mode == "auto":
+        assert found.origin == str(toolkit.STANDARD_PLACE)
+        assert note == ""
+        return
+    assert found is None
+    assert "CPU-only build (no NVIDIA driver here); for CUDA, build again with" in note
+    assert note.count("\n") == 1
+    assert facts["SMLA_BUILD_CUDA"].startswith("none: CPU-only build (no NVIDIA driver here)")
+
+
+@pytest.mark.parametrize("mode", ["auto", "system", "wheel", "off"])
+def test_only_here_looks_at_the_machine(machine, mode):
+    assert toolkit.settle_mode(mode) == toolkit.settle_mode(mode, True) == mode
+
+
+def planned(*arguments: str, **environment: str) -> list[str]:
+    """The builds that make would run."""
+    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "SPARSE_MLA_CUDA", "DEBUG", "SANITIZE", "COVERAGE")
+    clean = {name: value for name, value in os.environ.items() if name not in own}
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    done = subprocess.run(
+        command, cwd=BUILDTOOLS.parent, env=clean | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [
+        line for line in done.stdout.splitlines() if re.search(r"setup\.py -q|toolkit\.py", line)
+    ]
+    assert lines
+    return lines
+
+
+@pytest.mark.parametrize("target", ["demo", "bench", "test", "test-c", "examples-c"])
+def test_targets_that_run_here_build_for_here(target):
+    assert all("SPARSE_MLA_CUDA=here " in line for line in planned(target))
+    for lines in (
+        planned(target, SPARSE_MLA_CUDA="system"),
+        planned(target, "SPARSE_MLA_CUDA=off"),
+    ):
+        assert not any("=here " in line for line in lines)
+        assert all(re.search("SPARSE_MLA_CUDA=(system|off) ", line) for line in lines)
+
+
+@pytest.mark.parametrize("target", ["build", "lint", "lib", "test-gpu", "wheel"])
+def test_other_targets_build_for_every_machine(target):
+    assert not any("SPARSE_MLA_CUDA" in line for line in planned(target))
+
+
+# --- the compiler --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("command", ["/nope", "/nope --sysroot=/"])
 def test_a_compiler_that_was_named_is_taken_or_is_an_error(graph, monkeypatch, tmp_path, command):
     monkeypatch.setenv("CC", command)
@@ -189,7 +268,7 @@ def test_a_release_s_wheel_is_for_the_promised_glibc(release):
 
 def test_a_release_has_the_shim(release, tmp_path, monkeypatch):
     """Its .pth file lies where an installation puts it beside the package."""
-    pytest.importorskip("setuptools")
+    require("setuptools")
     monkeypatch.chdir(BUILDTOOLS.parent)
     release.build_shim(tmp_path)
     (wheel,) = tmp_path.glob("sparse_mla_flash_mla-*-py3-none-any.whl")
