@@ -1,4 +1,5 @@
 """setuptools' side of the build: the extension `sparse_mla._C`, stable ABI, CPython 3.11 and later.
+A free-threaded CPython has no stable ABI, and gets an extension for its version alone.
 
     python setup.py build_ext --inplace       build what `pip install .` builds, in the source tree
     python setup.py ninja --targets=lib       build other targets of the graph: lib, tests, fuzz
@@ -55,9 +56,11 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext):
         run_ninja(self.distribution, "extension", "lib")
-        target = self.get_ext_fullpath(ext.name)
-        self.mkpath(str(Path(target).parent))
-        self.copy_file(str(graph.EXTENSION), target)
+        target = Path(self.get_ext_fullpath(ext.name))
+        self.mkpath(str(target.parent))
+        for other in target.parent.glob("_C.*.so"):  # of another ABI, which Python may find first
+            other.unlink()
+        self.copy_file(str(graph.EXTENSION), str(target))
 
 
 class Ninja(Command):
@@ -79,9 +82,9 @@ setup(
     long_description_content_type="text/markdown",
     project_urls=page.project_urls(),
     cmdclass={"build_ext": BuildExtension, "ninja": Ninja},
-    ext_modules=[Extension("sparse_mla._C", sources=[], py_limited_api=True)],
+    ext_modules=[Extension("sparse_mla._C", sources=[], py_limited_api=graph.HAS_LIMITED_API)],
     options={
         "build": {"build_lib": str(graph.BUILD / "python")},
-        "bdist_wheel": {"py_limited_api": "cp311"},
+        "bdist_wheel": {"py_limited_api": "cp311"} if graph.HAS_LIMITED_API else {},
     },
 )

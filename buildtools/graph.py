@@ -8,7 +8,8 @@ SANITIZE=thread (gcc), COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler
 which has its own folder under build/. WERROR=1 turns warnings into errors. SPARSE_MLA_CUDA chooses
 the CUDA toolkit, see toolkit.py. SPARSE_MLA_CUDA_ARCHS="80 90a" chooses the architectures that it
 compiles for. SPARSE_MLA_GLIBC=2.28 links for that version of glibc, with ziglang. ALLOW_SPILLS=1
-lets kernels use local memory.
+lets kernels use local memory. FULL_API=1 builds the extension for this version of CPython alone, as
+a free-threaded CPython always gets it.
 """
 
 import contextlib
@@ -68,7 +69,6 @@ CONFIG_FILES = (  # files of the C library, relative to its lib/
     "cmake/sparse_mla/sparse_mla-config-version.cmake",
 )
 GLUE_FLAGS = """
-    -DPy_LIMITED_API=0x030B0000
     -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
 """
 
@@ -87,7 +87,10 @@ VARIANT = chosen_variant()
 BUILD = Path("build", VARIANT)
 PREFIX = Path("build") if VARIANT == "release" else BUILD  # has the C library's include/ and lib/
 LIB = PREFIX / "lib"
-EXTENSION = BUILD / "_C.abi3.so"
+# A free-threaded CPython has no limited API: an extension serves one version of it.
+HAS_LIMITED_API = not (sysconfig.get_config_var("Py_GIL_DISABLED") or is_on("FULL_API"))
+API_FLAGS = ["-DPy_LIMITED_API=0x030B0000"] if HAS_LIMITED_API else []
+EXTENSION = BUILD / f"_C{'.abi3.so' if HAS_LIMITED_API else sysconfig.get_config_var('EXT_SUFFIX')}"
 
 # The name of a kernel file ends in its instruction set: attention_avx2.c. Kernel files of other
 # machines are left out. SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled.
@@ -414,9 +417,10 @@ def add_extension(graph, archive, version):
     include = ["-isystem", python_include(), "-isystem", package_include("numpy", "_core/include")]
     if VARIANT == "aarch64" and sysconfig.get_config_var("MULTIARCH"):
         include += ["-isystem", alias_of_multiarch()]
+    flags = [*API_FLAGS, *GLUE_FLAGS.split(), *include]
     own_flags = {"module": module_flags(graph.cc, version, graph.cuda_facts)}
     glue = [
-        graph.compile(source, *GLUE_FLAGS.split(), *include, *own_flags.get(source.stem, ()))
+        graph.compile(source, *flags, *own_flags.get(source.stem, ()))
         for source in c_files("csrc/python")
     ]
     exports = "-Wl,--version-script=buildtools/extension.map"

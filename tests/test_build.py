@@ -4,10 +4,12 @@ is a script here."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -239,6 +241,94 @@ def test_builds_in_one_folder_wait_for_each_other(graph, tmp_path, monkeypatch):
             other.wait(timeout=0.5)
     assert other.communicate(timeout=60) == ("alone\n", None)
     assert other.returncode == 0
+
+
+# --- free-threaded CPython -----------------------------------------------------------------------
+
+FREE_THREADED = {
+    "Py_GIL_DISABLED": 1,
+    "SOABI": "cpython-313t-x86_64-linux-gnu",
+    "EXT_SUFFIX": ".cpython-313t-x86_64-linux-gnu.so",
+}
+# Runs setup.py's commands up to their options, under the configuration of another Python.
+ASK_SETUP = """if True:
+    import json, sys, sysconfig
+    sysconfig.get_config_vars().update(json.loads(sys.argv.pop(1)))
+    import setuptools # and its distutils
+    import distutils.core
+    distribution = distutils.core.run_setup("setup.py", stop_after="config")
+    wheel = distribution.get_command_obj("bdist_wheel")
+    wheel.ensure_finalized()
+    build = distribution.get_command_obj("build_ext")
+    build.ensure_finalized()
+    import graph
+    print(*wheel.get_tag()[:2], build.get_ext_filename("sparse_mla._C"), graph.EXTENSION.name,
+          any("Py_LIMITED_API" in flag for flag in graph.API_FLAGS))
+"""
+
+
+def ask_setup(**changes) -> list[str]:
+    """The tags of a wheel, the extension's file in it and in build/, whether its API is limited."""
+    command = [sys.executable, "-W", "ignore", "-c", ASK_SETUP]
+    done = subprocess.run(
+        [*command, json.dumps(changes)], cwd=BUILDTOOLS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_wheel_serves_every_python_that_has_the_stable_abi():
+    require("setuptools")
+    file = "sparse_mla/_C.abi3.so"
+    assert ask_setup(Py_GIL_DISABLED=0) == ["cp311", "abi3", file, "_C.abi3.so", "True"]
+
+
+def test_a_free_threaded_python_has_a_wheel_of_its_own():
+    """Its limited API would end in an #error, and a file of the stable ABI would crash it."""
+    require("setuptools")
+    python, abi, file, built, is_limited = ask_setup(**FREE_THREADED)
+    assert python == f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert abi == "cp313t"
+    assert file == "sparse_mla/_C.cpython-313t-x86_64-linux-gnu.so"
+    assert built == "_C.cpython-313t-x86_64-linux-gnu.so"
+    assert is_limited == "False"
+
+
+# Copies a built extension into a package that has those of other Pythons.
+COPY_EXTENSION = """if True:
+    import sys
+    from pathlib import Path
+    import setuptools # and its distutils
+    import distutils.core
+    root = Path(sys.argv.pop(1))
+    distribution = distutils.core.run_setup("setup.py", stop_after="config")
+    build = distribution.get_command_obj("build_ext")
+    build.build_lib = str(root)
+    build.ensure_finalized()
+    build.inplace = False
+    import graph
+    graph.EXTENSION = root / "built"
+    type(build).build_extension.__globals__["run_ninja"] = lambda *targets: None
+    build.build_extension(build.extensions[0])
+"""
+
+
+@pytest.mark.parametrize("before", [(), ("_C.abi3.so",), ("_C.cpython-313t-x86_64-linux-gnu.so",)])
+def test_a_package_has_the_extension_of_one_python(tmp_path, before):
+    """A wheel must not carry an earlier build for another Python, nor must that be imported."""
+    require("setuptools")
+    package = tmp_path / "sparse_mla"
+    package.mkdir()
+    for name in (*before, "_C.pyi"):
+        (package / name).write_text("other")
+    (tmp_path / "built").write_text("this")
+    command = [sys.executable, "-W", "ignore", "-c", COPY_EXTENSION, tmp_path]
+    clean = {name: value for name, value in os.environ.items() if name != "FULL_API"}
+    subprocess.run(command, cwd=BUILDTOOLS.parent, env=clean, check=True)
+    found = {file.name: file.read_text() for file in package.iterdir()}
+    is_limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    own = "_C.abi3.so" if is_limited else "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+    assert found == {own: "this", "_C.pyi": "other"}
 
 
 @pytest.mark.parametrize("empty", ["", " "])

@@ -227,6 +227,41 @@ def test_a_jax_write_is_refused_and_leaves_the_array(jax):
     assert not np.asarray(cache).any()
 
 
+# A look-up of its type's attribute is where another thread may meet the type, too. Here it is the
+# same thread, so that it happens each time.
+MET_TWICE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np, sparse_mla
+from exchange_producer import Exchanged
+
+class Meta(type):
+    met = 0
+    @property
+    def requires_grad(cls):
+        Meta.met += 1
+        if Meta.met == 1:
+            quantize()
+        raise AttributeError
+
+class Array(Exchanged, metaclass=Meta):
+    pass
+
+array = Array(np.ones((1, 8), np.float32))
+quantize = lambda: sparse_mla.dynamic_per_tensor_quant(array)
+before = sys.getrefcount(Array)
+for _ in range(4):
+    quantize()
+print(Meta.met, sys.getrefcount(Array) - before)
+"""
+
+
+def test_a_type_that_two_calls_meet_at_once_is_remembered_once():
+    """Otherwise one type could take the places of all, and be kept as often."""
+    tests = os.path.dirname(__file__)
+    assert printed_by_python("-c", MET_TWICE, tests).split() == ["2", "1"]
+
+
 # --- what cannot be exported or written ----------------------------------------------------------
 
 

@@ -8,16 +8,21 @@
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
+static void
+forget_exchange(smla_py_exchange *known)
+{
+    if (known != NULL) {
+        Py_DECREF((PyObject *)known->type);
+        Py_XDECREF(known->requires_grad);
+        free(known);
+    }
+}
+
 void
 smla_py_forget_exchanges(smla_py_shared *shared)
 {
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
-        smla_py_exchange *known = atomic_exchange(&shared->exchanges[i], NULL);
-        if (known != NULL) {
-            Py_DECREF((PyObject *)known->type);
-            Py_XDECREF(known->requires_grad);
-            free(known);
-        }
+        forget_exchange(atomic_exchange(&shared->exchanges[i], NULL));
     }
 }
 
@@ -71,7 +76,8 @@ refuse_traced(const char *op, const smla_py_array *array)
     Py_XDECREF(got);
 }
 
-/* Remembers a type. Without memory or a free place, the type is looked up again the next time. */
+/* Remembers a type, unless another thread was first. Without memory or a free place, the type is
+ * looked up again the next time. */
 static void
 remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
 {
@@ -86,15 +92,17 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
                                   smla_py_is_type_in_package(state, object, "torch")};
     find_requires_grad(state, met);
     find_has_sign(state, met);
+    Py_INCREF((PyObject *)type); /* before other threads see `met` */
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
-        smla_py_exchange *none = NULL;
-        if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &none, met)) {
-            Py_INCREF((PyObject *)type);
+        smla_py_exchange *known = NULL;
+        if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &known, met)) {
             return;
         }
+        if (known->type == type) {
+            break;
+        }
     }
-    Py_XDECREF(met->requires_grad);
-    free(met);
+    forget_exchange(met);
 }
 
 /* The exchange API of a type that is not known yet, in the major version that we know. NULL without

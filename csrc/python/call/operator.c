@@ -6,6 +6,7 @@
  * call leaves out: a dozen for attention. A call that does not fit is passed to the declaration, so
  * that the interpreter raises its own error.
  */
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
@@ -34,7 +35,7 @@ typedef struct operator_object {
     PyObject *declaration;
     PyObject *dict; /* an operator has a dict and weak references, as functions do */
     PyObject *weak_references;
-    bool is_known_to_dynamo;
+    atomic_bool is_known_to_dynamo;
     int num_params;
     int num_positional;
     int num_required;
@@ -182,6 +183,18 @@ read_count(PyObject *code, const char *name)
     return (int)count;
 }
 
+/* New reference to the default of a parameter, or NULL, with an exception set if the look-up failed.
+ * A borrowed reference would not do, because another thread may change the dict. */
+static PyObject *
+find_default(PyObject *defaults, PyObject *name)
+{
+    PyObject *value = PyObject_GetItem(defaults, name);
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+    }
+    return value;
+}
+
 /* Reads names and defaults. Only keyword-only parameters have defaults. */
 static int
 read_params(operator_object *op, PyObject *names, PyObject *defaults)
@@ -200,11 +213,14 @@ read_params(operator_object *op, PyObject *names, PyObject *defaults)
         }
         PyObject **const value = &op->defaults[param->place];
         if (i >= op->num_positional && PyDict_Check(defaults)) {
-            *value = Py_XNewRef(PyDict_GetItemWithError(defaults, name));
+            *value = find_default(defaults, name);
+            if (*value == NULL && PyErr_Occurred() != NULL) {
+                return -1;
+            }
         }
         op->num_required += *value == NULL;
     }
-    return PyErr_Occurred() == NULL ? 0 : -1;
+    return 0;
 }
 
 static int
@@ -332,16 +348,16 @@ static Py_hash_t
 operator_hash(PyObject *self)
 {
     operator_object *const op = (operator_object *)self;
-    if (!op->is_known_to_dynamo) {
+    if (!atomic_load_explicit(&op->is_known_to_dynamo, memory_order_relaxed)) {
         PyObject *name = PyUnicode_FromString("torch._dynamo.trace_rules");
         PyObject *const rules = name == NULL ? NULL : PyImport_GetModule(name);
         Py_XDECREF(name);
         PyErr_Clear();
-        if (rules != NULL) {
-            op->is_known_to_dynamo = true; /* before the mark, which hashes the operator, too */
+        /* set before the mark, which hashes the operator, too */
+        if (rules != NULL && !atomic_exchange(&op->is_known_to_dynamo, true)) {
             mark_for_dynamo(self);
-            Py_DECREF(rules);
         }
+        Py_XDECREF(rules);
     }
     const Py_hash_t hash = (Py_hash_t)((uintptr_t)self >> 4);
     return hash == -1 ? -2 : hash;
