@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
+from sparse_mla._flash_arrays import check_flag, is_array, join_out, shape_of
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
@@ -309,12 +310,12 @@ def flash_mla_with_kvcache(
     op = DECODE
     if indices is None:
         raise ValueError(f"{op}: `indices` must be given, {_SERVED}; {_DENSE}, got None")
-    batch, s_q, num_heads, head_dim = _shape(op, "q", q, "[b, s_q, H, D]")
+    batch, s_q, num_heads, head_dim = shape_of(op, "q", q, "[b, s_q, H, D]")
     _check_head_dims(op, "head_dim_v", head_dim, head_dim_v)
-    if num_splits is not None and not _is_array(tile_scheduler_metadata):
+    if num_splits is not None and not is_array(tile_scheduler_metadata):
         raise ValueError(f"{op}: `num_splits` must be None, got {type(num_splits).__name__}")
-    _check_flag(op, "enable_batch_invariant", enable_batch_invariant)
-    _check_flag(op, "use_legacy", use_legacy)
+    check_flag(op, "enable_batch_invariant", enable_batch_invariant)
+    check_flag(op, "use_legacy", use_legacy)
     if descale_q is not None or descale_k is not None:
         name = "descale_k" if descale_q is None else "descale_q"
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
@@ -332,8 +333,7 @@ def flash_mla_with_kvcache(
     if topk_length is not None:
         topk_length = _per_query(op, "topk_length", topk_length, batch, s_q)
     rows = batch * s_q
-    if out is not None:
-        _check_out(op, out, (batch, s_q, num_heads, HEAD_DIM_V))
+    out_rows: Array = join_out(op, out, (batch, s_q, num_heads, HEAD_DIM_V))
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized = True
     result, lse = ops._attention_plus_inf(
@@ -349,7 +349,7 @@ def flash_mla_with_kvcache(
         num_splits=1 if enable_batch_invariant else 0,
         kv_format=kv_formats[0],
         extra_kv_format=kv_formats[1],
-        out=None if out is None else out.reshape(rows, num_heads, HEAD_DIM_V),
+        out=out_rows,
     )
     if out is None:
         out = result.reshape(batch, s_q, num_heads, HEAD_DIM_V)
@@ -452,9 +452,9 @@ def flash_mla_sparse_fwd(
     ((1, 16, 512), 1.0, 1.6931)
     """
     op = PREFILL
-    num_tokens, num_heads, head_dim = _shape(op, "q", q, "[T, H, D]")
+    num_tokens, num_heads, head_dim = shape_of(op, "q", q, "[T, H, D]")
     _check_head_dims(op, "d_v", head_dim, d_v)
-    num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, D]")
+    num_rows, num_kv_heads, row = shape_of(op, "kv", kv, "[S, 1, D]")
     if num_kv_heads != 1:
         raise ValueError(f"{op}: `kv` must have one head, got {num_kv_heads}")
     _check_cache(op, "kv", kv, head_dim, None)
@@ -464,9 +464,8 @@ def flash_mla_sparse_fwd(
             f"{op}: `kv` must have rows that stand alone, unlike those of split pages, got {row} "
             "bytes a token"
         )
-    _check_flag(op, "use_legacy", use_legacy)
-    if out is not None:
-        _check_out(op, out, (num_tokens, num_heads, HEAD_DIM_V))
+    check_flag(op, "use_legacy", use_legacy)
+    join_out(op, out, (num_tokens, num_heads, HEAD_DIM_V))
     wants_statistics = return_log2_lse is not False
     result, lse, *max_logits = ops._attention_plus_inf(
         _without_grad(q),
@@ -497,46 +496,6 @@ def _without_grad(array: Array) -> Array:
 
 
 # --- rules that the core cannot see, in FlashMLA's names -----------------------------------------
-
-
-def _shape(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
-    """The shape of an array of the rank that `rule` has."""
-    shape = getattr(array, "shape", None)
-    if shape is None or not hasattr(array, "reshape"):
-        got = type(array).__name__
-        raise TypeError(
-            f"{op}: `{name}` must be an array {rule} with `reshape` (torch, NumPy, cupy, jax), "
-            f"got {got}"
-        )
-    if len(shape) != rule.count(",") + 1:
-        raise ValueError(f"{op}: `{name}` must have shape {rule}, got {list(shape)}")
-    return shape
-
-
-def _is_array(value: object) -> bool:
-    return len(getattr(value, "shape", ())) > 0
-
-
-def _check_flag(op: str, name: str, value: object) -> None:
-    """Refuses an array, because vLLM's copies of these functions have `out` in a flag's place."""
-    if _is_array(value):
-        raise TypeError(
-            f"{op}: `{name}` must be a bool, got {type(value).__name__}: pass `out` by its name"
-        )
-
-
-def _check_out(op: str, out: Array, want: tuple[int, ...]) -> None:
-    """Whether `out` has the shape of the result, and joins to rows without a copy."""
-    shape = _shape(op, "out", out, "[b, s_q, H, 512]" if op == DECODE else "[T, H, 512]")
-    if tuple(shape) != want:
-        raise ValueError(f"{op}: `out` must have shape {list(want)}, got {list(shape)}")
-    if op == DECODE and want[0] > 1 and want[1] > 1:
-        strides = out.stride() if hasattr(out, "stride") else getattr(out, "strides", None)
-        if strides is not None and strides[0] != want[1] * strides[1]:
-            raise ValueError(
-                f"{op}: `out` must have batches that follow each other without a gap, since a "
-                f"copy is no result, got strides {list(strides)}"
-            )
 
 
 def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> None:
@@ -601,7 +560,7 @@ def _find_formats(
 
 def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Array:
     """[b, s_q, K] -> [b * s_q, K]. In prefill b is the number of tokens, and s_q is 1, one head."""
-    shape = _shape(op, name, indices, "[b, s_q, K]" if op == DECODE else "[T, 1, K]")
+    shape = shape_of(op, name, indices, "[b, s_q, K]" if op == DECODE else "[T, 1, K]")
     if shape[0] != batch or shape[1] != s_q:
         raise ValueError(f"{op}: `{name}` must have shape [{batch}, {s_q}, K], got {list(shape)}")
     return indices.reshape(batch * s_q, shape[2])
@@ -609,7 +568,7 @@ def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Arra
 
 def _per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array:
     """[b] -> [b * s_q]: attention takes lengths per query token, FlashMLA's are per request."""
-    shape = _shape(op, name, lengths, "[b]")
+    shape = shape_of(op, name, lengths, "[b]")
     if shape[0] != batch:
         raise ValueError(f"{op}: `{name}` must have shape [{batch}], got {list(shape)}")
     if s_q == 1:

@@ -48,7 +48,7 @@ def test_a_package_that_is_not_installed_is_a_skip(name):
 def test_every_framework_has_the_same_rule(name, tmp_path, monkeypatch):
     """Each framework's package is replaced by one that lacks a package which it imports."""
     if name in ("transformers", "vllm"):
-        require("torch")  # whose tensors these take
+        require("torch")
     for module in [module for module in sys.modules if f"{module}.".startswith(f"{name}.")]:
         monkeypatch.delitem(sys.modules, module)
     (tmp_path / name).mkdir()

@@ -1,0 +1,47 @@
+"""Arrays of the drop-in for `flash_mla`: their shapes, and a result that is written in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any
+
+
+def shape_of(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
+    """The shape of an array of the rank that `rule` has."""
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "reshape"):
+        got = type(array).__name__
+        raise TypeError(
+            f"{op}: `{name}` must be an array {rule} with `reshape` (torch, NumPy, cupy, jax), "
+            f"got {got}"
+        )
+    if len(shape) != rule.count(",") + 1:
+        raise ValueError(f"{op}: `{name}` must have shape {rule}, got {list(shape)}")
+    return shape
+
+
+def is_array(value: object) -> bool:
+    return len(getattr(value, "shape", ())) > 0
+
+
+def check_flag(op: str, name: str, value: object) -> None:
+    """Refuses an array, because vLLM's copies of these functions have `out` in a flag's place."""
+    if is_array(value):
+        got = type(value).__name__
+        raise TypeError(f"{op}: `{name}` must be a bool, got {got}: pass `out` by its name")
+
+
+def join_out(op: str, out: Array, want: tuple[int, ...]) -> Array:
+    """`out`, which must have this shape, as rows [T, H, 512] without a copy. None as it is."""
+    if out is None:
+        return None
+    shape = shape_of(op, "out", out, "[b, s_q, H, 512]" if len(want) == 4 else "[T, H, 512]")
+    if tuple(shape) != want:
+        raise ValueError(f"{op}: `out` must have shape {list(want)}, got {list(shape)}")
+    if len(want) == 4 and want[0] > 1 and want[1] > 1:
+        strides = out.stride() if hasattr(out, "stride") else getattr(out, "strides", None)
+        if strides is not None and strides[0] != want[1] * strides[1]:
+            rule = "batches that follow each other without a gap"
+            raise ValueError(f"{op}: `out` must have {rule}, got strides {list(strides)}")
+    return out.reshape(-1, *want[-2:])
