@@ -594,6 +594,150 @@ test_prepare(void)
     }
 }
 
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* Launches in turns that differ in one field, or in two whose sum is the same. */
+static void
+test_fields_of_a_launch(void)
+{
+    begin();
+    const smla_cuda_grid base = make_grid(&streams[0]);
+    smla_cuda_grid others[9];
+    for (int i = 0; i < 9; i++) {
+        others[i] = base;
+    }
+    int other_value = 100000;
+    others[0].kernel = kernel_at(1);
+    others[1].num_blocks++;
+    others[2].block_threads += 32;
+    others[3].shared_bytes++;
+    others[4].stream.handle = &streams[1];
+    others[5].num_blocks++;
+    others[5].block_threads--;
+    others[6].num_blocks--;
+    others[6].shared_bytes++;
+    others[7].block_threads += 4;
+    others[7].shared_bytes -= 4;
+    others[8].num_blocks = base.block_threads; /* swapped */
+    others[8].block_threads = base.num_blocks;
+    for (int i = 0; i < 9; i++) {
+        for (int k = 0; k < 2; k++) {
+            expect_graph(&base);
+            expect_graph(&others[i]);
+        }
+    }
+    /* The arguments alone, at another address and at the same one. */
+    smla_cuda_grid grid = base;
+    grid.args = &other_value;
+    for (int k = 0; k < 3; k++) {
+        const int former = fake.num_starts;
+        EXPECT_EQ((int)smla_cuda_launch(&grid, NULL), (int)cudaSuccess);
+        EXPECT_EQ(fake.num_starts, former + 1);
+        expect_start(&fake.starts[former], &grid, other_value);
+        expect_graph(&base);
+        other_value += k;
+    }
+}
+
+/* Pairs whose kernels are the same first, the same second, swapped, the same twice, or of equal sum
+ * have graphs of their own, and every field of both grids is set each time. */
+static void
+test_keys_of_pairs(void)
+{
+    static const int keys[KNOWN_PAIRS][2] = {{1, 4}, {1, 3}, {2, 4}, {4, 1},
+                                             {2, 3}, {1, 1}, {4, 4}, {3, 2}};
+    begin();
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < KNOWN_PAIRS; i++) {
+            smla_cuda_grid first = make_grid(&streams[0]);
+            smla_cuda_grid second = make_grid(&streams[0]);
+            first.kernel = kernel_at(keys[i][0]);
+            second.kernel = kernel_at(keys[i][1]);
+            if (round > 0) { /* one field of one of the two, by turns */
+                smla_cuda_grid *const changed = i % 2 == 0 ? &first : &second;
+                changed->num_blocks += round == 1;
+                changed->block_threads += round == 2 ? 32 : 0;
+                changed->shared_bytes += round == 3;
+            }
+            forget_calls();
+            expect_pair(&first, &second, true);
+            EXPECT_EQ(count_calls("cudaGraphLaunch"), 1);
+            EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), round == 0 ? 2 : 0);
+            const int used = round == 0 ? i + 1 : KNOWN_PAIRS;
+            EXPECT_EQ(graphs_of[0].num_pairs_left, MAX_PAIR_GRAPHS - used);
+        }
+    }
+    const stream_graph *const stream = atomic_load(&graphs_of[0].first);
+    for (int i = 0; i < KNOWN_PAIRS; i++) {
+        EXPECT(stream->pairs[i].kernels[0] == kernel_at(keys[i][0]));
+        EXPECT(stream->pairs[i].kernels[1] == kernel_at(keys[i][1]));
+        for (int k = 0; k < i; k++) {
+            EXPECT(stream->pairs[i].exec != stream->pairs[k].exec);
+        }
+    }
+}
+
+/* Streams are known by all bits of their ids, and for each device apart. */
+static void
+test_keys_of_streams(void)
+{
+    static const unsigned long long ids[] = {7, 7 + (1ull << 32), 7 + (1ull << 16), 6,
+                                             8, 1ull << 63};
+    enum { NUM_IDS = sizeof ids / sizeof ids[0] };
+    begin();
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < NUM_IDS; i++) {
+            streams[i].id = ids[i];
+            streams[i].priority = i % 2; /* every other one must not get a neighbour's graph */
+            const smla_cuda_grid grid = make_grid(&streams[i]);
+            expect_started(&grid, i % 2 == 0);
+        }
+        EXPECT_EQ(graphs_of[0].num_streams, NUM_IDS);
+    }
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < NUM_IDS; i++) { /* the same ids on another device */
+            streams[10 + i].id = ids[i];
+            streams[10 + i].priority = 1 - i % 2;
+            streams[10 + i].context = &fake_contexts[1];
+            smla_cuda_grid grid = make_grid(&streams[10 + i]);
+            grid.stream.device_id = 1;
+            expect_started(&grid, i % 2 == 1);
+        }
+        EXPECT_EQ(graphs_of[1].num_streams, NUM_IDS);
+    }
+    EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - NUM_IDS / 2);
+    EXPECT_EQ(graphs_of[1].num_left, MAX_GRAPHS - NUM_IDS / 2);
+    for (const stream_graph *at = atomic_load(&graphs_of[1].first); at != NULL; at = at->next) {
+        for (int i = 0; at->exec != NULL && i < MAX_GRAPHS; i++) {
+            EXPECT(at->exec != graphs_of[0].execs[i]);
+        }
+    }
+}
+
+/* A pair's kernels, parameters and places are those of its own stream and device. */
+static void
+test_pairs_of_streams(void)
+{
+    begin();
+    for (int round = 0; round < 2; round++) {
+        for (int s = 0; s < 4; s++) {
+            streams[s].context = &fake_contexts[s / 2];
+            smla_cuda_grid first = make_grid(&streams[s]);
+            first.stream.device_id = s / 2;
+            smla_cuda_grid second = first;
+            second.kernel = kernel_at(1);
+            second.num_blocks = 20 + (unsigned)s;
+            forget_calls();
+            expect_pair(&first, &second, true);
+            EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), round == 0 ? 2 : 0);
+        }
+        for (int d = 0; d < 2; d++) {
+            EXPECT_EQ(graphs_of[d].num_pairs_left, MAX_PAIR_GRAPHS - 2);
+            EXPECT_EQ(graphs_of[d].num_left, MAX_GRAPHS - 2);
+        }
+    }
+}
+
 /* ---- Failures ------------------------------------------------------------------------------ */
 
 /* A kernel that a graph refuses is launched, the runtime's last error is cleared if the runtime
@@ -781,6 +925,10 @@ main(void)
     RUN(test_many_pairs);
     RUN(test_pairs_launched);
     RUN(test_refused_pairs);
+    RUN(test_fields_of_a_launch);
+    RUN(test_keys_of_pairs);
+    RUN(test_keys_of_streams);
+    RUN(test_pairs_of_streams);
     RUN(test_prepare);
     RUN(test_refused_graphs);
     RUN(test_few_graphs);

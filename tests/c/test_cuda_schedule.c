@@ -801,6 +801,138 @@ test_known_plans(void)
     devices[1] = (smla_cuda_device){0};
 }
 
+/* Calls that differ in one field of a known plan's key, or in two whose sum, difference or product
+ * is the same. Those of a pair share a place in the table. */
+typedef struct plan_key {
+    int device_id;
+    smla_kv_set formats;
+    int64_t tokens, heads, topk, extra;
+} plan_key;
+
+static split_problem
+problem_of(const plan_key *key)
+{
+    const smla_attention_shape shape =
+        make_shape(key->formats, key->tokens, key->heads, key->topk, key->extra);
+    split_problem problem = make_problem(key->formats, &shape);
+    problem.device = &devices[key->device_id];
+    return problem;
+}
+
+static const plan_key key_pairs[][2] = {
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {1, SMLA_ROWS_FP8, 8, 128, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_BF16, 8, 128, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_V4, 8, 128, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 24, 128, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 0, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 16, 128, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 8, 64, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 8, 128, 512, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 8, 128, 2048, 512}},
+    /* equal sums */
+    {{0, SMLA_ROWS_FP8, 4, 128, 128, 0}, {0, SMLA_ROWS_FP8, 4, 128, 64, 64}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 24, 112, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 8, 64, 2112, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 64}, {0, SMLA_ROWS_FP8, 8, 64, 2048, 128}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 0}, {0, SMLA_ROWS_FP8, 24, 128, 2032, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 16}, {0, SMLA_ROWS_FP8, 24, 128, 2048, 0}},
+    /* equal differences */
+    {{0, SMLA_ROWS_FP8, 1, 128, 1024, 0}, {0, SMLA_ROWS_FP8, 1, 128, 2048, 1024}},
+    {{0, SMLA_ROWS_FP8, 8, 100, 2048, 0}, {0, SMLA_ROWS_FP8, 24, 116, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 64, 1984, 0}, {0, SMLA_ROWS_FP8, 8, 128, 2048, 0}},
+    /* equal products, and fields that are swapped */
+    {{0, SMLA_ROWS_FP8, 8, 128, 2048, 512}, {0, SMLA_ROWS_FP8, 8, 128, 1024, 1024}},
+    {{0, SMLA_ROWS_FP8, 8, 96, 2048, 0}, {0, SMLA_ROWS_FP8, 24, 32, 2048, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 64, 2048, 0}, {0, SMLA_ROWS_FP8, 8, 128, 1024, 0}},
+    {{0, SMLA_ROWS_FP8, 16, 128, 512, 0}, {0, SMLA_ROWS_FP8, 128, 16, 512, 0}},
+    {{0, SMLA_ROWS_FP8, 8, 64, 128, 0}, {0, SMLA_ROWS_FP8, 8, 128, 64, 0}},
+};
+
+enum { NUM_KEY_PAIRS = sizeof key_pairs / sizeof key_pairs[0] };
+
+static bool
+is_same_plan(const batch_plan *a, const batch_plan *b)
+{
+    return a->run.kernel == b->run.kernel && a->run.num_splits == b->run.num_splits &&
+           a->run.cost == b->run.cost && a->rest == b->rest;
+}
+
+/* Whoever asks for one of a pair must not get the plan of the other, which is in its place. */
+static void
+test_keys_of_known_plans(void)
+{
+    devices[0] = h200;
+    devices[1] = (smla_cuda_device){90, 60, 232448};
+    for (int i = 0; i < 2 * NUM_KEY_PAIRS; i++) {
+        const plan_key *const pair = key_pairs[i / 2];
+        const plan_key *const former = &pair[i % 2];
+        const plan_key *const key = &pair[1 - i % 2];
+        const split_problem known = problem_of(former);
+        const split_problem asked = problem_of(key);
+        const batch_plan model = model_plan(&asked, key->tokens);
+        const batch_plan other = model_plan(&known, former->tokens);
+        EXPECT(!is_same_plan(&model, &other)); /* or the pair would show nothing */
+        EXPECT_EQ(former->tokens % KNOWN_PLANS, key->tokens % KNOWN_PLANS);
+        memset(known_plans, 0, sizeof known_plans);
+        (void)find_plan(&known, former->tokens);
+        const batch_plan plan = find_plan(&asked, key->tokens);
+        expect_same_plan(&plan, &model);
+        const batch_plan again = find_plan(&asked, key->tokens);
+        expect_same_plan(&again, &model);
+        const batch_plan back = find_plan(&known, former->tokens);
+        expect_same_plan(&back, &other);
+    }
+    memset(known_plans, 0, sizeof known_plans);
+    devices[1] = (smla_cuda_device){0};
+}
+
+/* A shape of few different values, so that many shapes differ in a single field. */
+static smla_attention_shape
+draw_shape(void)
+{
+    static const int64_t tokens[] = {8, 24, 67, 140};
+    static const int64_t heads[] = {16, 64, 128};
+    static const int64_t topks[] = {512, 1024, 2048};
+    static const int64_t extras[] = {0, 512, 1024};
+    const smla_kv_set formats = all_formats[random_int(2)];
+    smla_attention_shape shape = make_shape(formats, tokens[random_int(4)], heads[random_int(3)],
+                                            topks[random_int(3)], extras[random_int(3)]);
+    shape.device_id = (int32_t)random_int(2);
+    shape.has_ranges = random_int(4) == 0;
+    shape.num_splits = random_int(4) == 0 ? (int32_t)(1 + random_int(3)) : 0;
+    return shape;
+}
+
+/* A call's plan depends on the call alone, whatever was planned before it. */
+static void
+test_plans_in_any_order(void)
+{
+    devices[0] = h200;
+    devices[1] = (smla_cuda_device){90, 60, 232448};
+    known_plan warm[KNOWN_PLANS] = {{.num_tokens = 0}};
+    for (int i = 0; i < 20000; i++) {
+        const smla_attention_shape shape = draw_shape();
+        smla_attention_plan plan;
+        smla_attention_plan cold;
+        memset(&plan, POISON, sizeof plan);
+        memcpy(known_plans, warm, sizeof warm);
+        smla_cuda_plan_attention(&shape, &plan);
+        memcpy(warm, known_plans, sizeof warm);
+        memset(known_plans, 0, sizeof known_plans);
+        smla_cuda_plan_attention(&shape, &cold);
+        EXPECT_EQ(plan.workspace_bytes, cold.workspace_bytes);
+        EXPECT_EQ(plan.num_runs, cold.num_runs);
+        for (int r = 0; r < cold.num_runs; r++) {
+            EXPECT(plan.runs[r].kernel == cold.runs[r].kernel);
+            EXPECT_EQ(plan.runs[r].num_tokens, cold.runs[r].num_tokens);
+            EXPECT_EQ(plan.runs[r].num_splits, cold.runs[r].num_splits);
+            EXPECT_EQ(plan.runs[r].cut_bytes, cold.runs[r].cut_bytes);
+            EXPECT_EQ(plan.runs[r].interleaves, cold.runs[r].interleaves);
+        }
+    }
+    memset(known_plans, 0, sizeof known_plans);
+    devices[1] = (smla_cuda_device){0};
+}
+
 static void
 test_columns(void)
 {
@@ -966,6 +1098,8 @@ main(void)
     RUN(test_every_batch);
     RUN(test_tuned_plans);
     RUN(test_known_plans);
+    RUN(test_keys_of_known_plans);
+    RUN(test_plans_in_any_order);
     RUN(test_columns);
     RUN(test_planned_splits);
     RUN(test_ranged_lists);
