@@ -436,6 +436,18 @@ is_same_array(const DLTensor *a, const DLTensor *b)
     return same;
 }
 
+/* Whether array j is the input that output i may be. A caller may give one DLTensor for two inputs:
+ * the second one is another argument, which the call reads after it has written over the first. */
+static bool
+is_partner(const smla_checker *c, int i, int j)
+{
+    bool is_it = c->arrays[i].may_be == c->arrays[j].tensor;
+    for (int k = 0; is_it && k < j; k++) {
+        is_it = c->arrays[k].tensor != c->arrays[j].tensor;
+    }
+    return is_it;
+}
+
 /* Adds to the call's line its device, and " q bfloat16[3, 16, 576]," for each array. A forward also
  * checks the arrays of calls that it is going to make; these are in the lines of those calls. */
 static void
@@ -465,7 +477,7 @@ smla_require_disjoint(const smla_checker *c)
                 smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }
-            const bool may_be = c->arrays[i].may_be == c->arrays[j].tensor;
+            const bool may_be = is_partner(c, i, j);
             if (may_be && is_same_array(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }

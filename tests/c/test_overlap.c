@@ -169,6 +169,139 @@ test_every_output(void)
     }
 }
 
+/* ---- Aliases ------------------------------------------------------------------------------- */
+
+/* A view of a buffer's memory from its first element on. */
+static array *
+alias(const array *buffer, int ndim, const int64_t *shape, const int64_t *strides)
+{
+    array *const view = view_of(buffer);
+    view->tensor.ndim = ndim;
+    memcpy(view->shape, shape, (size_t)ndim * sizeof *shape);
+    memcpy(view->strides, strides, (size_t)ndim * sizeof *strides);
+    return view;
+}
+
+static smla_status
+normalize(const array *q, const array *kv, const array *q_out, const array *kv_out)
+{
+    const smla_fused_q_kv_rmsnorm_args args = {
+        .struct_size = sizeof args,
+        .q = &q->tensor,
+        .kv = &kv->tensor,
+        .q_weight = &fill(ARRAY(fp32, q->shape[1]), 1.0)->tensor,
+        .kv_weight = &fill(ARRAY(fp32, 512), 1.0)->tensor,
+        .q_out = &q_out->tensor,
+        .kv_out = &kv_out->tensor,
+        .eps = 1e-6,
+    };
+    return smla_fused_q_kv_rmsnorm(&args, &error);
+}
+
+/* An output that may be its input has the input's address, shape and strides. With the address and
+ * the shape, but with other strides, a row would be written before it is read. */
+static void
+test_aliases_with_other_strides(void)
+{
+    enum { ROWS = 3, Q_SIZE = 24 };
+    static const struct {
+        int64_t in, out; /* rows from one row to the next, in elements */
+        bool is_same;
+    } cases[] = {
+        {24, 24, true},  {40, 40, true},  {24, 32, false}, {32, 24, false},
+        {40, 80, false}, {80, 40, false}, {24, 48, false}, {32, 40, false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const int64_t in = cases[i].in;
+        const int64_t out = cases[i].out;
+        const array *const q_buffer = fill_normal(ARRAY(bf16, 400), 1.0);
+        const array *const kv_buffer = fill_normal(ARRAY(bf16, ROWS * 700), 1.0);
+        const array *const other = ARRAY(bf16, ROWS, Q_SIZE);
+        const array *const other_kv = ARRAY(bf16, ROWS, 512);
+        const int64_t q_shape[2] = {ROWS, Q_SIZE};
+        const int64_t kv_shape[2] = {ROWS, 512};
+        const array *const q = alias(q_buffer, 2, q_shape, (int64_t[]){in, 1});
+        const array *const q_out = alias(q_buffer, 2, q_shape, (int64_t[]){out, 1});
+        const array *const kv = alias(kv_buffer, 2, kv_shape, (int64_t[]){488 + in, 1});
+        const array *const kv_out = alias(kv_buffer, 2, kv_shape, (int64_t[]){488 + out, 1});
+        if (cases[i].is_same) {
+            EXPECT_OK(normalize(q, kv, q_out, other_kv));
+            EXPECT_OK(normalize(q, kv, other, kv_out));
+        } else {
+            EXPECT_FAIL(normalize(q, kv, q_out, other_kv), SMLA_ERROR_VALUE,
+                        "`q_out` must be the whole of or not overlap `q`");
+            EXPECT_FAIL(normalize(q, kv, other, kv_out), SMLA_ERROR_VALUE,
+                        "`kv_out` must be the whole of or not overlap `kv`");
+        }
+        free_arrays("test_aliases_with_other_strides");
+    }
+}
+
+/* The stride of a dimension of one element moves nothing, so any two are the same array. */
+static void
+test_aliases_of_one_row(void)
+{
+    static const int64_t strides[] = {24, 40, 1, 0, 7, -5};
+    const array *const buffer = fill_normal(ARRAY(bf16, 24), 1.0);
+    const array *const kv = fill_normal(ARRAY(bf16, 1, 512), 1.0);
+    for (int i = 0; i < 36; i++) {
+        const int64_t shape[2] = {1, 24};
+        const array *const q = alias(buffer, 2, shape, (int64_t[]){strides[i / 6], 1});
+        const array *const q_out = alias(buffer, 2, shape, (int64_t[]){strides[i % 6], 1});
+        EXPECT_OK(normalize(q, kv, q_out, kv));
+    }
+}
+
+/* Heads and tokens: each of three strides alone differs, and two of them change places. */
+static void
+test_aliases_of_queries(void)
+{
+    enum { TOKENS = 3, HEADS = 2 };
+    static const int64_t strides[][2] = {{1024, 512}, {1536, 512},  {1040, 520},
+                                         {512, 1536}, {2048, 1024}, {1536, 520}};
+    enum { NUM = sizeof strides / sizeof strides[0] };
+    const array *const buffer = fill_normal(ARRAY(bf16, 5632), 1.0);
+    const int64_t shape[3] = {TOKENS, HEADS, 512};
+    any_args args = make_qnorm();
+    for (int i = 0; i < NUM * NUM; i++) {
+        const int64_t *const in = strides[i / NUM];
+        const int64_t *const out = strides[i % NUM];
+        const array *const q = alias(buffer, 3, shape, (int64_t[]){in[0], in[1], 1});
+        const array *const q_out = alias(buffer, 3, shape, (int64_t[]){out[0], out[1], 1});
+        args.qnorm.q = &q->tensor;
+        args.qnorm.q_out = &q_out->tensor;
+        if (i / NUM == i % NUM) {
+            EXPECT_OK(smla_fused_qnorm_rope_kv_insert(&args.qnorm, &error));
+        } else {
+            EXPECT_FAIL(smla_fused_qnorm_rope_kv_insert(&args.qnorm, &error), SMLA_ERROR_VALUE,
+                        "`q_out` must be the whole of or not overlap `q`");
+        }
+    }
+}
+
+/* Only the array that an output may be: the other inputs, and the output's own fellow, never. Fewer
+ * rows or columns of it are not the whole either. */
+static void
+test_aliases_of_others(void)
+{
+    const array *const q = fill_normal(ARRAY(bf16, 3, 512), 1.0);
+    const array *const kv = fill_normal(ARRAY(bf16, 3, 512), 1.0);
+    EXPECT_FAIL(normalize(q, kv, kv, q), SMLA_ERROR_VALUE, "`q_out` must not overlap `kv`");
+    EXPECT_FAIL(normalize(q, kv, q, q), SMLA_ERROR_VALUE, "overlap");
+    /* One DLTensor for both inputs. Each is an input of its own. */
+    EXPECT_OK(normalize(q, q, ARRAY(bf16, 3, 512), ARRAY(bf16, 3, 512)));
+    EXPECT_FAIL(normalize(q, q, q, kv), SMLA_ERROR_VALUE, "`q_out` must not overlap `kv`");
+    EXPECT_FAIL(normalize(q, q, kv, q), SMLA_ERROR_VALUE, "`kv_out` must not overlap `kv`");
+    const array *const wide = fill_normal(ARRAY(bf16, 4, 520), 1.0);
+    const array *const in = slice(slice(wide, 0, 0, 3, 1), 1, 0, 512, 1);
+    const array *const later = slice(slice(wide, 0, 1, 4, 1), 1, 0, 512, 1);
+    const array *const right = slice(slice(wide, 0, 0, 3, 1), 1, 8, 520, 1);
+    EXPECT_OK(normalize(in, kv, in, kv));
+    EXPECT_FAIL(normalize(in, kv, later, kv), SMLA_ERROR_VALUE, "`q_out` must be the whole of");
+    EXPECT_FAIL(normalize(later, kv, in, kv), SMLA_ERROR_VALUE, "`q_out` must be the whole of");
+    EXPECT_FAIL(normalize(in, kv, right, kv), SMLA_ERROR_VALUE, "`q_out` must be the whole of");
+}
+
 /* ---- At random ----------------------------------------------------------------------------- */
 
 enum { LINE = 256 };
@@ -235,6 +368,10 @@ main(void)
     RUN(test_neighbours);
     RUN(test_interleaved_pages);
     RUN(test_every_output);
+    RUN(test_aliases_with_other_strides);
+    RUN(test_aliases_of_one_row);
+    RUN(test_aliases_of_queries);
+    RUN(test_aliases_of_others);
     RUN(test_random_views);
     return report("test_overlap");
 }
