@@ -678,3 +678,96 @@ def test_requests_that_nobody_needs_may_be_anything():
     assert lens[2] == 3
     slots = {"decode_indices_are_local": False, "req_id_per_token": int32(7, 1, 1)}
     call(good_mixed, slots)
+
+
+# --- validity and request ids, token by token ------------------------------------------------------
+
+BAD_IDS = [-1, 3, 2**31 - 1, -(2**31)]
+VALIDITY = [np.array(bits) for bits in np.ndindex(2, 2, 2)]  # of three decodes
+STRIDED = {
+    "compact": lambda x: x,
+    "apart": lambda x: np.repeat(x, 3)[::3],
+    "backwards": lambda x: x[::-1].copy()[::-1],
+}
+
+
+def tokens_of_all_kinds() -> dict:
+    """Decodes 0 to 2, prefills 3 to 5 and a padding token; each token has groups and a window."""
+    rng = np.random.default_rng(21)
+    return {
+        "decode_swa_indices": rng.integers(0, 99, (3, 4)).astype(np.int32),
+        "decode_compressed_indices": int32([0, 1, 2], [2, -1, 0], [1, 1, 5]),
+        "decode_compressed_lens": None,
+        "prefill_topk_indices": int32([1, 0], [0, 2], [2, 1], [1, 1]),
+        "query_start_loc": int32(0, 1, 3, 6),
+        "seq_lens": int32(9, 12, 14),
+        "req_id_per_token": int32(0, 1, 1, 2, 2, 2, -7),
+        "swa_block_table": rng.permutation(12).reshape(3, 4).astype(np.int32),
+        "swa_block_size": 4,
+        "compressed_block_table": rng.permutation(6).reshape(3, 2).astype(np.int32),
+        "compressed_block_size": 3,
+        "window": 4,
+        "ratio": 4,
+        "topk": 2,
+    }
+
+
+def outcome(function, *args, **options):
+    """The lists, or the error's text."""
+    try:
+        return [x.tolist() for x in function(*args, **options)]
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("local", [True, False], ids=["positions", "slots"])
+def test_mixed_request_ids_of_any_token(local, layout):
+    """A decode's id matters where its positions become slots and it is valid, a prefill's always,
+    whatever is behind the validity of the decodes. No other id changes a list."""
+    arguments = tokens_of_all_kinds()
+    for valid in VALIDITY:
+        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # of tokens that have no validity
+            is_valid = STRIDED[layout](np.array([*valid, *rest], np.uint8) * 7)
+            options = {"decode_indices_are_local": local, "is_valid": is_valid}
+            want = outcome(sparse_mla.build_mixed_sparse_indices, *arguments.values(), **options)
+            expected = ref.build_mixed_sparse_indices(*arguments.values(), **options)
+            assert want == [x.tolist() for x in expected]
+            for t in range(7):
+                is_needed = 3 <= t < 6 or (t < 3 and local and valid[t])
+                for bad in BAD_IDS:
+                    ids = arguments["req_id_per_token"].copy()
+                    ids[t] = bad
+                    call = arguments | {"req_id_per_token": STRIDED[layout](ids)}
+                    got = outcome(sparse_mla.build_mixed_sparse_indices, *call.values(), **options)
+                    text = f"(0 to 2), got {bad} at token {t}"
+                    assert (got == want) != is_needed, (valid, t, bad)
+                    assert not is_needed or got.endswith(text), (valid, t, bad)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("layout", STRIDED)
+def test_global_request_ids_of_any_token(layout):
+    rng = np.random.default_rng(22)
+    table = rng.permutation(6).reshape(3, 2).astype(np.int32)
+    topk = int32([5, 0, 1], [2, -1, 4], [3, 3, 0])
+    for valid in VALIDITY:
+        is_valid = STRIDED[layout](np.array(valid, np.uint8) * 255)
+        ids = int32(2, 0, 1)
+        want = outcome(
+            sparse_mla.compute_global_topk_indices_and_lens, topk, ids, table, 3, is_valid
+        )
+        expected = ref.compute_global_topk_indices_and_lens(topk, ids, table, 3, is_valid)
+        assert want == [x.tolist() for x in expected]
+        assert [n > 0 for n in want[1]] == valid.astype(bool).tolist()
+        for t in range(3):
+            for bad in BAD_IDS:
+                ids = int32(2, 0, 1)
+                ids[t] = bad
+                got = outcome(
+                    sparse_mla.compute_global_topk_indices_and_lens,
+                    topk, STRIDED[layout](ids), table, 3, is_valid,
+                )  # fmt: skip
+                assert (got == want) != bool(valid[t]), (valid, t, bad)
+                assert not valid[t] or got.endswith(f"(0 to 2), got {bad} at token {t}")

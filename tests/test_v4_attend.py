@@ -287,6 +287,63 @@ def test_tokens_without_slots_are_padding():
     assert (host(check(case)["lse"])[2] == -np.inf).all()
 
 
+# Tokens without a slot, of a batch with decodes 0 to 3, prefills 4 to 12 and 13 to 32, and padding.
+WITHOUT_SLOTS = {
+    "the first decode": [0],
+    "the last decode": [3],
+    "all decodes": [0, 1, 2, 3],
+    "the first prefill token": [4],
+    "prefill tokens": [5, 6, 12, 20],
+    "the last prefill token": [32],
+    "a decode and a prefill token": [1, 9],
+    "decodes and a whole prefill": [0, 2, *range(4, 13)],
+    "all but a decode": [0, 1, *range(3, 33)],
+    "all but a prefill token": [*range(22), *range(23, 33)],
+}
+
+
+def case_without_slots(ratio, path, tokens, **options) -> Case:
+    """Every token has groups. Those that are not valid have top-k rows of the cache, like others."""
+    case = make_case(ratio, path, (1, 2, 1, 9, 20), (120, 70, 33, 90, 64), **options)
+    assert case.batch.num_tokens == 35
+    case.batch.slot_mapping[:33] = 0  # which is a slot
+    case.batch.slot_mapping[tokens] = -1
+    if case.topk is not None:
+        case.topk[33:] = [0, 5, 1, 2**31 - 1, -1, 3, -(2**31), 2, 9, 4, 8]
+    return case
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("name", WITHOUT_SLOTS)
+def test_tokens_without_slots_among_others(name, ratio):
+    """They have no keys, wherever they are, and their neighbours keep theirs."""
+    tokens = WITHOUT_SLOTS[name]
+    got = check(case_without_slots(ratio, "direct", tokens))
+    is_empty = (host(got["lse"]) == -np.inf).all(1)
+    assert np.flatnonzero(is_empty).tolist() == [*tokens, 33, 34]
+    want = check(case_without_slots(ratio, "direct", []))
+    for name, x in want.items():
+        assert_same_bits(host(got[name])[~is_empty], host(x)[~is_empty], name)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("name", WITHOUT_SLOTS)
+def test_tokens_without_slots_on_the_separate_path(name, ratio):
+    """Decodes have no keys. Prefills see what their positions see, but the groups of a layer without
+    an indexer: their lists (prefill_indices) have none for such a token. Neighbours see no change."""
+    tokens = WITHOUT_SLOTS[name]
+    got = case_without_slots(ratio, "separate", tokens).run()
+    want = case_without_slots(ratio, "separate", []).run()
+    is_empty = (host(got["lse"])[:35] == -np.inf).all(1)
+    assert np.flatnonzero(is_empty).tolist() == [*(t for t in tokens if t < 4), 33, 34]
+    is_same = ~is_empty
+    if ratio == 16:
+        is_same[tokens] = False
+    for name, x in want.items():
+        assert_same_bits(host(got[name])[:35][is_same], host(x)[:35][is_same], name)
+    assert not ref.to_f32(host(got["out"])[:35][is_empty]).any()
+
+
 def test_prefills_without_slots_on_the_separate_path():
     """They see what their positions see: a token's slot does not change its row."""
     case = make_case(4, "separate")
