@@ -680,7 +680,7 @@ def test_requests_that_nobody_needs_may_be_anything():
     call(good_mixed, slots)
 
 
-# --- validity and request ids, token by token ------------------------------------------------------
+# --- validity and request ids, token by token ----------------------------------------------------
 
 BAD_IDS = [-1, 3, 2**31 - 1, -(2**31)]
 VALIDITY = [np.array(bits) for bits in np.ndindex(2, 2, 2)]  # of three decodes

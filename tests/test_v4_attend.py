@@ -303,7 +303,7 @@ WITHOUT_SLOTS = {
 
 
 def case_without_slots(ratio, path, tokens, **options) -> Case:
-    """Every token has groups. Those that are not valid have top-k rows of the cache, like others."""
+    """Every token has groups. Those that are not valid have top-k rows, as the others have."""
     case = make_case(ratio, path, (1, 2, 1, 9, 20), (120, 70, 33, 90, 64), **options)
     assert case.batch.num_tokens == 35
     case.batch.slot_mapping[:33] = 0  # which is a slot
@@ -329,8 +329,8 @@ def test_tokens_without_slots_among_others(name, ratio):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("name", WITHOUT_SLOTS)
 def test_tokens_without_slots_on_the_separate_path(name, ratio):
-    """Decodes have no keys. Prefills see what their positions see, but the groups of a layer without
-    an indexer: their lists (prefill_indices) have none for such a token. Neighbours see no change."""
+    """Decodes have no keys. Prefills see what their positions see, but no groups in a layer without
+    an indexer, whose prefill_indices have none for such a token. Neighbours stay as they are."""
     tokens = WITHOUT_SLOTS[name]
     got = case_without_slots(ratio, "separate", tokens).run()
     want = case_without_slots(ratio, "separate", []).run()
