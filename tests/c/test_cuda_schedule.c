@@ -933,6 +933,78 @@ test_plans_in_any_order(void)
     devices[1] = (smla_cuda_device){0};
 }
 
+/* ---- Runs of a plan ------------------------------------------------------------------------- */
+
+static void
+expect_run(const smla_attention_run *run, const split_problem *problem, smla_kv_set formats,
+           const run_plan *model, int64_t tokens)
+{
+    const smla_attention_shape part =
+        make_shape(formats, tokens, problem->num_heads, problem->topk, problem->extra_topk);
+    const bool is_split = model->num_splits > 1;
+    const bool is_long = model_columns(problem, model->num_splits) >= 256;
+    EXPECT(run->kernel == model->kernel);
+    EXPECT_EQ(run->num_tokens, tokens);
+    EXPECT_EQ(run->num_splits, model->num_splits);
+    EXPECT_EQ(run->cut_bytes, is_split ? 0 : model_workspace(formats, &part));
+    EXPECT_EQ(run->interleaves,
+              is_split && is_long && model->kernel->arch == 90 && model->kernel->max_columns == 0);
+}
+
+/* Tokens in front of a rest run unsplit on the kernel for whole calls, and the rest as a batch of
+ * its own. Where the caller gives the number of splits, there is one run, of the first kernel that
+ * fits so many columns. */
+static void
+test_runs_of_plans(void)
+{
+    static const int64_t topks[][2] = {{2048, 0},  {512, 0},    {128, 512}, {256, 256},
+                                       {256, 768}, {1024, 512}, {65, 0},    {300, 300}};
+    int num_rests = 0;
+    int num_split_rests = 0;
+    int num_interleaved = 0;
+    int num_at_limit = 0;
+    devices[0] = h200;
+    memset(known_plans, 0, sizeof known_plans);
+    for (int i = 0; i < 20000; i++) {
+        const smla_kv_set formats = all_formats[random_int(2)];
+        const int64_t *const topk = topks[random_int(8)];
+        smla_attention_shape shape =
+            make_shape(formats, 1 + random_int(400), some_heads[random_int(NUM_HEADS)], topk[0],
+                       topk[1]);
+        const split_problem problem = make_problem(formats, &shape);
+        const batch_plan model = model_plan(&problem, shape.num_tokens);
+        smla_attention_plan plan;
+        smla_cuda_plan_attention(&shape, &plan);
+        const int64_t start = shape.num_tokens - model.rest;
+        EXPECT_EQ(plan.num_runs, start > 0 ? 2 : 1);
+        run_plan last = model.run;
+        if (start > 0) {
+            const run_plan whole = {.kernel = problem.whole, .num_splits = 1};
+            expect_run(&plan.runs[0], &problem, formats, &whole, start);
+            last = model_plan(&problem, model.rest).run;
+            num_rests++;
+            num_split_rests += last.num_splits > 1 && last.kernel != problem.whole;
+        }
+        expect_run(&plan.runs[plan.num_runs - 1], &problem, formats, &last, model.rest);
+        num_interleaved += plan.runs[plan.num_runs - 1].interleaves;
+        num_at_limit += last.num_splits > 1 && last.kernel->max_columns == 0 &&
+                        model_columns(&problem, last.num_splits) == 256;
+
+        shape.num_splits = 1 + (int)random_int(SMLA_MAX_SPLITS);
+        smla_cuda_plan_attention(&shape, &plan);
+        EXPECT_EQ(plan.num_runs, 1);
+        EXPECT(plan.runs[0].kernel == smla_find_kernel(&devices[0], formats, shape.num_heads,
+                                                       shape.num_splits,
+                                                       model_columns(&problem, shape.num_splits)));
+        EXPECT_EQ(plan.runs[0].num_tokens, shape.num_tokens);
+        EXPECT_EQ(plan.runs[0].num_splits, shape.num_splits);
+        EXPECT_EQ(plan.runs[0].cut_bytes, 0);
+        EXPECT(!plan.runs[0].interleaves);
+    }
+    /* The shapes have all kinds of runs. */
+    EXPECT(num_rests > 100 && num_split_rests > 10 && num_interleaved > 100 && num_at_limit > 0);
+}
+
 static void
 test_columns(void)
 {
@@ -1100,6 +1172,7 @@ main(void)
     RUN(test_known_plans);
     RUN(test_keys_of_known_plans);
     RUN(test_plans_in_any_order);
+    RUN(test_runs_of_plans);
     RUN(test_columns);
     RUN(test_planned_splits);
     RUN(test_ranged_lists);
