@@ -1443,9 +1443,9 @@ def test_plans_of_a_gpu_name_its_kernels(package):
 class V4Step:
     """A layer of `package` and the arrays of a step, on a fake GPU."""
 
-    def __init__(self, package, ratio, path, device_id=0) -> None:
+    def __init__(self, package, ratio, path, device_id=0, case=None) -> None:
         v4 = package.v4
-        self.case = attend.make_case(ratio, path)
+        self.case = case or attend.make_case(ratio, path)
         fields = vars(self.case.config) | {"device": f"cuda:{device_id}"}
         self.config = v4.Config(fields.pop("num_heads"), **fields)
         self.builder = v4.MetadataBuilder(self.config)
@@ -1496,6 +1496,58 @@ def test_a_v4_step_sends_one_copy_and_waits_for_nothing(package, gpu, cupy, rati
         calls = [call.split("@")[0] for call in gpu.calls()]
         assert "copy" not in calls
         assert not any("Synchronize" in call for call in calls)
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize("ratio", attend.RATIOS)
+def test_v4_tokens_without_slots(package, gpu, cupy, monkeypatch, ratio, check):
+    """Tokens that are not valid have no keys, with and without the checks of their request ids."""
+    monkeypatch.setenv("SPARSE_MLA_CHECK", check)
+    cupy.stream = gpu.new_stream()
+    for tokens in ([0, 3], [4, 12], [1, *range(5, 33)]):
+        case = attend.case_without_slots(ratio, "direct", tokens)
+        step = V4Step(package, ratio, "direct", case=case)
+        step.check(step.attend(step.build()))
+
+
+CHECKED_TABLES = {
+    "compact": lambda x: x.copy(),
+    "padded": lambda x: np.pad(x, ((0, 0), (1, 2)))[:, 1:-2],
+    "transposed": lambda x: np.asfortranarray(x),
+    "gaps in both": lambda x: np.pad(x.repeat(2, 0).repeat(3, 1), ((0, 1), (0, 1)))[:-1:2, :-1:3],
+    "backwards": lambda x: x[::-1, ::-1].copy()[::-1, ::-1],
+}
+
+
+@pytest.mark.parametrize("layout", CHECKED_TABLES)
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
+def test_checked_tables(package, gpu, cupy, monkeypatch, shape, layout):
+    """In checked mode each entry of a block table is looked at where its strides say, and the bad
+    one is named; before and after it the gather works."""
+    monkeypatch.setenv("SPARSE_MLA_CHECK", "1")
+    reqs, blocks = shape
+    cache = np.random.default_rng(1).integers(0, 99, (16, 2, 656)).astype(np.uint8)
+    good = np.random.default_rng(2).permutation(16)[: reqs * blocks].reshape(shape)
+    seq_lens = np.full(reqs, 2 * blocks, np.int32)
+    starts = (np.arange(reqs) * 2 * blocks).astype(np.int32)
+
+    def gather(table):
+        out = np.zeros((2 * reqs * blocks, 576), ref.BF16)
+        arrays = [CupyArray(x) for x in (cache, CHECKED_TABLES[layout](table), seq_lens, starts)]
+        package.gather_kv_cache(*arrays, out=CupyArray(out))
+        return out
+
+    want = sparse_mla.gather_kv_cache(
+        cache, good.astype(np.int32), seq_lens, starts, out=np.zeros((30, 576), ref.BF16)
+    )
+    assert_same_bits(gather(good.astype(np.int32)), want)
+    for req, block in np.ndindex(shape):
+        table = good.astype(np.int32)
+        table[req, block] = 16
+        gpu.calls()
+        with pytest.raises(ValueError, match=rf"`block_table` must .* got 16 .*{req}.*{block}"):
+            gather(table)
+        assert not any(call.startswith("launch") for call in gpu.calls())
 
 
 def test_a_v4_build_waits_for_the_layers_before_it(package, gpu, cupy):

@@ -249,6 +249,32 @@ test_many_streams(void)
     }
 }
 
+/* Where streams have taken all graphs, a stream's further kernels share the stream's. */
+static void
+test_kernels_without_a_graph_left(void)
+{
+    for (int num_streams = MAX_GRAPHS - 2; num_streams <= MAX_GRAPHS; num_streams++) {
+        begin();
+        for (int i = 0; i < num_streams; i++) {
+            const smla_cuda_grid grid = make_grid(&streams[i]);
+            expect_graph(&grid);
+        }
+        smla_cuda_grid grid = make_grid(&streams[0]);
+        stream_graph *stream = atomic_load(&graphs_of[0].first);
+        while (stream->next != NULL) { /* the first one is the last in the list */
+            stream = stream->next;
+        }
+        for (int i = 1; i < 5; i++) {
+            grid.kernel = kernel_at(i);
+            expect_graph(&grid);
+            const bool has_own = i <= MAX_GRAPHS - num_streams;
+            EXPECT_EQ(stream->known[i].exec != stream->exec, has_own);
+        }
+        EXPECT_EQ(graphs_of[0].num_left, 0);
+        EXPECT_EQ(graphs_of[0].num_kernels_left, MAX_KERNEL_GRAPHS - (MAX_GRAPHS - num_streams));
+    }
+}
+
 /* CUDA may use a stream's handle again, but never its id. */
 static void
 test_handles(void)
@@ -915,6 +941,7 @@ main(void)
     RUN(test_first_and_next);
     RUN(test_many_kernels);
     RUN(test_many_streams);
+    RUN(test_kernels_without_a_graph_left);
     RUN(test_handles);
     RUN(test_devices);
     RUN(test_streams_of_their_own);

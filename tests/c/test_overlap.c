@@ -279,6 +279,31 @@ test_aliases_of_queries(void)
     }
 }
 
+/* With the address and the strides, but with more heads or fewer tokens, it is another array. */
+static void
+test_aliases_of_other_shapes(void)
+{
+    const array *const buffer = fill_normal(ARRAY(bf16, 3, 4, 512), 1.0);
+    const array *const q = slice(buffer, 1, 0, 2, 1);
+    const array *const others[] = {
+        buffer,
+        slice(buffer, 1, 0, 3, 1),
+        slice(slice(buffer, 0, 0, 2, 1), 1, 0, 2, 1),
+        slice(slice(buffer, 0, 0, 1, 1), 1, 0, 2, 1),
+    };
+    any_args args = make_qnorm();
+    args.qnorm.q = &q->tensor;
+    args.qnorm.q_out = &slice(buffer, 1, 0, 2, 1)->tensor;
+    EXPECT_OK(smla_fused_qnorm_rope_kv_insert(&args.qnorm, &error));
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        const int64_t tokens = others[i]->shape[0];
+        args.qnorm.q_out = &others[i]->tensor;
+        args.qnorm.slot_mapping = ZEROS(int64, tokens);
+        EXPECT_FAIL(smla_fused_qnorm_rope_kv_insert(&args.qnorm, &error), SMLA_ERROR_VALUE,
+                    "`q_out` must be the whole of or not overlap `q`");
+    }
+}
+
 /* Only the array that an output may be: the other inputs, and the output's own fellow, never. Fewer
  * rows or columns of it are not the whole either. */
 static void
@@ -371,6 +396,7 @@ main(void)
     RUN(test_aliases_with_other_strides);
     RUN(test_aliases_of_one_row);
     RUN(test_aliases_of_queries);
+    RUN(test_aliases_of_other_shapes);
     RUN(test_aliases_of_others);
     RUN(test_random_views);
     return report("test_overlap");
