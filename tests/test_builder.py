@@ -432,6 +432,51 @@ def test_batches_beyond_the_buffers(lens, limit):
         build(cases.make_batch(lens, [256] * len(lens)))
 
 
+@pytest.mark.parametrize("path", ["separate", "direct"])
+@pytest.mark.parametrize("request_idx", range(4))
+def test_limits_by_one_request(request_idx, path):
+    """max_model_len, the columns of block_table and the workspace, at each limit and one past it:
+    two decodes and two prefills, of which one alone is long."""
+    lens = [1, 1, 5, 7]
+
+    def batch(length, *, columns=None):
+        made = cases.make_batch(lens, [length if i == request_idx else 12 for i in range(4)])
+        if columns is not None:
+            return dataclasses.replace(made, block_table=made.block_table[:, :columns])
+        return made
+
+    def accept(good, **limits):
+        assert_metadata(build(good, **limits), good, plan_of(good, path))
+
+    limits = {"path": path, "max_model_len": 300}
+    at = rf"at request {request_idx}, got"
+    accept(batch(300), **limits)
+    with pytest.raises(ValueError, match=rf"`seq_lens` must be .* to 300\) {at} 301"):
+        build(batch(301), **limits)
+    short = lens[request_idx]
+    accept(batch(short), **limits)
+    with pytest.raises(ValueError, match=rf"`seq_lens` must be .* {at} {short - 1}"):
+        build(batch(short - 1), **limits)
+    size = batch(12).block_size
+    assert 2 * size < 300
+    accept(batch(size, columns=1), **limits)
+    for length, columns in ((size + 1, 2), (2 * size, 2), (2 * size + 1, 3)):
+        accept(batch(length, columns=columns), **limits)
+        rule = (
+            rf"`block_table` must have at least {columns} columns for the {length} tokens of "
+            rf"request {request_idx}, got {columns - 1}"
+        )
+        with pytest.raises(ValueError, match=rule):
+            build(batch(length, columns=columns - 1), **limits)
+    limits["prefill_workspace_tokens"] = 100
+    assert build(batch(100), **limits).num_prefills == 2
+    if request_idx < 2 or path == "direct":  # decodes need no workspace, nor does this path
+        assert build(batch(101), **limits).num_prefills == 2
+    else:
+        with pytest.raises(ValueError, match=r"101 .*raise prefill_workspace_tokens"):
+            build(batch(101), **limits)
+
+
 BAD_CONFIGS = [
     (ValueError, {"num_heads": 0}),
     (ValueError, {"num_heads": 129}),
