@@ -683,7 +683,7 @@ def test_requests_that_nobody_needs_may_be_anything():
 # --- validity and request ids, token by token ----------------------------------------------------
 
 BAD_IDS = [-1, 3, 2**31 - 1, -(2**31)]
-VALIDITY = [np.array(bits) for bits in np.ndindex(2, 2, 2)]  # of three decodes
+VALIDITY = [np.array(bits) for bits in np.ndindex(2, 2, 2)]  # three decodes have 8
 STRIDED = {
     "compact": lambda x: x,
     "apart": lambda x: np.repeat(x, 3)[::3],
@@ -728,7 +728,7 @@ def test_mixed_request_ids_of_any_token(local, layout):
     whatever is behind the validity of the decodes. No other id changes a list."""
     arguments = tokens_of_all_kinds()
     for valid in VALIDITY:
-        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # of tokens that have no validity
+        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # validity that no token has
             is_valid = STRIDED[layout](np.array([*valid, *rest], np.uint8) * 7)
             options = {"decode_indices_are_local": local, "is_valid": is_valid}
             want = outcome(sparse_mla.build_mixed_sparse_indices, *arguments.values(), **options)

@@ -306,7 +306,7 @@ def case_without_slots(ratio, path, tokens, **options) -> Case:
     """Every token has groups. Those that are not valid have top-k rows, as the others have."""
     case = make_case(ratio, path, (1, 2, 1, 9, 20), (120, 70, 33, 90, 64), **options)
     assert case.batch.num_tokens == 35
-    case.batch.slot_mapping[:33] = 0  # which is a slot
+    case.batch.slot_mapping[:33] = 0  # 0 is a slot
     case.batch.slot_mapping[tokens] = -1
     if case.topk is not None:
         case.topk[33:] = [0, 5, 1, 2**31 - 1, -1, 3, -(2**31), 2, 9, 4, 8]
