@@ -728,7 +728,7 @@ def test_mixed_request_ids_of_any_token(local, layout):
     whatever is behind the validity of the decodes. No other id changes a list."""
     arguments = tokens_of_all_kinds()
     for valid in VALIDITY:
-        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # validity that no token has
+        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # entries that belong to no decode
             is_valid = STRIDED[layout](np.array([*valid, *rest], np.uint8) * 7)
             options = {"decode_indices_are_local": local, "is_valid": is_valid}
             want = outcome(sparse_mla.build_mixed_sparse_indices, *arguments.values(), **options)
