@@ -317,6 +317,10 @@ test_aliases_of_others(void)
     EXPECT_OK(normalize(q, q, ARRAY(bf16, 3, 512), ARRAY(bf16, 3, 512)));
     EXPECT_FAIL(normalize(q, q, q, kv), SMLA_ERROR_VALUE, "`q_out` must not overlap `kv`");
     EXPECT_FAIL(normalize(q, q, kv, q), SMLA_ERROR_VALUE, "`kv_out` must not overlap `kv`");
+    const array *const same_rows = alias(q, 2, (int64_t[]){3, 512}, (int64_t[]){0, 1});
+    EXPECT_FAIL(normalize(q, kv, same_rows, kv), SMLA_ERROR_VALUE,
+                "`q_out` must have positive strides (it is written), got 0 in dimension 0");
+    EXPECT_FAIL(normalize(same_rows, kv, same_rows, kv), SMLA_ERROR_VALUE, "got 0 in dimension 0");
     const array *const wide = fill_normal(ARRAY(bf16, 4, 520), 1.0);
     const array *const in = slice(slice(wide, 0, 0, 3, 1), 1, 0, 512, 1);
     const array *const later = slice(slice(wide, 0, 1, 4, 1), 1, 0, 512, 1);
