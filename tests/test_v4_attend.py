@@ -344,6 +344,17 @@ def test_tokens_without_slots_on_the_separate_path(name, ratio):
     assert not ref.to_f32(host(got["out"])[:35][is_empty]).any()
 
 
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", [4, 16])
+def test_pages_of_incomplete_groups_are_not_read(ratio, path):
+    """Contexts of 34 tokens have a page of complete groups and two tokens of the next one, whose
+    page may be anything."""
+    case = make_case(ratio, path, (1, 1, 3, 6), (33, 33, 31, 28))
+    for table in case.batch.compressed.values():
+        table[:, 1:] = NUM_PAGES
+    check(case)
+
+
 def test_prefills_without_slots_on_the_separate_path():
     """They see what their positions see: a token's slot does not change its row."""
     case = make_case(4, "separate")
