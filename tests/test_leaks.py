@@ -6,12 +6,16 @@ import sys
 import tracemalloc
 
 import cases
+import compiled
 import engine
+import ml_dtypes
 import numpy as np
 import pytest
 from dlpack_producer import Producer
+from helpers import assert_keeps_nothing
 
 import sparse_mla
+from sparse_mla import _C
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -158,3 +162,124 @@ def test_failing_builds_keep_nothing():
             builder.build(batch.common(sparse_mla, seq_lens_cpu=lens, seq_lens=lens))
     gc.collect()
     assert (sys.getrefcount(batch.block_table), sys.getrefcount(batch.slot_mapping)) == counts
+
+
+# --- what a wrong argument leaves ----------------------------------------------------------------
+
+
+class Failing:
+    """An object that fails whatever it is asked."""
+
+    def __int__(self):
+        raise ZeroDivisionError("no value")
+
+    __index__ = __float__ = __bool__ = __str__ = __len__ = __iter__ = __cuda_stream__ = __int__
+    __dlpack__ = __dlpack_device__ = property(__int__)
+
+
+class FailingArray(Failing):
+    """One that is an array as far as anybody can tell without asking."""
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    __dlpack__ = Failing.__int__
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ZeroDivisionError("no text")
+
+
+# Types that are read as dtypes are last. Each value is wrong for some kinds of arguments.
+WRONG = (
+    *(object(), Failing(), FailingArray(), Unprintable(), 1 << 70, -(1 << 40), 0.5, float("nan")),
+    *("tpu", "\ud800", "bfloat16\0", b"cpu", (1, 2, 3), [object()], {}, (1, "x")),
+    *(np.zeros((2, 2, 2, 2, 2), np.complex64), np.zeros(3, ">i4"), np.zeros((), "U3")),
+    *(np.int16, np.dtype(">f4"), np.dtype("U3"), ml_dtypes.int4),
+)
+# What every call may refer to.
+COMMON = (
+    *(np.dtype(x) for x in ("float32", "uint8", "int32", "int64", "bool", ml_dtypes.bfloat16)),
+    *(np.ndarray, _C.Tensor, _C.Builder, _C.V4Builder, _C.Operator, object, Failing, 512, 1, "cpu"),
+    *(ValueError, TypeError, ZeroDivisionError, "bfloat16", (), None, True, False, ...),
+)
+
+
+def fails(call, *args, **kwargs) -> bool:
+    """Whether the call raises an error, of which nothing is kept."""
+    try:
+        call(*args, **kwargs)
+    except (TypeError, ValueError, BufferError, AttributeError, ZeroDivisionError):
+        return True
+    return False
+
+
+def assert_lets_go(call, calls: list[tuple[tuple, dict]]) -> None:
+    """Calls that fail leave every reference count as it was, and no memory. Those that do not fail
+    are left out."""
+    failing = [one for one in calls if fails(call, *one[0], **one[1])]
+    assert failing
+    values = [x for args, kwargs in calls for x in (*args, *kwargs.values())]
+    values += [x for items in values if isinstance(items, tuple) for x in items]
+    given = [x for x in (*values, call) if not any(x is y for y in COMMON)]
+    held = [sys.getrefcount(x) for x in given]
+    for args, kwargs in failing:
+        assert fails(call, *args, **kwargs)
+        assert [sys.getrefcount(x) for x in given] == held, (args, kwargs)
+
+    def run() -> None:
+        for args, kwargs in failing:
+            fails(call, *args, **kwargs)
+
+    def count_moves() -> int:
+        """How far 20 runs move the counts of common things. A leak moves one by 20 in each run."""
+        held = [sys.getrefcount(x) for x in COMMON]
+        for _ in range(20):
+            run()
+        return max(abs(sys.getrefcount(x) - n) for x, n in zip(COMMON, held, strict=True))
+
+    assert any(count_moves() < 20 for _ in range(5))
+    assert_keeps_nothing(run, calls=20)
+
+
+@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+def test_a_wrong_argument_leaves_nothing(op):
+    """Every argument in turn, arrays and options, between good ones."""
+    call = cases.FRAMEWORK_CALLS[op]()
+    operator = getattr(sparse_mla, op)
+    names = {*dict(operator.table), "stream"} & {*operator.__wrapped__.__annotations__}
+    good = call.args | call.kwargs
+    for name in sorted(names):
+        assert_lets_go(operator, [((), good | {name: wrong}) for wrong in WRONG])
+
+
+@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+def test_a_call_that_does_not_fit_leaves_nothing(op):
+    call = cases.FRAMEWORK_CALLS[op]()
+    good = list((call.args | call.kwargs).items())
+    args, first = tuple(x for _, x in good), dict(good[:1])
+    bad = [((), dict(good[1:])), ((), dict(good) | {"color": 1}), (args * 9, {}), (args, first)]
+    bad.append(((), {"kv_format": object(), "kv_cache_dtype": object(), **dict(good)}))
+    assert_lets_go(getattr(sparse_mla, op), bad)
+
+
+def with_wrong_items(good: tuple) -> list[tuple[tuple, dict]]:
+    """The arguments with each of them, and each item of those that are tuples, replaced in turn,
+    and with one more or less."""
+    bad: list[tuple] = [(*good, None), good[:-1]]
+    for i, value in enumerate(good):
+        items = [*WRONG]
+        if isinstance(value, tuple):
+            items += [(*value[:j], x, *value[j + 1 :]) for j in range(len(value)) for x in WRONG]
+            items += [value[:-1], (*value, value[-1])]
+        bad += [(*good[:i], x, *good[i + 1 :]) for x in items]
+    return [(args, {}) for args in bad]
+
+
+@pytest.mark.parametrize("name", compiled.make_calls())
+def test_a_wrong_argument_of_the_compiled_module_leaves_nothing(name):
+    """A builder can be used again afterwards."""
+    call, good = compiled.make_calls()[name]
+    assert_lets_go(call, [*with_wrong_items(good), (good, {"color": 1})])
+    call(*good)
