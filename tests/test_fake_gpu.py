@@ -1437,6 +1437,50 @@ def test_plans_of_a_gpu_name_its_kernels(package):
         )
 
 
+# Calls of CUDA that return an error of their own, or one of earlier work.
+MAY_FAIL = (
+    *("cudaStreamIsCapturing", "cudaStreamWaitEvent", "cudaEventRecord"),
+    *("cudaEventCreateWithFlags", "copy to device", "cudaMemsetAsync", "launch"),
+)
+
+
+def assert_each_failure_is_raised(gpu, run) -> None:
+    """Lets each call of CUDA that a run makes fail in turn, between runs that are good."""
+    run()
+    gpu.calls()
+    run()
+    made = [call.split("@")[0] for call in gpu.calls()]
+    counts = {name: made.count(name) for name in MAY_FAIL if name in made}
+    assert {"launch", "cudaEventRecord", "cudaStreamWaitEvent"} <= counts.keys()
+    for name, count in counts.items():
+        for num_good in range(count):
+            gpu.fail(name, num_good)
+            with pytest.raises(RuntimeError, match=r"^[\w.]+: .* failed: a text"):
+                run()
+            gpu.fail(None, -1)
+            run()
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_a_step_raises_whatever_fails(package, gpu, cupy, path):
+    """Also where a call ends its use of the metadata: the next build would not wait for it."""
+    step = small_step()
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = make_config(package, path)
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    arrays = [CupyArray(x) for x in (step.q, kv, step.topk_indices)]
+    common = place(package, step.batch)
+    streams = [gpu.new_stream() for _ in range(2)]
+
+    def run() -> None:
+        cupy.stream = streams[0]
+        metadata = builder.build(common)
+        cupy.stream = streams[1]
+        layer.forward(*arrays, metadata)
+
+    assert_each_failure_is_raised(gpu, run)
+
+
 # --- DeepSeek V4's builder -----------------------------------------------------------------------
 
 
@@ -1616,3 +1660,18 @@ def test_v4_steps_keep_nothing(package, gpu, cupy):
 
     assert_keeps_nothing(run, calls=30)
     assert_keeps_nothing(lambda: package.v4.MetadataBuilder(step.config), calls=30)
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", attend.RATIOS)
+def test_a_v4_step_raises_whatever_fails(package, gpu, cupy, ratio, path):
+    step = V4Step(package, ratio, path)
+    streams = [gpu.new_stream() for _ in range(2)]
+
+    def run() -> None:
+        cupy.stream = streams[0]
+        metadata = step.build()
+        cupy.stream = streams[1]
+        step.attend(metadata)
+
+    assert_each_failure_is_raised(gpu, run)
