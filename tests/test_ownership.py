@@ -526,6 +526,7 @@ def test_a_v4_builder_holds_the_arrays_of_its_step(kind):
     assert not any(one.is_held() for one in refused)
     elsewhere = as_capsule(table(), device=(10, 0)).settle()  # DLPack's number for ROCm
     for i in (0, 1, 3, 5):
+        refused = step()
         arrays = [one.x for one in (*refused[:i], elsewhere, *refused[i + 1 :])]
         with pytest.raises(ValueError, match=r"^MetadataBuilder\.build: "):
             build_v4(builder, arrays)

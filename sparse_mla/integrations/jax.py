@@ -42,6 +42,7 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
+from sparse_mla.backend._words import as_int
 from sparse_mla.integrations._schema import ASKED, GIVEN, READ, Schema
 from sparse_mla.ops import OPERATORS
 
@@ -73,6 +74,13 @@ _ATTRIBUTES = {
     "floats": str,
     "scales": str,
 }
+
+
+def _attribute(op: str, name: str, kind: str, value: Any) -> Any:
+    """An option as XLA takes it. NumPy would cut a float to an int."""
+    if kind in ("int", "int32", "size"):
+        value = as_int(op, name, value)
+    return _ATTRIBUTES[kind](value)
 
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
@@ -110,7 +118,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         input_output_aliases=aliases or None,
     )
     attributes = {
-        name: _ATTRIBUTES[kind](values[name])
+        name: _attribute(schema.name, name, kind, values[name])
         for name, kind in schema.rows.items()
         if kind in _ATTRIBUTES and values[name] is not None and name not in given
     }

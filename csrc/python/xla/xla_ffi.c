@@ -78,22 +78,33 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
                            call->op, name, (long long)wide);
 }
 
-/* Reads a size that may be left out. */
+/* Reads a size that may be left out. To the core 0 is one that is left out, so it is refused. */
 static smla_status
 read_size(const xla_call *call, const char *name, int64_t *value)
 {
-    return find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL
-               ? SMLA_OK
-               : read_int(call, name, value);
+    if (find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(read_int(call, name, value));
+    return *value >= 1 ? SMLA_OK
+                       : smla_fail(call->error, SMLA_ERROR_VALUE,
+                                   "%s: `%s` must be at least 1, got %lld", call->op, name,
+                                   (long long)*value);
 }
 
-/* Reads a scale that is a number. One that is an array is not an attribute. */
+/* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because to
+ * the core it is a scale that is left out. */
 static smla_status
 read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
 {
-    return find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL
-               ? SMLA_OK
-               : read_scalar(call, name, SMLA_XLA_F64, &scale->value, sizeof scale->value);
+    if (find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(read_scalar(call, name, SMLA_XLA_F64, &scale->value, sizeof scale->value));
+    return scale->value != 0.0 ? SMLA_OK
+                               : smla_fail(call->error, SMLA_ERROR_VALUE,
+                                           "%s: `%s` must be a positive normal float32, got 0",
+                                           call->op, name);
 }
 
 static smla_status
