@@ -466,7 +466,7 @@ def flash_mla_sparse_fwd(
         )
     check_flag(op, "use_legacy", use_legacy)
     join_out(op, out, (num_tokens, num_heads, HEAD_DIM_V))
-    wants_statistics = return_log2_lse is not False
+    wants_statistics = return_log2_lse is None or bool(return_log2_lse)
     result, lse, *max_logits = ops._attention_plus_inf(
         _without_grad(q),
         _without_grad(kv).reshape(num_rows, row),

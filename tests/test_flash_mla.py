@@ -149,7 +149,7 @@ class Decode:
             self.q.reshape(-1, self.H, 576),
             self.k_cache,
             flat(self.indices),
-            softmax_scale=self.softmax_scale or 576**-0.5,
+            softmax_scale=576**-0.5 if self.softmax_scale is None else self.softmax_scale,
             topk_length=per_query(self.options.get("topk_length")),
             attn_sink=self.options.get("attn_sink"),
             extra_kv=self.options.get("extra_k_cache"),
@@ -419,6 +419,49 @@ def test_scale_defaults_to_the_head_size(arrays):
     case = Decode(H=16)
     for a, b in zip(case.run(arrays), case.run(arrays, softmax_scale=576**-0.5), strict=True):
         assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.float64(0)])
+def test_a_scale_of_0_is_no_scale_left_out(zero, arrays):
+    """All keys weigh the same."""
+    decode, prefill = Decode(H=16, softmax_scale=0.0), Prefill(H=16)
+    got = decode.run(arrays, softmax_scale=zero)
+    assert_results(got, decode.reference())
+    assert not np.array_equal(got[0], decode.run(arrays, softmax_scale=None)[0])
+    prefill.sm_scale = 0.0
+    assert_results(prefill.run(arrays), prefill.reference())
+
+
+@pytest.mark.parametrize("false", [0, np.False_, False])
+def test_what_is_false_is_not_taken_for_none(false):
+    case, prefill = Decode(H=16), Prefill(H=16)
+    meta, _ = flash_mla.get_mla_metadata()
+
+    def decode(**changes):
+        options = {"head_dim_v": 512, "tile_scheduler_metadata": meta, "indices": case.indices}
+        given = {"block_table": None, "cache_seqlens": None} | options | changes
+        return flash_mla.flash_mla_with_kvcache(case.q, case.k_cache, **given)
+
+    def refuse(call, name: str, value) -> None:
+        named = {"extra_k_cache": "extra_kv"}.get(name, name)  # the core's errors pass through
+        with pytest.raises((TypeError, ValueError), match=rf": `{named}` must ") as error:
+            call(**{name: value})
+        assert "got None" not in str(error.value)
+
+    options = {"causal": false, "use_legacy": false, "enable_batch_invariant": false}
+    assert_results(decode(**options), case.reference())
+    names = "num_splits descale_q descale_k is_fp8_kvcache kv_format indices attn_sink topk_length"
+    names += " extra_k_cache extra_indices_in_kvcache extra_topk_length"
+    for name in names.split():
+        refuse(decode, name, false)
+    for name in ("kv_format", "num_splits", "descale_q", "descale_k"):
+        refuse(decode, name, "")
+    args = (prefill.q, prefill.kv, prefill.indices, prefill.sm_scale)
+    _, *nothing = flash_mla.flash_mla_sparse_fwd(*args, return_log2_lse=false)
+    assert nothing == [None, None]
+    for name in ("attn_sink", "topk_length"):
+        refuse(lambda **one: flash_mla.flash_mla_sparse_fwd(*args, **one), name, false)
+    assert flash_mla.get_mla_decoding_metadata(None, 128, 1, topk=false) == (None, None)
 
 
 @pytest.mark.parametrize("kv_format", [None, "V32", "fp8_ds_mla"])

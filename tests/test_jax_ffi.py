@@ -497,6 +497,25 @@ def test_bad_options_are_reported(place, smla, op, name, value):
         place.module.block_until_ready(call.run(smla))
 
 
+@pytest.mark.parametrize("op", CALLS)
+def test_options_of_zero_are_refused_as_by_calls(place, smla, op):
+    """0 is no None to a size and no scale, and a float is no int."""
+    names = inspect.signature(getattr(smla, op)).parameters
+    given = plain(op)
+    for name, kind in getattr(sparse_mla, op).table:
+        zeros = (0, 0.0) if kind in ("size", "scale", "scale or none") else (1.5,)
+        if name not in names or (kind not in ("int", "int32") and zeros == (1.5,)):
+            continue
+        for zero in zeros:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                getattr(sparse_mla, op)(**(given.args | given.kwargs | {name: zero}))
+            call = moved(op, place)
+            with pytest.raises((TypeError, RuntimeError)) as failed:
+                arguments = call.args | call.kwargs | {name: zero}
+                place.module.block_until_ready(getattr(smla, op)(**arguments))
+            assert str(caught.value) in str(failed.value)
+
+
 def test_a_rank_without_a_result_is_refused_while_tracing(place, smla):
     call = moved("sparse_attention", place)
     call.args["q"] = call.args["q"][0]

@@ -13,9 +13,11 @@ import cases
 import ml_dtypes
 import numpy as np
 import pytest
+from test_views import UNREAD
 
 import sparse_mla
 from sparse_mla import _C, _results, ops
+from sparse_mla.integrations import _schema
 
 OPERATORS = [value for value in vars(sparse_mla).values() if isinstance(value, _C.Operator)]
 ATTENTION = sparse_mla.sparse_attention
@@ -293,3 +295,102 @@ def test_results_are_known_before_the_call(op):
         if not isinstance(strides, str):
             assert x.strides == tuple(n * x.itemsize for n in strides)
     assert len(known) == sum(kind in WRITTEN for _, kind in op.table)
+
+
+# --- nothing is None but None --------------------------------------------------------------------
+
+FALSE = (0, 0.0, False, "", (), [], b"", np.int64(0), np.zeros(0, np.int32), np.zeros(0, np.int8))
+# What a call may have instead of None: a stream of 0, and names that are arrays elsewhere.
+MAY_BE_NONE = {*NONE, "optional input", "workspace", "input or none", "scale", "size"} - {"stream"}
+
+
+@pytest.mark.parametrize("op", ops.OPERATORS.values(), ids=ops.OPERATORS)
+def test_what_is_false_is_not_taken_for_none(op):
+    call = cases.FRAMEWORK_CALLS[op.__name__]()
+    given = call.args | call.kwargs
+    for name, kind in op.table:
+        if kind not in MAY_BE_NONE or name not in inspect.signature(op).parameters:
+            continue
+        for value in FALSE:
+            if (op.__name__, name) in UNREAD and isinstance(value, np.ndarray):
+                continue
+            with pytest.raises((TypeError, ValueError, BufferError)) as error:
+                op(**given | {name: value})
+            assert str(error.value).startswith(f"{op.__name__}: "), (name, value)
+            assert "got none" not in str(error.value).lower() or name in ("kv", "score"), value
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def takes(op) -> dict:
+    return dict.fromkeys(inspect.signature(op).parameters)
+
+
+def by_name_and_place(op) -> list[tuple[tuple, dict]]:
+    """Calls in which exactly one argument comes twice, is missing or is too much."""
+    parameters = inspect.signature(op).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p.name for p in parameters if p.default is p.empty]
+    count = len(positional)
+    rest = {name: None for name in required if name not in positional}
+    bad: list[tuple[tuple, dict]] = [((None,) * (count + 1), rest)]
+    for i, name in enumerate(positional):
+        bad.append(((None,) * count, rest | {name: None}))
+        later = dict.fromkeys(positional[i:])
+        bad.append(((None,) * (i + 1), rest | later))
+    bad += [((), {n: None for n in required if n != name}) for name in required]
+    bad += [((None,) * count, {n: None for n in rest if n != name}) for name in rest]
+    bad += [((None,) * count, rest | {word: None}) for word in ("", "Q", "out ", "device_", "self")]
+    if takes(op).keys() & {"kv_format", "kv_cache_dtype"}:
+        bad.append(((None,) * count, rest | {"kv_format": None, "kv_cache_dtype": None}))
+    return bad
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_every_argument_twice_missing_or_too_much(op):
+    for args, kwargs in by_name_and_place(op):
+        words = words_of(lambda args=args, kwargs=kwargs: op.__wrapped__(*args, **kwargs))
+        assert words_of(lambda args=args, kwargs=kwargs: op(*args, **kwargs)) == words
+
+
+@pytest.mark.parametrize("op", ops.OPERATORS.values(), ids=ops.OPERATORS)
+def test_functions_of_frameworks_refuse_the_same(op):
+    """Those of integrations/_schema.py have the signature, and Python words what breaks it."""
+    seen: list[dict] = []
+    schema = _schema.Schema(op)
+    function = schema.expose(seen.append, (), "sparse_mla.integrations.torch")
+    assert inspect.signature(function) == inspect.signature(op)
+    for args, kwargs in by_name_and_place(op):
+        words = words_of(lambda args=args, kwargs=kwargs: schema.signature.bind(*args, **kwargs))
+        assert words_of(lambda args=args, kwargs=kwargs: function(*args, **kwargs)) == words
+    assert seen == []
+
+
+@pytest.mark.parametrize("op", ops.OPERATORS.values(), ids=ops.OPERATORS)
+def test_functions_of_frameworks_pass_on_what_they_get(op):
+    """By position, by name and by both, and defaults for the rest. What the caller gave is not
+    changed."""
+    seen: list[dict] = []
+    schema = _schema.Schema(op)
+    function = schema.expose(seen.append, ("stream",), "sparse_mla.integrations.jax")
+    names = [n for n in schema.parameters if schema.rows[n] != "stream"]
+    given = {name: f"the {name}" for name in names}
+    positional = [n for n in schema.positional if n in given]
+    for count in range(len(positional) + 1):
+        args = [given[name] for name in positional[:count]]
+        kwargs = {name: given[name] for name in names if name not in positional[:count]}
+        function(*args, **kwargs)
+        assert seen.pop() == given
+    required = {name: given[name] for name in names if name not in schema.defaults}
+    left = dict(required)
+    function(**left)
+    assert left == required
+    defaults = {name: schema.defaults[name] for name in names if name in schema.defaults}
+    assert seen.pop() == defaults | required
+    words = words_of(lambda: function(**required, stream=None))
+    assert words == "got an unexpected keyword argument 'stream'"
+    for own, other in (("kv_format", "kv_cache_dtype"), ("kv_cache_dtype", "kv_format")):
+        if own in given:
+            function(**required, **{other: "auto"})
+            assert seen.pop() == defaults | required | {own: "auto"}

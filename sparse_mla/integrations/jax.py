@@ -76,13 +76,6 @@ _ATTRIBUTES = {
 }
 
 
-def _attribute(op: str, name: str, kind: str, value: Any) -> Any:
-    """An option as XLA takes it. NumPy would cut a float to an int."""
-    if kind in ("int", "int32", "size"):
-        value = as_int(op, name, value)
-    return _ATTRIBUTES[kind](value)
-
-
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
     read and written become the call's last results, in place."""
@@ -93,6 +86,8 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
                 f"{schema.name}: `{name}` must be a Python value, got a traced array: give jax.jit "
                 f'static_argnames="{name}", or fix the option outside (functools.partial)'
             )
+        if kind in ("int", "int32", "size") and values[name] is not None:
+            values[name] = as_int(schema.name, name, values[name])  # NumPy would cut a float
     given = {}
     for name in schema.names(*READ):
         array = values[schema.scales.get(name, name)]
@@ -118,7 +113,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         input_output_aliases=aliases or None,
     )
     attributes = {
-        name: _attribute(schema.name, name, kind, values[name])
+        name: _ATTRIBUTES[kind](values[name])
         for name, kind in schema.rows.items()
         if kind in _ATTRIBUTES and values[name] is not None and name not in given
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
@@ -318,7 +318,7 @@ class MetadataBuilder:
             (*config.compress_ratios,),
             (*map(config.state_block_sizes.__getitem__, config.compress_ratios),),
             config.kv_cache_dtype,
-            config.compressed_kv_cache_dtype,
+            cast(str, config.compressed_kv_cache_dtype),  # Config has filled it in
             config.path,
             config.device,
             workspace,
