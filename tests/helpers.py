@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import importlib
 import os
+import platform
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -383,6 +385,60 @@ def assert_error_text(error: BaseException, op: str, arguments) -> None:
     pattern = rf"^{re.escape(op)}: `({names})` must .+, got .+"
     text = str(error)
     assert re.search(pattern, text, re.DOTALL), f"{text!r} does not match {pattern!r}"
+
+
+# --- floating-point modes ------------------------------------------------------------------------
+
+libm = ctypes.CDLL("libm.so.6")
+# Where fegetenv puts the register of modes, its bits that are exception flags, and modes.
+MODE_AT, MODE_FLAGS, FLOAT_MODES = {
+    "x86_64": (
+        28,  # MXCSR
+        0x3F,
+        {
+            "default": 0x1F80,
+            "down": 0x3F80,
+            "up": 0x5F80,
+            "to zero": 0x7F80,
+            "results flushed": 0x9F80,
+            "operands flushed": 0x1FC0,
+            "all flushed, up": 0xDFC0,
+        },
+    ),
+    "aarch64": (
+        0,  # FPCR
+        0,
+        {"default": 0, "up": 1 << 22, "down": 2 << 22, "to zero": 3 << 22, "flushed": 1 << 24},
+    ),
+}[platform.machine()]
+
+
+def read_float_mode() -> int:
+    """How this thread rounds, what becomes of subnormal numbers, and which exceptions trap."""
+    environment = ctypes.create_string_buffer(64)
+    libm.fegetenv(environment)
+    return struct.unpack_from("<I", environment, MODE_AT)[0] & ~MODE_FLAGS
+
+
+@contextlib.contextmanager
+def float_mode(mode: int):
+    """Sets the mode of this thread, and sets back what it was."""
+    former, own = (ctypes.create_string_buffer(64) for _ in "ab")
+    for environment in (former, own):
+        libm.fegetenv(environment)
+    struct.pack_into("<I", own, MODE_AT, mode)
+    libm.fesetenv(own)
+    try:
+        yield
+    finally:
+        libm.fesetenv(former)
+
+
+def mode_after(mode: int, run) -> int:
+    """The mode that a thread of this mode has after a run."""
+    with float_mode(mode):
+        run()
+        return read_float_mode()
 
 
 # --- documentation -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from dlpack_producer import Producer
-from helpers import assert_keeps_nothing
+from helpers import FLOAT_MODES, assert_keeps_nothing, mode_after
 
 import sparse_mla
 from sparse_mla import _C
@@ -283,3 +283,28 @@ def test_a_wrong_argument_of_the_compiled_module_leaves_nothing(name):
     call, good = compiled.make_calls()[name]
     assert_lets_go(call, [*with_wrong_items(good), (good, {"color": 1})])
     call(*good)
+
+
+# --- what a call leaves of the thread's floating-point mode --------------------------------------
+
+
+@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+def test_an_operator_leaves_the_floating_point_mode(op):
+    """A good call, and calls with a wrong argument at each place."""
+    call = cases.FRAMEWORK_CALLS[op]()
+    good, operator = call.args | call.kwargs, getattr(sparse_mla, op)
+    wrongs = [(name, wrong) for name in good for wrong in (Failing(), WRONG[-8])]
+    runs = [lambda: operator(**good), lambda: operator(None)]
+    runs += [lambda one=one: operator(**good | dict([one])) for one in wrongs]
+    for mode in FLOAT_MODES.values():
+        for run in runs:
+            assert mode_after(mode, lambda run=run: fails(run)) == mode
+
+
+@pytest.mark.parametrize("name", compiled.make_calls())
+def test_the_compiled_module_leaves_the_floating_point_mode(name):
+    call, good = compiled.make_calls()[name]
+    bad = [args for args, _ in with_wrong_items(good)][:: max(len(good), 1)]
+    for mode in FLOAT_MODES.values():
+        for args in (good, *bad, good):
+            assert mode_after(mode, lambda args=args: fails(call, *args)) == mode
