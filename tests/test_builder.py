@@ -512,6 +512,127 @@ def test_bad_configs(error, options):
         assert f"'{name}'" in str(info.value)
 
 
+BOUNDS = {
+    "num_heads": (1, 128),
+    "kv_lora_rank": (512, 512),
+    "qk_rope_head_dim": (64, 64),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "block_size", "topk_tokens"), (1, None)),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len"), (1, None)),
+    **dict.fromkeys(("decode_threshold", "min_heads_for_bf16_prefill"), (1, None)),
+    "prefill_workspace_tokens": (1, None),
+}
+CONFIG = {"num_heads": 16, "softmax_scale": 0.5, "max_num_seqs": 4}
+CONFIG |= {"max_num_batched_tokens": 64, "max_model_len": 100}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_each_limit_of_a_config_from_both_sides(name):
+    least, most = BOUNDS[name]
+    for good in (least, np.int64(least), most or 1 << 40):
+        value = getattr(sparse_mla.Config(**CONFIG | {name: good}), name)
+        assert (value, type(value)) == (good, int)
+    rule = {least: str(least), None: f"at least {least}"}.get(most, f"{least} to {most}")
+    for bad in (least - 1, 0, -1, *([most + 1] if most else [])):
+        with pytest.raises(ValueError, match=f"^Config: `{name}` must be {rule}, got {bad}$"):
+            sparse_mla.Config(**CONFIG | {name: bad})
+    for bad in (1.0, "1", np.zeros(2), *([] if name == "prefill_workspace_tokens" else [None])):
+        text = f"^Config: `{name}` must be an int, got {type(bad).__name__}$"
+        with pytest.raises(TypeError, match=text):
+            sparse_mla.Config(**CONFIG | {name: bad})
+
+
+def test_other_options_of_a_config_from_both_sides():
+    def make(**changes):
+        return sparse_mla.Config(**CONFIG | changes)
+
+    for scale in (0, -1.5, np.float32(0.25), 3):
+        value = make(softmax_scale=scale).softmax_scale
+        assert (value, type(value)) == (scale, float)
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"^Config: `softmax_scale` must be finite, got {bad}"):
+            make(softmax_scale=bad)
+    for bad in ("1", None, [1.0], 1j):
+        with pytest.raises(TypeError, match=r"^Config: `softmax_scale` must be a float, got "):
+            make(softmax_scale=bad)
+    for name in ("cpu", "cuda", "cuda:0", "cuda:12"):
+        assert make(device=name).device == name
+    for bad in ("", "CPU", "cpu:0", "cuda:", "cuda:x", "cuda:1 ", " cuda", "cuda:-1", 0, None):
+        with pytest.raises(
+            ValueError, match=r"^Config: `device` must be 'cpu', 'cuda' or 'cuda:N'"
+        ):
+            make(device=bad)
+    served = {"auto": {"bf16"}, "bfloat16": {"bf16"}}
+    served["fp8_ds_mla"] = {"mixed", "separate", "direct"}
+    for dtype, paths in served.items():
+        for path in ("mixed", "separate", "bf16", "direct", None):
+            if path is None or path in paths:
+                assert make(kv_cache_dtype=dtype, path=path).path == path
+                continue
+            rule = f"must be .* for a {dtype} cache, got '{path}'"
+            with pytest.raises(ValueError, match=f"^Config: `path` {rule}"):
+                make(kv_cache_dtype=dtype, path=path)
+    for name in ("kv_cache_dtype", "path"):
+        for bad in ("", 0, False, "fp8", "BF16"):
+            with pytest.raises(ValueError, match=f"^Config: `{name}` must be .*, got "):
+                make(**{name: bad})
+    with pytest.raises(ValueError, match=r"`kv_cache_dtype` must be .* got None"):
+        make(kv_cache_dtype=None)
+
+
+def test_a_batch_of_zeros_is_no_batch_left_out():
+    """A size of 0 is one that the engine gave."""
+    starts, lens, table = (
+        np.array([0, 1, 4], np.int32),
+        np.array([9, 7], np.int32),
+        np.zeros((2, 1)),
+    )
+
+    def make(starts=starts, lens=lens, **sizes):
+        return library.package.CommonAttentionMetadata(starts, lens, np.arange(4), table, **sizes)
+
+    usual = make()
+    sizes = {"num_reqs": 2, "num_actual_tokens": 4, "max_query_len": 3, "max_seq_len": 9}
+    assert {name: getattr(usual, name) for name in sizes} == sizes
+    assert {type(getattr(usual, name)) for name in sizes} == {int}
+    for name, size in sizes.items():
+        given = make(**{name: np.int64(size)})
+        assert (getattr(given, name), type(getattr(given, name))) == (size, int)
+    for name in ("max_query_len", "max_seq_len"):
+        assert getattr(make(**{name: sizes[name] + 1}), name) == sizes[name] + 1
+        for small in (0, sizes[name] - 1):
+            rule = f"must be at least the batch's largest, {sizes[name]}, got {small}"
+            with pytest.raises(ValueError, match=f"^CommonAttentionMetadata: `{name}` {rule}$"):
+                make(**{name: small})
+    for bad in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"`num_reqs` must be 2, .* got {bad}$"):
+            make(num_reqs=bad)
+    assert make(num_actual_tokens=0).num_actual_tokens == 0
+    assert make(num_actual_tokens=6).num_actual_tokens == 6
+    nothing = make([0], [])
+    assert (nothing.num_reqs, nothing.num_actual_tokens) == (0, 0)
+    assert (nothing.max_query_len, nothing.max_seq_len) == (0, 0)
+    assert nothing.seq_lens_cpu.dtype == np.int32
+    for bad in ([], 3, [[0, 1]], np.zeros(0, np.int32)):
+        with pytest.raises(ValueError, match=r"`query_start_loc` must have shape \[R \+ 1\], got"):
+            make(bad, [])
+    cpu = make(query_start_loc_cpu=[0, 2, 4], seq_lens_cpu=[3, 4])
+    assert (cpu.max_query_len, cpu.max_seq_len) == (2, 4)
+    assert (cpu.query_start_loc is starts) and (cpu.seq_lens is lens)
+    with pytest.raises(ValueError, match="`query_start_loc` must have shape"):
+        make(query_start_loc_cpu=[], seq_lens_cpu=[3, 4])
+    for kind, is_host in ((1, True), (3, True), (13, True), (2, False), (10, False)):
+        away = Producer(starts, device=(kind, 0))
+        if is_host:  # DLPack's CPU, pinned and managed memory are read
+            with pytest.raises((TypeError, ValueError)) as error:
+                make(away)
+            assert "must be given for device arrays" not in str(error.value)
+        else:
+            with pytest.raises(ValueError, match="`query_start_loc_cpu` must be given for device"):
+                make(away)
+            with pytest.raises(ValueError, match="`seq_lens_cpu` must be given for device"):
+                make(lens=Producer(lens, device=(kind, 0)))
+
+
 @pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
 def test_sizes_of_a_batch_are_ints(name):
     batch = cases.make_batch([1, 5], [3, 20])
@@ -623,6 +744,13 @@ def test_kv_cache_shape(name, width):
 
 def test_kv_cache_shape_defaults_and_errors():
     shape = sparse_mla.Backend.get_kv_cache_shape
+    rules = {"num_kv_heads": "1", "head_size": "576"}
+    rules["cache_dtype_str"] = "'auto' or 'bfloat16' or 'fp8_ds_mla'"
+    for name, rule in rules.items():
+        for bad in (0, -1, 2, 575, 577, "", None):
+            text = f"^Backend.get_kv_cache_shape: `{name}` must be {rule}, got {bad!r}$"
+            with pytest.raises(ValueError, match=text):
+                shape(7, 64, **{name: bad})
     assert tuple(shape(7, 64)) == (7, 64, 576)
     with pytest.raises(ValueError, match=r"cache_dtype_str"):
         shape(7, 64, cache_dtype_str="int4")

@@ -13,7 +13,7 @@ import cases
 import ml_dtypes
 import numpy as np
 import pytest
-from test_views import UNREAD
+from test_views import TABLE, UNREAD
 
 import sparse_mla
 from sparse_mla import _C, _results, ops
@@ -295,6 +295,103 @@ def test_results_are_known_before_the_call(op):
         if not isinstance(strides, str):
             assert x.strides == tuple(n * x.itemsize for n in strides)
     assert len(known) == sum(kind in WRITTEN for _, kind in op.table)
+
+
+def joined(op, arguments: dict) -> dict:
+    """The arguments with pairs in one, and without arrays for results."""
+    table = dict(op.table)
+    values = {n: x for n, x in arguments.items() if table.get(n) not in WRITTEN}
+    for name in ("q", "k_cache"):
+        if f"{name}[0]" in values:
+            values[name] = (values.pop(f"{name}[0]"), values.pop(f"{name}[1]"))
+    return values
+
+
+def known_results(op, values: dict) -> tuple:
+    schema = _schema.Schema(op)
+    defaults = {n: p.default for n, p in schema.parameters.items()}
+    return tuple(schema.results(schema.part(defaults | values)).values())
+
+
+EXAMPLES = [title for title, row in TABLE.items() if row.op in ops.OPERATORS]
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_results_of_every_form_are_known(title):
+    """Layouts, formats, pairs and options of each operator's calls: the results that a call makes
+    are those that the rule names."""
+    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title].example
+    kinds = dict(op.table)
+    arrays = {name: x.copy() for name, x in example.arrays.items()}
+    values = joined(op, arrays | example.options)
+    asks = {name: True for name, kind in op.table if kind == "ask"}
+    known = known_results(op, values | asks)
+    got = op(**values | asks)
+    results = list(got) if isinstance(got, tuple) else [got]
+    for _ in (n for n, kind in op.table if kind == "input and output"):
+        results.pop()
+    names = [n for n, kind in op.table if kind in WRITTEN]
+    for name, x, (shape, dtype, *strides) in zip(names, results, known, strict=False):
+        if kinds[name] == "output or first" and x is values[op.table[0][0]]:
+            assert (x.shape, str(x.dtype)) == (shape, dtype)
+            continue
+        assert (x.shape, str(x.dtype)) == (shape, dtype), name
+        assert not strides or x.strides == tuple(n * x.itemsize for n in strides[0])
+
+
+def words_until_rule(error: BaseException) -> str:
+    """The operator, and the argument that the error is about."""
+    return str(error).partition(" must ")[0].replace("[0]", "")
+
+
+WRONG_OPTIONS = {
+    "dtype": ("int8", "", "float16"),
+    "k": (0, -1),
+    "align": (0, -4),
+    "groups": (0, -1, 3, 129),
+    "scale_layout": ("ue8m0", ""),
+    "block_size": (None,),
+    "block_table": (None,),
+}
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_what_rules_refuse_the_call_refuses(title):
+    """Arrays with a dimension more or less, other last dimensions, and options out of range. Both
+    name the same argument."""
+    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title].example
+    good = joined(op, {name: x.copy() for name, x in example.arrays.items()} | example.options)
+    bends = [lambda x: x[None], lambda x: x[0], lambda x: x[..., :-1], lambda x: x[None, None]]
+    bad = [(n, bend(x)) for n, x in good.items() if isinstance(x, np.ndarray) and x.ndim > 0
+           for bend in bends]  # fmt: skip
+    known = inspect.signature(op).parameters
+    bad += [(n, x) for n, wrong in WRONG_OPTIONS.items() if n in known for x in wrong]
+    for name, value in bad:
+        try:
+            known_results(op, good | {name: value})
+        except ValueError as error:
+            with pytest.raises((ValueError, TypeError)) as caught:
+                op(**good | {name: value})
+            assert words_until_rule(caught.value) == words_until_rule(error), name
+
+
+def test_a_format_s_pages_without_their_size_are_refused_by_rules():
+    pages = np.zeros((3, 600), np.uint8)
+    keys = {"q": np.zeros((1, 2, 128), np.uint8), "weights": np.zeros((1, 2), np.float32)}
+    keys |= {"k_cache": pages, "context_lens": np.zeros(1, np.int32)}
+    keys |= {"block_table": np.zeros((1, 1), np.int32), "kv_format": "fp8_index"}
+    keys |= {"req_id_per_token": np.zeros(1, np.int32)}
+    split = {"kv_cache": pages, "kv_format": "fp8_v4"}
+    for op, values in ((ops.indexer_logits, keys), (ops.dequantize_kv_cache, split)):
+        with pytest.raises(ValueError, match="must come with block_size=") as caught:
+            known_results(op, values)
+        with pytest.raises(ValueError, match="must come with block_size=") as direct:
+            op(**values)
+        assert words_until_rule(direct.value) == words_until_rule(caught.value)
+    for text, size in (("fp8_v4", 1), ("fp8_v41_split", 1), ("fp4_v41_split", 2)):
+        cache = np.zeros((3, {1: 592, 2: 1152}[size]), np.uint8)
+        given = {"kv_cache": cache, "kv_format": text, "block_size": size}
+        assert known_results(ops.dequantize_kv_cache, given)[0][0] == (3, size, 512)
 
 
 # --- nothing is None but None --------------------------------------------------------------------

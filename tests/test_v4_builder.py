@@ -376,6 +376,119 @@ def test_scales_are_checked_as_the_floats_that_are_used(name, scale):
     assert str(info.value).endswith(rule)
 
 
+COUNTS = ["window", "topk_tokens", "index_n_heads", "o_groups", "swa_block_size", "max_num_seqs"]
+COUNTS += ["max_num_batched_tokens", "max_model_len", "decode_threshold", "prefill_chunk_size"]
+
+
+@pytest.mark.parametrize("name", ["num_heads", "block_size", *COUNTS])
+def test_each_limit_of_a_config_from_both_sides(name):
+    usual = {"num_heads": 8, "compress_ratios": ()} | LIMITS
+    most = 128 if name == "num_heads" else None
+    for good in (1, np.int64(1), most or 1 << 40):
+        value = getattr(v4.Config(**usual | {name: good}), name)
+        assert (value, type(value)) == (good, int)
+    rule = "1 to 128" if most else "at least 1"
+    for bad in (0, -1, *([129] if most else [])):
+        with pytest.raises(ValueError, match=f"^Config: `{name}` must be {rule}, got {bad}$"):
+            v4.Config(**usual | {name: bad})
+    for bad in (1.0, None, "1"):
+        with pytest.raises(TypeError, match=f"^Config: `{name}` must be an int, got "):
+            v4.Config(**usual | {name: bad})
+
+
+def test_other_options_of_a_config_from_both_sides():
+    def make(**changes):
+        return v4.Config(**{"num_heads": 8} | LIMITS | changes)
+
+    for name in ("softmax_scale", "q_scale", "kv_scale"):
+        value = getattr(make(**{name: 1}), name)
+        assert (value, type(value)) == (1, float)
+        for bad in (float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=f"^Config: `{name}` must be finite, got {bad}$"):
+                make(**{name: bad})
+    assert make(softmax_scale=0).softmax_scale == 0
+    assert make(softmax_scale=-1).softmax_scale == -1
+    for name in ("q_scale", "kv_scale"):
+        for bad in (0, 0.0, -0.5):
+            with pytest.raises(ValueError, match=f"^Config: `{name}` must be > 0, got "):
+                make(**{name: bad, "kv_cache_dtype": "fp8_e4m3"})
+    for formats in (("fp8_e4m3", "fp8_v4"), ("fp8_v4", "fp8_e4m3"), ("fp8_e4m3", None)):
+        names = dict(zip(("kv_cache_dtype", "compressed_kv_cache_dtype"), formats, strict=True))
+        assert make(kv_scale=0.5, **names).kv_scale == 0.5
+    assert make(q_scale=0.5).q_scale == 0.5
+    ratios = (2, 4, 8, 16)
+    states = dict.fromkeys(ratios, 1)
+    four = make(compress_ratios=iter((16, 1, 2, 0, 4, 8, 2)), state_block_sizes=states | {3: 7})
+    assert four.compress_ratios == ratios
+    assert four.state_block_sizes == states
+    assert four.block_size == 256
+    for bad in (0, None, 5, "44"):
+        with pytest.raises(TypeError, match=r"^Config: `compress_ratios` must be a sequence, got "):
+            make(compress_ratios=bad)
+    for bad in (-1, -4):
+        with pytest.raises(ValueError, match="`compress_ratios` must be at least 0"):
+            make(compress_ratios=[4, bad])
+    for bad in (None, [4, 4], 0, ()):
+        with pytest.raises(TypeError, match=r"^Config: `state_block_sizes` must be a dict, got "):
+            make(state_block_sizes=bad)
+    for bad in ({}, {4: 4}, {128: 8}):
+        with pytest.raises(ValueError, match="`state_block_sizes` must have an entry for ratio"):
+            make(state_block_sizes=bad)
+    for name in ("kv_cache_dtype", "compressed_kv_cache_dtype", "index_cache_dtype", "path"):
+        for bad in ("", 0, False, "BF16"):
+            with pytest.raises(ValueError, match=f"^Config: `{name}` must be .* got {bad!r}$"):
+                make(**{name: bad})
+    for name in ("kv_cache_dtype", "index_cache_dtype"):
+        with pytest.raises(ValueError, match=f"^Config: `{name}` must be one of .* got None$"):
+            make(**{name: None})
+    split = make(kv_cache_dtype="bfloat16", compressed_kv_cache_dtype="auto")
+    assert (split.kv_cache_dtype, split.compressed_kv_cache_dtype) == ("bfloat16", "fp8_v4")
+    assert make(kv_cache_dtype="bfloat16").compressed_kv_cache_dtype == "bfloat16"
+    for path in ("direct", "separate", None):
+        assert make(path=path).path == path
+
+
+def test_facts_from_both_sides():
+    shape, get_bytes = v4.Backend.get_kv_cache_shape, v4.Backend.get_page_bytes
+    rows = {"fp8_v4": 584, "bfloat16": 1024, "fp8_e4m3": 512, "fp8_index": 132, "mxfp4_index": 68}
+    for name, row in rows.items():
+        values = 128 if name.endswith("index") else 512
+        elements = row // 2 if name == "bfloat16" else row
+        assert shape(3, 8, 1, values, name) == shape(3, 8, 1, None, name) == (3, 8, elements)
+        for ratio in (-1, 0, 1):
+            assert shape(3, 8, 1, None, name, ratio) == (3, 8, elements)
+            assert get_bytes(8, name, ratio, 1) == 8 * row
+        for ratio in (2, 8):
+            assert shape(3, 8, cache_dtype_str=name, compress_ratio=ratio) == (
+                3, 8 // ratio, elements,
+            )  # fmt: skip
+            assert get_bytes(8, name, ratio, align=1) == 8 // ratio * row
+        assert get_bytes(8, name) == get_bytes(8, name, 1, 576) == -(-8 * row // 576) * 576
+        for bad in (0, 1, values - 1, 576, 640 - values, False):
+            with pytest.raises(ValueError, match=f"`head_size` must be {values}, got {bad!r}"):
+                shape(3, 8, head_size=bad, cache_dtype_str=name)
+    assert get_bytes(1, "bfloat16", 1, 1024) == 1024
+    assert get_bytes(1, "bfloat16", 1, 1023) == 2046
+    for bad in (0, 2, -1, None):
+        with pytest.raises(ValueError, match=f"`num_kv_heads` must be 1, got {bad!r}"):
+            shape(3, 8, bad)
+    for bad, ratio in ((0, 1), (-4, 4), (2, 4), (9, 4), (0, 0)):
+        for call in (
+            lambda: shape(3, bad, compress_ratio=ratio),  # noqa: B023
+            lambda: get_bytes(bad, "fp8_v4", ratio),  # noqa: B023
+        ):
+            with pytest.raises(
+                ValueError, match=rf"`block_size` must be a multiple of .* got {bad}"
+            ):
+                call()
+    for bad in ("", "int8", None, 0):
+        with pytest.raises(ValueError, match=f"`cache_dtype_str` must be one of .* got {bad!r}"):
+            get_bytes(8, bad)
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"`align` must be at least 1, got {bad}"):
+            get_bytes(8, "fp8_v4", 1, bad)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"window": 2.5}, {"compress_ratios": 4}, {"softmax_scale": "1"}, {"state_block_sizes": [4]}],

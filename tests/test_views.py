@@ -47,6 +47,7 @@ class Example:
 
     arrays: dict[str, np.ndarray]
     run: Callable[[dict[str, Any]], Any]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +76,7 @@ def call(op: str, arrays: dict, **options) -> Example:
                 given[name] = (given.pop(f"{name}[0]"), given.pop(f"{name}[1]"))
         return function(**given, **options)
 
-    return Example(arrays, run)
+    return Example(arrays, run, options)
 
 
 def int32(*values) -> np.ndarray:
