@@ -344,6 +344,19 @@ def words_until_rule(error: BaseException) -> str:
     return str(error).partition(" must ")[0].replace("[0]", "")
 
 
+def refusal(call, *args) -> str | None:
+    """The beginning of the text of an error, None if there is none."""
+    try:
+        call(*args)
+    except (TypeError, ValueError) as error:
+        return words_until_rule(error)
+    return None
+
+
+# Where a name of an option is an array's, and an option of no result.
+NOT_RULED = {("quantize_and_insert_k_cache", "k"), ("indexer_k_quant_and_cache", "k")}
+NOT_RULED |= {("lightning_indexer", "dtype")}
+RULED_OPTIONS = ("dtype", "k", "align", "groups", "scale_layout")
 WRONG_OPTIONS = {
     "dtype": ("int8", "", "float16"),
     "k": (0, -1),
@@ -367,12 +380,24 @@ def test_what_rules_refuse_the_call_refuses(title):
     known = inspect.signature(op).parameters
     bad += [(n, x) for n, wrong in WRONG_OPTIONS.items() if n in known for x in wrong]
     for name, value in bad:
-        try:
-            known_results(op, good | {name: value})
-        except ValueError as error:
-            with pytest.raises((ValueError, TypeError)) as caught:
-                op(**good | {name: value})
-            assert words_until_rule(caught.value) == words_until_rule(error), name
+        by_rule = refusal(known_results, op, good | {name: value})
+        by_call = refusal(lambda name=name, value=value: op(**good | {name: value}))
+        if by_rule is not None:
+            assert by_rule == by_call, name
+        elif name in RULED_OPTIONS and (op.__name__, name) not in NOT_RULED:
+            assert by_call != f"{op.__name__}: `{name}`", value
+
+
+@pytest.mark.parametrize(("topk", "columns"), [(2, 9), (9, 2), (4, 4), (0, 1)])
+def test_mixed_lists_are_as_wide_as_their_widest_part(topk, columns):
+    call = cases.GOOD_CALLS["build_mixed_sparse_indices"]()
+    given = call.args | {"topk": topk, "decode_indices_are_local": False}
+    given["decode_compressed_indices"] = np.zeros((2, columns), np.int32)
+    given["prefill_topk_indices"] = np.zeros((2, max(topk, 1)), np.int32)
+    out, lens = ops.build_mixed_sparse_indices(**given)
+    width = 3 + (max(topk, columns) + 3) // 4 * 4
+    known = known_results(ops.build_mixed_sparse_indices, given)
+    assert [x[0] for x in known] == [out.shape, lens.shape] == [(4, width), (4,)]
 
 
 def test_a_format_s_pages_without_their_size_are_refused_by_rules():
