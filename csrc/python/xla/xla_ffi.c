@@ -86,10 +86,10 @@ read_size(const xla_call *call, const char *name, int64_t *value)
         return SMLA_OK;
     }
     SMLA_TRY(read_int(call, name, value));
-    return *value >= 1 ? SMLA_OK
-                       : smla_fail(call->error, SMLA_ERROR_VALUE,
-                                   "%s: `%s` must be at least 1, got %lld", call->op, name,
-                                   (long long)*value);
+    return *value >= 1
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be at least 1, got %lld",
+                           call->op, name, (long long)*value);
 }
 
 /* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because to
@@ -101,10 +101,10 @@ read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
         return SMLA_OK;
     }
     SMLA_TRY(read_scalar(call, name, SMLA_XLA_F64, &scale->value, sizeof scale->value));
-    return scale->value != 0.0 ? SMLA_OK
-                               : smla_fail(call->error, SMLA_ERROR_VALUE,
-                                           "%s: `%s` must be a positive normal float32, got 0",
-                                           call->op, name);
+    return scale->value != 0.0
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be a positive normal float32, got 0", call->op, name);
 }
 
 static smla_status
