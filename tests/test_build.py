@@ -1,5 +1,7 @@
-"""Which CUDA toolkit a build takes, how it reads ptxas' report, and how it bounds stack frames. nvcc
-is a script here."""
+"""Which CUDA toolkit a build takes, how it reads ptxas' report, and how it bounds stack frames.
+
+nvcc is a script here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a call costs follows from the lengths of lists and contexts, not from how wide the arrays are
-that hold them; and the width changes no result.
+"""What a call costs follows from the lengths of lists and contexts, not from the widths of arrays;
+and the width changes no result.
 
 Times are processor times of one thread of another Python, the best of several, so that a busy
 machine does not change them much. Before lengths were looked at, the wide calls here took 10 to 600
@@ -193,7 +193,7 @@ def lists_with_empty_parts(num_tokens: int, width: int, num_splits: int) -> np.n
 
 @pytest.mark.parametrize("has_extra", [False, True])
 def test_both_schedules_skip_empty_parts_alike(has_extra):
-    """Few parts run in parallel and many tokens do, part after part. Keys times weights are so small
+    """Few parts run in parallel; of many tokens each runs its parts in turn. Products are so small
     here that sums become -0."""
     num_tokens, num_splits = 80, 5
     rng = np.random.default_rng(4)

@@ -212,7 +212,7 @@ def test_trailing_comments_name_their_noun():
 def compiler_of(source: str) -> list[str]:
     """The command that compiled a file, changed to check the C text on standard input instead."""
     command = shlex.split(commands()[source]["command"])
-    command = command[: command.index("-MMD")]
+    command = [flag for flag in command[: command.index("-MMD")] if flag != "-fstack-usage"]
     return [*command, "-fsyntax-only", "-x", "c", "-"]
 
 
