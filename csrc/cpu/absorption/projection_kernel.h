@@ -91,7 +91,7 @@ read_row(const void *values, int64_t at, bool is_e4m3, int count, int capacity, 
 /* Unpacks a weight whose rows are outputs; k runs inside a row. */
 static vuint
 unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
-                  vuint smallest, unit_scalar *panel)
+                  vuint smallest, unit_scalar *restrict panel)
 {
     uint16_t copies[WIDTH][INNER_BLOCK] __attribute__((aligned(64)));
     const int row_size = round_up(num_inner, 2 * WIDTH);
@@ -123,7 +123,7 @@ unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inne
 /* Unpacks a weight whose rows are values of k; outputs run inside a row. */
 static vuint
 unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int num_outer,
-                  vuint smallest, unit_scalar *panel)
+                  vuint smallest, unit_scalar *restrict panel)
 {
     uint16_t copies[2][OUTER_BLOCK];
     const int row_size = round_up(num_outer, STEP_OUTER);
@@ -147,7 +147,7 @@ unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int nu
 /* Unpacks a piece of the weight to panel [num_inner / UNIT_STEP][OUTER_BLOCK], zero-padded. */
 static vuint
 unpack_weights(const smla_projection_params *params, const smla_projection_block *block,
-               int64_t inner, int num_inner, vuint smallest, unit_scalar *panel)
+               int64_t inner, int num_inner, vuint smallest, unit_scalar *restrict panel)
 {
     const int64_t at = block->head * params->w_stride_head + inner * params->w_stride_inner +
                        block->outer * params->w_stride_outer;
@@ -235,8 +235,8 @@ static uint64_t
 project_block(const smla_projection_params *params, const smla_projection_block *block,
               void *scratch)
 {
-    unit_scalar *const panel = __builtin_assume_aligned(scratch, 64);
-    float *const sums =
+    unit_scalar *const restrict panel = __builtin_assume_aligned(scratch, 64);
+    float *const restrict sums =
         __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
     float scales[ROWS];
