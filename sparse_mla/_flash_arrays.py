@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Array = Any
@@ -44,4 +45,4 @@ def join_out(op: str, out: Array, want: tuple[int, ...]) -> Array:
         if strides is not None and strides[0] != want[1] * strides[1]:
             rule = "batches that follow each other without a gap"
             raise ValueError(f"{op}: `out` must have {rule}, got strides {list(strides)}")
-    return out.reshape(-1, *want[-2:])
+    return out.reshape(math.prod(want[:-2]), *want[-2:])
