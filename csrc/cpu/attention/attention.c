@@ -12,9 +12,11 @@
  * Workspace: [states of all parts, in the first schedule] [scratch of thread 0] [thread 1] ...
  * Scratch of a thread: [total state] [part state] [kernel scratch].
  */
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
+#include "core/fp_mode.h"
 #include "cpu/attention/attention.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
@@ -173,6 +175,16 @@ clear_heads(smla_head_range heads, smla_attention_state state)
            (size_t)(end - heads.begin) * SMLA_KV_LORA_RANK * sizeof *state.out);
 }
 
+/* Some heads of a token with one key, whose value is promised to the bit, subnormal ones too. */
+static void
+attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
+               const smla_only_key *key)
+{
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
+    smla_attend_one_key(params, token, heads, key);
+    smla_fp_change(before);
+}
+
 /* Runs all parts of a token on one thread. The first part's state is the total of the others. */
 static void
 run_token(const attention_run *run, int64_t token)
@@ -181,7 +193,7 @@ run_token(const attention_run *run, int64_t token)
     const smla_head_range heads = {.begin = 0, .end = params->num_heads};
     smla_only_key key;
     if (smla_find_only_key(params, token, &key)) {
-        smla_attend_one_key(params, token, heads, &key);
+        attend_one_key(params, token, heads, &key);
         return;
     }
     uint8_t *const memory = thread_scratch_of(run);
@@ -250,7 +262,7 @@ fold_heads(const attention_run *run, int64_t task)
     const part_keys *const found = run->found + token * params->num_splits;
     const smla_only_key *const only = find_only_key(found, params->num_splits);
     if (only != NULL) {
-        smla_attend_one_key(params, token, heads, only);
+        attend_one_key(params, token, heads, only);
         return;
     }
     uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;
@@ -269,6 +281,16 @@ fold_heads(const attention_run *run, int64_t task)
         }
     }
     run->isa->finish(params, token, heads, total);
+}
+
+/* The mode of all tokens with several keys. Subnormal queries, keys, products and sums count as
+ * zero. Each costs a logit less than 2^-124 of softmax_scale * |q|, softmax_scale * |k| or
+ * softmax_scale * scale, and a value of out less than 2^-125 or 2^-125 of |v|, where the contract
+ * allows 10^-6 in all. A subnormal softmax_scale may meet products of any size. */
+static smla_fp_mode
+choose_fp_mode(const smla_attention_params *params)
+{
+    return fabsf(params->softmax_scale) < FLT_MIN ? SMLA_FP_EXACT : SMLA_FP_FLUSH;
 }
 
 static void
@@ -333,6 +355,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
     const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
     const int num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
+    const smla_fp_mode before = smla_fp_change(choose_fp_mode(params));
     if (parts_run_in_parallel) {
         part_keys found[MAX_PARALLEL_PARTS];
         run.found = found;
@@ -343,5 +366,6 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     } else {
         run_all(&run, num_threads, params->num_tokens, run_token);
     }
+    smla_fp_change(before);
     return smla_check_ended(params->op, run.interrupt, error);
 }

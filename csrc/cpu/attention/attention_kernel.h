@@ -19,7 +19,7 @@
  *              K 2048, fp8_ds_mla, 2026-11-20) at H 16, 64, 128: bf16 products 316, 443, 467 of a
  *              peak of 521; fp32 with AVX-512 138, 199, 218 of 270, with AVX2 84, 111, 112 of 135,
  *              with SSE2 28, 34, 35.
- * Numerics     Products are exact. A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ * Numerics     Products are exact, but what is subnormal is zero (attention.c). A dot product is summed in chunks of CHUNK_DIMS dimensions, then
  *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
  *              roundings deep at most, where one chain would have 576. A scale never multiplies a
  *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
@@ -111,16 +111,14 @@ group_at(int64_t head, int64_t num_heads)
 
 /* Transposes `count` values of WIDTH query rows. A row of `packed` is one step of values for the
  * `lanes` heads of the group. */
-SMLA_INLINE vuint
-pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smallest,
-           unit_scalar *packed)
+SMLA_INLINE void
+pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, unit_scalar *packed)
 {
     for (int k = 0; k < count; k += 2 * WIDTH) {
         vuint square[WIDTH];
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
             square[i] = load_words(rows[i] + k, 0);
-            smallest = track_smallest(smallest, square[i]);
         }
         transpose(square);
 #pragma GCC unroll 16
@@ -128,7 +126,6 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
             store_pairs(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
         }
     }
-    return smallest;
 }
 
 /* The query of a head in bf16. An e4m3 query is converted into `buffer`. */
@@ -149,15 +146,14 @@ enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's hea
 
 _Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys will");
 
-/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
- * whether the unit can compute with it exactly. Uses CONVERTED_BYTES of `memory`. */
-static bool
+/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0.
+ * Uses CONVERTED_BYTES of `memory`. */
+static void
 pack_query(const smla_attention_params *params, int64_t token, void *memory, unit_scalar *packed)
 {
     const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
     uint16_t *const converted = memory; /* [WIDTH][512] */
-    vuint smallest = splat_bits(0xFFFFFFFFu);
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
         const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
@@ -174,11 +170,9 @@ pack_query(const smla_attention_params *params, int64_t token, void *memory, uni
                                      (head + i) * params->q_pe_stride_head
                                : zeros;
         }
-        smallest = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, smallest, to);
-        smallest = pack_heads(rope_rows, rope_dim, lanes, smallest,
-                              to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
+        pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, to);
+        pack_heads(rope_rows, rope_dim, lanes, to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
-    return is_exact(smallest);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -324,9 +318,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         return true;
     }
     prefetch_block(&blocks[current]); /* arrives while the query is packed */
-    if (!pack_query(params, token, scratch.keys, scratch.q)) {
-        return false;
-    }
+    pack_query(params, token, scratch.keys, scratch.q);
     while (blocks[current].count > 0) {
         const key_block *const block = &blocks[current];
         const key_block *next = &blocks[1 - current];

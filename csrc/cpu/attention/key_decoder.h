@@ -31,15 +31,3 @@ decode_key(const smla_kv_format_info *format, smla_kv_token token, smla_float_ty
     }
 #undef DECODE
 }
-
-/* Whether a scale is so small that products with codes may be subnormal: e4m3 codes are at least
- * 2^-9, and UE8M0 byte 10 is 2^-117. */
-SMLA_INLINE bool
-has_tiny_scale(const smla_kv_format_info *format, const uint8_t *scales)
-{
-    bool is_tiny = false;
-    for (int t = 0; t < format->num_scales && format->scale_type == SMLA_SCALE_UE8M0; t++) {
-        is_tiny |= scales[t] < 10;
-    }
-    return is_tiny;
-}

@@ -6,16 +6,10 @@
  * values are a second copy of the block. bf16 holds every e4m3 value exactly, without its scale.
  *
  * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
- * of single products too. The effects are:
- *   - A subnormal bf16 (below 2^-126) in q or in a bf16 row would vanish although its partner may
- *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit. So
- *     are rows that are decoded to bf16, where scales are so small that values may be subnormal.
- *   - A step flushes less than 2^-124, in two products and two sums. This error is multiplied with
- *     the row's scale. Scales above 2^64, NaN and infinity are refused, so the error of a logit is
- *     less than 576 * 2^-61, times softmax_scale.
- *   - weight * scale below 2^-126 becomes zero, an error below 2^-126 * 448 per key in out, where
- *     the contract allows 1e-6. A bf16 row has 3e38 in place of 448, but no scale: its weights are
- *     at most 1, and a weight below 2^-126 is 0 in every unit.
+ * of single products too, as SMLA_FP_FLUSH makes the fp32 units do. A step flushes less than 2^-124,
+ * in two products and two sums. This error is multiplied with the row's scale. Scales above 2^64,
+ * NaN and infinity are refused, and the part is run again on the fp32 unit. So the error of a logit
+ * is less than 576 * 2^-60, times softmax_scale.
  * Whether a part is refused depends on its own query and rows alone, so batch invariance holds.
  */
 #pragma once
@@ -35,22 +29,12 @@ enum {
     VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
 };
 
-/* Whether no value is subnormal. */
-SMLA_INLINE bool
-is_exact(vuint smallest)
-{
-    return !any_half_below(smallest, 0x80 - 1);
-}
-
-SMLA_INLINE vuint
-copy_bf16(const uint8_t *bytes, int count, uint32_t *out, vuint smallest)
+SMLA_INLINE void
+copy_bf16(const uint8_t *bytes, int count, uint32_t *out)
 {
     for (int i = 0; i < count; i += 2 * WIDTH) {
-        const vuint words = load_words(bytes + 2 * i, 0);
-        smallest = track_smallest(smallest, words);
-        *(vuint *)(out + i / 2) = words;
+        *(vuint *)(out + i / 2) = load_words(bytes + 2 * i, 0);
     }
-    return smallest;
 }
 
 SMLA_INLINE uint32_t *
@@ -78,8 +62,6 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
 {
     static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     const smla_kv_format_info *const format = block->format;
-    bool has_tiny = false;
-    vuint smallest = splat_bits(0xFFFFFFFFu);
     scale_bits too_large = {0};
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
@@ -89,17 +71,15 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         store_scales(bits, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {
             decode_key(format, token, SMLA_FLOAT_BF16, key);
-            smallest = copy_bf16((const uint8_t *)key, SMLA_KV_LORA_RANK, key, smallest);
-            has_tiny |= has_tiny_scale(format, token.scales);
         } else if (format->nope_type == SMLA_NOPE_E4M3) {
             for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
                 widen_e4m3(token.row + d, key + d / 2);
             }
         } else {
-            smallest = copy_bf16(token.row, SMLA_KV_LORA_RANK, key, smallest);
+            copy_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        smallest = copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
-                             key + SMLA_KV_LORA_RANK / 2, smallest);
+        copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+                  key + SMLA_KV_LORA_RANK / 2);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);
         } else if (i + 1 == block->count) {
@@ -107,7 +87,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         }
     }
     const uint32_t refused = too_large[0] | too_large[1] | too_large[2] | too_large[3];
-    return is_exact(smallest) && !has_tiny && refused == 0;
+    return refused == 0;
 }
 
 /* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the
