@@ -16,7 +16,17 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory, noise, plot, projection, top_k, v4
+from sparse_mla._bench import (
+    attention,
+    calls,
+    memory,
+    noise,
+    plot,
+    projection,
+    subnormal,
+    top_k,
+    v4,
+)
 from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
@@ -27,8 +37,9 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "projection": projection.measure,
     "top_k": top_k.measure,
     "calls": calls.measure,
+    "subnormal": subnormal.measure,
 }
-WITHOUT_RATES = ("top_k", "calls")  # tables of the CPU that --plot cannot show
+WITHOUT_RATES = ("top_k", "calls", "subnormal")  # tables of the CPU that --plot cannot show
 CUDA_TABLES = (
     "decode",
     "prefill",
