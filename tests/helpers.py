@@ -376,6 +376,42 @@ def assert_keeps_nothing(run, *expected, calls=200) -> None:
     raise AssertionError(f"{calls} calls leave (blocks, bytes), round for round: {found}")
 
 
+# --- floating-point modes ------------------------------------------------------------------------
+
+# What a library may have done to the thread that calls: bits of MXCSR and of FPCR, and the rounding
+# of fesetround where neither is known.
+FLOATING_POINT_MODES = {
+    "default": {"x86_64": 0, "aarch64": 0, "rounding": "TONEAREST"},
+    "flush to zero": {"x86_64": 0x8040, "aarch64": 1 << 24, "rounding": "TONEAREST"},
+    "upward": {"x86_64": 0x4000, "aarch64": 1 << 22, "rounding": "UPWARD"},
+    "toward zero": {"x86_64": 0x6000, "aarch64": 3 << 22, "rounding": "TOWARDZERO"},
+}
+MODE_MASKS = {"x86_64": (28, 0xE040), "aarch64": (0, 0x1C00000)}  # offset in fenv_t, bits
+
+
+@contextlib.contextmanager
+def floating_point_mode(name: str):
+    """Sets how this thread rounds, and what becomes of subnormal numbers."""
+    libm = ctypes.CDLL("libm.so.6")
+    before = ctypes.create_string_buffer(256)
+    libm.fegetenv(before)
+    machine = os.uname().machine
+    if machine in MODE_MASKS:
+        offset, mask = MODE_MASKS[machine]
+        changed = ctypes.create_string_buffer(before.raw, len(before))
+        (bits,) = struct.unpack_from("<I", changed, offset)
+        bits = bits & ~mask | FLOATING_POINT_MODES[name][machine]
+        struct.pack_into("<I", changed, offset, bits)
+        libm.fesetenv(changed)
+    else:
+        rounding = {"TONEAREST": 0, "UPWARD": 2, "TOWARDZERO": 1}  # of RISC-V, for one
+        libm.fesetround(rounding[FLOATING_POINT_MODES[name]["rounding"]])
+    try:
+        yield
+    finally:
+        libm.fesetenv(before)
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 

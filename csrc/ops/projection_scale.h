@@ -35,12 +35,20 @@ smla_weight_scale(const smla_projection_scales *scales, int64_t head, int64_t ou
            outer / SMLA_SCALE_TILE * scales->w_stride_outer + tile * scales->w_stride_inner;
 }
 
+/* The scale of a tile of a token's row. */
+SMLA_HOST_DEVICE static inline float
+smla_token_scale(const smla_projection_scales *scales, int64_t token, int64_t head, int64_t tile)
+{
+    uint32_t word;
+    memcpy(&word, smla_token_scale_word(scales, token, head, tile), sizeof word);
+    return smla_scale_of_word(scales, word, tile);
+}
+
 /* The factor of a tile's sum, for a token and the weight rows around `outer`. */
 SMLA_HOST_DEVICE static inline float
 smla_projection_scale(const smla_projection_scales *scales, int64_t token, int64_t head,
                       int64_t outer, int64_t tile)
 {
-    uint32_t word;
-    memcpy(&word, smla_token_scale_word(scales, token, head, tile), sizeof word);
-    return smla_scale_of_word(scales, word, tile) * *smla_weight_scale(scales, head, outer, tile);
+    return smla_token_scale(scales, token, head, tile) *
+           *smla_weight_scale(scales, head, outer, tile);
 }

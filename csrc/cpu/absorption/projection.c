@@ -5,6 +5,7 @@
  * groups instead of heads, may have e4m3 values with scales.
  */
 #include "cpu/absorption/projection.h"
+#include "core/fp_mode.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/thread_scratch.h"
@@ -34,6 +35,7 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, p->op, size, error));
     smla_interrupt *const interrupt = smla_find_interrupt();
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(static) num_threads(size.num_parts)
     for (int64_t task = 0; task < num_tasks; task++) {
         if (smla_is_ended(interrupt)) {
@@ -50,6 +52,7 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
         };
         isa->projection->run_block(p, block, smla_own_scratch(&scratch));
     }
+    smla_fp_change(before);
     smla_close_scratch(&scratch);
     return smla_check_ended(p->op, interrupt, error);
 }

@@ -18,7 +18,8 @@
  *              228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4 lose 2 to 20 %;
  *              steps of 8 x 2 lose up to 20 % at T <= 3; prefetching the weight loses 5 to 15 %;
  *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums.
- * Numerics     Products are exact above 2^-126. They are summed in fp32 in chains of INNER_BLOCK
+ * Numerics     Products below 2^-126 are zero (SMLA_FP_FLUSH), others exact. A row of x that is small
+ *              altogether is multiplied 2^64 times as large, so that its products are not. They are summed in fp32 in chains of INNER_BLOCK
  *              values, and the chains one after another: at most 128 + k / 64 roundings deep, where
  *              one chain would have 512. The result is rounded to bf16 once. The order of the sums
  *              depends on k alone, never on other rows of the result or the number of threads. e4m3
@@ -26,10 +27,11 @@
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its
- * table of functions (SMLA_PROJECTION) and that of its fp32 unit (SMLA_PROJECTION_FP32).
+ * table of functions (SMLA_PROJECTION).
  */
 #pragma once
 
+#include <math.h>
 #include <string.h>
 
 #include "cpu/absorption/projection.h"
@@ -48,7 +50,7 @@ _Static_assert(OUTER_BLOCK % STEP_OUTER == 0, "a block must hold whole steps of 
 _Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors of pairs");
 _Static_assert(SMLA_SCALE_TILE % INNER_BLOCK == 0, "a chain must have one scale");
 _Static_assert(SMLA_SCALE_TILE % OUTER_BLOCK == 0, "a block must not cross scales");
-_Static_assert(TOKEN_BLOCK == 64, "refused tokens are bits of a uint64_t");
+_Static_assert(TOKEN_BLOCK == 64, "small rows are bits of a uint64_t");
 _Static_assert(INNER_BLOCK / UNIT_STEP * OUTER_BLOCK * sizeof(unit_scalar) ==
                    SMLA_PROJECTION_PANEL_BYTES,
                "the sums lie behind the panel");
@@ -89,9 +91,9 @@ read_row(const void *values, int64_t at, bool is_e4m3, int count, int capacity, 
 /* ---- Unpacking ----------------------------------------------------------------------------- */
 
 /* Unpacks a weight whose rows are outputs; k runs inside a row. */
-static vuint
+static void
 unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
-                  vuint smallest, unit_scalar *restrict panel)
+                  unit_scalar *restrict panel)
 {
     uint16_t copies[WIDTH][INNER_BLOCK] __attribute__((aligned(64)));
     const int row_size = round_up(num_inner, 2 * WIDTH);
@@ -107,7 +109,6 @@ unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inne
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
                 square[i] = *(const vuint_unaligned *)(rows[i] + k);
-                smallest = track_smallest(smallest, square[i]);
             }
             transpose(square);
 #pragma GCC unroll 16
@@ -117,13 +118,12 @@ unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inne
             }
         }
     }
-    return smallest;
 }
 
 /* Unpacks a weight whose rows are values of k; outputs run inside a row. */
-static vuint
+static void
 unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int num_outer,
-                  vuint smallest, unit_scalar *restrict panel)
+                  unit_scalar *restrict panel)
 {
     uint16_t copies[2][OUTER_BLOCK];
     const int row_size = round_up(num_outer, STEP_OUTER);
@@ -136,31 +136,38 @@ unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int nu
         for (int n = 0; n < row_size; n += WIDTH) {
             const vuint low = __builtin_convertvector(*(const vhalf *)(even + n), vuint);
             const vuint high = __builtin_convertvector(*(const vhalf *)(odd + n), vuint);
-            const vuint words = low | high << 16;
-            smallest = track_smallest(smallest, words);
-            store_pairs(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
+            store_pairs(low | high << 16, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
         }
     }
-    return smallest;
 }
 
 /* Unpacks a piece of the weight to panel [num_inner / UNIT_STEP][OUTER_BLOCK], zero-padded. */
-static vuint
+static void
 unpack_weights(const smla_projection_params *params, const smla_projection_block *block,
-               int64_t inner, int num_inner, vuint smallest, unit_scalar *restrict panel)
+               int64_t inner, int num_inner, unit_scalar *restrict panel)
 {
     const int64_t at = block->head * params->w_stride_head + inner * params->w_stride_inner +
                        block->outer * params->w_stride_outer;
     if (!params->is_e4m3 && smla_outer_is_contiguous(params)) {
-        return unpack_outer_rows((const uint16_t *)params->w + at, params->w_stride_inner,
-                                 num_inner, block->num_outer, smallest, panel);
+        unpack_outer_rows((const uint16_t *)params->w + at, params->w_stride_inner, num_inner,
+                          block->num_outer, panel);
+    } else {
+        unpack_inner_rows(params, at, num_inner, block->num_outer, panel);
     }
-    return unpack_inner_rows(params, at, num_inner, block->num_outer, smallest, panel);
 }
 
-/* Unpacks one row of x, with zeros up to whole vectors. */
+/* Words of two bf16 values, 2^64 times as large. */
 SMLA_INLINE vuint
-load_token(const smla_projection_params *params, int64_t at, int num_inner, vuint smallest,
+lift_halves(vuint words)
+{
+    const vfloat even = lift_lanes((vfloat)(words << 16));
+    const vfloat odd = lift_lanes((vfloat)(words & 0xFFFF0000u));
+    return join_upper_halves((vuint)even, (vuint)odd);
+}
+
+/* Unpacks one row of x, with zeros up to whole vectors. Bf16 values may be lifted. */
+SMLA_INLINE void
+load_token(const smla_projection_params *params, int64_t at, int num_inner, bool is_lifted,
            unit_scalar *x)
 {
     uint16_t copy[INNER_BLOCK] __attribute__((aligned(64)));
@@ -168,10 +175,59 @@ load_token(const smla_projection_params *params, int64_t at, int num_inner, vuin
     const uint16_t *const row = read_row(params->x, at, params->is_e4m3, num_inner, row_size, copy);
     for (int k = 0; k < row_size; k += 2 * WIDTH) {
         const vuint words = *(const vuint_unaligned *)(row + k);
-        smallest = track_smallest(smallest, words);
-        store_tokens(words, x + k / UNIT_STEP);
+        store_tokens(is_lifted ? lift_halves(words) : words, x + k / UNIT_STEP);
     }
-    return smallest;
+}
+
+/* Where a token's values of x lie. */
+static int64_t
+row_of(const smla_projection_params *params, const smla_projection_block *block, int t)
+{
+    return (block->token + t) * params->x_stride_token + block->head * params->x_stride_head;
+}
+
+/* Whether all values of token t are below SMLA_TINY, or all its scales. Most rows show in their
+ * first block that they are not. */
+static bool
+is_tiny_row(const smla_projection_params *params, const smla_projection_block *block, int t)
+{
+    if (params->is_e4m3) {
+        for (int64_t tile = 0; tile < params->inner_dim / SMLA_SCALE_TILE; tile++) {
+            if (!(fabsf(smla_token_scale(&params->scales, block->token + t, block->head, tile)) <
+                  SMLA_TINY)) {
+                return false;
+            }
+        }
+        return true;
+    }
+    const uint16_t *const row = (const uint16_t *)params->x + row_of(params, block, t);
+    const int limit = smla_float_to_bf16(SMLA_TINY);
+    for (int64_t begin = 0; begin < params->inner_dim; begin += INNER_BLOCK) {
+        const int64_t left = params->inner_dim - begin;
+        int largest = 0;
+        for (int k = 0; k < (left < INNER_BLOCK ? left : INNER_BLOCK); k++) {
+            const int magnitude = row[begin + k] & 0x7FFF;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        if (largest >= limit) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The factor of a chain of token t: that of its tile if values have scales. */
+static float
+chain_scale(const smla_projection_params *params, const smla_projection_block *block, int t,
+            int64_t inner, bool is_lifted)
+{
+    if (!params->is_e4m3) {
+        return 1.0f;
+    }
+    const int64_t tile = inner / SMLA_SCALE_TILE;
+    const float scale = smla_token_scale(&params->scales, block->token + t, block->head, tile);
+    return (is_lifted ? lift_lanes(splat(scale))[0] : scale) *
+           *smla_weight_scale(&params->scales, block->head, block->outer, tile);
 }
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
@@ -216,8 +272,11 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
 }
 
 static void
-store_row(const float *sums, int num_outer, uint16_t *out)
+store_row(float *sums, int num_outer, bool is_lifted, uint16_t *out)
 {
+    for (int n = 0; is_lifted && n < num_outer; n += WIDTH) {
+        *(vfloat *)(sums + n) = lower_lanes(*as_vectors(sums + n));
+    }
     int n = 0;
     for (; n + WIDTH <= num_outer; n += WIDTH) {
         *(vhalf *)(out + n) = round_to_bf16(*as_vectors(sums + n));
@@ -230,73 +289,48 @@ store_row(const float *sums, int num_outer, uint16_t *out)
 
 /* ---- A block ------------------------------------------------------------------------------- */
 
-/* Bit t of the result: the unit cannot compute token t exactly, so its outputs are garbage. */
-static uint64_t
-project_block(const smla_projection_params *params, const smla_projection_block *block,
-              void *scratch)
+static void
+run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {
     unit_scalar *const restrict panel = __builtin_assume_aligned(scratch, 64);
     float *const restrict sums =
         __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
     float scales[ROWS];
-    vuint smallest_weight = splat_bits(0xFFFFFFFFu);
-    uint64_t refused = 0;
+    uint64_t lifted = 0; /* a bit per token */
+    for (int t = 0; t < block.num_tokens; t++) {
+        lifted |= (uint64_t)is_tiny_row(params, &block, t) << t;
+    }
     if (params->inner_dim == 0) {
-        memset(sums, 0, (size_t)block->num_tokens * SMLA_PROJECTION_SUM_BYTES);
+        memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
     }
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
         const int64_t left = params->inner_dim - inner;
         const int num_inner = left < INNER_BLOCK ? (int)left : INNER_BLOCK;
         const int steps = (num_inner + UNIT_STEP - 1) / UNIT_STEP;
-        smallest_weight = unpack_weights(params, block, inner, num_inner, smallest_weight, panel);
-        for (int t = 0; t < block->num_tokens; t += ROWS) {
-            const int rows = block->num_tokens - t < ROWS ? block->num_tokens - t : ROWS;
+        unpack_weights(params, &block, inner, num_inner, panel);
+        for (int t = 0; t < block.num_tokens; t += ROWS) {
+            const int rows = block.num_tokens - t < ROWS ? block.num_tokens - t : ROWS;
             for (int r = 0; r < rows; r++) {
-                const int64_t row = (block->token + t + r) * params->x_stride_token +
-                                    block->head * params->x_stride_head + inner;
-                const vuint smallest =
-                    load_token(params, row, num_inner, splat_bits(0xFFFFFFFFu), x + r * X_STRIDE);
-                scales[r] =
-                    params->is_e4m3
-                        ? smla_projection_scale(&params->scales, block->token + t + r, block->head,
-                                                block->outer, inner / SMLA_SCALE_TILE)
-                        : 1.0f;
-                refused |= (uint64_t)!is_exact(smallest) << (t + r);
+                const bool is_lifted = lifted >> (t + r) & 1;
+                load_token(params, row_of(params, &block, t + r) + inner, num_inner,
+                           is_lifted && !params->is_e4m3, x + r * X_STRIDE);
+                scales[r] = chain_scale(params, &block, t + r, inner, is_lifted);
             }
             const bool first = inner == 0;
             float *const to = sums + t * OUTER_BLOCK;
             switch (rows) {
-            case 1: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 1); break;
-            case 2: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 2); break;
-            case 3: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 3); break;
-            default: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, ROWS);
+            case 1: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 1); break;
+            case 2: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 2); break;
+            case 3: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 3); break;
+            default: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, ROWS);
             }
         }
     }
-    for (int t = 0; t < block->num_tokens; t++) {
-        store_row(sums + t * OUTER_BLOCK, block->num_outer,
-                  params->out + (block->token + t) * params->out_stride_token +
-                      block->head * params->out_stride_head + block->outer);
-    }
-    return is_exact(smallest_weight) ? refused : UINT64_MAX;
-}
-
-/* Computes refused tokens again on the fp32 unit, which refuses none. Whether a token is refused
- * depends on its own row and on the weight, never on other tokens. */
-static void
-run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
-{
-    uint64_t refused = project_block(params, &block, scratch);
-    if (refused == UINT64_MAX) {
-        SMLA_PROJECTION_FP32.run_block(params, block, scratch);
-        return;
-    }
-    const int64_t first = block.token;
-    block.num_tokens = 1;
-    for (; refused != 0; refused &= refused - 1) {
-        block.token = first + __builtin_ctzll(refused);
-        SMLA_PROJECTION_FP32.run_block(params, block, scratch);
+    for (int t = 0; t < block.num_tokens; t++) {
+        store_row(sums + t * OUTER_BLOCK, block.num_outer, lifted >> t & 1,
+                  params->out + (block.token + t) * params->out_stride_token +
+                      block.head * params->out_stride_head + block.outer);
     }
 }
 

@@ -5,6 +5,7 @@
  * amax ignores NaN and takes an infinity as FLT_MAX, as the cache write does. The arrays are cut
  * into pieces of rows. Pieces that are contiguous in x and in out go to cache_kernel.h.
  */
+#include "core/fp_mode.h"
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
@@ -103,9 +104,12 @@ smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *e
     }
     const float scale = amax / SMLA_E4M3_MAX;
     *p.scale = scale;
+    /* The scale is at least 2^-43, so a subnormal value is far below half of the smallest code. */
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(static) if (count >= 1 << 14)
     for (int64_t i = 0; i < num_pieces; i++) {
         quantize(isa->cache, &p, find_piece(&p, i), scale);
     }
+    smla_fp_change(before);
     return SMLA_OK;
 }

@@ -6,6 +6,7 @@
  */
 #include <math.h>
 
+#include "core/fp_mode.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
@@ -73,9 +74,11 @@ smla_cpu_merge_attn_states(const smla_merge_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("merge_attn_states", &isa, error));
     const int64_t num_rows = p->num_tokens * p->num_heads;
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(static) if (num_rows >= 64)
     for (int64_t row = 0; row < num_rows; row++) {
         merge_row(isa->norm, p, row / p->num_heads, row % p->num_heads);
     }
+    smla_fp_change(before);
     return SMLA_OK;
 }

@@ -3,6 +3,7 @@
  * This file checks slots and pages, and divides the rows among threads. cache_kernel.h converts one
  * row.
  */
+#include "core/fp_mode.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
@@ -111,6 +112,20 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     }
 }
 
+/* Rows are written with subnormal values as zero where no byte depends on them: where scales are at
+ * least 2^-60, or where row_encoder.h looks after small tiles. mxfp4_index has scales down to
+ * 2^-126, and a cache any scale. */
+static smla_fp_mode
+choose_fp_mode(const smla_cache_write_params *p)
+{
+    const smla_kv_format_info *const format = p->kv.format;
+    if (format->scale_type == SMLA_SCALE_CACHE) {
+        const float kv_scale = smla_read_scale(&p->kv_scale);
+        return kv_scale > 0x1p-60f && kv_scale < 0x1p100f ? SMLA_FP_FLUSH : SMLA_FP_EXACT;
+    }
+    return format->number == SMLA_ROW_MXFP4_INDEX ? SMLA_FP_EXACT : SMLA_FP_FLUSH;
+}
+
 static smla_status
 write_tokens(const smla_cache_write_params *p, smla_error *error)
 {
@@ -118,14 +133,17 @@ write_tokens(const smla_cache_write_params *p, smla_error *error)
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
     const slot_shares shares = smla_cpu_divide_tokens(p);
+    const smla_fp_mode before = smla_fp_change(choose_fp_mode(p));
     if (shares.count == 1) { /* a parallel region of one thread costs as much as a token */
         write_share(isa->cache, p, 0, shares);
+        smla_fp_change(before);
         return SMLA_OK;
     }
 #pragma omp parallel for schedule(static)
     for (int share = 0; share < shares.count; share++) {
         write_share(isa->cache, p, share, shares);
     }
+    smla_fp_change(before);
     return SMLA_OK;
 }
 

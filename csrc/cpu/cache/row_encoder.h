@@ -9,7 +9,10 @@
  *              e4m3        satE4M3(min(max(amax / 6, 2^-9), 448)), and true divisions
  *              per cache   x * (1 / kv_scale), both in fp32
  *              amax leaves out NaN and takes an infinity for FLT_MAX.
- * Numerics     Every byte is what the functions of numeric.h give, for every input.
+ * Numerics     Every byte is what the functions of numeric.h give, for every input, in SMLA_FP_EXACT,
+ *              and where cache.c chooses it in SMLA_FP_FLUSH: a subnormal value is far below half
+ *              of the smallest code there. Where scales are any fp32, tiles whose values are all
+ *              small are computed 2^64 times as large.
  *
  * A file that includes this one is compiled for one instruction set, see simd.h. Every function is
  * inlined with a constant format, so that the compiler folds the format's facts.
@@ -101,8 +104,19 @@ store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
     }
 }
 
+/* Tiles whose largest value is below this are small. */
+#define SMLA_SMALL_TILE 0x1p-50f
+
+/* Whether scales may be as small as values are: FLT_MIN at least. */
+SMLA_INLINE bool
+has_any_scales(const smla_kv_format_info *format)
+{
+    return format->scale_type == SMLA_SCALE_FP32 && format->least_amax == 0;
+}
+
 /* Turns the maxima of `count` tiles into their scales, one word each, and into the numbers
- * `factors` that values are divided by, or multiplied with if scales are powers of two. */
+ * `factors` that values are divided by, or multiplied with if scales are powers of two. The factors
+ * of small tiles are for lifted values if scales may be small. */
 SMLA_INLINE void
 choose_scales(const smla_kv_format_info *format, int count, const vfloat *largest, float *factors,
               uint32_t *words)
@@ -111,7 +125,7 @@ choose_scales(const smla_kv_format_info *format, int count, const vfloat *larges
     const float top = format->nope_type == SMLA_NOPE_E4M3 ? SMLA_E4M3_MAX : SMLA_E2M1_MAX;
     for (int t = 0; t < count; t += WIDTH) {
         const vfloat amax = largest[t / WIDTH];
-        vfloat factor = amax / top;
+        vfloat factor;
         vuint word;
         if (is_power) {
             const vfloat least = max_lanes(splat(format->least_amax), amax);
@@ -121,6 +135,7 @@ choose_scales(const smla_kv_format_info *format, int count, const vfloat *larges
             factor = (vfloat)((254u - word) << 23);
             word = format->scale_type == SMLA_SCALE_FP32 ? word << 23 : word;
         } else if (format->scale_type == SMLA_SCALE_E4M3) {
+            factor = amax / top;
             if (has_lane(factor < 0x1p-6f)) { /* e4m3's smallest normal number */
                 factor = max_lanes(factor, splat(0x1p-9f));
                 word = round_to_e4m3(factor); /* saturates */
@@ -130,8 +145,10 @@ choose_scales(const smla_kv_format_info *format, int count, const vfloat *larges
                 factor = (vfloat)((word << 20) + (120u << 23));
             }
         } else {
-            factor = max_lanes(factor, splat(FLT_MIN));
-            word = (vuint)factor;
+            const vint is_small = amax < SMLA_SMALL_TILE;
+            const vfloat least = select_lanes(is_small, splat(FLT_MIN * 0x1p64f), splat(FLT_MIN));
+            factor = max_lanes(select_lanes(is_small, lift_lanes(amax), amax) / top, least);
+            word = (vuint)factor - ((vuint)is_small & (64u << 23));
         }
         *(vuint *)(words + t) = word;
         *(vfloat *)(factors + t) = factor;
@@ -218,9 +235,42 @@ store_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, co
     }
 }
 
+/* Lifts `count` bf16 values. */
+SMLA_INLINE void
+lift_bf16(const uint8_t *values, int count, uint8_t *lifted)
+{
+    for (int i = 0; i < count / DUO; i++) {
+        const vuint words = load_words(values, i);
+        const vfloat even = lift_lanes((vfloat)(words << 16));
+        const vfloat odd = lift_lanes(bf16_to_float(words));
+        store_words(join_upper_halves((vuint)even, (vuint)odd), lifted, i);
+    }
+}
+
+/* Writes the NoPE part of a row that has small tiles, if has_any_scales. `factors` and `words` are
+ * those of choose_scales. */
+SMLA_INLINE void
+store_small_nope(const smla_kv_format_info *format, const uint8_t *values, vfloat amax,
+                 const float *factors, uint8_t *row)
+{
+    uint8_t lifted[SMLA_SCALE_TILE * sizeof(uint16_t)];
+    for (int t = 0; t < format->num_scales; t++) {
+        const uint8_t *x = values + 2 * t * format->scale_tile;
+        if (amax[t] < SMLA_SMALL_TILE) {
+            lift_bf16(x, format->scale_tile, lifted);
+            x = lifted;
+        }
+        const float divisor = factors[t] * 0x1p8f;
+        const float inverse = 1.0f / divisor;
+        for (int i = 0; i < format->scale_tile; i += QUAD) {
+            store_quotients_e4m3(x + 2 * i, divisor, inverse, row + t * format->scale_tile + i);
+        }
+    }
+}
+
 /* Writes the NoPE parts of `num_rows` rows that have scales, from bf16. The way from a tile's
  * maximum to its scale is a long chain, so all tiles take it together. Returns false, and has
- * written nothing, if a value is NaN, infinite, very large, or very small where that matters. */
+ * written nothing, if a value is NaN, infinite or very large. */
 SMLA_INLINE bool
 encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint8_t *const *values,
                      const smla_kv_token *to)
@@ -249,12 +299,14 @@ encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint
         if (has_lane(~(amax < most))) { /* or NaN */
             return false;
         }
-        if (divides && !is_e2m1 && has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {
-            return false;
-        }
         best[t / WIDTH] = amax;
     }
     choose_scales(format, count, best, factors, words);
+    if (has_any_scales(format) && has_lane((best[0] < SMLA_SMALL_TILE) & (best[0] != 0.0f))) {
+        write_scales(format, words, to[0].scales);
+        store_small_nope(format, values[0], best[0], factors, to[0].row);
+        return true;
+    }
     if (divides || is_e2m1) {
         choose_factors(format, count, factors, inverses);
     }
@@ -293,6 +345,21 @@ encode_by_cache_scale(const smla_kv_format_info *format, const uint8_t *values, 
 }
 #endif
 
+/* Lifts the values of small tiles, where `best` has a lane per tile. */
+SMLA_INLINE void
+lift_small_tiles(const smla_kv_format_info *format, const vfloat *best, int tile_lanes,
+                 float *lanes, quad *x)
+{
+    spread_tiles((const float *)best, format->num_scales, tile_lanes, lanes);
+    for (int i = 0; i < format->nope_dim / QUAD; i++) {
+        const vint is_small = *as_vectors(lanes + i * WIDTH) < SMLA_SMALL_TILE;
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            x[i].v[k] = select_lanes(is_small, lift_lanes(x[i].v[k]), x[i].v[k]);
+        }
+    }
+}
+
 /* Writes the NoPE part of a row that is quantised. Computes all maxima first, because the way from
  * a maximum to its scale is a long chain. */
 SMLA_INLINE void
@@ -326,6 +393,9 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     }
     if (format->num_scales != 0) {
         fold_tiles(best, num_quads, tile_lanes);
+        if (has_any_scales(format) && has_lane(best[0] < SMLA_SMALL_TILE)) {
+            lift_small_tiles(format, best, tile_lanes, lanes, x);
+        }
         choose_scales(format, format->num_scales, best, factors, words);
         write_scales(format, words, to.scales);
         spread_tiles(factors, format->num_scales, tile_lanes, lanes);

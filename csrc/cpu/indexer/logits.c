@@ -7,6 +7,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/fp_mode.h"
 #include "cpu/cache/cache.h"
 #include "cpu/indexer/logits.h"
 #include "cpu/machine/cpu.h"
@@ -17,6 +18,7 @@ enum {
     BLOCK_TOKENS = 8,
     TASK_COLUMNS = 8 * SMLA_LOGITS_KEYS,
     DIM = SMLA_INDEX_HEAD_DIM,
+    MXFP4_SCALES = 4, /* of a key, or of a head; fp8_index has one of 4 bytes */
 };
 
 /* ---- Tokens -------------------------------------------------------------------------------- */
@@ -95,21 +97,89 @@ find_key(const smla_logits_params *p, int64_t source, int64_t column, smla_kv_to
     return true;
 }
 
-/* Decodes the keys of columns from `first` on as fp32 [count][128]. Returns a bit per key that
- * exists. */
-static uint64_t
-read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, int64_t first,
-          int count, float *keys)
+/* Keys with small scales are decoded 2^64 times as large, and their logits divided again, because
+ * logits are computed in SMLA_FP_FLUSH. */
+#define SMALL_SCALE 0x1p-74f
+
+/* Keys of a tile, a bit each. */
+typedef struct tile_keys {
+    uint64_t found;  /* keys that exist */
+    uint64_t lifted; /* keys that are 2^64 times as large */
+} tile_keys;
+
+/* x * 2^64. The bits of a subnormal number count units of 2^-149. */
+static float
+lift(float x)
 {
-    uint64_t found = 0;
-    for (int n = 0; n < count; n++) {
-        smla_kv_token key;
-        if (find_key(p, source, first + n, &key)) {
-            isa->cache->read_row(p->kv.format, key, 1.0f, SMLA_FLOAT_FP32, keys, (int64_t)n * DIM);
-            found |= (uint64_t)1 << n;
+    const uint32_t magnitude = smla_float_bits(x) & 0x7FFFFFFFu;
+    const float count = (float)magnitude * 0x1p-85f;
+    return magnitude < 0x00800000u ? copysignf(count, x) : x * 0x1p64f;
+}
+
+/* x * 2^-64, rounded once. The last bit of the sum with 2^23 is 2^-149 in the result. */
+static float
+lower(float x)
+{
+    const float sum = fabsf(x) * 0x1p85f + 0x1p23f;
+    const float small = smla_bits_float(smla_float_bits(sum) - smla_float_bits(0x1p23f));
+    return fabsf(x) < 0x1p-62f ? copysignf(small, x) : x * 0x1p-64f;
+}
+
+/* Multiplies a key's scales by 2^64, if all are small, into `lifted`. */
+static bool
+lift_scales(const smla_kv_format_info *format, const uint8_t *scales, uint8_t *lifted)
+{
+    if (format->scale_type == SMLA_SCALE_FP32) {
+        float scale;
+        memcpy(&scale, scales, sizeof scale);
+        const float larger = lift(scale);
+        memcpy(lifted, &larger, sizeof larger);
+        return fabsf(scale) < SMALL_SCALE;
+    }
+    bool is_small = true;
+    for (int i = 0; i < format->num_scales; i++) {
+        is_small &= scales[i] < 127 - 74;
+        lifted[i] = (uint8_t)(scales[i] + 64);
+    }
+    return is_small;
+}
+
+/* Whether a token's logits stay finite where keys are lifted. */
+static bool
+is_ordinary_token(const smla_logits_params *p, int64_t token)
+{
+    bool is_ordinary = true;
+    for (int64_t head = 0; head < p->num_heads; head++) {
+        const float weight = p->weights[token * p->weights_stride_token + head];
+        is_ordinary &= fabsf(weight) < 0x1p60f;
+        for (int i = 0; p->q_scale != NULL && i < MXFP4_SCALES; i++) {
+            const int64_t at = token * p->q_scale_stride_token + head * p->q_scale_stride_head;
+            is_ordinary &= ((const uint8_t *)p->q_scale)[at + i] < 127 + 20;
         }
     }
-    return found;
+    return is_ordinary;
+}
+
+/* Decodes the keys of columns from `first` on as fp32 [count][128]. */
+static tile_keys
+read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, int64_t first,
+          int count, bool may_lift, float *keys)
+{
+    tile_keys tile = {0, 0};
+    for (int n = 0; n < count; n++) {
+        const uint64_t bit = (uint64_t)1 << n;
+        uint8_t lifted[MXFP4_SCALES];
+        smla_kv_token key;
+        if (find_key(p, source, first + n, &key)) {
+            if (may_lift && lift_scales(p->kv.format, key.scales, lifted)) {
+                key.scales = lifted;
+                tile.lifted |= bit;
+            }
+            isa->cache->read_row(p->kv.format, key, 1.0f, SMLA_FLOAT_FP32, keys, (int64_t)n * DIM);
+            tile.found |= bit;
+        }
+    }
+    return tile;
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -148,11 +218,11 @@ store_logit(const smla_logits_params *p, int64_t token, int64_t column, float lo
 /* Stores the logits of `count` columns of a token from its scores. */
 static void
 score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, int64_t first,
-            int count, const float *panel, uint64_t found)
+            int count, const float *panel, tile_keys keys)
 {
     float q[SMLA_LOGITS_HEADS * DIM] __attribute__((aligned(64)));
     float sums[SMLA_LOGITS_KEYS] __attribute__((aligned(64))) = {0};
-    for (int64_t head = 0; head < p->num_heads && found != 0; head += SMLA_LOGITS_HEADS) {
+    for (int64_t head = 0; head < p->num_heads && keys.found != 0; head += SMLA_LOGITS_HEADS) {
         const int64_t left = p->num_heads - head;
         const int heads = left < SMLA_LOGITS_HEADS ? (int)left : SMLA_LOGITS_HEADS;
         read_heads(isa, p, token, head, heads, q);
@@ -160,7 +230,8 @@ score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token,
                                sums);
     }
     for (int n = 0; n < count; n++) {
-        store_logit(p, token, first + n, found >> n & 1 ? sums[n] : -INFINITY);
+        const float logit = keys.lifted >> n & 1 ? lower(sums[n]) : sums[n];
+        store_logit(p, token, first + n, keys.found >> n & 1 ? logit : -INFINITY);
     }
 }
 
@@ -181,20 +252,24 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
         longest = context > longest ? context : longest;
     }
     longest = longest < end ? longest : end;
+    bool may_lift = true;
+    for (int64_t token = first_token; token < end_token && longest > first; token++) {
+        may_lift &= is_ordinary_token(p, token);
+    }
     if (longest > first) {
         memset(scratch->keys, 0, sizeof scratch->keys);
     }
     for (int64_t tile = first; tile < longest; tile += SMLA_LOGITS_KEYS) {
         const int64_t left = longest - tile;
         const int count = left < SMLA_LOGITS_KEYS ? (int)left : SMLA_LOGITS_KEYS;
-        const uint64_t found =
-            read_keys(isa, p, source_of(p, first_token), tile, count, scratch->keys);
+        const tile_keys bits =
+            read_keys(isa, p, source_of(p, first_token), tile, count, may_lift, scratch->keys);
         isa->logits->pack_keys(scratch->keys, scratch->panel);
         for (int64_t token = first_token; token < end_token; token++) {
             const int64_t own = context_of(p, token) - tile;
             if (own > 0) {
                 score_token(isa, p, token, tile, own < count ? (int)own : count, scratch->panel,
-                            found);
+                            bits);
             }
         }
     }
@@ -241,6 +316,7 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
     const task_grid tasks = divide_logits(p);
     const int num_threads = smla_divide_scratch(scratch, tasks.count);
     smla_interrupt *const interrupt = smla_find_interrupt();
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t task = 0; task < tasks.count; task++) {
         if (smla_is_ended(interrupt)) {
@@ -261,6 +337,7 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
             token = next;
         }
     }
+    smla_fp_change(before);
     return smla_check_ended(p->op, interrupt, error);
 }
 

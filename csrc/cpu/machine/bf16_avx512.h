@@ -33,18 +33,6 @@ interleave_halves(vuint a, vuint b, const int begin)
     return (vuint)_mm512_permutex2var_epi16((__m512i)a, from, (__m512i)b);
 }
 
-SMLA_INLINE vuint
-min_halves(vuint a, vuint b)
-{
-    return (vuint)_mm512_min_epu16((__m512i)a, (__m512i)b);
-}
-
-SMLA_INLINE bool
-any_half_below(vuint x, int limit)
-{
-    return _mm512_cmplt_epu16_mask((__m512i)x, _mm512_set1_epi16((short)limit)) != 0;
-}
-
 /* The 128 magnitudes of e4m3 as bf16: a table of their high bytes and one of their low bytes. */
 static const uint8_t e4m3_high[128] __attribute__((aligned(64))) = {
     0x00, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C,

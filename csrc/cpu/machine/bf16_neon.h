@@ -32,18 +32,6 @@ interleave_halves(vuint a, vuint b, const int begin)
                               : vzip2q_u16((uint16x8_t)a, (uint16x8_t)b));
 }
 
-SMLA_INLINE vuint
-min_halves(vuint a, vuint b)
-{
-    return (vuint)vminq_u16((uint16x8_t)a, (uint16x8_t)b);
-}
-
-SMLA_INLINE bool
-any_half_below(vuint x, int limit)
-{
-    return vminvq_u16((uint16x8_t)x) < limit;
-}
-
 SMLA_INLINE void
 widen_e4m3(const uint8_t *bytes, uint32_t *out)
 {

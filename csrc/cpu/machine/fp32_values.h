@@ -3,8 +3,6 @@
  */
 #pragma once
 
-#include <stdbool.h>
-
 #include "cpu/machine/simd.h"
 
 #if defined(__aarch64__)
@@ -35,19 +33,4 @@ store_pairs(vuint words, unit_scalar *to, int stride)
 {
     *(vuint *)to = words << 16;
     *(vuint *)(to + stride) = words & 0xFFFF0000u;
-}
-
-/* This unit accepts every value. */
-SMLA_INLINE vuint
-track_smallest(vuint smallest, vuint words)
-{
-    (void)words;
-    return smallest;
-}
-
-SMLA_INLINE bool
-is_exact(vuint smallest)
-{
-    (void)smallest;
-    return true;
 }

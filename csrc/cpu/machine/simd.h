@@ -58,8 +58,12 @@ select_lanes(vint mask, vfloat a, vfloat b)
 SMLA_INLINE bool
 has_lane(vint mask)
 {
-#if defined(__AVX2__) && SMLA_SIMD_WIDTH == 8
+#if defined(__AVX512F__) && SMLA_SIMD_WIDTH == 16
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__) && SMLA_SIMD_WIDTH == 8
     return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__SSE__) && SMLA_SIMD_WIDTH == 4
+    return _mm_movemask_ps((__m128)mask) != 0;
 #else
     int32_t any = 0;
     for (int i = 0; i < WIDTH; i++) {
@@ -129,6 +133,34 @@ ceil_lanes(vfloat x)
     const vfloat up = nearest - (vfloat)((nearest < x) & (vint)splat(-1.0f));
     const vfloat magnitude = (vfloat)((vuint)x & 0x7FFFFFFFu);
     return select_lanes(magnitude < 0x1p22f, up, x);
+}
+
+/* ---- Small numbers ------------------------------------------------------------------------- */
+
+/* Sums of products that would be subnormal are computed 2^64 times as large, in SMLA_FP_FLUSH. Rows
+ * whose values are below SMLA_TINY are: their products with any number stay finite then. */
+#define SMLA_TINY 0x1p-74f
+
+/* x * 2^64, without arithmetic on subnormal numbers. Their bits count units of 2^-149. */
+SMLA_INLINE vfloat
+lift_lanes(vfloat x)
+{
+    const vuint magnitude = (vuint)x & 0x7FFFFFFFu;
+    const vint is_subnormal = (vint)(magnitude < 0x00800000u);
+    const vfloat count = __builtin_convertvector((vint)magnitude, vfloat) * 0x1p-85f;
+    const vfloat subnormal = (vfloat)((vuint)count | ((vuint)x & 0x80000000u));
+    const vfloat normal = (vfloat)((vint)x & ~is_subnormal) * 0x1p64f;
+    return select_lanes(is_subnormal, subnormal, normal);
+}
+
+/* x * 2^-64, rounded once, to subnormal numbers too. The last bit of the sum is 2^-149 then. */
+SMLA_INLINE vfloat
+lower_lanes(vfloat x)
+{
+    const vuint sign = (vuint)x & 0x80000000u;
+    const vfloat magnitude = (vfloat)((vuint)x ^ sign);
+    const vuint count = (vuint)(magnitude * 0x1p85f + 0x1p23f) - 0x4B000000u; /* bits of 2^23 */
+    return select_lanes(magnitude < 0x1p-62f, (vfloat)(count | sign), x * 0x1p-64f);
 }
 
 /* ---- bf16 ---------------------------------------------------------------------------------- */

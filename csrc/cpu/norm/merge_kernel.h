@@ -3,16 +3,26 @@
  * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
  * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
  * Roofline     Memory binds.
- * Numerics     fp32, each operation rounded. A result that is NaN keeps its sign as bf16.
+ * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: a product or a weight below 2^-126 is
+ *              zero. Values that are all small are not: their sum is computed 2^64 times as large. A
+ *              result that is NaN keeps its sign as bf16.
  * Source       vLLM, for the formula.
  */
 #pragma once
 
-SMLA_INLINE duo
-weigh_duo(const void *values, smla_float_type type, float weight)
+/* The sums of one vector. */
+SMLA_INLINE vfloat
+weigh_lanes(vfloat a, vfloat b, const float weights[2])
 {
-    const duo x = load_duo(values, type);
-    return (duo){weight * x.even, weight * x.odd};
+    const vfloat sum = weights[0] * a + weights[1] * b;
+    const vfloat largest =
+        max_lanes((vfloat)((vuint)a & 0x7FFFFFFFu), (vfloat)((vuint)b & 0x7FFFFFFFu));
+    const vint is_tiny = largest < SMLA_TINY;
+    if (!has_lane(is_tiny)) {
+        return sum;
+    }
+    const vfloat lifted = weights[0] * lift_lanes(a) + weights[1] * lift_lanes(b);
+    return select_lanes(is_tiny, lower_lanes(lifted), sum);
 }
 
 /* Stores a duo of bf16 or fp32. */
@@ -31,12 +41,12 @@ SMLA_INLINE void
 add_weighted_duo(const void *a, const void *b, const float weights[2], smla_float_type type,
                  void *out)
 {
-    duo sum = weigh_duo(a, type, weights[0]);
-    if (b != NULL) {
-        const duo other = weigh_duo(b, type, weights[1]);
-        sum = (duo){sum.even + other.even, sum.odd + other.odd};
-    }
-    store_duo(sum, type, out);
+    const duo x = load_duo(a, type);
+    const vfloat zero = (vfloat)splat_bits(0x80000000u); /* adding -0 keeps the sign of a zero */
+    const duo none = {zero, zero};
+    const duo y = b == NULL ? none : load_duo(b, type);
+    store_duo((duo){weigh_lanes(x.even, y.even, weights), weigh_lanes(x.odd, y.odd, weights)}, type,
+              out);
 }
 
 SMLA_INLINE void

@@ -97,47 +97,88 @@ sum_squares(const uint8_t *x, smla_float_type type, int64_t size)
     return lanes[0];
 }
 
-/* Not inlined: where `size` is a constant, clang 14 takes minutes and all memory for the loop. */
-__attribute__((noinline)) static float
-find_factor(const uint16_t *x, int64_t size, float eps)
+/* Whether all values are so small that the mean of their squares is less than half of the last bit
+ * of eps. Then eps is the sum of both, and no square, which may be subnormal, is needed. Most rows
+ * show in their first values that they are not. */
+SMLA_INLINE bool
+is_small_row(const uint8_t *x, smla_float_type type, int64_t size, float eps)
 {
-    const float sum = sum_squares((const uint8_t *)x, SMLA_FLOAT_BF16, size);
-    return 1.0f / sqrtf(sum / (float)size + eps);
+    const vfloat limit = splat(sqrtf(eps) * 0x1p-14f);
+    for (int64_t i = 0; i < size; i += DUO) {
+        const duo values = i + DUO <= size ? load_duo(element_at(x, type, i), type)
+                                           : load_part_of_duo(element_at(x, type, i), type, size - i);
+        const vuint even = (vuint)values.even & 0x7FFFFFFFu;
+        const vuint odd = (vuint)values.odd & 0x7FFFFFFFu;
+        if (has_lane((vint)((even >= (vuint)limit) | (odd >= (vuint)limit)))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* What the values of a row are multiplied with. */
+typedef struct row_factor {
+    float factor;
+    bool is_lifted; /* products are normal numbers even where values are subnormal */
+} row_factor;
+
+/* Not inlined: where `size` is a constant, clang 14 takes minutes and all memory for the loop. */
+__attribute__((noinline)) static row_factor
+find_factor(const uint8_t *x, smla_float_type type, int64_t size, float eps)
+{
+    const bool is_small = is_small_row(x, type, size, eps);
+    const float square = is_small ? eps : sum_squares(x, type, size) / (float)size + eps;
+    const float factor = 1.0f / sqrtf(square);
+    /* bf16's smallest number is 2^-133, so no product with such a factor is subnormal. */
+    return (row_factor){factor, is_small && factor >= 0x1p7f};
+}
+
+SMLA_INLINE vfloat
+multiply_lanes(vfloat x, row_factor by)
+{
+    return by.is_lifted ? lift_lanes(x) * by.factor * 0x1p-64f : x * by.factor;
 }
 
 SMLA_INLINE duo
-multiply_duo(duo x, float factor, duo weight)
+multiply_duo(duo x, row_factor by, duo weight)
 {
-    return (duo){x.even * factor * weight.even, x.odd * factor * weight.odd};
+    return (duo){multiply_lanes(x.even, by) * weight.even, multiply_lanes(x.odd, by) * weight.odd};
 }
 
 SMLA_INLINE void
 normalize_by(const uint16_t *x, const void *weight, smla_float_type weight_type, int64_t size,
-             float factor, uint16_t *out)
+             row_factor by, uint16_t *out)
 {
     int64_t i = 0;
     for (; i + DUO <= size; i += DUO) {
         const duo w = load_duo(element_at(weight, weight_type, i), weight_type);
-        store_unified(multiply_duo(load_bf16_duo(x + i), factor, w), out + i);
+        store_unified(multiply_duo(load_bf16_duo(x + i), by, w), out + i);
     }
     if (i < size) {
         uint16_t last[DUO];
         const duo w = load_part_of_duo(element_at(weight, weight_type, i), weight_type, size - i);
         const duo values = load_part_of_duo(x + i, SMLA_FLOAT_BF16, size - i);
-        store_unified(multiply_duo(values, factor, w), last);
+        store_unified(multiply_duo(values, by, w), last);
         memcpy(out + i, last, (size_t)(size - i) * sizeof *out);
     }
 }
 
+/* Each type of the weights, and each kind of factor, has a loop of its own. */
 static void
 normalize(const uint16_t *x, const void *weight, smla_float_type weight_type, int64_t size,
           float eps, uint16_t *out)
 {
-    const float factor = find_factor(x, size, eps);
-    if (weight_type == SMLA_FLOAT_BF16) {
-        normalize_by(x, weight, SMLA_FLOAT_BF16, size, factor, out);
+    const row_factor by = find_factor((const uint8_t *)x, SMLA_FLOAT_BF16, size, eps);
+    const row_factor lifted = {by.factor, true};
+    const row_factor plain = {by.factor, false};
+    if (weight_type == SMLA_FLOAT_BF16 && !by.is_lifted) {
+        normalize_by(x, weight, SMLA_FLOAT_BF16, size, plain, out);
+    } else if (weight_type == SMLA_FLOAT_BF16) {
+        normalize_by(x, weight, SMLA_FLOAT_BF16, size, lifted, out);
+    } else if (!by.is_lifted) {
+        normalize_by(x, weight, SMLA_FLOAT_FP32, size, plain, out);
     } else {
-        normalize_by(x, weight, SMLA_FLOAT_FP32, size, factor, out);
+        normalize_by(x, weight, SMLA_FLOAT_FP32, size, lifted, out);
     }
 }
 
@@ -146,22 +187,32 @@ normalize(const uint16_t *x, const void *weight, smla_float_type weight_type, in
 /* The values of a head from number `at` on, normalised and turned. A NaN of those that RoPE leaves
  * alone is not unified. */
 SMLA_INLINE duo
-load_normalized(const uint16_t *x, const float *cos_sin, float factor, int at)
+load_normalized(const uint16_t *x, const float *cos_sin, row_factor by, int at)
 {
     const duo loaded = load_bf16_duo(x + at);
-    const duo values = {loaded.even * factor, loaded.odd * factor};
+    const duo values = {multiply_lanes(loaded.even, by), multiply_lanes(loaded.odd, by)};
     return at < NOPE_DIM ? values : turn_part(values, cos_sin, false, at);
+}
+
+SMLA_INLINE void
+normalize_head_by(const uint16_t *x, const float *cos_sin, row_factor by, uint16_t *out)
+{
+    for (int i = 0; i < NOPE_DIM; i += DUO) {
+        store_unified(load_normalized(x, cos_sin, by, i), out + i);
+    }
+    for (int i = NOPE_DIM; i < SMLA_V4_HEAD_DIM; i += DUO) {
+        store_unified(load_normalized(x, cos_sin, by, i), out + i);
+    }
 }
 
 static void
 normalize_head(const uint16_t *x, const float *cos_sin, float eps, uint16_t *out)
 {
-    const float factor = find_factor(x, SMLA_V4_HEAD_DIM, eps);
-    for (int i = 0; i < NOPE_DIM; i += DUO) {
-        store_unified(load_normalized(x, cos_sin, factor, i), out + i);
-    }
-    for (int i = NOPE_DIM; i < SMLA_V4_HEAD_DIM; i += DUO) {
-        store_unified(load_normalized(x, cos_sin, factor, i), out + i);
+    const row_factor by = find_factor((const uint8_t *)x, SMLA_FLOAT_BF16, SMLA_V4_HEAD_DIM, eps);
+    if (by.is_lifted) {
+        normalize_head_by(x, cos_sin, (row_factor){by.factor, true}, out);
+    } else {
+        normalize_head_by(x, cos_sin, (row_factor){by.factor, false}, out);
     }
 }
 
@@ -171,16 +222,27 @@ scale_unified(duo x, float scale)
     return (duo){unify_nan(x.even) * scale, unify_nan(x.odd) * scale};
 }
 
+SMLA_INLINE void
+normalize_head_to_e4m3_by(const uint16_t *x, const float *cos_sin, row_factor by, float scale,
+                          uint8_t *out)
+{
+    for (int i = 0; i < SMLA_V4_HEAD_DIM; i += QUAD) {
+        const duo first = load_normalized(x, cos_sin, by, i);
+        const duo second = load_normalized(x, cos_sin, by, i + DUO);
+        store_e4m3(join_duos(scale_unified(first, scale), scale_unified(second, scale)), out + i);
+    }
+}
+
 /* No product here makes a new NaN, because `scale` is positive and finite. */
 static void
 normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float scale,
                        uint8_t *out)
 {
-    const float factor = find_factor(x, SMLA_V4_HEAD_DIM, eps);
-    for (int i = 0; i < SMLA_V4_HEAD_DIM; i += QUAD) {
-        const duo first = load_normalized(x, cos_sin, factor, i);
-        const duo second = load_normalized(x, cos_sin, factor, i + DUO);
-        store_e4m3(join_duos(scale_unified(first, scale), scale_unified(second, scale)), out + i);
+    const row_factor by = find_factor((const uint8_t *)x, SMLA_FLOAT_BF16, SMLA_V4_HEAD_DIM, eps);
+    if (by.is_lifted) {
+        normalize_head_to_e4m3_by(x, cos_sin, (row_factor){by.factor, true}, scale, out);
+    } else {
+        normalize_head_to_e4m3_by(x, cos_sin, (row_factor){by.factor, false}, scale, out);
     }
 }
 

@@ -189,13 +189,13 @@ finish_pool(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm, cons
 {
     float x[SMLA_V4_HEAD_DIM];
     divide_pool(pool, dim, x);
-    const float sum = sum_squares((const uint8_t *)x, SMLA_FLOAT_FP32, dim);
-    const float factor = 1.0f / sqrtf(sum / (float)dim + norm->eps);
+    const float factor = find_factor((const uint8_t *)x, SMLA_FLOAT_FP32, dim, norm->eps).factor;
+    const row_factor by = {factor, false}; /* fp32 values may have subnormal products */
     const int nope_dim = (int)dim - SMLA_QK_ROPE_HEAD_DIM;
     for (int i = 0; i < dim; i += DUO) {
         const duo weight =
             load_duo(element_at(norm->weight, norm->weight_type, i), norm->weight_type);
-        const duo values = multiply_duo(load_float_duo(x + i), factor, weight);
+        const duo values = multiply_duo(load_float_duo(x + i), by, weight);
         store_unified(i < nope_dim ? values : turn_duo(values, cos_sin, (i - nope_dim) / 2, false),
                       key + i);
     }
