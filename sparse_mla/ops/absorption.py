@@ -193,7 +193,9 @@ def grouped_output_projection(
 
     With z the exact result and u = sum_r |o * weight|, scales included, an error is at most
     2**-8 * |z| + 2**-16 * u. On Hopper, e4m3 of more than 64 tokens runs on the FP8 tensor cores,
-    whose sums are coarser: 2**-8 * |z| + 2**-8 * u.
+    whose sums are coarser: 2**-8 * |z| + 2**-8 * u. On a CPU, products below 2**-126 count as zero,
+    which adds at most R * 2**-125, unless the scales of a row of `o` (its values, for bf16) are all
+    below 2**-74.
 
     Parameters
     ----------

@@ -170,8 +170,10 @@ def indexer_logits(
 
     The error is at most 2**-18 * u with u = sum_h |weights| * sum_d |q k|. On Hopper, FP8 tensor
     cores serve e4m3 queries of 32 or 64 heads on FP8 keys (16-byte aligned), with 2**-8 * u,
-    because their sums have 14 bits. To get the precise class there, add a head of weight 0. A row's
-    bits depend on its own query, keys and length alone, not on T, N, other rows or chunks.
+    because their sums have 14 bits. To get the precise class there, add a head of weight 0. On a
+    CPU, products below 2**-126 count as zero. This adds at most 2**-117 * sum_h max(1, |weights|)
+    for keys that have a scale of 2**-74 or more, else nothing. A row's bits depend on its own
+    query, keys and length alone, not on T, N, other rows or chunks.
 
     Parameters
     ----------

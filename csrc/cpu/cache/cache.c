@@ -3,8 +3,8 @@
  * This file checks slots and pages, and divides the rows among threads. cache_kernel.h converts one
  * row.
  */
-#include "core/fp_mode.h"
 #include "cpu/cache/cache.h"
+#include "core/fp_mode.h"
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"

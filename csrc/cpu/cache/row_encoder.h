@@ -11,8 +11,8 @@
  *              amax leaves out NaN and takes an infinity for FLT_MAX.
  * Numerics     Every byte is what the functions of numeric.h give, for every input, in SMLA_FP_EXACT,
  *              and where cache.c chooses it in SMLA_FP_FLUSH: a subnormal value is far below half
- *              of the smallest code there. Where scales are any fp32, tiles whose values are all
- *              small are computed 2^64 times as large.
+ *              of the smallest code there. Where scales are any fp32, tiles of values below
+ *              SMLA_TINY are computed 2^64 times as large.
  *
  * A file that includes this one is compiled for one instruction set, see simd.h. Every function is
  * inlined with a constant format, so that the compiler folds the format's facts.
@@ -104,9 +104,6 @@ store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
     }
 }
 
-/* Tiles whose largest value is below this are small. */
-#define SMLA_SMALL_TILE 0x1p-50f
-
 /* Whether scales may be as small as values are: FLT_MIN at least. */
 SMLA_INLINE bool
 has_any_scales(const smla_kv_format_info *format)
@@ -145,7 +142,7 @@ choose_scales(const smla_kv_format_info *format, int count, const vfloat *larges
                 factor = (vfloat)((word << 20) + (120u << 23));
             }
         } else {
-            const vint is_small = amax < SMLA_SMALL_TILE;
+            const vint is_small = amax < SMLA_TINY;
             const vfloat least = select_lanes(is_small, splat(FLT_MIN * 0x1p64f), splat(FLT_MIN));
             factor = max_lanes(select_lanes(is_small, lift_lanes(amax), amax) / top, least);
             word = (vuint)factor - ((vuint)is_small & (64u << 23));
@@ -235,7 +232,7 @@ store_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, co
     }
 }
 
-/* Lifts `count` bf16 values. */
+/* `count` bf16 values, 2^64 times as large. */
 SMLA_INLINE void
 lift_bf16(const uint8_t *values, int count, uint8_t *lifted)
 {
@@ -256,7 +253,7 @@ store_small_nope(const smla_kv_format_info *format, const uint8_t *values, vfloa
     uint8_t lifted[SMLA_SCALE_TILE * sizeof(uint16_t)];
     for (int t = 0; t < format->num_scales; t++) {
         const uint8_t *x = values + 2 * t * format->scale_tile;
-        if (amax[t] < SMLA_SMALL_TILE) {
+        if (amax[t] < SMLA_TINY) {
             lift_bf16(x, format->scale_tile, lifted);
             x = lifted;
         }
@@ -302,7 +299,7 @@ encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint
         best[t / WIDTH] = amax;
     }
     choose_scales(format, count, best, factors, words);
-    if (has_any_scales(format) && has_lane((best[0] < SMLA_SMALL_TILE) & (best[0] != 0.0f))) {
+    if (has_any_scales(format) && has_lane((best[0] < SMLA_TINY) & ((vint)best[0] != 0))) {
         write_scales(format, words, to[0].scales);
         store_small_nope(format, values[0], best[0], factors, to[0].row);
         return true;
@@ -352,7 +349,7 @@ lift_small_tiles(const smla_kv_format_info *format, const vfloat *best, int tile
 {
     spread_tiles((const float *)best, format->num_scales, tile_lanes, lanes);
     for (int i = 0; i < format->nope_dim / QUAD; i++) {
-        const vint is_small = *as_vectors(lanes + i * WIDTH) < SMLA_SMALL_TILE;
+        const vint is_small = *as_vectors(lanes + i * WIDTH) < SMLA_TINY;
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
             x[i].v[k] = select_lanes(is_small, lift_lanes(x[i].v[k]), x[i].v[k]);
@@ -393,7 +390,7 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     }
     if (format->num_scales != 0) {
         fold_tiles(best, num_quads, tile_lanes);
-        if (has_any_scales(format) && has_lane(best[0] < SMLA_SMALL_TILE)) {
+        if (has_any_scales(format) && has_lane(best[0] < SMLA_TINY)) {
             lift_small_tiles(format, best, tile_lanes, lanes, x);
         }
         choose_scales(format, format->num_scales, best, factors, words);

@@ -1,8 +1,8 @@
 /* logits.c: indexer_logits. logits_kernel.h scores tiles of keys.
  *
  * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
- * other and have the same keys are a run: a tile of keys is read once for a run. No logit depends
- * on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
+ * other and have the same keys, lifted or not, are a run: a tile of keys is read once for a run. No
+ * logit depends on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
  */
 #include <math.h>
 #include <string.h>
@@ -144,10 +144,13 @@ lift_scales(const smla_kv_format_info *format, const uint8_t *scales, uint8_t *l
     return is_small;
 }
 
-/* Whether a token's logits stay finite where keys are lifted. */
+/* Whether a token's logits in columns from `first` on stay finite where keys are lifted. */
 static bool
-is_ordinary_token(const smla_logits_params *p, int64_t token)
+may_lift_keys(const smla_logits_params *p, int64_t token, int64_t first)
 {
+    if (context_of(p, token) <= first) { /* it has none there */
+        return true;
+    }
     bool is_ordinary = true;
     for (int64_t head = 0; head < p->num_heads; head++) {
         const float weight = p->weights[token * p->weights_stride_token + head];
@@ -252,10 +255,7 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
         longest = context > longest ? context : longest;
     }
     longest = longest < end ? longest : end;
-    bool may_lift = true;
-    for (int64_t token = first_token; token < end_token && longest > first; token++) {
-        may_lift &= is_ordinary_token(p, token);
-    }
+    const bool may_lift = may_lift_keys(p, first_token, first);
     if (longest > first) {
         memset(scratch->keys, 0, sizeof scratch->keys);
     }
@@ -330,7 +330,9 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
             token + BLOCK_TOKENS < p->num_tokens ? token + BLOCK_TOKENS : p->num_tokens;
         while (token < last) {
             int64_t next = token + 1;
-            while (next < last && source_of(p, next) == source_of(p, token)) {
+            const bool may_lift = may_lift_keys(p, token, first);
+            while (next < last && source_of(p, next) == source_of(p, token) &&
+                   may_lift_keys(p, next, first) == may_lift) {
                 next++;
             }
             score_run(isa, p, token, next, first, end, smla_own_scratch(scratch));

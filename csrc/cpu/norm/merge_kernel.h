@@ -10,19 +10,25 @@
  */
 #pragma once
 
-/* The sums of one vector. */
+/* The sums of one vector. Values and sums that are subnormal are rare even among small ones. */
 SMLA_INLINE vfloat
 weigh_lanes(vfloat a, vfloat b, const float weights[2])
 {
     const vfloat sum = weights[0] * a + weights[1] * b;
-    const vfloat largest =
-        max_lanes((vfloat)((vuint)a & 0x7FFFFFFFu), (vfloat)((vuint)b & 0x7FFFFFFFu));
-    const vint is_tiny = largest < SMLA_TINY;
+    const vuint sizes[2] = {(vuint)a & 0x7FFFFFFFu, (vuint)b & 0x7FFFFFFFu};
+    const vint is_tiny = max_lanes((vfloat)sizes[0], (vfloat)sizes[1]) < SMLA_TINY;
     if (!has_lane(is_tiny)) {
         return sum;
     }
-    const vfloat lifted = weights[0] * lift_lanes(a) + weights[1] * lift_lanes(b);
-    return select_lanes(is_tiny, lower_lanes(lifted), sum);
+    vfloat lifted = weights[0] * 0x1p64f * a + weights[1] * 0x1p64f * b;
+    if (has_lane((vint)((sizes[0] - 1u < 0x007FFFFFu) | (sizes[1] - 1u < 0x007FFFFFu)))) {
+        lifted = weights[0] * lift_lanes(a) + weights[1] * lift_lanes(b);
+    }
+    const vint is_small = (vfloat)((vuint)lifted & 0x7FFFFFFFu) < 0x1p-62f;
+    if (has_lane(is_small)) {
+        return select_lanes(is_tiny, lower_lanes(lifted), sum);
+    }
+    return select_lanes(is_tiny, lifted * 0x1p-64f, sum);
 }
 
 /* Stores a duo of bf16 or fp32. */

@@ -97,23 +97,34 @@ sum_squares(const uint8_t *x, smla_float_type type, int64_t size)
     return lanes[0];
 }
 
-/* Whether all values are so small that the mean of their squares is less than half of the last bit
- * of eps. Then eps is the sum of both, and no square, which may be subnormal, is needed. Most rows
- * show in their first values that they are not. */
-SMLA_INLINE bool
-is_small_row(const uint8_t *x, smla_float_type type, int64_t size, float eps)
+/* The sizes of a row's values. */
+typedef enum row_size {
+    ROW_IS_ORDINARY,
+    ROW_IS_SMALL,
+    ROW_IS_SUBNORMAL, /* small, and some values are subnormal */
+} row_size;
+
+/* A row is small if the mean of its squares is less than half of the last bit of eps. Then eps is
+ * the sum of both, and no square, which may be subnormal, is needed. Most rows show in their first
+ * values that they are not. */
+SMLA_INLINE row_size
+find_row_size(const uint8_t *x, smla_float_type type, int64_t size, float eps)
 {
-    const vfloat limit = splat(sqrtf(eps) * 0x1p-14f);
+    const vuint limit = (vuint)splat(sqrtf(eps) * 0x1p-14f);
+    vint has_subnormal = {0};
     for (int64_t i = 0; i < size; i += DUO) {
-        const duo values = i + DUO <= size ? load_duo(element_at(x, type, i), type)
-                                           : load_part_of_duo(element_at(x, type, i), type, size - i);
+        const uint8_t *const at = element_at(x, type, i);
+        const duo values =
+            i + DUO <= size ? load_duo(at, type) : load_part_of_duo(at, type, size - i);
         const vuint even = (vuint)values.even & 0x7FFFFFFFu;
         const vuint odd = (vuint)values.odd & 0x7FFFFFFFu;
-        if (has_lane((vint)((even >= (vuint)limit) | (odd >= (vuint)limit)))) {
-            return false;
+        if (has_lane((vint)((even >= limit) | (odd >= limit)))) {
+            return ROW_IS_ORDINARY;
         }
+        /* Less one, zero becomes the largest number. */
+        has_subnormal |= (vint)((even - 1u < 0x007FFFFFu) | (odd - 1u < 0x007FFFFFu));
     }
-    return true;
+    return has_lane(has_subnormal) ? ROW_IS_SUBNORMAL : ROW_IS_SMALL;
 }
 
 /* What the values of a row are multiplied with. */
@@ -126,11 +137,12 @@ typedef struct row_factor {
 __attribute__((noinline)) static row_factor
 find_factor(const uint8_t *x, smla_float_type type, int64_t size, float eps)
 {
-    const bool is_small = is_small_row(x, type, size, eps);
-    const float square = is_small ? eps : sum_squares(x, type, size) / (float)size + eps;
+    const row_size found = find_row_size(x, type, size, eps);
+    const float square =
+        found == ROW_IS_ORDINARY ? sum_squares(x, type, size) / (float)size + eps : eps;
     const float factor = 1.0f / sqrtf(square);
     /* bf16's smallest number is 2^-133, so no product with such a factor is subnormal. */
-    return (row_factor){factor, is_small && factor >= 0x1p7f};
+    return (row_factor){factor, found == ROW_IS_SUBNORMAL && factor >= 0x1p7f};
 }
 
 SMLA_INLINE vfloat
