@@ -55,7 +55,9 @@ merge_row(const smla_norm_isa *norm, const smla_merge_params *p, int64_t token, 
         const float weights[2] = {isinf(lse[side]) ? 1.0f : (float)find_factor(p, head, lse[side]),
                                   0.0f};
         *merged = (float)lse[side];
+        const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT); /* a copy keeps every value */
         norm->add_weighted(rows[side], NULL, weights, p->type, p->value_dim, out);
+        smla_fp_change(before);
         return;
     }
     const double top = fmax(lse[0], lse[1]);

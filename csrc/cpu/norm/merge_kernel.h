@@ -3,32 +3,37 @@
  * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
  * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
  * Roofline     Memory binds.
- * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: a product or a weight below 2^-126 is
- *              zero. Values that are all small are not: their sum is computed 2^64 times as large. A
- *              result that is NaN keeps its sign as bf16.
+ * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: what is below 2^-126 is zero. Only rows
+ *              that have no other values are added as they are, in units of 2^-149. A result that is
+ *              NaN keeps its sign as bf16.
  * Source       vLLM, for the formula.
  */
 #pragma once
 
-/* The sums of one vector. Values and sums that are subnormal are rare even among small ones. */
+/* A subnormal number in units of 2^-149, which its bits count. */
 SMLA_INLINE vfloat
-weigh_lanes(vfloat a, vfloat b, const float weights[2])
+count_units(vfloat x)
 {
-    const vfloat sum = weights[0] * a + weights[1] * b;
-    const vuint sizes[2] = {(vuint)a & 0x7FFFFFFFu, (vuint)b & 0x7FFFFFFFu};
-    const vint is_tiny = max_lanes((vfloat)sizes[0], (vfloat)sizes[1]) < SMLA_TINY;
-    if (!has_lane(is_tiny)) {
-        return sum;
+    const vfloat count = __builtin_convertvector((vint)((vuint)x & 0x7FFFFFFFu), vfloat);
+    return (vfloat)((vuint)count | ((vuint)x & 0x80000000u));
+}
+
+/* The inverse, rounded: the last bit of the sum with 2^23 is 1. */
+SMLA_INLINE vfloat
+join_units(vfloat count)
+{
+    const vuint sign = (vuint)count & 0x80000000u;
+    const vfloat sum = (vfloat)((vuint)count ^ sign) + 0x1p23f;
+    return (vfloat)(((vuint)sum - 0x4B000000u) | sign); /* the bits of 2^23 */
+}
+
+SMLA_INLINE vfloat
+weigh_lanes(vfloat a, vfloat b, const float weights[2], bool is_subnormal)
+{
+    if (is_subnormal) {
+        return join_units(weights[0] * count_units(a) + weights[1] * count_units(b));
     }
-    vfloat lifted = weights[0] * 0x1p64f * a + weights[1] * 0x1p64f * b;
-    if (has_lane((vint)((sizes[0] - 1u < 0x007FFFFFu) | (sizes[1] - 1u < 0x007FFFFFu)))) {
-        lifted = weights[0] * lift_lanes(a) + weights[1] * lift_lanes(b);
-    }
-    const vint is_small = (vfloat)((vuint)lifted & 0x7FFFFFFFu) < 0x1p-62f;
-    if (has_lane(is_small)) {
-        return select_lanes(is_tiny, lower_lanes(lifted), sum);
-    }
-    return select_lanes(is_tiny, lifted * 0x1p-64f, sum);
+    return weights[0] * a + weights[1] * b;
 }
 
 /* Stores a duo of bf16 or fp32. */
@@ -45,25 +50,26 @@ store_duo(duo x, smla_float_type type, void *out)
 
 SMLA_INLINE void
 add_weighted_duo(const void *a, const void *b, const float weights[2], smla_float_type type,
-                 void *out)
+                 bool is_subnormal, void *out)
 {
     const duo x = load_duo(a, type);
     const vfloat zero = (vfloat)splat_bits(0x80000000u); /* adding -0 keeps the sign of a zero */
     const duo none = {zero, zero};
     const duo y = b == NULL ? none : load_duo(b, type);
-    store_duo((duo){weigh_lanes(x.even, y.even, weights), weigh_lanes(x.odd, y.odd, weights)}, type,
-              out);
+    store_duo((duo){weigh_lanes(x.even, y.even, weights, is_subnormal),
+                    weigh_lanes(x.odd, y.odd, weights, is_subnormal)},
+              type, out);
 }
 
 SMLA_INLINE void
 add_weighted_of(const uint8_t *a, const uint8_t *b, const float weights[2], smla_float_type type,
-                int64_t count, uint8_t *out)
+                int64_t count, bool is_subnormal, uint8_t *out)
 {
     const int64_t bytes = element_bytes(type);
     int64_t i = 0;
     for (; i + DUO <= count; i += DUO) {
         add_weighted_duo(a + i * bytes, b == NULL ? NULL : b + i * bytes, weights, type,
-                         out + i * bytes);
+                         is_subnormal, out + i * bytes);
     }
     if (i < count) {
         uint8_t last[3][DUO * sizeof(float)] = {{0}};
@@ -72,8 +78,36 @@ add_weighted_of(const uint8_t *a, const uint8_t *b, const float weights[2], smla
         if (b != NULL) {
             memcpy(last[1], b + i * bytes, left);
         }
-        add_weighted_duo(last[0], b == NULL ? NULL : last[1], weights, type, last[2]);
+        add_weighted_duo(last[0], b == NULL ? NULL : last[1], weights, type, is_subnormal, last[2]);
         memcpy(out + i * bytes, last[2], left);
+    }
+}
+
+/* Whether all values of a row are subnormal or zero. Most rows show in their first values that they
+ * are not. */
+SMLA_INLINE bool
+is_subnormal_row(const uint8_t *x, smla_float_type type, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += DUO) {
+        const uint8_t *const at = element_at(x, type, i);
+        const duo values =
+            i + DUO <= count ? load_duo(at, type) : load_part_of_duo(at, type, count - i);
+        const vuint bits = ((vuint)values.even | (vuint)values.odd) & 0x7F800000u;
+        if (has_lane((vint)(bits != 0))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+SMLA_INLINE void
+add_weighted_by(const void *a, const void *b, const float weights[2], smla_float_type type,
+                int64_t count, void *out)
+{
+    if (is_subnormal_row(a, type, count) && (b == NULL || is_subnormal_row(b, type, count))) {
+        add_weighted_of(a, b, weights, type, count, true, out);
+    } else {
+        add_weighted_of(a, b, weights, type, count, false, out);
     }
 }
 
@@ -83,12 +117,12 @@ add_weighted(const void *a, const void *b, const float weights[2], smla_float_ty
              int64_t count, void *out)
 {
     if (type == SMLA_FLOAT_BF16 && b != NULL) {
-        add_weighted_of(a, b, weights, SMLA_FLOAT_BF16, count, out);
+        add_weighted_by(a, b, weights, SMLA_FLOAT_BF16, count, out);
     } else if (type == SMLA_FLOAT_BF16) {
-        add_weighted_of(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
+        add_weighted_by(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
     } else if (b != NULL) {
-        add_weighted_of(a, b, weights, SMLA_FLOAT_FP32, count, out);
+        add_weighted_by(a, b, weights, SMLA_FLOAT_FP32, count, out);
     } else {
-        add_weighted_of(a, NULL, weights, SMLA_FLOAT_FP32, count, out);
+        add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP32, count, out);
     }
 }
