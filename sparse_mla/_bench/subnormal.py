@@ -17,6 +17,8 @@ import numpy as np
 import sparse_mla
 from sparse_mla._bench.timing import Effort, Table
 from sparse_mla._judge import BF16
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES, row_of
+from sparse_mla._types import KvFormat
 
 Arrays = dict[str, Any]
 Edit = Callable[[Arrays], None]
@@ -101,20 +103,26 @@ def write_rows(values: np.ndarray, fmt: str) -> np.ndarray:
     cache: np.ndarray
     slots = np.arange(len(values))
     if fmt == "fp8_ds_mla":
-        cache = np.zeros((len(values) // 64, 64, 656), np.uint8)
+        cache = np.zeros((len(values) // 64, 64, FP8_ROW_BYTES), np.uint8)
         sparse_mla.concat_and_cache_mla(
             values[:, :512].copy(), values[:, 512:].copy(), cache, slots
         )
         return cache
     if fmt == "bfloat16":
-        return values.reshape(-1, 64, 576)
-    cache = np.zeros((len(values) // 64, 64, {"fp8_v4": 584}[fmt]), np.uint8)
+        return values.reshape(-1, 64, KEY_DIM)
+    cache = np.zeros((len(values) // 64, 64, V4_ROW_BYTES), np.uint8)
     sparse_mla.quantize_and_insert_k_cache(values[:, :512].copy(), cache, slots)
     return cache
 
 
+def scales_of(cache: np.ndarray) -> np.ndarray:
+    """The scales of fp8_ds_mla rows, which are between 512 codes and the RoPE values."""
+    rows = cache.reshape(-1, FP8_ROW_BYTES)
+    return rows[:, 512 : 512 + 16].view(np.float32)
+
+
 def attention(fmt: str, heads: int) -> Case:
-    dim = 512 if fmt == "fp8_v4" else 576
+    dim = 512 if fmt == "fp8_v4" else KEY_DIM
     rng = np.random.default_rng(1)
     indices = np.stack([rng.choice(SLOTS - 1, 512, False) + 1 for _ in range(4)]).astype(np.int32)
     indices[:, 0] = 0  # the first key may be heavy
@@ -122,13 +130,13 @@ def attention(fmt: str, heads: int) -> Case:
     def make() -> Arrays:
         q = normal(4, heads, dim, std=0.1)
         q[..., 0] = 1
-        keys = normal(SLOTS, 576, std=0.1)
+        keys = normal(SLOTS, KEY_DIM, std=0.1)
         keys[:, 0] = 0
         return {"q": q, "kv": write_rows(keys, fmt), "indices": indices, "softmax_scale": 1.0}
 
     def with_keys(change: Callable[[np.ndarray], np.ndarray]) -> Edit:
         def edit(arrays: Arrays) -> None:
-            keys = normal(SLOTS, 576, std=0.1).astype(np.float32)
+            keys = normal(SLOTS, KEY_DIM, std=0.1).astype(np.float32)
             keys[:, 0] = 0
             arrays["kv"] = write_rows(change(keys).astype(BF16), fmt)
 
@@ -160,14 +168,14 @@ def attention(fmt: str, heads: int) -> Case:
     if fmt == "fp8_ds_mla":
 
         def least(arrays: Arrays) -> None:
-            arrays["kv"].reshape(-1, 656)[:, 512:528].view(np.float32)[:] = FLT_MIN
+            scales_of(arrays["kv"])[:] = FLT_MIN
 
         kinds["scales FLT_MIN"] = least
     if fmt == "fp8_v4":
 
         def bytes_0(arrays: Arrays) -> None:
             pages = arrays["kv"].reshape(len(arrays["kv"]), -1)
-            pages[:, 64 * 576 :].reshape(-1, 8)[:, :7] = 0
+            pages[:, 64 * V4_DATA_BYTES :].reshape(-1, 8)[:, :7] = 0
 
         kinds["scales 2^-127"] = bytes_0
     return Case("sparse_attention", make, kinds, f"{fmt}, {heads} heads")
@@ -265,7 +273,7 @@ def indexer(op: str, *, fp4: bool) -> Case:
 
 def concat(dtype: Any, fmt: str) -> Case:
     def make() -> Arrays:
-        row = (656, np.uint8) if fmt == "fp8_ds_mla" else (576, BF16)
+        row = (FP8_ROW_BYTES, np.uint8) if fmt == "fp8_ds_mla" else (KEY_DIM, BF16)
         return {
             "kv_c": normal(SLOTS, 512, dtype=dtype),
             "k_pe": normal(SLOTS, 64, dtype=dtype),
@@ -277,11 +285,11 @@ def concat(dtype: Any, fmt: str) -> Case:
     return Case("concat_and_cache_mla", make, sizes("kv_c", "k_pe"), label)
 
 
-def insert(fmt: str, row: int, dtype: Any = BF16) -> Case:
+def insert(fmt: KvFormat, dtype: Any = BF16) -> Case:
     def make() -> Arrays:
         arrays = {
             "k": normal(SLOTS, 512, dtype=dtype),
-            "k_cache": np.zeros((SLOTS // 64, 64, row), np.uint8),
+            "k_cache": np.zeros((SLOTS // 64, 64, row_of(fmt)), np.uint8),
             "slot_mapping": np.arange(SLOTS),
         }
         return arrays | ({} if fmt == "fp8_e4m3" else {"kv_format": fmt})
@@ -294,11 +302,11 @@ def insert(fmt: str, row: int, dtype: Any = BF16) -> Case:
     return Case("quantize_and_insert_k_cache", make, kinds, f"{np.dtype(dtype).name} to {fmt}")
 
 
-def insert_index(fmt: str, row: int) -> Case:
+def insert_index(fmt: KvFormat) -> Case:
     def make() -> Arrays:
         return {
             "k": normal(SLOTS, 128),
-            "k_cache": np.zeros((SLOTS // 64, 64, row), np.uint8),
+            "k_cache": np.zeros((SLOTS // 64, 64, row_of(fmt)), np.uint8),
             "slot_mapping": np.arange(SLOTS),
         }
 
@@ -307,7 +315,7 @@ def insert_index(fmt: str, row: int) -> Case:
 
 def read(op: str, dtype: str = "bfloat16") -> Case:
     def make() -> Arrays:
-        cache = write_rows(normal(SLOTS, 576), "fp8_ds_mla")
+        cache = write_rows(normal(SLOTS, KEY_DIM), "fp8_ds_mla")
         if op == "dequantize_kv_cache":
             return {"kv_cache": cache, "dtype": dtype}
         return {
@@ -315,12 +323,12 @@ def read(op: str, dtype: str = "bfloat16") -> Case:
             "block_table": np.arange(SLOTS // 64, dtype=np.int32)[None],
             "seq_lens": np.array([SLOTS], np.int32),
             "workspace_starts": np.zeros(1, np.int32),
-            "out": np.zeros((SLOTS, 576), BF16),
+            "out": np.zeros((SLOTS, KEY_DIM), BF16),
         }
 
     def with_scale(scale: float) -> Edit:
         def edit(arrays: Arrays) -> None:
-            arrays["kv_cache"].reshape(-1, 656)[:, 512:528].view(np.float32)[:] = scale
+            scales_of(arrays["kv_cache"])[:] = scale
 
         return edit
 
@@ -372,7 +380,7 @@ def queries(dtype: Any) -> Case:
             "kv": normal(TOKENS, 512),
             "positions": np.arange(TOKENS),
             "cos_sin": cos_sin(TOKENS),
-            "cache": np.zeros((1, 64, 584), np.uint8),
+            "cache": np.zeros((1, 64, V4_ROW_BYTES), np.uint8),
             "slot_mapping": np.arange(TOKENS),
             "eps": 1e-6,
             "q_out": np.zeros((TOKENS, 8, 512), dtype),
@@ -440,7 +448,7 @@ def compress(ratio: int) -> Case:
         return arrays | {
             "block_table": np.arange(SLOTS // 64, dtype=np.int32)[None],
             "req_id_per_token": np.zeros(SLOTS, np.int32),
-            "cache": np.zeros((SLOTS // 64, 64, 584), np.uint8),
+            "cache": np.zeros((SLOTS // 64, 64, V4_ROW_BYTES), np.uint8),
             "kv_slot_mapping": closed,
             "norm_weight": normal(dim, std=0.1, mean=1, dtype=np.float32),
             "cos_sin": cos_sin(SLOTS),
@@ -477,9 +485,9 @@ def make_cases() -> list[Case]:
         indexer("lightning_indexer", fp4=False),
         *(concat(dtype, "fp8_ds_mla") for dtype in (BF16, np.float32)),
         concat(np.float32, "bfloat16"),
-        *(insert(*x) for x in (("fp8_v4", 584), ("fp8_e4m3", 512), ("fp4_v41", 288))),
-        *(insert(*x) for x in (("fp8_nope", 528), ("fp8_v4", 584, np.float32))),
-        *(insert_index(*x) for x in (("fp8_index", 132), ("mxfp4_index", 68))),
+        *map(insert, ("fp8_v4", "fp8_e4m3", "fp4_v41", "fp8_nope")),
+        insert("fp8_v4", np.float32),
+        *map(insert_index, ("fp8_index", "mxfp4_index")),
         read("gather_kv_cache"),
         *(read("dequantize_kv_cache", dtype) for dtype in ("bfloat16", "float32")),
         *map(quantize, (BF16, np.float32)),

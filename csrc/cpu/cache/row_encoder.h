@@ -142,10 +142,14 @@ choose_scales(const smla_kv_format_info *format, int count, const vfloat *larges
                 factor = (vfloat)((word << 20) + (120u << 23));
             }
         } else {
+            factor = max_lanes(amax / top, splat(FLT_MIN));
+            word = (vuint)factor;
             const vint is_small = amax < SMLA_TINY;
-            const vfloat least = select_lanes(is_small, splat(FLT_MIN * 0x1p64f), splat(FLT_MIN));
-            factor = max_lanes(select_lanes(is_small, lift_lanes(amax), amax) / top, least);
-            word = (vuint)factor - ((vuint)is_small & (64u << 23));
+            if (has_lane(is_small & ((vint)amax != 0))) { /* zeros need no care */
+                const vfloat lifted = max_lanes(lift_lanes(amax) / top, splat(FLT_MIN * 0x1p64f));
+                factor = select_lanes(is_small, lifted, factor);
+                word = (vuint)factor - ((vuint)is_small & (64u << 23));
+            }
         }
         *(vuint *)(words + t) = word;
         *(vfloat *)(factors + t) = factor;
@@ -342,11 +346,13 @@ encode_by_cache_scale(const smla_kv_format_info *format, const uint8_t *values, 
 }
 #endif
 
-/* Lifts the values of small tiles, where `best` has a lane per tile. */
+/* Lifts the values of small tiles, where `best` has a lane per tile. A maximum below FLT_MIN, which
+ * may count as zero, becomes FLT_MIN: the scale is the least one in any case. */
 SMLA_INLINE void
-lift_small_tiles(const smla_kv_format_info *format, const vfloat *best, int tile_lanes,
-                 float *lanes, quad *x)
+lift_small_tiles(const smla_kv_format_info *format, vfloat *best, int tile_lanes, float *lanes,
+                 quad *x)
 {
+    best[0] = max_lanes(best[0], splat(FLT_MIN));
     spread_tiles((const float *)best, format->num_scales, tile_lanes, lanes);
     for (int i = 0; i < format->nope_dim / QUAD; i++) {
         const vint is_small = *as_vectors(lanes + i * WIDTH) < SMLA_TINY;
