@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ def attention(fmt: str, heads: int) -> Case:
     kinds: dict[str, Edit] = {f"a key {gap} above": heavier(gap) for gap in (70, 80, 86, 90, 100)}
     kinds["unit rows, scale 1"] = units
     for size in (1e-20, 1e-36, 1e-37, 1e-38, 1e-40):
-        kinds[f"keys {size:.0e}"] = with_keys(lambda keys, size=size: keys * np.float32(size))
+        kinds[f"keys {size:.0e}"] = with_keys(partial(np.multiply, np.float32(size)))
     kinds["every second value 1e-37"] = with_keys(mixed)
     kinds |= {f"q {size:.0e}": times(size, "q") for size in (1e-36, 1e-38, 1e-40)}
     if fmt == "fp8_ds_mla":
@@ -485,9 +486,13 @@ def make_cases() -> list[Case]:
         indexer("lightning_indexer", fp4=False),
         *(concat(dtype, "fp8_ds_mla") for dtype in (BF16, np.float32)),
         concat(np.float32, "bfloat16"),
-        *map(insert, ("fp8_v4", "fp8_e4m3", "fp4_v41", "fp8_nope")),
+        insert("fp8_v4"),
+        insert("fp8_e4m3"),
+        insert("fp4_v41"),
+        insert("fp8_nope"),
         insert("fp8_v4", np.float32),
-        *map(insert_index, ("fp8_index", "mxfp4_index")),
+        insert_index("fp8_index"),
+        insert_index("mxfp4_index"),
         read("gather_kv_cache"),
         *(read("dequantize_kv_cache", dtype) for dtype in ("bfloat16", "float32")),
         *map(quantize, (BF16, np.float32)),
@@ -519,9 +524,7 @@ def find_ratios(case: Case, repeats: int) -> dict[str, float]:
     count = max(1, round(2e-3 / max(cpu_seconds(lambda: case.call(arguments[None]), 3), 1e-6)))
     for _ in range(repeats):
         for kind, arrays in arguments.items():
-            best[kind] = min(
-                best[kind], cpu_seconds(lambda arrays=arrays: case.call(arrays), count)
-            )
+            best[kind] = min(best[kind], cpu_seconds(partial(case.call, arrays), count))
     return {kind: best[kind] / best[None] for kind in case.kinds}
 
 

@@ -18,7 +18,7 @@ enum {
     BLOCK_TOKENS = 8,
     TASK_COLUMNS = 8 * SMLA_LOGITS_KEYS,
     DIM = SMLA_INDEX_HEAD_DIM,
-    MXFP4_SCALES = 4, /* of a key, or of a head; fp8_index has one of 4 bytes */
+    MXFP4_SCALES = 4, /* scales per key and per head; fp8_index has one of 4 bytes */
 };
 
 /* ---- Tokens -------------------------------------------------------------------------------- */
@@ -103,7 +103,7 @@ find_key(const smla_logits_params *p, int64_t source, int64_t column, smla_kv_to
 
 /* Keys of a tile, a bit each. */
 typedef struct tile_keys {
-    uint64_t found;  /* keys that exist */
+    uint64_t found;  /* the keys that exist */
     uint64_t lifted; /* keys that are 2^64 times as large */
 } tile_keys;
 
