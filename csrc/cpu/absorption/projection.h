@@ -39,6 +39,9 @@ typedef struct smla_projection_isa {
     /* `scratch` is aligned to 64 bytes. */
     void (*run_block)(const smla_projection_params *params, smla_projection_block block,
                       void *scratch);
+    /* The same with subnormal numbers kept. Units of bf16 cannot: they call that of an fp32 unit. */
+    void (*run_block_exactly)(const smla_projection_params *params, smla_projection_block block,
+                              void *scratch);
 } smla_projection_isa;
 
 extern const smla_projection_isa smla_projection_base;

@@ -1,6 +1,7 @@
 /* projection_avx2.c: the projection kernel on AVX2 and FMA. */
-#define SMLA_PROJECTION smla_projection_avx2
-#define SMLA_SIMD_WIDTH 8
+#define SMLA_PROJECTION      smla_projection_avx2
+#define SMLA_PROJECTION_FP32 smla_projection_avx2
+#define SMLA_SIMD_WIDTH      8
 
 enum { VECTORS = 2 }; /* vectors of outputs per step, which has 4 * VECTORS accumulators */
 

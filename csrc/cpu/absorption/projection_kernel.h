@@ -18,22 +18,24 @@
  *              228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4 lose 2 to 20 %;
  *              steps of 8 x 2 lose up to 20 % at T <= 3; prefetching the weight loses 5 to 15 %;
  *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums.
- * Numerics     Products below 2^-126 are zero (SMLA_FP_FLUSH), others exact. A row of x that is small
- *              altogether is multiplied 2^64 times as large, so that its products are not. They are summed in fp32 in chains of INNER_BLOCK
- *              values, and the chains one after another: at most 128 + k / 64 roundings deep, where
- *              one chain would have 512. The result is rounded to bf16 once. The order of the sums
+ * Numerics     Products below 2^-126 are zero (SMLA_FP_FLUSH), others exact. A row of x that is
+ *              small altogether is multiplied 2^64 times as large, so that its products are not. A
+ *              row with a value above 2^64 is computed with subnormal numbers kept. Products are
+ *              summed in fp32 in chains of INNER_BLOCK values, and the chains one after another: at
+ *              most 128 + k / 64 roundings deep, where one chain would have 512. The result is rounded to bf16 once. The order of the sums
  *              depends on k alone, never on other rows of the result or the number of threads. e4m3
  *              becomes bf16 exactly, and every chain is multiplied by its scale, in fp32.
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its
- * table of functions (SMLA_PROJECTION).
+ * table of functions (SMLA_PROJECTION) and that of its fp32 unit (SMLA_PROJECTION_FP32).
  */
 #pragma once
 
 #include <math.h>
 #include <string.h>
 
+#include "core/fp_mode.h"
 #include "cpu/absorption/projection.h"
 #include "cpu/machine/narrow.h"
 #include "ops/projection_scale.h"
@@ -50,7 +52,7 @@ _Static_assert(OUTER_BLOCK % STEP_OUTER == 0, "a block must hold whole steps of 
 _Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors of pairs");
 _Static_assert(SMLA_SCALE_TILE % INNER_BLOCK == 0, "a chain must have one scale");
 _Static_assert(SMLA_SCALE_TILE % OUTER_BLOCK == 0, "a block must not cross scales");
-_Static_assert(TOKEN_BLOCK == 64, "small rows are bits of a uint64_t");
+_Static_assert(TOKEN_BLOCK == 64, "rows are bits of a uint64_t");
 _Static_assert(INNER_BLOCK / UNIT_STEP * OUTER_BLOCK * sizeof(unit_scalar) ==
                    SMLA_PROJECTION_PANEL_BYTES,
                "the sums lie behind the panel");
@@ -165,18 +167,22 @@ lift_halves(vuint words)
     return join_upper_halves((vuint)even, (vuint)odd);
 }
 
-/* Unpacks one row of x, with zeros up to whole vectors. Bf16 values may be lifted. */
-SMLA_INLINE void
+/* Unpacks one row of x, with zeros up to whole vectors. Bf16 values may be lifted. Returns whether
+ * none is huge. */
+SMLA_INLINE bool
 load_token(const smla_projection_params *params, int64_t at, int num_inner, bool is_lifted,
            unit_scalar *x)
 {
     uint16_t copy[INNER_BLOCK] __attribute__((aligned(64)));
     const int row_size = round_up(num_inner, 2 * WIDTH);
     const uint16_t *const row = read_row(params->x, at, params->is_e4m3, num_inner, row_size, copy);
+    vuint noted = {0};
     for (int k = 0; k < row_size; k += 2 * WIDTH) {
         const vuint words = *(const vuint_unaligned *)(row + k);
+        noted = note_huge(noted, words);
         store_tokens(is_lifted ? lift_halves(words) : words, x + k / UNIT_STEP);
     }
+    return !has_huge(noted);
 }
 
 /* Where a token's values of x lie. */
@@ -289,15 +295,17 @@ store_row(float *sums, int num_outer, bool is_lifted, uint16_t *out)
 
 /* ---- A block ------------------------------------------------------------------------------- */
 
-static void
-run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
+/* Bit t of the result: token t has a huge value. Not inlined, because the caller changes the
+ * floating-point mode. */
+__attribute__((noinline)) static uint64_t
+project_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {
     unit_scalar *const restrict panel = __builtin_assume_aligned(scratch, 64);
     float *const restrict sums =
         __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
     float scales[ROWS];
-    uint64_t lifted = 0; /* a bit per token */
+    uint64_t lifted = 0, huge = 0; /* a bit per token */
     for (int t = 0; t < block.num_tokens; t++) {
         lifted |= (uint64_t)is_tiny_row(params, &block, t) << t;
     }
@@ -313,8 +321,10 @@ run_block(const smla_projection_params *params, smla_projection_block block, voi
             const int rows = block.num_tokens - t < ROWS ? block.num_tokens - t : ROWS;
             for (int r = 0; r < rows; r++) {
                 const bool is_lifted = lifted >> (t + r) & 1;
-                load_token(params, row_of(params, &block, t + r) + inner, num_inner,
-                           is_lifted && !params->is_e4m3, x + r * X_STRIDE);
+                const bool is_ordinary =
+                    load_token(params, row_of(params, &block, t + r) + inner, num_inner,
+                               is_lifted && !params->is_e4m3, x + r * X_STRIDE);
+                huge |= (uint64_t)!is_ordinary << (t + r);
                 scales[r] = chain_scale(params, &block, t + r, inner, is_lifted);
             }
             const bool first = inner == 0;
@@ -332,6 +342,33 @@ run_block(const smla_projection_params *params, smla_projection_block block, voi
                   params->out + (block.token + t) * params->out_stride_token +
                       block.head * params->out_stride_head + block.outer);
     }
+    return huge;
 }
 
-const smla_projection_isa SMLA_PROJECTION = {.run_block = run_block};
+/* If this is an fp32 unit. */
+static void
+run_block_exactly(const smla_projection_params *params, smla_projection_block block, void *scratch)
+{
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
+    (void)project_block(params, block, scratch);
+    smla_fp_change(before);
+}
+
+/* Computes tokens with huge values again on the fp32 unit. Whether a token has some depends on its
+ * own row, never on other tokens. */
+static void
+run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
+{
+    uint64_t huge = project_block(params, block, scratch);
+    const int64_t first = block.token;
+    block.num_tokens = 1;
+    for (; huge != 0; huge &= huge - 1) {
+        block.token = first + __builtin_ctzll(huge);
+        SMLA_PROJECTION_FP32.run_block_exactly(params, block, scratch);
+    }
+}
+
+const smla_projection_isa SMLA_PROJECTION = {
+    .run_block = run_block,
+    .run_block_exactly = run_block_exactly,
+};

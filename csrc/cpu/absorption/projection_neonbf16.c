@@ -1,6 +1,7 @@
 /* projection_neonbf16.c: the projection kernel on NEON with BF16. */
-#define SMLA_PROJECTION smla_projection_neonbf16
-#define SMLA_SIMD_WIDTH 4
+#define SMLA_PROJECTION      smla_projection_neonbf16
+#define SMLA_PROJECTION_FP32 smla_projection_neon
+#define SMLA_SIMD_WIDTH      4
 
 enum { VECTORS = 4 }; /* vectors of outputs per step, which has 4 * VECTORS accumulators */
 

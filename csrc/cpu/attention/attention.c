@@ -12,7 +12,6 @@
  * Workspace: [states of all parts, in the first schedule] [scratch of thread 0] [thread 1] ...
  * Scratch of a thread: [total state] [part state] [kernel scratch].
  */
-#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -283,16 +282,6 @@ fold_heads(const attention_run *run, int64_t task)
     run->isa->finish(params, token, heads, total);
 }
 
-/* The mode of all tokens with several keys. Subnormal queries, keys, products and sums count as
- * zero. Each costs a logit less than 2^-124 of softmax_scale * |q|, softmax_scale * |k| or
- * softmax_scale * scale, and a value of out less than 2^-125 or 2^-125 of |v|, where the contract
- * allows 10^-6 in all. A subnormal softmax_scale may meet products of any size. */
-static smla_fp_mode
-choose_fp_mode(const smla_attention_params *params)
-{
-    return fabsf(params->softmax_scale) < FLT_MIN ? SMLA_FP_EXACT : SMLA_FP_FLUSH;
-}
-
 static void
 run_all(const attention_run *run, int num_threads, int64_t count,
         void (*task)(const attention_run *, int64_t))
@@ -355,7 +344,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
     const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
     const int num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
-    const smla_fp_mode before = smla_fp_change(choose_fp_mode(params));
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
     if (parts_run_in_parallel) {
         part_keys found[MAX_PARALLEL_PARTS];
         run.found = found;

@@ -60,6 +60,9 @@ typedef struct smla_attention_isa {
     /* Computes one part. What `state` contains before does not matter. */
     void (*run_part)(const smla_attention_params *params, int64_t token, int split,
                      uint8_t *scratch, smla_attention_state state);
+    /* The same with subnormal numbers kept. Units of bf16 cannot: they call that of an fp32 unit. */
+    void (*run_part_exactly)(const smla_attention_params *params, int64_t token, int split,
+                             uint8_t *scratch, smla_attention_state state);
     /* total += part. */
     void (*fold)(smla_head_range heads, smla_attention_state total, smla_attention_state part);
     /* Writes the token's rows of the outputs. Overwrites the state. */

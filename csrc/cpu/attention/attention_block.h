@@ -173,6 +173,19 @@ load_scales(const smla_kv_format_info *format, float kv_scale, const uint8_t *sc
     return bits;
 }
 
+/* Notes scales of tiles above 2^64, infinite or NaN. */
+static inline scale_bits
+note_huge_scales(scale_bits noted, scale_bits bits)
+{
+    return noted | (scale_bits)((bits & 0x7FFFFFFFu) > 0x5F800000u);
+}
+
+static inline bool
+has_scale(scale_bits noted)
+{
+    return (noted[0] | noted[1] | noted[2] | noted[3]) != 0;
+}
+
 /* Stores a key's scales where the kernel reads them: scales[tile][key], 1 for the RoPE tile. */
 static inline void
 store_scales(scale_bits bits, int key, int stride, float *scales)

@@ -8,6 +8,7 @@
  */
 #pragma once
 
+#include "core/fp_mode.h"
 #include "core/numeric.h"
 #include "cpu/attention/attention_kernel.h"
 
@@ -124,22 +125,37 @@ finish(const smla_attention_params *params, int64_t token, smla_head_range heads
     }
 }
 
-/* Computes a part that the unit refuses again with the fp32 unit, which refuses none. */
+/* Computes a part with subnormal numbers kept, if this is an fp32 unit. */
+static void
+run_part_exactly(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
+                 smla_attention_state state)
+{
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
+    begin_products();
+    (void)try_part(params, token, split, true, scratch, state);
+    end_products();
+    smla_fp_change(before);
+}
+
 static void
 run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
          smla_attention_state state)
 {
-    begin_products();
-    const bool is_done = try_part(params, token, split, scratch, state);
-    end_products();
+    bool is_done = false;
+    if (is_ordinary_scale(params->softmax_scale)) {
+        begin_products();
+        is_done = try_part(params, token, split, false, scratch, state);
+        end_products();
+    }
     if (!is_done) {
-        SMLA_ATTENTION_FP32.run_part(params, token, split, scratch, state);
+        SMLA_ATTENTION_FP32.run_part_exactly(params, token, split, scratch, state);
     }
 }
 
 const smla_attention_isa SMLA_ATTENTION = {
     .scratch_bytes = scratch_bytes,
     .run_part = run_part,
+    .run_part_exactly = run_part_exactly,
     .fold = fold,
     .finish = finish,
 };

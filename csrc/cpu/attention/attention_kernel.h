@@ -19,11 +19,17 @@
  *              K 2048, fp8_ds_mla, 2026-11-20) at H 16, 64, 128: bf16 products 316, 443, 467 of a
  *              peak of 521; fp32 with AVX-512 138, 199, 218 of 270, with AVX2 84, 111, 112 of 135,
  *              with SSE2 28, 34, 35.
- * Numerics     Products are exact, but what is subnormal is zero (attention.c). A dot product is summed in chunks of CHUNK_DIMS dimensions, then
- *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
- *              roundings deep at most, where one chain would have 576. A scale never multiplies a
- *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
- *              (which the bf16 unit rounds to bf16 once). ref is the running maximum rounded up to
+ * Numerics     Products are exact, but subnormal operands and results are zero (SMLA_FP_FLUSH). An
+ *              operand that is taken as zero is below 2^-126. Queries, bf16 rows and scales of at
+ *              most 2^64 and a softmax_scale of at most 2^16 keep what it costs a logit below 2^-26,
+ *              and a value of out below 2^-40, where the contract allows 10^-6. A part with larger
+ *              numbers is computed again on the fp32 unit with subnormal numbers kept, however
+ *              slow. That depends on the part's own query and rows alone, so batch invariance
+ *              holds. A dot product is summed in chunks of CHUNK_DIMS dimensions, then chunks inside
+ *              a tile of 128, then tiles times the row's fp32 scales: about 28 roundings deep at
+ *              most, where one chain would have 576. A scale never multiplies a rounded key: it
+ *              multiplies the fp32 tile sum of a score, and the weight of a value (which the bf16
+ *              unit rounds to bf16 once). ref is the running maximum rounded up to
  *              an integer, so rescaling by a power of two is exact however often the maximum grows.
  *              `sum` is fp32 inside a block and double across blocks. A part without keys, or whose
  *              logits are all -inf, gives sum 0: out 0, lse -inf. A NaN in a cache row reaches the
@@ -37,6 +43,7 @@
  */
 #pragma once
 
+#include <float.h>
 #include <math.h>
 
 #include "cpu/attention/attention.h"
@@ -111,14 +118,16 @@ group_at(int64_t head, int64_t num_heads)
 
 /* Transposes `count` values of WIDTH query rows. A row of `packed` is one step of values for the
  * `lanes` heads of the group. */
-SMLA_INLINE void
-pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, unit_scalar *packed)
+SMLA_INLINE vuint
+pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted,
+           unit_scalar *packed)
 {
     for (int k = 0; k < count; k += 2 * WIDTH) {
         vuint square[WIDTH];
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
             square[i] = load_words(rows[i] + k, 0);
+            noted = note_huge(noted, square[i]);
         }
         transpose(square);
 #pragma GCC unroll 16
@@ -126,6 +135,7 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, unit_scalar 
             store_pairs(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
         }
     }
+    return noted;
 }
 
 /* The query of a head in bf16. An e4m3 query is converted into `buffer`. */
@@ -146,14 +156,15 @@ enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's hea
 
 _Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys will");
 
-/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0.
- * Uses CONVERTED_BYTES of `memory`. */
-static void
+/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
+ * whether no value is huge. Uses CONVERTED_BYTES of `memory`. */
+static bool
 pack_query(const smla_attention_params *params, int64_t token, void *memory, unit_scalar *packed)
 {
     const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
     uint16_t *const converted = memory; /* [WIDTH][512] */
+    vuint noted = {0};
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
         const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
@@ -170,9 +181,11 @@ pack_query(const smla_attention_params *params, int64_t token, void *memory, uni
                                      (head + i) * params->q_pe_stride_head
                                : zeros;
         }
-        pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, to);
-        pack_heads(rope_rows, rope_dim, lanes, to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
+        noted = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, noted, to);
+        noted = pack_heads(rope_rows, rope_dim, lanes, noted,
+                           to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
+    return !has_huge(noted);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -301,10 +314,19 @@ clear(int64_t num_heads, smla_attention_state state)
     memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
 }
 
-/* Returns false if the unit cannot compute the part exactly; the state is then garbage. */
+/* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter. */
 static bool
-try_part(const smla_attention_params *params, int64_t token, int split, uint8_t *memory,
-         smla_attention_state state)
+is_ordinary_scale(float softmax_scale)
+{
+    const float magnitude = fabsf(softmax_scale);
+    return (magnitude >= FLT_MIN && magnitude <= 0x1p16f) || magnitude == 0.0f;
+}
+
+/* Returns false if a value is huge, unless `takes_huge`; the state is then garbage. Not inlined,
+ * because the caller changes the floating-point mode. */
+__attribute__((noinline)) static bool
+try_part(const smla_attention_params *params, int64_t token, int split, bool takes_huge,
+         uint8_t *memory, smla_attention_state state)
 {
     const thread_scratch scratch = carve_scratch(memory);
     const float scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
@@ -318,12 +340,14 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         return true;
     }
     prefetch_block(&blocks[current]); /* arrives while the query is packed */
-    pack_query(params, token, scratch.keys, scratch.q);
+    if (!pack_query(params, token, scratch.keys, scratch.q) && !takes_huge) {
+        return false;
+    }
     while (blocks[current].count > 0) {
         const key_block *const block = &blocks[current];
         const key_block *next = &blocks[1 - current];
         next_block(&cursor, BLOCK_KEYS, &blocks[1 - current]);
-        if (!load_block(block, scratch.keys, scratch.values, scratch.scales)) {
+        if (!load_block(block, scratch.keys, scratch.values, scratch.scales) && !takes_huge) {
             return false;
         }
         arrange_values(scratch.values, block->count);

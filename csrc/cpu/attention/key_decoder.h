@@ -15,6 +15,18 @@ is_decoded(const smla_kv_format_info *format)
     return format->scale_type == SMLA_SCALE_UE8M0 || format->scale_type == SMLA_SCALE_E4M3;
 }
 
+/* Whether values of such a row may be above 2^64: e4m3 codes are at most 448, and UE8M0 byte 127 + 55
+ * is 2^55. */
+SMLA_INLINE bool
+has_huge_scale(const smla_kv_format_info *format, const uint8_t *scales)
+{
+    bool is_huge = false;
+    for (int t = 0; t < format->num_scales && format->scale_type == SMLA_SCALE_UE8M0; t++) {
+        is_huge |= scales[t] > 127 + 55;
+    }
+    return is_huge;
+}
+
 /* Decodes a row for which is_decoded is true. */
 SMLA_INLINE void
 decode_key(const smla_kv_format_info *format, smla_kv_token token, smla_float_type type, void *key)

@@ -6,11 +6,8 @@
  * values are a second copy of the block. bf16 holds every e4m3 value exactly, without its scale.
  *
  * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
- * of single products too, as SMLA_FP_FLUSH makes the fp32 units do. A step flushes less than 2^-124,
- * in two products and two sums. This error is multiplied with the row's scale. Scales above 2^64,
- * NaN and infinity are refused, and the part is run again on the fp32 unit. So the error of a logit
- * is less than 576 * 2^-60, times softmax_scale.
- * Whether a part is refused depends on its own query and rows alone, so batch invariance holds.
+ * of single products too, as SMLA_FP_FLUSH makes the fp32 units do (attention_kernel.h). A step
+ * flushes less than 2^-124, in two products and two sums.
  */
 #pragma once
 
@@ -29,12 +26,15 @@ enum {
     VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
 };
 
-SMLA_INLINE void
-copy_bf16(const uint8_t *bytes, int count, uint32_t *out)
+SMLA_INLINE vuint
+copy_bf16(const uint8_t *bytes, int count, uint32_t *out, vuint noted)
 {
     for (int i = 0; i < count; i += 2 * WIDTH) {
-        *(vuint *)(out + i / 2) = load_words(bytes + 2 * i, 0);
+        const vuint words = load_words(bytes + 2 * i, 0);
+        noted = note_huge(noted, words);
+        *(vuint *)(out + i / 2) = words;
     }
+    return noted;
 }
 
 SMLA_INLINE uint32_t *
@@ -55,39 +55,41 @@ pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
     }
 }
 
-/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether the unit can
- * compute with these rows exactly. */
+/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no value
+ * is huge. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
 {
     static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     const smla_kv_format_info *const format = block->format;
-    scale_bits too_large = {0};
+    bool has_huge_row = false;
+    vuint noted = {0};
+    scale_bits huge_scales = {0};
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
         uint32_t *const key = keys + i * KEY_STRIDE;
         const scale_bits bits = load_scales(format, block->kv_scale, token.scales);
-        too_large |= (scale_bits)((bits & 0x7FFFFFFFu) > 0x5F800000u); /* 2^64 */
+        huge_scales = note_huge_scales(huge_scales, bits);
         store_scales(bits, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {
             decode_key(format, token, SMLA_FLOAT_BF16, key);
+            has_huge_row |= has_huge_scale(format, token.scales);
         } else if (format->nope_type == SMLA_NOPE_E4M3) {
             for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
                 widen_e4m3(token.row + d, key + d / 2);
             }
         } else {
-            copy_bf16(token.row, SMLA_KV_LORA_RANK, key);
+            noted = copy_bf16(token.row, SMLA_KV_LORA_RANK, key, noted);
         }
-        copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
-                  key + SMLA_KV_LORA_RANK / 2);
+        noted = copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+                          key + SMLA_KV_LORA_RANK / 2, noted);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);
         } else if (i + 1 == block->count) {
             pair_values(key, zeros, values + i / 2 * VALUE_STEP);
         }
     }
-    const uint32_t refused = too_large[0] | too_large[1] | too_large[2] | too_large[3];
-    return refused == 0;
+    return !has_huge_row && !has_huge(noted) && !has_scale(huge_scales);
 }
 
 /* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the

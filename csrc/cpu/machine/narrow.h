@@ -26,6 +26,21 @@ load_words(const void *memory, int index)
     return ((const vuint_unaligned *)memory)[index];
 }
 
+/* Notes in the upper bit of each half that a bf16 value is above 2^64, infinite or NaN. Kernels in
+ * SMLA_FP_FLUSH leave such values to SMLA_FP_EXACT, because their products with numbers that would be
+ * flushed may matter. */
+SMLA_INLINE vuint
+note_huge(vuint noted, vuint words)
+{
+    return noted | ((words & 0x7FFF7FFFu) + 0x207F207Fu);
+}
+
+SMLA_INLINE bool
+has_huge(vuint noted)
+{
+    return has_lane((vint)(noted | noted << 16) >> 31);
+}
+
 SMLA_INLINE void
 store_words(vuint words, void *memory, int index)
 {

@@ -187,7 +187,7 @@ static void
 finish_pool(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm, const float *cos_sin,
             uint16_t *key)
 {
-    float x[SMLA_V4_HEAD_DIM];
+    float x[SMLA_V4_HEAD_DIM] = {0}; /* `dim` may be less */
     divide_pool(pool, dim, x);
     const float factor = find_factor((const uint8_t *)x, SMLA_FLOAT_FP32, dim, norm->eps).factor;
     const row_factor by = {factor, false}; /* fp32 values may have subnormal products */
