@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from numpy import ndarray
-
-_T = TypeVar("_T")
 
 __version__: str
 KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
@@ -161,5 +159,5 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int, /) -> list[tuple[
 def get_prefill_workspace_size(max_model_len: int, /) -> int: ...
 def kernels() -> list[dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...
-def call_exactly(function: Callable[[], _T], /) -> _T: ...
+def call_exactly(function: Callable[[], Any], /) -> Any: ...
 def xla_handlers() -> dict[str, object]: ...

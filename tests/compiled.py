@@ -71,5 +71,6 @@ def make_calls() -> dict[str, Call]:
         "get_prefill_workspace_size": (_C.get_prefill_workspace_size, (16,)),
         "kernels": (_C.kernels, ()),
         "build_info": (_C.build_info, ()),
+        "call_exactly": (_C.call_exactly, (lambda: 1,)),
         "xla_handlers": (_C.xla_handlers, ()),
     }

@@ -404,7 +404,7 @@ def floating_point_mode(name: str):
         struct.pack_into("<I", changed, offset, bits)
         libm.fesetenv(changed)
     else:
-        rounding = {"TONEAREST": 0, "UPWARD": 2, "TOWARDZERO": 1}  # of RISC-V, for one
+        rounding = {"TONEAREST": 0, "UPWARD": 2, "TOWARDZERO": 1}  # RISC-V, for one
         libm.fesetround(rounding[FLOATING_POINT_MODES[name]["rounding"]])
     try:
         yield

@@ -19,6 +19,10 @@ import ml_dtypes, numpy as np, sparse_mla
 def threads():
     return {int(name) for name in os.listdir("/proc/self/task")}
 
+def workers_since(before):
+    time.sleep(0.2)  # a thread that was joined may be in the list a little longer
+    return threads() - before
+
 def status_of(thread, field):
     for line in open(f"/proc/self/task/{thread}/status"):
         if line.startswith(field + ":"):
@@ -47,7 +51,7 @@ SIGNALS = """
 before = threads()
 signal.pthread_sigmask(signal.SIG_SETMASK, {caller_blocks})
 call()
-workers = threads() - before
+workers = workers_since(before)
 every = sum(1 << (number - 1) for number in signal.valid_signals())
 ours = {{signal.SIGKILL, signal.SIGSTOP}}  # nobody can block these
 every -= sum(1 << (number - 1) for number in ours)
@@ -87,7 +91,7 @@ if os.environ["IN_MAIN_THREAD"] == "1":
     os.sched_setaffinity(0, everywhere)
 else:
     in_thread(pinned)
-workers = threads() - before
+workers = workers_since(before)
 print(len(workers), all(os.sched_getaffinity(w) == everywhere for w in workers))
 """
 
@@ -104,7 +108,7 @@ STACK = """
 threading.stack_size(64 * 1024)
 before = threads()
 in_thread(call)
-(worker, *_) = threads() - before
+assert workers_since(before)
 sizes = []
 for line in open("/proc/self/smaps"):
     words = line.split()

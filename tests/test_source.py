@@ -180,7 +180,7 @@ def test_the_library_prints_nothing_but_its_log_and_never_exits():
 def test_assembly_stands_where_instructions_are_wrapped():
     folder = ROOT / "csrc" / "cuda" / "ptx"
     wrappers = {path.name for path in folder.glob("*.cuh")}
-    others = {"attention_tiles.h", "isa.c", "pool.c", "threads.h"}
+    others = {"attention_tiles.h", "fp_mode.h", "isa.c", "pool.c", "threads.h"}
     assert files_with(r"\basm\b|__asm__") == wrappers | others
 
 

@@ -120,7 +120,13 @@ def test_names_are_those_of_the_module():
 # What every type has, or the stub cannot say.
 OWN = {"__doc__", "__module__", "__new__", "__repr__", "__dict__", "__hash__", "__reduce__"}
 OWN |= {"__weakref__", "__buffer__", "__release_buffer__", "__text_signature__", "__setitem__"}
-OWN |= {"__delitem__", "__vectorcalloffset__", "__dictoffset__", "__weaklistoffset__"}
+OWN |= {
+    "__annotations__",
+    "__delitem__",
+    "__vectorcalloffset__",
+    "__dictoffset__",
+    "__weaklistoffset__",
+}
 
 
 @pytest.mark.parametrize("kind", [x for x, n in DECLARED.items() if isinstance(n, ast.ClassDef)])

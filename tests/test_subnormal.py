@@ -307,7 +307,7 @@ def test_quant(case, kind, isa, monkeypatch):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("case", "kind"), kinds_of("fused_q_kv_rmsnorm"))
-@pytest.mark.parametrize("eps", [0.0, 1e-45, 1e-30, 1e-6, 1e-3, 1.0])
+@pytest.mark.parametrize("eps", [0.0, 1.2e-38, 1e-30, 1e-6, 1e-3, 1.0])
 def test_norms(eps, case, kind, isa, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
     arguments = case.arguments(kind) | {"eps": eps}

@@ -39,6 +39,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "calls": calls.measure,
     "subnormal": subnormal.measure,
 }
+BY_NAME_ONLY = ("subnormal",)  # about behaviour, not about the machine: measured on request
 WITHOUT_RATES = ("top_k", "calls", "subnormal")  # tables of the CPU that --plot cannot show
 CUDA_TABLES = (
     "decode",
@@ -187,7 +188,8 @@ def restart(num_threads: int) -> None:
 
 def measure_cpu(options: argparse.Namespace) -> Iterator[Table]:
     effort = Effort.of(options.quick, options.best)
-    for name in [options.only] if options.only else CPU_TABLES:
+    usual = [name for name in CPU_TABLES if name not in BY_NAME_ONLY]
+    for name in [options.only] if options.only else usual:
         table = CPU_TABLES[name](effort, options.threads)
         table.take_spreads(effort.spreads)
         yield table

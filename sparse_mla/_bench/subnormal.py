@@ -23,7 +23,7 @@ from sparse_mla._types import KvFormat
 
 Arrays = dict[str, Any]
 Edit = Callable[[Arrays], None]
-LIMIT = 1.3  # of the flat time
+LIMIT = 1.3  # times the flat time
 SLOTS = 1024
 TOKENS = 64
 FLT_MIN = np.float32(2.0**-126)

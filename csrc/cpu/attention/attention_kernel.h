@@ -43,7 +43,6 @@
  */
 #pragma once
 
-#include <float.h>
 #include <math.h>
 
 #include "cpu/attention/attention.h"
@@ -314,12 +313,14 @@ clear(int64_t num_heads, smla_attention_state state)
     memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
 }
 
-/* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter. */
+/* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter: 0, or
+ * a normal number of at most 2^16. Asked of the bits, because a subnormal scale equals 0 there. */
 static bool
 is_ordinary_scale(float softmax_scale)
 {
-    const float magnitude = fabsf(softmax_scale);
-    return (magnitude >= FLT_MIN && magnitude <= 0x1p16f) || magnitude == 0.0f;
+    const uint32_t least = 0x00800000u, most = 0x47800000u;
+    const uint32_t magnitude = smla_float_bits(softmax_scale) & 0x7FFFFFFFu;
+    return magnitude == 0 || (magnitude >= least && magnitude <= most);
 }
 
 /* Returns false if a value is huge, unless `takes_huge`; the state is then garbage. Not inlined,

@@ -76,7 +76,7 @@ static struct {
     cpu_set_t set;
     bool is_known;
     int count;
-} processors; /* of the process; never changes after the library was loaded */
+} processors; /* the process's; never changes after the library was loaded */
 static _Thread_local member self;
 
 /* Compiled loops call these; no other file does. */
