@@ -7,7 +7,6 @@
  */
 #include "ops/check.h"
 
-#include <float.h>
 #include <math.h>
 
 #include "core/rule.h"
@@ -367,13 +366,6 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
     backend->plan_attention(&shape, plan);
 }
 
-/* A subnormal scale counts as 0, whatever the processor does with subnormal numbers. */
-static float
-flush(float scale)
-{
-    return fabsf(scale) < FLT_MIN ? 0.0f : scale;
-}
-
 /* Fills all of `params` but the lists and the scales. */
 static void
 fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
@@ -396,7 +388,7 @@ fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_ar
     params->q_pe_stride_head = smla_stride(q_pe, 1);
     params->attn_sink = smla_data(args->attn_sink);
     params->attn_sink_stride = smla_stride(args->attn_sink, 0);
-    params->softmax_scale = flush((float)args->softmax_scale);
+    params->softmax_scale = (float)args->softmax_scale;
     params->logit_divisor = (smla_given_scale){.value = 1.0f};
     params->out = smla_data(args->out);
     params->out_stride_token = smla_stride(args->out, 0);

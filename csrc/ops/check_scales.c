@@ -12,7 +12,8 @@ smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
     const bool has_scale = is_on_cpu || params->q_scale.pointer == NULL;
     const float q_scale = has_scale ? smla_read_scale(&params->q_scale) : 1.0f;
     const float scale = params->softmax_scale * q_scale;
-    if (params->softmax_scale != 0 && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
+    const bool has_factors = q_scale != 1.0f && params->softmax_scale != 0;
+    if (has_factors && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `%s` must make 0 or a normal float32 of softmax_scale * q_scale, "
                          "got %g * %g",

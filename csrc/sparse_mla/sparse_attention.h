@@ -30,7 +30,7 @@ typedef struct smla_sparse_attention_args {
     const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
     const DLTensor *max_logits;        /* out [T, H] fp32, optional: the largest scaled logit */
     const DLTensor *workspace;         /* [size below] uint8, not shared with concurrent calls */
-    double softmax_scale; /* subnormal in fp32: 0; times q_scale, and times kv_scale, normal */
+    double softmax_scale; /* times q_scale: a normal fp32; that times kv_scale: finite */
     int32_t num_splits;   /* 0 = the plan chooses; 1...64 fix the order of all sums */
     int32_t kv_format;
     int32_t extra_kv_format;
