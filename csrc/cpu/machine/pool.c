@@ -34,7 +34,7 @@ enum {
      * 0.3 ms took 1.5 ms on two busy processors. */
     NUM_LOOKS = 200000,
     NUM_CROWDED_LOOKS = 1000, /* if a loop has more threads than there are processors */
-    LOOKS_PER_YIELD = 100, /* a thread that looks for work must not keep others from theirs */
+    LOOKS_PER_YIELD = 100,    /* a thread that looks for work must not keep others from theirs */
     MAX_THREADS = 4096,
     WORKER_STACK_BYTES = 1 << 20, /* frames are at most 16 KiB, those of sanitizers larger */
 };
