@@ -16,7 +16,7 @@
 
 typedef uint32_t smla_fp_mode; /* MXCSR */
 
-/* Round to the nearest, keep subnormal numbers, all exceptions masked: what a process starts with. */
+/* Round to the nearest, keep subnormal numbers, mask all exceptions: a process starts so. */
 #define SMLA_FP_EXACT ((smla_fp_mode)0x1F80)
 
 /* The same, but subnormal operands and results are zero. The kernels whose results are bounded, not

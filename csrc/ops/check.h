@@ -67,7 +67,7 @@ smla_status smla_check_attention_by(const smla_attention_rules *rules,
                                     smla_attention_plan *plan, const smla_backend **backend,
                                     smla_error *error);
 
-/* Checks the products of the scales of logits (check_scales.c). Scales on a device cannot be read. */
+/* Checks the products of the scales of logits (check_scales.c), those on a device excepted. */
 smla_status smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
                                      const smla_attention_params *params, smla_error *error);
 

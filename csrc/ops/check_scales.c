@@ -1,4 +1,4 @@
-/* check_scales.c: the rule of scales that are in range one by one, and whose product need not be. */
+/* check_scales.c: the rule of scales that are in range one by one, but not in their product. */
 #include <float.h>
 #include <math.h>
 

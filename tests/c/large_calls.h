@@ -1,4 +1,5 @@
-/* large_calls.h: calls that need scratch beside those of operators.h, whose arrays are too small. */
+/* large_calls.h: calls that need scratch beside those of operators.h, whose arrays are too small.
+ * */
 #pragma once
 
 #include "operators.h"

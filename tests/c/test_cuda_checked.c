@@ -411,7 +411,8 @@ test_vectors(void)
     }
 }
 
-/* Lists of a batch. Its decodes have a validity each in the mixed lists, all tokens in the other. */
+/* Lists of a batch. Its decodes have a validity each in the mixed lists, all tokens in the other.
+ * */
 static void
 test_lists(void)
 {

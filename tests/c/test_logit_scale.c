@@ -81,8 +81,8 @@ test_numbers(void)
     EXPECT(num_first_only > NUM_DRAWS / 10 && num_second_only > NUM_DRAWS / 10);
 }
 
-/* One of them, or both, in arrays: the quotient is that of the numbers, and an array's scale is read
- * by the call, not by the check. */
+/* One of them, or both, in arrays: the quotient is that of the numbers, and an array's scale is
+ * read by the call, not by the check. */
 static void
 test_arrays(void)
 {

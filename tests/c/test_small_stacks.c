@@ -1,6 +1,6 @@
-/* test_small_stacks.c: every operator from 16 threads at once whose stacks have 64 KiB, or the least
- * that the system allows. Results have the bytes of a call from the main thread, and the memory in
- * front of the stacks stays as it is.
+/* test_small_stacks.c: every operator from 16 threads at once whose stacks have 64 KiB, or the
+ * least that the system allows. Results have the bytes of a call from the main thread, and the
+ * memory in front of the stacks stays as it is.
  *
  * The first argument is the number of calls in all, 10,000 if there is none.
  */

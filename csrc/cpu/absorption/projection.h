@@ -39,7 +39,7 @@ typedef struct smla_projection_isa {
     /* `scratch` is aligned to 64 bytes. */
     void (*run_block)(const smla_projection_params *params, smla_projection_block block,
                       void *scratch);
-    /* The same with subnormal numbers kept. Units of bf16 cannot: they call that of an fp32 unit. */
+    /* The same with subnormal numbers kept. Units of bf16 cannot, and call an fp32 unit's. */
     void (*run_block_exactly)(const smla_projection_params *params, smla_projection_block block,
                               void *scratch);
 } smla_projection_isa;

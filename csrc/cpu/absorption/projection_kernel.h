@@ -22,9 +22,10 @@
  *              small altogether is multiplied 2^64 times as large, so that its products are not. A
  *              row with a value above 2^64 is computed with subnormal numbers kept. Products are
  *              summed in fp32 in chains of INNER_BLOCK values, and the chains one after another: at
- *              most 128 + k / 64 roundings deep, where one chain would have 512. The result is rounded to bf16 once. The order of the sums
- *              depends on k alone, never on other rows of the result or the number of threads. e4m3
- *              becomes bf16 exactly, and every chain is multiplied by its scale, in fp32.
+ *              most 128 + k / 64 roundings deep, where one chain would have 512. The result is
+ *              rounded to bf16 once. The order of the sums depends on k alone, never on other rows
+ *              of the result or the number of threads. e4m3 becomes bf16 exactly, and every chain
+ *              is multiplied by its scale, in fp32.
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its

@@ -60,7 +60,7 @@ typedef struct smla_attention_isa {
     /* Computes one part. What `state` contains before does not matter. */
     void (*run_part)(const smla_attention_params *params, int64_t token, int split,
                      uint8_t *scratch, smla_attention_state state);
-    /* The same with subnormal numbers kept. Units of bf16 cannot: they call that of an fp32 unit. */
+    /* The same with subnormal numbers kept. Units of bf16 cannot, and call an fp32 unit's. */
     void (*run_part_exactly)(const smla_attention_params *params, int64_t token, int split,
                              uint8_t *scratch, smla_attention_state state);
     /* total += part. */

@@ -21,15 +21,15 @@
  *              with SSE2 28, 34, 35.
  * Numerics     Products are exact, but subnormal operands and results are zero (SMLA_FP_FLUSH). An
  *              operand that is taken as zero is below 2^-126. Queries, bf16 rows and scales of at
- *              most 2^64 and a softmax_scale of at most 2^16 keep what it costs a logit below 2^-26,
- *              and a value of out below 2^-40, where the contract allows 10^-6. A part with larger
- *              numbers is computed again on the fp32 unit with subnormal numbers kept, however
- *              slow. That depends on the part's own query and rows alone, so batch invariance
- *              holds. A dot product is summed in chunks of CHUNK_DIMS dimensions, then chunks inside
- *              a tile of 128, then tiles times the row's fp32 scales: about 28 roundings deep at
- *              most, where one chain would have 576. A scale never multiplies a rounded key: it
- *              multiplies the fp32 tile sum of a score, and the weight of a value (which the bf16
- *              unit rounds to bf16 once). ref is the running maximum rounded up to
+ *              most 2^64 and a softmax_scale of at most 2^16 keep what it costs a logit below
+ *              2^-26, and a value of out below 2^-40, where the contract allows 10^-6. A part with
+ *              larger numbers is computed again on the fp32 unit with subnormal numbers kept,
+ *              however slow. That depends on the part's own query and rows alone, so batch
+ *              invariance holds. A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
+ *              roundings deep at most, where one chain would have 576. A scale never multiplies a
+ *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
+ *              (which the bf16 unit rounds to bf16 once). ref is the running maximum rounded up to
  *              an integer, so rescaling by a power of two is exact however often the maximum grows.
  *              `sum` is fp32 inside a block and double across blocks. A part without keys, or whose
  *              logits are all -inf, gives sum 0: out 0, lse -inf. A NaN in a cache row reaches the

@@ -15,8 +15,8 @@ is_decoded(const smla_kv_format_info *format)
     return format->scale_type == SMLA_SCALE_UE8M0 || format->scale_type == SMLA_SCALE_E4M3;
 }
 
-/* Whether values of such a row may be above 2^64: e4m3 codes are at most 448, and UE8M0 byte 127 + 55
- * is 2^55. */
+/* Whether values of such a row may be above 2^64: e4m3 codes are at most 448, and UE8M0 byte 127 +
+ * 55 is 2^55. */
 SMLA_INLINE bool
 has_huge_scale(const smla_kv_format_info *format, const uint8_t *scales)
 {

@@ -9,10 +9,10 @@
  *              e4m3        satE4M3(min(max(amax / 6, 2^-9), 448)), and true divisions
  *              per cache   x * (1 / kv_scale), both in fp32
  *              amax leaves out NaN and takes an infinity for FLT_MAX.
- * Numerics     Every byte is what the functions of numeric.h give, for every input, in SMLA_FP_EXACT,
- *              and where cache.c chooses it in SMLA_FP_FLUSH: a subnormal value is far below half
- *              of the smallest code there. Where scales are any fp32, tiles of values below
- *              SMLA_TINY are computed 2^64 times as large.
+ * Numerics     Every byte is what the functions of numeric.h give, for every input, in
+ *              SMLA_FP_EXACT, and where cache.c chooses it in SMLA_FP_FLUSH: a subnormal value is
+ *              far below half of the smallest code there. Where scales are any fp32, tiles of
+ *              values below SMLA_TINY are computed 2^64 times as large.
  *
  * A file that includes this one is compiled for one instruction set, see simd.h. Every function is
  * inlined with a constant format, so that the compiler folds the format's facts.

@@ -2,7 +2,8 @@
  *
  * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
  * other and have the same keys, lifted or not, are a run: a tile of keys is read once for a run. No
- * logit depends on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
+ * logit depends on the tasks. Where nobody wants the columns behind the contexts, they have no
+ * tasks.
  */
 #include <math.h>
 #include <string.h>

@@ -27,8 +27,8 @@ load_words(const void *memory, int index)
 }
 
 /* Notes in the upper bit of each half that a bf16 value is above 2^64, infinite or NaN. Kernels in
- * SMLA_FP_FLUSH leave such values to SMLA_FP_EXACT, because their products with numbers that would be
- * flushed may matter. */
+ * SMLA_FP_FLUSH leave such values to SMLA_FP_EXACT, because their products with numbers that would
+ * be flushed may matter. */
 SMLA_INLINE vuint
 note_huge(vuint noted, vuint words)
 {

@@ -56,8 +56,8 @@ typedef struct member {
     long start, end, step, chunk;
 } member;
 
-/* `is_called` says that the task waits for somebody to do it: the worker, or the caller that recalls
- * the worker. Whoever sets it to false does the task. */
+/* `is_called` says that the task waits for somebody to do it: the worker, or the caller that
+ * recalls the worker. Whoever sets it to false does the task. */
 typedef struct worker {
     struct worker *next; /* in the list of idle workers, or in that of a region */
     member task;

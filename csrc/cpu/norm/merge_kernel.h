@@ -3,9 +3,9 @@
  * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
  * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
  * Roofline     Memory binds.
- * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: what is below 2^-126 is zero. Only rows
- *              that have no other values are added as they are, in units of 2^-149. A result that is
- *              NaN keeps its sign as bf16.
+ * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: what is below 2^-126 is zero. Only
+ *              rows that have no other values are added as they are, in units of 2^-149. A result
+ *              that is NaN keeps its sign as bf16.
  * Source       vLLM, for the formula.
  */
 #pragma once

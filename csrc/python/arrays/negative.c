@@ -1,10 +1,10 @@
-/* negative.c: PyTorch's negative bit, which says that a tensor's values are those of its memory with
- * the other sign. An export says nothing of it.
+/* negative.c: PyTorch's negative bit, which says that a tensor's values are those of its memory
+ * with the other sign. An export says nothing of it.
  *
  * is_neg() costs as much as an export, because it lets go of the GIL. A borrowed view points at the
- * sizes inside of the tensor's own object, and the bit lies a few words behind them. Where, is found
- * out once per type, from two pairs of tensors that differ in this bit alone. If they differ in
- * anything else, or are not as expected, all tensors are asked.
+ * sizes inside of the tensor's own object, and the bit lies a few words behind them. Where, is
+ * found out once per type, from two pairs of tensors that differ in this bit alone. If they differ
+ * in anything else, or are not as expected, all tensors are asked.
  */
 #include "python/arrays/exchange.h"
 

@@ -183,8 +183,8 @@ read_count(PyObject *code, const char *name)
     return (int)count;
 }
 
-/* New reference to the default of a parameter, or NULL, with an exception set if the look-up failed.
- * A borrowed reference would not do, because another thread may change the dict. */
+/* New reference to the default of a parameter, or NULL, with an exception set if the look-up
+ * failed. A borrowed reference would not do, because another thread may change the dict. */
 static PyObject *
 find_default(PyObject *defaults, PyObject *name)
 {

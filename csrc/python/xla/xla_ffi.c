@@ -92,8 +92,8 @@ read_size(const xla_call *call, const char *name, int64_t *value)
                            call->op, name, (long long)*value);
 }
 
-/* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because to
- * the core it is a scale that is left out. */
+/* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because
+ * to the core it is a scale that is left out. */
 static smla_status
 read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
 {
