@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import device
 import pytest
 from helpers import FRAMEWORKS, find_framework, require
 
@@ -54,6 +55,7 @@ def test_every_framework_has_the_same_rule(name, tmp_path, monkeypatch):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("import nothing_of_this_name")
     monkeypatch.syspath_prepend(str(tmp_path))
+    device.import_quietly.cache_clear()
     error = outcome(find_framework, name)
     assert isinstance(error, ModuleNotFoundError), error
     assert error.name == "nothing_of_this_name"

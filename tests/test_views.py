@@ -1004,6 +1004,7 @@ def test_every_array_of_every_operator_has_a_row():
         "get_prefill_workspace_size",
         "kernels",
         "build_info",
+        "call_exactly",
         "xla_handlers",
     }
     members = {n for n in vars(_C.Builder) if not n.startswith("_")}

@@ -1,5 +1,4 @@
-/* large_calls.h: calls that need scratch beside those of operators.h, whose arrays are too small.
- * */
+/* large_calls.h: calls that need scratch, for which arrays of operators.h are too small. */
 #pragma once
 
 #include "operators.h"

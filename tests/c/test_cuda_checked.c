@@ -148,7 +148,7 @@ see(int i, const void *host, int64_t stride_row, int64_t stride_column)
     const device_side *const side = &sides[i];
     EXPECT_EQ(host == NULL, side->pointer == NULL);
     EXPECT(side->counts[0] == 0 || host != side->pointer);
-    for (int64_t row = 0; host != NULL && row < side->counts[0]; row++) {
+    for (int64_t row = 0; host != NULL && side->pointer != NULL && row < side->counts[0]; row++) {
         for (int64_t column = 0; column < side->counts[1]; column++) {
             const int64_t at = row * side->strides[0] + column * side->strides[1];
             const int64_t seen = row * stride_row + column * stride_column;
@@ -411,8 +411,7 @@ test_vectors(void)
     }
 }
 
-/* Lists of a batch. Its decodes have a validity each in the mixed lists, all tokens in the other.
- * */
+/* Lists of a batch. Validity is given per decode in the mixed lists, per token in the other. */
 static void
 test_lists(void)
 {

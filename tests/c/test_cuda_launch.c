@@ -731,8 +731,9 @@ test_keys_of_streams(void)
         }
         EXPECT_EQ(graphs_of[1].num_streams, NUM_IDS);
     }
-    EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - NUM_IDS / 2);
-    EXPECT_EQ(graphs_of[1].num_left, MAX_GRAPHS - NUM_IDS / 2);
+    const int num_left = MAX_GRAPHS - NUM_IDS / 2;
+    EXPECT_EQ(graphs_of[0].num_left, num_left);
+    EXPECT_EQ(graphs_of[1].num_left, num_left);
     for (const stream_graph *at = atomic_load(&graphs_of[1].first); at != NULL; at = at->next) {
         for (int i = 0; at->exec != NULL && i < MAX_GRAPHS; i++) {
             EXPECT(at->exec != graphs_of[0].execs[i]);

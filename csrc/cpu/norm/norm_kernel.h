@@ -110,7 +110,7 @@ typedef enum row_size {
 SMLA_INLINE row_size
 find_row_size(const uint8_t *x, smla_float_type type, int64_t size, float eps)
 {
-    const vuint limit = (vuint)splat(sqrtf(eps) * 0x1p-14f);
+    const vuint limit = (vuint)splat(sqrtf(eps) * 0x1p-14f) & 0x7FFFFFFFu; /* eps may be -0 */
     vint has_subnormal = {0};
     for (int64_t i = 0; i < size; i += DUO) {
         const uint8_t *const at = element_at(x, type, i);
