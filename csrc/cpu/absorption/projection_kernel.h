@@ -183,7 +183,7 @@ load_token(const smla_projection_params *params, int64_t at, int num_inner, bool
         noted = note_huge(noted, words);
         store_tokens(is_lifted ? lift_halves(words) : words, x + k / UNIT_STEP);
     }
-    return !has_huge(noted);
+    return !has_noted(noted);
 }
 
 /* Where a token's values of x lie. */

@@ -20,12 +20,12 @@
  *              peak of 521; fp32 with AVX-512 138, 199, 218 of 270, with AVX2 84, 111, 112 of 135,
  *              with SSE2 28, 34, 35.
  * Numerics     Products are exact, but subnormal operands and results are zero (SMLA_FP_FLUSH). An
- *              operand that is taken as zero is below 2^-126. Queries, bf16 rows and scales of at
- *              most 2^64 and a softmax_scale of at most 2^16 keep what it costs a logit below
- *              2^-26, and a value of out below 2^-40, where the contract allows 10^-6. A part with
- *              larger numbers is computed again on the fp32 unit with subnormal numbers kept,
- *              however slow. That depends on the part's own query and rows alone, so batch
- *              invariance holds. A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ *              operand that is taken as zero is below 2^-126. A part with a query or a scale above
+ *              2^64, with a subnormal query and bf16 rows above 2^64, or with a softmax_scale above
+ *              2^16 is computed again on the fp32 unit with subnormal numbers kept, however slow.
+ *              In others flushing costs a logit less than 2^-26, where the contract allows 10^-6.
+ *              That depends on the part's own query and rows alone, so batch invariance holds.
+ *              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
  *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
  *              roundings deep at most, where one chain would have 576. A scale never multiplies a
  *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
@@ -117,8 +117,8 @@ group_at(int64_t head, int64_t num_heads)
 
 /* Transposes `count` values of WIDTH query rows. A row of `packed` is one step of values for the
  * `lanes` heads of the group. */
-SMLA_INLINE vuint
-pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted,
+SMLA_INLINE void
+pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted[2],
            unit_scalar *packed)
 {
     for (int k = 0; k < count; k += 2 * WIDTH) {
@@ -126,7 +126,8 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted,
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
             square[i] = load_words(rows[i] + k, 0);
-            noted = note_huge(noted, square[i]);
+            noted[0] = note_huge(noted[0], square[i]);
+            noted[1] = note_subnormal(noted[1], square[i]);
         }
         transpose(square);
 #pragma GCC unroll 16
@@ -134,7 +135,6 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted,
             store_pairs(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
         }
     }
-    return noted;
 }
 
 /* The query of a head in bf16. An e4m3 query is converted into `buffer`. */
@@ -151,19 +151,25 @@ load_query(const smla_attention_params *params, int64_t token, int64_t head, uin
     return buffer;
 }
 
+/* What a query has that products in SMLA_FP_FLUSH may be wrong for. */
+typedef struct query_values {
+    bool has_huge;      /* with whatever keys */
+    bool has_subnormal; /* with huge keys */
+} query_values;
+
 enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's heads of a vector */
 
 _Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys will");
 
-/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
- * whether no value is huge. Uses CONVERTED_BYTES of `memory`. */
-static bool
+/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Uses
+ * CONVERTED_BYTES of `memory`. */
+static query_values
 pack_query(const smla_attention_params *params, int64_t token, void *memory, unit_scalar *packed)
 {
     const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
     uint16_t *const converted = memory; /* [WIDTH][512] */
-    vuint noted = {0};
+    vuint noted[2] = {{0}, {0}};        /* huge values, subnormal ones */
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
         const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
@@ -180,11 +186,30 @@ pack_query(const smla_attention_params *params, int64_t token, void *memory, uni
                                      (head + i) * params->q_pe_stride_head
                                : zeros;
         }
-        noted = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, noted, to);
-        noted = pack_heads(rope_rows, rope_dim, lanes, noted,
-                           to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
+        pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, noted, to);
+        pack_heads(rope_rows, rope_dim, lanes, noted, to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
-    return !has_huge(noted);
+    return (query_values){has_noted(noted[0]), has_noted(noted[1])};
+}
+
+/* Whether a bf16 value of a block's rows is huge. */
+static bool
+has_huge_rows(const key_block *block)
+{
+    const smla_kv_format_info *const format = block->format;
+    const int nope = format->nope_type == SMLA_NOPE_BF16 ? SMLA_KV_LORA_RANK : 0;
+    const int rope = format->head_dim - SMLA_KV_LORA_RANK;
+    vuint noted = {0};
+    for (int key = 0; key < block->count; key++) {
+        const uint8_t *const row = block->keys[key].row;
+        for (int i = 0; i < nope; i += 2 * WIDTH) {
+            noted = note_huge(noted, load_words(row + 2 * i, 0));
+        }
+        for (int i = 0; i < rope; i += 2 * WIDTH) {
+            noted = note_huge(noted, load_words(row + format->rope_offset + 2 * i, 0));
+        }
+    }
+    return has_noted(noted);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -341,14 +366,17 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         return true;
     }
     prefetch_block(&blocks[current]); /* arrives while the query is packed */
-    if (!pack_query(params, token, scratch.keys, scratch.q) && !takes_huge) {
+    const query_values query = pack_query(params, token, scratch.keys, scratch.q);
+    if (query.has_huge && !takes_huge) {
         return false;
     }
     while (blocks[current].count > 0) {
         const key_block *const block = &blocks[current];
         const key_block *next = &blocks[1 - current];
         next_block(&cursor, BLOCK_KEYS, &blocks[1 - current]);
-        if (!load_block(block, scratch.keys, scratch.values, scratch.scales) && !takes_huge) {
+        const bool is_ordinary = load_block(block, scratch.keys, scratch.values, scratch.scales) &&
+                                 !(query.has_subnormal && has_huge_rows(block));
+        if (!is_ordinary && !takes_huge) {
             return false;
         }
         arrange_values(scratch.values, block->count);

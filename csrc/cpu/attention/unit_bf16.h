@@ -26,15 +26,12 @@ enum {
     VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
 };
 
-SMLA_INLINE vuint
-copy_bf16(const uint8_t *bytes, int count, uint32_t *out, vuint noted)
+SMLA_INLINE void
+copy_bf16(const uint8_t *bytes, int count, uint32_t *out)
 {
     for (int i = 0; i < count; i += 2 * WIDTH) {
-        const vuint words = load_words(bytes + 2 * i, 0);
-        noted = note_huge(noted, words);
-        *(vuint *)(out + i / 2) = words;
+        *(vuint *)(out + i / 2) = load_words(bytes + 2 * i, 0);
     }
-    return noted;
 }
 
 SMLA_INLINE uint32_t *
@@ -55,7 +52,7 @@ pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
     }
 }
 
-/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no value
+/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no scale
  * is huge. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
@@ -63,7 +60,6 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
     static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     const smla_kv_format_info *const format = block->format;
     bool has_huge_row = false;
-    vuint noted = {0};
     scale_bits huge_scales = {0};
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
@@ -79,17 +75,17 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
                 widen_e4m3(token.row + d, key + d / 2);
             }
         } else {
-            noted = copy_bf16(token.row, SMLA_KV_LORA_RANK, key, noted);
+            copy_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        noted = copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
-                          key + SMLA_KV_LORA_RANK / 2, noted);
+        copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+                  key + SMLA_KV_LORA_RANK / 2);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);
         } else if (i + 1 == block->count) {
             pair_values(key, zeros, values + i / 2 * VALUE_STEP);
         }
     }
-    return !has_huge_row && !has_huge(noted) && !has_scale(huge_scales);
+    return !has_huge_row && !has_scale(huge_scales);
 }
 
 /* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the

@@ -20,17 +20,13 @@ enum {
     VALUE_ELEMENTS = 0, /* the keys serve as values */
 };
 
-SMLA_INLINE vuint
-widen_bf16(const uint8_t *bytes, int count, float *out, vuint noted)
+SMLA_INLINE void
+widen_bf16(const uint8_t *bytes, int count, float *out)
 {
     for (int i = 0; i < count; i += WIDTH) {
         const vhalf half = *(const vhalf *)(bytes + 2 * i);
         *(vuint *)(out + i) = __builtin_convertvector(half, vuint) << 16;
     }
-    for (int i = 0; i < count; i += 2 * WIDTH) {
-        noted = note_huge(noted, load_words(bytes + 2 * i, 0));
-    }
-    return noted;
 }
 
 SMLA_INLINE void
@@ -41,7 +37,7 @@ widen_e4m3(const uint8_t *bytes, int count, float *out)
     }
 }
 
-/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no value
+/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no scale
  * is huge. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
@@ -49,7 +45,6 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
     (void)values;
     const smla_kv_format_info *const format = block->format;
     bool has_huge_row = false;
-    vuint noted = {0};
     scale_bits huge_scales = {0};
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
@@ -63,12 +58,12 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         } else if (format->nope_type == SMLA_NOPE_E4M3) {
             widen_e4m3(token.row, SMLA_KV_LORA_RANK, key);
         } else {
-            noted = widen_bf16(token.row, SMLA_KV_LORA_RANK, key, noted);
+            widen_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        noted = widen_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
-                           key + SMLA_KV_LORA_RANK, noted);
+        widen_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+                   key + SMLA_KV_LORA_RANK);
     }
-    return !has_huge_row && !has_huge(noted) && !has_scale(huge_scales);
+    return !has_huge_row && !has_scale(huge_scales);
 }
 
 /* probs[j][z] = weights[j][z] * scale[j], for the value tile that `scale` belongs to. */

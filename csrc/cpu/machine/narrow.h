@@ -35,8 +35,16 @@ note_huge(vuint noted, vuint words)
     return noted | ((words & 0x7FFF7FFFu) + 0x207F207Fu);
 }
 
+/* The same for bf16 values that are subnormal. */
+SMLA_INLINE vuint
+note_subnormal(vuint noted, vuint words)
+{
+    const vuint magnitudes = words & 0x7FFF7FFFu;
+    return noted | ((magnitudes + 0x7FFF7FFFu) & ~(magnitudes + 0x7F807F80u));
+}
+
 SMLA_INLINE bool
-has_huge(vuint noted)
+has_noted(vuint noted)
 {
     return has_lane((vint)(noted | noted << 16) >> 31);
 }
