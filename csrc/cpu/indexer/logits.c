@@ -5,6 +5,7 @@
  * logit depends on the tasks. Where nobody wants the columns behind the contexts, they have no
  * tasks.
  */
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -258,6 +259,7 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
     longest = longest < end ? longest : end;
     const bool may_lift = may_lift_keys(p, first_token, first);
     if (longest > first) {
+        assert(scratch != NULL); /* a call that has keys to score has scratch */
         memset(scratch->keys, 0, sizeof scratch->keys);
     }
     for (int64_t tile = first; tile < longest; tile += SMLA_LOGITS_KEYS) {
@@ -315,10 +317,9 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     const task_grid tasks = divide_logits(p);
-    const int num_threads = smla_divide_scratch(scratch, tasks.count);
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
+#pragma omp parallel for schedule(dynamic) num_threads(smla_divide_scratch(scratch, tasks.count))
     for (int64_t task = 0; task < tasks.count; task++) {
         if (smla_is_ended(interrupt)) {
             continue;
