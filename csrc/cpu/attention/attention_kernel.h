@@ -153,8 +153,8 @@ load_query(const smla_attention_params *params, int64_t token, int64_t head, uin
 
 /* What a query has that products in SMLA_FP_FLUSH may be wrong for. */
 typedef struct query_values {
-    bool has_huge;      /* with whatever keys */
-    bool has_subnormal; /* with huge keys */
+    bool has_huge;      /* matters beside any keys */
+    bool has_subnormal; /* matters beside huge keys */
 } query_values;
 
 enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's heads of a vector */
