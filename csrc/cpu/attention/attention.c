@@ -286,6 +286,7 @@ static void
 run_all(const attention_run *run, int num_threads, int64_t count,
         void (*task)(const attention_run *, int64_t))
 {
+    (void)num_threads; /* without OpenMP there is one */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
     for (int64_t i = 0; i < count; i++) {
         if (!smla_is_ended(run->interrupt)) {
