@@ -24,6 +24,7 @@ def broken(request, tmp_path, monkeypatch):
         (tmp_path / name / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    device.import_quietly.cache_clear()
 
 
 def outcome(action, *arguments) -> BaseException:

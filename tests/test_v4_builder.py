@@ -599,10 +599,11 @@ def test_contexts_at_their_limits(who):
     limits.refuse(f"`seq_lens` must be .* at request {r}, got", LENS, seq_lens(LENS[r] - 1))
     limits.accept(LENS, seq_lens(33), max_seq_len=33)
     limits.accept(LENS, seq_lens(5, others=33), max_seq_len=33)
-    limits.refuse(
-        r"`max_seq_len` must be at least the longest request \(33\), got 32",
-        LENS, seq_lens(33), max_seq_len=32,
-    )  # fmt: skip
+    if not device.ON_CUDA:  # as above
+        limits.refuse(
+            r"`max_seq_len` must be at least the longest request \(33\), got 32",
+            LENS, seq_lens(33), max_seq_len=32,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

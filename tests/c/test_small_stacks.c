@@ -19,7 +19,7 @@ enum {
 };
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { FRAMES_ARE_LARGER = 4 };
+enum { FRAMES_ARE_LARGER = 16 };
 #else
 enum { FRAMES_ARE_LARGER = 1 };
 #endif

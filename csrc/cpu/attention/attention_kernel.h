@@ -327,6 +327,21 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
 }
 
+/* The group's two sizes. Not inlined, so that the registers of their loops are theirs alone. */
+__attribute__((noinline)) static void
+attend_one_vector(const thread_scratch *scratch, const key_block *block, const key_block *next,
+                  float scale_log2, head_group group, smla_attention_state state)
+{
+    attend_group(scratch, block, next, scale_log2, group, state, KEY_ROWS_1, VALUE_ROWS_1, 1);
+}
+
+__attribute__((noinline)) static void
+attend_two_vectors(const thread_scratch *scratch, const key_block *block, const key_block *next,
+                   float scale_log2, head_group group, smla_attention_state state)
+{
+    attend_group(scratch, block, next, scale_log2, group, state, KEY_ROWS_2, VALUE_ROWS_2, 2);
+}
+
 static void
 clear(int64_t num_heads, smla_attention_state state)
 {
@@ -382,13 +397,8 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         arrange_values(scratch.values, block->count);
         for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
             const head_group group = group_at(head, params->num_heads);
-            if (group.vectors == 1) {
-                attend_group(&scratch, block, next, scale_log2, group, state, KEY_ROWS_1,
-                             VALUE_ROWS_1, 1);
-            } else {
-                attend_group(&scratch, block, next, scale_log2, group, state, KEY_ROWS_2,
-                             VALUE_ROWS_2, 2);
-            }
+            (group.vectors == 1 ? attend_one_vector : attend_two_vectors)(&scratch, block, next,
+                                                                          scale_log2, group, state);
             next = &no_block; /* the first group has prefetched it */
         }
         current = 1 - current;
