@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/error.h"
+#include "core/operators.h"
 #include "core/params_compressor.h"
 #include "core/params_lightning.h"
 #include "sparse_mla/sparse_attention.h"
@@ -43,34 +44,7 @@ typedef struct smla_stream_ops {
                              smla_error *error);
 } smla_stream_ops;
 
-/* The operators that are one call on every backend, with their args and params. A line here makes
- * a public entry point (dispatch.c) and a slot of smla_backend, and declares smla_check_<name>
- * (check.h) and smla_cpu_<name> (cpu.h). */
-#define SMLA_OPERATORS(X)                                                                     \
-    X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params)          \
-    X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params)                         \
-    X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params)             \
-    X(quantize_and_insert_k_cache, smla_insert_k_cache_args, smla_cache_write_params)         \
-    X(indexer_k_quant_and_cache, smla_indexer_k_cache_args, smla_cache_write_params)          \
-    X(dequantize_and_gather_k_cache, smla_gather_k_cache_args, smla_gather_params)            \
-    X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params)    \
-    X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params)     \
-    X(top_k_per_row, smla_top_k_args, smla_top_k_params)                                      \
-    X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params)     \
-    X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params)         \
-    X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                      \
-    X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params)                \
-    X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)        \
-    X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params)                \
-    X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params)           \
-    X(save_partial_states, smla_partial_states_args, smla_partial_states_params)              \
-    X(compress_norm_rope_store, smla_compress_args, smla_compress_params)                     \
-    X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params) \
-    X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params)             \
-    X(indexer_logits, smla_indexer_logits_args, smla_logits_params)                           \
-    X(lightning_indexer, smla_lightning_indexer_args, smla_lightning_params)
-
-#define SMLA_OPERATOR_SLOT(name, args_type, params_type) \
+#define SMLA_OPERATOR_SLOT(name, args_type, params_type, family) \
     smla_status (*name)(const params_type *params, smla_error *error);
 
 /* Every slot is required, unless it says "Optional". */

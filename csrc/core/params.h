@@ -18,6 +18,14 @@ typedef struct smla_stream {
     void *handle; /* cudaStream_t; unused on the CPU */
 } smla_stream;
 
+/* A call of an operator: what its errors, its log and its launches need, whatever it computes. Every
+ * params struct begins with it, but for attention, and kernels do not read it. */
+typedef struct smla_call {
+    const char *op; /* the operator's name */
+    smla_stream stream;
+    const smla_kv_format_info *kv_format; /* the format of its cache; NULL: it has none */
+} smla_call;
+
 /* A paged cache. The token at `offset` of `page` has its row at base + page * page_stride_bytes +
  * offset * token_stride_bytes, and its scales at scales + page * page_stride_bytes + offset *
  * scale_token_stride_bytes. The format decides whether scales lie inside the row or after all rows
@@ -82,7 +90,7 @@ smla_read_scale(const smla_given_scale *scale)
 /* concat_and_cache_mla, quantize_and_insert_k_cache and indexer_k_quant_and_cache. In the latter
  * two the NoPE and RoPE values of a token are parts of one row. */
 typedef struct smla_cache_write_params {
-    const char *op;         /* its name, for errors */
+    smla_call call;
     const char *cache_name; /* the cache argument's name, for errors */
     const char *slots_name; /* the name of slot_mapping, for errors */
     int64_t num_tokens;
@@ -96,13 +104,12 @@ typedef struct smla_cache_write_params {
     bool slots_are_int64;
     smla_kv_view kv;
     smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
-    smla_stream stream;
 } smla_cache_write_params;
 
 /* gather_kv_cache, whose requests share the rows of out, and dequantize_and_gather_k_cache, where
  * each request has rows of its own. */
 typedef struct smla_gather_params {
-    const char *op; /* its name, for errors */
+    smla_call call;
     int64_t num_reqs;
     int64_t num_blocks;         /* W: columns of block_table */
     const int32_t *block_table; /* [R, W] */
@@ -123,20 +130,20 @@ typedef struct smla_gather_params {
     int64_t out_tokens;        /* rows that a request may be written to */
     int64_t out_stride_req;    /* 0 where requests share the rows */
     int64_t out_stride_token;
-    smla_stream stream;
 } smla_gather_params;
 
 typedef struct smla_dequantize_params {
+    smla_call call;
     smla_kv_view kv;
     smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
     void *out;                 /* [pages, block_size, 576] */
     smla_float_type out_type;
     int64_t out_stride_page;
     int64_t out_stride_token;
-    smla_stream stream;
 } smla_dequantize_params;
 
 typedef struct smla_convert_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t topk;
     int64_t num_reqs;     /* rows of block_table */
@@ -158,7 +165,6 @@ typedef struct smla_convert_params {
     int64_t out_stride_token;
     int32_t *counts; /* [T] or NULL */
     int64_t counts_stride;
-    smla_stream stream;
 } smla_convert_params;
 
 /* A block table, and the page size of the cache that it belongs to. */
@@ -171,7 +177,7 @@ typedef struct smla_page_table {
 } smla_page_table;
 
 typedef struct smla_topk_slots_params {
-    const char *op; /* in error texts, like the name of the table */
+    smla_call call;
     const char *table;
     int64_t num_tokens;
     int64_t topk;
@@ -187,7 +193,6 @@ typedef struct smla_topk_slots_params {
     int64_t out_stride_token;
     int32_t *lens; /* [T] */
     int64_t lens_stride;
-    smla_stream stream;
 } smla_topk_slots_params;
 
 /* The queries of a batch: query_start_loc [R + 1] and seq_lens [R]. */
@@ -200,6 +205,7 @@ typedef struct smla_query_batch {
 } smla_query_batch;
 
 typedef struct smla_combine_topk_swa_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t window;
     int64_t ratio;
@@ -216,10 +222,10 @@ typedef struct smla_combine_topk_swa_params {
     int64_t out_stride_token;
     int32_t *lens; /* [T] */
     int64_t lens_stride;
-    smla_stream stream;
 } smla_combine_topk_swa_params;
 
 typedef struct smla_mixed_indices_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t num_decode_tokens; /* Td */
     int64_t window;
@@ -247,7 +253,6 @@ typedef struct smla_mixed_indices_params {
     int64_t out_stride_token;
     int32_t *lens; /* [T] */
     int64_t lens_stride;
-    smla_stream stream;
 } smla_mixed_indices_params;
 
 enum { SMLA_MAX_STEP_GROUPS = 5 }; /* four ratios, and the indexer's cache */
@@ -268,6 +273,7 @@ typedef struct smla_step_group {
 
 /* What a step's lists need of block tables and of slot_mapping, which the host cannot read. */
 typedef struct smla_step_lists_params {
+    smla_call call;
     int64_t num_rows;                /* entries of the vectors; those from T on become -1 or 0 */
     int64_t num_tokens;              /* T, with padding */
     int64_t num_query_tokens;        /* tokens of requests; all others are padding */
@@ -284,7 +290,6 @@ typedef struct smla_step_lists_params {
     int32_t *swa_lens;    /* [num_rows] */
     int num_groups;
     smla_step_group groups[SMLA_MAX_STEP_GROUPS];
-    smla_stream stream;
 } smla_step_lists_params;
 
 /* With this map, attention itself turns positions inside a request into slots, by the rules of
@@ -323,6 +328,8 @@ smla_has_ranges(const smla_key_list *list)
     return list->indices == NULL || list->begin != NULL;
 }
 
+/* The call stands last, because launches copy this struct, and Hopper's kernels fetch all that they
+ * read of it in 64-byte lines. */
 typedef struct smla_attention_params {
     int64_t num_tokens;
     int64_t num_heads;
@@ -356,9 +363,8 @@ typedef struct smla_attention_params {
     const uint8_t *q_e4m3;          /* [T, H, 512] e4m3 with the strides of q_nope; NULL: bf16 */
     void *workspace;
     int64_t workspace_bytes;
-    const char *op;             /* its name, for errors */
     const char *workspace_name; /* the workspace argument's name, for errors */
-    smla_stream stream;
+    smla_call call;
 } smla_attention_params;
 
 /* What q . k is multiplied with, besides the kv_scale of the key's cache, where the scales' memory
@@ -415,6 +421,7 @@ smla_split_columns(int64_t topk, int num_splits)
 }
 
 typedef struct smla_merge_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t num_heads;
     int64_t value_dim;
@@ -433,10 +440,10 @@ typedef struct smla_merge_params {
     float *lse; /* [T, H] */
     int64_t lse_stride_token;
     int64_t lse_stride_head;
-    smla_stream stream;
 } smla_merge_params;
 
 typedef struct smla_split_kv_b_proj_params {
+    smla_call call;
     int64_t num_heads;
     int64_t nope_dim;   /* Pn */
     int64_t value_dim;  /* Pv */
@@ -453,7 +460,6 @@ typedef struct smla_split_kv_b_proj_params {
     uint16_t *w_uv; /* [512, H, Pv] bf16 */
     int64_t w_uv_stride_in;
     int64_t w_uv_stride_head;
-    smla_stream stream;
 } smla_split_kv_b_proj_params;
 
 /* The scales of two e4m3 operands. A sum over 128 values of k is multiplied in fp32 by
@@ -473,7 +479,7 @@ typedef struct smla_projection_scales {
 /* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): the up projections, which differ in the strides of w, and
  * the output projection, whose heads are groups and whose rows of w are contiguous. */
 typedef struct smla_projection_params {
-    const char *op; /* the operator's name, for errors */
+    smla_call call;
     int64_t num_tokens;
     int64_t num_heads;
     int64_t inner_dim; /* k */
@@ -490,10 +496,10 @@ typedef struct smla_projection_params {
     uint16_t *out; /* [T, H, n] bf16 */
     int64_t out_stride_token;
     int64_t out_stride_head;
-    smla_stream stream;
 } smla_projection_params;
 
 typedef struct smla_quant_params {
+    smla_call call;
     int ndim;
     int64_t shape[SMLA_MAX_RANK];
     int64_t x_strides[SMLA_MAX_RANK];
@@ -502,7 +508,6 @@ typedef struct smla_quant_params {
     smla_float_type type;
     uint8_t *out;
     float *scale;
-    smla_stream stream;
 } smla_quant_params;
 
 enum {
@@ -531,10 +536,10 @@ typedef struct smla_norm_rows {
  * ((4 + 5) + (6 + 7)). Of these 32 sums, sum l is added to sum l + 16 of the upper half, then the
  * halves of 16, 8, 4 and 2 sums are. */
 typedef struct smla_q_kv_norm_params {
+    smla_call call;
     int64_t num_tokens;
     smla_norm_rows rows[2]; /* q, kv */
     float eps;
-    smla_stream stream;
 } smla_q_kv_norm_params;
 
 /* The positions of tokens, and the table of their angles. */
@@ -549,6 +554,7 @@ typedef struct smla_rope {
 
 /* fused_qnorm_rope_kv_insert. A row's squares are added in the order above. */
 typedef struct smla_qnorm_insert_params {
+    smla_call call;
     int64_t num_tokens; /* T: those of q. `insert` has as many tokens or fewer */
     int64_t num_heads;  /* H */
     int64_t out_heads;  /* heads of q_out, H or more: those from H on become 0 */
@@ -566,6 +572,7 @@ typedef struct smla_qnorm_insert_params {
 } smla_qnorm_insert_params;
 
 typedef struct smla_inverse_rope_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t num_heads;
     int64_t group_heads; /* H / G */
@@ -582,5 +589,4 @@ typedef struct smla_inverse_rope_params {
     int64_t scale_stride_token;
     int64_t scale_stride_group;
     int64_t scale_stride_column;
-    smla_stream stream;
 } smla_inverse_rope_params;

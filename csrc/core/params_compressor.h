@@ -26,6 +26,7 @@ enum {
  * `width` scores. With groups that overlap, the first half of the width is what the state is to the
  * group after its own, the second half what it is to its own. */
 typedef struct smla_partial_states_params {
+    smla_call call;
     /* kv_c: kv, k_pe: score, kv: the pages of the state, which have no format */
     smla_cache_write_params rows;
     int64_t width;    /* c D: 128, 256, 512 or 1024 */
@@ -38,6 +39,7 @@ typedef struct smla_partial_states_params {
 } smla_partial_states_params;
 
 typedef struct smla_compress_params {
+    smla_call call;
     smla_partial_states_params states;
     smla_page_table table; /* the pages of the state */
     int64_t num_reqs;

@@ -8,6 +8,7 @@
 /* fused_indexer_q_rope_quant. The bytes of a head are those of a cache row: of fp8_index, or of
  * mxfp4_index. The scale of fp8_index goes into the weight. */
 typedef struct smla_index_query_params {
+    smla_call call;
     int64_t num_tokens;
     int64_t num_heads;
     const uint16_t *q; /* [T, heads, 128] bf16 */
@@ -26,12 +27,11 @@ typedef struct smla_index_query_params {
     uint8_t *out_scale; /* [T, heads, 4] UE8M0 of e2m1; NULL: e4m3 */
     int64_t out_scale_stride_token;
     int64_t out_scale_stride_head;
-    smla_stream stream;
 } smla_index_query_params;
 
 /* indexer_logits. Flat keys are one page of S rows. */
 typedef struct smla_logits_params {
-    const char *op; /* in error texts */
+    smla_call call;
     int64_t num_tokens;
     int64_t num_heads;
     int64_t num_columns; /* N */
@@ -58,5 +58,4 @@ typedef struct smla_logits_params {
     smla_float_type out_type;
     int64_t out_stride_token;
     bool leaves_rest; /* columns from the context on are not written */
-    smla_stream stream;
 } smla_logits_params;

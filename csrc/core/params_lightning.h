@@ -14,6 +14,7 @@ extern "C" {
  * overwrites. If N <= k, there is no matrix and one chunk: top-k needs no logits, and logits are
  * only made where the caller wants `values`. */
 typedef struct smla_lightning_params {
+    smla_call call;
     smla_logits_params logits; /* its `out` is the matrix, or `values`; NULL: no logits are made */
     smla_top_k_params top_k;
     int64_t chunk_tokens; /* at least 1 */

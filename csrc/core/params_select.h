@@ -4,7 +4,7 @@
 #include "core/params.h"
 
 typedef struct smla_top_k_params {
-    const char *op; /* in error texts */
+    smla_call call;
     int64_t num_tokens;
     int64_t num_columns; /* N, below 2^31 */
     int64_t k;
@@ -21,5 +21,4 @@ typedef struct smla_top_k_params {
     int64_t values_stride_token;
     /* What `out` becomes as slots; its own `out` is NULL where none are made. */
     smla_topk_slots_params slots;
-    smla_stream stream;
 } smla_top_k_params;

@@ -22,10 +22,12 @@ smla_float_type_of(const DLTensor *tensor)
     }
 }
 
-smla_stream
-smla_stream_of(const smla_checker *c, void *handle)
+smla_call
+smla_call_of(const smla_checker *c, void *stream, const smla_kv_format_info *kv_format)
 {
-    return (smla_stream){.device_id = c->device.device_id, .handle = handle};
+    return (smla_call){.op = c->op,
+                       .stream = {.device_id = c->device.device_id, .handle = stream},
+                       .kv_format = kv_format};
 }
 
 smla_status
@@ -108,6 +110,7 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
     SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_convert_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .topk = topk,
         .num_reqs = smla_size(args->block_table, 0),
@@ -131,7 +134,6 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
         .out_stride_token = smla_stride(args->out, 0),
         .counts = smla_data(args->counts),
         .counts_stride = smla_stride(args->counts, 0),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -369,11 +371,12 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
 /* Fills all of `params` but the lists and the scales. */
 static void
 fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
-               smla_stream stream, const smla_attention_plan *plan, smla_attention_params *params)
+               smla_call call, const smla_attention_plan *plan, smla_attention_params *params)
 {
     const bool is_e4m3 = smla_is_e4m3_query(args->q);
     const bool is_pair = args->q_pe != NULL;
     const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
+    params->call = call;
     params->num_tokens = smla_size(args->q, 0);
     params->num_heads = smla_size(args->q, 1);
     params->q_nope = is_e4m3 ? NULL : smla_data(args->q);
@@ -403,9 +406,7 @@ fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_ar
     params->num_splits = plan->runs[0].num_splits;
     params->workspace = smla_data(args->workspace);
     params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
-    params->op = rules->op;
     params->workspace_name = rules->workspace;
-    params->stream = stream;
 }
 
 smla_status
@@ -471,7 +472,8 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     plan_attention(args, params, *backend, c.device.device_id, plan);
     SMLA_TRY(require_workspace(&c, rules->workspace, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
-    fill_attention(rules, args, smla_stream_of(&c, args->stream), plan, params);
+    const smla_call call = smla_call_of(&c, args->stream, params->lists[0].kv.format);
+    fill_attention(rules, args, call, plan, params);
     return SMLA_OK;
 }
 
@@ -486,7 +488,8 @@ smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *
                                       .q_scale.value = 1.0f};
     fill_list(args->indices, args->topk_length, &params->lists[0]);
     plan_attention(args, params, backend, stream.device_id, plan);
-    fill_attention(&attention_rules, args, stream, plan, params);
+    const smla_call call = {.op = attention_rules.op, .stream = stream, .kv_format = kv->format};
+    fill_attention(&attention_rules, args, call, plan, params);
 }
 
 smla_status
@@ -549,6 +552,7 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
         smla_require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_merge_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = out.shape[0],
         .num_heads = out.shape[1],
         .value_dim = out.shape[2],
@@ -567,7 +571,6 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
         .lse = smla_data(args->lse),
         .lse_stride_token = smla_stride(args->lse, 0),
         .lse_stride_head = smla_stride(args->lse, 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }

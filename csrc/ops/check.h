@@ -13,16 +13,14 @@ smla_is_e4m3_query(const DLTensor *q)
 }
 
 /* Each checks the args of its operator, fills `params`, and finds the backend for the call. */
-#define SMLA_DECLARE_CHECK(name, args_type, params_type)                      \
+#define SMLA_DECLARE_CHECK(name, args_type, params_type, family)              \
     smla_status smla_check_##name(const args_type *args, params_type *params, \
                                   const smla_backend **backend, smla_error *error);
 
 SMLA_OPERATORS(SMLA_DECLARE_CHECK)
-SMLA_DECLARE_CHECK(k_up_proj, smla_k_up_proj_args, smla_projection_params)
-SMLA_DECLARE_CHECK(v_up_proj, smla_v_up_proj_args, smla_projection_params)
-SMLA_DECLARE_CHECK(grouped_output_projection, smla_grouped_output_projection_args,
-                   smla_projection_params)
-SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape)
+SMLA_PROJECTIONS(SMLA_DECLARE_CHECK)
+SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape,
+                   attention)
 
 /* Checks the args, and finds the bytes that the workspace needs. */
 smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,
@@ -82,8 +80,9 @@ void smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_v
 /* The element type of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);
 
-/* The caller's stream on the device of the arrays. */
-smla_stream smla_stream_of(const smla_checker *checker, void *handle);
+/* A call on the arrays' device and the caller's stream. `kv_format` is that of its cache, or NULL. */
+smla_call smla_call_of(const smla_checker *checker, void *stream,
+                       const smla_kv_format_info *kv_format);
 
 smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
                                    int64_t num_heads);

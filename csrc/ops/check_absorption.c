@@ -68,6 +68,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
     SMLA_TRY(smla_finish_check(&c, backend));
     const int in_dim = is_in_out ? 0 : 1;
     *params = (smla_split_kv_b_proj_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_heads = num_heads,
         .nope_dim = nope_dim,
         .value_dim = value_dim,
@@ -84,7 +85,6 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
         .w_uv = smla_data(args->w_uv),
         .w_uv_stride_in = smla_stride(args->w_uv, 0),
         .w_uv_stride_head = smla_stride(args->w_uv, 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -92,7 +92,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
 /* Checks either up projection: x [T, H, k], w [512, H, n or k] and out [T, H, n]. */
 static smla_status
 check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char *w_name,
-              const DLTensor *w, const DLTensor *out, bool latent_is_inner,
+              const DLTensor *w, const DLTensor *out, void *stream, bool latent_is_inner,
               smla_projection_params *params, const smla_backend **backend)
 {
     smla_rule rule = {.name = x_name,
@@ -121,7 +121,7 @@ check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char
                                           .shape = {num_tokens, num_heads, outer_dim}}));
     SMLA_TRY(smla_finish_check(c, backend));
     *params = (smla_projection_params){
-        .op = c->op,
+        .call = smla_call_of(c, stream, NULL),
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .inner_dim = smla_size(x, 2),
@@ -146,9 +146,8 @@ smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *pa
 {
     smla_checker c;
     smla_open_checker(&c, "k_up_proj", error);
-    SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, false, params,
-                           backend));
-    params->stream = smla_stream_of(&c, args->stream);
+    SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, args->stream,
+                           false, params, backend));
     return SMLA_OK;
 }
 
@@ -158,8 +157,8 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
 {
     smla_checker c;
     smla_open_checker(&c, "v_up_proj", error);
-    SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
-    params->stream = smla_stream_of(&c, args->stream);
+    SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, args->stream, true,
+                           params, backend));
     return SMLA_OK;
 }
 
@@ -254,7 +253,7 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
                                            .shape = {num_tokens, num_groups, outer_dim}}));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_projection_params){
-        .op = c.op,
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .num_heads = num_groups,
         .inner_dim = smla_size(args->o, 2),
@@ -279,7 +278,6 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),
         .out_stride_head = smla_stride(args->out, 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -335,7 +333,7 @@ smla_check_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *ar
     p.type = smla_float_type_of(args->x);
     p.out = smla_data(args->out);
     p.scale = smla_data(args->scale);
-    p.stream = smla_stream_of(&c, args->stream);
+    p.call = smla_call_of(&c, args->stream, NULL);
     *params = p;
     return SMLA_OK;
 }

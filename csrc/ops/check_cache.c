@@ -72,7 +72,7 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k_pe", args->k_pe));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_cache_write_params){
-        .op = c.op,
+        .call = smla_call_of(&c, args->stream, kv.format),
         .cache_name = cache.name,
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
@@ -86,7 +86,6 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .kv = kv,
         .kv_scale = {.value = 1.0f},
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -126,7 +125,7 @@ check_insert(const char *op, const insert_args *args, int32_t width,
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_cache_write_params){
-        .op = op,
+        .call = smla_call_of(&c, args->stream, kv.format),
         .cache_name = cache.name,
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
@@ -140,7 +139,6 @@ check_insert(const char *op, const insert_args *args, int32_t width,
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .kv = kv,
         .kv_scale = kv_scale,
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -209,7 +207,7 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_gather_params){
-        .op = c.op,
+        .call = smla_call_of(&c, args->stream, kv.format),
         .num_reqs = num_reqs,
         .num_blocks = smla_size(args->block_table, 1),
         .block_table = smla_data(args->block_table),
@@ -226,7 +224,6 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
         .out = smla_data(args->out),
         .out_tokens = smla_size(args->out, 0),
         .out_stride_token = smla_stride(args->out, 0),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -268,7 +265,7 @@ smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_gather_params){
-        .op = c.op,
+        .call = smla_call_of(&c, args->stream, kv.format),
         .num_reqs = num_reqs,
         .num_blocks = smla_size(args->block_table, 1),
         .block_table = smla_data(args->block_table),
@@ -285,7 +282,6 @@ smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
         .out_tokens = smla_size(args->out, 1),
         .out_stride_req = smla_stride(args->out, 0),
         .out_stride_token = smla_stride(args->out, 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -322,13 +318,13 @@ smla_check_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_dequantize_params){
+        .call = smla_call_of(&c, args->stream, kv.format),
         .kv = kv,
         .kv_scale = kv_scale,
         .out = smla_data(args->out),
         .out_type = smla_float_type_of(args->out),
         .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
         .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }

@@ -72,11 +72,11 @@ require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned fl
 }
 
 static smla_cache_write_params
-rows_of(const smla_checker *c, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
+rows_of(const smla_call *call, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
         const DLTensor *slot_mapping)
 {
     return (smla_cache_write_params){
-        .op = c->op,
+        .call = *call,
         .cache_name = "state",
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(slot_mapping, 0),
@@ -136,8 +136,10 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
     SMLA_TRY(require_slots(&c, "positions", args->positions, num_tokens, SMLA_RULE_MORE_ROWS));
     SMLA_TRY(require_state(&c, args->state, width, SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_finish_check(&c, backend));
+    const smla_call call = smla_call_of(&c, args->stream, NULL);
     *params = (smla_partial_states_params){
-        .rows = rows_of(&c, args->kv, args->score, args->state, args->slot_mapping),
+        .call = call,
+        .rows = rows_of(&call, args->kv, args->score, args->state, args->slot_mapping),
         .width = width,
         .ratio = ratio,
         .ape = smla_data(args->ape),
@@ -146,7 +148,6 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
         .positions_stride = smla_stride(args->positions, 0),
         .positions_are_int64 = smla_dtype(args->positions) == SMLA_DTYPE_INT64,
     };
-    params->rows.stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
 }
 
@@ -215,9 +216,11 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_require_eps(&c, args->eps));
     SMLA_TRY(smla_finish_check(&c, backend));
-    const smla_stream stream = smla_stream_of(&c, args->stream);
+    const smla_call call = smla_call_of(&c, args->stream, kv.format);
     *params = (smla_compress_params){
-        .states = {.rows = rows_of(&c, args->kv, args->score, args->state, args->slot_mapping),
+        .call = call,
+        .states = {.call = call,
+                   .rows = rows_of(&call, args->kv, args->score, args->state, args->slot_mapping),
                    .width = width,
                    .ratio = args->ratio,
                    .ape = smla_data(args->ape),
@@ -238,7 +241,7 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
         .weight_type = smla_float_type_of(args->norm_weight),
         .eps = (float)args->eps,
         .rope = rope,
-        .insert = {.op = c.op,
+        .insert = {.call = call,
                    .cache_name = cache.name,
                    .slots_name = "kv_slot_mapping",
                    .num_tokens = num_tokens,
@@ -247,9 +250,7 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
                    .slot_stride = smla_stride(args->kv_slot_mapping, 0),
                    .slots_are_int64 = smla_dtype(args->kv_slot_mapping) == SMLA_DTYPE_INT64,
                    .kv = kv,
-                   .kv_scale = kv_scale,
-                   .stream = stream},
+                   .kv_scale = kv_scale},
     };
-    params->states.rows.stream = stream;
     return SMLA_OK;
 }

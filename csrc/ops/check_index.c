@@ -112,7 +112,7 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_topk_slots_params){
-        .op = c.op,
+        .call = smla_call_of(&c, args->stream, NULL),
         .table = "block_table",
         .num_tokens = num_tokens,
         .topk = topk,
@@ -128,7 +128,6 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
         .out_stride_token = smla_stride(args->out, 0),
         .lens = smla_data(args->lens),
         .lens_stride = smla_stride(args->lens, 0),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -199,9 +198,9 @@ smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_to
     SMLA_TRY(
         smla_require_vector(c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT | optional, NULL));
     SMLA_TRY(require_chosen(c, "values", args->values, dtype, num_tokens, args->k, optional));
-    const smla_stream stream = smla_stream_of(c, args->stream);
+    const smla_call call = smla_call_of(c, args->stream, NULL);
     *params = (smla_top_k_params){
-        .op = c->op,
+        .call = call,
         .num_tokens = num_tokens,
         .k = args->k,
         .is_bf16 = dtype == SMLA_DTYPE_BF16,
@@ -213,7 +212,7 @@ smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_to
         .out_stride_token = smla_stride(args->out, 0),
         .values = smla_data(args->values),
         .values_stride_token = smla_stride(args->values, 0),
-        .slots = {.op = c->op,
+        .slots = {.call = call,
                   .table = "slots_block_table",
                   .num_tokens = num_tokens,
                   .topk = args->k,
@@ -229,9 +228,7 @@ smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_to
                   .out = smla_data(args->slots),
                   .out_stride_token = smla_stride(args->slots, 0),
                   .lens = smla_data(args->lens),
-                  .lens_stride = smla_stride(args->lens, 0),
-                  .stream = stream},
-        .stream = stream,
+                  .lens_stride = smla_stride(args->lens, 0)},
     };
     return SMLA_OK;
 }
@@ -291,6 +288,7 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_combine_topk_swa_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .window = args->window,
         .ratio = args->ratio,
@@ -307,7 +305,6 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
         .out_stride_token = smla_stride(args->out, 0),
         .lens = smla_data(args->lens),
         .lens_stride = smla_stride(args->lens, 0),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -399,6 +396,7 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, sizes.num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_mixed_indices_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = sizes.num_tokens,
         .num_decode_tokens = sizes.num_decode_tokens,
         .window = args->window,
@@ -427,7 +425,6 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
         .out_stride_token = smla_stride(args->out, 0),
         .lens = smla_data(args->lens),
         .lens_stride = smla_stride(args->lens, 0),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }

@@ -94,6 +94,7 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
     SMLA_TRY(require_weight_scale(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_index_query_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .q = smla_data(args->q),
@@ -112,7 +113,6 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
         .out_scale = smla_data(args->out_scale),
         .out_scale_stride_token = smla_stride(args->out_scale, 0),
         .out_scale_stride_head = smla_stride(args->out_scale, 1),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -247,7 +247,7 @@ smla_require_scored(smla_checker *c, const smla_indexer_logits_args *args,
     const int64_t num_tokens = smla_size(args->q, 0);
     SMLA_TRY(require_keys(c, args, num_tokens, &kv));
     *params = (smla_logits_params){
-        .op = c->op,
+        .call = smla_call_of(c, args->stream, kv.format),
         .num_tokens = num_tokens,
         .num_heads = smla_size(args->q, 1),
         .q = smla_data(args->q),
@@ -269,7 +269,6 @@ smla_require_scored(smla_checker *c, const smla_indexer_logits_args *args,
         .least_context = 1,
         .starts = smla_data(args->starts),
         .starts_stride = smla_stride(args->starts, 0),
-        .stream = smla_stream_of(c, args->stream),
     };
     return SMLA_OK;
 }

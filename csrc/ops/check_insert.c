@@ -61,7 +61,7 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
     }
     SMLA_TRY(smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     *insert = (smla_cache_write_params){
-        .op = c->op,
+        .call = smla_call_of(c, args->stream, kv.format),
         .cache_name = cache.name,
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
@@ -73,7 +73,6 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .kv = kv,
         .kv_scale = kv_scale,
-        .stream = smla_stream_of(c, args->stream),
     };
     return SMLA_OK;
 }
@@ -105,6 +104,7 @@ smla_check_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_args *args,
     SMLA_TRY(smla_require_eps(&c, args->eps));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_qnorm_insert_params){
+        .call = insert.call,
         .num_tokens = num_tokens,
         .num_heads = smla_size(args->q, 1),
         .out_heads = smla_size(q_out, 1),

@@ -115,11 +115,11 @@ smla_check_fused_q_kv_rmsnorm(const smla_fused_q_kv_rmsnorm_args *args,
     SMLA_TRY(smla_require_eps(&c, args->eps));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_q_kv_norm_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .rows = {make_rows(args->q, args->q_weight, args->q_out),
                  make_rows(args->kv, args->kv_weight, args->kv_out)},
         .eps = (float)args->eps,
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -198,6 +198,7 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
                          .hint = "tokens, groups, and the scales of a group's heads"}));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_inverse_rope_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .group_heads = group_heads,
@@ -214,7 +215,6 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
         .scale_stride_token = smla_stride(args->out_scale, 0),
         .scale_stride_group = smla_stride(args->out_scale, 1),
         .scale_stride_column = smla_stride(args->out_scale, 2),
-        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }

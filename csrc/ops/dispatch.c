@@ -4,9 +4,18 @@
  */
 #include "ops/dispatch.h"
 
+#include <stddef.h>
+
 #include "core/args.h"
 #include "core/entry.h"
 #include "ops/check.h"
+
+/* Whatever is generic about calls finds their header first in their params. */
+#define BEGINS_WITH_CALL(name, args_type, params_type, family) \
+    _Static_assert(offsetof(params_type, call) == 0, "params begin with the call");
+
+SMLA_OPERATORS(BEGINS_WITH_CALL)
+SMLA_PROJECTIONS(BEGINS_WITH_CALL)
 
 #define ENTRY_POINT_TO(slot, name, args_type, params_type)                  \
     static smla_status run_##name(const args_type *args, smla_error *error) \
@@ -26,13 +35,13 @@
         return smla_leave(&entry, run_##name(args, error));                 \
     }
 
-#define ENTRY_POINT(name, args_type, params_type) ENTRY_POINT_TO(name, name, args_type, params_type)
+#define ENTRY_POINT(name, args_type, params_type, family) \
+    ENTRY_POINT_TO(name, name, args_type, params_type)
+#define PROJECTION(name, args_type, params_type, family) \
+    ENTRY_POINT_TO(projection, name, args_type, params_type)
 
 SMLA_OPERATORS(ENTRY_POINT)
-ENTRY_POINT_TO(projection, k_up_proj, smla_k_up_proj_args, smla_projection_params)
-ENTRY_POINT_TO(projection, v_up_proj, smla_v_up_proj_args, smla_projection_params)
-ENTRY_POINT_TO(projection, grouped_output_projection, smla_grouped_output_projection_args,
-               smla_projection_params)
+SMLA_PROJECTIONS(PROJECTION)
 
 smla_status
 smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)

@@ -417,6 +417,7 @@ fill_lists(const smla_v4_builder *b, const smla_v4_build_args *args, const smla_
            smla_stream stream, smla_error *error)
 {
     smla_step_lists_params params = {
+        .call = {.op = build_op, .stream = stream},
         .num_rows = b->config.max_num_batched_tokens,
         .num_tokens = m->num_actual_tokens,
         .num_query_tokens = args->batch.query_start_loc[m->num_reqs],
@@ -431,7 +432,6 @@ fill_lists(const smla_v4_builder *b, const smla_v4_build_args *args, const smla_
         .is_valid = (uint8_t *)b->lists.is_valid,
         .swa_indices = b->lists.swa_indices,
         .swa_lens = b->lists.swa_lens,
-        .stream = stream,
     };
     for (int i = 0; i < smla_v4_num_groups(&b->config); i++) {
         const group_source source = find_source(b, args, i);

@@ -124,62 +124,20 @@ require_sound(const char *op, smla_status status, const smla_error *e)
 static smla_status
 check_operator(int number, const any_args *a, const smla_backend **backend, smla_error *e)
 {
-    union {
-        smla_cache_write_params write;
-        smla_gather_params gather;
-        smla_dequantize_params dequantize;
-        smla_convert_params convert;
-        smla_topk_slots_params global_topk;
-        smla_top_k_params top_k;
-        smla_index_query_params index_query;
-        smla_logits_params logits;
-        smla_combine_topk_swa_params combine;
-        smla_mixed_indices_params mixed;
-        smla_attention_params attention;
-        smla_merge_params merge;
-        smla_split_kv_b_proj_params split;
-        smla_projection_params projection;
-        smla_quant_params quant;
-        smla_q_kv_norm_params norm;
-        smla_inverse_rope_params inverse;
-        smla_qnorm_insert_params qnorm;
-        smla_partial_states_params save;
-        smla_compress_params compress;
-        smla_lightning_params lightning;
-    } p;
+    smla_attention_params attention;
     smla_attention_plan plan;
     switch (number) {
-    case 0: return smla_check_concat_and_cache_mla(&a->write, &p.write, backend, e);
-    case 1: return smla_check_gather_kv_cache(&a->gather, &p.gather, backend, e);
-    case 2: return smla_check_dequantize_kv_cache(&a->dequantize, &p.dequantize, backend, e);
-    case 3:
-        return smla_check_convert_req_index_to_global_index(&a->convert, &p.convert, backend, e);
-    case 4: return smla_check_attention(&a->attention, &p.attention, &plan, backend, e);
-    case 5: return smla_check_merge_attn_states(&a->merge, &p.merge, backend, e);
-    case 6: return smla_check_split_kv_b_proj(&a->split, &p.split, backend, e);
-    case 7: return smla_check_k_up_proj(&a->k_up, &p.projection, backend, e);
-    case 8: return smla_check_v_up_proj(&a->v_up, &p.projection, backend, e);
-    case 9: return smla_check_dynamic_per_tensor_quant(&a->quant, &p.quant, backend, e);
-    case 10: return smla_check_fused_q_kv_rmsnorm(&a->norm, &p.norm, backend, e);
-    case 11: return smla_check_fused_inv_rope_fp8_quant(&a->inverse, &p.inverse, backend, e);
-    case 12:
-        return smla_check_compute_global_topk_indices_and_lens(&a->global_topk, &p.global_topk,
-                                                               backend, e);
-    case 13: return smla_check_combine_topk_swa_indices(&a->combine, &p.combine, backend, e);
-    case 14: return smla_check_build_mixed_sparse_indices(&a->mixed, &p.mixed, backend, e);
-    case 15: return smla_check_quantize_and_insert_k_cache(&a->insert, &p.write, backend, e);
-    case 16:
-        return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
-    case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
-    case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
-    case 19: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
-    case 20: return smla_check_top_k_per_row(&a->top_k, &p.top_k, backend, e);
-    case 21:
-        return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
-    case 22: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
-    case 23: return smla_check_save_partial_states(&a->save, &p.save, backend, e);
-    case 24: return smla_check_compress_norm_rope_store(&a->compress, &p.compress, backend, e);
-    default: return smla_check_lightning_indexer(&a->lightning, &p.lightning, backend, e);
+#define CHECK(name, args_type, params_type, family)                          \
+    case OP_##name: {                                                        \
+        params_type params;                                                  \
+        return smla_check_##name((const args_type *)a, &params, backend, e); \
+    }
+        SMLA_OPERATORS(CHECK)
+        SMLA_PROJECTIONS(CHECK)
+#undef CHECK
+    case OP_sparse_attention:
+        return smla_check_attention(&a->attention, &attention, &plan, backend, e);
+    default: return smla_check_sparse_mla_dsv4(&a->dsv4, &attention, &plan, backend, e);
     }
 }
 
@@ -267,60 +225,60 @@ set_numbers(reader *r, int64_t *const *numbers, int count)
 static void
 set_scalars(reader *r, int number, any_args *a)
 {
-    if (number == 3) {
+    if (number == OP_convert_req_index_to_global_index) {
         a->convert.block_size = read_number(r);
-    } else if (number == 4) {
+    } else if (number == OP_sparse_attention) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->attention.softmax_scale, &bits, sizeof bits);
         a->attention.num_splits = (int32_t)read_number(r);
         a->attention.kv_format = (int32_t)read_count(r, 4);
         a->attention.extra_kv_format = (int32_t)read_count(r, 4);
-    } else if (number == 10) {
+    } else if (number == OP_fused_q_kv_rmsnorm) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->norm.eps, &bits, sizeof bits);
-    } else if (number == 11) {
+    } else if (number == OP_fused_inv_rope_fp8_quant) {
         a->inverse.groups = read_number(r);
         a->inverse.scale_layout = (int32_t)read_count(r, 4);
-    } else if (number == 12) {
+    } else if (number == OP_compute_global_topk_indices_and_lens) {
         a->global_topk.block_size = read_number(r);
-    } else if (number == 13) {
+    } else if (number == OP_combine_topk_swa_indices) {
         int64_t *const numbers[] = {&a->combine.window, &a->combine.ratio, &a->combine.topk,
                                     &a->combine.M,      &a->combine.N,     &a->combine.align};
         set_numbers(r, numbers, 6);
-    } else if (number == 14) {
+    } else if (number == OP_build_mixed_sparse_indices) {
         int64_t *const numbers[] = {&a->mixed.swa_block_size, &a->mixed.compressed_block_size,
                                     &a->mixed.window, &a->mixed.ratio, &a->mixed.topk};
         set_numbers(r, numbers, 5);
         a->mixed.decode_indices_are_local = (int32_t)read_count(r, 2);
-    } else if (number == 17) {
+    } else if (number == OP_sparse_mla_dsv4) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->dsv4.bmm1_scale.value, &bits, sizeof bits);
         a->dsv4.window = read_number(r);
-    } else if (number == 18) {
+    } else if (number == OP_fused_qnorm_rope_kv_insert) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->qnorm.eps, &bits, sizeof bits);
         a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
         a->qnorm.kv_scale.value = (double)read_count(r, 3);
         a->qnorm.kv_format = (int32_t)read_count(r, 13);
         a->qnorm.block_size = read_count(r, 6);
-    } else if (number == 20) {
+    } else if (number == OP_top_k_per_row) {
         int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
         set_numbers(r, numbers, 2);
-    } else if (number == 21) {
+    } else if (number == OP_fused_indexer_q_rope_quant) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->index_query.head_scale, &bits, sizeof bits);
-    } else if (number == 22) {
+    } else if (number == OP_indexer_logits) {
         a->logits.kv_format = (int32_t)read_count(r, 13);
         a->logits.block_size = read_count(r, 6);
         a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
-    } else if (number == 24) {
+    } else if (number == OP_compress_norm_rope_store) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->compress.eps, &bits, sizeof bits);
         a->compress.ratio = read_number(r);
         a->compress.kv_scale.value = (double)read_count(r, 3);
         a->compress.kv_format = (int32_t)read_count(r, 13);
         a->compress.block_size = read_count(r, 6);
-    } else if (number == 25) {
+    } else if (number == OP_lightning_indexer) {
         int64_t *const numbers[] = {&a->lightning.k, &a->lightning.slots_block_size,
                                     &a->lightning.max_logits_bytes};
         set_numbers(r, numbers, 3);
@@ -329,11 +287,12 @@ set_scalars(reader *r, int number, any_args *a)
         a->lightning.kv_format = (int32_t)read_count(r, 13);
         a->lightning.block_size = read_count(r, 6);
         a->lightning.block_table = read_count(r, 4) == 0 ? a->lightning.starts : NULL;
-    } else if (number <= 2) {
+    } else if (number <= OP_dequantize_kv_cache) {
         const int32_t format = (int32_t)read_count(r, 4);
-        a->write.kv_format = number == 0 ? format : a->write.kv_format;
-        a->gather.kv_format = number == 1 ? format : a->gather.kv_format;
-        a->dequantize.kv_format = number == 2 ? format : a->dequantize.kv_format;
+        a->write.kv_format = number == OP_concat_and_cache_mla ? format : a->write.kv_format;
+        a->gather.kv_format = number == OP_gather_kv_cache ? format : a->gather.kv_format;
+        a->dequantize.kv_format =
+            number == OP_dequantize_kv_cache ? format : a->dequantize.kv_format;
     }
 }
 

@@ -57,7 +57,7 @@ make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
         .lse_stride_token = 13,
         .workspace = workspace,
         .workspace_bytes = INT64_MAX,
-        .op = "sparse_attention",
+        .call = {.op = "sparse_attention"},
         .workspace_name = "workspace",
     };
 }
@@ -202,7 +202,7 @@ test_formats(void)
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm80_mixed_16", 9, 2);
     params = make_params(9, 64, 2048, 2);
-    params.stream.device_id = 1;
+    params.call.stream.device_id = 1;
     devices[1] = a100;
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm80_fp8_64", 9, 2);

@@ -311,12 +311,11 @@ test_gather(void)
 {
     for (int i = 0; i < NUM_TABLES * NUM_STRIDES; i++) {
         const int64_t rows = tables[i % NUM_TABLES].rows;
-        smla_gather_params p = {.op = "gather_kv_cache",
+        smla_gather_params p = {.call = {.op = "gather_kv_cache", .stream = where},
                                 .num_reqs = rows,
                                 .num_blocks = tables[i % NUM_TABLES].columns,
                                 .block_table_stride_req = tables[i % NUM_TABLES].stride_row,
-                                .block_table_stride_block = tables[i % NUM_TABLES].stride_column,
-                                .stream = where};
+                                .block_table_stride_block = tables[i % NUM_TABLES].stride_column};
         begin(some_strides[i / NUM_TABLES]);
         p.block_table =
             lay_table(rows, p.num_blocks, p.block_table_stride_req, p.block_table_stride_block, 4);
@@ -341,13 +340,14 @@ test_compress(void)
         const int64_t num_tokens = 7;
         const bool is_int64 = i % 3 != 0;
         smla_compress_params p = {
-            .states = {.rows = {.op = "compress", .num_tokens = num_tokens - 2}},
+            .call = {.op = "compress", .stream = where},
+            .states = {.rows = {.call = {.op = "compress"}, .num_tokens = num_tokens - 2}},
             .table = {.stride_req = tables[i % NUM_TABLES].stride_row,
                       .stride_block = tables[i % NUM_TABLES].stride_column,
                       .num_blocks = tables[i % NUM_TABLES].columns},
             .num_reqs = tables[i % NUM_TABLES].rows,
             .rope = {.positions_are_int64 = i % 2 == 0},
-            .insert = {.op = "compress", .num_tokens = num_tokens, .stream = where},
+            .insert = {.call = {.op = "compress"}, .num_tokens = num_tokens},
         };
         p.states.rows.slots_are_int64 = is_int64;
         p.insert.slots_are_int64 = !is_int64;
@@ -373,7 +373,8 @@ test_vectors(void)
         const int64_t width = is_int64 ? 8 : 4;
         const int64_t count = 6;
         begin(stride);
-        smla_cache_write_params write = {.op = "write", .num_tokens = count, .stream = where};
+        smla_cache_write_params write = {.call = {.op = "write", .stream = where},
+                                         .num_tokens = count};
         write.slots_are_int64 = is_int64;
         LAY(write.slot_mapping, write.slot_stride, count, width);
         EXPECT_SEEN(smla_cuda_check_cache_write(&write, &error));
@@ -381,10 +382,11 @@ test_vectors(void)
         begin(stride);
         smla_rope rope = {.positions_are_int64 = is_int64};
         LAY(rope.positions, rope.positions_stride, count, width);
-        EXPECT_SEEN(smla_cuda_check_positions("an operator", &rope, count, where, &error));
+        const smla_call call = {.op = "an operator", .stream = where};
+        EXPECT_SEEN(smla_cuda_check_positions(&call, &rope, count, &error));
 
         begin(stride);
-        smla_partial_states_params states = {.positions_are_int64 = is_int64};
+        smla_partial_states_params states = {.call = write.call, .positions_are_int64 = is_int64};
         states.rows = write;
         states.rows.slots_are_int64 = !is_int64;
         LAY(states.rows.slot_mapping, states.rows.slot_stride, count, is_int64 ? 4 : 8);
@@ -392,7 +394,9 @@ test_vectors(void)
         EXPECT_SEEN(smla_cuda_check_partial_states(&states, &error));
 
         begin(stride);
-        smla_convert_params convert = {.num_tokens = count, .num_prefills = 4, .stream = where};
+        smla_convert_params convert = {.call = {.stream = where},
+                                       .num_tokens = count,
+                                       .num_prefills = 4};
         LAY(convert.req_id_per_token, convert.req_id_stride, count, 4);
         if (is_int64) {
             convert.prefill_request_ids = lay_nothing();
@@ -404,7 +408,8 @@ test_vectors(void)
         EXPECT_SEEN(smla_cuda_check_convert(&convert, &error));
 
         begin(stride);
-        smla_logits_params logits = {.op = "logits", .num_tokens = count, .stream = where};
+        smla_logits_params logits = {.call = {.op = "logits", .stream = where},
+                                     .num_tokens = count};
         LAY(logits.context_lens, logits.context_lens_stride, count, 4);
         LAY(logits.req_id_per_token, logits.req_id_stride, count, 4);
         EXPECT_SEEN(smla_cuda_check_logits(&logits, &error));
@@ -420,7 +425,8 @@ test_lists(void)
         const bool has_validity = i < NUM_STRIDES;
         const int64_t count = 6;
         begin(stride);
-        smla_topk_slots_params slots = {.op = "slots", .num_tokens = count, .stream = where};
+        smla_topk_slots_params slots = {.call = {.op = "slots", .stream = where},
+                                        .num_tokens = count};
         LAY(slots.req_id_per_token, slots.req_id_stride, count, 4);
         if (has_validity) {
             LAY(slots.is_valid, slots.is_valid_stride, count, 1);
@@ -430,7 +436,7 @@ test_lists(void)
         EXPECT_SEEN(smla_cuda_check_global_topk(&slots, &error));
 
         begin(stride);
-        smla_combine_topk_swa_params combine = {.num_tokens = count, .stream = where};
+        smla_combine_topk_swa_params combine = {.call = {.stream = where}, .num_tokens = count};
         combine.batch.num_reqs = 4;
         LAY(combine.batch.query_start_loc, combine.batch.query_start_loc_stride, 5, 4);
         LAY(combine.batch.seq_lens, combine.batch.seq_lens_stride, 4, 4);
@@ -438,7 +444,7 @@ test_lists(void)
         EXPECT_SEEN(smla_cuda_check_combine_topk_swa(&combine, &error));
 
         begin(stride);
-        smla_mixed_indices_params mixed = {.num_tokens = count, .stream = where};
+        smla_mixed_indices_params mixed = {.call = {.stream = where}, .num_tokens = count};
         mixed.num_decode_tokens = 2;
         mixed.batch.num_reqs = 4;
         LAY(mixed.batch.query_start_loc, mixed.batch.query_start_loc_stride, 5, 4);
@@ -457,12 +463,11 @@ static void
 test_empty(void)
 {
     for (int num_reqs = 0; num_reqs <= 3; num_reqs += 3) {
-        smla_gather_params p = {.op = "gather_kv_cache",
+        smla_gather_params p = {.call = {.op = "gather_kv_cache", .stream = where},
                                 .num_reqs = num_reqs,
                                 .num_blocks = num_reqs == 0 ? 2 : 0,
                                 .block_table_stride_req = -2,
-                                .block_table_stride_block = 1,
-                                .stream = where};
+                                .block_table_stride_block = 1};
         begin(1);
         p.block_table = lay_empty();
         if (num_reqs == 0) {
@@ -485,12 +490,11 @@ test_failures(void)
 {
     static const char *const calls[] = {"copy to host", "cudaStreamSynchronize"};
     for (int i = 0; i < 4; i++) {
-        smla_gather_params p = {.op = "gather_kv_cache",
+        smla_gather_params p = {.call = {.op = "gather_kv_cache", .stream = where},
                                 .num_reqs = 3,
                                 .num_blocks = 2,
                                 .block_table_stride_req = 4,
-                                .block_table_stride_block = 2,
-                                .stream = where};
+                                .block_table_stride_block = 2};
         begin(1);
         p.block_table = lay_table(3, 2, 4, 2, 4);
         LAY(p.seq_lens, p.seq_lens_stride, 3, 4);

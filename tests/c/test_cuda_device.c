@@ -29,150 +29,16 @@ static const smla_cuda_device *launch_device;
 
 static cudaError_t launch_nothing(const char *name);
 
-cudaError_t
-smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
-{
-    (void)params;
-    return launch_nothing("write");
-}
+#define LAUNCHER(name, args_type, params_type, family)                                             \
+    cudaError_t smla_cuda_launch_##name(const params_type *params, const smla_cuda_device *device) \
+    {                                                                                              \
+        (void)params;                                                                              \
+        launch_device = device;                                                                    \
+        return launch_nothing(#name);                                                              \
+    }
 
-cudaError_t
-smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params)
-{
-    (void)params;
-    return launch_nothing("insert");
-}
-
-cudaError_t
-smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
-{
-    (void)params;
-    launch_device = device;
-    return launch_nothing("gather");
-}
-
-cudaError_t
-smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params)
-{
-    (void)params;
-    return launch_nothing("dequantize");
-}
-
-cudaError_t
-smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params)
-{
-    (void)params;
-    return launch_nothing("convert");
-}
-
-cudaError_t
-smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params)
-{
-    (void)params;
-    return launch_nothing("global_topk");
-}
-
-cudaError_t
-smla_cuda_launch_top_k_per_row(const smla_top_k_params *params)
-{
-    (void)params;
-    return launch_nothing("top_k");
-}
-
-cudaError_t
-smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
-{
-    (void)params;
-    return launch_nothing("combine_lists");
-}
-
-cudaError_t
-smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params)
-{
-    (void)params;
-    return launch_nothing("mixed_lists");
-}
-
-cudaError_t
-smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params)
-{
-    (void)params;
-    return launch_nothing("step_lists");
-}
-
-cudaError_t
-smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
-{
-    (void)params;
-    return launch_nothing("merge");
-}
-
-cudaError_t
-smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
-                                          const smla_cuda_device *device)
-{
-    (void)params;
-    launch_device = device;
-    return launch_nothing("quant");
-}
-
-cudaError_t
-smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
-{
-    (void)params;
-    return launch_nothing("norm");
-}
-
-cudaError_t
-smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params)
-{
-    (void)params;
-    return launch_nothing("turn_back");
-}
-
-cudaError_t
-smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
-{
-    (void)params;
-    return launch_nothing("index_query");
-}
-
-cudaError_t
-smla_cuda_launch_indexer_logits(const smla_logits_params *params)
-{
-    (void)params;
-    return launch_nothing("score_keys");
-}
-
-cudaError_t
-smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
-{
-    (void)params;
-    return launch_nothing("insert_queries");
-}
-
-cudaError_t
-smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
-{
-    (void)params;
-    return launch_nothing("save_states");
-}
-
-cudaError_t
-smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
-                                          const smla_cuda_device *device)
-{
-    (void)params;
-    launch_device = device;
-    return launch_nothing("compress");
-}
-
-cudaError_t
-smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
-{
-    (void)params;
-    return launch_nothing("split_weight");
-}
+SMLA_LAUNCHED_OPERATORS(LAUNCHER)
+LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
 
 cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
@@ -188,13 +54,13 @@ smla_cuda_sparse_attention(const smla_attention_params *params, const smla_atten
     if (plan == NULL || plan->num_runs != 1) {
         abort(); /* the caller's plan was not handed on */
     }
-    return smla_cuda_status(params->op, "a kernel", launch_nothing("attention"), error);
+    return smla_cuda_status(params->call.op, "a kernel", launch_nothing("attention"), error);
 }
 
 smla_status
 smla_cuda_projection(const smla_projection_params *params, smla_error *error)
 {
-    return smla_cuda_status(params->op, "a kernel", launch_nothing("project"), error);
+    return smla_cuda_status(params->call.op, "a kernel", launch_nothing("project"), error);
 }
 
 /* Other tests cover the rest of the backend's table. */
@@ -755,153 +621,164 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 26 };
+#define NUMBER(name, args_type, params_type, family) OP_##name,
+#define NAME(name, args_type, params_type, family)   [OP_##name] = #name,
 
-static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
-                                                          "gather_kv_cache",
-                                                          "dequantize_kv_cache",
-                                                          "convert_req_index_to_global_index",
-                                                          "sparse_attention",
-                                                          "merge_attn_states",
-                                                          "split_kv_b_proj",
-                                                          "k_up_proj",
-                                                          "dynamic_per_tensor_quant",
-                                                          "fused_q_kv_rmsnorm",
-                                                          "fused_inv_rope_fp8_quant",
-                                                          "compute_global_topk_indices_and_lens",
-                                                          "combine_topk_swa_indices",
-                                                          "build_mixed_sparse_indices",
-                                                          "quantize_and_insert_k_cache",
-                                                          "indexer_k_quant_and_cache",
-                                                          "dequantize_and_gather_k_cache",
-                                                          "MetadataBuilder.build",
-                                                          "fused_qnorm_rope_kv_insert",
-                                                          "grouped_output_projection",
-                                                          "top_k_per_row",
-                                                          "fused_indexer_q_rope_quant",
-                                                          "indexer_logits",
-                                                          "save_partial_states",
-                                                          "compress_norm_rope_store",
-                                                          "lightning_indexer"};
+enum {
+    SMLA_OPERATORS(NUMBER) OP_fill_step_lists,
+    OP_projection,
+    OP_projection_e4m3,
+    OP_sparse_attention,
+    NUM_OPERATORS,
+};
+
+static const char *const operator_names[NUM_OPERATORS] = {
+    SMLA_OPERATORS(NAME)[OP_fill_step_lists] = "MetadataBuilder.build",
+    [OP_projection] = "k_up_proj",
+    [OP_projection_e4m3] = "grouped_output_projection",
+    [OP_sparse_attention] = "sparse_attention",
+};
+
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",          "gather",       "dequantize", "convert",     "attention",  "merge",
-    "split_weight",   "project",      "quant",      "norm",        "turn_back",  "global_topk",
-    "combine_lists",  "mixed_lists",  "insert",     "insert",      "gather",     "step_lists",
-    "insert_queries", "e4m3_project", "top_k",      "index_query", "score_keys", "save_states",
-    "compress",       "top_k"};
+    SMLA_LAUNCHED_OPERATORS(NAME)[OP_lightning_indexer] =
+        "top_k_per_row", /* logits are not asked for */
+    [OP_fill_step_lists] = "fill_step_lists",
+    [OP_projection] = "project",
+    [OP_projection_e4m3] = "e4m3_project",
+    [OP_sparse_attention] = "attention",
+};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1,        [10] = 1, 2, 1, 3, 1, 1,
-                                                3, 0, 2, [20] = 2, 1,        2, 2, 5, 4};
+static const int num_reads_of[NUM_OPERATORS] = {
+    [OP_concat_and_cache_mla] = 1,
+    [OP_quantize_and_insert_k_cache] = 1,
+    [OP_indexer_k_quant_and_cache] = 1,
+    [OP_gather_kv_cache] = 3,
+    [OP_dequantize_and_gather_k_cache] = 3,
+    [OP_convert_req_index_to_global_index] = 1,
+    [OP_compute_global_topk_indices_and_lens] = 2,
+    [OP_combine_topk_swa_indices] = 1,
+    [OP_build_mixed_sparse_indices] = 3,
+    [OP_top_k_per_row] = 2,
+    [OP_fused_qnorm_rope_kv_insert] = 2,
+    [OP_fused_inv_rope_fp8_quant] = 1,
+    [OP_save_partial_states] = 2,
+    [OP_compress_norm_rope_store] = 5,
+    [OP_fused_indexer_q_rope_quant] = 1,
+    [OP_indexer_logits] = 2,
+    [OP_lightning_indexer] = 4,
+};
 
-/* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
+/* Calls an operator for `count` tokens, requests or the like; dynamic_per_tensor_quant ignores
+ * `count`. */
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
     const smla_backend *const b = &smla_cuda_backend;
-    const smla_cache_write_params write = {.op = operator_names[i],
+    const smla_call call = {.op = operator_names[i], .stream = stream};
+    const smla_cache_write_params write = {.call = call,
                                            .num_tokens = count,
                                            .slot_mapping = device_zeros,
-                                           .slot_stride = 1,
-                                           .stream = stream};
-    const smla_gather_params gather = {.op = operator_names[i],
+                                           .slot_stride = 1};
+    const smla_gather_params gather = {.call = call,
                                        .num_reqs = count,
                                        .num_blocks = 1,
                                        .block_table = device_zeros,
                                        .seq_lens = device_zeros,
-                                       .workspace_starts = device_zeros,
-                                       .stream = stream};
-    const smla_dequantize_params dequantize = {.kv = {.num_pages = count, .block_size = 1},
-                                               .stream = stream};
-    const smla_convert_params convert = {.num_tokens = count,
-                                         .req_id_per_token = device_zeros,
-                                         .stream = stream};
-    const smla_attention_params attention = {.num_tokens = count,
-                                             .op = "sparse_attention",
-                                             .stream = stream};
+                                       .workspace_starts = device_zeros};
+    const smla_dequantize_params dequantize = {.call = call,
+                                               .kv = {.num_pages = count, .block_size = 1}};
+    const smla_convert_params convert = {.call = call,
+                                         .num_tokens = count,
+                                         .req_id_per_token = device_zeros};
+    const smla_attention_params attention = {.call = call, .num_tokens = count};
     const smla_attention_plan plan = {.num_runs = 1};
-    const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
-    const smla_split_kv_b_proj_params weight = {.nope_dim = count, .stream = stream};
-    const smla_projection_params project = {.op = "k_up_proj",
-                                            .num_tokens = 1,
-                                            .outer_dim = count,
-                                            .stream = stream};
-    const smla_projection_params project_e4m3 = {.op = operator_names[i],
+    const smla_merge_params merge = {.call = call, .num_tokens = count, .num_heads = 1};
+    const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
+    const smla_projection_params project = {.call = call, .num_tokens = 1, .outer_dim = count};
+    const smla_projection_params project_e4m3 = {.call = call,
                                                  .num_tokens = count,
                                                  .outer_dim = 1,
-                                                 .is_e4m3 = true,
-                                                 .stream = stream};
-    const smla_quant_params quant = {.stream = stream};
-    const smla_q_kv_norm_params norm = {.num_tokens = count, .stream = stream};
-    const smla_inverse_rope_params turn_back = {.num_tokens = count,
-                                                .rope = {.positions = device_zeros, .max_pos = 1},
-                                                .stream = stream};
-    const smla_index_query_params index_query = {.num_tokens = count,
-                                                 .rope = turn_back.rope,
-                                                 .stream = stream};
-    const smla_logits_params logits = {.op = operator_names[i],
+                                                 .is_e4m3 = true};
+    const smla_quant_params quant = {.call = call};
+    const smla_q_kv_norm_params norm = {.call = call, .num_tokens = count};
+    const smla_inverse_rope_params turn_back = {.call = call,
+                                                .num_tokens = count,
+                                                .rope = {.positions = device_zeros, .max_pos = 1}};
+    const smla_index_query_params index_query = {.call = call,
+                                                 .num_tokens = count,
+                                                 .rope = turn_back.rope};
+    const smla_logits_params logits = {.call = call,
                                        .num_tokens = count,
                                        .num_columns = 1,
                                        .has_pages = true,
                                        .context_lens = device_zeros,
-                                       .req_id_per_token = device_zeros,
-                                       .stream = stream};
-    const smla_topk_slots_params global_topk = {.op = operator_names[i],
+                                       .req_id_per_token = device_zeros};
+    const smla_topk_slots_params global_topk = {.call = call,
                                                 .num_tokens = count,
                                                 .req_id_per_token = device_zeros,
-                                                .is_valid = device_flags,
-                                                .stream = stream};
-    smla_top_k_params top_k = {.num_tokens = count, .slots = global_topk, .stream = stream};
+                                                .is_valid = device_flags};
+    smla_top_k_params top_k = {.call = call, .num_tokens = count, .slots = global_topk};
     top_k.slots.out = (int32_t[1]){0};
-    const smla_lightning_params lightning = {.logits = logits, .top_k = top_k, .chunk_tokens = 1};
-    const smla_qnorm_insert_params insert_queries = {.num_tokens = count,
+    const smla_lightning_params lightning = {.call = call,
+                                             .logits = logits,
+                                             .top_k = top_k,
+                                             .chunk_tokens = 1};
+    const smla_qnorm_insert_params insert_queries = {.call = call,
+                                                     .num_tokens = count,
                                                      .rope = turn_back.rope,
                                                      .insert = write};
-    const smla_partial_states_params save = {.rows = write, .positions = device_zeros};
-    const smla_compress_params compress = {.states = {.rows = write},
+    const smla_partial_states_params save = {.call = call,
+                                             .rows = write,
+                                             .positions = device_zeros};
+    const smla_compress_params compress = {.call = call,
+                                           .states = {.rows = write},
                                            .table = {.block_table = device_zeros, .num_blocks = 1},
                                            .num_reqs = 1,
                                            .req_id_per_token = device_zeros,
                                            .rope = turn_back.rope,
                                            .insert = write};
     const smla_query_batch batch = {.query_start_loc = device_zeros};
-    const smla_combine_topk_swa_params combine = {.num_tokens = count,
-                                                  .batch = batch,
-                                                  .stream = stream};
-    const smla_mixed_indices_params mixed = {.num_tokens = count,
+    const smla_combine_topk_swa_params combine = {.call = call,
+                                                  .num_tokens = count,
+                                                  .batch = batch};
+    const smla_mixed_indices_params mixed = {.call = call,
+                                             .num_tokens = count,
                                              .num_decode_tokens = count,
                                              .batch = batch,
                                              .req_id_per_token = device_zeros,
-                                             .is_valid = device_flags,
-                                             .stream = stream};
-    const smla_step_lists_params step_lists = {.num_rows = count, .stream = stream};
+                                             .is_valid = device_flags};
+    const smla_step_lists_params step_lists = {.call = call, .num_rows = count};
     switch (i) {
-    case 0: return b->concat_and_cache_mla(&write, &error);
-    case 1: return b->gather_kv_cache(&gather, &error);
-    case 2: return b->dequantize_kv_cache(&dequantize, &error);
-    case 3: return b->convert_req_index_to_global_index(&convert, &error);
-    case 4: return b->sparse_attention(&attention, &plan, &error);
-    case 5: return b->merge_attn_states(&merge, &error);
-    case 6: return b->split_kv_b_proj(&weight, &error);
-    case 7: return b->projection(&project, &error);
-    case QUANT: return b->dynamic_per_tensor_quant(&quant, &error);
-    case 9: return b->fused_q_kv_rmsnorm(&norm, &error);
-    case 10: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
-    case 11: return b->compute_global_topk_indices_and_lens(&global_topk, &error);
-    case 12: return b->combine_topk_swa_indices(&combine, &error);
-    case 13: return b->build_mixed_sparse_indices(&mixed, &error);
-    case 14: return b->quantize_and_insert_k_cache(&write, &error);
-    case 15: return b->indexer_k_quant_and_cache(&write, &error);
-    case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
-    case 17: return b->fill_step_lists(&step_lists, &error);
-    case 18: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
-    case 19: return b->projection(&project_e4m3, &error);
-    case 20: return b->top_k_per_row(&top_k, &error);
-    case 21: return b->fused_indexer_q_rope_quant(&index_query, &error);
-    case 22: return b->indexer_logits(&logits, &error);
-    case 23: return b->save_partial_states(&save, &error);
-    case 24: return b->compress_norm_rope_store(&compress, &error);
-    default: return b->lightning_indexer(&lightning, &error);
+    case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
+    case OP_quantize_and_insert_k_cache: return b->quantize_and_insert_k_cache(&write, &error);
+    case OP_indexer_k_quant_and_cache: return b->indexer_k_quant_and_cache(&write, &error);
+    case OP_gather_kv_cache: return b->gather_kv_cache(&gather, &error);
+    case OP_dequantize_and_gather_k_cache: return b->dequantize_and_gather_k_cache(&gather, &error);
+    case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);
+    case OP_convert_req_index_to_global_index:
+        return b->convert_req_index_to_global_index(&convert, &error);
+    case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
+    case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);
+    case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);
+    case OP_fused_q_kv_rmsnorm: return b->fused_q_kv_rmsnorm(&norm, &error);
+    case OP_fused_inv_rope_fp8_quant: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
+    case OP_compute_global_topk_indices_and_lens:
+        return b->compute_global_topk_indices_and_lens(&global_topk, &error);
+    case OP_combine_topk_swa_indices: return b->combine_topk_swa_indices(&combine, &error);
+    case OP_build_mixed_sparse_indices: return b->build_mixed_sparse_indices(&mixed, &error);
+    case OP_fused_qnorm_rope_kv_insert:
+        return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    case OP_top_k_per_row: return b->top_k_per_row(&top_k, &error);
+    case OP_fused_indexer_q_rope_quant: return b->fused_indexer_q_rope_quant(&index_query, &error);
+    case OP_indexer_logits: return b->indexer_logits(&logits, &error);
+    case OP_save_partial_states: return b->save_partial_states(&save, &error);
+    case OP_compress_norm_rope_store: return b->compress_norm_rope_store(&compress, &error);
+    case OP_lightning_indexer: return b->lightning_indexer(&lightning, &error);
+    case OP_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
+    case OP_projection: return b->projection(&project, &error);
+    case OP_projection_e4m3: return b->projection(&project_e4m3, &error);
+    default: return b->sparse_attention(&attention, &plan, &error);
     }
 }
 
@@ -913,7 +790,7 @@ test_operators(void)
     const smla_stream foreign = {.device_id = 1, .handle = &streams[0]};
     begin();
     cpu_status = SMLA_OK;
-    EXPECT_OK(call_operator(0, stream, 1));
+    EXPECT_OK(call_operator(OP_concat_and_cache_mla, stream, 1));
     for (int i = 0; i < NUM_OPERATORS; i++) {
         char calls[256];
         char text[128];
@@ -925,15 +802,17 @@ test_operators(void)
         launch_device = NULL;
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
-        EXPECT(launch_device ==
-               (i == 1 || i == QUANT || i == 16 || i == 24 ? smla_cuda_find_device(1) : NULL));
-        if (i != QUANT) { /* nothing to do */
+        const bool is_launched =
+            i != OP_sparse_attention && i != OP_projection && i != OP_projection_e4m3;
+        EXPECT(launch_device == (is_launched ? smla_cuda_find_device(1) : NULL));
+        if (i != OP_dynamic_per_tensor_quant) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
         }
         launch_code = cudaErrorUnknown;
         snprintf(text, sizeof text, "%s: %s failed: a text (code 999)", operator_names[i],
-                 i == 4 || i == 7 ? "a kernel" : "cudaLaunchKernelExC");
+                 i == OP_sparse_attention || i == OP_projection ? "a kernel"
+                                                                : "cudaLaunchKernelExC");
         EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         EXPECT_CALLS(calls);
         launch_code = cudaSuccess;
@@ -950,14 +829,15 @@ test_operators(void)
         EXPECT_EQ(count_calls(launch_names[i]), 0);
         EXPECT_EQ(fake.current, 0);
     }
-    const smla_merge_params no_heads = {.num_tokens = 1, .stream = {2, NULL}};
+    const smla_merge_params no_heads = {.call = {.stream = {2, NULL}}, .num_tokens = 1};
     EXPECT_OK(smla_cuda_backend.merge_attn_states(&no_heads, &error));
-    const smla_projection_params no_tokens = {.op = op, .outer_dim = 1, .stream = {2, NULL}};
+    const smla_projection_params no_tokens = {.call = {.op = op, .stream = {2, NULL}},
+                                              .outer_dim = 1};
     EXPECT_OK(smla_cuda_backend.projection(&no_tokens, &error));
-    const smla_split_kv_b_proj_params no_keys = {.value_dim = 1, .stream = stream};
+    const smla_split_kv_b_proj_params no_keys = {.call = {.stream = stream}, .value_dim = 1};
     forget_calls();
     EXPECT_OK(smla_cuda_backend.split_kv_b_proj(&no_keys, &error));
-    EXPECT_EQ(count_calls("split_weight"), 1);
+    EXPECT_EQ(count_calls("split_kv_b_proj"), 1);
     const smla_gather_params gather = {.num_reqs = 1};
     forget_calls();
     EXPECT_OK(smla_cuda_backend.check_gather(&gather, &error));
@@ -973,16 +853,21 @@ test_tables_without_a_kernel(void)
     const smla_kv_view kv = {.num_pages = 1,
                              .block_size = 1,
                              .format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512]};
-    const smla_cache_write_params write = {.op = "concat_and_cache_mla",
+    const smla_cache_write_params write = {.call = {.op = "concat_and_cache_mla",
+                                                    .stream = stream,
+                                                    .kv_format = kv.format},
                                            .num_tokens = 1,
-                                           .kv = kv,
-                                           .stream = stream};
-    const smla_gather_params gather = {.op = "gather_kv_cache",
+                                           .kv = kv};
+    const smla_gather_params gather = {.call = {.op = "gather_kv_cache",
+                                                .stream = stream,
+                                                .kv_format = kv.format},
                                        .num_reqs = 1,
-                                       .kv = kv,
-                                       .stream = stream};
-    const smla_dequantize_params dequantize = {.kv = kv, .stream = stream};
-    const smla_merge_params merge = {.num_tokens = 1, .num_heads = 1, .stream = stream};
+                                       .kv = kv};
+    const smla_dequantize_params dequantize = {
+        .call = {.op = "dequantize_kv_cache", .stream = stream, .kv_format = kv.format}, .kv = kv};
+    const smla_merge_params merge = {.call = {.op = "merge_attn_states", .stream = stream},
+                                     .num_tokens = 1,
+                                     .num_heads = 1};
     begin();
     launch_code = SMLA_NO_KERNEL;
     EXPECT_FAIL(smla_cuda_backend.concat_and_cache_mla(&write, &error), SMLA_ERROR_RUNTIME,
@@ -1005,8 +890,9 @@ test_chunks_of_lightning_indexer(void)
     float matrix[4];
     const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
     const smla_lightning_params call = {
-        .logits = {.num_tokens = 5, .out = matrix, .stream = stream},
-        .top_k = {.num_tokens = 5, .logits = matrix, .stream = stream},
+        .call = {.op = "lightning_indexer", .stream = stream},
+        .logits = {.num_tokens = 5, .out = matrix},
+        .top_k = {.num_tokens = 5, .logits = matrix},
         .chunk_tokens = 2,
     };
     begin();
@@ -1014,14 +900,15 @@ test_chunks_of_lightning_indexer(void)
     forget_calls();
     EXPECT_OK(smla_cuda_backend.lightning_indexer(&call, &error));
     EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ "
-                 "score_keys@1 top_k@1 score_keys@1 top_k@1 score_keys@1 top_k@1 "
+                 "indexer_logits@1 top_k_per_row@1 indexer_logits@1 top_k_per_row@1 "
+                 "indexer_logits@1 top_k_per_row@1 "
                  "cuCtxPopCurrent@1 ");
     launch_code = cudaErrorUnknown;
     EXPECT_FAIL(smla_cuda_backend.lightning_indexer(&call, &error), SMLA_ERROR_RUNTIME,
                 "lightning_indexer: cudaLaunchKernelExC failed: a text (code 999)");
     launch_code = cudaSuccess;
-    EXPECT_EQ(count_calls("score_keys"), 1);
-    EXPECT_EQ(count_calls("top_k"), 0);
+    EXPECT_EQ(count_calls("indexer_logits"), 1);
+    EXPECT_EQ(count_calls("top_k_per_row"), 0);
 }
 
 /* A device that is current already may still be too old. */
@@ -1063,7 +950,7 @@ test_checked_operators(void)
 {
     const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
     begin();
-    EXPECT_OK(call_operator(4, stream, 1));
+    EXPECT_OK(call_operator(OP_sparse_attention, stream, 1));
     set_env("SPARSE_MLA_CHECK", "1");
     for (int i = 0; i < NUM_OPERATORS; i++) {
         const int num_reads = num_reads_of[i];
@@ -1115,9 +1002,10 @@ test_checked_operators(void)
         streams[1].is_capturing = false;
     }
     fail_call("cudaStreamIsCapturing", 1, cudaErrorUnknown);
-    EXPECT_FAIL(call_operator(4, stream, 1), SMLA_ERROR_RUNTIME, "cudaStreamIsCapturing failed");
+    EXPECT_FAIL(call_operator(OP_sparse_attention, stream, 1), SMLA_ERROR_RUNTIME,
+                "cudaStreamIsCapturing failed");
     has_memory = false;
-    EXPECT_FAIL(call_operator(0, stream, 1), SMLA_ERROR_MEMORY,
+    EXPECT_FAIL(call_operator(OP_concat_and_cache_mla, stream, 1), SMLA_ERROR_MEMORY,
                 "concat_and_cache_mla: SPARSE_MLA_CHECK must find 4 bytes for a copy of an array");
     has_memory = true;
     EXPECT_EQ(num_live, 0);
@@ -1162,7 +1050,8 @@ test_read_arrays(void)
             sum += 1000000000 * (int64_t)at_lens[i * stride];
             sum += 7 * (int64_t)at_starts[i * stride];
         }
-        const smla_gather_params params = {.num_reqs = R,
+        const smla_gather_params params = {.call = {.stream = stream},
+                                           .num_reqs = R,
                                            .num_blocks = W,
                                            .block_table = at_table,
                                            .block_table_stride_req = row,
@@ -1174,8 +1063,7 @@ test_read_arrays(void)
                                            .seq_starts = at_lens,
                                            .seq_starts_stride = stride,
                                            .gather_lens = at_starts,
-                                           .gather_lens_stride = stride,
-                                           .stream = stream};
+                                           .gather_lens_stride = stride};
         EXPECT_OK(smla_cuda_check_gather(&params, &error));
         EXPECT_EQ(seen_sum, sum);
         EXPECT(seen_gather.block_table != params.block_table);
@@ -1186,27 +1074,30 @@ test_read_arrays(void)
         EXPECT_EQ((int64_t)asked_bytes, 4 * count);
     }
     /* Arrays that are absent are not copied. */
-    const smla_gather_params none = {.num_blocks = W, .stream = stream};
+    const smla_gather_params none = {.call = {.stream = stream}, .num_blocks = W};
     seen_gather.seq_starts = device_zeros;
     seen_gather.block_table = device_zeros;
     EXPECT_OK(smla_cuda_check_gather(&none, &error));
     EXPECT(seen_gather.seq_starts == NULL && seen_gather.block_table == NULL);
     static const int32_t one_id[1] = {5};
-    const smla_gather_params no_columns = {.num_reqs = 1, .block_table = one_id, .stream = stream};
+    const smla_gather_params no_columns = {.call = {.stream = stream},
+                                           .num_reqs = 1,
+                                           .block_table = one_id};
     forget_calls();
     EXPECT_OK(smla_cuda_check_gather(&no_columns, &error));
     EXPECT_CALLS("");
     EXPECT(seen_gather.block_table == one_id);
 
-    const smla_convert_params no_prefills = {.num_tokens = 1,
+    const smla_convert_params no_prefills = {.call = {.stream = stream},
+                                             .num_tokens = 1,
                                              .req_id_per_token = one_id,
                                              .prefill_workspace_starts = one_id,
-                                             .prefill_workspace_starts_stride = 1,
-                                             .stream = stream};
+                                             .prefill_workspace_starts_stride = 1};
     EXPECT_OK(smla_cuda_check_convert(&no_prefills, &error));
     EXPECT_CALLS("copy to host cudaStreamSynchronize "); /* only the ids are copied */
 
-    const smla_convert_params convert = {.num_tokens = 2,
+    const smla_convert_params convert = {.call = {.stream = stream},
+                                         .num_tokens = 2,
                                          .num_prefills = 3,
                                          .req_id_per_token = (const int32_t[]){1, 0, 2},
                                          .req_id_stride = 2,
@@ -1214,8 +1105,7 @@ test_read_arrays(void)
                                          .prefill_request_ids_stride = 1,
                                          .prefill_workspace_starts =
                                              (const int32_t[]){6, 0, 0, 7, 0, 0, 8},
-                                         .prefill_workspace_starts_stride = 3,
-                                         .stream = stream};
+                                         .prefill_workspace_starts_stride = 3};
     EXPECT_OK(smla_cuda_check_convert(&convert, &error));
     EXPECT_EQ(seen_sum, 21009003);
     EXPECT(seen_convert.req_id_per_token != convert.req_id_per_token);
@@ -1224,12 +1114,12 @@ test_read_arrays(void)
     for (int is_wide = 0; is_wide < 2; is_wide++) {
         static const int64_t wide[] = {1, 99, INT64_C(1) << 40};
         static const int32_t narrow[] = {1, 99, 3};
-        const smla_cache_write_params write = {.num_tokens = 2,
+        const smla_cache_write_params write = {.call = {.stream = stream},
+                                               .num_tokens = 2,
                                                .slot_mapping =
                                                    is_wide ? (const void *)wide : narrow,
                                                .slot_stride = 2,
-                                               .slots_are_int64 = is_wide,
-                                               .stream = stream};
+                                               .slots_are_int64 = is_wide};
         EXPECT_OK(smla_cuda_check_cache_write(&write, &error));
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
@@ -1238,7 +1128,8 @@ test_read_arrays(void)
                                 .positions_stride = 2,
                                 .positions_are_int64 = is_wide,
                                 .max_pos = 7};
-        EXPECT_OK(smla_cuda_check_positions("op", &rope, 2, stream, &error));
+        const smla_call call = {.op = "op", .stream = stream};
+        EXPECT_OK(smla_cuda_check_positions(&call, &rope, 2, &error));
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
         EXPECT(seen_rope.positions != rope.positions && seen_rope.max_pos == 7);
@@ -1256,22 +1147,21 @@ test_read_batches(void)
                                     .query_start_loc_stride = 2};
     begin();
     cpu_status = SMLA_OK;
-    const smla_topk_slots_params topk = {.op = op,
+    const smla_topk_slots_params topk = {.call = {.op = op, .stream = stream},
                                          .num_tokens = 2,
                                          .req_id_per_token = (const int32_t[]){4, 99, 3},
                                          .req_id_stride = 2,
                                          .is_valid = (const uint8_t[]){7, 255, 255, 1},
-                                         .is_valid_stride = 3,
-                                         .stream = stream};
+                                         .is_valid_stride = 3};
     EXPECT_OK(smla_cuda_check_global_topk(&topk, &error));
     EXPECT_EQ(seen_sum, 8007);
     EXPECT_EQ((int)asked_bytes, 4);
     EXPECT(seen_global_topk.req_id_per_token != topk.req_id_per_token);
     EXPECT(seen_global_topk.is_valid != topk.is_valid);
-    smla_combine_topk_swa_params combine = {.batch = batch,
+    smla_combine_topk_swa_params combine = {.call = {.stream = stream},
+                                            .batch = batch,
                                             .gather_lens = (const int32_t[]){5, 8},
-                                            .gather_lens_stride = 1,
-                                            .stream = stream};
+                                            .gather_lens_stride = 1};
     combine.batch.seq_lens = (const int32_t[]){6, 99, 99, 7};
     combine.batch.seq_lens_stride = 3;
     EXPECT_OK(smla_cuda_check_combine_topk_swa(&combine, &error));
@@ -1280,14 +1170,14 @@ test_read_batches(void)
     EXPECT(seen_combine.batch.query_start_loc != batch.query_start_loc);
     EXPECT(seen_combine.batch.seq_lens != combine.batch.seq_lens);
     EXPECT(seen_combine.gather_lens != combine.gather_lens);
-    const smla_mixed_indices_params mixed = {.num_tokens = 3,
+    const smla_mixed_indices_params mixed = {.call = {.stream = stream},
+                                             .num_tokens = 3,
                                              .num_decode_tokens = 2,
                                              .batch = batch,
                                              .req_id_per_token = (const int32_t[]){1, 2, 3},
                                              .req_id_stride = 1,
                                              .is_valid = (const uint8_t[]){1, 1},
-                                             .is_valid_stride = 1,
-                                             .stream = stream};
+                                             .is_valid_stride = 1};
     EXPECT_OK(smla_cuda_check_mixed_indices(&mixed, &error));
     EXPECT_EQ(seen_sum, 2006009);
     EXPECT_EQ((int)asked_bytes, 2);

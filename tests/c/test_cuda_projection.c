@@ -261,7 +261,8 @@ static smla_projection_params
 params_of(const layout *l)
 {
     return (smla_projection_params){
-        .op = "k_up_proj",
+        .call = {.op = "k_up_proj",
+                 .stream = {.device_id = 0, .handle = (void *)&fake_default_stream}},
         .num_tokens = l->num_tokens,
         .num_heads = l->num_heads,
         .inner_dim = l->inner,
@@ -276,7 +277,6 @@ params_of(const layout *l)
         .out = out_memory + ROOM / 2,
         .out_stride_token = l->out_token,
         .out_stride_head = l->out_head,
-        .stream = {.device_id = 0, .handle = (void *)&fake_default_stream},
     };
 }
 
@@ -371,11 +371,11 @@ test_one_handle_per_device(void)
     expect_tried("+libcublas.so.13 +libcublas.so.12 libcublas.so.13 ");
     EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("stream~ workspace~ gemm~ ");
-    fake.current = p.stream.device_id = 1;
+    fake.current = p.call.stream.device_id = 1;
     EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("create@1~ mode@1~ stream@1~ workspace@1~ gemm@1~ ");
     EXPECT_EQ(num_handles, 2);
-    fake.current = p.stream.device_id = 0;
+    fake.current = p.call.stream.device_id = 0;
     EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("stream~ workspace~ gemm~ ");
     expect_tried("");

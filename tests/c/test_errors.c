@@ -214,7 +214,7 @@ wrong_output(const operator_case *op, const any_args *good, const slot *s)
 {
     broken b;
     break_slot(&b, op, good, s);
-    if (!(s->flags & OUTPUT) || b.tensor.ndim < 2) {
+    if (!(s->flags & OUTPUT) || s->flags & PAGES || b.tensor.ndim < 2) {
         return;
     }
     for (int dim = 0; dim < b.tensor.ndim - 1; dim++) {

@@ -199,9 +199,8 @@ fail_call(const char *name, smla_status (*call)(const any_args *, smla_error *),
 static void
 test_operators(void)
 {
-    const int num_operators = sizeof operators / sizeof operators[0];
     int num_allocations = 0;
-    for (int i = 0; i < num_operators; i++) {
+    for (int i = 0; i < NUM_OPERATORS; i++) {
         num_allocations += fail_call(operators[i].name, operators[i].call, operators[i].make);
     }
     EXPECT(num_allocations >= 4); /* three projections and compress_norm_rope_store */

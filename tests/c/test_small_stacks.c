@@ -57,8 +57,7 @@ add_job(caller *by, smla_status (*call)(const any_args *, smla_error *), any_arg
 static void
 make_jobs(caller *by, int share)
 {
-    const int num_operators = sizeof operators / sizeof operators[0];
-    for (int i = share; i < num_operators; i += NUM_SHARES) {
+    for (int i = share; i < NUM_OPERATORS; i += NUM_SHARES) {
         add_job(by, operators[i].call, operators[i].make);
     }
     for (int i = 0; i < NUM_LARGE_CALLS; i++) {

@@ -26,14 +26,14 @@ smla_status
 smla_cpu_projection(const smla_projection_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
     const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
     const smla_scratch_size size = {smla_count_threads(num_tasks),
                                     smla_projection_scratch_bytes(p->num_tokens)};
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, size, error));
+    SMLA_TRY(smla_open_scratch(&scratch, p->call.op, size, error));
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(static) num_threads(size.num_parts)
@@ -54,5 +54,5 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     }
     smla_fp_change(before);
     smla_close_scratch(&scratch);
-    return smla_check_ended(p->op, interrupt, error);
+    return smla_check_ended(p->call.op, interrupt, error);
 }

@@ -317,7 +317,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     const smla_attention_params *const params = &scaled;
     scaled.softmax_scale = smla_read_logit_scale(given);
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(given->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(given->call.op, &isa, error));
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
@@ -336,7 +336,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     const int64_t least = misalignment + part_bytes + run.thread_bytes;
     if (params->workspace == NULL || params->workspace_bytes < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes, got %lld", params->op,
+                         "%s: `%s` must have at least %lld bytes, got %lld", params->call.op,
                          params->workspace_name, (long long)least,
                          (long long)(params->workspace == NULL ? 0 : params->workspace_bytes));
     }
@@ -357,5 +357,5 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
         run_all(&run, num_threads, params->num_tokens, run_token);
     }
     smla_fp_change(before);
-    return smla_check_ended(params->op, run.interrupt, error);
+    return smla_check_ended(params->call.op, run.interrupt, error);
 }

@@ -27,7 +27,7 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
         if (slot >= num_slots) {
             return smla_fail(
                 error, SMLA_ERROR_VALUE,
-                "%s: `%s` must be below the %lld slots of `%s`, got %lld at token %lld", p->op,
+                "%s: `%s` must be below the %lld slots of `%s`, got %lld at token %lld", p->call.op,
                 p->slots_name, (long long)num_slots, p->cache_name, (long long)slot,
                 (long long)token);
         }
@@ -130,7 +130,7 @@ static smla_status
 write_tokens(const smla_cache_write_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
     const slot_shares shares = smla_cpu_divide_tokens(p);
     const smla_fp_mode before = smla_fp_change(choose_fp_mode(p));
@@ -208,7 +208,7 @@ read_page(const smla_gather_params *p, int64_t req, int64_t block)
 static smla_status
 check_request(const smla_gather_params *p, int64_t req, smla_error *error)
 {
-    const char *const op = p->op;
+    const char *const op = p->call.op;
     const gather_names names =
         p->gather_lens != NULL
             ? (gather_names){"gather_lens", "gather_lens", "offset"}
@@ -274,7 +274,7 @@ static smla_status
 gather_requests(const smla_gather_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
     const float kv_scale = smla_read_scale(&p->kv_scale);
     /* Requests run in order, and threads divide the rows of one request. So if two requests have

@@ -102,7 +102,7 @@ smla_cpu_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
 {
     for (int64_t token = 0; token < p->num_tokens; token++) {
         if (is_valid_token(p->is_valid, p->is_valid_stride, token)) {
-            SMLA_TRY(check_request_id(p->op, p->table,
+            SMLA_TRY(check_request_id(p->call.op, p->table,
                                       p->req_id_per_token[token * p->req_id_stride], p->num_reqs,
                                       token, error));
         }
@@ -212,7 +212,7 @@ smla_status
 smla_cpu_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_global_topk(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {

@@ -66,7 +66,7 @@ smla_cpu_lightning_indexer(const smla_lightning_params *given, smla_error *error
     }
     const smla_lightning_params p = shorten_rows(given);
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p.logits.op, choose_scratch(&p), error));
+    SMLA_TRY(smla_open_scratch(&scratch, p.call.op, choose_scratch(&p), error));
     const smla_status status = run_chunks(&p, &scratch, error);
     smla_close_scratch(&scratch);
     return status;

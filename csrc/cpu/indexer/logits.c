@@ -67,7 +67,7 @@ smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `req_id_per_token` must be 0 to %lld (rows of `block_table`), "
                              "got %lld at token %lld",
-                             p->op, (long long)p->num_reqs - 1, (long long)request,
+                             p->call.op, (long long)p->num_reqs - 1, (long long)request,
                              (long long)token);
         }
     }
@@ -315,7 +315,7 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
                     smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     const task_grid tasks = divide_logits(p);
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
@@ -342,7 +342,7 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
         }
     }
     smla_fp_change(before);
-    return smla_check_ended(p->op, interrupt, error);
+    return smla_check_ended(p->call.op, interrupt, error);
 }
 
 smla_status
@@ -350,7 +350,7 @@ smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
 {
     SMLA_TRY(smla_cpu_check_logits(p, error));
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, smla_cpu_logits_scratch(p), error));
+    SMLA_TRY(smla_open_scratch(&scratch, p->call.op, smla_cpu_logits_scratch(p), error));
     const smla_status status = smla_cpu_score_keys(p, &scratch, error);
     smla_close_scratch(&scratch);
     return status;

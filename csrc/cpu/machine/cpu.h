@@ -19,7 +19,7 @@ enum {
     SMLA_CPU_CHUNK_TOKENS = 8,             /* logits.c decodes a key once for so many */
 };
 
-#define SMLA_DECLARE_CPU_OPERATOR(name, args_type, params_type) \
+#define SMLA_DECLARE_CPU_OPERATOR(name, args_type, params_type, family) \
     smla_status smla_cpu_##name(const params_type *params, smla_error *error);
 
 SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)

@@ -73,7 +73,7 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
 }
 
 /* A slot that follows another slot. */
-#define FILL_SLOT(name, args_type, params_type) , .name = smla_cpu_##name
+#define FILL_SLOT(name, args_type, params_type, family) , .name = smla_cpu_##name
 
 const smla_backend smla_cpu_backend = {
     .name = "cpu",

@@ -31,7 +31,7 @@ smla_cpu_check_partial_states(const smla_partial_states_params *p, smla_error *e
         const int64_t position = read_position_of(p, token);
         if (position < 0) {
             return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `positions` must be >= 0, got %lld for token %lld", p->rows.op,
+                             "%s: `positions` must be >= 0, got %lld for token %lld", p->call.op,
                              (long long)position, (long long)token);
         }
     }
@@ -72,7 +72,7 @@ smla_status
 smla_cpu_save_partial_states(const smla_partial_states_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->rows.op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_partial_states(p, error));
     save_states(isa->norm, p);
     return SMLA_OK;
@@ -117,7 +117,7 @@ check_pages(const smla_compress_params *p, int64_t token, smla_error *error)
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `block_table` must name pages of `state` (0 to %lld) or be "
                              "negative, got %d for request %lld, block %lld",
-                             p->insert.op, (long long)num_pages - 1, page, (long long)req,
+                             p->call.op, (long long)num_pages - 1, page, (long long)req,
                              (long long)block);
         }
     }
@@ -127,7 +127,7 @@ check_pages(const smla_compress_params *p, int64_t token, smla_error *error)
 smla_status
 smla_cpu_check_compress(const smla_compress_params *p, smla_error *error)
 {
-    const char *const op = p->insert.op;
+    const char *const op = p->call.op;
     const int64_t num_tokens = p->insert.num_tokens;
     SMLA_TRY(smla_cpu_check_positions(op, &p->rope, num_tokens, error));
     SMLA_TRY(smla_cpu_check_cache_write(&p->states.rows, error));
@@ -256,12 +256,12 @@ smla_status
 smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->insert.op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_compress(p, error));
     const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens / p->states.ratio);
     const smla_scratch_size size = {smla_count_threads(shares.count), sizeof(smla_pool)};
     smla_thread_scratch pools;
-    SMLA_TRY(smla_open_scratch(&pools, p->insert.op, size, error));
+    SMLA_TRY(smla_open_scratch(&pools, p->call.op, size, error));
     if (p->states.ape != NULL) {
         save_states(isa->norm, &p->states);
     }

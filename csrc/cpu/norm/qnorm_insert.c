@@ -58,7 +58,7 @@ insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int sha
 smla_status
 smla_cpu_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
 {
-    const char *const op = p->insert.op;
+    const char *const op = p->call.op;
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(op, &isa, error));
     SMLA_TRY(smla_cpu_check_positions(op, &p->rope, p->num_tokens, error));

@@ -314,7 +314,7 @@ smla_cpu_choose_keys(const smla_top_k_params *p, const smla_thread_scratch *scra
                      smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     const division by = divide_rows(p, scratch->num_parts);
     smla_interrupt *const interrupt = smla_find_interrupt();
     for (int64_t token = 0; by.shares_columns && token < p->num_tokens; token++) {
@@ -331,7 +331,7 @@ smla_cpu_choose_keys(const smla_top_k_params *p, const smla_thread_scratch *scra
             write_row(p, token, 1, smla_own_scratch(scratch), isa);
         }
     }
-    return smla_check_ended(p->op, interrupt, error);
+    return smla_check_ended(p->call.op, interrupt, error);
 }
 
 smla_status
@@ -341,7 +341,7 @@ smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
         SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
     }
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, p->op, smla_cpu_top_k_scratch(p), error));
+    SMLA_TRY(smla_open_scratch(&scratch, p->call.op, smla_cpu_top_k_scratch(p), error));
     const smla_status status = smla_cpu_choose_keys(p, &scratch, error);
     smla_close_scratch(&scratch);
     return status;

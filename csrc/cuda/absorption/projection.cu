@@ -85,5 +85,5 @@ smla_cuda_launch_projection(const smla_projection_params *p)
     const int64_t parts = smla_count_parts(p->outer_dim, BLOCK_THREADS);
     const project_args args = {*p, smla_make_divisor(parts), smla_make_divisor(p->num_heads)};
     return smla_launch(project_kernel, args, p->num_tokens * p->num_heads * parts, BLOCK_THREADS, 0,
-                       p->stream);
+                       p->call.stream);
 }

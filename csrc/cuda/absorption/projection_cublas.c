@@ -239,17 +239,18 @@ multiply(const smla_projection_params *p, const cublas_product *product, smla_er
     const float one = 1.0f;
     const float zero = 0.0f;
     cublas_handle handle = NULL;
-    SMLA_TRY(find_handle(p->op, p->stream.device_id, &handle, error));
-    SMLA_TRY(report(p->op, "cublasSetStream",
-                    cublas.set_stream(handle, (cudaStream_t)p->stream.handle), error));
-    SMLA_TRY(report(p->op, "cublasSetWorkspace", cublas.set_workspace(handle, NULL, 0), error));
+    SMLA_TRY(find_handle(p->call.op, p->call.stream.device_id, &handle, error));
+    SMLA_TRY(report(p->call.op, "cublasSetStream",
+                    cublas.set_stream(handle, (cudaStream_t)p->call.stream.handle), error));
+    SMLA_TRY(
+        report(p->call.op, "cublasSetWorkspace", cublas.set_workspace(handle, NULL, 0), error));
     const int code =
         cublas.gemm(handle, product->w.operation, product->x.operation, p->outer_dim, p->num_tokens,
                     p->inner_dim, &one, p->w, CUDA_R_16BF, product->w.ld, p->w_stride_head, p->x,
                     CUDA_R_16BF, product->x.ld, p->x_stride_head, &zero, p->out, CUDA_R_16BF,
                     product->out.ld, p->out_stride_head, p->num_heads, CUBLAS_COMPUTE_FP32,
                     CUBLAS_DEFAULT_ALGORITHM);
-    return report(p->op, "cublasGemmStridedBatchedEx", code, error);
+    return report(p->call.op, "cublasGemmStridedBatchedEx", code, error);
 }
 
 smla_status
@@ -257,7 +258,7 @@ smla_cuda_projection(const smla_projection_params *p, smla_error *error)
 {
     cublas_product product;
     if (!describe_product(p, &product)) {
-        return smla_cuda_status(p->op, "cudaLaunchKernelExC", smla_cuda_launch_projection(p),
+        return smla_cuda_status(p->call.op, "cudaLaunchKernelExC", smla_cuda_launch_projection(p),
                                 error);
     }
     /* The first products allocate memory, for a handle and for code that is loaded on first use. */

@@ -252,12 +252,12 @@ launch_tiles(const smla_projection_params *p)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(tile_memory<Shape>);
-    const cudaError_t code =
-        allow_shared_bytes((const void *)project_e4m3<Shape>, bytes, p->stream.device_id, &allowed);
+    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3<Shape>, bytes,
+                                                p->call.stream.device_id, &allowed);
     const e4m3_projection args = make_projection(p, Shape::TOKENS, Shape::OUTPUTS);
     return code != cudaSuccess ? code
                                : smla_launch(project_e4m3<Shape>, args, args.num_tiles,
-                                             BLOCK_THREADS, bytes, p->stream);
+                                             BLOCK_THREADS, bytes, p->call.stream);
 }
 
 } // namespace
@@ -271,8 +271,8 @@ smla_cuda_launch_projection_e4m3(const smla_projection_params *p)
     if (!has_chunks) {
         return smla_cuda_launch_projection(p);
     }
-    const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
-    if (p->num_tokens > MOST_EXACT_TOKENS && device->compute_capability == 90) {
+    const smla_cuda_device *const device = smla_cuda_find_device(p->call.stream.device_id);
+    if (p->num_tokens > MOST_EXACT_TOKENS && smla_cuda_is_hopper(device)) {
         return smla_cuda_launch_projection_e4m3_sm90(p);
     }
     return p->num_tokens <= small_tile::TOKENS ? launch_tiles<small_tile>(p)

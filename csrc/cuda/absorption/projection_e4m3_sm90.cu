@@ -223,12 +223,12 @@ smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *p)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(ring_memory);
-    const cudaError_t code =
-        allow_shared_bytes((const void *)project_e4m3_sm90, bytes, p->stream.device_id, &allowed);
+    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3_sm90, bytes,
+                                                p->call.stream.device_id, &allowed);
     const e4m3_projection args = make_projection(p, TILE_TOKENS, TILE_OUTPUTS);
-    const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
+    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
     return code != cudaSuccess ? code
                                : smla_launch(project_e4m3_sm90, args,
                                              args.num_tiles < num_sms ? args.num_tiles : num_sms,
-                                             CONSUMERS + COPIERS, bytes, p->stream);
+                                             CONSUMERS + COPIERS, bytes, p->call.stream);
 }

@@ -299,7 +299,7 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
     const int64_t amax_blocks = smla_count_parts(args.num_units, BLOCK_THREADS * AMAX_UNROLL);
     const int64_t num_blocks = smla_count_parts(args.num_units, BLOCK_THREADS * QUANTIZE_UNROLL);
     const cudaError_t cleared = cudaMemsetAsync(params->scale, 0, sizeof *params->scale,
-                                                (cudaStream_t)params->stream.handle);
+                                                (cudaStream_t)params->call.stream.handle);
     if (cleared != cudaSuccess) {
         return cleared;
     }
@@ -314,11 +314,11 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
                                               amax_blocks < 1             ? 1
                                               : amax_blocks < most_blocks ? amax_blocks
                                                                           : most_blocks,
-                                              BLOCK_THREADS, 0, params->stream, false, &held);
+                                              BLOCK_THREADS, 0, params->call.stream, false, &held);
         return found != cudaSuccess
                    ? found
                    : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
-                                 0, params->stream, false, &held);
+                                 0, params->call.stream, false, &held);
     }
     return SMLA_NO_KERNEL;
 }

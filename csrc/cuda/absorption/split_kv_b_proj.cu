@@ -93,7 +93,7 @@ __launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ spl
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *p)
+smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *p, const smla_cuda_device *)
 {
     const int64_t head_columns = p->nope_dim + p->value_dim;
     if (head_columns == 0) {
@@ -102,5 +102,5 @@ smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *p)
     const split_args args = {*p, p->num_heads * head_columns, smla_make_divisor(head_columns)};
     const int64_t num_tiles =
         smla_count_parts(args.num_columns, TILE_SIDE) * (SMLA_KV_LORA_RANK / TILE_SIDE);
-    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->stream);
+    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->call.stream);
 }

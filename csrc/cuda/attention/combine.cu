@@ -358,7 +358,7 @@ cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
                          smla_cuda_held *held)
 {
-    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const smla_cuda_device *const device = smla_cuda_find_device(params->call.stream.device_id);
     const int shared_bytes = find_shared_bytes(params, kernel, device);
     combine_launch launch = {};
     launch.partials = smla_partials_of(params);
@@ -380,6 +380,6 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.max_logits_stride_token = params->max_logits_stride_token;
     launch.max_logits_stride_head = params->max_logits_stride_head;
     return kernel->leaves_halves
-               ? launch_combine<true>(launch, shared_bytes, params->stream, held)
-               : launch_combine<false>(launch, shared_bytes, params->stream, held);
+               ? launch_combine<true>(launch, shared_bytes, params->call.stream, held)
+               : launch_combine<false>(launch, shared_bytes, params->call.stream, held);
 }

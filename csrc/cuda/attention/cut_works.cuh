@@ -497,7 +497,7 @@ allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_w
            attention_launch *launch)
 {
     const int64_t topk = params->lists[0].topk;
-    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
     const int64_t columns = smla_count_parts(topk, NUM_SEGMENTS * SEGMENT_ALIGN) * SEGMENT_ALIGN;
     if (params->num_lists != 1 || num_works > num_sms || num_sms > MAX_CUT_WORKS ||
         topk <= CUT_COST + (MIN_GAIN + 1) * columns) {

@@ -250,7 +250,7 @@ is_aligned(const smla_merge_params *p, int64_t element_bytes)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_merge_attn_states(const smla_merge_params *p)
+smla_cuda_launch_merge_attn_states(const smla_merge_params *p, const smla_cuda_device *)
 {
     if (p->num_tokens == 0 || p->num_heads == 0) {
         return cudaSuccess;
@@ -265,7 +265,7 @@ smla_cuda_launch_merge_attn_states(const smla_merge_params *p)
         smla_count_parts(p->num_tokens * p->num_heads, BLOCK_THREADS / args.row_threads);
     for (const merge_row &row : merge_rows) {
         if (row.type == p->type && row.count == count) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;

@@ -17,7 +17,7 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
     return smla_fail(error, SMLA_ERROR_RUNTIME,
                      "%s: no kernel for sm_%d, %d bytes of shared memory, %s and %lld heads; there "
                      "are, for 1 to 128 heads: %s",
-                     params->op, device->compute_capability, device->max_shared_bytes, formats,
+                     params->call.op, device->compute_capability, device->max_shared_bytes, formats,
                      (long long)params->num_heads, rows);
 }
 
@@ -32,7 +32,7 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     const int64_t given = params->workspace == NULL ? 0 : params->workspace_bytes;
     if (given < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes, got %lld", params->op,
+                         "%s: `%s` must have at least %lld bytes, got %lld", params->call.op,
                          params->workspace_name, (long long)least, (long long)given);
     }
     return SMLA_OK;
@@ -72,7 +72,7 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
 static smla_status
 run_kernel(const smla_attention_run *run, const smla_attention_params *params, smla_error *error)
 {
-    const char *const op = params->op;
+    const char *const op = params->call.op;
     static const char call[] = "cudaLaunchKernelExC";
     smla_cuda_held held;
     const bool is_split = params->num_splits > 1;
@@ -97,7 +97,8 @@ smla_cuda_sparse_attention(const smla_attention_params *params, const smla_atten
         return SMLA_OK;
     }
     if (plan->runs[0].kernel == NULL) {
-        return fail_without_kernel(params, smla_cuda_find_device(params->stream.device_id), error);
+        return fail_without_kernel(params, smla_cuda_find_device(params->call.stream.device_id),
+                                   error);
     }
     if (plan->num_runs == 1) {
         return run_kernel(&plan->runs[0], params, error);

@@ -65,7 +65,7 @@ static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are level
 static inline int64_t
 count_ctas(const attention_launch &launch, int64_t num_works)
 {
-    const int64_t num_sms = smla_cuda_find_device(launch.params.stream.device_id)->num_sms;
+    const int64_t num_sms = smla_cuda_find_device(launch.params.call.stream.device_id)->num_sms;
     return num_works < num_sms && launch.num_segments == 1 ? num_works + 1 : num_sms;
 }
 

@@ -157,7 +157,7 @@ prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
                   const smla_attention_params *params, uint64_t *allowed)
 {
     return is_countable(params, heads_per_cta)
-               ? allow_shared_bytes(kernel, shared_bytes, params->stream.device_id, allowed)
+               ? allow_shared_bytes(kernel, shared_bytes, params->call.stream.device_id, allowed)
                : cudaErrorInvalidValue;
 }
 

@@ -104,7 +104,7 @@ const dequantize_row dequantize_rows[] = {
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p)
+smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p, const smla_cuda_device *)
 {
     const int64_t element_bytes = p->out_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = has_aligned_rows(p->kv) &&
@@ -117,7 +117,7 @@ smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p)
             (is_aligned || !row.is_aligned)) {
             return smla_launch(row.kernel, args,
                                smla_count_parts(num_slots, CHUNK_ROWS * BLOCK_WARPS), BLOCK_THREADS,
-                               0, p->stream);
+                               0, p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;

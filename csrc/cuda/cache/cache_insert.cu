@@ -153,13 +153,14 @@ const insert_row insert_rows[] = {
 
 } /* namespace */
 
-/* ---- Launcher ------------------------------------------------------------------------------ */
+/* ---- Launchers ----------------------------------------------------------------------------- */
 
 cudaError_t
-smla_cuda_launch_insert_k_cache(const smla_cache_write_params *p)
+smla_cuda_launch_quantize_and_insert_k_cache(const smla_cache_write_params *p,
+                                             const smla_cuda_device *device)
 {
     if (p->kv.format->nope_type == SMLA_NOPE_BF16) {
-        return smla_cuda_launch_concat_and_cache_mla(p);
+        return smla_cuda_launch_concat_and_cache_mla(p, device);
     }
     const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16);
@@ -170,8 +171,15 @@ smla_cuda_launch_insert_k_cache(const smla_cache_write_params *p)
     for (const insert_row &row : insert_rows) {
         if (row.format == p->kv.format->number && row.type == p->input_type &&
             (is_aligned || !row.is_aligned)) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;
+}
+
+cudaError_t
+smla_cuda_launch_indexer_k_quant_and_cache(const smla_cache_write_params *p,
+                                           const smla_cuda_device *device)
+{
+    return smla_cuda_launch_quantize_and_insert_k_cache(p, device);
 }

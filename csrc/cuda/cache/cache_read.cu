@@ -230,7 +230,7 @@ const gather_row gather_rows[] = {
 
 } /* namespace */
 
-/* ---- Launcher ------------------------------------------------------------------------------ */
+/* ---- Launchers ----------------------------------------------------------------------------- */
 
 cudaError_t
 smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_device *device)
@@ -253,8 +253,15 @@ smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_de
                                                         : few_blocks;
     for (const gather_row &row : gather_rows) {
         if (row.format == p->kv.format->number && row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;
+}
+
+cudaError_t
+smla_cuda_launch_dequantize_and_gather_k_cache(const smla_gather_params *p,
+                                               const smla_cuda_device *device)
+{
+    return smla_cuda_launch_gather_kv_cache(p, device);
 }

@@ -298,7 +298,7 @@ const write_row write_rows[] = {
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p)
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p, const smla_cuda_device *)
 {
     const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = has_aligned_rows(p->kv) &&
@@ -311,7 +311,7 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p)
     for (const write_row &row : write_rows) {
         if (row.type == p->input_type && row.format == p->kv.format->number &&
             row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;

@@ -246,7 +246,8 @@ const convert_row convert_rows[] = {
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p)
+smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p,
+                                                   const smla_cuda_device *)
 {
     const int64_t tokens = p->num_tokens / MIN_BLOCKS;
     const int32_t tokens_per_block = tokens < 1            ? 1
@@ -263,7 +264,7 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p)
         if (row.is_aligned == is_aligned && row.is_staged == is_staged) {
             return smla_launch(row.kernel, args, smla_count_parts(p->num_tokens, tokens_per_block),
                                BLOCK_THREADS, is_staged ? (int)(p->num_blocks + 1) * 4 : 0,
-                               p->stream);
+                               p->call.stream);
         }
     }
     return SMLA_NO_KERNEL;

@@ -141,7 +141,7 @@ smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
     smla_cache_write_params host = *p;
     device_array slots = slot_vector(&host);
-    smla_status status = read_array(p->op, p->stream, &slots, error);
+    smla_status status = read_array(p->call.op, p->call.stream, &slots, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_cache_write(&host, error);
     }
@@ -164,7 +164,7 @@ smla_cuda_check_gather(const smla_gather_params *p, smla_error *error)
         int32_vector(&host.gather_lens, p->num_reqs, p->gather_lens_stride),
     };
     const int count = (int)(sizeof arrays / sizeof arrays[0]);
-    smla_status status = read_arrays(p->op, p->stream, arrays, count, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, count, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_gather(&host, error);
     }
@@ -182,8 +182,7 @@ smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
         int32_vector(&host.prefill_workspace_starts, p->num_prefills,
                      p->prefill_workspace_starts_stride),
     };
-    smla_status status =
-        read_arrays("convert_req_index_to_global_index", p->stream, arrays, 3, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_convert(&host, error);
     }
@@ -192,15 +191,15 @@ smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
 }
 
 smla_status
-smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
-                          smla_stream stream, smla_error *error)
+smla_cuda_check_positions(const smla_call *call, const smla_rope *rope, int64_t num_tokens,
+                          smla_error *error)
 {
     smla_rope host = *rope;
     device_array positions = position_vector(&host.positions, rope->positions_are_int64, num_tokens,
                                              rope->positions_stride);
-    smla_status status = read_array(op, stream, &positions, error);
+    smla_status status = read_array(call->op, call->stream, &positions, error);
     if (status == SMLA_OK) {
-        status = smla_cpu_check_positions(op, &host, num_tokens, error);
+        status = smla_cpu_check_positions(call->op, &host, num_tokens, error);
     }
     free_arrays(&positions, 1);
     return status;
@@ -214,7 +213,7 @@ smla_cuda_check_logits(const smla_logits_params *p, smla_error *error)
         int32_vector(&host.context_lens, p->num_tokens, p->context_lens_stride),
         int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
     };
-    smla_status status = read_arrays(p->op, p->stream, arrays, 2, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_logits(&host, error);
     }
@@ -231,7 +230,7 @@ smla_cuda_check_partial_states(const smla_partial_states_params *p, smla_error *
         position_vector(&host.positions, p->positions_are_int64, p->rows.num_tokens,
                         p->positions_stride),
     };
-    smla_status status = read_arrays(p->rows.op, p->rows.stream, arrays, 2, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_partial_states(&host, error);
     }
@@ -256,7 +255,7 @@ smla_cuda_check_compress(const smla_compress_params *p, smla_error *error)
          .strides = {p->table.stride_req, p->table.stride_block}},
     };
     const int count = (int)(sizeof arrays / sizeof arrays[0]);
-    smla_status status = read_arrays(p->insert.op, p->insert.stream, arrays, count, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, count, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_compress(&host, error);
     }
@@ -272,7 +271,7 @@ smla_cuda_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
         int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
         byte_vector(&host.is_valid, p->num_tokens, p->is_valid_stride),
     };
-    smla_status status = read_arrays(p->op, p->stream, arrays, 2, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_global_topk(&host, error);
     }
@@ -290,7 +289,7 @@ smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_err
         int32_vector(&host.batch.seq_lens, p->batch.num_reqs, p->batch.seq_lens_stride),
         int32_vector(&host.gather_lens, p->batch.num_reqs, p->gather_lens_stride),
     };
-    smla_status status = read_arrays("combine_topk_swa_indices", p->stream, arrays, 3, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_combine_topk_swa(&host, error);
     }
@@ -308,7 +307,7 @@ smla_cuda_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *er
         int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
         byte_vector(&host.is_valid, p->num_decode_tokens, p->is_valid_stride),
     };
-    smla_status status = read_arrays("build_mixed_sparse_indices", p->stream, arrays, 3, error);
+    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_mixed_indices(&host, error);
     }

@@ -1,7 +1,7 @@
 /* cuda.h: what the host files of the CUDA backend share, and the launchers that they call.
  *
  * A launcher stands at the foot of its kernel's .cu file and is plain C to its callers. It starts
- * work on params->stream.handle and returns the launch's error code. cuda_backend.c has made the
+ * work on params->call.stream.handle and returns the launch's error code. cuda_backend.c has made the
  * device current. A launcher never allocates, synchronises or reads array values back.
  */
 #pragma once
@@ -24,6 +24,13 @@ typedef struct smla_cuda_device {
     int32_t num_sms;
     int32_t max_shared_bytes; /* per block that opts in */
 } smla_cuda_device;
+
+/* Whether the device runs kernels of sm_90a, which no other architecture does. */
+static inline bool
+smla_cuda_is_hopper(const smla_cuda_device *device)
+{
+    return device->compute_capability == 90;
+}
 
 /* Whether an environment variable is set, and is neither empty nor 0. */
 bool smla_cuda_is_set(const char *name);
@@ -108,48 +115,12 @@ cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_held *held);
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* cache_write.cu, cache_insert.cu, cache_read.cu and cache_dequantize.cu */
-cudaError_t smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params);
-cudaError_t smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params);
-cudaError_t smla_cuda_launch_gather_kv_cache(const smla_gather_params *params,
-                                             const smla_cuda_device *device);
-cudaError_t smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params);
+/* Each starts the kernels of its operator on the call's stream, whose device is current. */
+#define SMLA_DECLARE_LAUNCHER(name, args_type, params_type, family) \
+    cudaError_t smla_cuda_launch_##name(const params_type *params, const smla_cuda_device *device);
 
-/* index.cu */
-cudaError_t smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params);
-
-/* global_topk.cu and window_lists.cu */
-cudaError_t
-smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params);
-cudaError_t smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params);
-cudaError_t smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params);
-
-/* top_k.cu */
-cudaError_t smla_cuda_launch_top_k_per_row(const smla_top_k_params *params);
-
-/* step_lists.cu */
-cudaError_t smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params);
-
-/* merge.cu */
-cudaError_t smla_cuda_launch_merge_attn_states(const smla_merge_params *params);
-
-/* quant.cu */
-cudaError_t smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
-                                                      const smla_cuda_device *device);
-cudaError_t smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params);
-
-/* rms_norm.cu, qnorm_insert.cu and inverse_rope.cu */
-cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params);
-cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
-cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
-
-/* index_query.cu and logits.cu; on Hopper logits_sm90.cu serves what it can. */
-cudaError_t smla_cuda_launch_indexer_logits(const smla_logits_params *params);
-cudaError_t smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params);
-/* compressor.cu */
-cudaError_t smla_cuda_launch_save_partial_states(const smla_partial_states_params *params);
-cudaError_t smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
-                                                      const smla_cuda_device *device);
+SMLA_LAUNCHED_OPERATORS(SMLA_DECLARE_LAUNCHER)
+SMLA_DECLARE_LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
 
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
@@ -181,8 +152,8 @@ smla_status smla_cuda_check_cache_write(const smla_cache_write_params *params, s
 smla_status smla_cuda_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cuda_check_convert(const smla_convert_params *params, smla_error *error);
 smla_status smla_cuda_check_logits(const smla_logits_params *params, smla_error *error);
-smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
-                                      smla_stream stream, smla_error *error);
+smla_status smla_cuda_check_positions(const smla_call *call, const smla_rope *rope,
+                                      int64_t num_tokens, smla_error *error);
 smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
 smla_status smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                              smla_error *error);

@@ -7,9 +7,7 @@
 /* ---- One call of an operator --------------------------------------------------------------- */
 
 typedef struct cuda_call {
-    const char *op;
-    smla_stream stream;
-    const smla_kv_format_info *format; /* the format of the cache; NULL: there is no cache */
+    const smla_call *call;
     const smla_cuda_device *device;
     bool is_checked;
     smla_cuda_guard guard;
@@ -17,15 +15,17 @@ typedef struct cuda_call {
 
 /* An end_call must follow every begin_call that returned SMLA_OK. */
 static smla_status
-begin_call(cuda_call *call, smla_error *error)
+begin_call(const smla_call *of, cuda_call *call, smla_error *error)
 {
-    SMLA_TRY(smla_cuda_check_device(call->op, call->stream.device_id, error));
-    call->device = smla_cuda_find_device(call->stream.device_id);
-    SMLA_TRY(smla_cuda_enter(call->op, call->stream.device_id, &call->guard, error));
+    const smla_stream stream = of->stream;
+    SMLA_TRY(smla_cuda_check_device(of->op, stream.device_id, error));
+    call->call = of;
+    call->device = smla_cuda_find_device(stream.device_id);
+    SMLA_TRY(smla_cuda_enter(of->op, stream.device_id, &call->guard, error));
     call->is_checked = smla_cuda_is_set("SPARSE_MLA_CHECK");
-    smla_status status = smla_cuda_check_stream(call->op, call->stream, error);
+    smla_status status = smla_cuda_check_stream(of->op, stream, error);
     if (status == SMLA_OK && call->is_checked) {
-        status = smla_cuda_begin_checked(call->op, call->stream, error);
+        status = smla_cuda_begin_checked(of->op, stream, error);
     }
     if (status != SMLA_OK) {
         smla_cuda_leave(&call->guard);
@@ -37,7 +37,7 @@ static smla_status
 end_call(const cuda_call *call, smla_status status, smla_error *error)
 {
     if (status == SMLA_OK && call->is_checked) {
-        status = smla_cuda_end_checked(call->op, call->stream, error);
+        status = smla_cuda_end_checked(call->call->op, call->call->stream, error);
     }
     smla_cuda_leave(&call->guard);
     return status;
@@ -46,57 +46,154 @@ end_call(const cuda_call *call, smla_status status, smla_error *error)
 /* The error where a launcher has no kernel for what the operator's check lets through. A new format
  * needs a row in the table of every such launcher (docs/kernels.md). */
 static smla_status
-fail_without_kernel(const cuda_call *call, smla_error *error)
+fail_without_kernel(const smla_call *call, smla_error *error)
 {
-    return call->format == NULL
+    return call->kv_format == NULL
                ? smla_fail(error, SMLA_ERROR_RUNTIME, "%s: no CUDA kernel serves these arrays",
                            call->op)
                : smla_fail(error, SMLA_ERROR_RUNTIME,
                            "%s: no CUDA kernel serves caches of %s with %d elements a token",
-                           call->op, call->format->name, call->format->row_elements);
+                           call->op, call->kv_format->name, call->kv_format->row_elements);
 }
 
-/* Ends the call of an operator that consists of one launch. */
+/* Ends a call whose launches returned `code`. */
 static smla_status
 end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 {
-    if (code == SMLA_NO_KERNEL) {
-        return end_call(call, fail_without_kernel(call, error), error);
-    }
-    return end_call(call, smla_cuda_status(call->op, "cudaLaunchKernelExC", code, error), error);
+    const smla_status status =
+        code == SMLA_NO_KERNEL
+            ? fail_without_kernel(call->call, error)
+            : smla_cuda_status(call->call->op, "cudaLaunchKernelExC", code, error);
+    return end_call(call, status, error);
 }
 
-/* ---- Cache and indices --------------------------------------------------------------------- */
+/* ---- Operators ----------------------------------------------------------------------------- */
+
+/* In checked mode, the values that the CPU would refuse are errors before the launch. */
+static smla_status
+check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error));
+    return smla_cuda_check_cache_write(&p->insert, error);
+}
 
 static smla_status
-write_tokens(const smla_cache_write_params *p,
-             cudaError_t (*launch)(const smla_cache_write_params *params), smla_error *error)
+check_chosen_slots(const smla_top_k_params *p, smla_error *error)
 {
-    cuda_call call = {.op = p->op, .stream = p->stream, .format = p->kv.format};
+    return p->slots.out == NULL ? SMLA_OK : smla_cuda_check_global_topk(&p->slots, error);
+}
+
+static smla_status
+check_lightning_values(const smla_lightning_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_check_logits(&p->logits, error));
+    return check_chosen_slots(&p->top_k, error);
+}
+
+static cudaError_t
+launch_lightning_chunk(const smla_lightning_params *p, const smla_cuda_device *device)
+{
+    const cudaError_t code =
+        p->logits.out == NULL ? cudaSuccess : smla_cuda_launch_indexer_logits(&p->logits, device);
+    return code != cudaSuccess ? code : smla_cuda_launch_top_k_per_row(&p->top_k, device);
+}
+
+/* Chunks follow each other in the stream: the logits of one overwrite those of the last. */
+static cudaError_t
+smla_cuda_launch_lightning_indexer(const smla_lightning_params *p, const smla_cuda_device *device)
+{
+    cudaError_t code = cudaSuccess;
+    for (int64_t token = 0; code == cudaSuccess && token < p->logits.num_tokens;
+         token += p->chunk_tokens) {
+        const smla_lightning_params chunk = smla_lightning_chunk(p, token);
+        code = launch_lightning_chunk(&chunk, device);
+    }
+    return code;
+}
+
+/* The function of an operator in the backend's table. A call that is empty has nothing to do. A
+ * call in checked mode first reads the values that the CPU would refuse. */
+#define OPERATOR(name, params_type, is_empty, check)                                   \
+    static smla_status name(const params_type *p, smla_error *error)                   \
+    {                                                                                  \
+        cuda_call call;                                                                \
+        if (is_empty) {                                                                \
+            return SMLA_OK;                                                            \
+        }                                                                              \
+        SMLA_TRY(begin_call(&p->call, &call, error));                                  \
+        const smla_status status = call.is_checked ? (check) : SMLA_OK;                \
+        return status == SMLA_OK                                                       \
+                   ? end_launch(&call, smla_cuda_launch_##name(p, call.device), error) \
+                   : end_call(&call, status, error);                                   \
+    }
+
+#define NO_TOKENS (p->num_tokens == 0)
+#define NO_VALUES SMLA_OK /* no value of the arrays is an error */
+
+OPERATOR(concat_and_cache_mla, smla_cache_write_params, NO_TOKENS,
+         smla_cuda_check_cache_write(p, error))
+OPERATOR(quantize_and_insert_k_cache, smla_cache_write_params, NO_TOKENS,
+         smla_cuda_check_cache_write(p, error))
+OPERATOR(indexer_k_quant_and_cache, smla_cache_write_params, NO_TOKENS,
+         smla_cuda_check_cache_write(p, error))
+OPERATOR(gather_kv_cache, smla_gather_params, p->num_reqs == 0, smla_cuda_check_gather(p, error))
+OPERATOR(dequantize_and_gather_k_cache, smla_gather_params, p->num_reqs == 0,
+         smla_cuda_check_gather(p, error))
+OPERATOR(dequantize_kv_cache, smla_dequantize_params, smla_kv_num_slots(&p->kv) == 0, NO_VALUES)
+OPERATOR(convert_req_index_to_global_index, smla_convert_params, NO_TOKENS,
+         smla_cuda_check_convert(p, error))
+OPERATOR(compute_global_topk_indices_and_lens, smla_topk_slots_params, NO_TOKENS,
+         smla_cuda_check_global_topk(p, error))
+OPERATOR(combine_topk_swa_indices, smla_combine_topk_swa_params, NO_TOKENS,
+         smla_cuda_check_combine_topk_swa(p, error))
+OPERATOR(build_mixed_sparse_indices, smla_mixed_indices_params, NO_TOKENS,
+         smla_cuda_check_mixed_indices(p, error))
+OPERATOR(fill_step_lists, smla_step_lists_params, p->num_rows == 0, NO_VALUES)
+OPERATOR(top_k_per_row, smla_top_k_params, NO_TOKENS, check_chosen_slots(p, error))
+OPERATOR(merge_attn_states, smla_merge_params, p->num_tokens == 0 || p->num_heads == 0, NO_VALUES)
+OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
+         NO_VALUES)
+OPERATOR(dynamic_per_tensor_quant, smla_quant_params, false /* no elements have a scale, too */,
+         NO_VALUES)
+OPERATOR(fused_q_kv_rmsnorm, smla_q_kv_norm_params, NO_TOKENS, NO_VALUES)
+OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
+         check_insert_values(p, error))
+OPERATOR(fused_inv_rope_fp8_quant, smla_inverse_rope_params, NO_TOKENS,
+         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
+OPERATOR(save_partial_states, smla_partial_states_params, p->rows.num_tokens == 0,
+         smla_cuda_check_partial_states(p, error))
+OPERATOR(compress_norm_rope_store, smla_compress_params, p->insert.num_tokens == 0,
+         smla_cuda_check_compress(p, error))
+OPERATOR(fused_indexer_q_rope_quant, smla_index_query_params, NO_TOKENS,
+         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
+OPERATOR(indexer_logits, smla_logits_params, p->num_tokens == 0 || p->num_columns == 0,
+         smla_cuda_check_logits(p, error))
+OPERATOR(lightning_indexer, smla_lightning_params, p->logits.num_tokens == 0,
+         check_lightning_values(p, error))
+
+/* The projections, which are cuBLAS's or kernels of e4m3. */
+static smla_status
+projection(const smla_projection_params *p, smla_error *error)
+{
+    cuda_call call;
+    if (p->num_tokens == 0 || p->outer_dim == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&p->call, &call, error));
+    return p->is_e4m3 ? end_launch(&call, smla_cuda_launch_projection_e4m3(p), error)
+                      : end_call(&call, smla_cuda_projection(p, error), error);
+}
+
+/* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */
+static smla_status
+sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
+{
+    cuda_call call;
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_cache_write(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, launch(p), error) : end_call(&call, status, error);
-}
-
-static smla_status
-concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
-{
-    return write_tokens(p, smla_cuda_launch_concat_and_cache_mla, error);
-}
-
-static smla_status
-quantize_and_insert_k_cache(const smla_cache_write_params *p, smla_error *error)
-{
-    return write_tokens(p, smla_cuda_launch_insert_k_cache, error);
-}
-
-static smla_status
-indexer_k_quant_and_cache(const smla_cache_write_params *p, smla_error *error)
-{
-    return write_tokens(p, smla_cuda_launch_insert_k_cache, error);
+    SMLA_TRY(begin_call(&p->call, &call, error));
+    return end_call(&call, smla_cuda_sparse_attention(p, plan, error), error);
 }
 
 /* Finds nothing: the values are on the device. In checked mode gather_kv_cache reads them. */
@@ -108,335 +205,10 @@ check_gather(const smla_gather_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-static smla_status
-gather_kv_cache(const smla_gather_params *p, smla_error *error)
-{
-    cuda_call call = {.op = p->op, .stream = p->stream, .format = p->kv.format};
-    if (p->num_reqs == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_gather(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_gather_kv_cache(p, call.device), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-dequantize_and_gather_k_cache(const smla_gather_params *p, smla_error *error)
-{
-    return gather_kv_cache(p, error);
-}
-
-static smla_status
-dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "dequantize_kv_cache", .stream = p->stream, .format = p->kv.format};
-    if (smla_kv_num_slots(&p->kv) == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_dequantize_kv_cache(p), error);
-}
-
-static smla_status
-convert_req_index_to_global_index(const smla_convert_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "convert_req_index_to_global_index", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_convert(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_convert_req_index_to_global_index(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "compute_global_topk_indices_and_lens", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_global_topk(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_compute_global_topk_indices_and_lens(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-top_k_per_row(const smla_top_k_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "top_k_per_row", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const bool has_values = call.is_checked && p->slots.out != NULL;
-    const smla_status status = has_values ? smla_cuda_check_global_topk(&p->slots, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_top_k_per_row(p), error)
-                             : end_call(&call, status, error);
-}
-
-static smla_status
-combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "combine_topk_swa_indices", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status =
-        call.is_checked ? smla_cuda_check_combine_topk_swa(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_combine_topk_swa_indices(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "build_mixed_sparse_indices", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_mixed_indices(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_build_mixed_sparse_indices(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-fill_step_lists(const smla_step_lists_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "MetadataBuilder.build", .stream = p->stream};
-    if (p->num_rows == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_fill_step_lists(p), error);
-}
-
-/* ---- Attention ----------------------------------------------------------------------------- */
-
-/* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */
-static smla_status
-sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
-{
-    cuda_call call = {.op = p->op, .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_call(&call, smla_cuda_sparse_attention(p, plan, error), error);
-}
-
-static smla_status
-merge_attn_states(const smla_merge_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "merge_attn_states", .stream = p->stream};
-    if (p->num_tokens == 0 || p->num_heads == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_merge_attn_states(p), error);
-}
-
-/* ---- Absorption ---------------------------------------------------------------------------- */
-
-static smla_status
-split_kv_b_proj(const smla_split_kv_b_proj_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "split_kv_b_proj", .stream = p->stream};
-    if (p->nope_dim == 0 && p->value_dim == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_split_kv_b_proj(p), error);
-}
-
-static smla_status
-projection(const smla_projection_params *p, smla_error *error)
-{
-    cuda_call call = {.op = p->op, .stream = p->stream};
-    if (p->num_tokens == 0 || p->outer_dim == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return p->is_e4m3 ? end_launch(&call, smla_cuda_launch_projection_e4m3(p), error)
-                      : end_call(&call, smla_cuda_projection(p, error), error);
-}
-
-/* There is no early return, because an array without elements has a scale, too. */
-static smla_status
-dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "dynamic_per_tensor_quant", .stream = p->stream};
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_dynamic_per_tensor_quant(p, call.device), error);
-}
-
-/* ---- Norms and RoPE ------------------------------------------------------------------------ */
-
-static smla_status
-fused_q_kv_rmsnorm(const smla_q_kv_norm_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "fused_q_kv_rmsnorm", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_fused_q_kv_rmsnorm(p), error);
-}
-
-/* In checked mode, the values that the CPU would refuse are errors before the launch. */
-static smla_status
-check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
-{
-    const smla_cache_write_params *const insert = &p->insert;
-    SMLA_TRY(smla_cuda_check_positions(insert->op, &p->rope, p->num_tokens, insert->stream, error));
-    return smla_cuda_check_cache_write(insert, error);
-}
-
-static smla_status
-fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
-{
-    cuda_call call = {.op = p->insert.op,
-                      .stream = p->insert.stream,
-                      .format = p->insert.kv.format};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? check_insert_values(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_fused_qnorm_rope_kv_insert(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-save_partial_states(const smla_partial_states_params *p, smla_error *error)
-{
-    cuda_call call = {.op = p->rows.op, .stream = p->rows.stream};
-    if (p->rows.num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_partial_states(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_save_partial_states(p), error)
-                             : end_call(&call, status, error);
-}
-
-static smla_status
-compress_norm_rope_store(const smla_compress_params *p, smla_error *error)
-{
-    cuda_call call = {.op = p->insert.op,
-                      .stream = p->insert.stream,
-                      .format = p->insert.kv.format};
-    if (p->insert.num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_compress(p, error) : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_compress_norm_rope_store(p, call.device), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "fused_inv_rope_fp8_quant", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status =
-        call.is_checked
-            ? smla_cuda_check_positions(call.op, &p->rope, p->num_tokens, p->stream, error)
-            : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_fused_inv_rope_fp8_quant(p), error)
-               : end_call(&call, status, error);
-}
-
-/* ---- Indexer ------------------------------------------------------------------------------- */
-
-static smla_status
-fused_indexer_q_rope_quant(const smla_index_query_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "fused_indexer_q_rope_quant", .stream = p->stream};
-    if (p->num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status =
-        call.is_checked
-            ? smla_cuda_check_positions(call.op, &p->rope, p->num_tokens, p->stream, error)
-            : SMLA_OK;
-    return status == SMLA_OK
-               ? end_launch(&call, smla_cuda_launch_fused_indexer_q_rope_quant(p), error)
-               : end_call(&call, status, error);
-}
-
-static smla_status
-indexer_logits(const smla_logits_params *p, smla_error *error)
-{
-    cuda_call call = {.op = "indexer_logits", .stream = p->stream};
-    if (p->num_tokens == 0 || p->num_columns == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? smla_cuda_check_logits(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_indexer_logits(p), error)
-                             : end_call(&call, status, error);
-}
-
-/* In checked mode, the values that the CPU would refuse are errors before the first launch. */
-static smla_status
-check_lightning_values(const smla_lightning_params *p, smla_error *error)
-{
-    SMLA_TRY(smla_cuda_check_logits(&p->logits, error));
-    return p->top_k.slots.out == NULL ? SMLA_OK
-                                      : smla_cuda_check_global_topk(&p->top_k.slots, error);
-}
-
-static cudaError_t
-launch_lightning_chunk(const smla_lightning_params *p)
-{
-    const cudaError_t code =
-        p->logits.out == NULL ? cudaSuccess : smla_cuda_launch_indexer_logits(&p->logits);
-    return code != cudaSuccess ? code : smla_cuda_launch_top_k_per_row(&p->top_k);
-}
-
-/* Chunks follow each other in the stream: the logits of one overwrite those of the last. */
-static smla_status
-lightning_indexer(const smla_lightning_params *p, smla_error *error)
-{
-    const int64_t num_tokens = p->logits.num_tokens;
-    cuda_call call = {.op = "lightning_indexer", .stream = p->logits.stream};
-    if (num_tokens == 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(begin_call(&call, error));
-    const smla_status status = call.is_checked ? check_lightning_values(p, error) : SMLA_OK;
-    cudaError_t code = cudaSuccess;
-    for (int64_t token = 0; status == SMLA_OK && code == cudaSuccess && token < num_tokens;
-         token += p->chunk_tokens) {
-        const smla_lightning_params chunk = smla_lightning_chunk(p, token);
-        code = launch_lightning_chunk(&chunk);
-    }
-    return status == SMLA_OK ? end_launch(&call, code, error) : end_call(&call, status, error);
-}
-
 /* ---- The table ----------------------------------------------------------------------------- */
 
 /* The line follows another initializer, so it begins with the comma. */
-#define FILL_SLOT(name, args_type, params_type) , .name = name
+#define FILL_SLOT(name, args_type, params_type, family) , .name = name
 
 const smla_backend smla_cuda_backend = {
     .name = "cuda",

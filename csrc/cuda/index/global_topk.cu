@@ -120,12 +120,13 @@ __launch_bounds__(BLOCK_THREADS, 4)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p)
+smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p,
+                                                      const smla_cuda_device *device)
 {
     const global_topk_args args = {*p, page_table_of(p->pages)};
-    const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
+    const int64_t num_sms = device->num_sms;
     const bool are_many = p->num_tokens >= SM_TOKENS * num_sms;
     return smla_launch(are_many ? global_topk_warp_kernel : global_topk_kernel, args,
                        are_many ? smla_count_parts(p->num_tokens, BLOCK_WARPS) : p->num_tokens,
-                       BLOCK_THREADS, 0, p->stream);
+                       BLOCK_THREADS, 0, p->call.stream);
 }

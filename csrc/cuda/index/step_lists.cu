@@ -166,7 +166,7 @@ __launch_bounds__(BLOCK_THREADS) step_lists_kernel(const __grid_constant__ step_
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_fill_step_lists(const smla_step_lists_params *p)
+smla_cuda_launch_fill_step_lists(const smla_step_lists_params *p, const smla_cuda_device *)
 {
     step_lists_args args = {*p, page_table_of(p->swa_pages), {}};
     for (int i = 0; i < p->num_groups; i++) {
@@ -175,5 +175,5 @@ smla_cuda_launch_fill_step_lists(const smla_step_lists_params *p)
         args.tables[i].state_pages = page_table_of(g.state_pages);
         args.tables[i].ratio = smla_make_divisor(g.ratio);
     }
-    return smla_launch(step_lists_kernel, args, count_works(*p), BLOCK_THREADS, 0, p->stream);
+    return smla_launch(step_lists_kernel, args, count_works(*p), BLOCK_THREADS, 0, p->call.stream);
 }

@@ -121,7 +121,7 @@ cudaError_t
 launch_lists(void (*const kernels[3])(Args), const Args &args, bool is_aligned)
 {
     const int64_t num_tokens = args.p.num_tokens;
-    const smla_stream stream = args.p.stream;
+    const smla_stream stream = args.p.call.stream;
     const int64_t num_sms = smla_cuda_find_device(stream.device_id)->num_sms;
     const bool has_warps = is_aligned && num_tokens >= SM_TOKENS * num_sms;
     return smla_launch(kernels[has_warps ? 2 : is_aligned], args,
@@ -425,7 +425,8 @@ typedef team<SMLA_WARP_LANES, 4> aligned_warp;
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *p)
+smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *p,
+                                          const smla_cuda_device *)
 {
     static void (*const kernels[])(combine_args) = {combine_lists_kernel<cta>,
                                                     combine_lists_kernel<aligned_cta>,
@@ -437,7 +438,8 @@ smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *p)
 }
 
 cudaError_t
-smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *p)
+smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *p,
+                                            const smla_cuda_device *)
 {
     static void (*const kernels[])(mixed_args) = {mixed_lists_kernel<cta>,
                                                   mixed_lists_kernel<aligned_cta>,

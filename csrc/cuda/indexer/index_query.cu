@@ -273,7 +273,8 @@ is_aligned(const smla_index_query_params *p)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
+smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params,
+                                            const smla_cuda_device *)
 {
     query_args args = {};
     args.p = *params;
@@ -286,5 +287,5 @@ smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *param
             ? (aligned ? query_kernel<false, true> : query_kernel<false, false>)
             : (aligned ? query_kernel<true, true> : query_kernel<true, false>);
     return smla_launch(kernel, args, smla_count_parts(args.num_works, BLOCK_WARPS), BLOCK_THREADS,
-                       0, params->stream);
+                       0, params->call.stream);
 }

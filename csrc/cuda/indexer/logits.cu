@@ -462,7 +462,7 @@ are_queries_aligned(const smla_logits_params *p)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_indexer_logits(const smla_logits_params *params)
+smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cuda_device *device)
 {
     static uint64_t allowed[3][3];
     if (smla_cuda_serves_logits_sm90(params)) {
@@ -480,7 +480,7 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params)
     }
     const int64_t token_blocks = smla_count_parts(params->num_tokens, args.block_tokens);
     args.token_blocks = smla_make_divisor(token_blocks);
-    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const int64_t num_sms = device->num_sms;
     args.chunk_columns = choose_chunk(params->num_columns, token_blocks, WORKS_PER_SM * num_sms,
                                       LEAST_CHUNK, MOST_CHUNK);
     args.num_works = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
@@ -496,9 +496,10 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params)
         column++;
     }
     void (*const kernel)(logits_args) = table[kind].kernels[column];
-    const cudaError_t code = allow_shared_bytes((const void *)kernel, MOST_SHARED_BYTES,
-                                                params->stream.device_id, &allowed[kind][column]);
-    return code != cudaSuccess
-               ? code
-               : smla_launch(kernel, args, args.num_works, BLOCK_THREADS, bytes, params->stream);
+    const cudaError_t code =
+        allow_shared_bytes((const void *)kernel, MOST_SHARED_BYTES, params->call.stream.device_id,
+                           &allowed[kind][column]);
+    return code != cudaSuccess ? code
+                               : smla_launch(kernel, args, args.num_works, BLOCK_THREADS, bytes,
+                                             params->call.stream);
 }

@@ -389,14 +389,14 @@ launch_shape(const smla_logits_params *p, const smla_logits_plan *plan, int64_t 
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(logits_memory<Shape>);
-    const cudaError_t code =
-        allow_shared_bytes((const void *)logits_sm90<Shape>, bytes, p->stream.device_id, &allowed);
+    const cudaError_t code = allow_shared_bytes((const void *)logits_sm90<Shape>, bytes,
+                                                p->call.stream.device_id, &allowed);
     return code != cudaSuccess
                ? code
                : smla_launch(logits_sm90<Shape>, *all,
                              plan->num_works < num_sms && !plan->is_even ? plan->num_works
                                                                          : num_sms,
-                             CONSUMERS + COPIERS, bytes, p->stream);
+                             CONSUMERS + COPIERS, bytes, p->call.stream);
 }
 
 template <int HEADS, int TOKENS, int GROUPS>
@@ -422,7 +422,7 @@ cudaError_t
 launch_heads(const smla_logits_params *p)
 {
     enum { TOKENS = 128 / HEADS };
-    const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
+    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
     sm90_args all = {};
     logits_args *const args = &all.args;
     args->p = *p;
@@ -466,7 +466,7 @@ launch_heads(const smla_logits_params *p)
 bool
 smla_cuda_serves_logits_sm90(const smla_logits_params *p)
 {
-    return smla_cuda_find_device(p->stream.device_id)->compute_capability == 90 &&
+    return smla_cuda_is_hopper(smla_cuda_find_device(p->call.stream.device_id)) &&
            (p->num_heads == 32 || p->num_heads == 64) && p->q_scale == NULL &&
            p->kv.format->number == SMLA_ROW_FP8_INDEX && p->num_columns < MOST_COLUMNS &&
            p->num_tokens < MOST_COLUMNS &&

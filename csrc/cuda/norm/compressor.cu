@@ -70,7 +70,7 @@ smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
     const bool is_bf16 = params->insert.kv.format->nope_type == SMLA_NOPE_BF16;
     const bool aligned =
         has_aligned_states(params->states) && (!is_bf16 || has_aligned_rows(params->insert.kv));
-    if (is_long && params->dim == SMLA_V4_HEAD_DIM && device->compute_capability == 90) {
+    if (is_long && params->dim == SMLA_V4_HEAD_DIM && smla_cuda_is_hopper(device)) {
         return smla_cuda_launch_compress_in_parts(params, device, aligned);
     }
     const int num_threads = is_long ? (int)params->dim : short_threads((int)params->dim);

@@ -475,7 +475,7 @@ launch_compress(void (*kernel)(compress_args), const smla_compress_params *param
     const int64_t num_runs = smla_count_parts(num_tokens, args.run_tokens);
     const int64_t most_runs = INT32_MAX / parts;
     return smla_launch(kernel, args, (num_runs < most_runs ? num_runs : most_runs) * parts,
-                       num_threads, 0, params->insert.stream, parts > 1);
+                       num_threads, 0, params->call.stream, parts > 1);
 }
 
 } /* namespace */

@@ -336,7 +336,8 @@ count_rows(const smla_inverse_rope_params *p)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params)
+smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params,
+                                          const smla_cuda_device *)
 {
     inverse_args args = {};
     args.p = *params;
@@ -355,5 +356,5 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
         params->out_scale == NULL
             ? (aligned ? inverse_kernel<false, true> : inverse_kernel<false, false>)
             : (aligned ? inverse_kernel<true, true> : inverse_kernel<true, false>);
-    return smla_launch(kernel, args, args.num_blocks, BLOCK_THREADS, 0, params->stream);
+    return smla_launch(kernel, args, args.num_blocks, BLOCK_THREADS, 0, params->call.stream);
 }

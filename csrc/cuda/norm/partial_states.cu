@@ -51,7 +51,8 @@ __launch_bounds__(SAVE_THREADS) save_kernel(const __grid_constant__ save_args ar
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
+smla_cuda_launch_save_partial_states(const smla_partial_states_params *params,
+                                     const smla_cuda_device *)
 {
     const save_args args = {*params, smla_make_divisor(params->ratio),
                             smla_make_divisor(params->rows.kv.block_size),
@@ -59,5 +60,5 @@ smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
     const int64_t num_works = params->rows.num_tokens * args.num_pieces.divisor;
     return smla_launch(has_aligned_states(*params) ? save_kernel<true> : save_kernel<false>, args,
                        smla_count_parts(num_works, SAVE_THREADS / SMLA_WARP_LANES), SAVE_THREADS, 0,
-                       params->rows.stream);
+                       params->call.stream);
 }

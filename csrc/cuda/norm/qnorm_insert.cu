@@ -285,7 +285,8 @@ is_aligned(const smla_qnorm_insert_params *p)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
+smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params,
+                                            const smla_cuda_device *)
 {
     qnorm_args args = {};
     args.p = *params;
@@ -298,7 +299,7 @@ smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *para
     for (const qnorm_row &row : qnorm_rows) {
         if (row.format == params->insert.kv.format->number) {
             return smla_launch(row.kernels[aligned], args, num_blocks, BLOCK_THREADS, 0,
-                               params->insert.stream);
+                               params->call.stream);
         }
     }
     return SMLA_NO_KERNEL;

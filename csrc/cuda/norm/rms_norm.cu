@@ -218,13 +218,15 @@ is_aligned(const smla_norm_rows &rows)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
+smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params,
+                                    const smla_cuda_device *device)
 {
     const int64_t num_tokens = params->num_tokens;
-    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const int64_t num_sms = device->num_sms;
     const norm_args args = {*params, num_tokens < SM_TOKENS * num_sms};
     const int64_t num_works = args.is_split ? 2 * num_tokens : num_tokens;
     const bool aligned = is_aligned(params->rows[0]) && is_aligned(params->rows[1]);
     return smla_launch(aligned ? norm_kernel<true> : norm_kernel<false>, args,
-                       smla_count_parts(num_works, BLOCK_WARPS), BLOCK_THREADS, 0, params->stream);
+                       smla_count_parts(num_works, BLOCK_WARPS), BLOCK_THREADS, 0,
+                       params->call.stream);
 }

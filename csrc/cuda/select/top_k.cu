@@ -105,11 +105,10 @@ choose_held_plan(const smla_top_k_params *p, const smla_cuda_device *device, sml
 } // namespace
 
 cudaError_t
-smla_cuda_launch_top_k_per_row(const smla_top_k_params *p)
+smla_cuda_launch_top_k_per_row(const smla_top_k_params *p, const smla_cuda_device *device)
 {
     static uint64_t allowed[2];
-    const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
-    const bool is_hopper = device->compute_capability == 90;
+    const bool is_hopper = smla_cuda_is_hopper(device);
     const int ctas = is_hopper ? choose_ctas(p, device) : 1;
     smla_held_plan plan;
     if (is_hopper && choose_held_plan(p, device, &plan)) {

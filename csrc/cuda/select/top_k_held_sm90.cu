@@ -37,7 +37,7 @@ launch_held(const smla_top_k_params *p)
         (int)sizeof(held_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
     void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS, PARTS>;
     cudaError_t code =
-        allow_shared_bytes((const void *)kernel, bytes, p->stream.device_id, &allowed);
+        allow_shared_bytes((const void *)kernel, bytes, p->call.stream.device_id, &allowed);
     int clusters = __atomic_load_n(&most_clusters, __ATOMIC_RELAXED);
     if (code == cudaSuccess && clusters == 0) {
         code = count_clusters((const void *)kernel, CTAS, THREADS, bytes, &clusters);
@@ -53,7 +53,7 @@ launch_held(const smla_top_k_params *p)
     /* As many rows for every cluster. */
     const int64_t rounds = smla_count_parts(p->num_tokens, clusters > 0 ? clusters : 1);
     return smla_launch(kernel, args, smla_count_parts(p->num_tokens, rounds) * CTAS, THREADS, bytes,
-                       p->stream, CTAS > 1);
+                       p->call.stream, CTAS > 1);
 }
 
 template <bool IS_BF16, int PARTS>

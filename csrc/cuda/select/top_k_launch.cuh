@@ -46,7 +46,7 @@ choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, 
 static inline cudaError_t
 launch_top_k(void (*kernel)(top_k_args), const smla_top_k_params *p, int ctas, uint64_t *allowed)
 {
-    const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
+    const smla_cuda_device *const device = smla_cuda_find_device(p->call.stream.device_id);
     const int64_t steps = choose_memory_steps(p, device, ctas);
     top_k_args args = {*p, {}, (uint32_t)steps};
     if (p->slots.out != NULL) {
@@ -55,10 +55,10 @@ launch_top_k(void (*kernel)(top_k_args), const smla_top_k_params *p, int ctas, u
     const int64_t most = MAX_LAUNCH_ROWS;
     const int64_t rows = p->num_tokens < most ? p->num_tokens : most;
     const cudaError_t code = allow_shared_bytes((const void *)kernel, device->max_shared_bytes,
-                                                p->stream.device_id, allowed);
+                                                p->call.stream.device_id, allowed);
     return code != cudaSuccess ? code
                                : smla_launch(kernel, args, rows * ctas, BLOCK_THREADS,
-                                             select_memory_bytes(steps), p->stream, ctas > 1);
+                                             select_memory_bytes(steps), p->call.stream, ctas > 1);
 }
 
 } // namespace

@@ -12,7 +12,7 @@ static cudaError_t write_launch(smla_stream stream);
 smla_status
 smla_cuda_projection(const smla_projection_params *params, smla_error *error)
 {
-    SMLA_TRY(smla_cuda_status(params->op, "launch", write_launch(params->stream), error));
+    SMLA_TRY(smla_cuda_status(params->call.op, "launch", write_launch(params->call.stream), error));
     return smla_cpu_backend.projection(params, error);
 }
 
@@ -32,151 +32,25 @@ write_launch(smla_stream stream)
     return answer("launch");
 }
 
-/* The body of a launcher, whose kernel is an operator of the CPU backend. */
-#define LAUNCH(operator, params)                                                            \
-    do {                                                                                    \
-        const cudaError_t code_ = write_launch((params)->stream);                           \
-        EXPECT(code_ != cudaSuccess || smla_cpu_backend.operator(params, NULL) == SMLA_OK); \
-        return code_;                                                                       \
-    } while (0)
+/* A launcher whose kernel is the operator of the CPU backend. */
+#define LAUNCHER(name, args_type, params_type, family)                                             \
+    cudaError_t smla_cuda_launch_##name(const params_type *params, const smla_cuda_device *device) \
+    {                                                                                              \
+        (void)device;                                                                              \
+        const cudaError_t code = write_launch(params->call.stream);                                \
+        EXPECT(code != cudaSuccess || smla_cpu_backend.name(params, NULL) == SMLA_OK);             \
+        return code;                                                                               \
+    }
 
-cudaError_t
-smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
-{
-    LAUNCH(concat_and_cache_mla, params);
-}
-
-cudaError_t
-smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params)
-{
-    LAUNCH(quantize_and_insert_k_cache, params);
-}
-
-cudaError_t
-smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
-{
-    (void)device;
-    LAUNCH(gather_kv_cache, params);
-}
-
-cudaError_t
-smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params)
-{
-    LAUNCH(dequantize_kv_cache, params);
-}
-
-cudaError_t
-smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params)
-{
-    LAUNCH(convert_req_index_to_global_index, params);
-}
-
-cudaError_t
-smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params)
-{
-    LAUNCH(compute_global_topk_indices_and_lens, params);
-}
-
-cudaError_t
-smla_cuda_launch_top_k_per_row(const smla_top_k_params *params)
-{
-    LAUNCH(top_k_per_row, params);
-}
-
-cudaError_t
-smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
-{
-    LAUNCH(combine_topk_swa_indices, params);
-}
-
-cudaError_t
-smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params)
-{
-    LAUNCH(build_mixed_sparse_indices, params);
-}
-
-cudaError_t
-smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params)
-{
-    LAUNCH(fill_step_lists, params);
-}
-
-cudaError_t
-smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
-{
-    LAUNCH(merge_attn_states, params);
-}
-
-cudaError_t
-smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
-                                          const smla_cuda_device *device)
-{
-    (void)device;
-    LAUNCH(dynamic_per_tensor_quant, params);
-}
-
-cudaError_t
-smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
-{
-    LAUNCH(fused_q_kv_rmsnorm, params);
-}
-
-cudaError_t
-smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params)
-{
-    LAUNCH(fused_inv_rope_fp8_quant, params);
-}
-
-cudaError_t
-smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
-{
-    LAUNCH(fused_indexer_q_rope_quant, params);
-}
-
-cudaError_t
-smla_cuda_launch_indexer_logits(const smla_logits_params *params)
-{
-    LAUNCH(indexer_logits, params);
-}
-
-cudaError_t
-smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
-{
-    const cudaError_t code = write_launch(params->insert.stream);
-    EXPECT(code != cudaSuccess ||
-           smla_cpu_backend.fused_qnorm_rope_kv_insert(params, NULL) == SMLA_OK);
-    return code;
-}
-
-cudaError_t
-smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
-{
-    const cudaError_t code = write_launch(params->rows.stream);
-    EXPECT(code != cudaSuccess || smla_cpu_backend.save_partial_states(params, NULL) == SMLA_OK);
-    return code;
-}
-
-cudaError_t
-smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
-                                          const smla_cuda_device *device)
-{
-    (void)device;
-    const cudaError_t code = write_launch(params->insert.stream);
-    EXPECT(code != cudaSuccess ||
-           smla_cpu_backend.compress_norm_rope_store(params, NULL) == SMLA_OK);
-    return code;
-}
-
-cudaError_t
-smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
-{
-    LAUNCH(split_kv_b_proj, params);
-}
+SMLA_LAUNCHED_OPERATORS(LAUNCHER)
+LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
 
 cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
 {
-    LAUNCH(projection, params);
+    const cudaError_t code = write_launch(params->call.stream);
+    EXPECT(code != cudaSuccess || smla_cpu_backend.projection(params, NULL) == SMLA_OK);
+    return code;
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
@@ -220,7 +94,7 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
     }
     const smla_attention_shape shape = shape_of(params);
     EXPECT((smla_join_formats(shape.formats[0], shape.formats[1]) & ~kernel->formats) == 0);
-    const cudaError_t code = write_launch(params->stream);
+    const cudaError_t code = write_launch(params->call.stream);
     if (code != cudaSuccess) {
         return code;
     }

@@ -13,7 +13,7 @@ shape_of(const smla_attention_params *params)
         .topk = params->lists[0].topk,
         .extra_topk = has_extra ? params->lists[1].topk : 0,
         .num_splits = params->num_splits,
-        .device_id = params->stream.device_id,
+        .device_id = params->call.stream.device_id,
         .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
         .has_query_scale = params->q_e4m3 != NULL || params->q_scale.pointer != NULL,
     };

@@ -94,7 +94,7 @@ launch_attend(const smla_attention_params *params, const smla_attention_start *s
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
-                       params->stream, false, start->held);
+                       params->call.stream, false, start->held);
 }
 
 #define LAUNCHER(name, heads, rows)                                                          \

@@ -330,7 +330,7 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
-                       SHARED_BYTES, params->stream, false, start->held);
+                       SHARED_BYTES, params->call.stream, false, start->held);
 }
 
 /* Whether all rows of q and out and all cache rows begin at multiples of 16 bytes. */

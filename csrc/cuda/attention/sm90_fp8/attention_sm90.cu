@@ -430,7 +430,7 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream, false, start->held);
+                       params->call.stream, false, start->held);
 }
 
 template <int ROW, int HEADS>

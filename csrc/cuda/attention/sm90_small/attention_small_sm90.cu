@@ -338,7 +338,7 @@ count_small_ctas(const attention_launch &launch, int partners)
 {
     const smla_attention_params &params = launch.params;
     const int64_t num_works = count_works(launch);
-    const int num_sms = smla_cuda_find_device(params.stream.device_id)->num_sms;
+    const int num_sms = smla_cuda_find_device(params.call.stream.device_id)->num_sms;
     return smla_fits_beside(num_works, params.num_tokens * params.num_heads, params.num_splits,
                             num_sms)
                ? num_sms / partners * partners
@@ -368,7 +368,7 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     const int64_t num_ctas =
         Shape::IS_FULL ? count_works(launch) : count_small_ctas(launch, PARTNERS);
     return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
-                       params->stream, PARTNERS > 1, start->held);
+                       params->call.stream, PARTNERS > 1, start->held);
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */

@@ -1,0 +1,46 @@
+/* operators.h: the one list of operators. */
+#pragma once
+
+/* The operators that are one call on every backend: name, args, params, and the family whose folder
+ * has their CPU and CUDA functions. A line makes
+ *   - the public entry point smla_<name> (ops/dispatch.c),
+ *   - a slot of smla_backend (backend.h),
+ *   - the declarations of smla_check_<name> (ops/check.h), smla_cpu_<name> (cpu/machine/cpu.h) and
+ *     smla_cuda_launch_<name> (cuda/host/cuda.h), each to be defined,
+ *   - a name for tests that go through all operators. */
+#define SMLA_OPERATORS(X)      \
+    SMLA_LAUNCHED_OPERATORS(X) \
+    X(lightning_indexer, smla_lightning_indexer_args, smla_lightning_params, indexer)
+
+/* Those that CUDA starts as one launch. lightning_indexer is a series of two of them. */
+#define SMLA_LAUNCHED_OPERATORS(X)                                                                 \
+    X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params, cache)        \
+    X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params, cache)                       \
+    X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params, cache)           \
+    X(quantize_and_insert_k_cache, smla_insert_k_cache_args, smla_cache_write_params, cache)       \
+    X(indexer_k_quant_and_cache, smla_indexer_k_cache_args, smla_cache_write_params, cache)        \
+    X(dequantize_and_gather_k_cache, smla_gather_k_cache_args, smla_gather_params, cache)          \
+    X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params, index)  \
+    X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params, index)   \
+    X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params, index)   \
+    X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params, index)       \
+    X(top_k_per_row, smla_top_k_args, smla_top_k_params, topk)                                     \
+    X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params, attention)                \
+    X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \
+    X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params, projection) \
+    X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params, norm)               \
+    X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params, norm)          \
+    X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params,      \
+      norm)                                                                                        \
+    X(save_partial_states, smla_partial_states_args, smla_partial_states_params, compressor)       \
+    X(compress_norm_rope_store, smla_compress_args, smla_compress_params, compressor)              \
+    X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params, indexer)         \
+    X(indexer_logits, smla_indexer_logits_args, smla_logits_params, indexer)
+
+/* The projections, whose arrays differ and whose params are the same: all have the slot
+ * `projection`. */
+#define SMLA_PROJECTIONS(X)                                                                   \
+    X(k_up_proj, smla_k_up_proj_args, smla_projection_params, projection)                     \
+    X(v_up_proj, smla_v_up_proj_args, smla_projection_params, projection)                     \
+    X(grouped_output_projection, smla_grouped_output_projection_args, smla_projection_params, \
+      projection)
