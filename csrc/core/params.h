@@ -18,8 +18,8 @@ typedef struct smla_stream {
     void *handle; /* cudaStream_t; unused on the CPU */
 } smla_stream;
 
-/* A call of an operator: what its errors, its log and its launches need, whatever it computes. Every
- * params struct begins with it, but for attention, and kernels do not read it. */
+/* A call of an operator: what its errors, its log and its launches need, whatever it computes.
+ * Every params struct but attention's begins with it, and kernels do not read it. */
 typedef struct smla_call {
     const char *op; /* the operator's name */
     smla_stream stream;

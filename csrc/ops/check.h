@@ -80,7 +80,7 @@ void smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_v
 /* The element type of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);
 
-/* A call on the arrays' device and the caller's stream. `kv_format` is that of its cache, or NULL. */
+/* A call on the arrays' device and the caller's stream. `kv_format` is its cache's, or NULL. */
 smla_call smla_call_of(const smla_checker *checker, void *stream,
                        const smla_kv_format_info *kv_format);
 

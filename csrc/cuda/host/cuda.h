@@ -1,8 +1,8 @@
 /* cuda.h: what the host files of the CUDA backend share, and the launchers that they call.
  *
  * A launcher stands at the foot of its kernel's .cu file and is plain C to its callers. It starts
- * work on params->call.stream.handle and returns the launch's error code. cuda_backend.c has made the
- * device current. A launcher never allocates, synchronises or reads array values back.
+ * work on the call's stream and returns the launch's error code. cuda_backend.c has made the device
+ * current. A launcher never allocates, synchronises or reads array values back.
  */
 #pragma once
 
