@@ -230,7 +230,11 @@ def test_tab_completion_offers_the_public_names(name):
 # --- pages ---------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("csrc/**/*.md"))]
+FOLDERS_OF_PAGES = ("docs", "benchmarks", "csrc")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(page for name in FOLDERS_OF_PAGES for page in (ROOT / name).rglob("*.md")),
+]
 FOLDERS = ("benchmarks", "buildtools", "csrc", "docs", "examples", "sparse_mla", "tests")
 
 
