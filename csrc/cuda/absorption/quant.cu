@@ -307,8 +307,8 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
         if (row.type != params->type || row.count != count) {
             continue;
         }
-        smla_cuda_held held;
-        smla_cuda_begin_held(&held);
+        smla_cuda_deferred held;
+        smla_cuda_begin_deferred(&held);
         /* At least one block, which writes the scale of an empty x, and the tail. */
         const cudaError_t found = smla_launch(row.find_amax, args,
                                               amax_blocks < 1             ? 1

@@ -65,14 +65,14 @@ template <typename Tile> struct shared_memory {
 /* Starts to copy the tile's query, which is there after ptx_cp_async_wait_all and a barrier. */
 template <typename Tile>
 static __device__ __forceinline__ void
-start_query(const attention_launch &launch, const cta_work &work, int thread,
+start_query(const attention_launch &launch, const work_item &item, int thread,
             shared_memory<Tile> *shared)
 {
     const smla_attention_params &params = launch.params;
-    const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                 work.first_head * params.q_nope_stride_head;
-    const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                 work.first_head * params.q_pe_stride_head;
+    const uint16_t *const nope = params.q_nope + item.token * params.q_nope_stride_token +
+                                 item.first_head * params.q_nope_stride_head;
+    const uint16_t *const rope = params.q_pe + item.token * params.q_pe_stride_token +
+                                 item.first_head * params.q_pe_stride_head;
 #pragma unroll 2
     for (int i = thread; i < Tile::HEADS * Tile::ROW_CHUNKS; i += CTA_THREADS) {
         const int head = i / Tile::ROW_CHUNKS;
@@ -81,11 +81,11 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
             chunk < NOPE_CHUNKS ? nope + head * params.q_nope_stride_head + chunk * 8
                                 : rope + head * params.q_pe_stride_head + (chunk - NOPE_CHUNKS) * 8;
         uint4 *const to = chunk_of(shared->query, head, chunk);
-        if (head >= work.num_heads) {
+        if (head >= item.num_heads) {
             *to = make_uint4(0, 0, 0, 0);
         } else if (Tile::CODED && params.q_e4m3 != NULL) {
-            *to = load_e4m3_query(params.q_e4m3 + work.token * params.q_nope_stride_token +
-                                  (work.first_head + head) * params.q_nope_stride_head + chunk * 8);
+            *to = load_e4m3_query(params.q_e4m3 + item.token * params.q_nope_stride_token +
+                                  (item.first_head + head) * params.q_nope_stride_head + chunk * 8);
         } else if (launch.q_is_aligned) {
             ptx_cp_async_16(ptx_shared_address(to), from);
         } else {
@@ -393,12 +393,12 @@ add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::
 /* Writes results: out * factor, rounded once. The work has all keys of its token. */
 template <typename Tile>
 static __device__ __forceinline__ void
-write_out(const attention_launch &launch, const cta_work &work, int head, int first_value,
+write_out(const attention_launch &launch, const work_item &item, int head, int first_value,
           float factor, const float out[Tile::OUT_N][4], int piece)
 {
     const smla_attention_params &params = launch.params;
-    uint16_t *const to = params.out + work.token * params.out_stride_token +
-                         (work.first_head + head) * params.out_stride_head + first_value;
+    uint16_t *const to = params.out + item.token * params.out_stride_token +
+                         (item.first_head + head) * params.out_stride_head + first_value;
 #pragma unroll
     for (int n = 0; n < Tile::OUT_N; n++) {
         const uint32_t pair =
@@ -411,7 +411,7 @@ write_out(const attention_launch &launch, const cta_work &work, int head, int fi
     }
 }
 
-/* Writes a part of a partial row, as it is; the combine kernel or fold_work folds it. */
+/* Writes a part of a partial row, as it is; the combine kernel or fold_item folds it. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
@@ -425,28 +425,28 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
 /* Finishes rows. `factor` becomes write_out's factor, or 0 for partial rows without an out. */
 template <typename Tile>
 static __device__ __forceinline__ void
-finish_rows(const attention_launch &launch, const cta_work &work, int thread,
+finish_rows(const attention_launch &launch, const work_item &item, int thread,
             shared_memory<Tile> *shared)
 {
     const int head = thread / Tile::LANES;
-    if (thread % Tile::LANES != 0 || head >= work.num_heads) {
+    if (thread % Tile::LANES != 0 || head >= item.num_heads) {
         return;
     }
     const softmax_row row = shared->rows[head];
-    if (work.first_row == NOT_PARTIAL) {
-        const float sink = softmax_sink(launch.params, work.first_head + head);
-        shared->factor[head] = softmax_finish(launch.params, work.token, work.first_head + head,
+    if (item.first_row == NOT_PARTIAL) {
+        const float sink = softmax_sink(launch.params, item.first_head + head);
+        shared->factor[head] = softmax_finish(launch.params, item.token, item.first_head + head,
                                               row.max_log2, row.sum, sink, true);
         return;
     }
-    *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+    *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
         make_float2(row.max_log2, row.sum);
     shared->factor[head] = row.sum == 0.0f ? 0.0f : 1.0f;
 }
 
 template <typename Tile>
 static __device__ __forceinline__ void
-write_results(const attention_launch &launch, const cta_work &work, int thread,
+write_results(const attention_launch &launch, const work_item &item, int thread,
               const shared_memory<Tile> *shared, const float out[Tile::OUT_M][Tile::OUT_N][4])
 {
     const int warp = thread / SMLA_WARP_LANES;
@@ -457,15 +457,15 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
 #pragma unroll
         for (int piece = 0; piece < 2; piece++) {
             const int head = 16 * m + 8 * piece + lane / 4;
-            if (head >= work.num_heads) {
+            if (head >= item.num_heads) {
                 continue;
             }
             const float factor = shared->factor[head];
-            if (work.first_row == NOT_PARTIAL) {
-                write_out<Tile>(launch, work, head, first_value, factor, out[m], piece);
+            if (item.first_row == NOT_PARTIAL) {
+                write_out<Tile>(launch, item, head, first_value, factor, out[m], piece);
             } else if (factor != 0.0f) {
                 write_partial<Tile>(launch.partials.out +
-                                        ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
+                                        ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK +
                                         first_value,
                                     out[m], piece);
             }
@@ -480,15 +480,15 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
  * read. The key goes through is_key, which nobody reads yet. */
 template <typename Tile>
 static __device__ __forceinline__ bool
-find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+find_only_key(const attention_launch &launch, const work_item &item, const block_plan &plan,
               int thread, int32_t slot, shared_memory<Tile> *shared, listed_key *only)
 {
     listed_key mine = {slot, list_of(plan, block_of_lane(0, thread))};
     int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
 #pragma unroll 1
     for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
-        const int32_t index = read_index<Tile::RANGED>(launch, work, plan, window, thread);
-        slot = find_slot(launch, work, plan, window, thread, index);
+        const int32_t index = read_index<Tile::RANGED>(launch, item, plan, window, thread);
+        slot = find_slot(launch, item, plan, window, thread, index);
         if (slot >= 0) {
             mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
         }
@@ -508,9 +508,9 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
 /* Not inlined, because inlined code would cost the loop registers. */
 template <bool ROPE, bool CODED = false>
 static __device__ __noinline__ void
-attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
+attend_only_key(const attention_launch &launch, work_item item, listed_key only, int thread)
 {
-    attend_one_key<ROPE, CODED>(launch, work, only, thread, CTA_THREADS);
+    attend_one_key<ROPE, CODED>(launch, item, only, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
@@ -522,29 +522,29 @@ static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
            shared_memory<Tile> *shared)
 {
-    const cta_work work = find_part(launch, num_tiles, cta, part, Tile::HEADS);
+    const work_item item = find_part(launch, num_tiles, cta, part, Tile::HEADS);
     start_rows<Tile>((int)threadIdx.x, shared);
-    start_query<Tile>(launch, work, (int)threadIdx.x, shared);
-    const block_plan plan = plan_blocks<Tile::RANGED>(launch, work);
+    start_query<Tile>(launch, item, (int)threadIdx.x, shared);
+    const block_plan plan = plan_blocks<Tile::RANGED>(launch, item);
     int32_t key =
-        read_index<Tile::RANGED>(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
-    key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
+        read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* later its slot */
+    key = find_slot(launch, item, plan, 0, (int)threadIdx.x, key);
     listed_key only;
-    if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
+    if (find_only_key<Tile>(launch, item, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
         if constexpr (Tile::IS_CALLED) {
-            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x,
+            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x,
                                                         CTA_THREADS);
         } else {
-            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
+            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x);
         }
         ptx_cp_async_wait_all();     /* the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;
     }
-    typename key_types<Tile::FORMATS>::place place =
+    typename key_types<Tile::FORMATS>::address address =
         find_key<Tile::FORMATS>(launch, plan, 0, (int)threadIdx.x, key);
     typename key_types<Tile::FORMATS>::rows raw;
-    load_keys<Tile::FORMATS>(launch, plan, 0, place, (int)threadIdx.x, &raw);
+    load_keys<Tile::FORMATS>(launch, plan, 0, address, (int)threadIdx.x, &raw);
     const float scale_log2 = Tile::CODED ? find_scale_log2(launch) : launch.scale_log2;
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
@@ -555,17 +555,17 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
                                   shared->scales, shared->is_key);
         const bool any = ptx_barrier_or(0, CTA_THREADS, sees_key(raw.scale_or_mask, thread));
         if (block % WINDOW == WINDOW - 1) {
-            place = find_key<Tile::FORMATS>(launch, plan, block / WINDOW + 1, thread, key);
+            address = find_key<Tile::FORMATS>(launch, plan, block / WINDOW + 1, thread, key);
         }
-        load_keys<Tile::FORMATS>(launch, plan, block + 1, place, thread, &raw);
+        load_keys<Tile::FORMATS>(launch, plan, block + 1, address, thread, &raw);
         if (block % WINDOW == 1) {
-            key = read_index<Tile::RANGED>(launch, work, plan, block / WINDOW + 1, thread);
+            key = read_index<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread);
         }
         if (any) {
             score_block<Tile>(shared, ptx_forget(thread));
         }
         if (block % WINDOW == 3) {
-            key = find_slot(launch, work, plan, block / WINDOW + 1, thread, key);
+            key = find_slot(launch, item, plan, block / WINDOW + 1, thread, key);
         }
         if (any) {
             ptx_barrier(0, CTA_THREADS); /* scores are visible */
@@ -575,7 +575,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
         }
     }
-    const cta_work done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
+    const work_item done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
     finish_rows<Tile>(launch, done, (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);

@@ -149,7 +149,7 @@ struct coded_rows {
 };
 
 static __device__ __forceinline__ smla_kv_token
-place_of_lane(const smla_kv_token &key, int lane)
+address_of_lane(const smla_kv_token &key, int lane)
 {
     return smla_kv_token{(uint8_t *)row_of_lane(key.row, lane),
                          (uint8_t *)row_of_lane(key.scales, lane)};
@@ -162,7 +162,7 @@ load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &k
 {
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i++) {
-        const smla_kv_token from = place_of_lane(key, first_lane + i);
+        const smla_kv_token from = address_of_lane(key, first_lane + i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             rows->chunks[i][half] =
@@ -170,7 +170,7 @@ load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &k
         }
     }
     const int scaled = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
-    const smla_kv_token from = place_of_lane(key, first_lane + scaled);
+    const smla_kv_token from = address_of_lane(key, first_lane + scaled);
     rows->scale_or_mask =
         has_scale(lane)
             ? smla_float_bits(load_tile_scale(launch, list, from, lane % SMLA_NUM_SCALE_TILES))
@@ -217,24 +217,24 @@ load_e4m3_query(const uint8_t *from)
 /* How a kernel that serves these formats holds the places and the rows of its keys. */
 template <int FORMATS> struct key_types {
     static constexpr bool CODED = FORMATS == SMLA_ROWS_512;
-    typedef const uint8_t *place;
+    typedef const uint8_t *address;
     typedef raw_rows<FORMATS> rows;
 };
 
 template <> struct key_types<SMLA_ROWS_512> {
     static constexpr bool CODED = true;
-    typedef smla_kv_token place;
+    typedef smla_kv_token address;
     typedef coded_rows rows;
 };
 
 /* The place of the lane's slot in a window; there is no key for a negative slot. */
 template <int FORMATS>
-static __device__ __forceinline__ typename key_types<FORMATS>::place
+static __device__ __forceinline__ typename key_types<FORMATS>::address
 find_key(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
          int32_t slot)
 {
     if constexpr (key_types<FORMATS>::CODED) {
-        return place_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
+        return address_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
     } else {
         return find_row(launch, plan, window, thread, slot);
     }
@@ -244,7 +244,7 @@ find_key(const attention_launch &launch, const block_plan &plan, int32_t window,
 template <int FORMATS>
 static __device__ __forceinline__ void
 load_keys(const attention_launch &launch, const block_plan &plan, int32_t block,
-          const typename key_types<FORMATS>::place &key, int thread,
+          const typename key_types<FORMATS>::address &key, int thread,
           typename key_types<FORMATS>::rows *rows)
 {
     if constexpr (key_types<FORMATS>::CODED) {

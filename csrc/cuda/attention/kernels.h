@@ -34,9 +34,10 @@ enum {
 
 /* What a launcher is told besides the call's params. */
 typedef struct smla_attention_start {
-    int64_t cut_bytes;    /* as in smla_attention_run; most kernels cut no works */
-    smla_cuda_held *held; /* where the launch waits for the combine kernel's; NULL: for nothing */
-    bool interleaves;     /* as in smla_attention_run; kernels for few columns never do */
+    int64_t cut_bytes; /* as in smla_attention_run; most kernels cut no works */
+    smla_cuda_deferred
+        *held;        /* where the launch waits for the combine kernel's; NULL: for nothing */
+    bool interleaves; /* as in smla_attention_run; kernels for few columns never do */
 } smla_attention_start;
 
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
@@ -198,7 +199,7 @@ smla_attention_launcher smla_attend_sm80_512_16;
 /* combine.cu: folds the partial rows that the kernel left in the call's workspace. Its launch takes
  * the kernel's along, if that is held. */
 cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
-                                     const smla_attention_kernel *kernel, smla_cuda_held *held);
+                                     const smla_attention_kernel *kernel, smla_cuda_deferred *held);
 
 /* ---- Partial rows -------------------------------------------------------------------------- */
 

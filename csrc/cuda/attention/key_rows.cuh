@@ -64,13 +64,13 @@ count_blocks(const attention_launch &launch, column_range columns)
 
 template <bool RANGED>
 static __device__ __forceinline__ block_plan
-plan_blocks(const attention_launch &launch, const cta_work &work)
+plan_blocks(const attention_launch &launch, const work_item &item)
 {
     block_plan plan;
-    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, work, 0));
+    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, item, 0));
     plan.num_blocks = plan.num_main;
     if (launch.params.num_lists == 2) {
-        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, work, 1));
+        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, item, 1));
     }
     return plan;
 }
@@ -91,7 +91,7 @@ block_of_lane(int32_t window, int thread)
 /* Reads the lane's index in a window. Returns -1 behind the last column of a list. */
 template <bool RANGED>
 static __device__ __forceinline__ int32_t
-read_index(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+read_index(const attention_launch &launch, const work_item &item, const block_plan &plan,
            int32_t window, int thread)
 {
     const int32_t block = block_of_lane(window, thread);
@@ -100,21 +100,21 @@ read_index(const attention_launch &launch, const cta_work &work, const block_pla
     }
     const int list = list_of(plan, block);
     const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = find_columns<RANGED>(launch, work, list);
+    const column_range columns = find_columns<RANGED>(launch, item, list);
     const int32_t number = block - list * plan.num_main;
     const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
                            number % CHUNK_BLOCKS * KEYS + thread / SMLA_WARP_LANES * WARP_KEYS +
                            thread % WARP_KEYS;
-    return column < columns.end ? read_column<RANGED>(keys, work.token, column) : -1;
+    return column < columns.end ? read_column<RANGED>(keys, item.token, column) : -1;
 }
 
 /* The slot that the lane's index in a window names; negative if it names none. */
 static __device__ __forceinline__ int32_t
-find_slot(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+find_slot(const attention_launch &launch, const work_item &item, const block_plan &plan,
           int32_t window, int thread, int32_t index)
 {
     const int list = list_of(plan, block_of_lane(window, thread));
-    return slot_of_index(launch, list, work.token, index);
+    return slot_of_index(launch, list, item.token, index);
 }
 
 /* The cache row of the lane's slot in a window; NULL for a negative slot. */

@@ -106,14 +106,14 @@ are_lists_aligned(const smla_attention_params *params)
 }
 
 /* A work, or a part of one (works.cuh). */
-typedef struct cta_work {
+typedef struct work_item {
     int32_t token;
     int32_t split;        /* or the first segment, if the work may be cut */
     int32_t num_segments; /* segments from there on; a split counts as one */
     int32_t first_head;
     int32_t num_heads; /* heads in the tile; the tile's other rows are zeros */
     int32_t first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
-} cta_work;
+} work_item;
 
 enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */
 
@@ -148,20 +148,20 @@ read_length(const smla_key_list &keys, int32_t token)
  * less than 2^31 columns (is_countable). */
 template <bool RANGED = false>
 static __device__ __forceinline__ column_range
-find_columns(const attention_launch &launch, const cta_work &work, int list)
+find_columns(const attention_launch &launch, const work_item &item, int list)
 {
     const smla_key_list &keys = launch.params.lists[list];
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {
-        length = min(length, (uint32_t)max(read_length(keys, work.token), 0));
+        length = min(length, (uint32_t)max(read_length(keys, item.token), 0));
     }
-    int32_t turn = work.split - (list == 0 ? 0 : launch.extra_turn);
+    int32_t turn = item.split - (list == 0 ? 0 : launch.extra_turn);
     turn += turn < 0 ? launch.params.num_splits : 0;
     uint32_t begin = (uint32_t)turn * (uint32_t)launch.split_step[list];
     const uint32_t last =
-        min(begin + work.num_segments * (uint32_t)launch.split_columns[list], length);
+        min(begin + item.num_segments * (uint32_t)launch.split_columns[list], length);
     if (RANGED && keys.begin != NULL) {
-        begin = max(begin, (uint32_t)max(keys.begin[work.token * keys.begin_stride], 0));
+        begin = max(begin, (uint32_t)max(keys.begin[item.token * keys.begin_stride], 0));
     }
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }
@@ -223,7 +223,7 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
 
 /* The cache row of a slot and its scales; both are NULL for a negative slot. */
 static __device__ __forceinline__ smla_kv_token
-place_of_slot(const attention_launch &launch, int list, int32_t slot)
+address_of_slot(const attention_launch &launch, int list, int32_t slot)
 {
     const smla_divisor &block_size = launch.lists[list].block_size;
     if (slot < 0) {
@@ -236,5 +236,5 @@ place_of_slot(const attention_launch &launch, int list, int32_t slot)
 static __device__ __forceinline__ const uint8_t *
 row_of_slot(const attention_launch &launch, int list, int32_t slot)
 {
-    return place_of_slot(launch, list, slot).row;
+    return address_of_slot(launch, list, slot).row;
 }

@@ -50,14 +50,14 @@ load_next(key_stream *stream)
 
 /* Opens a stream at the first of the warp's columns in a list, num_keys of which are keys. */
 static __device__ __forceinline__ key_stream
-open_stream(const attention_launch &launch, const cta_work &work, int list, int warp, int lane,
+open_stream(const attention_launch &launch, const work_item &item, int list, int warp, int lane,
             int32_t num_keys)
 {
     const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = find_columns(launch, work, list);
+    const column_range columns = find_columns(launch, item, list);
     const int column = columns.begin + find_stream_column(warp, lane);
     key_stream stream;
-    stream.at = keys.indices + work.token * keys.indices_stride_token + column;
+    stream.at = keys.indices + item.token * keys.indices_stride_token + column;
     stream.left = columns.end - column;
     stream.held = NO_INDEX;
     stream.over = NO_INDEX;
@@ -68,9 +68,9 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
 
 /* Loads the lane's first index in a list. It stays in L1. */
 static __device__ __forceinline__ uint32_t
-load_first(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+load_first(const attention_launch &launch, const work_item &item, int list, int warp, int lane)
 {
-    const key_stream stream = open_stream(launch, work, list, warp, lane, 0);
+    const key_stream stream = open_stream(launch, item, list, warp, lane, 0);
     uint32_t index;
     ptx_load_4_cached(stream.at, stream.left > 0, NO_INDEX, &index);
     return index;
@@ -127,11 +127,11 @@ count_keys(const attention_launch &launch, int list, const key_stream &stream, i
 /* Prefetches the warp's share of a list to L2, in lines of 128 bytes, before its keys are
  * counted. */
 static __device__ __forceinline__ void
-prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+prefetch_keys(const attention_launch &launch, const work_item &item, int list, int warp, int lane)
 {
     const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = find_columns(launch, work, list);
-    const int32_t *const at = keys.indices + work.token * keys.indices_stride_token;
+    const column_range columns = find_columns(launch, item, list);
+    const int32_t *const at = keys.indices + item.token * keys.indices_stride_token;
 #pragma unroll 1
     for (int32_t column = columns.begin + 32 * (SMLA_WARP_LANES * warp + lane);
          column < columns.end; column += 32 * STREAM_COLUMNS) {
@@ -165,8 +165,9 @@ typedef uint32_t key_counts[2][GATHER_WARPS];
  * are read when it begins, and at that time those of the next work may be written. */
 template <int LOADS, bool APART>
 static __device__ __forceinline__ void
-count_work(const attention_launch &launch, const cta_work &work, const key_stream &main,
-           int32_t stride, int warp, int lane, int barrier, int num_threads, key_counts *counts)
+count_item_keys(const attention_launch &launch, const work_item &item, const key_stream &main,
+                int32_t stride, int warp, int lane, int barrier, int num_threads,
+                key_counts *counts)
 {
     key_stream stream = main;
     int list = 0;
@@ -176,7 +177,7 @@ count_work(const attention_launch &launch, const cta_work &work, const key_strea
         if (++list == launch.params.num_lists) {
             break;
         }
-        stream = open_stream(launch, work, list, warp, lane, 0);
+        stream = open_stream(launch, item, list, warp, lane, 0);
     }
     ptx_barrier(barrier, num_threads);
 }
@@ -208,17 +209,17 @@ find_steps(const attention_launch &launch, const key_counts *counts)
 static __device__ __forceinline__ int
 find_nth_bit(uint32_t bits, int n)
 {
-    int place = 0;
+    int bit_idx = 0;
 #pragma unroll
     for (int width = 16; width > 0; width /= 2) {
         const int below = __popc(bits & ((1u << width) - 1));
         if (n >= below) {
             n -= below;
             bits >>= width;
-            place += width;
+            bit_idx += width;
         }
     }
-    return place;
+    return bit_idx;
 }
 
 /* find_nth_bit as a called function. */
@@ -234,13 +235,13 @@ static __device__ __forceinline__ void
 hold_keys(key_stream *stream, uint32_t are_keys, uint32_t index, int lane)
 {
     const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-    const int place = APART ? find_nth_bit_apart(are_keys, rank) : find_nth_bit(are_keys, rank);
-    const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, place);
+    const int from_lane = APART ? find_nth_bit_apart(are_keys, rank) : find_nth_bit(are_keys, rank);
+    const uint32_t shuffled = __shfl_sync(0xFFFFFFFFu, index, from_lane);
     if (rank < __popc(are_keys)) {
         if (lane >= stream->num_held) {
-            stream->held = moved;
+            stream->held = shuffled;
         } else {
-            stream->over = moved;
+            stream->over = shuffled;
         }
     }
     stream->num_held += __popc(are_keys);
@@ -311,14 +312,14 @@ warp_of_only_key(const uint32_t (&num_absent)[GATHER_WARPS], const int32_t *num_
 {
     uint32_t absent[GATHER_WARPS];
     ptx_load_shared_16(ptx_shared_address(num_absent), absent);
-    const uint32_t places = SMLA_WARP_LANES * (uint32_t)*(const volatile int32_t *)num_steps;
+    const uint32_t num_positions = SMLA_WARP_LANES * (uint32_t)*(const volatile int32_t *)num_steps;
     int only = -1;
 #pragma unroll
     for (int warp = 0; warp < GATHER_WARPS; warp++) {
-        only = absent[warp] + 1 == places ? warp : only;
+        only = absent[warp] + 1 == num_positions ? warp : only;
     }
     const uint32_t sum = absent[0] + absent[1] + absent[2] + absent[3];
-    return sum + 1 == GATHER_WARPS * places ? only : -1;
+    return sum + 1 == GATHER_WARPS * num_positions ? only : -1;
 }
 
 /* Gather warps call this in every step; are_keys says which places have a key. The only key of the
@@ -345,15 +346,15 @@ typedef struct listed_index {
 } listed_index;
 
 static __device__ __forceinline__ listed_key
-find_listed_key(const attention_launch &, const cta_work &, const listed_key &key)
+find_listed_key(const attention_launch &, const work_item &, const listed_key &key)
 {
     return key;
 }
 
 static __device__ __forceinline__ listed_key
-find_listed_key(const attention_launch &launch, const cta_work &work, const listed_index &key)
+find_listed_key(const attention_launch &launch, const work_item &item, const listed_index &key)
 {
-    return listed_key{slot_of_index(launch, key.list, work.token, key.index), key.list};
+    return listed_key{slot_of_index(launch, key.list, item.token, key.index), key.list};
 }
 
 /* Whether a work has exactly one key. Tensor cores would change the key's value: they add bf16
@@ -370,9 +371,9 @@ has_only_key(int turn, const Memory *shared)
 /* The key of such a work. */
 template <typename Memory>
 static __device__ __forceinline__ listed_key
-only_key_of_work(const attention_launch &launch, const cta_work &work, int turn,
+only_key_of_item(const attention_launch &launch, const work_item &item, int turn,
                  const Memory *shared)
 {
     const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
-    return find_listed_key(launch, work, shared->only[turn][warp]);
+    return find_listed_key(launch, item, shared->only[turn][warp]);
 }

@@ -114,7 +114,7 @@ static __device__ __forceinline__ void
 load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane, lane_part *part,
                 float scales[2])
 {
-    const smla_kv_token key = place_of_slot(launch, list, slot);
+    const smla_kv_token key = address_of_slot(launch, list, slot);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int chunk = SMLA_WARP_LANES * half + lane;
@@ -264,13 +264,13 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
 
 /* Writes a head's value * weight: its row of out, or its partial row unless the weight is 0. */
 static __device__ __forceinline__ void
-write_value(const attention_launch &launch, const cta_work &work, int head, int lane,
+write_value(const attention_launch &launch, const work_item &item, int head, int lane,
             const lane_part &value, float weight)
 {
-    if (work.first_row == NOT_PARTIAL) {
-        write_out_part(launch.params, work.token, work.first_head + head, lane, value, weight);
+    if (item.first_row == NOT_PARTIAL) {
+        write_out_part(launch.params, item.token, item.first_head + head, lane, value, weight);
     } else if (weight != 0.0f) {
-        store_part(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK, lane,
+        store_part(launch.partials.out + ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK, lane,
                    value, weight);
     }
 }
@@ -280,7 +280,7 @@ write_value(const attention_launch &launch, const cta_work &work, int head, int 
  * CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
-attend_one_key(const attention_launch &launch, const cta_work &work, const listed_key &only,
+attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,
                int thread, int num_threads)
 {
     const smla_attention_params &params = launch.params;
@@ -292,22 +292,22 @@ attend_one_key(const attention_launch &launch, const cta_work &work, const liste
     const float scale_log2 = CODED ? find_scale_log2(launch) : launch.scale_log2;
     scale_part(key, scales, &value);
 #pragma unroll 1
-    for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
+    for (int head = thread / SMLA_WARP_LANES; head < item.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
         lane_part query;
-        load_query_part<ROPE, CODED>(launch, work.token, work.first_head + head, lane, &query);
+        load_query_part<ROPE, CODED>(launch, item.token, item.first_head + head, lane, &query);
         const float score = multiply_parts(query, key, scales) * scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         float weight = sum;
-        if (work.first_row == NOT_PARTIAL) {
-            const float sink = softmax_sink(params, work.first_head + head);
-            weight *= softmax_finish(params, work.token, work.first_head + head, max_log2, sum,
+        if (item.first_row == NOT_PARTIAL) {
+            const float sink = softmax_sink(params, item.first_head + head);
+            weight *= softmax_finish(params, item.token, item.first_head + head, max_log2, sum,
                                      sink, lane == 0);
         } else if (lane == 0) {
-            *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+            *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
                 make_float2(max_log2, sum);
         }
-        write_value(launch, work, head, lane, value, weight);
+        write_value(launch, item, head, lane, value, weight);
     }
 }

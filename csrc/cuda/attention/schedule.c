@@ -43,7 +43,7 @@ min_int64(int64_t a, int64_t b)
 
 /* Places for CTAs: how many CTAs of the kernel the device runs at once. */
 static int64_t
-count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
+count_resident_ctas(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
     if (kernel->ctas_per_sm == 1) {
         return device->num_sms;
@@ -94,7 +94,7 @@ max_useful_splits(const split_problem *problem)
 static int64_t
 max_parts(const split_problem *problem)
 {
-    return MAX_WAVES * count_places(problem->device, problem->whole) /
+    return MAX_WAVES * count_resident_ctas(problem->device, problem->whole) /
            count_tiles(problem, problem->whole);
 }
 
@@ -123,12 +123,12 @@ find_combine_cost(const split_problem *problem, const smla_attention_kernel *ker
  * room, beside the combine kernel's CTAs or on SMs that they leave free. */
 static int64_t
 find_late_cost(const split_problem *problem, const smla_attention_kernel *kernel,
-               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
+               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t resident_ctas)
 {
     const bool is_beside =
         kernel->leaves_room && smla_fits_beside(num_ctas, num_tokens * problem->num_heads,
                                                 num_splits, problem->device->num_sms);
-    return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
+    return kernel->leaves_halves && 2 * num_ctas > resident_ctas && !is_beside ? 6 : 0;
 }
 
 /* The cost of a CTA. Hopper's CTAs for FP8 rows take a little longer where each row goes to more
@@ -146,12 +146,13 @@ static int64_t
 estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
               int num_splits, int64_t columns)
 {
-    const int64_t places = count_places(problem->device, kernel);
+    const int64_t resident_ctas = count_resident_ctas(problem->device, kernel);
     const int64_t tiles = count_tiles(problem, kernel);
     const int64_t ctas = num_tokens * tiles * num_splits;
-    return kernel->start_cost + divide_up(ctas, places) * find_cta_cost(kernel, tiles, columns) +
+    return kernel->start_cost +
+           divide_up(ctas, resident_ctas) * find_cta_cost(kernel, tiles, columns) +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
-           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
+           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
 }
 
 /* Whether one wave of CTAs can run the batch on the first kernel for few columns. Kernels with more
@@ -170,7 +171,7 @@ fits_one_wave(const split_problem *problem, int64_t num_tokens)
                          count_columns(problem, splits));
     return kernel != NULL && kernel->max_columns != 0 &&
            num_tokens * count_tiles(problem, kernel) * splits <=
-               count_places(problem->device, kernel);
+               count_resident_ctas(problem->device, kernel);
 }
 
 /* The kernel with the shortest estimated time for this many splits; of equals, the first row.
@@ -204,8 +205,8 @@ plan_whole(const split_problem *problem, int64_t num_tokens)
 {
     batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1, false), .rest = num_tokens};
     const int64_t tiles = count_tiles(problem, problem->whole);
-    const int64_t places = count_places(problem->device, problem->whole);
-    const int64_t full = num_tokens * tiles / places * places / tiles;
+    const int64_t resident_ctas = count_resident_ctas(problem->device, problem->whole);
+    const int64_t full = num_tokens * tiles / resident_ctas * resident_ctas / tiles;
     const int64_t rest = num_tokens - full;
     if (full == 0 || rest == 0) {
         return plan;

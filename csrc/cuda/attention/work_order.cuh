@@ -30,12 +30,12 @@ enum {
 };
 
 /* The result of the plan, in shared memory. It stays there until the CTA ends. */
-typedef struct work_order {
+typedef struct item_order {
     alignas(8) uint64_t planned;   /* mbarrier of `works`: 1 arrival, or each consumer's */
-    int32_t works[1 + NUM_ROUNDS]; /* what nth_work returns for the CTA */
+    int32_t items[1 + NUM_ROUNDS]; /* what nth_item returns for the CTA */
     /* Where works may be cut: a bit for each length found; at the end, for each work to fold. */
     uint32_t seen;
-} work_order;
+} item_order;
 
 /* Ranks threads by a small number, their level. Each level has a byte per warp, which first counts
  * the warp's threads of this level, and then is the rank of the first of them. */
@@ -46,7 +46,7 @@ typedef struct rank_table {
 /* Memory for one round while the plan is made. */
 typedef struct round_scratch {
     rank_table ctas;               /* ranks CTAs by load */
-    rank_table works;              /* ranks works by length, the longest first */
+    rank_table items;              /* ranks works by length, the longest first */
     uint8_t ranked[ORDER_THREADS]; /* works of a round, the longest first */
 } round_scratch;
 
@@ -63,47 +63,47 @@ static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are level
  * the first to execute each part of the kernel's code, and brings the code from memory to L2 for
  * the others. Behind other kernels that saves 2 us of a small call. */
 static inline int64_t
-count_ctas(const attention_launch &launch, int64_t num_works)
+count_ctas(const attention_launch &launch, int64_t num_items)
 {
     const int64_t num_sms = smla_cuda_find_device(launch.params.stream.device_id)->num_sms;
-    return num_works < num_sms && launch.num_segments == 1 ? num_works + 1 : num_sms;
+    return num_items < num_sms && launch.num_segments == 1 ? num_items + 1 : num_sms;
 }
 
 /* Whether CTAs take their works from `work_order`, and not in the fixed order. */
 static inline bool
-has_order(const attention_launch &launch, int64_t num_works, int64_t num_ctas)
+has_order(const attention_launch &launch, int64_t num_items, int64_t num_ctas)
 {
     return launch.num_segments > 1 || (launch.params.num_splits == 1 && num_ctas <= ORDER_THREADS &&
-                                       num_works > num_ctas && num_works <= NUM_ROUNDS * num_ctas);
+                                       num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
 }
 
 /* One thread calls this first. A work that may be cut stays whole, and the CTA's only work, unless
  * a plan says otherwise. */
 static __device__ __forceinline__ void
-start_order(const attention_launch &launch, work_order *order)
+start_order(const attention_launch &launch, item_order *order)
 {
     ptx_mbarrier_init(ptx_shared_address(&order->planned),
                       launch.num_segments > 1 ? ORDER_THREADS : 1);
-    order->works[0] = launch.num_segments == 1
+    order->items[0] = launch.num_segments == 1
                           ? (int32_t)blockIdx.x
                           : make_part((int)blockIdx.x, 0, NUM_SEGMENTS, 0, 1, 0);
-    order->works[1] = -1;
-    order->works[2] = -1;
+    order->items[1] = -1;
+    order->items[2] = -1;
     order->seen = 0;
 }
 
 /* The CTA's n-th work, counted from 0, or -1 behind the last one. Work 0 may be an empty work
- * (find_numbered_work). n may be one more than the last work's. With an order, callers pass
+ * (find_numbered_item). n may be one more than the last work's. With an order, callers pass
  * wait_for_order before they ask for n above 0, and for any n where works may be cut; there the
  * result is the word of a part (works.cuh). */
 static __device__ __forceinline__ int
-nth_work(bool is_ordered, int num_works, const work_order *order, int n)
+nth_item(bool is_ordered, int num_items, const item_order *order, int n)
 {
     if (is_ordered) {
-        return ((const volatile int32_t *)order->works)[n];
+        return ((const volatile int32_t *)order->items)[n];
     }
     const int idx = n * (int)gridDim.x + (int)blockIdx.x;
-    return n == 0 || idx < num_works ? idx : -1;
+    return n == 0 || idx < num_items ? idx : -1;
 }
 
 /* Only gather warps need this: consumers meet at a barrier when they have made the plan. */
@@ -143,26 +143,26 @@ find_main_lists(const attention_launch &launch)
 }
 
 /* The list of a work, and its length. */
-typedef struct work_list {
+typedef struct item_list {
     const int32_t *indices;
     uint32_t count; /* not above topk */
-} work_list;
+} item_list;
 
-static __device__ __forceinline__ work_list
+static __device__ __forceinline__ item_list
 find_list(const main_lists &lists, int idx, bool is_on)
 {
     const uint32_t token = smla_divide_uint32((uint32_t)idx, lists.head_tiles);
     uint32_t length;
     ptx_load_4(lists.topk_length + token * lists.length_stride, is_on & (lists.topk_length != NULL),
                lists.topk, &length);
-    return work_list{lists.indices + token * lists.indices_stride,
+    return item_list{lists.indices + token * lists.indices_stride,
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
 }
 
 /* Whether a column of a list is a key. It loads four bytes, because vectors took three times as
  * long where all CTAs read the same memory. */
 static __device__ __forceinline__ bool
-is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
+is_key_at(const main_lists &lists, const item_list &list, uint32_t column)
 {
     uint32_t index;
     ptx_load_4(list.indices + column, column < lists.topk, NO_INDEX, &index);
@@ -173,7 +173,7 @@ is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
 static __device__ __forceinline__ uint32_t
 count_quarters(const main_lists &lists, int idx)
 {
-    const work_list list = find_list(lists, idx, true);
+    const item_list list = find_list(lists, idx, true);
     bool is_key[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
@@ -245,22 +245,22 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
                 round_scratch *scratch)
 {
     const bool is_cta = thread < (int)gridDim.x;
-    const bool is_work = thread < count;
-    const uint32_t level = is_work ? FULL_LENGTH - lengths[thread] : 0;
+    const bool is_item = thread < count;
+    const uint32_t level = is_item ? FULL_LENGTH - lengths[thread] : 0;
     clear_level(thread, &scratch->ctas);
-    clear_level(thread, &scratch->works);
+    clear_level(thread, &scratch->items);
     ptx_barrier(barrier, ORDER_THREADS);
     const int cta_in_warp = count_equals(thread, load, is_cta, &scratch->ctas);
-    const int work_in_warp = count_equals(thread, level, is_work, &scratch->works);
+    const int item_in_warp = count_equals(thread, level, is_item, &scratch->items);
     ptx_barrier(barrier, ORDER_THREADS); /* all are counted */
     if (thread < 2 * SMLA_WARP_LANES) {
         find_first_ranks(thread % SMLA_WARP_LANES,
-                         thread < SMLA_WARP_LANES ? &scratch->ctas : &scratch->works);
+                         thread < SMLA_WARP_LANES ? &scratch->ctas : &scratch->items);
     }
     ptx_barrier(barrier, ORDER_THREADS);
     const int cta_rank = rank_of(thread, load, cta_in_warp, &scratch->ctas);
-    if (is_work) {
-        scratch->ranked[rank_of(thread, level, work_in_warp, &scratch->works)] = (uint8_t)thread;
+    if (is_item) {
+        scratch->ranked[rank_of(thread, level, item_in_warp, &scratch->items)] = (uint8_t)thread;
     }
     ptx_barrier(barrier, ORDER_THREADS); /* `ranked` is written, and the tables may be cleared */
     return is_cta && cta_rank < count ? scratch->ranked[cta_rank] : -1;
@@ -270,21 +270,21 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
  * because code that lies behind a jump is not fetched ahead. */
 template <typename Memory>
 static __device__ __noinline__ void
-plan_works(const attention_launch &launch, int num_works, int barrier, Memory *shared)
+plan_order(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
     order_scratch *const scratch = (order_scratch *)shared->probs;
     const main_lists lists = find_main_lists(launch);
-    work_order *const order = &shared->order;
+    item_order *const order = &shared->order;
     const int thread = ptx_forget((int)threadIdx.x);
     bool is_ragged = false;
 #pragma unroll 1
-    for (int idx = thread; idx < num_works; idx += ORDER_THREADS) {
+    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
         const uint32_t quarters = count_quarters(lists, idx);
         scratch->lengths[idx] = (uint8_t)quarters;
         is_ragged |= quarters != 4;
     }
-    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_works : 0;
+    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_items : 0;
 #pragma unroll 1
     for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
         scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
@@ -295,16 +295,16 @@ plan_works(const attention_launch &launch, int num_works, int barrier, Memory *s
 #pragma unroll 1
     for (int round = 0; round < NUM_ROUNDS; round++) {
         first += (int)gridDim.x;
-        int idx = first + thread < num_works ? first + thread : -1;
+        int idx = first + thread < num_items ? first + thread : -1;
         if (first < to_order) {
-            const int place =
-                share_out_round(thread, min(num_works - first, (int)gridDim.x),
+            const int round_idx =
+                share_out_round(thread, min(num_items - first, (int)gridDim.x),
                                 scratch->lengths + first, load, barrier, &scratch->round);
-            idx = place < 0 ? -1 : first + place;
+            idx = round_idx < 0 ? -1 : first + round_idx;
             load += idx < 0 ? 0 : scratch->lengths[idx];
         }
         if (thread == (int)blockIdx.x) {
-            order->works[1 + round] = idx;
+            order->items[1 + round] = idx;
         }
     }
     ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
@@ -315,9 +315,9 @@ plan_works(const attention_launch &launch, int num_works, int barrier, Memory *s
  * read, and meet at `barrier`. Its scratch lies where the weights will be. */
 template <typename Launch, typename Memory>
 static __device__ __forceinline__ void
-order_works(const Launch &launch, int barrier, Memory *shared)
+order_items(const Launch &launch, int barrier, Memory *shared)
 {
     if (launch.is_ordered && launch.base.num_segments == 1) {
-        plan_works(launch.base, launch.num_works, barrier, shared);
+        plan_order(launch.base, launch.num_items, barrier, shared);
     }
 }

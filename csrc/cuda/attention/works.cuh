@@ -9,51 +9,51 @@
 
 /* Works are numbered by token, then split, then head tile. The head tiles of a token and split are
  * neighbours because they gather the same cache rows: L2 serves all but the first. */
-static __device__ __forceinline__ cta_work
-make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
+static __device__ __forceinline__ work_item
+make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
           int heads_per_cta)
 {
-    cta_work work;
-    work.token = token;
-    work.split = split;
-    work.num_segments = launch.num_segments;
-    work.first_head = tile * heads_per_cta;
-    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
-    work.first_row = NOT_PARTIAL;
+    work_item item;
+    item.token = token;
+    item.split = split;
+    item.num_segments = launch.num_segments;
+    item.first_head = tile * heads_per_cta;
+    item.num_heads = min((int32_t)launch.params.num_heads - item.first_head, heads_per_cta);
+    item.first_row = NOT_PARTIAL;
     if (launch.params.num_splits > 1) {
-        work.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
-                         work.first_head;
+        item.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+                         item.first_head;
     }
-    return work;
+    return item;
 }
 
 /* Finds a work by its number. There are num_tiles works per token and split. The function divides,
  * because the portable kernels have no registers for divisors that they could multiply with. */
-static __device__ __forceinline__ cta_work
-find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
+static __device__ __forceinline__ work_item
+find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
     const uint32_t num_splits = (uint32_t)launch.params.num_splits;
     const uint32_t part = (uint32_t)cta / num_tiles;
-    return make_work(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
+    return make_item(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
-/* find_work for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
+/* find_item for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
  * behind the last work gives a work without heads and columns, for which nothing is read or
  * written. */
-static __device__ __forceinline__ cta_work
-find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+static __device__ __forceinline__ work_item
+find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 {
     const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
     const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    cta_work work = make_work(launch, token, part - token * launch.params.num_splits,
-                              idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    work_item item = make_item(launch, token, part - token * launch.params.num_splits,
+                               idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
     if (token >= launch.params.num_tokens) {
-        work.token = 0;
-        work.num_segments = 0;
-        work.num_heads = 0;
+        item.token = 0;
+        item.num_segments = 0;
+        item.num_heads = 0;
     }
-    return work;
+    return item;
 }
 
 /* ---- Parts of works ------------------------------------------------------------------------- */
@@ -64,8 +64,8 @@ find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
 enum {
     NUM_SEGMENTS = 16, /* segments per work, with equal numbers of columns */
     MAX_PARTS = 8,     /* the most parts per work */
-    MAX_CUT_WORKS = 256,
-    WHOLE_WORK = -1, /* stands for the word in a launch that cuts no works */
+    MAX_CUT_ITEMS = 256,
+    WHOLE_ITEM = -1, /* stands for the word in a launch that cuts no works */
 };
 
 static __device__ __forceinline__ int
@@ -75,9 +75,9 @@ make_part(int idx, int begin, int end, int nth, int count, int first_piece)
 }
 
 static __device__ __forceinline__ int
-work_of_part(int part)
+item_of_part(int part)
 {
-    return part & (MAX_CUT_WORKS - 1);
+    return part & (MAX_CUT_ITEMS - 1);
 }
 
 static __device__ __forceinline__ int
@@ -90,7 +90,7 @@ count_parts(int part)
 static __device__ __forceinline__ int
 slot_of_part(int part, int n)
 {
-    return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
+    return n == 0 ? item_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
 }
 
 /* The first partial row of a part. Works that are done again come in smaller head tiles, which may
@@ -106,35 +106,35 @@ find_first_row(const attention_launch &launch, int part, int32_t first_head)
 
 /* Reduces a work to the part that the word `part` describes. */
 static __device__ __forceinline__ void
-take_part(const attention_launch &launch, int part, cta_work *work)
+take_part(const attention_launch &launch, int part, work_item *item)
 {
-    work->split = part >> 8 & (NUM_SEGMENTS - 1);
-    work->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - work->split;
-    work->first_row = find_first_row(launch, part, work->first_head);
+    item->split = part >> 8 & (NUM_SEGMENTS - 1);
+    item->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - item->split;
+    item->first_row = find_first_row(launch, part, item->first_head);
 }
 
-/* Finds a work by its number, and reduces it to a part unless `part` is WHOLE_WORK. */
-static __device__ __forceinline__ cta_work
+/* Finds a work by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
+static __device__ __forceinline__ work_item
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
-    cta_work work = find_work(launch, num_tiles, cta, heads_per_cta);
-    if (part != WHOLE_WORK) {
-        take_part(launch, part, &work);
+    work_item item = find_item(launch, num_tiles, cta, heads_per_cta);
+    if (part != WHOLE_ITEM) {
+        take_part(launch, part, &item);
     }
-    return work;
+    return item;
 }
 
-/* The work or part of a work that nth_work (work_order.cuh) names. */
-static __device__ __forceinline__ cta_work
-find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
+/* The work or part of a work that nth_item (work_order.cuh) names. */
+static __device__ __forceinline__ work_item
+find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 {
     const bool is_part = launch.num_segments > 1;
-    cta_work work =
-        find_numbered_work(launch, is_part ? work_of_part(number) : number, heads_per_cta);
-    if (is_part && work.num_heads != 0) {
-        take_part(launch, number, &work);
+    work_item item =
+        find_numbered_item(launch, is_part ? item_of_part(number) : number, heads_per_cta);
+    if (is_part && item.num_heads != 0) {
+        take_part(launch, number, &item);
     }
-    return work;
+    return item;
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
@@ -213,7 +213,7 @@ interleave_splits(attention_launch *launch)
 }
 
 static int64_t
-count_works(const attention_launch &launch)
+count_items(const attention_launch &launch)
 {
     return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
 }

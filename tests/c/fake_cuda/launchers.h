@@ -82,7 +82,7 @@ LAUNCHER(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
-                         smla_cuda_held *held)
+                         smla_cuda_deferred *held)
 {
     EXPECT(held != NULL && held->is_full);
     return write_launch("combine", params, kernel, 0);

@@ -73,7 +73,7 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 {
     extern __shared__ __align__(128) uint8_t memory[];
     ptx_wait_for_grids();
-    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, WHOLE_WORK,
+    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, WHOLE_ITEM,
                      (shared_memory<Tile> *)memory);
 }
 
@@ -93,7 +93,7 @@ launch_attend(const smla_attention_params *params, const smla_attention_start *s
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
+    return smla_launch(attend<Tile>, launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
                        params->stream, false, start->held);
 }
 

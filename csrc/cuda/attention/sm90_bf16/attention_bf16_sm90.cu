@@ -106,7 +106,7 @@ clear_sums(bf16_consumer *state)
     for (int piece = 0; piece < 2; piece++) {
         state->sum[piece] = 0.0f;
         state->excess[piece] = 0.0f;
-        state->top[piece] = -INFINITY;
+        state->row_max[piece] = -INFINITY;
         state->reference[piece] = NO_REFERENCE;
     }
     state->is_late = INT32_MAX;
@@ -125,7 +125,7 @@ find_base(const bf16_memory *shared)
  * adds to `out` is under way. scales_out: `out` must be multiplied by the factors. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float factors[2],
+add_own_block(uint32_t base, const thread_index &me, bool scales_out, const float factors[2],
               bf16_consumer *state)
 {
     if (scales_out) {
@@ -148,7 +148,7 @@ static __device__ __forceinline__ bool
 lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
-    lane_place me = find_place_again();
+    thread_index me = find_thread_index_again();
     me.group = 0;
     score_block<Keys>(base, me, parity, state);
     ptx_mbarrier_arrive(BF16_AT(base, begun), true);
@@ -183,7 +183,7 @@ static __device__ __forceinline__ bool
 follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
-    lane_place me = find_place_again();
+    thread_index me = find_thread_index_again();
     me.group = 1;
     ptx_mbarrier_wait(BF16_AT(base, begun), parity);
     score_block<Keys>(base, me, parity, state);
@@ -216,8 +216,8 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
               bf16_consumer *state)
 {
     bool is_last;
-    ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->work);
-    if (find_place_again().group == 0) {
+    ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->item);
+    if (find_thread_index_again().group == 0) {
 #pragma unroll 1
         do {
             is_last = lead_step<Keys, MAXIMA>(launch, phase->step, shared, state);
@@ -230,7 +230,7 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
             phase->step ^= 1;
         } while (!is_last);
     }
-    phase->work ^= 1;
+    phase->item ^= 1;
 }
 
 /* Initialises the mbarriers, in a thread of the consumers, which have the time. The gather warps
@@ -249,8 +249,8 @@ start(const bf16_launch &launch, bf16_memory *shared)
             for (int half = 0; half < 2; half++) {
                 ptx_mbarrier_init(ptx_shared_address(&shared->empty[block][half]), GROUP_THREADS);
             }
-            ptx_mbarrier_init(ptx_shared_address(&shared->settled[block]), GROUP_THREADS);
-            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->references_ready[block]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready[block]), GROUP_THREADS);
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->begun), GROUP_THREADS);
@@ -272,19 +272,19 @@ consume(const bf16_launch &launch, bf16_memory *shared)
     ptx_wait_for_grids();
     const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
     if (follower >= 0) {
-        const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
+        const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
         copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params, first),
                                         ptx_shared_address(shared), follower / SMLA_WARP_LANES);
     }
-    order_works(launch, BARRIER_CONSUMERS, shared);
+    order_items(launch, BARRIER_CONSUMERS, shared);
     int idx = (int)blockIdx.x; /* work 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {
         bf16_consumer state;
         clear_sums(&state);
         consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
-        finish_work<Keys, MAXIMA, ALIGNED>(launch, idx, n & 1, shared, state);
-        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
+        finish_item<Keys, MAXIMA, ALIGNED>(launch, idx, n & 1, shared, state);
+        idx = nth_item(launch.is_ordered, launch.num_items, &shared->order, ++n);
     }
 }
 
@@ -326,9 +326,9 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     if (start->interleaves) {
         interleave_splits(&launch.base);
     }
-    launch.num_works = (int32_t)count_works(launch.base);
-    const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
-    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    launch.num_items = (int32_t)count_items(launch.base);
+    const int64_t num_ctas = count_ctas(launch.base, launch.num_items);
+    launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
                        SHARED_BYTES, params->stream, false, start->held);
 }

@@ -61,13 +61,13 @@ struct bf16_memory {
     alignas(1024) uint8_t keys[2][QUERY_TILES][BLOCK_KEYS][128];
     alignas(1024) uint8_t probs[TILE_HEADS][128]; /* weights of group 1 (group 0: find_probs) */
     alignas(16) float sums[2][2][TILE_HEADS];     /* [turn][group]; `turn` is 0 and 1 in turn */
-    alignas(16) float tops[2][2][TILE_HEADS];
+    alignas(16) float row_maxima[2][2][TILE_HEADS];
     alignas(16) float reference[TILE_HEADS]; /* references of the block that was settled last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
     uint64_t begun;
-    uint64_t settled[2]; /* [group] */
-    uint64_t weighed[2]; /* [group] */
+    uint64_t references_ready[2]; /* [group] */
+    uint64_t probs_ready[2];      /* [group] */
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
@@ -76,7 +76,7 @@ struct bf16_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: add_absent */
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
-    work_order order;
+    item_order order;
 };
 
 /* The bits of a word of is_key. */
@@ -85,7 +85,7 @@ enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000 };
 /* The argument of the kernel. */
 typedef struct bf16_launch {
     attention_launch base;
-    int32_t num_works;
+    int32_t num_items;
     bool is_ordered; /* CTAs take works in the order of work_order.cuh */
 } bf16_launch;
 
@@ -97,7 +97,7 @@ typedef struct bf16_consumer {
     uint32_t probs[BLOCK_KEYS / 4];    /* A of wgmma */
     float sum[2];
     float excess[2];    /* the amount by which sum is too large */
-    float top[2];       /* the largest logit, minus the reference */
+    float row_max[2];   /* the largest logit, minus the reference */
     float reference[2]; /* out, sum and top are relative to it */
     int32_t is_late;    /* INT32_MAX while one of the two heads has no reference, then 0 */
 } bf16_consumer;
@@ -105,7 +105,7 @@ typedef struct bf16_consumer {
 /* Parities of mbarriers: of those used once per step, and of those used once per work. */
 typedef struct bf16_phase {
     uint32_t step;
-    uint32_t work;
+    uint32_t item;
 } bf16_phase;
 
 /* The largest x of the four lanes of a head. */
@@ -146,13 +146,13 @@ empty_barrier(uint32_t base, int block, int group)
 }
 
 static __device__ __forceinline__ uint32_t
-settled_barrier(uint32_t base, int group)
+references_ready_barrier(uint32_t base, int group)
 {
-    return BF16_AT(base, settled) + 8 * group;
+    return BF16_AT(base, references_ready) + 8 * group;
 }
 
 static __device__ __forceinline__ uint32_t
-weighed_barrier(uint32_t base, int group)
+probs_ready_barrier(uint32_t base, int group)
 {
-    return BF16_AT(base, weighed) + 8 * group;
+    return BF16_AT(base, probs_ready) + 8 * group;
 }

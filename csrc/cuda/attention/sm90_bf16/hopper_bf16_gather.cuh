@@ -13,8 +13,8 @@
 
 enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
-    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* rows per copy instruction of a warp */
-    ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
+    LOAD_WAVE_ROWS = SMLA_WARP_LANES / 8, /* rows per copy instruction of a warp */
+    ROW_LOAD_WAVES = WARP_ROWS / LOAD_WAVE_ROWS,
 };
 
 static_assert(CONSUMER_WARPS % GATHER_WARPS == 0, "gather_warp");
@@ -69,9 +69,9 @@ first_chunk_in_tile(int warp)
 
 /* The offset in a tile of the thread's chunk of its row in a flight. */
 static __device__ __forceinline__ uint32_t
-chunk_in_tile(uint32_t first_chunk, int flight)
+chunk_in_tile(uint32_t first_chunk, int load_wave)
 {
-    return (first_chunk ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
+    return (first_chunk ^ (load_wave & 1) * 64) + load_wave * (LOAD_WAVE_ROWS * 128);
 }
 
 /* ---- Copies -------------------------------------------------------------------------------- */
@@ -109,22 +109,22 @@ announce_copies(uint32_t barrier)
 /* ---- Query --------------------------------------------------------------------------------- */
 
 /* Where a work's query lies. */
-typedef struct query_place {
+typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
     int64_t nope_stride; /* elements from a head to the next */
     int64_t rope_stride;
     int32_t num_heads;
-} query_place;
+} query_source;
 
-static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work)
+static __device__ __forceinline__ query_source
+find_query(const smla_attention_params &params, const work_item &item)
 {
-    return query_place{params.q_nope + work.token * params.q_nope_stride_token +
-                           work.first_head * params.q_nope_stride_head,
-                       params.q_pe + work.token * params.q_pe_stride_token +
-                           work.first_head * params.q_pe_stride_head,
-                       params.q_nope_stride_head, params.q_pe_stride_head, work.num_heads};
+    return query_source{params.q_nope + item.token * params.q_nope_stride_token +
+                            item.first_head * params.q_nope_stride_head,
+                        params.q_pe + item.token * params.q_pe_stride_token +
+                            item.first_head * params.q_pe_stride_head,
+                        params.q_nope_stride_head, params.q_pe_stride_head, item.num_heads};
 }
 
 /* Copies the query of a work; `warp` is the number of the calling warp among four. Group 1 brings
@@ -132,14 +132,15 @@ find_query(const smla_attention_params &params, const cta_work &work)
  * gather warps bring the others. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
-copy_query(const query_place &query, uint32_t base, int warp)
+copy_query(const query_source &query, uint32_t base, int warp)
 {
 #pragma unroll 1
-    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
-        const int head = warp * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
+    for (int load_wave = 0; load_wave < ROW_LOAD_WAVES; load_wave++) {
+        const int head = warp * WARP_ROWS + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8;
         const uint16_t *const nope = query.nope + head * query.nope_stride;
         const uint16_t *const rope = query.rope + head * query.rope_stride;
-        const uint32_t to = BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
+        const uint32_t to =
+            BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), load_wave);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
@@ -153,7 +154,7 @@ copy_query(const query_place &query, uint32_t base, int warp)
 /* copy_query as a called function, which first steps without a query do not jump over. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __noinline__ void
-copy_query_apart(query_place query, uint32_t base, int warp)
+copy_query_apart(query_source query, uint32_t base, int warp)
 {
     copy_query<ROPE, ALIGNED>(query, base, warp);
 }
@@ -163,9 +164,9 @@ copy_query_apart(query_place query, uint32_t base, int warp)
 /* What a thread copies of a block: its chunks in the first tile, one per flight, and whether their
  * rows exist. It is found before the wait for a free block, so that only copies come behind it. */
 template <typename Keys> struct block_rows {
-    static constexpr int FLIGHTS = ROW_FLIGHTS / Keys::TWINS;
-    const uint8_t *from[FLIGHTS];
-    bool is_on[FLIGHTS];
+    static constexpr int LOAD_WAVES = ROW_LOAD_WAVES / Keys::TWINS;
+    const uint8_t *from[LOAD_WAVES];
+    bool is_on[LOAD_WAVES];
 };
 
 /* The warp's rows of a block. The lanes from first_lane on have their addresses. */
@@ -175,11 +176,11 @@ find_block_rows(const uint8_t *row, int first_lane)
 {
     block_rows<Keys> rows;
 #pragma unroll
-    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
+    for (int load_wave = 0; load_wave < block_rows<Keys>::LOAD_WAVES; load_wave++) {
         const uint8_t *const from =
-            row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
-        rows.is_on[flight] = from != NULL;
-        rows.from[flight] = from + gather_lane() % 8 * 16;
+            row_of_lane(row, first_lane + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8);
+        rows.is_on[load_wave] = from != NULL;
+        rows.from[load_wave] = from + gather_lane() % 8 * 16;
     }
     return rows;
 }
@@ -190,14 +191,14 @@ static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
 {
 #pragma unroll
-    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
+    for (int load_wave = 0; load_wave < block_rows<Keys>::LOAD_WAVES; load_wave++) {
         const uint32_t to =
-            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, flight);
+            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, load_wave);
 #pragma unroll
         for (int tile = first_tile<Keys::ROPE>(PIECE); tile < first_tile<Keys::ROPE>(PIECE + 1);
              tile++) {
-            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, rows.from[flight] + tile * 128,
-                                rows.is_on[flight]);
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, rows.from[load_wave] + tile * 128,
+                                rows.is_on[load_wave]);
         }
     }
     announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));

@@ -32,20 +32,20 @@ begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
 /* Asks for the indices of work number idx to be in L2; -1 is no work. Not inlined, because a CTA's
  * last work jumps over it. */
 static __device__ __noinline__ void
-prefetch_work(const bf16_launch &launch, int idx)
+prefetch_item(const bf16_launch &launch, int idx)
 {
     if (idx >= 0) {
-        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
+            prefetch_keys(launch.base, item, list, gather_warp_again(), gather_lane());
         }
     }
 }
 
 /* What a step of a list needs besides its keys. */
 typedef struct step_context {
-    cta_work work;
+    work_item item;
     int n;             /* the work's number among the CTA's */
     bool is_first;     /* the step is the work's first */
     int32_t num_steps; /* the work's */
@@ -62,14 +62,14 @@ pass_middle(const bf16_launch &launch, const step_context &context, uint32_t are
         return;
     }
     if (context.is_first) {
-        begin_count(context.num_steps, state.phase.work, shared);
+        begin_count(context.num_steps, state.phase.item, shared);
         if (context.n != 0) {
-            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
-            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.work),
+            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.item ^ 1);
+            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.item),
                                                   state.base, gather_warp_again());
         }
     }
-    count_step(are_keys, key.slot >= 0, key, state.phase.work, gather_warp_again, shared);
+    count_step(are_keys, key.slot >= 0, key, state.phase.item, gather_warp_again, shared);
 }
 
 /* Gathers a step of a list. Lane l has row l % 16 of the warp's rows of block l / 16. */
@@ -114,7 +114,7 @@ gather_step(const bf16_launch &launch, const step_context &context, const listed
  * that the next work's count will read. */
 template <typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
+gather_list(const bf16_launch &launch, const work_item &item, int n, int list,
             const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
             bf16_gather *state)
 {
@@ -123,15 +123,15 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
 #pragma unroll 1
     for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
         const uint32_t index = take_step<true>(launch.base, list, stream, gather_lane());
-        const int32_t slot = slot_of_index<true>(launch.base, list, work.token, (int32_t)index);
-        gather_step<Keys, ALIGNED>(launch, step_context{work, n, *is_first_step, num_steps},
+        const int32_t slot = slot_of_index<true>(launch.base, list, item.token, (int32_t)index);
+        gather_step<Keys, ALIGNED>(launch, step_context{item, n, *is_first_step, num_steps},
                                    listed_key{slot, list}, is_last_list && left == 1 ? IS_LAST : 0,
                                    shared, stream, *state);
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
             if (gather_twin<Keys>() == 0) {
-                prefetch_work(launch,
-                              nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1));
+                prefetch_item(launch,
+                              nth_item(launch.is_ordered, launch.num_items, &shared->order, n + 1));
             }
             *is_first_step = false;
         }
@@ -152,13 +152,13 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     int idx = (int)blockIdx.x; /* work 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {
-        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
-        key_counts *const counts = &shared->num_keys[state.phase.work];
+        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+        key_counts *const counts = &shared->num_keys[state.phase.item];
         key_stream stream = {};
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             key_stream opened =
-                open_stream(launch.base, work, list, gather_warp_again(), gather_lane(), 0);
+                open_stream(launch.base, item, list, gather_warp_again(), gather_lane(), 0);
             if (list == 0) { /* its next index comes together with those that are counted */
                 stream = opened;
                 load_next(&stream);
@@ -176,16 +176,16 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            gather_list<Keys, ALIGNED>(launch, work, n, list, steps, shared, &stream,
+            gather_list<Keys, ALIGNED>(launch, item, n, list, steps, shared, &stream,
                                        &is_first_step, &state);
             if (list + 1 < launch.base.params.num_lists) {
                 stream =
-                    open_stream(launch.base, work, list + 1, gather_warp_again(), gather_lane(),
+                    open_stream(launch.base, item, list + 1, gather_warp_again(), gather_lane(),
                                 find_count(counts, list + 1, gather_warp_again()));
                 load_next(&stream);
             }
         }
-        state.phase.work ^= 1;
-        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
+        state.phase.item ^= 1;
+        idx = nth_item(launch.is_ordered, launch.num_items, &shared->order, ++n);
     }
 }

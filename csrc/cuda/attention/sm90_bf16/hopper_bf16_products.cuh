@@ -23,7 +23,7 @@ enum {
  * sums of half the values lose half as much as one: wgmma cuts each addition off. */
 template <typename Keys>
 static __device__ __forceinline__ void
-score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
+score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consumer *state)
 {
     const uint64_t query = wgmma_descriptor(BF16_AT(base, query), 1024, WGMMA_SWIZZLE_128);
     const uint64_t keys =
@@ -53,7 +53,7 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 
 /* The bits in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
 static __device__ __forceinline__ uint32_t
-load_block_bits(uint32_t base, const lane_place &me)
+load_block_bits(uint32_t base, const thread_index &me)
 {
     uint32_t words[GATHER_WARPS];
     ptx_load_shared_16(BF16_AT(base, is_key) + 4 * GATHER_WARPS * me.group, words);
@@ -70,7 +70,7 @@ load_is_key(const bf16_memory *shared, int group, int half)
 
 /* Puts -inf in place of the scores of keys that are not there. */
 static __device__ __forceinline__ void
-mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLOCK_KEYS / 2])
+mask_scores(const bf16_memory *shared, const thread_index &me, float (&scores)[BLOCK_KEYS / 2])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -85,14 +85,14 @@ mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLO
 
 /* The largest of the thread's scores of head `row` (piece 0) or row + 8 (piece 1). */
 static __device__ __forceinline__ float
-find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
+find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
 {
-    float top = -INFINITY;
+    float row_max = -INFINITY;
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
-        top = fmaxf(top, fmaxf(scores[i + 2 * piece], scores[i + 2 * piece + 1]));
+        row_max = fmaxf(row_max, fmaxf(scores[i + 2 * piece], scores[i + 2 * piece + 1]));
     }
-    return top;
+    return row_max;
 }
 
 /* ---- References ----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ has_reference(float reference)
 
 /* The address of the reference of head `row`. That of head row + 8 is 8 places behind it. */
 static __device__ __forceinline__ volatile float *
-find_references(bf16_memory *shared, const lane_place &me)
+find_references(bf16_memory *shared, const thread_index &me)
 {
     return &shared->reference[16 * me.warp + me.row];
 }
@@ -156,9 +156,9 @@ find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
 
 /* Tells the other group that the references are now those of the group's block. */
 static __device__ __forceinline__ void
-settle_block(uint32_t base, const lane_place &me)
+publish_references(uint32_t base, const thread_index &me)
 {
-    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+    ptx_mbarrier_arrive(references_ready_barrier(base, me.group), true);
 }
 
 /* Makes what the thread has added up follow newer references, but for `out`: it shall be multiplied
@@ -173,7 +173,7 @@ adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
         factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* shift > 0: no reference, no sum */
         state->sum[piece] *= factors[piece];
         state->excess[piece] *= factors[piece];
-        state->top[piece] += shift;
+        state->row_max[piece] += shift;
         state->reference[piece] = newer[piece];
     }
     const bool has_both = has_reference(newer[0]) && has_reference(newer[1]);
@@ -195,22 +195,22 @@ scale_out(const float factors[2], bf16_consumer *state)
  * settles the block, and makes the exponents relative to them. Returns whether `out` must be
  * multiplied by the factors; all else has followed. */
 static __device__ __forceinline__ bool
-move_references(uint32_t base, const lane_place &me, const int32_t highest[2], bf16_memory *shared,
-                bf16_consumer *state, float factors[2])
+move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
+                bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
-    float tops[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
+    float row_maxima[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
     if (__any_sync(0xFFFFFFFFu, state->is_late != 0)) {
-        tops[0] = find_top(state->scores, 0);
-        tops[1] = find_top(state->scores, 1);
+        row_maxima[0] = find_row_max(state->scores, 0);
+        row_maxima[1] = find_row_max(state->scores, 1);
     }
-    max_of_lanes(tops);
+    max_of_lanes(row_maxima);
     float newer[2];
     bool any_moves = false;
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float older = state->reference[piece];
-        const bool moves = tops[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
-        const float rise = moves ? tops[piece] : 0.0f;
+        const bool moves = row_maxima[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
+        const float rise = moves ? row_maxima[piece] : 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
             state->scores[i + 2 * piece] -= rise;
@@ -225,7 +225,7 @@ move_references(uint32_t base, const lane_place &me, const int32_t highest[2], b
         find_references(shared, me)[0] = newer[0];
         find_references(shared, me)[8] = newer[1];
     }
-    settle_block(base, me);
+    publish_references(base, me);
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
@@ -234,10 +234,10 @@ move_references(uint32_t base, const lane_place &me, const int32_t highest[2], b
  * them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
-follow_other_group(uint32_t base, const lane_place &me, uint32_t parity, bf16_memory *shared,
+follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_memory *shared,
                    bf16_consumer *state)
 {
-    ptx_mbarrier_wait(settled_barrier(base, me.group ^ 1), parity);
+    ptx_mbarrier_wait(references_ready_barrier(base, me.group ^ 1), parity);
     const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
     const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
                            smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
@@ -265,7 +265,7 @@ begin_exponents(float score_scale, bf16_consumer *state)
  * load_block_bits. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
-find_exponents(const attention_launch &launch, uint32_t base, const lane_place &me,
+find_exponents(const attention_launch &launch, uint32_t base, const thread_index &me,
                uint32_t block_bits, bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
 #pragma unroll
@@ -279,8 +279,8 @@ find_exponents(const attention_launch &launch, uint32_t base, const lane_place &
         mask_scores(shared, me, state->scores);
     }
     if constexpr (MAXIMA) {
-        state->top[0] = fmaxf(state->top[0], find_top(state->scores, 0));
-        state->top[1] = fmaxf(state->top[1], find_top(state->scores, 1));
+        state->row_max[0] = fmaxf(state->row_max[0], find_row_max(state->scores, 0));
+        state->row_max[1] = fmaxf(state->row_max[1], find_row_max(state->scores, 1));
     }
     int32_t highest[2];
     find_highest(state->scores, highest);
@@ -289,7 +289,7 @@ find_exponents(const attention_launch &launch, uint32_t base, const lane_place &
     if (__any_sync(0xFFFFFFFFu, is_rare)) {
         return move_references(base, me, highest, shared, state, factors);
     }
-    settle_block(base, me);
+    publish_references(base, me);
     return false;
 }
 
@@ -338,7 +338,7 @@ find_probs(uint32_t base, int group)
 
 /* Stores the weights of half a block in shared memory. */
 static __device__ __forceinline__ void
-store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &state)
+store_half(uint32_t base, const thread_index &me, int half, const bf16_consumer &state)
 {
     const int head = 16 * me.warp + me.lane % 16;
     const uint32_t to = find_probs(base, me.group) + head * 128;
@@ -351,10 +351,10 @@ store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &s
 
 /* Publishes the stored weights to the other group. The fence makes them visible to wgmma. */
 static __device__ __forceinline__ void
-publish_weights(uint32_t base, const lane_place &me)
+publish_weights(uint32_t base, const thread_index &me)
 {
     ptx_fence_async_shared();
-    ptx_mbarrier_arrive(weighed_barrier(base, me.group), true);
+    ptx_mbarrier_arrive(probs_ready_barrier(base, me.group), true);
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
@@ -394,7 +394,7 @@ add_values(bf16_consumer *state, Weights weights, uint64_t values)
 /* Starts out += weights * values for half the keys of the group's own block. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
+add_own_half(uint32_t base, const thread_index &me, int half, bf16_consumer *state)
 {
     const uint64_t values = describe_values(base, me.group, me.group);
     wgmma_fence();
@@ -408,15 +408,15 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
 
 /* Waits for the other group's weights. */
 static __device__ __forceinline__ void
-wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity)
+wait_for_weights(uint32_t base, const thread_index &me, uint32_t parity)
 {
-    ptx_mbarrier_wait(weighed_barrier(base, me.group ^ 1), parity);
+    ptx_mbarrier_wait(probs_ready_barrier(base, me.group ^ 1), parity);
 }
 
 /* Starts out += weights * values for the other group's block. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_other_block(uint32_t base, const lane_place &me, bf16_consumer *state)
+add_other_block(uint32_t base, const thread_index &me, bf16_consumer *state)
 {
     const int other = me.group ^ 1;
     const uint64_t values = describe_values(base, other, me.group);

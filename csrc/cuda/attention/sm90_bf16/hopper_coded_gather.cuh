@@ -29,9 +29,9 @@ enum {
 };
 
 /* What a lane has of a flight's row in half a block: eight codes of each tile. */
-typedef struct coded_flight {
+typedef struct coded_load_wave {
     uint32_t codes[HALF_TILES][2];
-} coded_flight;
+} coded_load_wave;
 
 /* What a warp leaves in shared memory during a step. Lane l has element l of each array: row l % 16
  * of the warp's rows of block l / 16, and what it has no registers for. */
@@ -93,7 +93,7 @@ is_rope_tile(int half, int tile)
 /* Loads a flight's part of a half: the lane's chunk of each tile of codes in its row. */
 template <bool E2M1, bool ROPE>
 static __device__ __forceinline__ void
-load_flight(const uint8_t *row, int half, int chunk, coded_flight *flight)
+start_load_wave(const uint8_t *row, int half, int chunk, coded_load_wave *load_wave)
 {
     constexpr int CHUNK_BYTES = E2M1 ? 4 : 8;
     const uint8_t *const from = row + (half * (HALF_VALUES / 8) + chunk) * CHUNK_BYTES;
@@ -103,9 +103,9 @@ load_flight(const uint8_t *row, int half, int chunk, coded_flight *flight)
             continue;
         }
         if constexpr (E2M1) {
-            ptx_load_4(from + tile * 8 * CHUNK_BYTES, row != NULL, 0, &flight->codes[tile][0]);
+            ptx_load_4(from + tile * 8 * CHUNK_BYTES, row != NULL, 0, &load_wave->codes[tile][0]);
         } else {
-            ptx_load_8(from + tile * 8 * CHUNK_BYTES, row != NULL, flight->codes[tile]);
+            ptx_load_8(from + tile * 8 * CHUNK_BYTES, row != NULL, load_wave->codes[tile]);
         }
     }
 }
@@ -185,14 +185,14 @@ scale_of_tile(const half_scales<E2M1, ROPE> &scales, int tile)
  * half's first tile. */
 template <bool E2M1, bool ROPE>
 static __device__ __forceinline__ void
-store_flight(int half, const half_scales<E2M1, ROPE> &scales, uint32_t to,
-             const coded_flight &flight, uint32_t *largest)
+store_load_wave(int half, const half_scales<E2M1, ROPE> &scales, uint32_t to,
+                const coded_load_wave &load_wave, uint32_t *largest)
 {
 #pragma unroll
     for (int tile = 0; tile < HALF_TILES; tile++) {
         if (!is_rope_tile<ROPE>(half, tile)) {
             uint32_t words[4];
-            decode_codes<E2M1>(flight.codes[tile], scale_of_tile(scales, tile), words, largest);
+            decode_codes<E2M1>(load_wave.codes[tile], scale_of_tile(scales, tile), words, largest);
             ptx_store_shared_16(to + tile * TILE_BYTES, words);
         }
     }
@@ -276,25 +276,25 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
                   bf16_memory *shared, Between between_blocks)
 {
     constexpr int TWIN_ROWS = WARP_ROWS / Keys::TWINS;
-    constexpr int FLIGHTS = TWIN_ROWS / FLIGHT_ROWS;
+    constexpr int LOAD_WAVES = TWIN_ROWS / LOAD_WAVE_ROWS;
     const list_facts &facts = launch.lists[listed.list];
     const int twin = gather_twin<Keys>();
     volatile coded_keys *const keys = find_coded_keys<Keys>(shared);
     const int lane = gather_lane();
     const int chunk = lane % 8;
     const int first = twin * TWIN_ROWS + lane / 8; /* row of the lane's first flight */
-    const smla_kv_token from = place_of_slot(launch, listed.list, listed.slot);
+    const smla_kv_token from = address_of_slot(launch, listed.list, listed.slot);
     uint32_t loaded_scales[E2M1 ? 8 : 4];
-    coded_flight flights[FLIGHTS];
+    coded_load_wave load_waves[LOAD_WAVES];
     keys->row[lane] = from.row;
     keys->slot[lane] = listed.slot;
     load_all_scales<E2M1, ROPE>(from, loaded_scales);
     prefetch_row<E2M1, ROPE>(from.row);
     __syncwarp(); /* all lanes see the rows */
 #pragma unroll
-    for (int flight = 0; flight < FLIGHTS; flight++) {
-        load_flight<E2M1, ROPE>(keys->row[first + flight * FLIGHT_ROWS], 0, chunk,
-                                &flights[flight]);
+    for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
+        start_load_wave<E2M1, ROPE>(keys->row[first + load_wave * LOAD_WAVE_ROWS], 0, chunk,
+                                    &load_waves[load_wave]);
     }
     const bool has_rare = store_all_scales<E2M1>(loaded_scales, keys);
 #pragma unroll 1
@@ -322,28 +322,30 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
             }
             if (ROPE && half == 1) {
 #pragma unroll
-                for (int flight = 0; flight < FLIGHTS; flight++) {
-                    copy_rope(to + (HALF_TILES - 1) * TILE_BYTES + chunk_in_tile(state.to, flight),
-                              keys->row[block_first + flight * FLIGHT_ROWS], chunk);
+                for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
+                    copy_rope(to + (HALF_TILES - 1) * TILE_BYTES +
+                                  chunk_in_tile(state.to, load_wave),
+                              keys->row[block_first + load_wave * LOAD_WAVE_ROWS], chunk);
                 }
             }
             uint32_t largest = 0;
 #pragma unroll
-            for (int flight = 0; flight < FLIGHTS; flight++) {
+            for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
                 /* the next flight's scales are loaded before this flight is decoded */
-                const int here = block_first + flight * FLIGHT_ROWS;
+                const int here = block_first + load_wave * LOAD_WAVE_ROWS;
                 half_scales<E2M1, ROPE> next_scales = scales;
-                if (flight + 1 < FLIGHTS) {
+                if (load_wave + 1 < LOAD_WAVES) {
                     next_scales = load_scales<E2M1, ROPE>(
-                        ptx_shared_address((const uint32_t *)&keys->scales[0][here + FLIGHT_ROWS]),
+                        ptx_shared_address(
+                            (const uint32_t *)&keys->scales[0][here + LOAD_WAVE_ROWS]),
                         half, chunk);
                 }
-                store_flight<E2M1, ROPE>(half, scales, to + chunk_in_tile(state.to, flight),
-                                         flights[flight], &largest);
+                store_load_wave<E2M1, ROPE>(half, scales, to + chunk_in_tile(state.to, load_wave),
+                                            load_waves[load_wave], &largest);
                 const uint8_t *const next = half == 0    ? keys->row[here]
                                             : block == 0 ? keys->row[here + WARP_ROWS]
                                                          : NULL;
-                load_flight<E2M1, ROPE>(next, half ^ 1, chunk, &flights[flight]);
+                start_load_wave<E2M1, ROPE>(next, half ^ 1, chunk, &load_waves[load_wave]);
                 scales = next_scales;
             }
             /* NaN is the largest magnitude: its sum with 1 carries */

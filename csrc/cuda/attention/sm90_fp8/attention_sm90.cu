@@ -34,7 +34,7 @@
  *              empty[granule]   256 consumers, which have converted the values | gather warps
  *              weighed[group]   128 threads of the group: weights and scales | the other group
  *              moved            128 threads of the group whose weights exceed f16 | the other group
- *              weighed_again    the same threads, when the weights fit | the other group
+ *              probs_ready_again    the same threads, when the weights fit | the other group
  *              added[group]     128 threads of the other group | the group, before new weights
  *              query_free       256 consumers, after a work's last scores | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
@@ -116,9 +116,9 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
 template <typename Shape>
 static __device__ __forceinline__ void
 consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
-              cta_work *next)
+              work_item *next)
 {
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const hopper_addresses at = find_addresses(shared, me.group);
     bool has_other = me.group == 1;
     const weight_tiles weights = {find_weights(shared, me.group),
@@ -140,18 +140,18 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     for (;;) {
         /* here, because behind a wait the reduction's latency would be in the open */
         const int other = make_uniform(find_other<Shape>(*state, has_other));
-        score_block(shared, at, find_place(), query, state);
+        score_block(shared, at, find_thread_index(), query, state);
         if (!are_steps_left(*state)) {
             wgmma_wait<0>();
             take_steps(shared, state);
-            find_references(launch, find_place_again(), shared, state);
-            clear_sums(find_place_again(), shared);
-            if (find_place_again().group == 1) { /* it has to wait for weights anyway */
-                leave_sinks(launch.base.params, find_place_again(), shared);
+            find_references(launch, find_thread_index_again(), shared, state);
+            clear_sums(find_thread_index_again(), shared);
+            if (find_thread_index_again().group == 1) { /* it has to wait for weights anyway */
+                leave_sinks(launch.base.params, find_thread_index_again(), shared);
             }
         }
-        meet_other_block(shared, at, find_place(), other, state);
-        add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
+        meet_other_block(shared, at, find_thread_index(), other, state);
+        add_blocks(launch, shared, at, find_thread_index(), weights, other, has_other, state);
         finish_step(state);
         if (!are_steps_left(*state)) {
             break;
@@ -161,8 +161,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     }
     *next = find_next(launch, shared);
     wgmma_wait<0>();
-    if (find_place_again().group == 0) {
-        add_last_block(launch, shared, find_addresses(shared, 0), find_place_again(), state);
+    if (find_thread_index_again().group == 0) {
+        add_last_block(launch, shared, find_addresses(shared, 0), find_thread_index_again(), state);
     } else {
         find_factors(launch, 1, shared);
     }
@@ -176,29 +176,29 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
  * other group also has one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
+begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
-    const lane_place me = find_place_again();
+    const thread_index me = find_thread_index_again();
     const bool may_be_cut = launch.base.num_segments > 1;
     if (me.group == 0) {
-        const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
-        const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
-        count_work<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream,
-                                                                  launch.base.column_stride,
-                                                                  me.warp, me.lane, BARRIER_GROUP,
-                                                                  GROUP_THREADS,
-                                                                  &shared->num_keys[0]);
+        const work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+        const key_stream stream = open_stream(launch.base, item, 0, me.warp, me.lane, 0);
+        count_item_keys<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, item, stream,
+                                                                       launch.base.column_stride,
+                                                                       me.warp, me.lane,
+                                                                       BARRIER_GROUP, GROUP_THREADS,
+                                                                       &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
         if (may_be_cut) {
-            find_quarters(launch.base, launch.num_works, me.warp * SMLA_WARP_LANES + me.lane,
+            find_quarters(launch.base, launch.num_items, me.warp * SMLA_WARP_LANES + me.lane,
                           GROUP_THREADS, shared);
         }
     }
     if (may_be_cut) {
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all quarters are found */
-        if (are_works_ragged(shared->order)) {
-            plan_cuts(launch.base, launch.num_works, BARRIER_CONSUMERS, shared);
+        if (are_items_ragged(shared->order)) {
+            plan_cuts(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
         }
     }
     if (ptx_forget((int)threadIdx.x) == 0) {
@@ -215,15 +215,15 @@ static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
-    state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_place().group;
+    state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_thread_index().group;
     ptx_wait_for_grids(); /* memory of other grids is read and written only from here on */
     ptx_let_next_grid_start();
-    begin_works(launch, shared);
-    order_works(launch, BARRIER_CONSUMERS, shared);
-    cta_work next = find_next(launch, shared);
+    begin_items(launch, shared);
+    order_items(launch, BARRIER_CONSUMERS, shared);
+    work_item next = find_next(launch, shared);
 #pragma unroll 1
     do {
-        store_query(launch, find_place_again(), next, shared, &state);
+        store_query(launch, find_thread_index_again(), next, shared, &state);
         consume_steps(launch, shared, &state, &next);
         state.phase ^= QUERY_PARITY;
         finish_row(launch, shared, state);
@@ -252,33 +252,33 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
                               GATHER_WARPS * SMLA_WARP_LANES +
                                   (Shape::Row::IS_SPLIT ? GRANULE_KEYS : 0));
             ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
-            granule->jump = 0;
+            granule->reference_jump = 0;
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
-        ptx_mbarrier_init(ptx_shared_address(&shared->moved), GROUP_THREADS);
-        ptx_mbarrier_init(ptx_shared_address(&shared->weighed_again), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->rescaled), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready_again), GROUP_THREADS);
         start_order(launch.base, &shared->order);
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
-            ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready[i]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->values_added[i]), GROUP_THREADS);
         }
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = -1;       /* begin_work counts it up: the first work is number 0 */
+        shared->item_idx = -1;   /* begin_item counts it up: the first work is number 0 */
         shared->key_unit = 1.0f; /* until store_query finds the first work's */
         shared->has_grown[0] = shared->has_grown[1] = 0;
     }
-    if (thread < MAX_WORKS / 32) {
-        shared->redo[thread] = 0;
+    if (thread < MAX_ITEMS / 32) {
+        shared->fallback_bits[thread] = 0;
     }
     ((uint32_t *)shared->probs)[warp] = argument; /* nobody reads it, but it keeps the load alive */
     __syncthreads();
 }
 
-/* Ends all mbarriers but `planned`, because redo_works reuses the memory of many of them. */
+/* Ends all mbarriers but `planned`, because run_fallback reuses the memory of many of them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 end_barriers(hopper_memory<Shape> *shared)
@@ -293,12 +293,12 @@ end_barriers(hopper_memory<Shape> *shared)
         ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
         ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
         ptx_mbarrier_end(ptx_shared_address(&shared->counted));
-        ptx_mbarrier_end(ptx_shared_address(&shared->moved));
-        ptx_mbarrier_end(ptx_shared_address(&shared->weighed_again));
+        ptx_mbarrier_end(ptx_shared_address(&shared->rescaled));
+        ptx_mbarrier_end(ptx_shared_address(&shared->probs_ready_again));
     }
     if (thread < 2) {
-        ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));
-        ptx_mbarrier_end(ptx_shared_address(&shared->added[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->probs_ready[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->values_added[thread]));
     }
 }
 
@@ -317,12 +317,12 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
         consume(launch, shared);
         end_barriers(shared);
         typedef shared_memory<typename Shape::Portable> portable_memory;
-        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
+        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, fallback_bits),
                       "marks outlive the rest");
-        redo_works(launch, Shape::REDO_TILES, shared->redo, &shared->order,
-                   (portable_memory *)shared);
+        run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
+                     (portable_memory *)shared);
         if (has_parts(launch.base, shared->order)) {
-            fold_cut_works(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
+            fold_cut_items(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
         }
     }
 }
@@ -379,11 +379,11 @@ find_span(const smla_key_list *list, row_span *span)
 
 /* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
 static int64_t
-count_hopper_ctas(const attention_launch &launch, int64_t num_works)
+count_hopper_ctas(const attention_launch &launch, int64_t num_items)
 {
-    const int64_t num_ctas = count_ctas(launch, num_works);
-    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
-               ? smla_count_parts(num_works, MAX_WORKS)
+    const int64_t num_ctas = count_ctas(launch, num_items);
+    return smla_count_parts(num_items, num_ctas) > MAX_ITEMS
+               ? smla_count_parts(num_items, MAX_ITEMS)
                : num_ctas;
 }
 
@@ -415,7 +415,7 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     if (start->interleaves) {
         interleave_splits(&launch.base);
     }
-    launch.num_works = (int32_t)count_works(launch.base);
+    launch.num_items = (int32_t)count_items(launch.base);
     for (int i = 0; i < params->num_lists; i++) {
         launch.lists[i] = spans[i];
     }
@@ -426,9 +426,9 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
     launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
                             (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
-    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_works, &launch.base);
-    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
-    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
+    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_items);
+    launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
                        params->stream, false, start->held);
 }

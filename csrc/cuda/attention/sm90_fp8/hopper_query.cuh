@@ -16,7 +16,7 @@ template <int TILES> struct query_part {
 enum { PIECES = 8 }; /* pieces of 16 bytes in a head's row of a tile */
 
 static __device__ __forceinline__ int
-query_head(const lane_place &me, int j)
+query_head(const thread_index &me, int j)
 {
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
@@ -26,19 +26,19 @@ query_head(const lane_place &me, int j)
  * wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
+copy_query(const smla_attention_params &params, const work_item &item, hopper_memory<Shape> *shared)
 {
     constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
     constexpr int HEAD_PIECES = Shape::Row::HEAD_BYTES / 16;
 #pragma unroll 1
-    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * HEAD_PIECES;
+    for (int i = ptx_forget((int)threadIdx.x); i < item.num_heads * HEAD_PIECES;
          i += CONSUMER_THREADS) {
-        const int head = work.first_head + i / HEAD_PIECES;
+        const int head = item.first_head + i / HEAD_PIECES;
         const int piece = i % HEAD_PIECES;
         const uint16_t *const from =
-            piece < NOPE_PIECES ? params.q_nope + work.token * params.q_nope_stride_token +
+            piece < NOPE_PIECES ? params.q_nope + item.token * params.q_nope_stride_token +
                                       head * params.q_nope_stride_head + 8 * piece
-                                : params.q_pe + work.token * params.q_pe_stride_token +
+                                : params.q_pe + item.token * params.q_pe_stride_token +
                                       head * params.q_pe_stride_head + 8 * (piece - NOPE_PIECES);
         uint32_t words[4];
         smla_load_words<16, false>(from, words);
@@ -51,7 +51,7 @@ copy_query(const smla_attention_params &params, const cta_work &work, hopper_mem
  * everything waits for it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
+read_query(const work_item &item, const thread_index &me, const hopper_memory<Shape> *shared,
            query_part<Shape::Row::QUERY_TILES> *part)
 {
 #pragma unroll
@@ -61,7 +61,7 @@ read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape
                               16 * (me.lane % PIECES);
 #pragma unroll
         for (int tile = 0; tile < Shape::Row::QUERY_TILES; tile++) {
-            ptx_load_shared_16_if(from + 128 * tile, head < work.num_heads, part->words[j][tile]);
+            ptx_load_shared_16_if(from + 128 * tile, head < item.num_heads, part->words[j][tile]);
         }
     }
 }
@@ -78,13 +78,14 @@ template <int TILES>
 static __device__ __forceinline__ uint32_t
 find_head_max(const uint32_t (&words)[TILES][4])
 {
-    uint32_t tops[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
+    uint32_t partial_maxima[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
 #pragma unroll
     for (int i = 4; i < TILES * 4; i++) {
-        tops[i % 4] = ptx_max_abs_bf16x2(tops[i % 4], words[i / 4][i % 4]);
+        partial_maxima[i % 4] = ptx_max_abs_bf16x2(partial_maxima[i % 4], words[i / 4][i % 4]);
     }
-    const uint32_t pair = ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(tops[0], tops[1]),
-                                             ptx_max_abs_bf16x2(tops[2], tops[3]));
+    const uint32_t pair =
+        ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(partial_maxima[0], partial_maxima[1]),
+                           ptx_max_abs_bf16x2(partial_maxima[2], partial_maxima[3]));
     uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
 #pragma unroll
     for (int step = 1; step < PIECES; step *= 2) {
@@ -149,7 +150,7 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
  * part that is also a value counts like codes with a scale that are as large. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-find_scale_max(const lane_place &me, uint32_t granule)
+find_scale_max(const thread_index &me, uint32_t granule)
 {
     typedef typename Shape::Row Row;
     const key_masks is_key = find_key_masks(me, load_key_bits<Shape>(granule));
@@ -175,7 +176,7 @@ find_scale_max(const lane_place &me, uint32_t granule)
 /* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
+clear_weights(const thread_index &me, hopper_memory<Shape> *shared)
 {
 #pragma unroll
     for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
@@ -187,7 +188,7 @@ clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
 /* Stores the largest finite value of the warp's heads for other warps. Finds both heads' maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
-publish_query_max(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+publish_query_max(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
                   hopper_memory<Shape> *shared, uint32_t head_max[2])
 {
     uint32_t top = 0;
@@ -234,16 +235,16 @@ find_key_exponent(uint32_t scale_max)
  * Heads that are not finite get NaN as their reference, so their results are NaN in any case. */
 template <typename Shape>
 static __device__ __forceinline__ int
-store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
                const uint32_t head_max[2], hopper_memory<Shape> *shared)
 {
     const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
-    bool is_lost;
-    const int exponent = find_query_exponent(query_max, &is_lost);
+    bool needs_fallback;
+    const int exponent = find_query_exponent(query_max, &needs_fallback);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int head = query_head(me, j);
-        is_lost |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
+        needs_fallback |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
         if (head < Shape::HEADS) {
             if (me.lane % PIECES == 0) {
                 shared->reference[head] = head_max[j] < 0x7F80 ? 0.0f : NAN;
@@ -251,7 +252,7 @@ store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &
             store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-exponent));
         }
     }
-    mark_for_redo(shared, is_lost);
+    mark_for_fallback(shared, needs_fallback);
     return exponent;
 }
 
@@ -259,7 +260,7 @@ store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &
  * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const lane_place &me, const cta_work &next,
+store_query(const hopper_launch &launch, const thread_index &me, const work_item &next,
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
@@ -273,7 +274,7 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last work any more */
-    begin_work(launch, next, shared);
+    begin_item(launch, next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);
     }
@@ -295,10 +296,10 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     const float score_scale =
         (Shape::SCALES_SCORES ? launch.base.scale_log2 : launch.base.wgmma_scale_log2) *
         power_of_two(exponent) * power_of_two(key_exponent);
-    mark_for_redo(shared, !(fabsf(score_scale) <= 0x1p100f) ||
-                              (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
-                              key_exponent > MAX_UNIT_EXPONENT ||
-                              key_exponent == -MAX_KEY_EXPONENT);
+    mark_for_fallback(shared,
+                      !(fabsf(score_scale) <= 0x1p100f) ||
+                          (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
+                          key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
     if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);

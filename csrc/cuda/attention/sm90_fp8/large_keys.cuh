@@ -7,9 +7,10 @@
  * them, references find their places, and they seldom move again.
  *
  * The order may not depend on times, else results would. The group that raises references marks its
- * block in the ring (mark_jump). A gather warp reads a mark when it has filled the block's first
- * granule again: by then the block is done with, whatever the times. A look takes 10,000 cycles,
- * mostly for 1500 scales that lie far apart, while consumers have that much work in the ring.
+ * block in the ring (mark_reference_jump). A gather warp reads a mark when it has filled the
+ * block's first granule again: by then the block is done with, whatever the times. A look takes
+ * 10,000 cycles, mostly for 1500 scales that lie far apart. The ring keeps the consumers busy for
+ * as long.
  *
  * This is for 64 heads: with fewer, the ring holds too little work to hide a look behind, and fewer
  * blocks have a new maximum. And it is for the main list of calls whose rows are evenly spaced,
@@ -21,36 +22,37 @@
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
 /* By how much a reference, an exponent, moves in a jump. Without large keys it hardly ever does. */
-#define JUMP 64.0f
+#define REFERENCE_JUMP 64.0f
 
 enum {
-    LARGE_BITS = 3, /* a key is large if its scale is 2^3 times what is usual */
-    LOOKAHEAD = 16, /* chunks that are looked at */
-    USUAL = 4,      /* the first of them tell what is usual */
-    MIN_STEPS = 8,  /* look only where the list has as many steps from the present one on */
+    OUTLIER_BITS = 3, /* a key is large if its scale is 2^3 times what is usual */
+    LOOKAHEAD = 16,   /* chunks that are looked at */
+    USUAL = 4,        /* the first of them tell what is usual */
+    MIN_STEPS = 8,    /* look only where the list has as many steps from the present one on */
 };
 
-static_assert((int)LOOKAHEAD <= (int)SMLA_WARP_LANES, "large_keys has a lane for each");
-static_assert(MAX_WORKS <= 1 << 9, "mark_of_step has as many bits for a work's number");
+static_assert((int)LOOKAHEAD <= (int)SMLA_WARP_LANES, "outlier_keys has a lane for each");
+static_assert(MAX_ITEMS <= 1 << 9, "mark_of_step has as many bits for an item's number");
 
 /* ---- Marks ---------------------------------------------------------------------------------- */
 
 /* A number for a step of a work, never 0. `left`: the work's steps from this one on. */
 static __device__ __forceinline__ uint32_t
-mark_of_step(int work, int32_t left)
+mark_of_step(int item_idx, int32_t left)
 {
-    return ((uint32_t)work << 23) + (uint32_t)left;
+    return ((uint32_t)item_idx << 23) + (uint32_t)left;
 }
 
 /* Consumers: if is_on, tells the gather warps that a reference has jumped at the group's block. */
 template <typename Shape>
 static __device__ __forceinline__ void
-mark_jump(hopper_memory<Shape> *shared, const consumer<Shape> &state, bool is_on)
+mark_reference_jump(hopper_memory<Shape> *shared, const consumer<Shape> &state, bool is_on)
 {
-    if (Shape::LARGE_FIRST && is_on) {
-        uint8_t *const jump = (uint8_t *)&shared->ring->jump + state.own;
+    if (Shape::OUTLIERS_FIRST && is_on) {
+        uint8_t *const reference_jump = (uint8_t *)&shared->ring->reference_jump + state.own;
         /* several threads may do it; racecheck accepts that of atomic operations */
-        atomicExch((uint32_t *)jump, mark_of_step(shared->work, (int32_t)(state.phase / ONE_STEP)));
+        atomicExch((uint32_t *)reference_jump,
+                   mark_of_step(shared->item_idx, (int32_t)(state.phase / ONE_STEP)));
     }
 }
 
@@ -59,14 +61,14 @@ mark_jump(hopper_memory<Shape> *shared, const consumer<Shape> &state, bool is_on
  * filled again in this step. `slot` is the number of the next granule, `mark` the former step's. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-has_jumped(uint32_t ring, uint32_t slot, uint32_t mark)
+has_reference_jumped(uint32_t ring, uint32_t slot, uint32_t mark)
 {
     constexpr int BEHIND = 2 * STEP_GRANULES - Shape::GRANULES;
     static_assert(BEHIND > 0 && BEHIND <= BLOCK_GRANULES, "both were filled in this step");
     const int found = (int)slot - BEHIND;
     const int first = found < 0 ? found + Shape::GRANULES : found;
     const int second = first - BLOCK_GRANULES + (first < BLOCK_GRANULES ? Shape::GRANULES : 0);
-    const uint32_t at = ring + (uint32_t)offsetof(typename Shape::Granule, jump);
+    const uint32_t at = ring + (uint32_t)offsetof(typename Shape::Granule, reference_jump);
     return __any_sync(0xFFFFFFFFu,
                       ptx_load_shared_4(at + first * Shape::GRANULE_BYTES) == mark ||
                           ptx_load_shared_4(at + second * Shape::GRANULE_BYTES) == mark + 1);
@@ -75,10 +77,10 @@ has_jumped(uint32_t ring, uint32_t slot, uint32_t mark)
 /* ---- Keys ----------------------------------------------------------------------------------- */
 
 /* What a gather warp knows about the next chunks of a list. */
-typedef struct large_keys {
+typedef struct outlier_keys {
     uint32_t taken; /* a bit for each key that was taken from the chunk with the lane's number */
     int32_t chunk;  /* number of the next chunk; from LOOKAHEAD on, none of its keys was taken */
-} large_keys;
+} outlier_keys;
 
 /* Brings the first scale of each key in the next chunks, a word per chunk, to shared memory at
  * `to`, the lane's place; 0 where there is no key. */
@@ -126,7 +128,7 @@ find_bound(uint32_t levels)
     }
     count = __reduce_add_sync(0xFFFFFFFFu, count);
     sum = __reduce_add_sync(0xFFFFFFFFu, sum);
-    return (uint32_t)__fdividef((float)sum, fmaxf((float)count, 1.0f)) + LARGE_BITS;
+    return (uint32_t)__fdividef((float)sum, fmaxf((float)count, 1.0f)) + OUTLIER_BITS;
 }
 
 /* Looks at the keys of the next chunks, and takes the large ones, up to 32, behind those that are
@@ -134,8 +136,8 @@ find_bound(uint32_t levels)
  * `to`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-take_large_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *stream,
-                large_keys *large)
+take_outlier_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *stream,
+                  outlier_keys *outliers)
 {
     stream->over = NO_INDEX;
     const uint32_t levels = to + 4 * lane;
@@ -144,15 +146,15 @@ take_large_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *
     uint32_t taken = 0;
 #pragma unroll 4
     for (int i = 0; i < LOOKAHEAD; i++) {
-        const uint32_t are_large =
+        const uint32_t are_outliers =
             __ballot_sync(0xFFFFFFFFu, load_level(levels + 128 * i) >= bound);
-        taken = lane == i ? are_large : taken;
+        taken = lane == i ? are_outliers : taken;
     }
     /* up to the lane's chunk; arbitrary in lanes without one */
     const uint32_t last = smla_scan_lanes<LOOKAHEAD>((uint32_t)__popc(taken), lane);
     taken = last <= SMLA_WARP_LANES ? taken : 0;
     const uint32_t total = __reduce_add_sync(0xFFFFFFFFu, __popc(taken));
-    *large = large_keys{taken, 0};
+    *outliers = outlier_keys{taken, 0};
     if (total != 0) {
         /* lane l finds the l-th of these keys */
         int chunk = 0;
@@ -175,17 +177,17 @@ take_large_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *
     load_next(stream); /* again, so that no register keeps it meanwhile */
 }
 
-/* take_step, past the keys that take_large_keys has taken. */
+/* take_step, past the keys that take_outlier_keys has taken. */
 static __device__ __forceinline__ uint32_t
-take_other_step(const attention_launch &launch, int list, key_stream *stream, large_keys *large,
-                int lane)
+take_other_step(const attention_launch &launch, int list, key_stream *stream,
+                outlier_keys *outliers, int lane)
 {
 #pragma unroll 1
     while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
         const uint32_t taken =
-            __shfl_sync(0xFFFFFFFFu, large->taken, large->chunk & (SMLA_WARP_LANES - 1));
-        const uint32_t others = large->chunk < LOOKAHEAD ? ~taken : 0xFFFFFFFFu;
-        large->chunk++;
+            __shfl_sync(0xFFFFFFFFu, outliers->taken, outliers->chunk & (SMLA_WARP_LANES - 1));
+        const uint32_t others = outliers->chunk < LOOKAHEAD ? ~taken : 0xFFFFFFFFu;
+        outliers->chunk++;
         take_keys<false>(stream, launch.lists[list].index_limit, launch.column_stride, lane,
                          others);
     }

@@ -58,10 +58,10 @@ template <bool IS_FULL> struct small_registers {
     static constexpr int PER_THREAD = IS_FULL ? 128 : 96;
     static constexpr int ROOM = IS_FULL ? 0 : SMLA_ROOM_REGISTERS;
     static constexpr int BOUND_THREADS = IS_FULL ? 512 : 640; /* __launch_bounds__ gets it */
-    static constexpr int REDO = 168;                          /* per thread that does works again */
+    static constexpr int FALLBACK = 168;                      /* per thread that does works again */
     static constexpr int REST = IS_FULL ? 88 : 24;            /* per other thread */
     static_assert(SMALL_THREADS * PER_THREAD + ROOM == SMLA_SM_REGISTERS, "all of an SM");
-    static_assert(CTA_THREADS * REDO + (SMALL_THREADS - CTA_THREADS) * REST ==
+    static_assert(CTA_THREADS * FALLBACK + (SMALL_THREADS - CTA_THREADS) * REST ==
                       SMALL_THREADS * PER_THREAD,
                   "setmaxnreg shares out what the launch gave");
 };
@@ -89,14 +89,14 @@ find_sum(const small_memory<Shape> *shared, int head)
 /* One warp leaves the states of the partial rows. `sums` are those of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_states(const attention_launch &launch, const cta_work &work, int warp, int lane,
+leave_states(const attention_launch &launch, const work_item &item, int warp, int lane,
              const small_state<Shape> &state, const float (&sums)[Shape::HEAD_SETS])
 {
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int head = lane + SMLA_WARP_LANES * set;
-        if (warp == 0 && head < work.num_heads) {
-            leave_halves(launch, work, head, state.reference[set], state.top[set], sums[set],
+        if (warp == 0 && head < item.num_heads) {
+            leave_halves(launch, item, head, state.reference[set], state.row_max[set], sums[set],
                          power_of_two(state.key_exponent));
         }
     }
@@ -106,11 +106,11 @@ leave_states(const attention_launch &launch, const cta_work &work, int warp, int
  * value. `inverse` is 1 / sum for each of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
+write_small_row(const attention_launch &launch, const work_item &item, const thread_index &me,
                 const float (&inverse)[Shape::HEAD_SETS], const float (&out)[2][Shape::HEADS / 2])
 {
     uint16_t *const to =
-        find_halves(launch, work, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
+        find_halves(launch, item, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
@@ -120,7 +120,7 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
             const float factor = __shfl_sync(0xFFFFFFFFu, inverse[8 * j / SMLA_WARP_LANES], head);
             const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
                                        ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
-            if (head < work.num_heads) {
+            if (head < item.num_heads) {
                 smla_store_vector_2(to + (8 * j + i) * 2 * SMLA_KV_LORA_RANK, words);
             }
         }
@@ -131,30 +131,30 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
  * the scores, which are finite. Each warp has every 16th head. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_only_row(const attention_launch &launch, const cta_work &work,
+leave_only_row(const attention_launch &launch, const work_item &item,
                const small_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const uint32_t is_key = lane < count_granules(launch) ? shared->is_key[lane] : 0;
     const int granule = __ffs((int)__ballot_sync(0xFFFFFFFFu, is_key != 0)) - 1;
     const int number = __ffs((int)__shfl_sync(0xFFFFFFFFu, is_key, granule)) - 1;
-    const key_place place = find_key(launch, work, GRANULE_KEYS * granule + number);
-    const listed_key only = {slot_of_index(launch, place.list, work.token,
-                                           (int32_t)load_index(place)),
-                             place.list};
+    const list_entry entry = find_key(launch, item, GRANULE_KEYS * granule + number);
+    const listed_key only = {slot_of_index(launch, entry.list, item.token,
+                                           (int32_t)load_index(entry)),
+                             entry.list};
     lane_part key;
     lane_part value;
     float scales[2];
     load_only_key<false, Shape::Row::ROPE_IS_VALUE>(launch, only, lane, &key, scales);
     scale_part(key, scales, &value);
 #pragma unroll 1
-    for (int head = (int)threadIdx.x / SMLA_WARP_LANES; head < work.num_heads;
+    for (int head = (int)threadIdx.x / SMLA_WARP_LANES; head < item.num_heads;
          head += SMALL_WARPS) {
-        const int64_t row = work.first_row + head;
-        const float top = float_of_order(shared->tops[head]);
-        const float sum = ptx_exp2(top - softmax_reference(top));
+        const int64_t row = item.first_row + head;
+        const float row_max = float_of_order(shared->row_maxima[head]);
+        const float sum = ptx_exp2(row_max - softmax_reference(row_max));
         if (lane == 0) {
-            *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, sum);
+            *(float2 *)(launch.partials.state + 2 * row) = make_float2(row_max, sum);
         }
         store_part(launch.partials.out + row * SMLA_KV_LORA_RANK, lane, value, sum);
     }
@@ -163,21 +163,21 @@ leave_only_row(const attention_launch &launch, const cta_work &work,
 /* Does a lost work again: half of the threads run the portable code with the others' registers. */
 template <typename Shape>
 static __device__ __forceinline__ void
-redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
+run_small_fallback(const attention_launch &launch, const work_item &item, void *memory)
 {
     typedef small_registers<Shape::IS_FULL> registers;
     if (threadIdx.x >= CTA_THREADS) {
         ptx_release_registers<registers::REST>();
         return;
     }
-    ptx_claim_registers<registers::REDO>();
+    ptx_claim_registers<registers::FALLBACK>();
     typedef typename Shape::Portable Portable;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
-    const int part = work.token * launch.params.num_splits + work.split;
-    const int first = work.first_head / Portable::HEADS;
+    const int part = item.token * launch.params.num_splits + item.split;
+    const int first = item.first_head / Portable::HEADS;
 #pragma unroll 1
-    for (int i = first; i < min(first + Shape::REDO_TILES, num_tiles); i++) {
-        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_WORK,
+    for (int i = first; i < min(first + Shape::FALLBACK_TILES, num_tiles); i++) {
+        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_ITEM,
                              (shared_memory<Portable> *)memory);
         ptx_barrier(0, CTA_THREADS);
     }
@@ -186,32 +186,34 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 /* leave_only_row as a called function. */
 template <typename Shape>
 static __device__ __noinline__ void
-leave_only_row_apart(const attention_launch &launch, cta_work work,
+leave_only_row_apart(const attention_launch &launch, work_item item,
                      const small_memory<Shape> *shared)
 {
-    leave_only_row(launch, work, shared);
+    leave_only_row(launch, item, shared);
 }
 
 /* Ends a work that has one key or is lost. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_rare_row(const attention_launch &launch, const cta_work &work, bool is_lost, void *memory)
+finish_rare_row(const attention_launch &launch, const work_item &item, bool needs_fallback,
+                void *memory)
 {
-    if (!Shape::LEAVES_ONLY || __syncthreads_or(is_lost)) {
-        redo_small_row<Shape>(launch, work, memory);
+    if (!Shape::LEAVES_ONLY || __syncthreads_or(needs_fallback)) {
+        run_small_fallback<Shape>(launch, item, memory);
     } else if constexpr (Shape::CALLS_RARE) { /* is called itself */
-        leave_only_row(launch, work, (const small_memory<Shape> *)memory);
+        leave_only_row(launch, item, (const small_memory<Shape> *)memory);
     } else {
-        leave_only_row_apart(launch, work, (const small_memory<Shape> *)memory);
+        leave_only_row_apart(launch, item, (const small_memory<Shape> *)memory);
     }
 }
 
 /* finish_rare_row as a called function, which other launches do not jump over. */
 template <typename Shape>
 static __device__ __noinline__ void
-finish_rare_row_apart(const attention_launch &launch, cta_work work, bool is_lost, void *memory)
+finish_rare_row_apart(const attention_launch &launch, work_item item, bool needs_fallback,
+                      void *memory)
 {
-    finish_rare_row<Shape>(launch, work, is_lost, memory);
+    finish_rare_row<Shape>(launch, item, needs_fallback, memory);
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
@@ -222,7 +224,7 @@ static __device__ __forceinline__ void
 score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
           small_state<Shape> *state, float (&scores)[Shape::HEADS / 2])
 {
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const uint32_t rows = ptx_shared_address(shared->rows[warp]);
     if (me.group * GROUP_GRANULES < num_granules) {
@@ -231,11 +233,12 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
         find_key_exponent(rows, me, state);
         state->score_factor = launch.wgmma_scale_log2 * power_of_two(state->query_exponent) *
                               power_of_two(state->key_exponent);
-        state->is_lost |= !(fabsf(state->score_factor) <= 0x1p100f) ||
-                          (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
+        state->needs_fallback |=
+            !(fabsf(state->score_factor) <= 0x1p100f) ||
+            (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
         score_keys(shared, rows, me, state, scores);
     }
-    raise_tops(shared, me, *state, scores);
+    raise_row_maxima(shared, me, *state, scores);
     const bool has_keys =
         __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
@@ -244,13 +247,14 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
 /* Adds the values and writes results, unless there is no key. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_small_row(const attention_launch &launch, const cta_work &work, int num_granules,
-                 const lane_place &me, small_memory<Shape> *shared, const small_state<Shape> &state)
+finish_small_row(const attention_launch &launch, const work_item &item, int num_granules,
+                 const thread_index &me, small_memory<Shape> *shared,
+                 const small_state<Shape> &state)
 {
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (state.key_exponent == NO_EXPONENT) {
         const float none[Shape::HEAD_SETS] = {};
-        leave_states(launch, work, warp, me.lane, state, none);
+        leave_states(launch, item, warp, me.lane, state, none);
         return;
     }
     small_output<Shape> output;
@@ -260,14 +264,14 @@ finish_small_row(const attention_launch &launch, const cta_work &work, int num_g
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         sums[set] = find_sum(shared, head_of_lane<Shape>(me.lane, set));
     }
-    leave_states(launch, work, warp, me.lane, state, sums);
+    leave_states(launch, item, warp, me.lane, state, sums);
     float inverse[Shape::HEAD_SETS];
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         inverse[set] = sums[set] == 0.0f ? 0.0f : smla_rcp(sums[set]);
     }
     wgmma_wait<0>();
-    write_small_row<Shape>(launch, work, me, inverse, output.out);
+    write_small_row<Shape>(launch, item, me, inverse, output.out);
 }
 
 /* For a CTA without work, in a cluster of such CTAs: occupies its SM until the combine kernel has
@@ -292,11 +296,11 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const cta_work work =
-        find_work(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
-    if (work.token >= launch.params.num_tokens) {
+    const work_item item =
+        find_item(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
+    if (item.token >= launch.params.num_tokens) {
         keep_sm();
         return;
     }
@@ -309,24 +313,24 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
         }
         ptx_fence_mbarrier_init();
     }
-    clear_tops(shared);
+    clear_row_maxima(shared);
     __syncwarp();
     ptx_cluster_arrive(); /* fetch_row waits: copies complete on the partner's mbarriers, too */
     const int num_granules = count_granules(launch);
     small_state<Shape> state = {};
     float scores[Shape::HEADS / 2] = {};
-    fetch_row(launch, work, num_granules, shared, &state);
+    fetch_row(launch, item, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
     __syncthreads(); /* barrier 3 */
     find_small_reference(shared, num_granules, me.lane, &state);
     weigh_keys(shared, warp, me, &state, scores);
     ptx_fence_async_shared();
-    if (!__syncthreads_or(state.is_lost | state.has_only)) { /* barrier 4 */
-        finish_small_row<Shape>(launch, work, num_granules, me, shared, state);
+    if (!__syncthreads_or(state.needs_fallback | state.has_only)) { /* barrier 4 */
+        finish_small_row<Shape>(launch, item, num_granules, me, shared, state);
     } else if constexpr (Shape::CALLS_RARE) {
-        finish_rare_row_apart<Shape>(launch, work, state.is_lost, memory);
+        finish_rare_row_apart<Shape>(launch, item, state.needs_fallback, memory);
     } else {
-        finish_rare_row<Shape>(launch, work, state.is_lost, memory);
+        finish_rare_row<Shape>(launch, item, state.needs_fallback, memory);
     }
 }
 
@@ -337,12 +341,12 @@ static int64_t
 count_small_ctas(const attention_launch &launch, int partners)
 {
     const smla_attention_params &params = launch.params;
-    const int64_t num_works = count_works(launch);
+    const int64_t num_items = count_items(launch);
     const int num_sms = smla_cuda_find_device(params.stream.device_id)->num_sms;
-    return smla_fits_beside(num_works, params.num_tokens * params.num_heads, params.num_splits,
+    return smla_fits_beside(num_items, params.num_tokens * params.num_heads, params.num_splits,
                             num_sms)
                ? num_sms / partners * partners
-               : num_works;
+               : num_items;
 }
 
 template <int ROW, int HEADS, int PARTNERS, bool ALIGNED>
@@ -366,7 +370,7 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     }
     const attention_launch launch = make_launch<HEADS>(params);
     const int64_t num_ctas =
-        Shape::IS_FULL ? count_works(launch) : count_small_ctas(launch, PARTNERS);
+        Shape::IS_FULL ? count_items(launch) : count_small_ctas(launch, PARTNERS);
     return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
                        params->stream, PARTNERS > 1, start->held);
 }

@@ -34,60 +34,60 @@ template <typename Shape> struct small_query {
 };
 
 /* Where a lane's query is in memory; nope is that of its first head. */
-typedef struct query_place {
+typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
-} query_place;
+} query_source;
 
-static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work, const query_lane &at)
+static __device__ __forceinline__ query_source
+find_query(const smla_attention_params &params, const work_item &item, const query_lane &at)
 {
-    query_place place;
-    place.nope = params.q_nope + work.token * params.q_nope_stride_token +
-                 (int64_t)(work.first_head + at.head) * params.q_nope_stride_head +
-                 SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
-    place.rope = params.q_pe + work.token * params.q_pe_stride_token +
-                 (int64_t)(work.first_head + at.rope_head) * params.q_pe_stride_head +
-                 16 * at.column + 8 * at.piece;
-    return place;
+    query_source source;
+    source.nope = params.q_nope + item.token * params.q_nope_stride_token +
+                  (int64_t)(item.first_head + at.head) * params.q_nope_stride_head +
+                  SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
+    source.rope = params.q_pe + item.token * params.q_pe_stride_token +
+                  (int64_t)(item.first_head + at.rope_head) * params.q_pe_stride_head +
+                  16 * at.column + 8 * at.piece;
+    return source;
 }
 
 /* Asks for the query to be in L2, while the grids in front are running. The splits of a token need
  * the same query, so each asks for some parts. L2 will have what those grids still write. */
 template <typename Shape>
 static __device__ __forceinline__ void
-prefetch_query(const smla_attention_params &params, const cta_work &work, const query_place &place,
-               const query_lane &at)
+prefetch_query(const smla_attention_params &params, const work_item &item,
+               const query_source &source, const query_lane &at)
 {
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
-        const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+        const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
         const bool is_on =
-            work.split == part % params.num_splits && at.head + further < work.num_heads;
+            item.split == part % params.num_splits && at.head + further < item.num_heads;
         ptx_prefetch_l2(nope, is_on);
         ptx_prefetch_l2(nope + 16, is_on);
     }
     if constexpr (!Shape::Row::ROPE_IS_VALUE) {
 #pragma unroll
         for (int set = 0; set < Shape::HEAD_SETS; set++) {
-            ptx_prefetch_l2(place.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
-                            work.split == 0 &&
-                                at.rope_head + SMLA_WARP_LANES * set < work.num_heads);
+            ptx_prefetch_l2(source.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
+                            item.split == 0 &&
+                                at.rope_head + SMLA_WARP_LANES * set < item.num_heads);
         }
     }
 }
 
 template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
-load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
+load_query(const smla_attention_params &params, const query_source &source, const query_lane &at,
            int num_heads, small_query<Shape> *query)
 {
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
         if (at.head + further < num_heads) {
-            const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+            const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
             smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
             smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
@@ -96,7 +96,7 @@ load_query(const smla_attention_params &params, const query_place &place, const 
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int further = SMLA_WARP_LANES * set;
         if (!Shape::Row::ROPE_IS_VALUE && at.rope_head + further < num_heads) {
-            smla_load_words<16, ALIGNED>(place.rope + further * params.q_pe_stride_head,
+            smla_load_words<16, ALIGNED>(source.rope + further * params.q_pe_stride_head,
                                          query->rope[set]);
         }
     }
@@ -179,10 +179,10 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state<Sha
         lane_max = max(lane_max, head_max[set]);
     }
     const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, lane_max);
-    state->query_exponent = find_query_exponent(query_max, &state->is_lost);
+    state->query_exponent = find_query_exponent(query_max, &state->needs_fallback);
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
-        state->is_lost |=
+        state->needs_fallback |=
             head_max[set] != 0 && (head_max[set] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
     }
 }

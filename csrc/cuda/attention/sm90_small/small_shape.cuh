@@ -71,7 +71,7 @@ template <int ROW, int HEADS_, int PARTNERS_, bool ALIGNED_> struct small {
     /* does works again, with 16 heads because of its registers */
     typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8, false, CALLS_RARE>
         Portable;
-    static constexpr int REDO_TILES = HEADS / Portable::HEADS;
+    static constexpr int FALLBACK_TILES = HEADS / Portable::HEADS;
 };
 
 template <typename Shape> struct small_memory {
@@ -83,7 +83,7 @@ template <typename Shape> struct small_memory {
     alignas(128) uint8_t ropes[Shape::HAS_SHORT_ROWS ? QUERY_WARPS : 1]
                               [Shape::HAS_SHORT_ROWS ? GRANULE_KEYS : 1][ROPE_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][Shape::SCALE_BYTES];
-    int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
+    int32_t row_maxima[Shape::HEADS]; /* maxima of the scores, as order_of_float */
     union {
         float sums[SMALL_GRANULES][Shape::HEADS];
         uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS]; /* until all keys have scores */
@@ -122,11 +122,11 @@ template <typename Shape> struct small_state {
     float scale[Shape::Row::NUM_SCALES / 4][2];
     uint32_t rope[2][Shape::HAS_SHORT_ROWS ? 8 : 1]; /* the lane's part of both rows (fetch_rope) */
     float score_factor;                              /* factor from scores to the log2 domain */
-    float top[Shape::HEAD_SETS];       /* largest scores of the lane's heads (head_of_lane) */
+    float row_max[Shape::HEAD_SETS];   /* largest scores of the lane's heads (head_of_lane) */
     float reference[Shape::HEAD_SETS]; /* weights of these heads are relative to 2^reference */
     int query_exponent;
     int key_exponent;              /* first for the warp's keys, later for all keys */
     bool is_bad[Shape::HEAD_SETS]; /* these heads have a query that is not finite */
-    bool is_lost;
+    bool needs_fallback;
     bool has_only; /* the work has one key, whose value takes the place of products */
 };
