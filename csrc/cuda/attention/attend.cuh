@@ -1,6 +1,6 @@
-/* attend.cuh: what a CTA of attention_sm80.cu does for a work, as code that other kernels can run.
- * attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for FP8
- * rows run it with eight warps for works that they have to do again.
+/* attend.cuh: what a CTA of attention_sm80.cu does for a work item, as code that other kernels can
+ * run. attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for
+ * FP8 rows run it with eight warps as their fallback.
  */
 #pragma once
 
@@ -23,8 +23,8 @@ static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
 static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
 
 /* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
- * dense columns and a `begin`. IS_CALLED: attend_cta stands in a called function, and calls no
- * other, for which it would need local memory. */
+ * dense columns and a `begin`. IS_CALLED: attend_cta is part of a called function. It then calls no
+ * other function, because a second call would need local memory. */
 template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false> struct tile {
     static constexpr bool RANGED = RANGED_;
     static constexpr bool IS_CALLED = IS_CALLED_;
@@ -35,16 +35,16 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = fals
     static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
     static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
     static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* weights per key and head */
-    /* score: a warp's part of the HEADS x KEYS scores, and its counts of 16 x 8 pieces */
+    /* for score_block: a warp's part of the HEADS x KEYS scores, and its counts of 16 x 8 pieces */
     static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
     static constexpr int WARPS_ALONG_HEADS = HEADS / WARP_HEADS;
     static constexpr int WARP_COLUMNS = KEYS * WARPS_ALONG_HEADS / 2;
     static constexpr int SCORE_M = WARP_HEADS / 16;
     static constexpr int SCORE_N = WARP_COLUMNS / 8;
-    /* weigh: lanes per head, keys per lane */
+    /* for weigh_block: lanes per head, keys per lane */
     static constexpr int LANES = CTA_THREADS / HEADS;
     static constexpr int LANE_KEYS = KEYS / LANES;
-    /* add: counts of 16 x 8 pieces in a warp's part of out */
+    /* for add_block: counts of 16 x 8 pieces in a warp's part of out */
     static constexpr int OUT_M = HEADS / 16;
     static constexpr int OUT_N = WARP_VALUES / 8;
 };
@@ -62,7 +62,8 @@ template <typename Tile> struct shared_memory {
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Starts to copy the tile's query, which is there after ptx_cp_async_wait_all and a barrier. */
+/* Starts to copy the tile's query. The copy is complete after ptx_cp_async_wait_all and a
+ * barrier. */
 template <typename Tile>
 static __device__ __forceinline__ void
 start_query(const attention_launch &launch, const work_item &item, int thread,
@@ -98,8 +99,8 @@ start_query(const attention_launch &launch, const work_item &item, int thread,
 
 /* ---- Score --------------------------------------------------------------------------------- */
 
-/* Partial scores are written, two keys at a time, by lanes of eight heads, and are read by lanes of
- * one head. XOR with this number puts both the writes and the reads on all banks. */
+/* Lanes of eight heads write partial scores, two keys at a time, and lanes of one head read them.
+ * XOR with this number puts both the writes and the reads on all banks. */
 static __device__ __forceinline__ int
 score_flip(int row)
 {
@@ -145,8 +146,8 @@ score_block(shared_memory<Tile> *shared, int thread)
     const int half = warp / GROUPS;
     const int first_head = Tile::WARPS_ALONG_HEADS == 2 ? half * Tile::WARP_HEADS : 0;
     const int first_key = Tile::WARPS_ALONG_HEADS == 2 ? 0 : half * Tile::WARP_COLUMNS;
-    /* ldmatrix reads, of A, rows 0-7 and 8-15 of chunk 0, then both of chunk 1; of B, chunks 0 and
-     * 1 of rows 0-7, then both of rows 8-15. */
+    /* ldmatrix reads of A rows 0-7 and 8-15 of chunk 0, then both of chunk 1. Of B it reads chunks
+     * 0 and 1 of rows 0-7, then both of rows 8-15. */
     const int head = first_head + lane % 16;
     const int key = first_key + lane % 8 + lane / 16 * 8;
     const uint32_t query_address = ptx_shared_address(chunk_of(shared->query, head, lane / 16));
@@ -177,7 +178,7 @@ score_block(shared_memory<Tile> *shared, int thread)
 #pragma unroll
     for (int m = 0; m < Tile::SCORE_M; m++) {
         float (*const scores)[KEYS] = &shared->scores[group][first_head + 16 * m + row];
-        const int flip = score_flip(row); /* the same for row + 8 */
+        const int flip = score_flip(row); /* the same number for row + 8 */
 #pragma unroll
         for (int n = 0; n < Tile::SCORE_N; n++) {
             const int at = (column + 8 * n) ^ flip;
@@ -189,7 +190,8 @@ score_block(shared_memory<Tile> *shared, int thread)
 
 /* ---- Weigh --------------------------------------------------------------------------------- */
 
-/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` swaps these pieces. */
+/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` changes the order of
+ * these pieces. */
 template <int COUNT>
 static __device__ __forceinline__ void
 read_values(const float *row, int first, int flip, float values[COUNT])
@@ -390,7 +392,7 @@ add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Writes results: out * factor, rounded once. The work has all keys of its token. */
+/* Writes results: out * factor, rounded once. The item has all keys of its token. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_out(const attention_launch &launch, const work_item &item, int head, int first_value,
@@ -411,7 +413,7 @@ write_out(const attention_launch &launch, const work_item &item, int head, int f
     }
 }
 
-/* Writes a part of a partial row, as it is; the combine kernel or fold_item folds it. */
+/* Writes a part of a partial row, unchanged; the combine kernel or fold_item folds it. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
@@ -422,7 +424,8 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
     }
 }
 
-/* Finishes rows. `factor` becomes write_out's factor, or 0 for partial rows without an out. */
+/* Finishes rows. shared->factor becomes write_out's factor, or 0 for partial rows without an
+ * out. */
 template <typename Tile>
 static __device__ __forceinline__ void
 finish_rows(const attention_launch &launch, const work_item &item, int thread,
@@ -475,9 +478,9 @@ write_results(const attention_launch &launch, const work_item &item, int thread,
 
 /* ---- One key ------------------------------------------------------------------------------- */
 
-/* Whether the work has exactly one key, which is then in `only` in all threads. `slot` is the
- * thread's slot of window 0. Usually this window has more than one key, and no other window is
- * read. The key goes through is_key, which nobody reads yet. */
+/* Whether the item has exactly one key. All threads then get it in `only`. `slot` is the thread's
+ * slot of window 0. Usually this window has more than one key, and no other window is read. The key
+ * goes through shared->is_key, which nobody reads yet. */
 template <typename Tile>
 static __device__ __forceinline__ bool
 find_only_key(const attention_launch &launch, const work_item &item, const block_plan &plan,
@@ -505,7 +508,7 @@ find_only_key(const attention_launch &launch, const work_item &item, const block
     return true;
 }
 
-/* Not inlined, because inlined code would cost the loop registers. */
+/* attend_one_key, not inlined, because inlined code would cost the loop registers. */
 template <bool ROPE, bool CODED = false>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, work_item item, listed_key only, int thread)
@@ -515,8 +518,8 @@ attend_only_key(const attention_launch &launch, work_item item, listed_key only,
 
 /* ---- All of it ----------------------------------------------------------------------------- */
 
-/* Does work number `cta`, or a part of it; there are num_tiles works per token and split. Threads 0
- * to 255 of a CTA call it, and only they use barrier 0. */
+/* Computes work item number `cta`, or a part of it. There are num_tiles items per token and split.
+ * Threads 0 to 255 of a CTA call it, and only they use barrier 0. */
 template <typename Tile>
 static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
@@ -537,7 +540,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         } else {
             attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x);
         }
-        ptx_cp_async_wait_all();     /* the query, which is not needed */
+        ptx_cp_async_wait_all();     /* waits for the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;
     }

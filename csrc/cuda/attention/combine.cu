@@ -27,13 +27,13 @@
 
 enum {
     LOAD_WAVE_VALUES = 64, /* values that a thread reads at once */
-    MAX_SHARE = 8,         /* CTAs per SM: where there are more, they need not be spread */
+    MAX_SHARE = 8,         /* CTAs per SM; where there are more, they need not be spread */
 };
 
-/* The part of attention's parameters that is needed here. Blank lines separate lines of 64 bytes;
- * the first begins 16 bytes in front of the struct. No line is in a cache when a launch begins, and
- * one takes 280 cycles to come. find_row needs something of the first and the second line, so both
- * are there before the grids in front are done. */
+/* The part of attention's parameters that this kernel needs. Blank lines separate lines of 64
+ * bytes; the first begins 16 bytes in front of the struct. No line is in a cache when a launch
+ * begins, and one takes 280 cycles to come. find_row needs a field of the first line and one of the
+ * second, so both lines are there before the grids in front are done. */
 typedef struct combine_launch {
     smla_partial_rows partials;
     int64_t num_rows;
@@ -60,8 +60,8 @@ static_assert(offsetof(combine_launch, num_heads) == 48 &&
                   offsetof(combine_launch, attn_sink_stride) == 112,
               "the lines are as they seem");
 
-/* A kernel for up to SPLITS splits. Lane s % LOAD_WAVE handles split s, as
- * that lane's split number s / LOAD_WAVE. */
+/* The shape of a kernel for up to SPLITS splits. Lane s % LOAD_WAVE handles split s, as that lane's
+ * split number s / LOAD_WAVE. */
 template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
     static constexpr int LOAD_WAVE = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
@@ -78,12 +78,13 @@ template <bool HALF_, int SPLITS> struct combination {
  * lanes have the maximum and the sum of the whole row. */
 template <typename Shape> struct whole_row {
     float factor[Shape::LANE_SPLITS];
-    float float_factor[Shape::LANE_SPLITS]; /* HALF: of splits that have fp32 after all; else 0 */
+    float float_factor
+        [Shape::LANE_SPLITS]; /* HALF: factors of splits that have fp32 after all; else 0 */
     float max_log2;
     float sum;
 };
 
-/* Where a row's state and values of split 0 are. */
+/* Where the state and the values of a row's split 0 are. */
 typedef struct partial_source {
     const float *states;
     const float *values;
@@ -169,7 +170,7 @@ find_value(const uint32_t *words, int value)
     }
 }
 
-/* total += factor * values, for the splits of a flight. */
+/* total += factor * values, for the splits of a load wave. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fold_load_wave(const load_wave<Shape> &values, float factors, float total[Shape::VALUES])
@@ -185,7 +186,7 @@ fold_load_wave(const load_wave<Shape> &values, float factors, float total[Shape:
     }
 }
 
-/* HALF: the same for partial rows that were done again, which are fp32. */
+/* HALF: fold_load_wave for the fp32 partial rows that a fallback has left. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fold_floats(const partial_source &source, const whole_row<Shape> &row, float total[Shape::VALUES])
@@ -256,7 +257,7 @@ combine_row(const combine_launch &launch, const row_index &index)
         fold_states<Shape>(index.partials, (int)threadIdx.x % SMLA_WARP_LANES);
     float factor = softmax_finish(launch, index.token, index.head, row.max_log2, row.sum, sink,
                                   threadIdx.x == 0);
-    factor = row.sum == 0.0f ? -0.0f : factor; /* makes a row without keys +0 */
+    factor = row.sum == 0.0f ? -0.0f : factor; /* makes the results of a row without keys +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
@@ -299,7 +300,7 @@ __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     }
 }
 
-/* The shared memory to ask for where CTAs start as those in front leave: so much that an SM takes
+/* The shared memory to ask for where CTAs start as those in front leave. With so much, an SM takes
  * no more than its share of the CTAs, or two if the share is less. */
 static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,

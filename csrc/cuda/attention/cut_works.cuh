@@ -1,27 +1,28 @@
-/* cut_works.cuh: cuts long works where other works are short, in launches of at most one work per
- * SM, for the large kernels for FP8 rows.
+/* cut_works.cuh: cuts long work items where other items are short, in launches of at most one item
+ * per SM, for the large kernels for FP8 rows.
  *
- * Such a launch takes as long as its longest work, while SMs with shorter works or without any are
- * idle. Here the longest works are cut. A work's own CTA keeps the head of the work, and each other
- * CTA may take one piece of a work after its own work. Head and pieces leave partial rows, as
- * splits do, and the CTA that finishes the last part of a work folds them.
+ * Such a launch takes as long as its longest item, while SMs with shorter items or without any are
+ * idle. Here the longest items are cut. An item's own CTA keeps the head of the item, and each
+ * other CTA may take one piece of an item after its own item. Head and pieces leave partial rows,
+ * as splits do, and the CTA that finishes the last part of an item folds them.
  *
- * A work has NUM_SEGMENTS segments of columns. Its length is the number of segments that have keys,
- * as if entries that are no keys stood at the end of its list. All CTAs look at the same columns
- * and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each long
- * work gets a team of CTAs with short works: the longest gets the CTA with the least load, and so
- * on, and once all have one CTA, each gets a second one. A piece costs its CTA cut_cost segments
- * more. The budget is the least number of segments with which all teams can finish: a longer work
- * keeps so many, and leaves the rest to its team.
+ * An item has NUM_SEGMENTS segments of columns. Its length is the number of segments that have
+ * keys, as if entries that are no keys stood at the end of its list. All CTAs look at the same
+ * columns and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each
+ * long item gets a team of CTAs with short items. The longest item gets the CTA with the least
+ * load, and so on; once all have one CTA, each gets a second one. A piece costs its CTA cut_cost
+ * segments more. The budget is the least number of segments with which all teams can finish: a
+ * longer item keeps so many, and leaves the rest to its team.
  *
- * So the parts of a work depend on all lists of the call, and on nothing else. Calls that say how
+ * So the parts of an item depend on all lists of the call, and on nothing else. Calls that say how
  * many splits a row has are not cut, because there a row's bits must not depend on other tokens.
  * Calls whose lists all have the same number of quarters, as in most calls, are not cut, either.
- * They only pay for the look.
+ * They only pay for the look at the lists.
  *
- * Each work has a word of the workspace that counts its finished parts. The workspace was not
+ * Each item has a word of the workspace that counts its finished parts. The workspace was not
  * cleared, so the first part finds an arbitrary word, and writes a tag with a count of one. The
- * last part writes 0. A word that equals the tag by chance would be taken for a count: one in 2^60.
+ * last part writes 0. A word that equals the tag by chance would be taken for a count: one in
+ * 2^60.
  */
 #pragma once
 
@@ -29,13 +30,13 @@
 #include "cuda/attention/work_order.cuh"
 
 enum {
-    SEGMENT_ALIGN = 128, /* columns; so a work's first step lies in its head */
+    SEGMENT_ALIGN = 128, /* columns; so an item's first step lies in its head */
     CUT_COST = 384,      /* columns: what it costs to begin and to end a piece */
     MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
-    MOST_LEVEL = 9,            /* the highest load; 0: no work, 1 to 9: 0 to 8 eighths */
+    MOST_LEVEL = 9,            /* the highest load; 0: no item, 1 to 9: 0 to 8 eighths */
 };
 
 enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
@@ -44,8 +45,8 @@ enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits o
 typedef struct cut_scratch {
     rank_table ctas;                 /* ranks CTAs by level of load, the highest first */
     uint16_t ranked[ORDER_THREADS];  /* load << 8 | number of a CTA, the most load first */
-    uint32_t pass_maxima[2];         /* find_top's maximum in each pass */
-    uint8_t quarters[ORDER_THREADS]; /* quarters per work */
+    uint32_t pass_maxima[2];         /* find_maximum's result in each pass */
+    uint8_t quarters[ORDER_THREADS]; /* quarters per item */
 } cut_scratch;
 
 static_assert((int)MAX_CUT_ITEMS == (int)ORDER_THREADS, "a thread for each work item");
@@ -75,10 +76,10 @@ has_segments(const main_lists &lists, const item_list &list, uint32_t columns, i
     return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
 }
 
-/* Begins a plan: finds how many quarters the works of `thread`, one of num_threads, have, up to the
- * last one that ends with a key. After a barrier, order->seen has a bit for each number found.
- * Usually there is one, and nothing to plan. Not inlined, because all launches wait for the code
- * behind it. */
+/* Begins a plan: finds how many quarters each item of `thread` has, up to the last one that ends
+ * with a key. `thread` is one of num_threads. After a barrier, order->seen has a bit for each
+ * number of quarters found. Usually there is one, and nothing to plan. Not inlined, because all
+ * launches wait for the code behind it. */
 template <typename Memory>
 static __device__ __noinline__ void
 find_quarters(const attention_launch &launch, int num_items, int thread, int num_threads,
@@ -115,7 +116,7 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
     }
 }
 
-/* Whether works differ in length; called after find_quarters and a barrier. */
+/* Whether items differ in length; called after find_quarters and a barrier. */
 static __device__ __forceinline__ bool
 are_items_ragged(const item_order &order)
 {
@@ -123,7 +124,7 @@ are_items_ragged(const item_order &order)
     return (seen & (seen - 1)) != 0;
 }
 
-/* The length of a work in eighths. */
+/* The length of an item in eighths. */
 static __device__ __forceinline__ int
 find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 {
@@ -134,8 +135,8 @@ find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
 
-/* The load that a CTA of a level would have with a piece of no segments: its own work's, and the
- * cost of a piece. The cost is only 1 where the CTA has no own work to end before. */
+/* The load that a CTA of a level would have with a piece of no segments: the load of its own item,
+ * and the cost of a piece. The cost is only 1 where the CTA has no own item to end before. */
 static __device__ __forceinline__ int
 find_load(const cut_problem &problem, int level)
 {
@@ -155,7 +156,8 @@ cta_of_rank(const cut_scratch *scratch, int rank)
     return (int)(scratch->ranked[rank] & 0xFF);
 }
 
-/* The largest of all threads' values, which are not negative. `top` is 0 before the call. */
+/* The largest of all threads' values, which are not negative. `maximum` points to 0 before the
+ * call. */
 static __device__ __forceinline__ int
 find_maximum(int value, int barrier, uint32_t *maximum)
 {
@@ -167,8 +169,8 @@ find_maximum(int value, int barrier, uint32_t *maximum)
     return (int)*(volatile uint32_t *)maximum;
 }
 
-/* Which CTAs take pieces of which works: the works of ranks below num_long are cut, and each has
- * num_helpers helpers, every num_long-th CTA from the end of the ranks. */
+/* Which CTAs take pieces of which items: the items of ranks below num_long are cut, and each has
+ * num_helpers helpers. The helpers are every num_long-th CTA from the end of the ranks. */
 typedef struct cut_teams {
     int num_long;
     int num_helpers;
@@ -180,7 +182,7 @@ rank_of_helper(const cut_teams &teams, int rank, int i)
     return (int)gridDim.x - 1 - rank - i * teams.num_long;
 }
 
-/* The least budget with which the work of a rank and its helpers can finish, in segments. */
+/* The least budget, in segments, with which the item of a rank and its helpers can finish. */
 static __device__ __forceinline__ int
 find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
                const cut_scratch *scratch)
@@ -195,12 +197,12 @@ find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
     return least;
 }
 
-/* What find_piece finds: the piece that a helper takes of a rank's work, where no CTA has more than
+/* What find_piece finds: the piece that a helper takes of a rank's item, where no CTA has more than
  * `budget` segments. All sizes are in segments. */
 typedef struct piece_range {
-    int before; /* all pieces in front of this one */
+    int before; /* sizes of all pieces in front of this one */
     int size;   /* this piece */
-    int count;  /* number of pieces of the work */
+    int count;  /* number of the item's pieces */
 } piece_range;
 
 static __device__ __forceinline__ piece_range
@@ -221,7 +223,7 @@ find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int hel
     return range;
 }
 
-/* The word of the nth part of a work whose head has `budget` segments. */
+/* The word that describes the nth part of an item whose head has `budget` segments. */
 static __device__ __forceinline__ int
 describe_part(int idx, int nth, const piece_range &range, int first_piece, int budget)
 {
@@ -244,8 +246,8 @@ find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
     return rank_of(thread, reversed_level, rank_in_warp, &scratch->ctas);
 }
 
-/* Decides which works are cut. All consumers call it, after find_quarters. Its scratch lies where
- * the weights will be. Not inlined: few launches come here. */
+/* Decides which items are cut. All consumers call it, after find_quarters. Its scratch memory is
+ * that of the weights, which come later. Not inlined, because few launches come here. */
 template <typename Memory>
 static __device__ __noinline__ void
 plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *shared)
@@ -262,8 +264,8 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
         scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-    /* From here on thread i has the work of rank i. At first each of the longer works has one
-     * helper: that tells which works are long. */
+    /* From here on thread i has the item of rank i. At first each of the longer items has one
+     * helper: that tells which items are long. */
     const int length =
         thread < num_ctas ? load_of_rank(scratch, thread) - problem.cost : -problem.cost;
     cut_teams teams = {num_ctas, 1};
@@ -304,8 +306,8 @@ enum {
     FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* heads per warp: a lane for each of their parts */
 };
 
-/* Counts a part of a work; this thread knows that the part's partial rows are written. Returns
- * whether it is the last part: then the partial rows of all parts are written. */
+/* Counts a finished part of an item; this thread knows that the part's partial rows are written.
+ * Returns whether it is the last part: then the partial rows of all parts are written. */
 static __device__ __forceinline__ bool
 count_arrival(unsigned long long *word, uint32_t num_parts)
 {
@@ -331,8 +333,8 @@ typedef struct part_factor {
     float whole;
 } part_factor;
 
-/* Returns the lane's factor for one part of one of FOLD_HEADS heads from `first_head` on. `weight`
- * becomes the factor of the folded values of its head. Writes lse and max_logits. */
+/* Returns the lane's factor for one part of one head, among FOLD_HEADS heads from `first_head` on.
+ * `weight` becomes the factor of the folded values of its head. Writes lse and max_logits. */
 static __device__ __forceinline__ part_factor
 fold_states(const attention_launch &launch, const work_item &item, int part, int first_head,
             int lane, float *weight)
@@ -407,7 +409,7 @@ fold_parts(const attention_launch &launch, int part, int n, int first_head, int 
     }
 }
 
-/* Folds the parts of a work in their order. All consumers call it. */
+/* Folds the parts of an item in their order. All consumers call it. */
 static __device__ __forceinline__ void
 fold_item(const attention_launch &launch, int part, int heads_per_cta)
 {
@@ -444,14 +446,14 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
     }
 }
 
-/* Whether the plan cuts the CTA's first work. */
+/* Whether the plan cuts the CTA's first item. */
 static __device__ __forceinline__ bool
 is_first_cut(const attention_launch &launch, const item_order &order)
 {
     return launch.num_segments > 1 && count_parts(nth_item(true, 0, &order, 0)) > 1;
 }
 
-/* Whether the plan gives the CTA any part of a cut work. */
+/* Whether the plan gives the CTA any part of a cut item. */
 static __device__ __forceinline__ bool
 has_parts(const attention_launch &launch, const item_order &order)
 {
@@ -459,9 +461,9 @@ has_parts(const attention_launch &launch, const item_order &order)
            (launch.num_segments > 1 && nth_item(true, 0, &order, 1) >= 0);
 }
 
-/* When the CTA has done all its works: counts its parts, and folds the works whose last parts they
- * are. Inlined: with one more call, ptxas keeps other values in registers, and the kernel's loop
- * gets longer. */
+/* Called when the CTA has done all its items: counts its parts, and folds the items whose last
+ * parts they are. Inlined, because with one more call ptxas keeps other values in registers, and
+ * the kernel's loop gets longer. */
 static __device__ __forceinline__ void
 fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, item_order *order)
 {
@@ -489,8 +491,9 @@ fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, i
 
 /* ---- Launchers ------------------------------------------------------------------------------- */
 
-/* Lets the launch cut its works, if it may and if they are long enough. The room for parts is the
- * plan's cut_bytes, not the whole workspace: its size must not change the parts. */
+/* Lets the launch cut its items, if it may and if they are long enough. The room for parts is the
+ * plan's cut_bytes, not the whole workspace, because the workspace's size must not change the
+ * parts. */
 template <int HEADS>
 static void
 allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_items,

@@ -1,11 +1,12 @@
 /* kernels.c: the table of attention kernels.
  *
  * An entry fits a call by the device, the formats of the caches, the number of heads and the
- * columns per split. If the caller gave the number of splits, the first entry that fits is taken,
- * else the fitting entry with the shortest time that schedule.c estimates. Kernels of one
- * architecture are above the portable ones. Of each architecture, kernels for few columns are above
- * the others. Below that, kernels with more heads per CTA are above those with fewer, except for
- * the one for few columns with 64 heads, which pays only where the batch is known.
+ * columns per split. If the caller gave the number of splits, the first entry that fits is taken.
+ * Otherwise it is the fitting entry with the shortest time that schedule.c estimates. Kernels of
+ * one architecture are above the portable ones. Of each architecture, kernels for few columns are
+ * above the others. Below that, kernels with more heads per CTA are above those with fewer. The
+ * kernel for few columns with 64 heads is an exception, because it pays only where the batch is
+ * known.
  */
 #include <stdio.h>
 

@@ -1,14 +1,14 @@
-/* one_key.cuh: rows of out of a work with exactly one key, for every attention kernel.
+/* one_key.cuh: rows of out of a work item with exactly one key, for every attention kernel.
  *
  * The kernels round weights to bf16 or f16; with FP8 rows they multiply them by the scale first.
  * Where a single key has all of the weight, its value would be off by a step. Here the value is
  * multiplied in fp32, and rounded once. So out is a bf16 row's value in every bit, and an FP8 row's
  * value within half a step of bf16 and 2^-20 of the value.
  *
- * Roles        Warps take the work's heads in turn. Lanes share the dimensions: lane l has values
- *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. It
- *              needs no shared memory and no barrier, so any warps of a CTA can run it.
- *              The portable code has no scores yet, and attend_one_key does all of the work without
+ * Roles        Warps take the item's heads in turn. Lanes share the dimensions: lane l has values
+ *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. The
+ *              code needs no shared memory and no barrier, so any warps of a CTA can run it. The
+ *              portable kernel has no scores yet, so attend_one_key computes everything without
  *              tensor cores: 1.3 us for each head of a warp. Hopper's kernels have scores, from
  *              which they know the weights, and need the key's value only (write_value).
  * Numerics     A lane's part of a score is 8 + 8 + 2 products deep; 5 sums over lanes follow. The
@@ -156,13 +156,13 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
     }
 }
 
-/* A key of a work, by its slot (slot_of_index). */
+/* A key of an item, by its slot (slot_of_index). */
 typedef struct listed_key {
     int32_t slot;
     int32_t list;
 } listed_key;
 
-/* The lane's part of a work's only key. CODED: the key has 512 values in any format. */
+/* The lane's part of an item's only key. CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 load_only_key(const attention_launch &launch, const listed_key &only, int lane, lane_part *key,
@@ -187,7 +187,7 @@ scale_part(const lane_part &key, const float scales[2], lane_part *value)
     }
 }
 
-/* The lane's part of the value of a work's only key. */
+/* The lane's part of the value of an item's only key. */
 template <bool CODED>
 static __device__ __forceinline__ lane_part
 load_only_value(const attention_launch &launch, const listed_key &only, int lane)
@@ -275,9 +275,9 @@ write_value(const attention_launch &launch, const work_item &item, int head, int
     }
 }
 
-/* Writes all results of a work with one key. It takes `num_threads` threads, whole warps of a CTA;
- * this is number `thread`. The caller must know that the key is the only one in the work's columns.
- * CODED: the key has 512 values in any format. */
+/* Writes all results of an item with one key. `num_threads` threads call it, whole warps of a CTA;
+ * this is thread number `thread`. The caller must know that the key is the only one in the item's
+ * columns. CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,

@@ -24,7 +24,7 @@ typedef struct run_plan {
 
 /* A plan for a batch. `rest` is the number of tokens in the batch's last run. If it is less than
  * all, the tokens in front run unsplit in full waves of CTAs, and the last `rest` tokens have a
- * plan of their own: that is estimated to take less time than one more wave. */
+ * plan of their own. That is estimated to take less time than one more wave. */
 typedef struct batch_plan {
     run_plan run;
     int64_t rest;
@@ -32,7 +32,7 @@ typedef struct batch_plan {
 
 enum {
     MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
-    REST_COST = 30 /* for the start of a second run, which takes the rest of a batch */
+    REST_COST = 30 /* the cost of starting a second run, which takes the rest of a batch */
 };
 
 static int64_t
@@ -41,7 +41,7 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Places for CTAs: how many CTAs of the kernel the device runs at once. */
+/* How many CTAs of the kernel the device runs at once. */
 static int64_t
 count_resident_ctas(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
@@ -174,8 +174,8 @@ fits_one_wave(const split_problem *problem, int64_t num_tokens)
                count_resident_ctas(problem->device, kernel);
 }
 
-/* The kernel with the shortest estimated time for this many splits; of equals, the first row.
- * `is_small` is what fits_one_wave tells. */
+/* The kernel with the shortest estimated time for this many splits; of equal kernels, the first
+ * row. `is_small` is the result of fits_one_wave. */
 static run_plan
 choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, bool is_small)
 {
@@ -221,7 +221,7 @@ plan_whole(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* The plan with the shortest estimated time; of equals, the one with fewer splits. */
+/* The plan with the shortest estimated time; of equal plans, the one with fewer splits. */
 static batch_plan
 plan_batch(const split_problem *problem, int64_t num_tokens)
 {
@@ -280,7 +280,7 @@ find_plan(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* What a kernel must serve for a call of the shape with these formats. */
+/* The formats and other needs that a kernel must serve for a call of this shape. */
 static smla_kv_set
 find_needs(const smla_attention_shape *shape, smla_kv_set formats)
 {
@@ -358,8 +358,8 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
 
-/* Whether splits take chunks of columns in turn. Where they have few columns, each has a range, so
- * that none is left without. */
+/* Whether splits take chunks of columns in turn. Splits of few columns have a range each, so that
+ * no split is without columns. */
 static bool
 interleaves(const split_problem *problem, const smla_attention_kernel *kernel, int num_splits)
 {

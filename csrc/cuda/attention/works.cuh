@@ -1,5 +1,6 @@
-/* works.cuh: works. A work is what a CTA of an attention kernel takes at a time: one head tile of
- * one split of one token, or a part of that. Also prepares the launches of these kernels.
+/* works.cuh: work items, which kernels call items for short. A work item is what a CTA of an
+ * attention kernel takes at a time: one head tile of one split of one token, or a part of that. The
+ * file also prepares the launches of these kernels.
  */
 #pragma once
 
@@ -7,8 +8,8 @@
 
 /* ---- Works by number ------------------------------------------------------------------------ */
 
-/* Works are numbered by token, then split, then head tile. The head tiles of a token and split are
- * neighbours because they gather the same cache rows: L2 serves all but the first. */
+/* Work items are numbered by token, then split, then head tile. The head tiles of a token and split
+ * are neighbours because they gather the same cache rows: L2 serves all but the first. */
 static __device__ __forceinline__ work_item
 make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
           int heads_per_cta)
@@ -27,8 +28,9 @@ make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     return item;
 }
 
-/* Finds a work by its number. There are num_tiles works per token and split. The function divides,
- * because the portable kernels have no registers for divisors that they could multiply with. */
+/* Finds a work item by its number. There are num_tiles items per token and split. The function
+ * divides, because the portable kernels have no registers for divisors that they could multiply
+ * with. */
 static __device__ __forceinline__ work_item
 find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
@@ -39,7 +41,7 @@ find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads
 }
 
 /* find_item for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
- * behind the last work gives a work without heads and columns, for which nothing is read or
+ * behind the last item gives an item without heads and columns, for which nothing is read or
  * written. */
 static __device__ __forceinline__ work_item
 find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
@@ -58,14 +60,15 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 
 /* ---- Parts of works ------------------------------------------------------------------------- */
 
-/* Where a launch may cut works (cut_works.cuh), a word describes each part of a work: the work's
- * number, the part's segments, which part of how many it is, and the number of the work's first
- * piece. The first part of a work is its head. The others are pieces, numbered over all works. */
+/* Where a launch may cut work items (cut_works.cuh), a word describes each part of an item: the
+ * item's number, the part's segments, the part's number and the number of parts, and the number of
+ * the item's first piece. The first part of an item is its head. The others are pieces, numbered
+ * over all items. */
 enum {
-    NUM_SEGMENTS = 16, /* segments per work, with equal numbers of columns */
-    MAX_PARTS = 8,     /* the most parts per work */
+    NUM_SEGMENTS = 16, /* segments per item, with equal numbers of columns */
+    MAX_PARTS = 8,     /* the most parts per item */
     MAX_CUT_ITEMS = 256,
-    WHOLE_ITEM = -1, /* stands for the word in a launch that cuts no works */
+    WHOLE_ITEM = -1, /* stands for the word in a launch that cuts no items */
 };
 
 static __device__ __forceinline__ int
@@ -86,15 +89,16 @@ count_parts(int part)
     return (part >> 19 & (MAX_PARTS - 1)) + 1;
 }
 
-/* The slot of partial rows of a work's n-th part. Head parts have the first gridDim.x slots. */
+/* The slot of the partial rows that an item's n-th part leaves. Head parts have the first gridDim.x
+ * slots. */
 static __device__ __forceinline__ int
 slot_of_part(int part, int n)
 {
     return n == 0 ? item_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
 }
 
-/* The first partial row of a part. Works that are done again come in smaller head tiles, which may
- * begin in the middle of a slot. */
+/* The first partial row of a part. The fallback takes smaller head tiles, which may begin in the
+ * middle of a slot. */
 static __device__ __forceinline__ int32_t
 find_first_row(const attention_launch &launch, int part, int32_t first_head)
 {
@@ -104,7 +108,7 @@ find_first_row(const attention_launch &launch, int part, int32_t first_head)
                : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
 }
 
-/* Reduces a work to the part that the word `part` describes. */
+/* Reduces a work item to the part that the word `part` describes. */
 static __device__ __forceinline__ void
 take_part(const attention_launch &launch, int part, work_item *item)
 {
@@ -113,7 +117,7 @@ take_part(const attention_launch &launch, int part, work_item *item)
     item->first_row = find_first_row(launch, part, item->first_head);
 }
 
-/* Finds a work by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
+/* Finds a work item by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
 static __device__ __forceinline__ work_item
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
@@ -124,7 +128,7 @@ find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
     return item;
 }
 
-/* The work or part of a work that nth_item (work_order.cuh) names. */
+/* The work item, or part of one, that nth_item (work_order.cuh) names. */
 static __device__ __forceinline__ work_item
 find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 {
@@ -139,7 +143,8 @@ find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Whether 32 bits can count the works and columns. No memory holds the arrays of larger calls. */
+/* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
+ * calls. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)
 {
@@ -198,7 +203,8 @@ make_launch(const smla_attention_params *params)
     return launch;
 }
 
-/* Lets splits take chunks of columns in turn, those of the extra list behind the main list's. */
+/* Lets splits take chunks of columns in turn. The chunks of the extra list follow those of the main
+ * list. */
 static inline void
 interleave_splits(attention_launch *launch)
 {

@@ -101,7 +101,7 @@ clear_out(consumer<Shape> *state)
     }
 }
 
-/* Waits until the work's keys are counted, and adds its number of steps to state->phase. */
+/* Waits until the item's keys are counted, and adds its number of steps to state->phase. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
@@ -111,7 +111,7 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
     state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
 }
 
-/* Runs all steps of a work whose query is in shared memory. Finds the next work while the last
+/* Runs all steps of an item whose query is in shared memory. Finds the next item while the last
  * products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -127,7 +127,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
-        state->scores[i] = 0.0f; /* else the last work's scores keep registers until here */
+        state->scores[i] =
+            0.0f; /* without this, the last item's scores keep registers until here */
         if constexpr (Shape::SCALES_SCORES) {
 #pragma unroll
             for (int part = 0; part < Shape::SCORE_PARTS; part++) {
@@ -138,7 +139,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     clear_out(state);
 #pragma unroll 1
     for (;;) {
-        /* here, because behind a wait the reduction's latency would be in the open */
+        /* computed here, because nothing hides the reduction's latency behind a wait */
         const int other = make_uniform(find_other<Shape>(*state, has_other));
         score_block(shared, at, find_thread_index(), query, state);
         if (!are_steps_left(*state)) {
@@ -169,11 +170,11 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Finds how many steps the CTA's first work has. Group 0 counts the keys: it waits for a query
- * anyway, and it has as many warps as there are gather warps. Where works may be cut, group 1 looks
- * for long lists among short ones meanwhile, and gather warps count the keys of cut works again.
- * Group 1 has a barrier, too, because racecheck understands a barrier of one group only if the
- * other group also has one. */
+/* Finds how many steps the CTA's first item has. Group 0 counts the keys, because it waits for a
+ * query anyway, and has as many warps as there are gather warps. Where items may be cut, group 1
+ * looks for long lists among short ones meanwhile, and gather warps count the keys of cut items
+ * again. Group 1 has a barrier, too, because racecheck understands a barrier of one group only if
+ * the other group also has one. */
 template <typename Shape>
 static __device__ __forceinline__ void
 begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -209,7 +210,8 @@ begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
 }
 
-/* Does the CTA's works in turn. Unless out is staged, the groups meet only as the next begins. */
+/* Does the CTA's items in turn. Unless out is staged, the groups meet only as the next item
+ * begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -232,9 +234,9 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Initialises the barriers and all that is known before the first work. A launch's arguments are in
- * no cache. So every warp asks for one line of them here: the lines arrive together, and not one
- * after the other where they are needed. */
+/* Initialises the barriers and the values that are known before the first item. A launch's
+ * arguments are in no cache. So every warp loads one line of them here. The lines then arrive
+ * together, and not one after the other where they are needed. */
 template <typename Shape>
 static __device__ __forceinline__ void
 start(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -267,8 +269,8 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->item_idx = -1;   /* begin_item counts it up: the first work is number 0 */
-        shared->key_unit = 1.0f; /* until store_query finds the first work's */
+        shared->item_idx = -1;   /* begin_item adds 1: the first item is number 0 */
+        shared->key_unit = 1.0f; /* until store_query finds the first item's */
         shared->has_grown[0] = shared->has_grown[1] = 0;
     }
     if (thread < MAX_ITEMS / 32) {
@@ -278,7 +280,7 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
     __syncthreads();
 }
 
-/* Ends all mbarriers but `planned`, because run_fallback reuses the memory of many of them. */
+/* Ends all mbarriers except `planned`, because run_fallback reuses the memory of many of them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 end_barriers(hopper_memory<Shape> *shared)
@@ -330,14 +332,15 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 #define LARGEST_HALF      65504.0f
-#define SMALLEST_HEADROOM (-14.0f) /* the headroom of a work in which no key comes later */
+#define SMALLEST_HEADROOM (-14.0f) /* the headroom of an item in which no key comes later */
 /* An absent key adds 1 to the sum, which is subtracted again: the maximum's weight, 4 or more, must
  * not be smaller than that. */
 #define LARGEST_HEADROOM (-2.0f)
 
-/* The first step's maximum has weight 2^-headroom, and every other weight may be off by 2^-25 in
- * f16: together, by no more than 2^-10 of the sum. Light keys matter where heavy keys have values
- * of 0. So only what later keys may need is left free above the maximum: nothing without them. */
+/* The first step's maximum has weight 2^-headroom. Every other weight may be off by 2^-25 in f16;
+ * all of them together may be off by 2^-10 of the sum at most. Light keys matter where heavy keys
+ * have values of 0. So only the range that later keys may need is free above the maximum, and none
+ * where no key comes later. */
 static float
 find_headroom(const smla_attention_params *params)
 {
@@ -377,7 +380,8 @@ find_span(const smla_key_list *list, row_span *span)
     return below + above < (int64_t)NO_ROW && lag >= 0 && lag * kv->block_size < (int64_t)NO_ROW;
 }
 
-/* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
+/* The number of CTAs for a number of items: more than one per SM where a CTA has too few fallback
+ * bits. */
 static int64_t
 count_hopper_ctas(const attention_launch &launch, int64_t num_items)
 {

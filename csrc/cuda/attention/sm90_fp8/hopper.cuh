@@ -13,8 +13,8 @@
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
-/* Limit of a score of FP8 rows, in the log2 domain. f16 rounds away 2^-12 of a score, and with
- * larger scores this error would decide which key is the heaviest. Such works are done again. */
+/* Limit of a score of FP8 rows, in the log2 domain. f16 rounds away 2^-12 of a score, and in larger
+ * scores this error would decide which key is the heaviest. Those go to the fallback. */
 #define MAX_SCORE 0x1p11f
 
 enum {
@@ -29,13 +29,13 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    MAX_ITEMS = 512,    /* works per CTA: one redo bit each */
+    MAX_ITEMS = 512,    /* items per CTA: one of fallback_bits each */
     CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
     BARRIER_GATHER = 4,
-    /* exponents; E is the unit of a work's scales and values (find_key_exponent) */
+    /* exponents; E is the unit of an item's scales and values (find_key_exponent) */
     TOP_SCALE_EXPONENT = 6,   /* the largest scale / E that fits f16: 448 times 2^7 < 2^16 */
     LOW_SCALE_EXPONENT = -2,  /* the first keys' largest scale / E, if E may be that large */
     FINE_UNIT_EXPONENT = -2,  /* up to this E, a product's error of 2^-25 E is negligible */
@@ -58,7 +58,7 @@ template <typename Row> struct ring_granule {
     uint64_t full;
     uint64_t empty;
     uint32_t is_key;         /* byte w: four bits, for the rows of gather warp w */
-    uint32_t reference_jump; /* in a block's first granule: mark_reference_jump */
+    uint32_t reference_jump; /* of a block's first granule: its mark (mark_reference_jump) */
 };
 
 template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
@@ -85,7 +85,7 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
-    /* Lost works are done again in tiles of at most 32 heads: larger ones need more registers. */
+    /* The fallback has tiles of at most 32 heads: larger ones need more registers. */
     static constexpr int FALLBACK_TILES = HEADS == 64 ? 2 : 1;
     typedef tile<HEADS_ / FALLBACK_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8>
         Portable;
@@ -95,7 +95,7 @@ template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) typename Shape::Granule ring[Shape::GRANULES];
-    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; at first, maxima */
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* by slot_of_sum; at first, maxima */
     alignas(16) float maxima[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* out's factors per group; at first, the sinks */
@@ -113,14 +113,14 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2]; /* steps per work; works use elements 0 and 1 of these four in turn */
-    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
+    int32_t num_steps[2]; /* steps per item; items use elements 0 and 1 of these four in turn */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    alignas(8) float shift[Shape::HEADS]; /* what the references were raised by the last time */
+    alignas(8) float shift[Shape::HEADS];        /* by how much the references were last raised */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
     uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
-    alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the work did not fit */
+    alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the item did not fit */
     uint32_t fallback_bits[MAX_ITEMS / 32];
     item_order order;
 };
@@ -139,9 +139,9 @@ typedef struct hopper_launch {
     float headroom;      /* upper limit of find_row_headroom */
     float max_weight;    /* limit of a head's weights over a warp's 16 keys: below, each fits f16 */
     bool out_is_aligned; /* every row of out is aligned to 16 bytes */
-    bool fetches_query;  /* gather warps fetch it: q and out are aligned, so out is not staged */
+    bool fetches_query;  /* gather warps fetch the query, because q and out are aligned */
     bool query_is_dense; /* a token's heads are contiguous, both parts of each head together */
-    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
+    bool is_ordered;     /* CTAs take items in the order of work_order.cuh */
     attention_launch base;
 } hopper_launch;
 
@@ -163,7 +163,7 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
     return next;
 }
 
-/* Makes `next` the present work. Other threads see it after the next barrier. */
+/* Makes `next` the current item. Other threads see it after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
 begin_item(const hopper_launch &launch, const work_item &next, hopper_memory<Shape> *shared)
@@ -199,7 +199,7 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */
 
-/* A consumer thread's place, which decides on its parts of tiles and fragments. */
+/* A consumer thread's indices, which decide on its parts of tiles and fragments. */
 typedef struct thread_index {
     int group;  /* warpgroup */
     int warp;   /* number in its group */
@@ -229,7 +229,7 @@ find_thread_index_again(void)
     return index_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
 }
 
-/* Addresses in shared memory, recomputed at each call of find_addresses. */
+/* Addresses in shared memory; each call of find_addresses recomputes them. */
 typedef struct hopper_addresses {
     uint32_t ring;
     uint32_t empty; /* barrier of the first granule */
@@ -252,7 +252,7 @@ find_addresses(hopper_memory<Shape> *shared, int group)
 }
 
 /* Whether rows `row` and row + 8 of the warp's granule have keys: 0 if not. If so, one bit is set
- * (find_key_masks) or all of them (wait_for_granule). */
+ * (find_key_masks) or all bits are (wait_for_granule). */
 typedef struct key_masks {
     uint32_t first;
     uint32_t second;
@@ -263,20 +263,20 @@ template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
     float parts[Shape::SCORE_PARTS][Shape::HEADS / 2]; /* SCALES_SCORES: sums to be scaled */
-    uint32_t row_scales[2][Shape::SCORE_PARTS];        /* the same: of rows `row` and row + 8 */
+    uint32_t row_scales[2][Shape::SCORE_PARTS];        /* their scales, of rows `row` and row + 8 */
     float even_sum; /* an even chunk's sum, until the odd chunk's sum is there */
     float even_max;
-    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair's sum was left out */
-    uint32_t raw[2][8];                                        /* a granule's values, as bytes */
+    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair has too large weights */
+    uint32_t raw[2][8];                                        /* bytes of a granule's values */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same values as operand A of wgmma */
     uint32_t key_bits; /* is_key of the warp's granule in the group's block */
-    int own;           /* where the group's block begins in the ring, in bytes */
-    uint32_t phase;    /* parities, as *_PARITY; above them, steps to go */
+    int own;           /* offset of the group's block in the ring, in bytes */
+    uint32_t phase;    /* parities, as *_PARITY; above them, the steps left */
 };
 
-/* Bits of consumer.phase: the parities of `full` barriers; of `weighed` and `added`; of barriers of
- * works; of `moved` and `probs_ready_again`. */
+/* Bits of consumer.phase: the parities of `full` barriers; of `probs_ready` and `values_added`; of
+ * barriers that are used once per item; of `rescaled` and `probs_ready_again`. */
 enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, GROWTH_PARITY = 8, ONE_STEP = 16 };
 
 template <typename Shape>
@@ -294,8 +294,8 @@ has_steps_left(const consumer<Shape> &state, uint32_t count = 1)
     return state.phase >= count * ONE_STEP;
 }
 
-/* The same for branches around products: the vote tells ptxas that all lanes agree, so it checks
- * nowhere in the loop whether lanes have diverged. */
+/* has_steps_left for branches around products. The vote tells ptxas that all lanes agree, so it
+ * checks nowhere in the loop whether lanes have diverged. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 are_steps_left(const consumer<Shape> &state)
@@ -303,7 +303,7 @@ are_steps_left(const consumer<Shape> &state)
     return __any_sync(0xFFFFFFFFu, has_steps_left(state));
 }
 
-/* Where the other group's older block begins in the ring. Group 0's first step has no such block:
+/* The offset in the ring of the other group's older block. Group 0's first step has no such block:
  * its own block stands in for it, with weights of 0 (clear_weights). */
 template <typename Shape>
 static __device__ __forceinline__ int
@@ -313,7 +313,7 @@ find_other(const consumer<Shape> &state, bool has_other)
     return other < 0 ? other + Shape::GRANULES * Shape::GRANULE_BYTES : other;
 }
 
-/* Where granule i of the block that begins at `first` lies in the ring, in bytes. */
+/* The offset in the ring of granule i of the block that begins at `first`, in bytes. */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_granule(int first, int i)
@@ -372,7 +372,7 @@ two_powers_of_two(int exponent)
 
 /* ---- Over rows of fragments ---------------------------------------------------------------- */
 
-/* The head of a chunk whose value reduce_half leaves in a lane: lanes l and l ^ 4 have the same. */
+/* The head whose value reduce_half leaves in a lane; lanes l and l ^ 4 have the same head. */
 static __device__ __forceinline__ int
 head_of_sum(const thread_index &me)
 {
@@ -388,7 +388,7 @@ merge_pair(float a, float b)
 }
 
 /* Merges four heads' values over four of a warp's eight fragment rows. Each lane gets the result of
- * one head (head_of_sum), and lane ^ 4 the same head's result over the other four rows. */
+ * one head (head_of_sum), and lane ^ 4 gets the same head's result over the other four rows. */
 template <bool IS_MAX>
 static __device__ __forceinline__ float
 reduce_half(const float values[4], int lane)
@@ -405,8 +405,8 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* The same over all eight rows: calls leave(head, value) for every head. It handles several chunks
- * at once, so that their shuffles need not wait for each other. */
+/* reduce_half over all eight rows: calls leave(head, value) for every head. It handles several
+ * chunks at once, so that their shuffles need not wait for each other. */
 template <bool IS_MAX, int CHUNKS, typename Leave>
 static __device__ __forceinline__ void
 leave_rows(float (&values)[CHUNKS][4], const thread_index &me, Leave leave)
@@ -454,7 +454,7 @@ max_of_keys(key_masks is_key, float a, float b)
     return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
 }
 
-/* Calls leave_rows with the maxima of a warp's scores times `scale`, over rows that have a key. */
+/* Calls leave_rows with the maxima of a warp's scores times `scale`, over rows with a key. */
 template <int SCORES, typename Leave>
 static __device__ __forceinline__ void
 leave_row_maxima(const float (&scores)[SCORES], float scale, key_masks is_key,
@@ -470,8 +470,8 @@ leave_row_maxima(const float (&scores)[SCORES], float scale, key_masks is_key,
     leave_rows<true>(row_maxima, me, leave);
 }
 
-/* Which bits of a 16-byte piece's number are flipped among a key's weights for HEADS heads, by the
- * swizzle that spans these weights. */
+/* The bits to flip in the number of a 16-byte piece of a key's weights for HEADS heads. The swizzle
+ * that spans these weights asks for it. */
 template <int HEADS>
 static constexpr __device__ __forceinline__ int
 flip_of_key(int key)
@@ -494,14 +494,14 @@ find_query_exponent(uint32_t query_max, bool *needs_fallback)
 /* ---- Consumers: the end of a work ---------------------------------------------------------- */
 
 /* Ends a head: if `writes`, writes lse and max_logits, or the state of the partial row. sum and out
- * are multiples of 2^reference. `top` is a score that is not below the largest one rounded down.
+ * are multiples of 2^reference. row_max is a score that is not below the largest one rounded down.
  * Returns the factor of out, which is 0 where there are no keys. */
 static __device__ __forceinline__ float
 leave_head(const attention_launch &launch, const work_item &item, int head, float reference,
            float row_max, float sum, bool writes)
 {
     row_max = sum == 0.0f ? -INFINITY : row_max;
-    /* makes sum and out multiples of 2^ceil(top), the reference that softmax.cuh expects */
+    /* makes sum and out multiples of 2^ceil(row_max), the reference that softmax.cuh expects */
     const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(row_max)));
     float factor = shift;
     sum *= shift;
@@ -523,8 +523,8 @@ find_halves(const attention_launch &launch, const work_item &item, int head)
     return (uint16_t *)(launch.partials.out + ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK);
 }
 
-/* Like leave_head, for a partial row of halves. The halves are means of the keys' values in units
- * of `unit`, so none is above the largest value. */
+/* leave_head for a partial row of halves. The halves are means of the keys' values in units of
+ * `unit`, so none is above the largest value. */
 static __device__ __forceinline__ void
 leave_halves(const attention_launch &launch, const work_item &item, int head, float reference,
              float row_max, float sum, float unit)
@@ -539,7 +539,7 @@ leave_halves(const attention_launch &launch, const work_item &item, int head, fl
     launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
 }
 
-/* Notes for run_fallback that the CTA's item of this number is marked. */
+/* Sets the fallback bit of the CTA's item of this number. */
 static __device__ __forceinline__ void
 mark_item(int number, int thread, uint32_t fallback_bits[MAX_ITEMS / 32])
 {
@@ -548,8 +548,8 @@ mark_item(int number, int thread, uint32_t fallback_bits[MAX_ITEMS / 32])
     }
 }
 
-/* Does the marked works again with the portable code, in the shared memory in front of `redo`,
- * which nobody uses any more. A work is `num_parts` head tiles of the portable code. */
+/* Computes the marked items again with the portable code, in the shared memory in front of
+ * fallback_bits, which is free. An item is `num_parts` head tiles of the portable code. */
 template <typename Portable>
 static __device__ __forceinline__ void
 run_fallback(const hopper_launch &hopper, int num_parts, const uint32_t *fallback_bits,
@@ -582,8 +582,8 @@ run_fallback(const hopper_launch &hopper, int num_parts, const uint32_t *fallbac
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* The portable kernel for calls whose rows no bulk copy brings, and for others that a kernel for
- * Hopper does not serve. */
+/* Starts the portable kernel, for calls whose rows no bulk copy brings, and for others that a
+ * kernel for Hopper does not serve. */
 template <int ROW, int HEADS>
 static cudaError_t
 launch_portable(const smla_attention_params *params, const smla_attention_start *start)

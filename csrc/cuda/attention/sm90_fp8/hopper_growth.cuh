@@ -1,22 +1,24 @@
 /* hopper_growth.cuh: how attention_sm90.cu moves its references where weights exceed f16.
  *
- * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g weighs blocks g, g + 2, ...,
- * and tells the other group (`probs_ready`) before either of them multiplies the weights. So a
- * reference may move between two blocks, if everything that was added before is scaled:
- *   - The group that finds too large weights in its block sets has_grown before it arrives at
+ * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g turns the scores of blocks
+ * g, g + 2, ... into weights (it weighs them). It tells the other group (`probs_ready`) before
+ * either group multiplies the weights. So a reference may move between two blocks, if everything
+ * that was added before is scaled:
+ *
+ *   - A group may find too large weights in its block. It sets has_grown before it arrives at
  *     `probs_ready`. It raises the references by whole numbers (`shift`) and arrives at
- *     `rescaled`, weighs the block again and arrives at `probs_ready_again`. Then nobody waits for
- *     it, and it scales its own sums and its part of `out`, which is exact.
+ *     `rescaled`. It weighs the block again and arrives at `probs_ready_again`. Then nobody waits
+ *     for it, and it scales its own sums and its part of `out`, which is exact.
  *   - The other group finds has_grown set when it has waited for the block. As soon as references
  *     have moved, it scales its sums and its part of `out`, while the first group still weighs. It
  *     clears has_grown. The first group may set has_grown again with its next block, but before
  *     that it waits (`values_added`) until the other group has added this block.
- *   - A work's last block is one of group 1. If references move there, has_grown remains set until
+ *   - An item's last block is one of group 1. If references move there, has_grown remains set until
  *     the groups have met, because each group needs the sums of both (find_factors).
- * References move in one group at a time, so both groups use the same two mbarriers, and know from
- * the times that references have moved which phase comes next (GROWTH_PARITY). Both also use the
- * same `shift`: a group waits for `values_added` before it weighs a block, and the other arrives
- * there behind all that it does with an earlier `shift`.
+ * References move in one group at a time, so both groups use the same two mbarriers. Both know how
+ * often references have moved, and so which phase comes next (GROWTH_PARITY). Both also use the
+ * same `shift`: a group waits for `values_added` before it weighs a block, and the other group
+ * arrives there after all that it does with an earlier `shift`.
  */
 #pragma once
 
@@ -73,12 +75,13 @@ scale_out(const hopper_memory<Shape> *shared, const thread_index &me, consumer<S
 }
 
 /* Leaves the maxima of the warp's exponents in `to`, for every head, rounded to f16. That takes
- * half of the shuffles, and a reference may be off by one. NaN is left out. */
+ * half of the shuffles, and a reference may be off by one. NaN does not count. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_half_maxima(const consumer<Shape> &state, const thread_index &me, uint32_t *to)
 {
-    constexpr int PAIRS = Shape::HEADS / 8;         /* heads 8j + 2c and the next; c: the column */
+    constexpr int PAIRS =
+        Shape::HEADS / 8; /* pairs of heads 8j + 2c and the next one; c: the column */
     constexpr int SAME_LANES = 4 * (8 / PAIRS - 1); /* bits of lanes with the same result */
     uint32_t row_maxima[PAIRS];
 #pragma unroll
@@ -86,7 +89,7 @@ leave_half_maxima(const consumer<Shape> &state, const thread_index &me, uint32_t
         const float *const x = &state.scores[4 * j];
         row_maxima[j] = ptx_max_f16x2(ptx_cvt_f16x2(x[0], x[1]), ptx_cvt_f16x2(x[2], x[3]));
     }
-    /* over the lanes' rows: a lane keeps half of its pairs, as long as it has two */
+    /* reduces over the lanes' rows: a lane keeps half of its pairs, as long as it has two */
 #pragma unroll
     for (int step = 0; step < 3; step++) {
         const int distance = 16 >> step;
@@ -109,10 +112,10 @@ leave_half_maxima(const consumer<Shape> &state, const thread_index &me, uint32_t
     }
 }
 
-/* Raises the references to where find_references would place them for the maxima of this block, and
- * stores in `shift` by how much. Absent keys have exponents of 0, which raise none. A work is lost
- * where a reference becomes too large or infinite. Scales the sums of all warps by 2^-shift, and
- * moves their maxima. */
+/* Raises the references to those that find_references would find for the maxima of this block, and
+ * stores in `shift` by how much. Absent keys have exponents of 0, which raise no reference. An item
+ * goes to the fallback where a reference becomes too large or infinite. Scales the sums of all
+ * warps by 2^-shift, and shifts their maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 move_references(const hopper_launch &launch, const thread_index &me, hopper_memory<Shape> *shared,
@@ -123,7 +126,8 @@ move_references(const hopper_launch &launch, const thread_index &me, hopper_memo
     leave_half_maxima(state, me, (uint32_t *)row_maxima[me.warp]);
     const int thread = SMLA_WARP_LANES * me.warp + me.lane;
     const int head = thread & (Shape::HEADS - 1);
-    const float older = *(const volatile float *)&shared->reference[head]; /* hides its latency */
+    const float older =
+        *(const volatile float *)&shared->reference[head]; /* loaded here to hide its latency */
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
     const uint32_t row_max = ptx_max_f16x2(ptx_max_f16x2(row_maxima[0][head], row_maxima[1][head]),
                                            ptx_max_f16x2(row_maxima[2][head], row_maxima[3][head]));
@@ -141,8 +145,8 @@ move_references(const hopper_launch &launch, const thread_index &me, hopper_memo
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* Turns the block's exponents into weights again, all smaller by `shift`. So the weight of an
- * absent key is 2^-shift. Returns what exp_chunk adds up. */
+/* Turns the block's exponents into weights again, after it has subtracted `shift` from all of them.
+ * So the weight of an absent key is 2^-shift. Returns the sums of exp_chunk. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_again(uint32_t probs, const thread_index &me, const hopper_memory<Shape> *shared,
@@ -167,7 +171,7 @@ weigh_again(uint32_t probs, const thread_index &me, const hopper_memory<Shape> *
     }
 }
 
-/* Scales the warp's sums by 2^-shift, and moves its maxima. */
+/* Scales the warp's sums by 2^-shift, and subtracts `shift` from its maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_sums(const thread_index &me, hopper_memory<Shape> *shared)
@@ -193,8 +197,8 @@ scale_sums(const thread_index &me, hopper_memory<Shape> *shared)
     }
 }
 
-/* Adds what weigh_again has returned to the warp's sums, where weigh_chunk has left it out. All
- * shuffles come together, because nothing else hides latencies here. */
+/* Adds the sums that weigh_again has returned to the warp's sums, where weigh_chunk has not added
+ * its own. All shuffles come together, because nothing else hides latencies here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_again(const float (&sums)[Shape::CHUNKS][4], const thread_index &me,
@@ -238,8 +242,8 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* the group's weights are visible */
 }
 
-/* Lets the other group follow, when it has waited for such a block. WAITS: products of scores are
- * under way, and ptxas accepts no change of out before a wait for them. */
+/* The other group calls this when it has waited for such a block: it follows the references. WAITS:
+ * products of scores are under way, and ptxas accepts no change of out before a wait for them. */
 template <bool WAITS, typename Shape>
 static __device__ __forceinline__ void
 follow_references(const thread_index &me, hopper_memory<Shape> *shared, consumer<Shape> *state)

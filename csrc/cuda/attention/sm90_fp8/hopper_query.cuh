@@ -1,5 +1,5 @@
-/* hopper_query.cuh: how consumers begin a work of attention_sm90.cu: they store its query in shared
- * memory, permuted and scaled, and find the powers of two that are its units.
+/* hopper_query.cuh: how consumers begin an item of attention_sm90.cu: they store its query in
+ * shared memory, permuted and scaled, and find the powers of two that are its units.
  */
 #pragma once
 
@@ -7,8 +7,8 @@
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 
-/* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each, so that eight lanes
- * read a head's 128 bytes of a tile. words[j] is of head query_head(me, j). */
+/* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each. So eight lanes read
+ * a head's 128 bytes of a tile. words[j] belongs to head query_head(me, j). */
 template <int TILES> struct query_part {
     uint32_t words[2][TILES][4];
 };
@@ -21,9 +21,9 @@ query_head(const thread_index &me, int j)
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
 
-/* Copies the query to where gather warps put it otherwise: they do not fetch it if q is not aligned
- * or if out may be staged there. This is a loop, so that other launches jump over little code: they
- * wait for memory after a long jump. */
+/* Copies the query to shared memory, where gather warps do not: they fetch no query if q is not
+ * aligned or if out may be staged there. The code is a loop, so that other launches jump over
+ * little code, because they wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_query(const smla_attention_params &params, const work_item &item, hopper_memory<Shape> *shared)
@@ -95,9 +95,9 @@ find_head_max(const uint32_t (&words)[TILES][4])
 }
 
 /* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
- * eight becomes word `column` of chunk i of a tile's row: the order in which score_block has bytes.
- * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Of RoPE's tile, and of a tile
- * that has no twin before it, it has 16c + 0...15. */
+ * eight becomes word `column` of chunk i of a tile's row: score_block has bytes in this order.
+ * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Column c of RoPE's tile, and of
+ * a tile without a twin before it, has dimensions 16c + 0...15. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
@@ -146,8 +146,8 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
     store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. A RoPE
- * part that is also a value counts like codes with a scale that are as large. */
+/* The largest scale exponent among the warp's keys of the item's first step, 0 without keys. A RoPE
+ * part that is also a value counts like codes whose scale makes them as large. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_max(const thread_index &me, uint32_t granule)
@@ -185,7 +185,8 @@ clear_weights(const thread_index &me, hopper_memory<Shape> *shared)
     }
 }
 
-/* Stores the largest finite value of the warp's heads for other warps. Finds both heads' maxima. */
+/* Stores the largest finite value of the warp's heads for other warps. Finds the maxima of both
+ * heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_query_max(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
@@ -218,7 +219,7 @@ max_of_warps(const uint32_t *values, int count)
 /* The exponent of E, the unit of scales and values, clamped to +-MAX_KEY_EXPONENT. Products below
  * 2^-14 E lose bits, and scales from 2^7 E on do not fit. So E is large, to leave room for the
  * scales of later keys, as long as 2^-25 E is negligible. First keys that are all zeros, with
- * scales of FLT_MIN, tell nothing. */
+ * scales of FLT_MIN, tell nothing about later keys. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
 {
@@ -256,7 +257,7 @@ store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES>
     return exponent;
 }
 
-/* Stores the query in shared memory, and finds the work's powers of two from it and from the scales
+/* Stores the query in shared memory, and finds the item's powers of two from it and from the scales
  * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -273,7 +274,7 @@ store_query(const hopper_launch &launch, const thread_index &me, const work_item
     read_query(next, me, shared, &part);
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last work any more */
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last item any more */
     begin_item(launch, next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);

@@ -5,15 +5,15 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
-/* A new reference minus the maximum rounded up, as an exponent: in a work's last step, and where at
- * most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
+/* A new reference minus the maximum rounded up, as an exponent: in an item's last step, and where
+ * at most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
 enum { SHORT_STEPS = 8 };
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* Where a granule has the scales of its keys `row` and row + 8 for scale tile `tile`. */
+/* The address of a granule's scales of keys `row` and row + 8 for scale tile `tile`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_pair(uint32_t granule, int tile, int row)
@@ -22,8 +22,8 @@ find_scale_pair(uint32_t granule, int tile, int row)
            tile * (GRANULE_KEYS * 2) + (4 * (row >> 1) + (row & 1)) * 2;
 }
 
-/* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
- * with. Marks the work as lost if a scale is too large. */
+/* Rounds scale / E of the warp's keys to f16, and stores it in the granule's table of scales, by
+ * which values are multiplied. Marks the item for the fallback if a scale is too large. */
 template <typename Shape>
 static __device__ __forceinline__ scale_pairs
 take_scales(hopper_memory<Shape> *shared, const thread_index &me, uint32_t granule)
@@ -55,7 +55,7 @@ take_scales(hopper_memory<Shape> *shared, const thread_index &me, uint32_t granu
 }
 
 /* Replaces the lane's RoPE values of a row, which are values, too, by f16 relative to E. Marks the
- * work as lost if one of them does not fit. */
+ * item for the fallback if one of them does not fit. */
 template <typename Shape>
 static __device__ __forceinline__ void
 keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
@@ -65,8 +65,8 @@ keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
     store_rope_halves(to, words, __byte_perm(unit, unit, 0x3232));
 }
 
-/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. The
- * first ones of a sum replace what it was. */
+/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile.
+ * is_first: the products replace the sum, instead of adding to it. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
 multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_first,
@@ -130,7 +130,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thre
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
             if (tile + step == 0) {
-                wgmma_wait<0>(); /* `out` is done: after wait<1> ptxas takes it for under way */
+                wgmma_wait<0>(); /* `out` is complete: after wait<1> ptxas takes it for under way */
             } else {
                 wgmma_wait<1>();
             }
@@ -187,8 +187,9 @@ slot_of_sum(const thread_index &me, int pair)
     return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
 }
 
-/* Merges what reduce_half left in lanes l and l ^ 4 for a pair of chunks: half of the lanes get a
- * head of the even chunk, half of the odd. With 16 heads there is only `odd`, left as it is. */
+/* Merges the results of reduce_half in lanes l and l ^ 4 for a pair of chunks: half of the lanes
+ * get a head of the even chunk, half get one of the odd chunk. With 16 heads there is only `odd`,
+ * which stays as it is. */
 template <bool IS_MAX, typename Shape>
 static __device__ __forceinline__ float
 fold_pair(float even, float odd, const thread_index &me)
@@ -210,12 +211,13 @@ ends_pair(int chunk)
 }
 
 /* A new reference minus the maximum rounded up: a negative exponent. It leaves range for heavier
- * keys that come later, and less of it where few come, so that light keys keep more bits. */
+ * keys that come later. It leaves less of it where few keys come, so that light keys keep more
+ * bits. */
 template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
 {
-    /* computed anew: ptxas would keep a comparison of meet_other_block, and has no register */
+    /* recomputed, because ptxas would keep a comparison of meet_other_block, and has no register */
     const int steps = ptx_forget((int)(state.phase / ONE_STEP));
     const float of_row = steps < 2              ? ONE_STEP_HEADROOM
                          : steps <= SHORT_STEPS ? SHORT_HEADROOM
@@ -223,8 +225,8 @@ find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
     return fminf(launch.headroom, of_row);
 }
 
-/* Puts the scores together when all products are done. With SCALES_SCORES, state.scores are only
- * what the RoPE part adds to them. */
+/* Puts the scores together when all products are done. With SCALES_SCORES, state.scores hold only
+ * the RoPE part of the scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
 join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
@@ -269,7 +271,8 @@ find_references(const hopper_launch &launch, const thread_index &me, hopper_memo
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
             row_max = fmaxf(row_max, shared->sums[warp][thread]);
         }
-        /* top is -inf without a key, or if all logits are -inf, which the portable code handles */
+        /* row_max is -inf without a key. It is -inf, too, if all logits are; then the fallback
+         * takes over. */
         const float found =
             row_max == -INFINITY ? 0.0f : ceilf(row_max) + find_row_headroom(launch, *state);
         const float otherwise = shared->reference[thread]; /* 0, or NaN from store_all_nope */
@@ -277,14 +280,15 @@ find_references(const hopper_launch &launch, const thread_index &me, hopper_memo
                                       (row_max == -INFINITY
                                            ? has_steps_left(*state, 2)
                                            : fabsf(row_max) >= MAX_SCORE && row_max < INFINITY));
-        /* NaN if the work is lost, too: huge scores are off by so much that weights may not fit */
+        /* The reference is NaN if the item goes to the fallback, too: huge scores are off by so
+         * much that weights may not fit. */
         shared->reference[thread] = row_max < MAX_SCORE ? found + otherwise : NAN;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* Turns scores into exponents of weights. Without a key, a row is zeros and its score stays 0: its
- * weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
+/* Turns scores into exponents of weights. The row of an absent key is zeros, so its score stays 0.
+ * Its weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_exponents(hopper_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
@@ -303,8 +307,9 @@ find_exponents(hopper_memory<Shape> *shared, const thread_index &me, consumer<Sh
     }
 }
 
-/* The number of absent keys among those that fold_pair adds up. These are the warp's 16 keys, or
- * with one chunk, where lanes l and l ^ 4 keep half each, the 8 in rows of the lane's parity. */
+/* The number of absent keys among the keys that fold_pair adds up. These are the warp's 16 keys.
+ * With one chunk, where lanes l and l ^ 4 keep half each, they are the 8 keys in rows of the lane's
+ * parity. */
 template <typename Shape>
 static __device__ __forceinline__ float
 count_absent(const thread_index &me, uint32_t key_bits)
@@ -342,7 +347,7 @@ store_weights(uint32_t probs, const thread_index &me, int chunk, const float e[8
 
 /* Turns the exponents of a chunk of 16 heads into weights, stores these in probs, and adds them to
  * the sums. Where the sum over a warp's keys shows that weights may be too large for f16, has_grown
- * is set and the sum is left out: raise_references will raise the references and add the sum,
+ * is set and the sum is not added. raise_references will raise the references and add the sum,
  * before anybody multiplies these weights. NaN is not too large. */
 template <typename Shape>
 static __device__ __forceinline__ void

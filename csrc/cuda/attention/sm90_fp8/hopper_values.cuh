@@ -1,5 +1,5 @@
-/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and what a work
- * leaves behind: results, partial rows, or a mark that it has to be done again.
+/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and the results
+ * of an item: rows, partial rows, or a mark for the fallback.
  */
 #pragma once
 
@@ -15,7 +15,7 @@ typedef struct value_addresses {
 } value_addresses;
 
 /* Whether the warp's 64 dimensions are RoPE values, which have no scales: those of the last scale
- * tile. Its number is read from the address, because there is no register to keep it in. */
+ * tile. The tile's number is read from the address, because there is no register to keep it in. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 has_rope_values(const value_addresses &addresses)
@@ -28,7 +28,7 @@ has_rope_values(const value_addresses &addresses)
                   "the table's first address ends with zeros");
     return Shape::Row::ROPE_IS_VALUE &&
            __any_sync(0xFFFFFFFFu,
-                      (addresses.scales & LAST) == LAST); /* tells ptxas that all agree */
+                      (addresses.scales & LAST) == LAST); /* tells ptxas that all lanes agree */
 }
 
 template <typename Shape>
@@ -45,16 +45,16 @@ find_values(const hopper_addresses &at, const thread_index &me)
     return addresses;
 }
 
-/* Returns `place`, which is the same in all lanes, so that ptxas knows this: what is computed from
- * it stays in uniform registers. */
+/* Returns `offset`, which is the same in all lanes, so that ptxas knows this. Values computed from
+ * it then stay in uniform registers. */
 static __device__ __forceinline__ int
 make_uniform(int offset)
 {
     return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)offset);
 }
 
-/* Loads the lane's part of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9 (c: its column): 8 codes, or
- * 4 of 8 RoPE values. */
+/* Loads the lane's part of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9, where c is its column: 8
+ * codes, or 4 of 8 RoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_values(const value_addresses &addresses, int granule, int buffer, consumer<Shape> *state)
@@ -73,9 +73,9 @@ release_granule(uint32_t empty, int granule, bool is_on)
     ptx_mbarrier_arrive(empty + granule, is_on);
 }
 
-/* convert_values for RoPE values, which are f16 already (keep_rope). Half of the lane's values were
- * loaded by load_values. The others, from the second half of the row's RoPE part, are loaded here:
- * to load them earlier takes registers that the other warps do not have. */
+/* convert_values for RoPE values, which are f16 already (keep_rope). load_values loaded half of the
+ * lane's values. The other half, from the second half of the row's RoPE part, is loaded here,
+ * because an earlier load takes registers that the other warps do not have. */
 template <typename Shape>
 static __device__ __forceinline__ void
 pair_rope_values(const value_addresses &addresses, int granule, int buffer, consumer<Shape> *state)
@@ -100,7 +100,7 @@ pair_rope_values(const value_addresses &addresses, int granule, int buffer, cons
 }
 
 /* Converts raw values to operand A of a granule's four products. The rows of product b are
- * dimensions 2b and 2b + 1 of every eight (of RoPE values: see load_values). */
+ * dimensions 2b and 2b + 1 of every eight (for RoPE values, see load_values). */
 template <typename Shape>
 static __device__ __forceinline__ void
 convert_codes(int buffer, consumer<Shape> *state)
@@ -161,7 +161,7 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 
 /* Waits for the weights of the other group's older block, and converts that block's first values.
  * The block begins at `other`. If the other group has raised the references, this group follows.
- * After a work's last scores the query's place is free for the next query. */
+ * After an item's last scores, the next query may replace this one. */
 template <typename Shape>
 static __device__ __forceinline__ void
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thread_index &me,
@@ -169,13 +169,15 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
 {
     const value_addresses addresses = find_values<Shape>(at, me);
     ptx_mbarrier_wait(at.probs_ready + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    const uint32_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
+    const uint32_t has_grown =
+        load_has_grown(shared,
+                       me.group ^ 1); /* this load is under way together with those of the values */
     load_values(addresses, find_granule<Shape>(other, 0), 0, state);
     load_values(addresses, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
         follow_references<true>(find_thread_index_again(), shared, state);
     }
-    /* the place is found again, because for fp8_v4 there is no register to keep it in */
+    /* find_values again, because for fp8_v4 there is no register to keep its result in */
     convert_values(find_values<Shape>(at, find_thread_index_again()), find_granule<Shape>(other, 0),
                    0, state);
 #pragma unroll
@@ -186,8 +188,8 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), !has_steps_left(*state, 2));
 }
 
-/* Makes the group's weights visible to wgmma of both groups. Tells the other group, and returns,
- * whether some are too large for f16. That is read before the thread arrives, so that no warp of
+/* Makes the group's weights visible to wgmma of both groups. Tells the other group whether some are
+ * too large for f16, and returns it. The flag is read before the thread arrives, so that no warp of
  * the group can mark its next block meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
@@ -208,8 +210,8 @@ publish_weights(const hopper_addresses &at, const thread_index &me, const consum
     return has_any_grown;
 }
 
-/* During which batch of values (one per granule of a step) a chunk of 16 heads gets its weights.
- * This is the best of the orders that were measured (README.md). */
+/* The batch of values (one per granule of a step) during which a chunk of 16 heads gets its
+ * weights. This is the best of the orders that were measured (README.md). */
 static constexpr __device__ __forceinline__ int
 batch_of_chunk(int chunk)
 {
@@ -226,7 +228,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
 {
     const value_addresses addresses = find_values<Shape>(at, me);
     const int own = make_uniform(state->own);
-    /* not uniform: else ptxas computes each barrier's address apart from that of its granule */
+    /* not uniform, because ptxas would compute each barrier's address apart from its granule's */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
     uint32_t has_grown = 0;
 #pragma unroll
@@ -270,7 +272,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         }
         if (batch == 3) {
             has_grown = publish_weights(at, me, *state, shared);
-            /* the own block: behind the group's barrier, all of its granules have arrived */
+            /* values of the own block: behind the group's barrier, all of its granules have
+             * arrived */
             load_values(addresses, find_granule<Shape>(own, 0), 0, state);
         }
     }
@@ -279,8 +282,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * Shape::GRANULE_BYTES;
 }
 
-/* Adds up a head's weights, and finds how far its maximum lies above the reference, where
- * max_logits are wanted. */
+/* Adds up a head's weights. Where max_logits are wanted, finds how far its maximum lies above the
+ * reference. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *row_max)
@@ -299,7 +302,8 @@ add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *row
     }
 }
 
-/* Stores sinks where the heads' factors will be, because find_factors has no time to load them. */
+/* Stores sinks in `factor`, where the heads' factors will be, because find_factors has no time to
+ * load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_sinks(const smla_attention_params &params, const thread_index &me,
@@ -315,7 +319,7 @@ leave_sinks(const smla_attention_params &params, const thread_index &me,
 }
 
 /* Replaces each head's sink by the factor of its `out`, in each group's own copy. For a partial row
- * the factor makes `out` means of values. Nothing more is done here, because `out` waits for it;
+ * the factor makes `out` means of values. This function does no more, because `out` waits for it;
  * lse comes later (leave_heads). */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -377,7 +381,8 @@ leave_heads(const hopper_launch &launch, const work_item &item, const hopper_mem
     }
 }
 
-/* Adds the values of group 1's last block to group 0's `out`, and finds its factors meanwhile. */
+/* Adds the values of group 1's last block to group 0's `out`, and finds group 0's factors
+ * meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
@@ -428,16 +433,16 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Where a lane's eight neighbouring values are among the warp's 64. Of RoPE values, lanes of even
- * rows have some of the first half, after trade_halves. */
+/* The index of a lane's eight neighbouring values among the warp's 64. Of RoPE values, lanes of
+ * even rows have eight of the first half, after trade_halves. */
 static __device__ __forceinline__ int
 find_eight(const thread_index &me, bool has_rope)
 {
     return !has_rope ? 8 * me.row : me.row % 2 == 0 ? 4 * me.row : 4 * me.row + 28;
 }
 
-/* A lane has four RoPE values of each half (load_values), and its neighbour the next four. They
- * trade, so that each has eight neighbouring ones. */
+/* A lane has four RoPE values of each half (load_values), and its neighbour has the next four of
+ * each. They trade, so that each has eight neighbouring values. */
 static __device__ __forceinline__ void
 trade_halves(const thread_index &me, uint32_t words[4])
 {
@@ -450,8 +455,8 @@ trade_halves(const thread_index &me, uint32_t words[4])
     }
 }
 
-/* Writes the heads' rows, of f16 for partial rows and else of bf16. The first head's row begins at
- * `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
+/* Writes the heads' rows, in f16 for partial rows and otherwise in bf16. The first head's row
+ * begins at `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
 template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
 write_out(uint16_t *to, int64_t stride_head, int num_heads, const thread_index &me,
@@ -489,7 +494,8 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const thread_index &
     }
 }
 
-/* Copies to `out` what write_out has staged in shared memory, where rows of out are not aligned. */
+/* Copies the rows that write_out has staged in shared memory to `out`, where rows of out are not
+ * aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_out(const hopper_launch &launch, const work_item &item, const hopper_memory<Shape> *shared)
@@ -503,7 +509,8 @@ copy_out(const hopper_launch &launch, const work_item &item, const hopper_memory
     }
 }
 
-/* Whether a warp has marked the work as lost. It does so before it publishes its last weights. */
+/* Whether a warp has marked the item for the fallback. It does so before it publishes its last
+ * weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 is_marked_for_fallback(const hopper_memory<Shape> *shared)
@@ -516,9 +523,8 @@ is_marked_for_fallback(const hopper_memory<Shape> *shared)
 
 /* ---- Consumers: a work with one key -------------------------------------------------------- */
 
-/* Writes the results of a work with one key: its value times its weight, which is in the place of
- * the head's factor. Each warp has every eighth head. Not inlined, so that other works do not
- * jump over it. */
+/* Writes the results of an item with one key: its value times its weight, which is in `factor`.
+ * Each warp has every eighth head. Not inlined, so that other items do not jump over it. */
 template <typename Shape>
 static __device__ __noinline__ void
 finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
@@ -535,13 +541,13 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
         float reference, sum, row_max;
         find_head_state(shared, thread, &reference, &sum, &row_max);
         const float factor = leave_head(launch, item, thread, reference, row_max, sum, true);
-        /* the only key has all of the weight, but for a sink's share; NaN stays NaN */
+        /* the only key has all of the weight except a sink's share; NaN stays NaN */
         const bool is_all = item.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
         shared->factor[0][thread] = is_all && sum > 0.0f ? 1.0f : sum * factor;
     }
     const lane_part value = load_only_value<Shape::Row::ROPE_IS_VALUE>(
         launch, only_key_of_item(launch, item, shared->item_idx & 1, shared), lane);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the weights are there */
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all weights are in `factor` */
 #pragma unroll 1
     for (int head = warp; head < item.num_heads; head += CONSUMER_WARPS) {
         write_value(launch, item, head, lane, value, shared->factor[0][head]);
@@ -550,7 +556,7 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
 
 /* ---- Consumers: the end of a work ---------------------------------------------------------- */
 
-/* Writes the results of a work, or marks it to be done again if it is lost. */
+/* Writes the results of an item, or marks it for run_fallback. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
@@ -562,7 +568,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
         return;
     }
     if (is_marked_for_fallback(
-            shared)) { /* may be a work without heads, which run_fallback leaves out */
+            shared)) { /* the item may be without heads; then run_fallback skips it */
         mark_item(shared->item_idx, ptx_forget((int)threadIdx.x), shared->fallback_bits);
         return;
     }
@@ -577,7 +583,8 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
                          find_thread_index_again(), shared, state);
         if (!is_aligned) {
             copy_out(launch, item, shared);
-            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query goes there */
+            ptx_barrier(BARRIER_CONSUMERS,
+                        CONSUMER_THREADS); /* the next query goes to the same memory */
         }
     }
     leave_heads(launch, item, shared);
