@@ -530,7 +530,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     start_query<Tile>(launch, item, (int)threadIdx.x, shared);
     const block_plan plan = plan_blocks<Tile::RANGED>(launch, item);
     int32_t key =
-        read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* later its slot */
+        read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* index, later slot */
     key = find_slot(launch, item, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, item, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {

@@ -66,7 +66,7 @@ template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
     static constexpr int LOAD_WAVE = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
     static constexpr int LANE_SPLITS = SPLITS / LOAD_WAVE;
-    static constexpr int VALUES = LOAD_WAVE_VALUES / LOAD_WAVE; /* per thread */
+    static constexpr int VALUES = LOAD_WAVE_VALUES / LOAD_WAVE; /* values per thread */
     static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
     static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
     /* for __launch_bounds__, which sets the registers of a thread */
@@ -78,8 +78,7 @@ template <bool HALF_, int SPLITS> struct combination {
  * lanes have the maximum and the sum of the whole row. */
 template <typename Shape> struct whole_row {
     float factor[Shape::LANE_SPLITS];
-    float float_factor
-        [Shape::LANE_SPLITS]; /* HALF: factors of splits that have fp32 after all; else 0 */
+    float float_factor[Shape::LANE_SPLITS]; /* HALF: factors of fp32 splits; else 0 */
     float max_log2;
     float sum;
 };
@@ -88,7 +87,7 @@ template <typename Shape> struct whole_row {
 typedef struct partial_source {
     const float *states;
     const float *values;
-    int64_t stride; /* to the next split, in rows */
+    int64_t stride; /* rows from one split to the next */
     int num_splits;
 } partial_source;
 

@@ -31,7 +31,7 @@
 
 enum {
     SEGMENT_ALIGN = 128, /* columns; so an item's first step lies in its head */
-    CUT_COST = 384,      /* columns: what it costs to begin and to end a piece */
+    CUT_COST = 384,      /* columns: the cost of beginning and ending a piece */
     MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
     QUARTER = NUM_SEGMENTS / 4,
@@ -56,7 +56,7 @@ static_assert((int)MAX_CUT_ITEMS == (int)ORDER_THREADS, "a thread for each work 
 /* What a plan needs of its launch, copied as in main_lists. */
 typedef struct cut_problem {
     main_lists lists;
-    uint32_t columns; /* per segment */
+    uint32_t columns; /* columns per segment */
     int cost;         /* cut_cost, in segments */
     int max_pieces;
     int num_items;
@@ -201,7 +201,7 @@ find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
  * `budget` segments. All sizes are in segments. */
 typedef struct piece_range {
     int before; /* sizes of all pieces in front of this one */
-    int size;   /* this piece */
+    int size;   /* size of this piece */
     int count;  /* number of the item's pieces */
 } piece_range;
 
@@ -297,7 +297,7 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
                                                            range, rank * teams.num_helpers, budget);
         }
     }
-    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
 }
 
 /* ---- Finished parts -------------------------------------------------------------------------- */

@@ -36,8 +36,8 @@
          .block_columns = SMLA_SPLIT_ALIGN, .block_cost = cost, .cta_cost = start,                 \
          .leaves_halves = true, .leaves_room = true)
 
-/* The same kernel with 64 heads. A CTA takes longer, but a token has half as many CTAs, which may
- * then fit the device at once where those of 32 heads do not. */
+/* SM90_SMALL with 64 heads. A CTA takes longer, but a token has half as many CTAs. They may fit the
+ * device at once where CTAs of 32 heads do not. */
 #define SM90_SMALL_64(rows, stem)                                                            \
     SM90("attention_small_sm90.cu", stem, rows, 33, 64, .max_columns = SMLA_SM90_SMALL_KEYS, \
          .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 11, .cta_cost = 32,                \

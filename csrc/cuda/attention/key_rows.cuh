@@ -6,7 +6,7 @@
  * has the warp's column l % 4 of the window's block l / 4. Indices are read one window ahead of the
  * cache rows, and rows are loaded into registers one block ahead of the products. A masked key (its
  * index is negative, past the last slot, outside the list's range or without a page) has no cache
- * row: nothing is read for it, zeros are stored in its place, and is_key tells the softmax.
+ * row: nothing is read for it, zeros are stored as its row, and is_key tells the softmax.
  *
  * e4m3 goes to shared memory as bf16, exactly, without its scale. NaN stays NaN.
  */

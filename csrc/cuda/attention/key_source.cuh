@@ -109,8 +109,8 @@ are_lists_aligned(const smla_attention_params *params)
 /* A work item, or a part of one (works.cuh). */
 typedef struct work_item {
     int32_t token;
-    int32_t split;        /* or the first segment, if the item may be cut */
-    int32_t num_segments; /* segments from there on; a split counts as one */
+    int32_t split;        /* number of the split, or of the first segment if the item may be cut */
+    int32_t num_segments; /* number of segments; a split counts as one */
     int32_t first_head;
     int32_t num_heads; /* heads in the tile; the tile's other rows are zeros */
     int32_t first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */

@@ -36,7 +36,7 @@ find_stream_column(int warp, int lane)
 /* What a lane keeps about the list that its warp reads. */
 typedef struct key_stream {
     const int32_t *at; /* address of the lane's next index */
-    int32_t left;      /* columns from there to the end */
+    int32_t left;      /* columns from `at` to the list's end */
     uint32_t next;     /* the index at `at`, loaded ahead */
     uint32_t held;     /* a key that waits for its step; only lanes below num_held have one */
     uint32_t over;     /* a key that waits for the step behind that one */
@@ -125,7 +125,7 @@ count_keys(const attention_launch &launch, int list, const key_stream &stream, i
                : count_keys_apart<LOADS>(stream.at, stream.left, limit, stride);
 }
 
-/* ---- Steps of a work ------------------------------------------------------------------------ */
+/* ---- Steps of an item ----------------------------------------------------------------------- */
 
 /* Prefetches the warp's share of a list to L2, in lines of 128 bytes, before its keys are
  * counted. */
@@ -296,7 +296,7 @@ take_step(const attention_launch &launch, int list, key_stream *stream, int lane
     return hand_out_step(stream, lane);
 }
 
-/* ---- A work with one key -------------------------------------------------------------------- */
+/* ---- An item with one key ------------------------------------------------------------------- */
 
 /* Adds the number of positions without a key in a step to the warp's sum for the item, in shared
  * memory. Only this warp writes there. The addition is atomic because no thread waits for an atomic

@@ -24,7 +24,7 @@
 
 enum {
     NOPE_HALF = SMLA_KV_LORA_RANK / 2,
-    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* per half */
+    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* values per half of the NoPE part */
 };
 
 static_assert(LANE_VALUES == 8, "16 bytes of bf16");

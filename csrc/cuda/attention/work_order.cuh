@@ -80,8 +80,8 @@ has_order(const attention_launch &launch, int64_t num_items, int64_t num_ctas)
                                        num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
 }
 
-/* One thread calls this first. An item that may be cut stays whole, and the CTA's only item, unless
- * a plan says otherwise. */
+/* Prepares the order; one thread calls it before all else. An item that may be cut stays whole, and
+ * the CTA's only item, unless a plan says otherwise. */
 static __device__ __forceinline__ void
 start_order(const attention_launch &launch, item_order *order)
 {
@@ -109,7 +109,8 @@ nth_item(bool is_ordered, int num_items, const item_order *order, int n)
     return n == 0 || idx < num_items ? idx : -1;
 }
 
-/* Only gather warps need this, because consumers meet at a barrier when they have made the plan. */
+/* Waits until the order is planned. Only gather warps need this, because consumers meet at a
+ * barrier when they have made the plan. */
 static __device__ __forceinline__ void
 wait_for_order(bool is_ordered, uint32_t planned)
 {
@@ -311,7 +312,7 @@ plan_order(const attention_launch &launch, int num_items, int barrier, Memory *s
         }
     }
     ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
-    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
 }
 
 /* Makes the plan of an ordered launch. All consumers call it when they may read memory of other

@@ -6,7 +6,7 @@
 
 #include "cuda/attention/key_rows.cuh"
 
-/* ---- Works by number ------------------------------------------------------------------------ */
+/* ---- Work items by number ------------------------------------------------------------------- */
 
 /* Work items are numbered by token, then split, then head tile. The head tiles of a token and split
  * are neighbours because they gather the same cache rows: L2 serves all but the first. */
@@ -58,7 +58,7 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
     return item;
 }
 
-/* ---- Parts of works ------------------------------------------------------------------------- */
+/* ---- Parts of work items -------------------------------------------------------------------- */
 
 /* Where a launch may cut work items (cut_works.cuh), a word describes each part of an item: the
  * item's number, the part's segments, the part's number and the number of parts, and the number of
@@ -213,7 +213,7 @@ interleave_splits(attention_launch *launch)
     launch->extra_turn =
         (int32_t)(smla_count_parts(params.lists[0].topk, CHUNK_COLUMNS) % params.num_splits);
     for (int i = 0; i < params.num_lists; i++) {
-        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* up to the end */
+        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* a split ends with its list */
         launch->split_step[i] = CHUNK_COLUMNS;
     }
 }

@@ -102,8 +102,8 @@ smla_cuda_begin_deferred(smla_cuda_deferred *deferred)
     deferred->is_full = false;
 }
 
-/* Starts a kernel. Where `held` is not NULL, it keeps the first launch, and the second starts both,
- * in their order, which costs the host and the device 1 us less than two starts. */
+/* Starts a kernel. Where `deferred` is not NULL, it keeps the first launch, and the second starts
+ * both, in their order, which costs the host and the device 1 us less than two starts. */
 cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_deferred *deferred);
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

@@ -26,8 +26,8 @@ can_start_early(int32_t compute_capability)
 }
 
 /* Starts a kernel that takes one struct by value. The grid has at most as many blocks as the
- * hardware can number; kernels loop over the others. With no blocks nothing is launched. `held` is
- * as in smla_cuda_launch.
+ * hardware can number; kernels loop over the others. With no blocks nothing is launched. `deferred`
+ * is as in smla_cuda_launch.
  *
  * Where the device can, the grid starts before the one in front of it in the stream is done. So
  * every thread of every kernel must pass ptx_wait_for_grids before it reads what other grids wrote,

@@ -31,7 +31,7 @@ write_launch(const char *launcher, const smla_attention_params *params,
     return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-/* Only launches that the combine kernel follows are held for it. */
+/* Only launches that the combine kernel follows are deferred for it. */
 static inline cudaError_t
 hold_launch(const char *launcher, const smla_attention_params *params,
             const smla_attention_start *start)

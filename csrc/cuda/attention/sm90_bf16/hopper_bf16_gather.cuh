@@ -1,9 +1,9 @@
 /* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu. Ahead of the consumers, they
  * bring queries and, by index, cache rows to shared memory.
  *
- * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. In a
- * flight of four rows, lane l copies chunk l % 8 of row l / 8, so that eight lanes copy a row's 128
- * bytes. Four flights are the warp's rows. Entries of a list that are no keys take no place in a
+ * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. A load
+ * wave is four rows: lane l copies chunk l % 8 of row l / 8, so that eight lanes copy a row's 128
+ * bytes. Four load waves are the warp's rows. Entries of a list that are no keys take no row of a
  * block (key_stream.cuh). Behind the last key, and where an index names no cache row after all, a
  * row of the block is filled with zeros, and nothing is read.
  */
@@ -24,7 +24,7 @@ static_assert((int)TILE_HEADS == (int)BLOCK_KEYS, "a warp's heads are as many as
 /* What a gather thread keeps. */
 typedef struct bf16_gather {
     uint32_t base; /* address of shared memory */
-    uint32_t to;   /* offset of the thread's chunk in a tile in even flights; odd ones flip bit 6 */
+    uint32_t to;   /* offset of the thread's chunk in a tile; odd load waves flip bit 6 */
     bf16_phase phase;
 } bf16_gather;
 
@@ -40,8 +40,8 @@ gather_warp(void)
     return (int)(threadIdx.x / SMLA_WARP_LANES) % GATHER_WARPS;
 }
 
-/* gather_warp, recomputed at each call: keeping it, and what depends on it, would cost the copies
- * registers. */
+/* gather_warp, recomputed at each call, because keeping it, and the values that depend on it, would
+ * cost the copies registers. */
 static __device__ __forceinline__ int
 gather_warp_again(void)
 {
@@ -59,7 +59,7 @@ gather_twin(void)
                             : __shfl_sync(0xFFFFFFFFu, group - CONSUMER_THREADS / GROUP_THREADS, 0);
 }
 
-/* The offset in a tile of the thread's chunk in even flights, in the n-th of four warps. */
+/* The offset in a tile of the thread's chunk in even load waves, for warp `warp` of four. */
 static __device__ __forceinline__ uint32_t
 first_chunk_in_tile(int warp)
 {
@@ -67,7 +67,7 @@ first_chunk_in_tile(int warp)
     return (warp * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
 }
 
-/* The offset in a tile of the thread's chunk of its row in a flight. */
+/* The offset in a tile of the thread's chunk of its row in a load wave. */
 static __device__ __forceinline__ uint32_t
 chunk_in_tile(uint32_t first_chunk, int load_wave)
 {
@@ -93,7 +93,7 @@ copy_chunk(uint32_t to, const void *from, bool is_on)
     }
 }
 
-/* Arrives at the mbarrier when what this thread has copied is in shared memory. */
+/* Arrives at the mbarrier when all bytes that this thread has copied are in shared memory. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 announce_copies(uint32_t barrier)
@@ -108,7 +108,7 @@ announce_copies(uint32_t barrier)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Where a work's query lies. */
+/* Where an item's query lies. */
 typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
@@ -127,7 +127,7 @@ find_query(const smla_attention_params &params, const work_item &item)
                         params.q_nope_stride_head, params.q_pe_stride_head, item.num_heads};
 }
 
-/* Copies the query of a work; `warp` is the number of the calling warp among four. Group 1 brings
+/* Copies the query of an item; `warp` is the number of the calling warp among four. Group 1 brings
  * the CTA's first query, because it is idle while the gather warps read the first indices. The
  * gather warps bring the others. */
 template <bool ROPE, bool ALIGNED>
@@ -151,7 +151,8 @@ copy_query(const query_source &query, uint32_t base, int warp)
     announce_copies<ALIGNED>(BF16_AT(base, query_full));
 }
 
-/* copy_query as a called function, which first steps without a query do not jump over. */
+/* copy_query as a called function, because a launch's first item, which has its query, would jump
+ * over the code. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __noinline__ void
 copy_query_apart(query_source query, uint32_t base, int warp)
@@ -161,8 +162,9 @@ copy_query_apart(query_source query, uint32_t base, int warp)
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* What a thread copies of a block: its chunks in the first tile, one per flight, and whether their
- * rows exist. It is found before the wait for a free block, so that only copies come behind it. */
+/* What a thread copies of a block: its chunks in the first tile, one per load wave, and whether
+ * their rows exist. It is found before the wait for a free block, so that only copies come behind
+ * the wait. */
 template <typename Keys> struct block_rows {
     static constexpr int LOAD_WAVES = ROW_LOAD_WAVES / Keys::TWINS;
     const uint8_t *from[LOAD_WAVES];
@@ -204,9 +206,9 @@ copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
     announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));
 }
 
-/* Copies a block, each half when it becomes free: first the half whose values the block's group
- * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. Then both
- * halves are free, and no thread reads the last is_key. */
+/* Copies a block, each half when it becomes free, first the half whose values the block's group
+ * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. By then both
+ * halves are free, and no thread reads the previous is_key. */
 template <int BLOCK, typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)

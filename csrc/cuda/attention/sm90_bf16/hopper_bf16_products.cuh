@@ -8,8 +8,8 @@
 /* If the exponent of a weight is above this, the reference of its head moves. */
 #define MAX_EXPONENT 40.0f
 
-/* The reference of a head that has had no key yet: its logits are their own exponents. No other
- * reference has these bits. */
+/* The reference of a head that has had no key yet. Relative to it, logits are their own exponents.
+ * No other reference has these bits. */
 #define NO_REFERENCE (-0.0f)
 
 enum {
@@ -19,8 +19,8 @@ enum {
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Starts the products of the scores of the group's block, piece by piece as the pieces come. Two
- * sums of half the values lose half as much as one: wgmma cuts each addition off. */
+/* Starts the products of the scores of the group's block, piece by piece as the pieces come. wgmma
+ * cuts each addition off, so two sums of half the values lose half as much as one sum. */
 template <typename Keys>
 static __device__ __forceinline__ void
 score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consumer *state)
@@ -51,7 +51,8 @@ score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consume
 
 /* ---- Masks --------------------------------------------------------------------------------- */
 
-/* The bits in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
+/* The bits ALL_KEYS and IS_LAST that all words of is_key have for the group's block, which has
+ * come. */
 static __device__ __forceinline__ uint32_t
 load_block_bits(uint32_t base, const thread_index &me)
 {
@@ -60,7 +61,8 @@ load_block_bits(uint32_t base, const thread_index &me)
     return words[0] & words[1] & words[2] & words[3];
 }
 
-/* A bit for each of keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block that is there. */
+/* A bit for each key that is there: of keys 0 to 31 (half 0) or 32 to 63 (half 1) of the group's
+ * block. */
 static __device__ __forceinline__ uint32_t
 load_is_key(const bf16_memory *shared, int group, int half)
 {
@@ -97,29 +99,30 @@ find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
 
 /* ---- References ----------------------------------------------------------------------------
  *
- * Blocks are weighed one after the other: A0 by group 0, B0 by group 1, A1 by group 0, and so on.
- * The references in shared memory are those of the block that was settled last, and only the group
- * whose turn it is may move them. Its turn begins when the block before is settled, and ends when
- * it settles its own, after a look at all exponents of its 64 keys. So no thread writes references
- * while others read them:
+ * Scores of blocks become weights one block after the other: A0 by group 0, B0 by group 1, A1 by
+ * group 0, and so on. A group publishes the references of each of its blocks. The references in
+ * shared memory are those that were published last, and only the group whose turn it is may move
+ * them. Its turn begins when the references of the block before are published. It ends when the
+ * group publishes its own, after a look at all exponents of its 64 keys. So no thread writes
+ * references while others read them:
  *
- *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, settle An, weigh, follow, add An
- *   group 1: wait for An | read, follow, add An | move, settle Bn, weigh, follow, add Bn | ...
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, publish An, weigh, follow, add An
+ *   group 1: wait for An | read, follow, add An | move, publish Bn, weigh, follow, add Bn | ...
  *
- * A block is settled before its weights exist, so the other group follows while it would wait for
- * them anyway.
+ * A block's references are published before its weights exist, so the other group follows while it
+ * would wait for the weights anyway.
  *
  * Warp w of either group has the same 16 heads, and a head has four lanes of the warp. So each warp
  * does all of this alone: a maximum takes two shuffles, and branches are the warp's.
  *
  * Each group remembers the references that its own out, sums and maxima are relative to. To follow
- * is to multiply by 2^(older - newer) where references have changed. A group finds the other's
- * changes when it compares what it remembers with the references in shared memory: there is no flag
- * that could be lost or found twice. It knows its own changes, and `out` follows them last, from
+ * is to multiply these by 2^(older - newer) where references have changed. A group finds the
+ * other's changes when it compares its own references with those in shared memory: there is no flag
+ * that could be missed or found twice. It knows its own changes, and `out` follows them last, from
  * registers, because the other group may move references again by then.
- * A work begins without references in registers. Its first block always writes those in shared
- * memory, so no reference of the work before is used. When the work ends, group 0 has followed
- * group 1's last block, and both groups remember the same references.
+ * An item begins without references in registers. Its first block always writes the references in
+ * shared memory, so no reference of the item before is used. When the item ends, group 0 has
+ * followed group 1's last block, and both groups remember the same references.
  *
  * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
  * and a block that moves none costs only a look at its exponents and at the references.
@@ -131,7 +134,7 @@ has_reference(float reference)
     return smla_float_bits(reference) != smla_float_bits(NO_REFERENCE);
 }
 
-/* The address of the reference of head `row`. That of head row + 8 is 8 places behind it. */
+/* The address of the reference of head `row`. That of head row + 8 is 8 elements behind it. */
 static __device__ __forceinline__ volatile float *
 find_references(bf16_memory *shared, const thread_index &me)
 {
@@ -139,7 +142,8 @@ find_references(bf16_memory *shared, const thread_index &me)
 }
 
 /* The bits of the largest exponent of each head. They are compared as integers, three at once: this
- * is right where it is positive. Infinity is above all numbers. What NaN gives does not matter. */
+ * is right where the largest one is positive. Infinity is above all numbers. The result for NaN
+ * does not matter. */
 static __device__ __forceinline__ void
 find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
 {
@@ -161,8 +165,9 @@ publish_references(uint32_t base, const thread_index &me)
     ptx_mbarrier_arrive(references_ready_barrier(base, me.group), true);
 }
 
-/* Makes what the thread has added up follow newer references, but for `out`: it shall be multiplied
- * by the factors. Returns whether it must be, because some lane of the warp has added to it. */
+/* Multiplies the thread's sums and maxima so that they follow newer references. `out` follows
+ * later, when the caller multiplies it by the factors. Returns whether it must, because some lane
+ * of the warp has added to `out`. */
 static __device__ __forceinline__ bool
 adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
 {
@@ -191,9 +196,9 @@ scale_out(const float factors[2], bf16_consumer *state)
     }
 }
 
-/* Moves references to the block's maxima where exponents are too large or a head has had no key,
- * settles the block, and makes the exponents relative to them. Returns whether `out` must be
- * multiplied by the factors; all else has followed. */
+/* Moves references to the block's maxima where exponents are too large or a head has had no key.
+ * Publishes the references, and makes the exponents relative to them. Returns whether `out` must be
+ * multiplied by the factors; sums and maxima have followed. */
 static __device__ __forceinline__ bool
 move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
                 bf16_memory *shared, bf16_consumer *state, float factors[2])
@@ -229,9 +234,9 @@ move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
-/* Waits until the other group's block is settled, and follows its references if any have moved.
- * WAITS: products of scores are under way, and ptxas accepts no change of out before a wait for
- * them. */
+/* Waits until the other group's block has published its references, and follows them if any have
+ * moved. WAITS: products of scores are under way, and ptxas accepts no change of out before a wait
+ * for them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
 follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_memory *shared,
@@ -250,7 +255,7 @@ follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_
     }
 }
 
-/* Takes the first half of each score into its exponent, while the other half is under way. */
+/* Adds the first half of each score to its exponent, while the other half is under way. */
 static __device__ __forceinline__ void
 begin_exponents(float score_scale, bf16_consumer *state)
 {
@@ -260,9 +265,9 @@ begin_exponents(float score_scale, bf16_consumer *state)
     }
 }
 
-/* Scores -> exponents of weights, after begin_exponents. Settles the block. Returns whether
- * references have moved, so that `out` must be multiplied by the factors. block_bits:
- * load_block_bits. */
+/* Scores -> exponents of weights, after begin_exponents. Publishes the block's references. Returns
+ * whether references have moved, so that `out` must be multiplied by the factors. block_bits: the
+ * result of load_block_bits. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 find_exponents(const attention_launch &launch, uint32_t base, const thread_index &me,
@@ -295,7 +300,8 @@ find_exponents(const attention_launch &launch, uint32_t base, const thread_index
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Exponents of half a block -> weights, and the weights in bf16 as A of the next products. */
+/* Exponents of half a block -> weights, which also become, in bf16, operand A of the next
+ * products. */
 static __device__ __forceinline__ void
 weigh_half(int half, bf16_consumer *state)
 {
@@ -329,7 +335,7 @@ add_to_sums(bf16_consumer *state)
     }
 }
 
-/* Where a group leaves its weights for the other group. */
+/* The address of a group's weights for the other group. */
 static __device__ __forceinline__ uint32_t
 find_probs(uint32_t base, int group)
 {

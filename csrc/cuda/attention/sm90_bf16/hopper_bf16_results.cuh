@@ -1,4 +1,4 @@
-/* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, or partial
+/* hopper_bf16_results.cuh: the results of an item of attention_bf16_sm90.cu: rows, or partial
  * rows.
  */
 #pragma once
@@ -30,7 +30,7 @@ store_sums(const thread_index &me, int turn, const bf16_consumer &state, bf16_me
 
 /* Ends a head with both groups' sums. Returns the factor of its out, which both groups need. Rows
  * are finished and combined in units of 2^integer. Both sum and out are multiplied by `unit`, so
- * its rounding affects lse alone. */
+ * the rounding of `unit` affects lse alone. */
 template <bool MAXIMA>
 static __device__ __forceinline__ float
 finish_head(const bf16_launch &launch, const work_item &item, int head, int turn, float reference,
@@ -65,7 +65,7 @@ turn_words(int column, uint32_t words[4])
 }
 
 /* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
- * stores have no branch each, because ptxas would compute their addresses again behind it. */
+ * stores have no branch each, because ptxas would compute their addresses again behind a branch. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 write_out_rows(const smla_attention_params &params, const work_item &item, const thread_index &me,
@@ -118,9 +118,9 @@ write_partial_rows(const bf16_launch &launch, const work_item &item, const threa
     }
 }
 
-/* Writes the rows of a work with one key: the key's value times its weight. Of a warp's heads, each
- * group writes eight. `factor` is the lane's in finish_item. Not inlined, so that other works do
- * not jump over it. */
+/* Writes the rows of an item with one key: the key's value times its weight. Of a warp's heads,
+ * each group writes eight. `factor` is the lane's factor in finish_item. Not inlined, so that other
+ * items do not jump over it. */
 template <bool CODED>
 static __device__ __noinline__ void
 write_only_rows(const attention_launch &launch, work_item item, int turn, float factor,
@@ -139,9 +139,9 @@ write_only_rows(const attention_launch &launch, work_item item, int turn, float 
     }
 }
 
-/* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
- * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
- * barrier, when the other group may already store those of the next work. */
+/* Writes the item's results. Lanes of even columns end head `row` of their warp, lanes of odd
+ * columns end head row + 8. `turn` alternates between 0 and 1: threads read the sums of an item
+ * after the barrier, when the other group may already store those of the next item. */
 template <typename Keys, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
 finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,

@@ -12,17 +12,17 @@
  *              sums, references, shifts, factors, counts of keys
  *              64 heads: 13 granules (fp8_v4: 15); the total is nearly all of the 232,448 bytes
  *              that an SM has
- * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
- *              after the first one those that level the loads (work_order.cuh). Where an SM would
- *              be idle, a CTA without works runs ahead through the code (count_ctas). Where lists
- *              differ in length and there are no more works than SMs, long works are cut, and
- *              CTAs with short works take the pieces (cut_works.cuh).
+ * Roles        One CTA per SM. CTA i takes work items i, i + grid, ... (token, split, head tile),
+ *              or after the first item those that level the loads (work_order.cuh). Where an SM
+ *              would be idle, a CTA without items runs ahead through the code (count_ctas). Where
+ *              lists differ in length and there are no more items than SMs, long items are cut,
+ *              and CTAs with short items take the pieces (cut_works.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
- *                               (key_stream.cuh), takes large keys first where references jump
- *                               (large_keys.cuh), and brings 4 rows of every granule, one bulk copy
- *                               per row, and for fp8_v4 a copy of 8 bytes for its scales. It runs
- *                               ahead, and first brings a quarter of a new query.
+ *                               (key_stream.cuh), and takes outlier keys first where references
+ *                               jump (large_keys.cuh). It brings 4 rows of every granule, one bulk
+ *                               copy per row, and for fp8_v4 a copy of 8 bytes for its scales. It
+ *                               runs ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
  *                               blocks, a group finds the scores, adds values of the other group's
  *                               older block while its own scores become weights, and adds values
@@ -32,32 +32,34 @@
  *              full[granule]    128 gather threads and the bytes they announce (fp8_v4: and 16
  *                               threads' scales) | consumers
  *              empty[granule]   256 consumers, which have converted the values | gather warps
- *              weighed[group]   128 threads of the group: weights and scales | the other group
- *              moved            128 threads of the group whose weights exceed f16 | the other group
+ *              probs_ready[group]   128 threads of the group: weights, scales | the other group
+ *              rescaled         128 threads of the group whose weights exceed f16: the references
+ *                               have moved | the other group
  *              probs_ready_again    the same threads, when the weights fit | the other group
- *              added[group]     128 threads of the other group | the group, before new weights
- *              query_free       256 consumers, after a work's last scores | gather warps
+ *              values_added[group]  128 threads of the other group | the group, before new weights
+ *              query_free       256 consumers, after an item's last scores | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
- *              counted          one thread, when a work's number of steps is known | consumers, and
- *                               for a launch's first work gather warps, too
+ *              counted          one thread, when an item's number of steps is known | consumers,
+ *                               and for a launch's first item gather warps, too
  *              planned          the consumer thread that has stored the order, or all 256 consumers
- *                               where works may be cut | gather warps
+ *                               where items may be cut | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              named barriers   CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads;
- *                               barrier 0 where works are done again
- *              A work whose numbers do not fit (see Numerics) is marked and done again at the end
- *              by the code of attention_sm80.cu, because shared memory is free then.
+ *                               barrier 0 in the fallback
+ *              An item whose numbers do not fit (see Numerics) is marked for the fallback: the code
+ *              of attention_sm80.cu computes it again at the end, because shared memory is free
+ *              then.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
  *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
  *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), which is about 52 cycles per key of
- *              a CTA's second work, with its start and end. No unit is saturated: issue slots and
+ *              a CTA's second item, with its start and end. No unit is saturated: issue slots and
  *              latencies bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16. A value times its scale / E is rounded to f16, where E is a
- *              power of two per work, found from the first step's scales (find_key_exponent). With
+ *              power of two per item, found from the first step's scales (find_key_exponent). With
  *              16 heads, scores of fp8_ds_mla take codes alone: a scale multiplies their sum.
  *              Scales up to 146 E fit, 2^9 times the first ones where these are usual. Below 2^-5 E
  *              products lose bits and may be off by 2^-25 E, which is negligible, as E is at most
- *              2^3. The query's power of two is one per work, so its f16 are exact in heads whose
+ *              2^3. The query has one power of two per item, so its f16 are exact in heads whose
  *              largest value is within 2^13 of the tile's. Weights are f16, relative to ref: the
  *              first step's maximum, rounded up, has weight 4, or more where few keys or none come
  *              later (find_row_headroom). Where the weights of a warp's 16 keys add up to 65,504 or
@@ -67,26 +69,27 @@
  *              from the sums.
  *              fp8_v4: scales are powers of two, so a value times scale / E is exact unless it is
  *              subnormal in f16. A RoPE part is also a value. Its bf16 are divided by E and kept as
- *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores take the bf16.
- *              NaN in a key makes all results NaN, a score of +inf those of its head. A head whose
- *              q is not finite has NaN results and no influence on other heads. A work is lost and
- *              done again where scales are above 146 E, E above 2^3, scores 2^11 or more, heads
- *              smaller by 2^13 than the largest, or all scores of the first of several steps -inf.
- *              A work with one key gives that key's value (one_key.cuh). Partial rows are means of
- *              values relative to E, rounded to f16: off by 2^-11, if small by 2^-25 E. A query
- *              row's bits depend on its query, keys, num_splits, H and the device, not on T; where
- *              the plan chooses num_splits, also on the lengths of all lists, as works may be cut;
- *              where references jump, also on whether rows are evenly spaced (large_keys.cuh).
- * Source       keys as A from registers, the granule ring, the order of the two warpgroups, and
- *              references that move only where they must, between two blocks, and large keys first
- *              are our own; online softmax is FlashAttention's, warp roles are CUTLASS's.
+ *              f16 (keep_rope); an item goes to the fallback where one is 2^16 E or more. Scores
+ *              take the bf16. NaN in a key makes all results NaN, a score of +inf those of its
+ *              head. A head whose q is not finite has NaN results and no influence on other heads.
+ *              An item goes to the fallback, too, where scales are above 146 E, E above 2^3,
+ *              scores 2^11 or more, heads smaller by 2^13 than the largest, or all scores of the
+ *              first of several steps -inf. An item with one key gives that key's value
+ *              (one_key.cuh). Partial rows are means of values relative to E, rounded to f16: off
+ *              by 2^-11, if small by 2^-25 E. A query row's bits depend on its query, keys,
+ *              num_splits, H and the device, not on T. Where the plan chooses num_splits, they
+ *              also depend on the lengths of all lists, as items may be cut. Where references
+ *              jump, they also depend on whether rows are evenly spaced (large_keys.cuh).
+ * Source       Ours are: keys as A from registers, the granule ring, the order of the two
+ *              warpgroups, references that move only where they must, between two blocks, and
+ *              outlier keys first. Online softmax is FlashAttention's, warp roles are CUTLASS's.
  */
 #include "cuda/attention/sm90_fp8/hopper_gather.cuh"
 #include "cuda/attention/sm90_fp8/hopper_query.cuh"
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 #include "cuda/attention/sm90_fp8/hopper_values.cuh"
 
-/* ---- Consumers: a work --------------------------------------------------------------------- */
+/* ---- Consumers: a work item ---------------------------------------------------------------- */
 
 template <typename Shape>
 static __device__ __forceinline__ void

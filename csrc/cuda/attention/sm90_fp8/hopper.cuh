@@ -29,7 +29,7 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    MAX_ITEMS = 512,    /* items per CTA: one of fallback_bits each */
+    MAX_ITEMS = 512,    /* the most items per CTA: each has a bit of fallback_bits */
     CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
@@ -44,7 +44,7 @@ enum {
     MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* the query's largest value in f16 */
-    MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
+    MAX_HEAD_RATIO = 13, /* exponent of the largest ratio of two heads' largest values in a tile */
 };
 
 static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
@@ -54,11 +54,11 @@ static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS
 /* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
 template <typename Row> struct ring_granule {
     alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
-    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* relative to E */
+    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* scales relative to E, as f16 */
     uint64_t full;
     uint64_t empty;
     uint32_t is_key;         /* byte w: four bits, for the rows of gather warp w */
-    uint32_t reference_jump; /* of a block's first granule: its mark (mark_reference_jump) */
+    uint32_t reference_jump; /* mark of a block's first granule (mark_reference_jump) */
 };
 
 template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
@@ -71,10 +71,10 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
     /* Indices per lane that consumers load at once to count keys: short code for short calls. */
     static constexpr int FIRST_COUNT_LOADS = HEADS == 16 ? 8 : 16;
-    /* The same for gather warps; with fewer heads, ptxas has no registers for eight. */
+    /* Indices per lane that gather warps load at once; fewer heads have no registers for eight. */
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
     static constexpr bool COUNTS_APART = HEADS == 64 && !MAXIMA; /* maxima leave no register */
-    static constexpr bool OUTLIERS_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* large_keys.cuh */
+    static constexpr bool OUTLIERS_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* see large_keys.cuh */
     /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
      * heads that takes as many multiplications as scaling the values, and too many registers. */
     static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
@@ -95,20 +95,20 @@ template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) typename Shape::Granule ring[Shape::GRANULES];
-    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* by slot_of_sum; at first, maxima */
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slots: slot_of_sum; at first, maxima */
     alignas(16) float maxima[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* out's factors per group; at first, the sinks */
     int32_t item_idx;       /* number of the current item among the CTA's items */
     work_item current_item; /* without its columns; kept because divisions are slow */
     float score_scale;      /* multiplies a score, gives its logit in the log2 domain */
-    float key_unit;         /* E */
+    float key_unit;         /* the unit of scales and values */
     float inv_key_unit;     /* 1 / E */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t probs_ready[2];
     uint64_t values_added[2];
-    uint64_t rescaled; /* this and the next: hopper_growth.cuh */
+    uint64_t rescaled; /* as the next: see hopper_growth.cuh */
     uint64_t probs_ready_again;
     uint64_t query_full;
     uint64_t query_free;
@@ -117,7 +117,7 @@ template <typename Shape> struct hopper_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    alignas(8) float shift[Shape::HEADS];        /* by how much the references were last raised */
+    alignas(8) float shift[Shape::HEADS];        /* amounts of the last raise of references */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
     uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
     alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the item did not fit */
@@ -127,8 +127,8 @@ template <typename Shape> struct hopper_memory {
 
 /* Where the cache rows of a list lie. */
 typedef struct row_span {
-    const uint8_t *lowest; /* row in memory */
-    uint32_t bias;         /* distance from there to the row of slot 0, in units of 16 bytes */
+    const uint8_t *lowest; /* the row at the lowest address */
+    uint32_t bias;         /* distance from `lowest` to the row of slot 0, in units of 16 bytes */
     uint32_t pitch;        /* distance of rows by index where they are evenly spaced, else 0 */
 } row_span;
 
@@ -145,7 +145,7 @@ typedef struct hopper_launch {
     attention_launch base;
 } hopper_launch;
 
-/* ---- Works --------------------------------------------------------------------------------- */
+/* ---- Work items ---------------------------------------------------------------------------- */
 
 /* The CTA's next work item, whole even if the CTA has a part of it; no heads: there is none. */
 template <typename Shape>
@@ -269,7 +269,7 @@ template <typename Shape> struct consumer {
     bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair has too large weights */
     uint32_t raw[2][8];                                        /* bytes of a granule's values */
     uint32_t scale[2][2];
-    uint32_t a[2][16]; /* the same values as operand A of wgmma */
+    uint32_t a[2][16]; /* the granule's values as operand A of wgmma */
     uint32_t key_bits; /* is_key of the warp's granule in the group's block */
     int own;           /* offset of the group's block in the ring, in bytes */
     uint32_t phase;    /* parities, as *_PARITY; above them, the steps left */
@@ -491,7 +491,7 @@ find_query_exponent(uint32_t query_max, bool *needs_fallback)
     return clamped;
 }
 
-/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+/* ---- Consumers: the end of an item --------------------------------------------------------- */
 
 /* Ends a head: if `writes`, writes lse and max_logits, or the state of the partial row. sum and out
  * are multiples of 2^reference. row_max is a score that is not below the largest one rounded down.

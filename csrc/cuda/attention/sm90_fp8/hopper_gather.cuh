@@ -256,7 +256,7 @@ look_for_outlier_keys(const hopper_launch &launch, int n, int32_t step, int32_t 
                               (uint32_t)offsetof(typename Shape::Granule, empty),
                           state.parity);
         take_outlier_keys<Shape>(launch, state.rows + offset, find_gather_lane(), stream, outliers);
-        ptx_fence_async_shared(); /* orders later bulk copies to these rows behind the reads */
+        ptx_fence_async_shared(); /* orders later bulk copies to these rows behind this */
         __syncwarp();
     }
 }

@@ -242,8 +242,9 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* the group's weights are visible */
 }
 
-/* The other group calls this when it has waited for such a block: it follows the references. WAITS:
- * products of scores are under way, and ptxas accepts no change of out before a wait for them. */
+/* The other group calls this when it has waited for a block whose group raised the references: it
+ * follows them. WAITS: products of scores are under way, and ptxas accepts no change of out before
+ * a wait for them. */
 template <bool WAITS, typename Shape>
 static __device__ __forceinline__ void
 follow_references(const thread_index &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
@@ -258,7 +259,7 @@ follow_references(const thread_index &me, hopper_memory<Shape> *shared, consumer
     scale_sums(me, shared);
     scale_out(shared, me, state);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
-    if (WAITS && thread == 0) { /* after a work's last block, find_factors does this */
+    if (WAITS && thread == 0) { /* after an item's last block, find_factors does this */
         shared->has_grown[other] = 0;
     }
     ptx_mbarrier_wait(ptx_shared_address(&shared->probs_ready_again), parity);

@@ -271,8 +271,8 @@ find_references(const hopper_launch &launch, const thread_index &me, hopper_memo
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
             row_max = fmaxf(row_max, shared->sums[warp][thread]);
         }
-        /* row_max is -inf without a key. It is -inf, too, if all logits are; then the fallback
-         * takes over. */
+        /* row_max is -inf without a key, or if all logits are -inf. If there are several steps, the
+         * item then goes to the fallback. */
         const float found =
             row_max == -INFINITY ? 0.0f : ceilf(row_max) + find_row_headroom(launch, *state);
         const float otherwise = shared->reference[thread]; /* 0, or NaN from store_all_nope */

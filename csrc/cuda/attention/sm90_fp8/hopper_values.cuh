@@ -521,7 +521,7 @@ is_marked_for_fallback(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* ---- Consumers: a work with one key -------------------------------------------------------- */
+/* ---- Consumers: an item with one key ------------------------------------------------------- */
 
 /* Writes the results of an item with one key: its value times its weight, which is in `factor`.
  * Each warp has every eighth head. Not inlined, so that other items do not jump over it. */
@@ -554,7 +554,7 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
     }
 }
 
-/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+/* ---- Consumers: the end of an item --------------------------------------------------------- */
 
 /* Writes the results of an item, or marks it for run_fallback. */
 template <typename Shape>

@@ -12,14 +12,14 @@
  *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks; fp8_v4:
  *                      8 query tiles, and 8 scales per row
  *              32 heads: 226,304 bytes of the 232,448 that an SM has
- *              64 heads: all of them. Weights take the place of the query. Rows of 656 bytes are
- *              cut to 528: half of the RoPE parts lie apart, half are in registers (fetch_rope).
+ *              64 heads: all of them. Weights replace the query there. Rows of 656 bytes are cut
+ *              to 528: half of the RoPE parts lie apart, half are in registers (fetch_rope).
  * Roles        One CTA per token, split and head tile; 16 warps, four warpgroups, 96 registers, so
- *              that CTAs of the combine kernel fit beside it. A CTA without work makes an idle SM
- *              look the same to them (keep_sm). With 64 heads a thread has 128 registers, and the
- *              combine kernel waits for the CTAs' ends. Half of the warps ask for rows, 32 each,
- *              while the other half store the query. Then every warp scores the 16 rows of its
- *              granule when they have come, the first warpgroup first, and a warpgroup adds 128 of
+ *              that CTAs of the combine kernel fit beside it. A CTA without an item makes an idle
+ *              SM look the same to them (keep_sm). With 64 heads a thread has 128 registers, and
+ *              the combine kernel waits for the CTAs' ends. Half of the warps ask for rows, 32
+ *              each, while the other half store the query. Then every warp scores the 16 rows of
+ *              its granule when they have come, the first warpgroup first. A warpgroup adds 128 of
  *              the 512 values. A CTA has no pipeline: other CTAs are ahead or behind. Two
  *              neighbouring head tiles, which need the same rows, are a cluster: each asks for
  *              half, for both.
@@ -31,8 +31,8 @@
  *              barriers           threads; what they see after it
  *              cluster            all; mbarriers of both CTAs
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
- *              4 and vote         512; weights, their sums, scales; whether the work is lost
- *              Half of the threads do a lost work (Numerics) again by code of attention_sm80.cu.
+ *              4 and vote         512; weights, their sums, scales; the need of a fallback
+ *              The fallback (Numerics): half of the threads run the code of attention_sm80.cu.
  * Roofline     Latencies one after the other: index, row, scores, values. wgmma with A in registers
  *              takes 32 cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for
  *              scores and 16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs
@@ -43,11 +43,11 @@
  *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
- *              where that might be felt, with scales above 2^9, the work is lost. A NaN among
+ *              where that might be felt, with scales above 2^9, the fallback runs. A NaN among
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
  *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
  *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 in this unit once
- *              it is known (keep_small_rope). A work with one key leaves that key's value in fp32.
+ *              it is known (keep_small_rope). An item with one key leaves that key's value in fp32.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
@@ -58,8 +58,8 @@ template <bool IS_FULL> struct small_registers {
     static constexpr int PER_THREAD = IS_FULL ? 128 : 96;
     static constexpr int ROOM = IS_FULL ? 0 : SMLA_ROOM_REGISTERS;
     static constexpr int BOUND_THREADS = IS_FULL ? 512 : 640; /* __launch_bounds__ gets it */
-    static constexpr int FALLBACK = 168;                      /* per thread that does works again */
-    static constexpr int REST = IS_FULL ? 88 : 24;            /* per other thread */
+    static constexpr int FALLBACK = 168; /* registers of a thread that runs the fallback */
+    static constexpr int REST = IS_FULL ? 88 : 24; /* registers of the other threads */
     static_assert(SMALL_THREADS * PER_THREAD + ROOM == SMLA_SM_REGISTERS, "all of an SM");
     static_assert(CTA_THREADS * FALLBACK + (SMALL_THREADS - CTA_THREADS) * REST ==
                       SMALL_THREADS * PER_THREAD,
@@ -86,7 +86,7 @@ find_sum(const small_memory<Shape> *shared, int head)
     return sum;
 }
 
-/* One warp leaves the states of the partial rows. `sums` are those of the lane's heads. */
+/* One warp leaves the states of the partial rows. `sums` has the sums of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_states(const attention_launch &launch, const work_item &item, int warp, int lane,
@@ -127,8 +127,8 @@ write_small_row(const attention_launch &launch, const work_item &item, const thr
     }
 }
 
-/* Writes the partial rows of a work with one key, of whose value halves would lose bits. `tops` has
- * the scores, which are finite. Each warp has every 16th head. */
+/* Writes the partial rows of an item with one key, as fp32 because halves would lose bits of its
+ * value. row_maxima has the scores, which are finite. Each warp has every 16th head. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_only_row(const attention_launch &launch, const work_item &item,
@@ -160,7 +160,7 @@ leave_only_row(const attention_launch &launch, const work_item &item,
     }
 }
 
-/* Does a lost work again: half of the threads run the portable code with the others' registers. */
+/* The fallback: half of the threads run the portable code with the others' registers. */
 template <typename Shape>
 static __device__ __forceinline__ void
 run_small_fallback(const attention_launch &launch, const work_item &item, void *memory)
@@ -192,7 +192,7 @@ leave_only_row_apart(const attention_launch &launch, work_item item,
     leave_only_row(launch, item, shared);
 }
 
-/* Ends a work that has one key or is lost. */
+/* Ends an item that has one key or needs the fallback. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_rare_row(const attention_launch &launch, const work_item &item, bool needs_fallback,
@@ -200,14 +200,14 @@ finish_rare_row(const attention_launch &launch, const work_item &item, bool need
 {
     if (!Shape::LEAVES_ONLY || __syncthreads_or(needs_fallback)) {
         run_small_fallback<Shape>(launch, item, memory);
-    } else if constexpr (Shape::CALLS_RARE) { /* is called itself */
+    } else if constexpr (Shape::CALLS_RARE) { /* a called function calls no other */
         leave_only_row(launch, item, (const small_memory<Shape> *)memory);
     } else {
         leave_only_row_apart(launch, item, (const small_memory<Shape> *)memory);
     }
 }
 
-/* finish_rare_row as a called function, which other launches do not jump over. */
+/* finish_rare_row as a called function, because other launches would jump over its code. */
 template <typename Shape>
 static __device__ __noinline__ void
 finish_rare_row_apart(const attention_launch &launch, work_item item, bool needs_fallback,
@@ -274,8 +274,9 @@ finish_small_row(const attention_launch &launch, const work_item &item, int num_
     write_small_row<Shape>(launch, item, me, inverse, output.out);
 }
 
-/* For a CTA without work, in a cluster of such CTAs: occupies its SM until the combine kernel has
- * come beside the CTAs with work. An idle SM would take four times its share of rows. */
+/* For a CTA without a work item, in a cluster of such CTAs: occupies its SM until the combine
+ * kernel has come beside the CTAs with items. An idle SM would take four times its share of
+ * rows. */
 static __device__ __forceinline__ void
 keep_sm(void)
 {
@@ -286,8 +287,8 @@ keep_sm(void)
     }
 }
 
-/* The compiler knows the size of the clusters. Otherwise the cluster's barrier would look for it in
- * memory that is in no cache yet. */
+/* The compiler knows the size of the clusters. Otherwise the cluster's barrier would look for the
+ * size in memory that is in no cache yet. */
 template <typename Shape>
 __global__ void
 __cluster_dims__(Shape::PARTNERS, 1, 1)
@@ -336,7 +337,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Counts CTAs without work, too, for SMs that would be idle (keep_sm). */
+/* The number of CTAs, with those without an item, for SMs that would be idle (keep_sm). */
 static int64_t
 count_small_ctas(const attention_launch &launch, int partners)
 {

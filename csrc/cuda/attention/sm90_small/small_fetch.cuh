@@ -8,7 +8,8 @@
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
 /* Where the index of a lane's row is. A split's columns of the main list come first, then those of
- * the extra one. This needs no memory access, so it is known before the grids in front are done. */
+ * the extra list. This needs no memory access, so it is known before the grids in front are
+ * done. */
 typedef struct list_entry {
     int list;
     int32_t column;
@@ -24,7 +25,7 @@ count_granules(const attention_launch &launch)
     return columns / GRANULE_KEYS;
 }
 
-/* The row of a granule that a lane fetches. Rows come roughly in the order of the requests, so each
+/* The row of a granule that a lane fetches. Rows come roughly in the order of the requests. So each
  * warp asks for some of the first warpgroup's keys, then of the second's, and so on. Scores begin
  * when a quarter of the rows is there. */
 typedef struct fetch_index {
@@ -43,7 +44,7 @@ find_fetch(int warp, int lane)
     return fetched;
 }
 
-/* `key` is the number of a key among the split's. */
+/* The entry of a key; `key` is the key's number among the split's. */
 static __device__ __forceinline__ list_entry
 find_key(const attention_launch &launch, const work_item &item, int key)
 {
@@ -90,7 +91,8 @@ has_rope_copies(int granule)
     return Shape::HAS_SHORT_ROWS && granule < QUERY_WARPS;
 }
 
-/* Starts the copy of a part of row `number` of a granule. Of two partners one does, for both. */
+/* Starts the copy of a part of row `number` of a granule. Of two partners one copies it, for
+ * both. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_part(uint32_t to, const uint8_t *from, int bytes, int number, uint32_t arrived)
@@ -103,7 +105,8 @@ copy_part(uint32_t to, const uint8_t *from, int bytes, int number, uint32_t arri
 }
 
 /* Starts the copies of a warp's rows, one per lane. Of two partners, each asks for every other row,
- * for both; scales of split pages, each asks for itself. Zeros are stored where there is no row. */
+ * for both. Each asks for all scales of split pages itself. Zeros are stored where there is no
+ * row. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
@@ -112,7 +115,7 @@ copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
     typedef typename Shape::Row Row;
     constexpr int VECTORS = Row::COPY_BYTES / 16;
     const fetch_index at = find_fetch(warp, lane);
-    const int number = lane % FETCH_KEYS; /* the lane's place among its granule's lanes */
+    const int number = lane % FETCH_KEYS; /* the lane's number among its granule's lanes */
     const uint32_t rows =
         ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * Row::PITCH;
     const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
@@ -152,8 +155,8 @@ copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
 }
 
 /* Asks for the RoPE parts of the warp's keys, if nobody copies them to shared memory. A lane gets
- * dimensions from 16 column on of rows `row` and row + 8. Other warps ask for these rows, so the
- * keys are looked up twice. */
+ * dimensions from 16 column on of rows `row` and row + 8. Other warps ask for the rest of these
+ * rows, so the keys are looked up twice. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_rope(const attention_launch &launch, const work_item &item, int warp,
@@ -176,8 +179,8 @@ fetch_rope(const attention_launch &launch, const work_item &item, int warp,
     }
 }
 
-/* Loads the RoPE parts of a warp whose keys have them in shared memory. Those of absent keys may be
- * anything, because the scores are masked. */
+/* Loads the RoPE parts of the warp's keys, if they are in shared memory. Those of absent keys may
+ * be anything, because the scores are masked. */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_rope(const small_memory<Shape> *shared, int warp, const thread_index &me,
@@ -216,7 +219,7 @@ wait_for_others(void)
     ptx_let_next_grid_start();
 }
 
-/* The warps of the query ask for it and store it. */
+/* The query's warps ask for the query and store it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_query(const attention_launch &launch, const work_item &item, int warp, int lane,
@@ -259,7 +262,7 @@ fetch_keys(const attention_launch &launch, const work_item &item, int warp, int 
 
 /* Half of the warps ask for rows, which takes as long as rows take to come. Meanwhile the others
  * ask for the query and store it. Afterwards the query is there, and rows are on their way. The two
- * halves ask for different parameters, so neither waits for those of the other. */
+ * halves ask for different parameters, so neither half waits for parameters of the other. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_row(const attention_launch &launch, const work_item &item, int num_granules,

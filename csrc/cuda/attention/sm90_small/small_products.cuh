@@ -1,5 +1,5 @@
-/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that the scores
- * become, and values.
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, and values times the weights
+ * that the scores become.
  */
 #pragma once
 
@@ -8,7 +8,8 @@
 /* ---- Scores -------------------------------------------------------------------------------- */
 
 /* Loads the scales of the warp's keys, and finds their power of two. Returns the largest scale's
- * exponent, or if RoPE values are values, too, that of a scale which would suit them. */
+ * exponent. If RoPE values are values, too, returns that of a scale which would suit them, where it
+ * is larger. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 load_key_scales(uint32_t rows, const thread_index &me, small_state<Shape> *state)
@@ -65,7 +66,7 @@ round_scales(int exponent, small_state<Shape> *state)
     return pairs;
 }
 
-/* Makes the A of four steps of 16 dimensions. */
+/* Converts words to operand A of four steps of 16 dimensions. */
 static __device__ __forceinline__ void
 convert_keys(const uint32_t words[8], uint32_t scales, uint32_t a[16])
 {
@@ -75,7 +76,7 @@ convert_keys(const uint32_t words[8], uint32_t scales, uint32_t a[16])
     }
 }
 
-/* The A of the RoPE part: the row's bf16 times `factor`, a power of two. */
+/* Makes operand A of the RoPE part: the row's bf16 times `factor`, a power of two. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_rope(uint32_t from, uint32_t factor, const small_state<Shape> &state, uint32_t a[16])
@@ -172,7 +173,7 @@ float_of_order(int32_t order)
     return smla_bits_float((uint32_t)(order ^ (order >> 31 & 0x7FFFFFFF)));
 }
 
-/* Called before there are any scores. */
+/* Sets all row maxima to -inf, before there are any scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
 clear_row_maxima(small_memory<Shape> *shared)
@@ -193,8 +194,8 @@ raise_row_maxima(small_memory<Shape> *shared, const thread_index &me,
     });
 }
 
-/* Finds the references of the lane's heads, from the maxima of all scores, and all keys' power of
- * two. */
+/* Finds the references of the lane's heads, from the maxima of all scores, and the power of two of
+ * all keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
@@ -306,10 +307,10 @@ static __device__ __forceinline__ bool
 has_small_rope(const thread_index &me)
 {
     return Row::ROPE_IS_VALUE &&
-           __any_sync(0xFFFFFFFFu, 4 * me.group + me.warp >= SMALL_WARPS - 2); /* all agree */
+           __any_sync(0xFFFFFFFFu, 4 * me.group + me.warp >= SMALL_WARPS - 2); /* all lanes agree */
 }
 
-/* Where a lane's values are in a granule. */
+/* The address of a lane's values in a granule. */
 template <typename Row>
 static __device__ __forceinline__ uint32_t
 find_small_values(uint32_t rows, const thread_index &me)
@@ -319,7 +320,8 @@ find_small_values(uint32_t rows, const thread_index &me)
                                    : from + 128 * me.group + 32 * me.warp + 4 * me.row;
 }
 
-/* Of RoPE values, loads the first two of the lane's four dimensions. */
+/* Loads the lane's values of a granule. Of RoPE values, it loads only the first two of four
+ * dimensions. */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_small_values(const small_memory<Shape> *shared, int granule, const thread_index &me,
@@ -337,7 +339,8 @@ load_small_values(const small_memory<Shape> *shared, int granule, const thread_i
                       values->scale);
 }
 
-/* RoPE values -> A of two products; the lane's other two dimensions are loaded only here. */
+/* RoPE values -> operand A of two products. The lane's other two dimensions are loaded only
+ * here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 pair_small_rope(const small_memory<Shape> *shared, int granule, const thread_index &me,
@@ -358,7 +361,8 @@ pair_small_rope(const small_memory<Shape> *shared, int granule, const thread_ind
     }
 }
 
-/* Values -> A of two products. Rows of product b are dimensions 2b and 2b + 1 of every four. */
+/* Values -> operand A of two products. Rows of product b are dimensions 2b and 2b + 1 of every
+ * four. */
 static __device__ __forceinline__ void
 convert_small_values(const small_values &values, uint32_t a[8])
 {
@@ -374,7 +378,7 @@ convert_small_values(const small_values &values, uint32_t a[8])
     }
 }
 
-/* A warp's values of out for all heads, and the operands that add_small_values has prepared. */
+/* A warp's sums of out for all heads, and the operands that add_small_values has prepared. */
 template <typename Shape> struct small_output {
     float out[2][Shape::HEADS / 2];
     small_values values[2]; /* the next two granules, not converted yet */

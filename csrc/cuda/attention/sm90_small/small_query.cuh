@@ -4,10 +4,11 @@
 
 #include "cuda/attention/sm90_small/small_shape.cuh"
 
-/* What a lane has of the query: a head in each query part, `head` in the first and PART_HEADS more
- * in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8 piece
- * on, and 8 from 16 further on; of rope_head 8 dimensions of the RoPE part from 16 column + 8 piece
- * on. So eight lanes ask for whole sectors, and a load takes 8 lines, which is what counts. */
+/* What a lane has of the query: a head in each query part, `head` in the first part and PART_HEADS
+ * more in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8
+ * piece on, and 8 dimensions from 16 further on. Of rope_head it has 8 dimensions of the RoPE part
+ * from 16 column + 8 piece on. So eight lanes ask for whole sectors, and a load takes 8 lines,
+ * which is what counts. */
 typedef struct query_lane {
     int tile;
     int head;
@@ -33,7 +34,7 @@ template <typename Shape> struct small_query {
     uint32_t rope[Shape::HEAD_SETS][4];
 };
 
-/* Where a lane's query is in memory; nope is that of its first head. */
+/* The addresses of a lane's query in memory; nope is that of its first head. */
 typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
@@ -102,8 +103,8 @@ load_query(const smla_attention_params &params, const query_source &source, cons
     }
 }
 
-/* In both bf16, the largest absolute value of `pair` and some words, or a NaN if there is one.
- * Signs may be anything. */
+/* The largest absolute values among `pair` and some words, one for each bf16 of a word, or NaN if
+ * there is one. Signs may be anything. */
 template <int WORDS>
 static __device__ __forceinline__ uint32_t
 max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
@@ -146,7 +147,7 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
 }
 
 /* Stores 8 dimensions of a head in a 64-dimension tile. Word i of 16 dimensions goes to chunk i of
- * 8, and there to word `column`: the order in which score_keys has the bytes of rows. */
+ * 8, and there to word `column`: score_keys has the bytes of rows in this order. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_words(small_memory<Shape> *shared, int tile, int head, int column, int piece,
@@ -187,9 +188,9 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state<Sha
     }
 }
 
-/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. Of keys
- * whose RoPE part is a value, the last 128 dimensions are a tile of each part: columns 0 and 1 have
- * NoPE values. */
+/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. If the RoPE
+ * part is a value, the last 128 dimensions are a NoPE tile and a RoPE tile: columns 0 and 1 have
+ * the NoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
