@@ -111,8 +111,8 @@ clear_sums(bf16_consumer *state)
     state->is_late = INT32_MAX;
 }
 
-/* Recomputes the address of shared memory, because dozens of descriptors would else be kept over
- * the loops. */
+/* Recomputes the address of shared memory, because dozens of descriptors would otherwise be kept
+ * over the loops. */
 static __device__ __forceinline__ uint32_t
 find_base(const bf16_memory *shared)
 {

@@ -175,8 +175,7 @@ count_keys_of(const hopper_launch &launch, const work_item &item, uint32_t turn,
 {
     const key_stream stream =
         open_stream(launch.base, item, 0, find_gather_warp(), find_gather_lane(), 0);
-    /* ptx_forget with 64 heads, because ptxas else keeps multiples of it in registers all the
-     * time */
+    /* ptx_forget with 64 heads, because ptxas otherwise keeps multiples of it in registers */
     const int32_t stride =
         Shape::OUTLIERS_FIRST ? ptx_forget(launch.base.column_stride) : launch.base.column_stride;
     count_item_keys<Shape::COUNT_LOADS, false>(launch.base, item, stream, stride,
@@ -251,7 +250,7 @@ look_for_outlier_keys(const hopper_launch &launch, int n, int32_t step, int32_t 
         has_reference_jumped<Shape>(state.base + ring, state.slot,
                                     mark_of_step(n, shared->num_steps[ptx_forget(n) & 1] + 1 -
                                                         step))) {
-        /* ptx_forget, because ptxas else keeps this sum in a register all the time */
+        /* ptx_forget, because ptxas otherwise keeps this sum in a register all the time */
         ptx_mbarrier_wait((uint32_t)ptx_forget((int)state.base) + ring + offset +
                               (uint32_t)offsetof(typename Shape::Granule, empty),
                           state.parity);
@@ -414,7 +413,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
                                shared, &state);
-            /* ptx_forget, because values found from n would else lie in registers during the
+            /* ptx_forget, because values found from n otherwise stay in registers during the
              * parts */
             const int now = ptx_forget(n);
             if (part == (Shape::HEADS == 64 && now > 0 ? FIRST_STEP : EXTRA_LIST) &&
