@@ -114,8 +114,8 @@ leave_half_maxima(const consumer<Shape> &state, const thread_index &me, uint32_t
 
 /* Raises the references to those that find_references would find for the maxima of this block, and
  * stores in `shift` by how much. Absent keys have exponents of 0, which raise no reference. An item
- * goes to the fallback where a reference becomes too large or infinite. Scales the sums of all
- * warps by 2^-shift, and shifts their maxima. */
+ * goes to the fallback where a reference becomes too large or infinite. scale_sums and scale_out
+ * follow. */
 template <typename Shape>
 static __device__ __forceinline__ void
 move_references(const hopper_launch &launch, const thread_index &me, hopper_memory<Shape> *shared,
