@@ -453,13 +453,13 @@ static void
 expect_pair(const smla_cuda_grid *first, const smla_cuda_grid *second, bool is_pair)
 {
     const int former = fake.num_starts;
-    smla_cuda_held held;
-    smla_cuda_begin_held(&held);
+    smla_cuda_deferred deferred;
+    smla_cuda_begin_deferred(&deferred);
     const int argument = ++value;
-    EXPECT_EQ((int)smla_cuda_launch(first, &held), (int)cudaSuccess);
+    EXPECT_EQ((int)smla_cuda_launch(first, &deferred), (int)cudaSuccess);
     EXPECT_EQ(fake.num_starts, former);
     value++;
-    EXPECT_EQ((int)smla_cuda_launch(second, &held), (int)cudaSuccess);
+    EXPECT_EQ((int)smla_cuda_launch(second, &deferred), (int)cudaSuccess);
     EXPECT_EQ(fake.num_starts, former + 2);
     if (fake.num_starts != former + 2) {
         return;
@@ -576,12 +576,12 @@ test_refused_pairs(void)
     /* The error of the first launch is returned, and the second kernel is not started. */
     begin();
     const smla_cuda_grid grid = make_grid(&streams[0]);
-    smla_cuda_held held;
-    smla_cuda_begin_held(&held);
+    smla_cuda_deferred deferred;
+    smla_cuda_begin_deferred(&deferred);
     streams[0].is_capturing = true;
     fail_call("cudaLaunchKernelExC", 0, cudaErrorLaunchFailure);
-    EXPECT_EQ((int)smla_cuda_launch(&grid, &held), (int)cudaSuccess);
-    EXPECT_EQ((int)smla_cuda_launch(&grid, &held), (int)cudaErrorLaunchFailure);
+    EXPECT_EQ((int)smla_cuda_launch(&grid, &deferred), (int)cudaSuccess);
+    EXPECT_EQ((int)smla_cuda_launch(&grid, &deferred), (int)cudaErrorLaunchFailure);
     EXPECT_EQ(fake.num_starts, 0);
 }
 

@@ -307,18 +307,19 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
         if (row.type != params->type || row.count != count) {
             continue;
         }
-        smla_cuda_held held;
-        smla_cuda_begin_held(&held);
+        smla_cuda_deferred deferred;
+        smla_cuda_begin_deferred(&deferred);
         /* At least one block, which writes the scale of an empty x, and the tail. */
-        const cudaError_t found = smla_launch(row.find_amax, args,
-                                              amax_blocks < 1             ? 1
-                                              : amax_blocks < most_blocks ? amax_blocks
-                                                                          : most_blocks,
-                                              BLOCK_THREADS, 0, params->call.stream, false, &held);
+        const cudaError_t found =
+            smla_launch(row.find_amax, args,
+                        amax_blocks < 1             ? 1
+                        : amax_blocks < most_blocks ? amax_blocks
+                                                    : most_blocks,
+                        BLOCK_THREADS, 0, params->call.stream, false, &deferred);
         return found != cudaSuccess
                    ? found
                    : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
-                                 0, params->call.stream, false, &held);
+                                 0, params->call.stream, false, &deferred);
     }
     return SMLA_NO_KERNEL;
 }

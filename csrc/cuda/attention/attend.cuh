@@ -1,6 +1,6 @@
-/* attend.cuh: what a CTA of attention_sm80.cu does for a work, as code that other kernels can run.
- * attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for FP8
- * rows run it with eight warps for works that they have to do again.
+/* attend.cuh: what a CTA of attention_sm80.cu does for a work item, as code that other kernels can
+ * run. attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for
+ * FP8 rows run it with eight warps as their fallback.
  */
 #pragma once
 
@@ -23,8 +23,8 @@ static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
 static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
 
 /* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
- * dense columns and a `begin`. IS_CALLED: attend_cta stands in a called function, and calls no
- * other, for which it would need local memory. */
+ * dense columns and a `begin`. IS_CALLED: attend_cta is part of a called function. It then calls no
+ * other function, because a second call would need local memory. */
 template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false> struct tile {
     static constexpr bool RANGED = RANGED_;
     static constexpr bool IS_CALLED = IS_CALLED_;
@@ -35,16 +35,16 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = fals
     static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
     static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
     static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* weights per key and head */
-    /* score: a warp's part of the HEADS x KEYS scores, and its counts of 16 x 8 pieces */
+    /* for score_block: a warp's part of the HEADS x KEYS scores, and its counts of 16 x 8 pieces */
     static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
     static constexpr int WARPS_ALONG_HEADS = HEADS / WARP_HEADS;
     static constexpr int WARP_COLUMNS = KEYS * WARPS_ALONG_HEADS / 2;
     static constexpr int SCORE_M = WARP_HEADS / 16;
     static constexpr int SCORE_N = WARP_COLUMNS / 8;
-    /* weigh: lanes per head, keys per lane */
+    /* for weigh_block: lanes per head, keys per lane */
     static constexpr int LANES = CTA_THREADS / HEADS;
     static constexpr int LANE_KEYS = KEYS / LANES;
-    /* add: counts of 16 x 8 pieces in a warp's part of out */
+    /* for add_block: counts of 16 x 8 pieces in a warp's part of out */
     static constexpr int OUT_M = HEADS / 16;
     static constexpr int OUT_N = WARP_VALUES / 8;
 };
@@ -62,17 +62,18 @@ template <typename Tile> struct shared_memory {
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Starts to copy the tile's query, which is there after ptx_cp_async_wait_all and a barrier. */
+/* Starts to copy the tile's query. The copy is complete after ptx_cp_async_wait_all and a
+ * barrier. */
 template <typename Tile>
 static __device__ __forceinline__ void
-start_query(const attention_launch &launch, const cta_work &work, int thread,
+start_query(const attention_launch &launch, const work_item &item, int thread,
             shared_memory<Tile> *shared)
 {
     const smla_attention_params &params = launch.params;
-    const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                 work.first_head * params.q_nope_stride_head;
-    const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                 work.first_head * params.q_pe_stride_head;
+    const uint16_t *const nope = params.q_nope + item.token * params.q_nope_stride_token +
+                                 item.first_head * params.q_nope_stride_head;
+    const uint16_t *const rope = params.q_pe + item.token * params.q_pe_stride_token +
+                                 item.first_head * params.q_pe_stride_head;
 #pragma unroll 2
     for (int i = thread; i < Tile::HEADS * Tile::ROW_CHUNKS; i += CTA_THREADS) {
         const int head = i / Tile::ROW_CHUNKS;
@@ -81,11 +82,11 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
             chunk < NOPE_CHUNKS ? nope + head * params.q_nope_stride_head + chunk * 8
                                 : rope + head * params.q_pe_stride_head + (chunk - NOPE_CHUNKS) * 8;
         uint4 *const to = chunk_of(shared->query, head, chunk);
-        if (head >= work.num_heads) {
+        if (head >= item.num_heads) {
             *to = make_uint4(0, 0, 0, 0);
         } else if (Tile::CODED && params.q_e4m3 != NULL) {
-            *to = load_e4m3_query(params.q_e4m3 + work.token * params.q_nope_stride_token +
-                                  (work.first_head + head) * params.q_nope_stride_head + chunk * 8);
+            *to = load_e4m3_query(params.q_e4m3 + item.token * params.q_nope_stride_token +
+                                  (item.first_head + head) * params.q_nope_stride_head + chunk * 8);
         } else if (launch.q_is_aligned) {
             ptx_cp_async_16(ptx_shared_address(to), from);
         } else {
@@ -98,8 +99,8 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
 
 /* ---- Score --------------------------------------------------------------------------------- */
 
-/* Partial scores are written, two keys at a time, by lanes of eight heads, and are read by lanes of
- * one head. XOR with this number puts both the writes and the reads on all banks. */
+/* Lanes of eight heads write partial scores, two keys at a time, and lanes of one head read them.
+ * XOR with this number puts both the writes and the reads on all banks. */
 static __device__ __forceinline__ int
 score_flip(int row)
 {
@@ -145,8 +146,8 @@ score_block(shared_memory<Tile> *shared, int thread)
     const int half = warp / GROUPS;
     const int first_head = Tile::WARPS_ALONG_HEADS == 2 ? half * Tile::WARP_HEADS : 0;
     const int first_key = Tile::WARPS_ALONG_HEADS == 2 ? 0 : half * Tile::WARP_COLUMNS;
-    /* ldmatrix reads, of A, rows 0-7 and 8-15 of chunk 0, then both of chunk 1; of B, chunks 0 and
-     * 1 of rows 0-7, then both of rows 8-15. */
+    /* ldmatrix reads of A rows 0-7 and 8-15 of chunk 0, then both of chunk 1. Of B it reads chunks
+     * 0 and 1 of rows 0-7, then both of rows 8-15. */
     const int head = first_head + lane % 16;
     const int key = first_key + lane % 8 + lane / 16 * 8;
     const uint32_t query_address = ptx_shared_address(chunk_of(shared->query, head, lane / 16));
@@ -177,7 +178,7 @@ score_block(shared_memory<Tile> *shared, int thread)
 #pragma unroll
     for (int m = 0; m < Tile::SCORE_M; m++) {
         float (*const scores)[KEYS] = &shared->scores[group][first_head + 16 * m + row];
-        const int flip = score_flip(row); /* the same for row + 8 */
+        const int flip = score_flip(row); /* the same number for row + 8 */
 #pragma unroll
         for (int n = 0; n < Tile::SCORE_N; n++) {
             const int at = (column + 8 * n) ^ flip;
@@ -189,7 +190,8 @@ score_block(shared_memory<Tile> *shared, int thread)
 
 /* ---- Weigh --------------------------------------------------------------------------------- */
 
-/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` swaps these pieces. */
+/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` changes the order of
+ * these pieces. */
 template <int COUNT>
 static __device__ __forceinline__ void
 read_values(const float *row, int first, int flip, float values[COUNT])
@@ -390,15 +392,15 @@ add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Writes results: out * factor, rounded once. The work has all keys of its token. */
+/* Writes results: out * factor, rounded once. The item has all keys of its token. */
 template <typename Tile>
 static __device__ __forceinline__ void
-write_out(const attention_launch &launch, const cta_work &work, int head, int first_value,
+write_out(const attention_launch &launch, const work_item &item, int head, int first_value,
           float factor, const float out[Tile::OUT_N][4], int piece)
 {
     const smla_attention_params &params = launch.params;
-    uint16_t *const to = params.out + work.token * params.out_stride_token +
-                         (work.first_head + head) * params.out_stride_head + first_value;
+    uint16_t *const to = params.out + item.token * params.out_stride_token +
+                         (item.first_head + head) * params.out_stride_head + first_value;
 #pragma unroll
     for (int n = 0; n < Tile::OUT_N; n++) {
         const uint32_t pair =
@@ -411,7 +413,7 @@ write_out(const attention_launch &launch, const cta_work &work, int head, int fi
     }
 }
 
-/* Writes a part of a partial row, as it is; the combine kernel or fold_work folds it. */
+/* Writes a part of a partial row, unchanged; the combine kernel or fold_item folds it. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
@@ -422,31 +424,32 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
     }
 }
 
-/* Finishes rows. `factor` becomes write_out's factor, or 0 for partial rows without an out. */
+/* Finishes rows. shared->factor becomes write_out's factor, or 0 for partial rows without an
+ * out. */
 template <typename Tile>
 static __device__ __forceinline__ void
-finish_rows(const attention_launch &launch, const cta_work &work, int thread,
+finish_rows(const attention_launch &launch, const work_item &item, int thread,
             shared_memory<Tile> *shared)
 {
     const int head = thread / Tile::LANES;
-    if (thread % Tile::LANES != 0 || head >= work.num_heads) {
+    if (thread % Tile::LANES != 0 || head >= item.num_heads) {
         return;
     }
     const softmax_row row = shared->rows[head];
-    if (work.first_row == NOT_PARTIAL) {
-        const float sink = softmax_sink(launch.params, work.first_head + head);
-        shared->factor[head] = softmax_finish(launch.params, work.token, work.first_head + head,
+    if (item.first_row == NOT_PARTIAL) {
+        const float sink = softmax_sink(launch.params, item.first_head + head);
+        shared->factor[head] = softmax_finish(launch.params, item.token, item.first_head + head,
                                               row.max_log2, row.sum, sink, true);
         return;
     }
-    *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+    *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
         make_float2(row.max_log2, row.sum);
     shared->factor[head] = row.sum == 0.0f ? 0.0f : 1.0f;
 }
 
 template <typename Tile>
 static __device__ __forceinline__ void
-write_results(const attention_launch &launch, const cta_work &work, int thread,
+write_results(const attention_launch &launch, const work_item &item, int thread,
               const shared_memory<Tile> *shared, const float out[Tile::OUT_M][Tile::OUT_N][4])
 {
     const int warp = thread / SMLA_WARP_LANES;
@@ -457,15 +460,15 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
 #pragma unroll
         for (int piece = 0; piece < 2; piece++) {
             const int head = 16 * m + 8 * piece + lane / 4;
-            if (head >= work.num_heads) {
+            if (head >= item.num_heads) {
                 continue;
             }
             const float factor = shared->factor[head];
-            if (work.first_row == NOT_PARTIAL) {
-                write_out<Tile>(launch, work, head, first_value, factor, out[m], piece);
+            if (item.first_row == NOT_PARTIAL) {
+                write_out<Tile>(launch, item, head, first_value, factor, out[m], piece);
             } else if (factor != 0.0f) {
                 write_partial<Tile>(launch.partials.out +
-                                        ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
+                                        ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK +
                                         first_value,
                                     out[m], piece);
             }
@@ -475,20 +478,20 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
 
 /* ---- One key ------------------------------------------------------------------------------- */
 
-/* Whether the work has exactly one key, which is then in `only` in all threads. `slot` is the
- * thread's slot of window 0. Usually this window has more than one key, and no other window is
- * read. The key goes through is_key, which nobody reads yet. */
+/* Whether the item has exactly one key. All threads then get it in `only`. `slot` is the thread's
+ * slot of window 0. Usually this window has more than one key, and no other window is read. The key
+ * goes through shared->is_key, which nobody reads yet. */
 template <typename Tile>
 static __device__ __forceinline__ bool
-find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+find_only_key(const attention_launch &launch, const work_item &item, const block_plan &plan,
               int thread, int32_t slot, shared_memory<Tile> *shared, listed_key *only)
 {
     listed_key mine = {slot, list_of(plan, block_of_lane(0, thread))};
     int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
 #pragma unroll 1
     for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
-        const int32_t index = read_index<Tile::RANGED>(launch, work, plan, window, thread);
-        slot = find_slot(launch, work, plan, window, thread, index);
+        const int32_t index = read_index<Tile::RANGED>(launch, item, plan, window, thread);
+        slot = find_slot(launch, item, plan, window, thread, index);
         if (slot >= 0) {
             mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
         }
@@ -505,46 +508,46 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
     return true;
 }
 
-/* Not inlined, because inlined code would cost the loop registers. */
+/* attend_one_key, not inlined, because inlined code would cost the loop registers. */
 template <bool ROPE, bool CODED = false>
 static __device__ __noinline__ void
-attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
+attend_only_key(const attention_launch &launch, work_item item, listed_key only, int thread)
 {
-    attend_one_key<ROPE, CODED>(launch, work, only, thread, CTA_THREADS);
+    attend_one_key<ROPE, CODED>(launch, item, only, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
 
-/* Does work number `cta`, or a part of it; there are num_tiles works per token and split. Threads 0
- * to 255 of a CTA call it, and only they use barrier 0. */
+/* Computes work item number `cta`, or a part of it. There are num_tiles items per token and split.
+ * Threads 0 to 255 of a CTA call it, and only they use barrier 0. */
 template <typename Tile>
 static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
            shared_memory<Tile> *shared)
 {
-    const cta_work work = find_part(launch, num_tiles, cta, part, Tile::HEADS);
+    const work_item item = find_part(launch, num_tiles, cta, part, Tile::HEADS);
     start_rows<Tile>((int)threadIdx.x, shared);
-    start_query<Tile>(launch, work, (int)threadIdx.x, shared);
-    const block_plan plan = plan_blocks<Tile::RANGED>(launch, work);
+    start_query<Tile>(launch, item, (int)threadIdx.x, shared);
+    const block_plan plan = plan_blocks<Tile::RANGED>(launch, item);
     int32_t key =
-        read_index<Tile::RANGED>(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
-    key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
+        read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* index, later slot */
+    key = find_slot(launch, item, plan, 0, (int)threadIdx.x, key);
     listed_key only;
-    if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
+    if (find_only_key<Tile>(launch, item, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
         if constexpr (Tile::IS_CALLED) {
-            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x,
+            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x,
                                                         CTA_THREADS);
         } else {
-            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
+            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x);
         }
-        ptx_cp_async_wait_all();     /* the query, which is not needed */
+        ptx_cp_async_wait_all();     /* waits for the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;
     }
-    typename key_types<Tile::FORMATS>::place place =
+    typename key_types<Tile::FORMATS>::address address =
         find_key<Tile::FORMATS>(launch, plan, 0, (int)threadIdx.x, key);
     typename key_types<Tile::FORMATS>::rows raw;
-    load_keys<Tile::FORMATS>(launch, plan, 0, place, (int)threadIdx.x, &raw);
+    load_keys<Tile::FORMATS>(launch, plan, 0, address, (int)threadIdx.x, &raw);
     const float scale_log2 = Tile::CODED ? find_scale_log2(launch) : launch.scale_log2;
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
@@ -555,17 +558,17 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
                                   shared->scales, shared->is_key);
         const bool any = ptx_barrier_or(0, CTA_THREADS, sees_key(raw.scale_or_mask, thread));
         if (block % WINDOW == WINDOW - 1) {
-            place = find_key<Tile::FORMATS>(launch, plan, block / WINDOW + 1, thread, key);
+            address = find_key<Tile::FORMATS>(launch, plan, block / WINDOW + 1, thread, key);
         }
-        load_keys<Tile::FORMATS>(launch, plan, block + 1, place, thread, &raw);
+        load_keys<Tile::FORMATS>(launch, plan, block + 1, address, thread, &raw);
         if (block % WINDOW == 1) {
-            key = read_index<Tile::RANGED>(launch, work, plan, block / WINDOW + 1, thread);
+            key = read_index<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread);
         }
         if (any) {
             score_block<Tile>(shared, ptx_forget(thread));
         }
         if (block % WINDOW == 3) {
-            key = find_slot(launch, work, plan, block / WINDOW + 1, thread, key);
+            key = find_slot(launch, item, plan, block / WINDOW + 1, thread, key);
         }
         if (any) {
             ptx_barrier(0, CTA_THREADS); /* scores are visible */
@@ -575,7 +578,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
         }
     }
-    const cta_work done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
+    const work_item done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
     finish_rows<Tile>(launch, done, (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);

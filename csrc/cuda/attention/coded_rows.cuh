@@ -25,7 +25,7 @@ is_plain_chunk(const list_facts &facts, int chunk)
     return facts.nope_type == SMLA_NOPE_BF16 || chunk >= facts.nope_chunks;
 }
 
-/* Whether scales are multiplied with codes here. */
+/* Whether decode_chunk multiplies codes by their scales. */
 static __device__ __forceinline__ bool
 has_inner_scales(const list_facts &facts)
 {
@@ -69,8 +69,9 @@ load_coded_chunk(const list_facts &facts, const smla_kv_token &key, int chunk)
     return coded;
 }
 
-/* Widens two e2m1, in bits 0 to 3 and 16 to 19, to bf16. The code's exponent and mantissa, at the
- * border of bf16's, are the value times 2^-126, subnormal or not. The product is exact. */
+/* Widens two e2m1, in bits 0 to 3 and 16 to 19, to bf16. A code's exponent and mantissa are put at
+ * the border of bf16's exponent and mantissa. That is the value times 2^-126, subnormal or not, and
+ * the product with 2^126 is exact. */
 static __device__ __forceinline__ uint32_t
 widen_e2m1x2(uint32_t codes)
 {
@@ -123,7 +124,7 @@ decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
     return values;
 }
 
-/* The scale of a key that multiplies the sums over scale tile `tile` of 128 values. */
+/* The key's scale for scale tile `tile` of 128 values. It multiplies the sums over that tile. */
 static __device__ __forceinline__ float
 load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &key, int tile)
 {
@@ -142,14 +143,14 @@ load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &k
 /* ---- A block ------------------------------------------------------------------------------- */
 
 /* What a lane holds of its warp's four keys: of every key chunks lane and 32 + lane. Its scale or
- * mask is that of raw_rows. */
+ * mask is as in raw_rows. */
 struct coded_rows {
     coded_chunk chunks[WARP_KEYS][2];
     uint32_t scale_or_mask;
 };
 
 static __device__ __forceinline__ smla_kv_token
-place_of_lane(const smla_kv_token &key, int lane)
+address_of_lane(const smla_kv_token &key, int lane)
 {
     return smla_kv_token{(uint8_t *)row_of_lane(key.row, lane),
                          (uint8_t *)row_of_lane(key.scales, lane)};
@@ -162,7 +163,7 @@ load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &k
 {
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i++) {
-        const smla_kv_token from = place_of_lane(key, first_lane + i);
+        const smla_kv_token from = address_of_lane(key, first_lane + i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             rows->chunks[i][half] =
@@ -170,7 +171,7 @@ load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &k
         }
     }
     const int scaled = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
-    const smla_kv_token from = place_of_lane(key, first_lane + scaled);
+    const smla_kv_token from = address_of_lane(key, first_lane + scaled);
     rows->scale_or_mask =
         has_scale(lane)
             ? smla_float_bits(load_tile_scale(launch, list, from, lane % SMLA_NUM_SCALE_TILES))
@@ -214,27 +215,28 @@ load_e4m3_query(const uint8_t *from)
 
 /* ---- Keys of any kernel -------------------------------------------------------------------- */
 
-/* How a kernel that serves these formats holds the places and the rows of its keys. */
+/* The types in which a kernel for these formats holds the address of a key and the rows of its
+ * keys. */
 template <int FORMATS> struct key_types {
     static constexpr bool CODED = FORMATS == SMLA_ROWS_512;
-    typedef const uint8_t *place;
+    typedef const uint8_t *address;
     typedef raw_rows<FORMATS> rows;
 };
 
 template <> struct key_types<SMLA_ROWS_512> {
     static constexpr bool CODED = true;
-    typedef smla_kv_token place;
+    typedef smla_kv_token address;
     typedef coded_rows rows;
 };
 
-/* The place of the lane's slot in a window; there is no key for a negative slot. */
+/* The address of the key in the lane's slot in a window; there is no key for a negative slot. */
 template <int FORMATS>
-static __device__ __forceinline__ typename key_types<FORMATS>::place
+static __device__ __forceinline__ typename key_types<FORMATS>::address
 find_key(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
          int32_t slot)
 {
     if constexpr (key_types<FORMATS>::CODED) {
-        return place_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
+        return address_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
     } else {
         return find_row(launch, plan, window, thread, slot);
     }
@@ -244,7 +246,7 @@ find_key(const attention_launch &launch, const block_plan &plan, int32_t window,
 template <int FORMATS>
 static __device__ __forceinline__ void
 load_keys(const attention_launch &launch, const block_plan &plan, int32_t block,
-          const typename key_types<FORMATS>::place &key, int thread,
+          const typename key_types<FORMATS>::address &key, int thread,
           typename key_types<FORMATS>::rows *rows)
 {
     if constexpr (key_types<FORMATS>::CODED) {

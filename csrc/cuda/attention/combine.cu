@@ -26,14 +26,14 @@
 #include "cuda/ptx/ptx_sm90.cuh"
 
 enum {
-    FLIGHT_VALUES = 64, /* values that a thread reads at once */
-    MAX_SHARE = 8,      /* CTAs per SM: where there are more, they need not be spread */
+    LOAD_WAVE_VALUES = 64, /* values that a thread reads at once */
+    MAX_SHARE = 8,         /* CTAs per SM; where there are more, they need not be spread */
 };
 
-/* The part of attention's parameters that is needed here. Blank lines separate lines of 64 bytes;
- * the first begins 16 bytes in front of the struct. No line is in a cache when a launch begins, and
- * one takes 280 cycles to come. find_row needs something of the first and the second line, so both
- * are there before the grids in front are done. */
+/* The part of attention's parameters that this kernel needs. Blank lines separate lines of 64
+ * bytes; the first begins 16 bytes in front of the struct. No line is in a cache when a launch
+ * begins, and one takes 280 cycles to come. find_row needs a field of the first line and one of the
+ * second, so both lines are there before the grids in front are done. */
 typedef struct combine_launch {
     smla_partial_rows partials;
     int64_t num_rows;
@@ -60,13 +60,13 @@ static_assert(offsetof(combine_launch, num_heads) == 48 &&
                   offsetof(combine_launch, attn_sink_stride) == 112,
               "the lines are as they seem");
 
-/* A kernel for up to SPLITS splits. Lane s % FLIGHT handles split s, as
- * that lane's split number s / FLIGHT. */
+/* The shape of a kernel for up to SPLITS splits. Lane s % LOAD_WAVE handles split s, as that lane's
+ * split number s / LOAD_WAVE. */
 template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
-    static constexpr int FLIGHT = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
-    static constexpr int LANE_SPLITS = SPLITS / FLIGHT;
-    static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* per thread */
+    static constexpr int LOAD_WAVE = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
+    static constexpr int LANE_SPLITS = SPLITS / LOAD_WAVE;
+    static constexpr int VALUES = LOAD_WAVE_VALUES / LOAD_WAVE; /* values per thread */
     static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
     static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
     /* for __launch_bounds__, which sets the registers of a thread */
@@ -78,22 +78,22 @@ template <bool HALF_, int SPLITS> struct combination {
  * lanes have the maximum and the sum of the whole row. */
 template <typename Shape> struct whole_row {
     float factor[Shape::LANE_SPLITS];
-    float float_factor[Shape::LANE_SPLITS]; /* HALF: of splits that have fp32 after all; else 0 */
+    float float_factor[Shape::LANE_SPLITS]; /* HALF: factors of fp32 splits; else 0 */
     float max_log2;
     float sum;
 };
 
-/* Where a row's state and values of split 0 are. */
-typedef struct partial_place {
+/* Where the state and the values of a row's split 0 are. */
+typedef struct partial_source {
     const float *states;
     const float *values;
-    int64_t stride; /* to the next split, in rows */
+    int64_t stride; /* rows from one split to the next */
     int num_splits;
-} partial_place;
+} partial_source;
 
 template <typename Shape>
 static __device__ __forceinline__ whole_row<Shape>
-fold_states(const partial_place &place, int lane)
+fold_states(const partial_source &source, int lane)
 {
     whole_row<Shape> row;
     float2 state[Shape::LANE_SPLITS];
@@ -101,18 +101,18 @@ fold_states(const partial_place &place, int lane)
     row.max_log2 = -INFINITY;
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
-        const int64_t split = Shape::FLIGHT * i + lane % Shape::FLIGHT;
+        const int64_t split = Shape::LOAD_WAVE * i + lane % Shape::LOAD_WAVE;
         state[i] = make_float2(-INFINITY, 0.0f);
-        if (split < place.num_splits) {
-            state[i] = *(const float2 *)(place.states + 2 * split * place.stride);
+        if (split < source.num_splits) {
+            state[i] = *(const float2 *)(source.states + 2 * split * source.stride);
             if (Shape::HALF) {
-                unit[i] = place.values[split * place.stride * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT];
+                unit[i] = source.values[split * source.stride * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT];
             }
         }
         row.max_log2 = fmaxf(row.max_log2, state[i].x);
     }
 #pragma unroll
-    for (int step = 1; step < Shape::FLIGHT; step *= 2) {
+    for (int step = 1; step < Shape::LOAD_WAVE; step *= 2) {
         row.max_log2 = fmaxf(row.max_log2, __shfl_xor_sync(0xFFFFFFFFu, row.max_log2, step));
     }
     const float reference = softmax_reference(row.max_log2);
@@ -126,7 +126,7 @@ fold_states(const partial_place &place, int lane)
         row.factor[i] = !Shape::HALF ? factor : is_half && factor != 0.0f ? factor * unit[i] : 0.0f;
     }
 #pragma unroll
-    for (int step = 1; step < Shape::FLIGHT; step *= 2) {
+    for (int step = 1; step < Shape::LOAD_WAVE; step *= 2) {
         row.sum += __shfl_xor_sync(0xFFFFFFFFu, row.sum, step);
     }
     return row;
@@ -137,21 +137,21 @@ template <int WORDS> struct alignas(WORDS < 4 ? 4 * WORDS : 16) split_values {
     uint32_t words[WORDS];
 };
 
-/* A thread's values of FLIGHT splits. They are asked for before the states are known, so the values
- * of a split without keys may be anything. */
-template <typename Shape> struct flight {
-    split_values<Shape::WORDS> splits[Shape::FLIGHT];
+/* A thread's values of LOAD_WAVE splits. A thread loads them before it knows the states, so the
+ * values of a split without keys may be anything. */
+template <typename Shape> struct load_wave {
+    split_values<Shape::WORDS> splits[Shape::LOAD_WAVE];
 };
 
 template <typename Shape>
 static __device__ __forceinline__ void
-load_flight(const partial_place &place, int first, flight<Shape> *values)
+start_load_wave(const partial_source &source, int first, load_wave<Shape> *values)
 {
-    const int64_t stride = place.stride * SMLA_KV_LORA_RANK;
-    const float *from = place.values + first * stride + Shape::WORDS * threadIdx.x;
+    const int64_t stride = source.stride * SMLA_KV_LORA_RANK;
+    const float *from = source.values + first * stride + Shape::WORDS * threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < Shape::FLIGHT; i++) {
-        if (first + i < place.num_splits) {
+    for (int i = 0; i < Shape::LOAD_WAVE; i++) {
+        if (first + i < source.num_splits) {
             values->splits[i] = *(const split_values<Shape::WORDS> *)from;
         }
         from += stride;
@@ -169,13 +169,13 @@ find_value(const uint32_t *words, int value)
     }
 }
 
-/* total += factor * values, for the splits of a flight. */
+/* total += factor * values, for the splits of a load wave. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUES])
+fold_load_wave(const load_wave<Shape> &values, float factors, float total[Shape::VALUES])
 {
 #pragma unroll
-    for (int i = 0; i < Shape::FLIGHT; i++) {
+    for (int i = 0; i < Shape::LOAD_WAVE; i++) {
         const float factor = __shfl_sync(0xFFFFFFFFu, factors, i);
 #pragma unroll
         for (int j = 0; j < Shape::VALUES; j++) {
@@ -185,18 +185,18 @@ fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUE
     }
 }
 
-/* HALF: the same for partial rows that were done again, which are fp32. */
+/* HALF: fold_load_wave for the fp32 partial rows that a fallback has left. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fold_floats(const partial_place &place, const whole_row<Shape> &row, float total[Shape::VALUES])
+fold_floats(const partial_source &source, const whole_row<Shape> &row, float total[Shape::VALUES])
 {
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
 #pragma unroll 1
-        for (int lane = 0; lane < Shape::FLIGHT; lane++) {
+        for (int lane = 0; lane < Shape::LOAD_WAVE; lane++) {
             const float factor = __shfl_sync(0xFFFFFFFFu, row.float_factor[i], lane);
             const float *const from =
-                place.values + (Shape::FLIGHT * i + lane) * place.stride * SMLA_KV_LORA_RANK +
+                source.values + (Shape::LOAD_WAVE * i + lane) * source.stride * SMLA_KV_LORA_RANK +
                 Shape::VALUES * threadIdx.x;
 #pragma unroll
             for (int j = 0; j < Shape::VALUES && factor != 0.0f; j++) {
@@ -219,61 +219,61 @@ has_floats(const whole_row<Shape> &row)
 }
 
 /* A row's token and head, and where its partial rows are. */
-typedef struct row_place {
+typedef struct row_index {
     int64_t token;
     int64_t head;
-    partial_place partials;
-} row_place;
+    partial_source partials;
+} row_index;
 
-static __device__ __forceinline__ row_place
+static __device__ __forceinline__ row_index
 find_row(const combine_launch &launch, int64_t row_idx)
 {
     const int64_t num_heads = launch.num_heads.divisor;
-    row_place place;
-    place.token = smla_divide(row_idx, launch.num_heads);
-    place.head = row_idx - place.token * num_heads;
-    const int64_t first = place.token * launch.num_splits * num_heads + place.head;
-    place.partials.states = launch.partials.state + 2 * first;
-    place.partials.values = launch.partials.out + first * SMLA_KV_LORA_RANK;
-    place.partials.stride = num_heads;
-    place.partials.num_splits = launch.num_splits;
-    return place;
+    row_index index;
+    index.token = smla_divide(row_idx, launch.num_heads);
+    index.head = row_idx - index.token * num_heads;
+    const int64_t first = index.token * launch.num_splits * num_heads + index.head;
+    index.partials.states = launch.partials.state + 2 * first;
+    index.partials.values = launch.partials.out + first * SMLA_KV_LORA_RANK;
+    index.partials.stride = num_heads;
+    index.partials.num_splits = launch.num_splits;
+    return index;
 }
 
 template <typename Shape>
 static __device__ __forceinline__ void
-combine_row(const combine_launch &launch, const row_place &place)
+combine_row(const combine_launch &launch, const row_index &index)
 {
-    flight<Shape> values;
+    load_wave<Shape> values;
     float total[Shape::VALUES];
 #pragma unroll
     for (int i = 0; i < Shape::VALUES; i++) {
         total[i] = -0.0f; /* -0 + x is x, so a single key's -0 keeps its sign */
     }
-    const float sink = softmax_sink(launch, place.head);
-    load_flight<Shape>(place.partials, 0, &values);
+    const float sink = softmax_sink(launch, index.head);
+    start_load_wave<Shape>(index.partials, 0, &values);
     const whole_row<Shape> row =
-        fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
-    float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum, sink,
+        fold_states<Shape>(index.partials, (int)threadIdx.x % SMLA_WARP_LANES);
+    float factor = softmax_finish(launch, index.token, index.head, row.max_log2, row.sum, sink,
                                   threadIdx.x == 0);
-    factor = row.sum == 0.0f ? -0.0f : factor; /* makes a row without keys +0 */
+    factor = row.sum == 0.0f ? -0.0f : factor; /* makes the results of a row without keys +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
-            load_flight<Shape>(place.partials, i * Shape::FLIGHT, &values);
+            start_load_wave<Shape>(index.partials, i * Shape::LOAD_WAVE, &values);
         }
-        fold_flight<Shape>(values, row.factor[i], total);
+        fold_load_wave<Shape>(values, row.factor[i], total);
     }
     if (Shape::HALF && has_floats(row)) {
-        fold_floats(place.partials, row, total);
+        fold_floats(index.partials, row, total);
     }
     uint32_t words[Shape::VALUES / 2];
 #pragma unroll
     for (int i = 0; i < Shape::VALUES / 2; i++) {
         words[i] = smla_cvt_bf16x2(total[2 * i] * factor, total[2 * i + 1] * factor);
     }
-    uint16_t *const to = launch.out + place.token * launch.out_stride_token +
-                         place.head * launch.out_stride_head + Shape::VALUES * threadIdx.x;
+    uint16_t *const to = launch.out + index.token * launch.out_stride_token +
+                         index.head * launch.out_stride_head + Shape::VALUES * threadIdx.x;
     if (launch.out_is_aligned) {
         smla_store_words<2 * Shape::VALUES, true>(to, words);
     } else {
@@ -286,30 +286,30 @@ static __global__ void
 __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     combine(const __grid_constant__ combine_launch launch)
 {
-    row_place place = find_row(launch, blockIdx.x);
+    row_index index = find_row(launch, blockIdx.x);
     ptx_let_next_grid_start();
     ptx_wait_for_grids();
     for (int64_t row_idx = blockIdx.x;;) {
-        combine_row<Shape>(launch, place);
+        combine_row<Shape>(launch, index);
         row_idx += gridDim.x;
         if (row_idx >= launch.num_rows) {
             break;
         }
-        place = find_row(launch, row_idx);
+        index = find_row(launch, row_idx);
     }
 }
 
-/* The shared memory to ask for where CTAs start as those in front leave: so much that an SM takes
+/* The shared memory to ask for where CTAs start as those in front leave. With so much, an SM takes
  * no more than its share of the CTAs, or two if the share is less. */
 static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
                   const smla_cuda_device *device)
 {
     const int64_t num_rows = params->num_tokens * params->num_heads;
-    const int64_t works = params->num_tokens * params->num_splits *
+    const int64_t items = params->num_tokens * params->num_splits *
                           smla_count_parts(params->num_heads, kernel->heads_per_cta);
     const bool is_beside = kernel->leaves_room &&
-                           smla_fits_beside(works, num_rows, params->num_splits, device->num_sms);
+                           smla_fits_beside(items, num_rows, params->num_splits, device->num_sms);
     if (!can_start_early(device->compute_capability) || is_beside) {
         return 0;
     }
@@ -322,7 +322,7 @@ find_shared_bytes(const smla_attention_params *params, const smla_attention_kern
 template <bool HALF, int SPLITS>
 static cudaError_t
 launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
-               smla_cuda_held *held)
+               smla_cuda_deferred *deferred)
 {
     typedef combination<HALF, SPLITS> Shape;
     static_assert(!HALF || Shape::THREADS == SMLA_COMBINE_THREADS(SPLITS),
@@ -338,25 +338,25 @@ launch_combine(const combine_launch &launch, int shared_bytes, smla_stream strea
         }
     }
     return smla_launch(combine<Shape>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
-                       stream, false, held);
+                       stream, false, deferred);
 }
 
 template <bool HALF>
 static cudaError_t
 launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
-               smla_cuda_held *held)
+               smla_cuda_deferred *deferred)
 {
     const int num_splits = launch.num_splits;
-    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream, held)
-           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream, held)
+    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream, deferred)
+           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream, deferred)
            : num_splits <= 32
-               ? launch_combine<HALF, 32>(launch, shared_bytes, stream, held)
-               : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream, held);
+               ? launch_combine<HALF, 32>(launch, shared_bytes, stream, deferred)
+               : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream, deferred);
 }
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
-                         smla_cuda_held *held)
+                         smla_cuda_deferred *deferred)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(params->call.stream.device_id);
     const int shared_bytes = find_shared_bytes(params, kernel, device);
@@ -380,6 +380,6 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.max_logits_stride_token = params->max_logits_stride_token;
     launch.max_logits_stride_head = params->max_logits_stride_head;
     return kernel->leaves_halves
-               ? launch_combine<true>(launch, shared_bytes, params->call.stream, held)
-               : launch_combine<false>(launch, shared_bytes, params->call.stream, held);
+               ? launch_combine<true>(launch, shared_bytes, params->call.stream, deferred)
+               : launch_combine<false>(launch, shared_bytes, params->call.stream, deferred);
 }

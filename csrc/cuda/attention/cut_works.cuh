@@ -1,27 +1,28 @@
-/* cut_works.cuh: cuts long works where other works are short, in launches of at most one work per
- * SM, for the large kernels for FP8 rows.
+/* cut_works.cuh: cuts long work items where other items are short, in launches of at most one item
+ * per SM, for the large kernels for FP8 rows.
  *
- * Such a launch takes as long as its longest work, while SMs with shorter works or without any are
- * idle. Here the longest works are cut. A work's own CTA keeps the head of the work, and each other
- * CTA may take one piece of a work after its own work. Head and pieces leave partial rows, as
- * splits do, and the CTA that finishes the last part of a work folds them.
+ * Such a launch takes as long as its longest item, while SMs with shorter items or without any are
+ * idle. Here the longest items are cut. An item's own CTA keeps the head of the item, and each
+ * other CTA may take one piece of an item after its own item. Head and pieces leave partial rows,
+ * as splits do, and the CTA that finishes the last part of an item folds them.
  *
- * A work has NUM_SEGMENTS segments of columns. Its length is the number of segments that have keys,
- * as if entries that are no keys stood at the end of its list. All CTAs look at the same columns
- * and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each long
- * work gets a team of CTAs with short works: the longest gets the CTA with the least load, and so
- * on, and once all have one CTA, each gets a second one. A piece costs its CTA cut_cost segments
- * more. The budget is the least number of segments with which all teams can finish: a longer work
- * keeps so many, and leaves the rest to its team.
+ * An item has NUM_SEGMENTS segments of columns. Its length is the number of segments that have
+ * keys, as if entries that are no keys stood at the end of its list. All CTAs look at the same
+ * columns and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each
+ * long item gets a team of CTAs with short items. The longest item gets the CTA with the least
+ * load, and so on; once all have one CTA, each gets a second one. A piece costs its CTA cut_cost
+ * segments more. The budget is the least number of segments with which all teams can finish: a
+ * longer item keeps so many, and leaves the rest to its team.
  *
- * So the parts of a work depend on all lists of the call, and on nothing else. Calls that say how
+ * So the parts of an item depend on all lists of the call, and on nothing else. Calls that say how
  * many splits a row has are not cut, because there a row's bits must not depend on other tokens.
  * Calls whose lists all have the same number of quarters, as in most calls, are not cut, either.
- * They only pay for the look.
+ * They only pay for the look at the lists.
  *
- * Each work has a word of the workspace that counts its finished parts. The workspace was not
+ * Each item has a word of the workspace that counts its finished parts. The workspace was not
  * cleared, so the first part finds an arbitrary word, and writes a tag with a count of one. The
- * last part writes 0. A word that equals the tag by chance would be taken for a count: one in 2^60.
+ * last part writes 0. A word that equals the tag by chance would be taken for a count: one in
+ * 2^60.
  */
 #pragma once
 
@@ -29,13 +30,13 @@
 #include "cuda/attention/work_order.cuh"
 
 enum {
-    SEGMENT_ALIGN = 128, /* columns; so a work's first step lies in its head */
-    CUT_COST = 384,      /* columns: what it costs to begin and to end a piece */
+    SEGMENT_ALIGN = 128, /* columns; so an item's first step lies in its head */
+    CUT_COST = 384,      /* columns: the cost of beginning and ending a piece */
     MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
-    MOST_LEVEL = 9,            /* the highest load; 0: no work, 1 to 9: 0 to 8 eighths */
+    MOST_LEVEL = 9,            /* the highest load; 0: no item, 1 to 9: 0 to 8 eighths */
 };
 
 enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
@@ -44,44 +45,44 @@ enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits o
 typedef struct cut_scratch {
     rank_table ctas;                 /* ranks CTAs by level of load, the highest first */
     uint16_t ranked[ORDER_THREADS];  /* load << 8 | number of a CTA, the most load first */
-    uint32_t tops[2];                /* find_top's maximum in each pass */
-    uint8_t quarters[ORDER_THREADS]; /* quarters per work */
+    uint32_t pass_maxima[2];         /* find_maximum's result in each pass */
+    uint8_t quarters[ORDER_THREADS]; /* quarters per item */
 } cut_scratch;
 
-static_assert((int)MAX_CUT_WORKS == (int)ORDER_THREADS, "a thread for each work");
+static_assert((int)MAX_CUT_ITEMS == (int)ORDER_THREADS, "a thread for each work item");
 
 /* ---- Lengths -------------------------------------------------------------------------------- */
 
 /* What a plan needs of its launch, copied as in main_lists. */
 typedef struct cut_problem {
     main_lists lists;
-    uint32_t columns; /* per segment */
+    uint32_t columns; /* columns per segment */
     int cost;         /* cut_cost, in segments */
     int max_pieces;
-    int num_works;
+    int num_items;
 } cut_problem;
 
 static __device__ __forceinline__ cut_problem
-find_problem(const attention_launch &launch, int num_works)
+find_problem(const attention_launch &launch, int num_items)
 {
     return cut_problem{find_main_lists(launch), (uint32_t)launch.split_columns[0], launch.cut_cost,
-                       launch.max_pieces, num_works};
+                       launch.max_pieces, num_items};
 }
 
 /* Whether the last one of a list's first `segments` segments has a key in its middle column. */
 static __device__ __forceinline__ bool
-has_segments(const main_lists &lists, const work_list &list, uint32_t columns, int segments)
+has_segments(const main_lists &lists, const item_list &list, uint32_t columns, int segments)
 {
     return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
 }
 
-/* Begins a plan: finds how many quarters the works of `thread`, one of num_threads, have, up to the
- * last one that ends with a key. After a barrier, order->seen has a bit for each number found.
- * Usually there is one, and nothing to plan. Not inlined, because all launches wait for the code
- * behind it. */
+/* Begins a plan: finds how many quarters each item of `thread` has, up to the last one that ends
+ * with a key. `thread` is one of num_threads. After a barrier, order->seen has a bit for each
+ * number of quarters found. Usually there is one, and nothing to plan. Not inlined, because all
+ * launches wait for the code behind it. */
 template <typename Memory>
 static __device__ __noinline__ void
-find_quarters(const attention_launch &launch, int num_works, int thread, int num_threads,
+find_quarters(const attention_launch &launch, int num_items, int thread, int num_threads,
               Memory *shared)
 {
     static_assert(sizeof(cut_scratch) <= sizeof shared->probs, "free until the first weights");
@@ -91,11 +92,11 @@ find_quarters(const attention_launch &launch, int num_works, int thread, int num
     uint32_t seen = 0;
     clear_level(thread, &scratch->ctas);
     if (thread < 2) {
-        scratch->tops[thread] = 0;
+        scratch->pass_maxima[thread] = 0;
     }
 #pragma unroll 1
-    for (int idx = thread; idx < num_works; idx += num_threads) {
-        const work_list list = find_list(lists, idx, true);
+    for (int idx = thread; idx < num_items; idx += num_threads) {
+        const item_list list = find_list(lists, idx, true);
         bool has_quarter[4];
         int quarters = 0;
 #pragma unroll
@@ -115,15 +116,15 @@ find_quarters(const attention_launch &launch, int num_works, int thread, int num
     }
 }
 
-/* Whether works differ in length; called after find_quarters and a barrier. */
+/* Whether items differ in length; called after find_quarters and a barrier. */
 static __device__ __forceinline__ bool
-are_works_ragged(const work_order &order)
+are_items_ragged(const item_order &order)
 {
     const uint32_t seen = *(const volatile uint32_t *)&order.seen;
     return (seen & (seen - 1)) != 0;
 }
 
-/* The length of a work in eighths. */
+/* The length of an item in eighths. */
 static __device__ __forceinline__ int
 find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 {
@@ -134,8 +135,8 @@ find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
 
-/* The load that a CTA of a level would have with a piece of no segments: its own work's, and the
- * cost of a piece. The cost is only 1 where the CTA has no own work to end before. */
+/* The load that a CTA of a level would have with a piece of no segments: the load of its own item,
+ * and the cost of a piece. The cost is only 1 where the CTA has no own item to end before. */
 static __device__ __forceinline__ int
 find_load(const cut_problem &problem, int level)
 {
@@ -155,20 +156,21 @@ cta_of_rank(const cut_scratch *scratch, int rank)
     return (int)(scratch->ranked[rank] & 0xFF);
 }
 
-/* The largest of all threads' values, which are not negative. `top` is 0 before the call. */
+/* The largest of all threads' values, which are not negative. `maximum` points to 0 before the
+ * call. */
 static __device__ __forceinline__ int
-find_top(int value, int barrier, uint32_t *top)
+find_maximum(int value, int barrier, uint32_t *maximum)
 {
     const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, (uint32_t)value);
     if (ptx_elect()) {
-        atomicMax(top, most);
+        atomicMax(maximum, most);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-    return (int)*(volatile uint32_t *)top;
+    return (int)*(volatile uint32_t *)maximum;
 }
 
-/* Which CTAs take pieces of which works: the works of ranks below num_long are cut, and each has
- * num_helpers helpers, every num_long-th CTA from the end of the ranks. */
+/* Which CTAs take pieces of which items: the items of ranks below num_long are cut, and each has
+ * num_helpers helpers. The helpers are every num_long-th CTA from the end of the ranks. */
 typedef struct cut_teams {
     int num_long;
     int num_helpers;
@@ -180,7 +182,7 @@ rank_of_helper(const cut_teams &teams, int rank, int i)
     return (int)gridDim.x - 1 - rank - i * teams.num_long;
 }
 
-/* The least budget with which the work of a rank and its helpers can finish, in segments. */
+/* The least budget, in segments, with which the item of a rank and its helpers can finish. */
 static __device__ __forceinline__ int
 find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
                const cut_scratch *scratch)
@@ -195,75 +197,75 @@ find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
     return least;
 }
 
-/* What find_piece finds: the piece that a helper takes of a rank's work, where no CTA has more than
+/* What find_piece finds: the piece that a helper takes of a rank's item, where no CTA has more than
  * `budget` segments. All sizes are in segments. */
-typedef struct piece_place {
-    int before; /* all pieces in front of this one */
-    int size;   /* this piece */
-    int count;  /* number of pieces of the work */
-} piece_place;
+typedef struct piece_range {
+    int before; /* sizes of all pieces in front of this one */
+    int size;   /* size of this piece */
+    int count;  /* number of the item's pieces */
+} piece_range;
 
-static __device__ __forceinline__ piece_place
+static __device__ __forceinline__ piece_range
 find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int helper, int budget,
            const cut_scratch *scratch)
 {
-    piece_place place = {0, 0, 0};
+    piece_range range = {0, 0, 0};
     int left = load_of_rank(scratch, rank) - problem.cost - budget;
 #pragma unroll 1
     for (int i = 0; i < teams.num_helpers && left > 0; i++) {
         const int room = budget - load_of_rank(scratch, rank_of_helper(teams, rank, i));
         const int size = min(left, max(room, 0));
-        place.before += i < helper ? size : 0;
-        place.size = i == helper ? size : place.size;
-        place.count += size > 0;
+        range.before += i < helper ? size : 0;
+        range.size = i == helper ? size : range.size;
+        range.count += size > 0;
         left -= size;
     }
-    return place;
+    return range;
 }
 
-/* The word of the nth part of a work whose head has `budget` segments. */
+/* The word that describes the nth part of an item whose head has `budget` segments. */
 static __device__ __forceinline__ int
-describe_part(int idx, int nth, const piece_place &place, int first_piece, int budget)
+describe_part(int idx, int nth, const piece_range &range, int first_piece, int budget)
 {
-    const int begin = nth == 0 ? 0 : budget + place.before;
-    const int end = nth == place.count ? (int)NUM_SEGMENTS : budget + place.before + place.size;
-    return make_part(idx, begin, end, nth, place.count + 1, first_piece);
+    const int begin = nth == 0 ? 0 : budget + range.before;
+    const int end = nth == range.count ? (int)NUM_SEGMENTS : budget + range.before + range.size;
+    return make_part(idx, begin, end, nth, range.count + 1, first_piece);
 }
 
 /* The rank of CTA number `thread`, from 0 for the most load. CTAs of one level keep their order. */
 static __device__ __forceinline__ int
 find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
 {
-    const uint32_t place = (uint32_t)(MOST_LEVEL - level);
-    const int rank_in_warp = count_equals(thread, place, is_cta, &scratch->ctas);
+    const uint32_t reversed_level = (uint32_t)(MOST_LEVEL - level);
+    const int rank_in_warp = count_equals(thread, reversed_level, is_cta, &scratch->ctas);
     ptx_barrier(barrier, ORDER_THREADS);
     if (thread < SMLA_WARP_LANES) {
         find_first_ranks(thread, &scratch->ctas);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-    return rank_of(thread, place, rank_in_warp, &scratch->ctas);
+    return rank_of(thread, reversed_level, rank_in_warp, &scratch->ctas);
 }
 
-/* Decides which works are cut. All consumers call it, after find_quarters. Its scratch lies where
- * the weights will be. Not inlined: few launches come here. */
+/* Decides which items are cut. All consumers call it, after find_quarters. Its scratch memory is
+ * that of the weights, which come later. Not inlined, because few launches come here. */
 template <typename Memory>
 static __device__ __noinline__ void
-plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *shared)
+plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     cut_scratch *const scratch = (cut_scratch *)shared->probs;
-    work_order *const order = &shared->order;
-    const cut_problem problem = find_problem(launch, num_works);
+    item_order *const order = &shared->order;
+    const cut_problem problem = find_problem(launch, num_items);
     const int thread = ptx_forget((int)threadIdx.x);
     const int num_ctas = (int)gridDim.x;
     const bool is_cta = thread < num_ctas;
-    const int level = thread < num_works ? 1 + find_length(problem, thread, scratch) : 0;
+    const int level = thread < num_items ? 1 + find_length(problem, thread, scratch) : 0;
     const int my_rank = find_rank(thread, level, is_cta, barrier, scratch);
     if (is_cta) {
         scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-    /* From here on thread i has the work of rank i. At first each of the longer works has one
-     * helper: that tells which works are long. */
+    /* From here on thread i has the item of rank i. At first each of the longer items has one
+     * helper: that tells which items are long. */
     const int length =
         thread < num_ctas ? load_of_rank(scratch, thread) - problem.cost : -problem.cost;
     cut_teams teams = {num_ctas, 1};
@@ -272,7 +274,7 @@ plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *sh
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
         const int least = is_long ? find_team_load(problem, teams, thread, scratch) : length;
-        budget = find_top(max(least, (int)MIN_HEAD), barrier, &scratch->tops[pass]);
+        budget = find_maximum(max(least, (int)MIN_HEAD), barrier, &scratch->pass_maxima[pass]);
         is_long = length > budget;
         if (pass == 0) {
             teams.num_long = ptx_barrier_count(barrier, ORDER_THREADS, is_long);
@@ -289,13 +291,13 @@ plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *sh
         const int from_end = num_ctas - 1 - my_rank;
         const int helper = has_head ? -1 : from_end / teams.num_long;
         const int rank = has_head ? my_rank : from_end - helper * teams.num_long;
-        const piece_place place = find_piece(problem, teams, rank, helper, budget, scratch);
-        if (has_head ? place.count > 0 : place.size > 0) {
-            order->works[has_head ? 0 : 1] = describe_part(cta_of_rank(scratch, rank), 1 + helper,
-                                                           place, rank * teams.num_helpers, budget);
+        const piece_range range = find_piece(problem, teams, rank, helper, budget, scratch);
+        if (has_head ? range.count > 0 : range.size > 0) {
+            order->items[has_head ? 0 : 1] = describe_part(cta_of_rank(scratch, rank), 1 + helper,
+                                                           range, rank * teams.num_helpers, budget);
         }
     }
-    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
 }
 
 /* ---- Finished parts -------------------------------------------------------------------------- */
@@ -304,8 +306,8 @@ enum {
     FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* heads per warp: a lane for each of their parts */
 };
 
-/* Counts a part of a work; this thread knows that the part's partial rows are written. Returns
- * whether it is the last part: then the partial rows of all parts are written. */
+/* Counts a finished part of an item; this thread knows that the part's partial rows are written.
+ * Returns whether it is the last part: then the partial rows of all parts are written. */
 static __device__ __forceinline__ bool
 count_arrival(unsigned long long *word, uint32_t num_parts)
 {
@@ -331,16 +333,16 @@ typedef struct part_factor {
     float whole;
 } part_factor;
 
-/* Returns the lane's factor for one part of one of FOLD_HEADS heads from `first_head` on. `weight`
- * becomes the factor of the folded values of its head. Writes lse and max_logits. */
+/* Returns the lane's factor for one part of one head, among FOLD_HEADS heads from `first_head` on.
+ * `weight` becomes the factor of the folded values of its head. Writes lse and max_logits. */
 static __device__ __forceinline__ part_factor
-fold_states(const attention_launch &launch, const cta_work &work, int part, int first_head,
+fold_states(const attention_launch &launch, const work_item &item, int part, int first_head,
             int lane, float *weight)
 {
     const int head = first_head + lane / MAX_PARTS;
     const int nth = lane % MAX_PARTS;
     const int64_t row = (int64_t)slot_of_part(part, nth) * launch.slot_heads + head;
-    const bool is_on = head < work.num_heads && nth < count_parts(part);
+    const bool is_on = head < item.num_heads && nth < count_parts(part);
     float2 state = make_float2(-INFINITY, 0.0f);
     float unit = 0.0f;
     if (is_on) {
@@ -360,9 +362,9 @@ fold_states(const attention_launch &launch, const cta_work &work, int part, int 
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
     }
     *weight = 0.0f;
-    if (head < work.num_heads) {
-        const float sink = softmax_sink(launch.params, work.first_head + head);
-        *weight = softmax_finish(launch.params, work.token, work.first_head + head, max_log2, sum,
+    if (head < item.num_heads) {
+        const float sink = softmax_sink(launch.params, item.first_head + head);
+        *weight = softmax_finish(launch.params, item.token, item.first_head + head, max_log2, sum,
                                  sink, nth == 0);
     }
     return part_factor{is_half && factor != 0.0f ? factor * unit : 0.0f, is_half ? 0.0f : factor};
@@ -407,15 +409,15 @@ fold_parts(const attention_launch &launch, int part, int n, int first_head, int 
     }
 }
 
-/* Folds the parts of a work in their order. All consumers call it. */
+/* Folds the parts of an item in their order. All consumers call it. */
 static __device__ __forceinline__ void
-fold_work(const attention_launch &launch, int part, int heads_per_cta)
+fold_item(const attention_launch &launch, int part, int heads_per_cta)
 {
-    const cta_work work = find_numbered_work(launch, work_of_part(part), heads_per_cta);
+    const work_item item = find_numbered_item(launch, item_of_part(part), heads_per_cta);
     const int thread = ptx_forget((int)threadIdx.x);
     const int lane = thread % SMLA_WARP_LANES;
 #pragma unroll 1
-    for (int first_head = thread / SMLA_WARP_LANES * FOLD_HEADS; first_head < work.num_heads;
+    for (int first_head = thread / SMLA_WARP_LANES * FOLD_HEADS; first_head < item.num_heads;
          first_head += CTA_WARPS * FOLD_HEADS) {
         float weight;
         lane_part values[FOLD_HEADS];
@@ -424,7 +426,7 @@ fold_work(const attention_launch &launch, int part, int heads_per_cta)
             /* -0 + x is x, so a single key's -0 keeps its sign */
             values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
         }
-        const part_factor factor = fold_states(launch, work, part, first_head, lane, &weight);
+        const part_factor factor = fold_states(launch, item, part, first_head, lane, &weight);
         const bool has_floats = __any_sync(0xFFFFFFFFu, factor.whole != 0.0f);
 #pragma unroll 1
         for (int n = 0; n < count_parts(part); n++) {
@@ -436,42 +438,42 @@ fold_work(const attention_launch &launch, int part, int heads_per_cta)
 #pragma unroll
         for (int i = 0; i < FOLD_HEADS; i++) {
             const float head_weight = __shfl_sync(0xFFFFFFFFu, weight, MAX_PARTS * i);
-            if (first_head + i < work.num_heads) {
-                write_out_part(launch.params, work.token, work.first_head + first_head + i, lane,
+            if (first_head + i < item.num_heads) {
+                write_out_part(launch.params, item.token, item.first_head + first_head + i, lane,
                                values[i], head_weight);
             }
         }
     }
 }
 
-/* Whether the plan cuts the CTA's first work. */
+/* Whether the plan cuts the CTA's first item. */
 static __device__ __forceinline__ bool
-is_first_cut(const attention_launch &launch, const work_order &order)
+is_first_cut(const attention_launch &launch, const item_order &order)
 {
-    return launch.num_segments > 1 && count_parts(nth_work(true, 0, &order, 0)) > 1;
+    return launch.num_segments > 1 && count_parts(nth_item(true, 0, &order, 0)) > 1;
 }
 
-/* Whether the plan gives the CTA any part of a cut work. */
+/* Whether the plan gives the CTA any part of a cut item. */
 static __device__ __forceinline__ bool
-has_parts(const attention_launch &launch, const work_order &order)
+has_parts(const attention_launch &launch, const item_order &order)
 {
     return is_first_cut(launch, order) ||
-           (launch.num_segments > 1 && nth_work(true, 0, &order, 1) >= 0);
+           (launch.num_segments > 1 && nth_item(true, 0, &order, 1) >= 0);
 }
 
-/* When the CTA has done all its works: counts its parts, and folds the works whose last parts they
- * are. Inlined: with one more call, ptxas keeps other values in registers, and the kernel's loop
- * gets longer. */
+/* Called when the CTA has done all its items: counts its parts, and folds the items whose last
+ * parts they are. Inlined, because with one more call ptxas keeps other values in registers, and
+ * the kernel's loop gets longer. */
 static __device__ __forceinline__ void
-fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, work_order *order)
+fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, item_order *order)
 {
     const int thread = ptx_forget((int)threadIdx.x);
     ptx_barrier(barrier, ORDER_THREADS); /* all partial rows of the CTA are written */
     if (thread < SMLA_WARP_LANES) {
-        const int part = thread < 2 ? order->works[thread] : -1;
+        const int part = thread < 2 ? order->items[thread] : -1;
         const bool is_last =
             part >= 0 && count_parts(part) > 1 &&
-            count_arrival((unsigned long long *)launch.arrivals + work_of_part(part),
+            count_arrival((unsigned long long *)launch.arrivals + item_of_part(part),
                           (uint32_t)count_parts(part));
         const uint32_t are_last = __ballot_sync(0xFFFFFFFFu, is_last);
         if (thread == 0) {
@@ -482,28 +484,29 @@ fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, w
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         if (order->seen >> i & 1) {
-            fold_work(launch, order->works[i], heads_per_cta);
+            fold_item(launch, order->items[i], heads_per_cta);
         }
     }
 }
 
 /* ---- Launchers ------------------------------------------------------------------------------- */
 
-/* Lets the launch cut its works, if it may and if they are long enough. The room for parts is the
- * plan's cut_bytes, not the whole workspace: its size must not change the parts. */
+/* Lets the launch cut its items, if it may and if they are long enough. The room for parts is the
+ * plan's cut_bytes, not the whole workspace, because the workspace's size must not change the
+ * parts. */
 template <int HEADS>
 static void
-allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_works,
+allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_items,
            attention_launch *launch)
 {
     const int64_t topk = params->lists[0].topk;
     const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
     const int64_t columns = smla_count_parts(topk, NUM_SEGMENTS * SEGMENT_ALIGN) * SEGMENT_ALIGN;
-    if (params->num_lists != 1 || num_works > num_sms || num_sms > MAX_CUT_WORKS ||
+    if (params->num_lists != 1 || num_items > num_sms || num_sms > MAX_CUT_ITEMS ||
         topk <= CUT_COST + (MIN_GAIN + 1) * columns) {
         return;
     }
-    const int64_t arrival_bytes = MAX_CUT_WORKS * (int64_t)sizeof(uint64_t);
+    const int64_t arrival_bytes = MAX_CUT_ITEMS * (int64_t)sizeof(uint64_t);
     const int64_t heads = params->num_heads < HEADS ? params->num_heads : HEADS;
     const int64_t slot_bytes = smla_partial_bytes(2 * heads) / 2;
     const int64_t num_slots = (cut_bytes - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;

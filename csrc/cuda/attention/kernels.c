@@ -1,11 +1,12 @@
 /* kernels.c: the table of attention kernels.
  *
  * An entry fits a call by the device, the formats of the caches, the number of heads and the
- * columns per split. If the caller gave the number of splits, the first entry that fits is taken,
- * else the fitting entry with the shortest time that schedule.c estimates. Kernels of one
- * architecture are above the portable ones. Of each architecture, kernels for few columns are above
- * the others. Below that, kernels with more heads per CTA are above those with fewer, except for
- * the one for few columns with 64 heads, which pays only where the batch is known.
+ * columns per split. If the caller gave the number of splits, the first entry that fits is taken.
+ * Otherwise it is the fitting entry with the shortest time that schedule.c estimates. Kernels of
+ * one architecture are above the portable ones. Of each architecture, kernels for few columns are
+ * above the others. Below that, kernels with more heads per CTA are above those with fewer. The
+ * kernel for few columns with 64 heads is an exception, because it pays only where the batch is
+ * known.
  */
 #include <stdio.h>
 
@@ -35,8 +36,8 @@
          .block_columns = SMLA_SPLIT_ALIGN, .block_cost = cost, .cta_cost = start,                 \
          .leaves_halves = true, .leaves_room = true)
 
-/* The same kernel with 64 heads. A CTA takes longer, but a token has half as many CTAs, which may
- * then fit the device at once where those of 32 heads do not. */
+/* SM90_SMALL with 64 heads. A CTA takes longer, but a token has half as many CTAs. They may fit the
+ * device at once where CTAs of 32 heads do not. */
 #define SM90_SMALL_64(rows, stem)                                                            \
     SM90("attention_small_sm90.cu", stem, rows, 33, 64, .max_columns = SMLA_SM90_SMALL_KEYS, \
          .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 11, .cta_cost = 32,                \

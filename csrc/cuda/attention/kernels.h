@@ -34,15 +34,16 @@ enum {
 
 /* What a launcher is told besides the call's params. */
 typedef struct smla_attention_start {
-    int64_t cut_bytes;    /* as in smla_attention_run; most kernels cut no works */
-    smla_cuda_held *held; /* where the launch waits for the combine kernel's; NULL: for nothing */
-    bool interleaves;     /* as in smla_attention_run; kernels for few columns never do */
+    int64_t cut_bytes; /* as in smla_attention_run; most kernels cut no work items */
+    smla_cuda_deferred
+        *deferred;    /* keeps the launch for the combine kernel's; NULL: start at once */
+    bool interleaves; /* as in smla_attention_run; kernels for few columns never do */
 } smla_attention_start;
 
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
                                             const smla_attention_start *start);
 
-enum { SMLA_PORTABLE_ARCH = 80 }; /* its kernels run on newer devices, too */
+enum { SMLA_PORTABLE_ARCH = 80 }; /* kernels of this row run on newer devices, too */
 
 typedef struct smla_attention_kernel {
     int32_t arch;          /* the compute capability, major * 10 + minor */
@@ -57,7 +58,7 @@ typedef struct smla_attention_kernel {
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
     bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
-    int32_t ctas_per_sm;   /* at most; the split schedule uses it */
+    int32_t ctas_per_sm;   /* the most CTAs per SM; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
     const char *name;      /* source file and variant */
     smla_attention_launcher *launch;
@@ -195,10 +196,11 @@ smla_attention_launcher smla_attend_sm80_512_64;
 smla_attention_launcher smla_attend_sm80_512_32;
 smla_attention_launcher smla_attend_sm80_512_16;
 
-/* combine.cu: folds the partial rows that the kernel left in the call's workspace. Its launch takes
- * the kernel's along, if that is held. */
+/* combine.cu: folds the partial rows that the kernel left in the call's workspace. If the kernel's
+ * launch was deferred, this launch starts both. */
 cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
-                                     const smla_attention_kernel *kernel, smla_cuda_held *held);
+                                     const smla_attention_kernel *kernel,
+                                     smla_cuda_deferred *deferred);
 
 /* ---- Partial rows -------------------------------------------------------------------------- */
 
@@ -207,7 +209,7 @@ cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
  *
  * Hopper's kernels for FP8 rows leave halves, because the bytes of partial rows bind small batches.
  * Such a row is 512 f16, and then, as float number SMLA_HALF_UNIT, the unit that the f16 are
- * multiples of. Its sum is stored negative. Rows that these kernels compute again are fp32, and
+ * multiples of. Its sum is stored negative. Rows from the fallback of these kernels are fp32, and
  * their sums are positive. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */

@@ -6,7 +6,7 @@
  * has the warp's column l % 4 of the window's block l / 4. Indices are read one window ahead of the
  * cache rows, and rows are loaded into registers one block ahead of the products. A masked key (its
  * index is negative, past the last slot, outside the list's range or without a page) has no cache
- * row: nothing is read for it, zeros are stored in its place, and is_key tells the softmax.
+ * row: nothing is read for it, zeros are stored as its row, and is_key tells the softmax.
  *
  * e4m3 goes to shared memory as bf16, exactly, without its scale. NaN stays NaN.
  */
@@ -43,13 +43,13 @@ chunk_of(uint16_t (*rows)[SMLA_HEAD_DIM], int row, int chunk)
 
 /* ---- Indices ------------------------------------------------------------------------------- */
 
-/* The blocks of a work: first those of the main list, then those of the extra list. */
+/* The blocks of an item: first those of the main list, then those of the extra list. */
 typedef struct block_plan {
     int32_t num_main;
     int32_t num_blocks;
 } block_plan;
 
-/* The blocks of a list, of which the last ones may be empty. */
+/* The number of blocks of a list; the last ones may be empty. */
 static __device__ __forceinline__ int32_t
 count_blocks(const attention_launch &launch, column_range columns)
 {
@@ -64,13 +64,13 @@ count_blocks(const attention_launch &launch, column_range columns)
 
 template <bool RANGED>
 static __device__ __forceinline__ block_plan
-plan_blocks(const attention_launch &launch, const cta_work &work)
+plan_blocks(const attention_launch &launch, const work_item &item)
 {
     block_plan plan;
-    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, work, 0));
+    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, item, 0));
     plan.num_blocks = plan.num_main;
     if (launch.params.num_lists == 2) {
-        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, work, 1));
+        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, item, 1));
     }
     return plan;
 }
@@ -91,7 +91,7 @@ block_of_lane(int32_t window, int thread)
 /* Reads the lane's index in a window. Returns -1 behind the last column of a list. */
 template <bool RANGED>
 static __device__ __forceinline__ int32_t
-read_index(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+read_index(const attention_launch &launch, const work_item &item, const block_plan &plan,
            int32_t window, int thread)
 {
     const int32_t block = block_of_lane(window, thread);
@@ -100,21 +100,21 @@ read_index(const attention_launch &launch, const cta_work &work, const block_pla
     }
     const int list = list_of(plan, block);
     const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = find_columns<RANGED>(launch, work, list);
+    const column_range columns = find_columns<RANGED>(launch, item, list);
     const int32_t number = block - list * plan.num_main;
     const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
                            number % CHUNK_BLOCKS * KEYS + thread / SMLA_WARP_LANES * WARP_KEYS +
                            thread % WARP_KEYS;
-    return column < columns.end ? read_column<RANGED>(keys, work.token, column) : -1;
+    return column < columns.end ? read_column<RANGED>(keys, item.token, column) : -1;
 }
 
 /* The slot that the lane's index in a window names; negative if it names none. */
 static __device__ __forceinline__ int32_t
-find_slot(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+find_slot(const attention_launch &launch, const work_item &item, const block_plan &plan,
           int32_t window, int thread, int32_t index)
 {
     const int list = list_of(plan, block_of_lane(window, thread));
-    return slot_of_index(launch, list, work.token, index);
+    return slot_of_index(launch, list, item.token, index);
 }
 
 /* The cache row of the lane's slot in a window; NULL for a negative slot. */
@@ -127,9 +127,10 @@ find_row(const attention_launch &launch, const block_plan &plan, int32_t window,
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a lane holds of its warp's four cache rows, as they are in memory: of every key chunks lane
- * and 32 + lane of the NoPE part, and of key lane / 8 chunk lane % 8 of the RoPE part. Lanes below
- * 16 also have scale lane % 4 of key lane / 4; the others know whether key lane % 4 exists. */
+/* What a lane holds of its warp's four cache rows, as they are in memory. Of every key it has
+ * chunks lane and 32 + lane of the NoPE part. Of key lane / 8 it has chunk lane % 8 of the RoPE
+ * part. Lanes below 16 also have scale lane % 4 of key lane / 4; the others know whether key lane %
+ * 4 exists. */
 template <int FORMATS> struct raw_rows {
     uint32_t nope[WARP_KEYS][2][FORMATS == SMLA_ROWS_FP8 ? 2 : 4];
     uint32_t rope[4];
@@ -170,7 +171,8 @@ load_chunk(const uint8_t *from, bool is_on, uint32_t words[4])
     }
 }
 
-/* Lanes first_lane to first_lane + 3 have the addresses of the warp's cache rows in `row`. */
+/* Loads FP8 rows. Lanes first_lane to first_lane + 3 have the addresses of the warp's cache rows in
+ * `row`. */
 template <int FORMATS>
 static __device__ __forceinline__ void
 load_fp8_rows(const list_facts &facts, const uint8_t *row, int first_lane, int lane,
@@ -250,9 +252,10 @@ load_rows(const attention_launch &launch, const block_plan &plan, int32_t block,
 
 /* ---- e4m3 to bf16 -------------------------------------------------------------------------- */
 
-/* Widens two e4m3, in bytes 0 and 2, to bf16. With its bits at the end of bf16's exponent and the
- * start of its mantissa, a value is 2^120 times too small, subnormal or not. The product with 2^120
- * is exact; adding -0 keeps a zero's sign. NaN becomes 480, a number that e4m3 does not have. */
+/* Widens two e4m3, in bytes 0 and 2, to bf16. An e4m3's bits are put at the end of bf16's exponent
+ * and the start of its mantissa, which makes the value 2^120 times too small, subnormal or not. The
+ * product with 2^120 is exact; adding -0 keeps a zero's sign. NaN becomes 480, a number that e4m3
+ * does not have. */
 static __device__ __forceinline__ uint32_t
 widen_e4m3x2(uint32_t bytes)
 {
@@ -333,7 +336,7 @@ store_scale_or_mask(uint32_t scale_or_mask, int first_key, int lane, float (*sca
         scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
             smla_bits_float(scale_or_mask);
     }
-    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* the last four of the lanes that have masks */
+    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* the last four of the lanes with masks */
         is_key[first_key + lane % WARP_KEYS] = (int32_t)scale_or_mask;
     }
 }

@@ -1,5 +1,6 @@
-/* key_source.cuh: how every attention kernel gets from a work's columns to indices, slots and cache
- * rows. Contains the kernels' argument, and the rules by which an entry of a list is a key.
+/* key_source.cuh: how every attention kernel gets from an item's columns to indices, slots and
+ * cache rows. Contains the kernels' argument, and the rules by which an entry of a list is a
+ * key.
  */
 #pragma once
 
@@ -41,23 +42,23 @@ typedef struct list_facts {
  * arguments are in no cache. They come in lines of 64 bytes, each 280 cycles after an instruction
  * first needs it. */
 typedef struct attention_launch {
-    smla_divisor head_tiles; /* works per token and split */
+    smla_divisor head_tiles; /* items per token and split */
     smla_divisor num_splits;
-    int32_t split_columns[2]; /* per list: columns per split, or per segment if works may be cut */
-    int32_t split_step[2];    /* columns from the begin of a split (segment) to the next one's */
+    int32_t split_columns[2]; /* per list: columns per split, or per segment if items may be cut */
+    int32_t split_step[2];    /* columns from the start of a split (segment) to the next one's */
     int32_t column_stride;    /* columns from a chunk of a split to its next (interleave_splits) */
     int32_t extra_turn;       /* number of the split that begins the extra list */
-    int32_t num_segments;     /* segments per work where works may be cut (cut_works.cuh), else 1 */
+    int32_t num_segments;     /* segments per item where items may be cut (cut_works.cuh), else 1 */
     bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
     bool out_is_paired;       /* every row of out is aligned to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
     float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
-    smla_partial_rows partials; /* unused with one split, unless works are cut */
+    smla_partial_rows partials; /* unused with one split, unless items are cut */
     list_facts lists[2];
-    uint64_t *arrivals; /* where works may be cut: a word per work (cut_works.cuh) */
-    int32_t slot_heads; /* rows per slot of partial rows: the most heads that a work may have */
+    uint64_t *arrivals; /* where items may be cut: a word per item (cut_works.cuh) */
+    int32_t slot_heads; /* rows per slot of partial rows: the most heads that an item may have */
     int32_t tile_heads; /* heads per tile of the kernel */
-    int32_t cut_cost;   /* cost of one piece of a cut work, in segments */
+    int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
     smla_attention_params params;
 } attention_launch;
@@ -105,19 +106,19 @@ are_lists_aligned(const smla_attention_params *params)
     return are_aligned;
 }
 
-/* A work, or a part of one (works.cuh). */
-typedef struct cta_work {
+/* A work item, or a part of one (works.cuh). */
+typedef struct work_item {
     int32_t token;
-    int32_t split;        /* or the first segment, if the work may be cut */
-    int32_t num_segments; /* segments from there on; a split counts as one */
+    int32_t split;        /* number of the split, or of the first segment if the item may be cut */
+    int32_t num_segments; /* number of segments; a split counts as one */
     int32_t first_head;
     int32_t num_heads; /* heads in the tile; the tile's other rows are zeros */
     int32_t first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
-} cta_work;
+} work_item;
 
-enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */
+enum { NOT_PARTIAL = -1 }; /* the item has all keys of its token, and writes results */
 
-/* What the kernels that read scales of logits use instead of scale_log2. It is that number, if the
+/* Kernels that read scales of logits use this instead of scale_log2. The two are equal if the
  * scales are 1. */
 static __device__ __forceinline__ float
 find_scale_log2(const attention_launch &launch)
@@ -130,7 +131,7 @@ find_scale_log2(const attention_launch &launch)
 
 /* ---- Columns ------------------------------------------------------------------------------- */
 
-/* The columns of a work in one list: chunks of CHUNK_COLUMNS, column_stride apart, from `begin` on
+/* The columns of an item in one list: chunks of CHUNK_COLUMNS, column_stride apart, from `begin` on
  * and up to `end`. Usually these are all columns in between. */
 typedef struct column_range {
     int32_t begin;
@@ -148,20 +149,20 @@ read_length(const smla_key_list &keys, int32_t token)
  * less than 2^31 columns (is_countable). */
 template <bool RANGED = false>
 static __device__ __forceinline__ column_range
-find_columns(const attention_launch &launch, const cta_work &work, int list)
+find_columns(const attention_launch &launch, const work_item &item, int list)
 {
     const smla_key_list &keys = launch.params.lists[list];
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {
-        length = min(length, (uint32_t)max(read_length(keys, work.token), 0));
+        length = min(length, (uint32_t)max(read_length(keys, item.token), 0));
     }
-    int32_t turn = work.split - (list == 0 ? 0 : launch.extra_turn);
+    int32_t turn = item.split - (list == 0 ? 0 : launch.extra_turn);
     turn += turn < 0 ? launch.params.num_splits : 0;
     uint32_t begin = (uint32_t)turn * (uint32_t)launch.split_step[list];
     const uint32_t last =
-        min(begin + work.num_segments * (uint32_t)launch.split_columns[list], length);
+        min(begin + item.num_segments * (uint32_t)launch.split_columns[list], length);
     if (RANGED && keys.begin != NULL) {
-        begin = max(begin, (uint32_t)max(keys.begin[work.token * keys.begin_stride], 0));
+        begin = max(begin, (uint32_t)max(keys.begin[item.token * keys.begin_stride], 0));
     }
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }
@@ -195,7 +196,7 @@ map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t tok
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-/* map_index as a called function. It reads the kernel's arguments more slowly. */
+/* map_index as a called function, which reads the kernel's arguments more slowly. */
 static __device__ __noinline__ int64_t
 map_index_apart(const smla_index_map &map, const smla_divisor &block_size, int32_t token,
                 int32_t index)
@@ -203,9 +204,9 @@ map_index_apart(const smla_index_map &map, const smla_divisor &block_size, int32
     return map_index(map, block_size, token, index);
 }
 
-/* The slot that an index of a list names; negative if it names none. APART: lists without a block
- * table do not jump over the code for block tables, because what lies behind a jump comes late from
- * memory. */
+/* The slot that an index of a list names; negative if it names none. APART: the code for block
+ * tables is a called function, because lists without a block table would jump over it, and what
+ * lies behind a jump comes late from memory. */
 template <bool APART = false>
 static __device__ __forceinline__ int32_t
 slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
@@ -223,7 +224,7 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
 
 /* The cache row of a slot and its scales; both are NULL for a negative slot. */
 static __device__ __forceinline__ smla_kv_token
-place_of_slot(const attention_launch &launch, int list, int32_t slot)
+address_of_slot(const attention_launch &launch, int list, int32_t slot)
 {
     const smla_divisor &block_size = launch.lists[list].block_size;
     if (slot < 0) {
@@ -236,5 +237,5 @@ place_of_slot(const attention_launch &launch, int list, int32_t slot)
 static __device__ __forceinline__ const uint8_t *
 row_of_slot(const attention_launch &launch, int list, int32_t slot)
 {
-    return place_of_slot(launch, list, slot).row;
+    return address_of_slot(launch, list, slot).row;
 }

@@ -1,14 +1,14 @@
-/* one_key.cuh: rows of out of a work with exactly one key, for every attention kernel.
+/* one_key.cuh: rows of out of a work item with exactly one key, for every attention kernel.
  *
  * The kernels round weights to bf16 or f16; with FP8 rows they multiply them by the scale first.
  * Where a single key has all of the weight, its value would be off by a step. Here the value is
  * multiplied in fp32, and rounded once. So out is a bf16 row's value in every bit, and an FP8 row's
  * value within half a step of bf16 and 2^-20 of the value.
  *
- * Roles        Warps take the work's heads in turn. Lanes share the dimensions: lane l has values
- *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. It
- *              needs no shared memory and no barrier, so any warps of a CTA can run it.
- *              The portable code has no scores yet, and attend_one_key does all of the work without
+ * Roles        Warps take the item's heads in turn. Lanes share the dimensions: lane l has values
+ *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. The
+ *              code needs no shared memory and no barrier, so any warps of a CTA can run it. The
+ *              portable kernel has no scores yet, so attend_one_key computes everything without
  *              tensor cores: 1.3 us for each head of a warp. Hopper's kernels have scores, from
  *              which they know the weights, and need the key's value only (write_value).
  * Numerics     A lane's part of a score is 8 + 8 + 2 products deep; 5 sums over lanes follow. The
@@ -24,7 +24,7 @@
 
 enum {
     NOPE_HALF = SMLA_KV_LORA_RANK / 2,
-    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* per half */
+    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* values per half of the NoPE part */
 };
 
 static_assert(LANE_VALUES == 8, "16 bytes of bf16");
@@ -114,7 +114,7 @@ static __device__ __forceinline__ void
 load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane, lane_part *part,
                 float scales[2])
 {
-    const smla_kv_token key = place_of_slot(launch, list, slot);
+    const smla_kv_token key = address_of_slot(launch, list, slot);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int chunk = SMLA_WARP_LANES * half + lane;
@@ -156,13 +156,13 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
     }
 }
 
-/* A key of a work, by its slot (slot_of_index). */
+/* A key of an item, by its slot (slot_of_index). */
 typedef struct listed_key {
     int32_t slot;
     int32_t list;
 } listed_key;
 
-/* The lane's part of a work's only key. CODED: the key has 512 values in any format. */
+/* The lane's part of an item's only key. CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 load_only_key(const attention_launch &launch, const listed_key &only, int lane, lane_part *key,
@@ -187,7 +187,7 @@ scale_part(const lane_part &key, const float scales[2], lane_part *value)
     }
 }
 
-/* The lane's part of the value of a work's only key. */
+/* The lane's part of the value of an item's only key. */
 template <bool CODED>
 static __device__ __forceinline__ lane_part
 load_only_value(const attention_launch &launch, const listed_key &only, int lane)
@@ -264,23 +264,23 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
 
 /* Writes a head's value * weight: its row of out, or its partial row unless the weight is 0. */
 static __device__ __forceinline__ void
-write_value(const attention_launch &launch, const cta_work &work, int head, int lane,
+write_value(const attention_launch &launch, const work_item &item, int head, int lane,
             const lane_part &value, float weight)
 {
-    if (work.first_row == NOT_PARTIAL) {
-        write_out_part(launch.params, work.token, work.first_head + head, lane, value, weight);
+    if (item.first_row == NOT_PARTIAL) {
+        write_out_part(launch.params, item.token, item.first_head + head, lane, value, weight);
     } else if (weight != 0.0f) {
-        store_part(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK, lane,
+        store_part(launch.partials.out + ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK, lane,
                    value, weight);
     }
 }
 
-/* Writes all results of a work with one key. It takes `num_threads` threads, whole warps of a CTA;
- * this is number `thread`. The caller must know that the key is the only one in the work's columns.
- * CODED: the key has 512 values in any format. */
+/* Writes all results of an item with one key. `num_threads` threads call it, whole warps of a CTA;
+ * this is thread number `thread`. The caller must know that the key is the only one in the item's
+ * columns. CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
-attend_one_key(const attention_launch &launch, const cta_work &work, const listed_key &only,
+attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,
                int thread, int num_threads)
 {
     const smla_attention_params &params = launch.params;
@@ -292,22 +292,22 @@ attend_one_key(const attention_launch &launch, const cta_work &work, const liste
     const float scale_log2 = CODED ? find_scale_log2(launch) : launch.scale_log2;
     scale_part(key, scales, &value);
 #pragma unroll 1
-    for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
+    for (int head = thread / SMLA_WARP_LANES; head < item.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
         lane_part query;
-        load_query_part<ROPE, CODED>(launch, work.token, work.first_head + head, lane, &query);
+        load_query_part<ROPE, CODED>(launch, item.token, item.first_head + head, lane, &query);
         const float score = multiply_parts(query, key, scales) * scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         float weight = sum;
-        if (work.first_row == NOT_PARTIAL) {
-            const float sink = softmax_sink(params, work.first_head + head);
-            weight *= softmax_finish(params, work.token, work.first_head + head, max_log2, sum,
+        if (item.first_row == NOT_PARTIAL) {
+            const float sink = softmax_sink(params, item.first_head + head);
+            weight *= softmax_finish(params, item.token, item.first_head + head, max_log2, sum,
                                      sink, lane == 0);
         } else if (lane == 0) {
-            *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+            *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
                 make_float2(max_log2, sum);
         }
-        write_value(launch, work, head, lane, value, weight);
+        write_value(launch, item, head, lane, value, weight);
     }
 }

@@ -74,18 +74,19 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
 {
     const char *const op = params->call.op;
     static const char call[] = "cudaLaunchKernelExC";
-    smla_cuda_held held;
+    smla_cuda_deferred deferred;
     const bool is_split = params->num_splits > 1;
-    const smla_attention_start start = {run->cut_bytes, is_split ? &held : NULL, run->interleaves};
+    const smla_attention_start start = {run->cut_bytes, is_split ? &deferred : NULL,
+                                        run->interleaves};
     SMLA_TRY(require_workspace(params, error));
-    smla_cuda_begin_held(&held);
+    smla_cuda_begin_deferred(&deferred);
     SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));
     if (!is_split) {
         return SMLA_OK;
     }
     return smla_cuda_status(op, call,
                             smla_cuda_launch_combine(params, run->kernel,
-                                                     held.is_full ? &held : NULL),
+                                                     deferred.is_full ? &deferred : NULL),
                             error);
 }
 

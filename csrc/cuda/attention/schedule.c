@@ -24,7 +24,7 @@ typedef struct run_plan {
 
 /* A plan for a batch. `rest` is the number of tokens in the batch's last run. If it is less than
  * all, the tokens in front run unsplit in full waves of CTAs, and the last `rest` tokens have a
- * plan of their own: that is estimated to take less time than one more wave. */
+ * plan of their own. That is estimated to take less time than one more wave. */
 typedef struct batch_plan {
     run_plan run;
     int64_t rest;
@@ -32,7 +32,7 @@ typedef struct batch_plan {
 
 enum {
     MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
-    REST_COST = 30 /* for the start of a second run, which takes the rest of a batch */
+    REST_COST = 30 /* the cost of starting a second run, which takes the rest of a batch */
 };
 
 static int64_t
@@ -41,9 +41,9 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Places for CTAs: how many CTAs of the kernel the device runs at once. */
+/* How many CTAs of the kernel the device runs at once. */
 static int64_t
-count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
+count_resident_ctas(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
     if (kernel->ctas_per_sm == 1) {
         return device->num_sms;
@@ -94,7 +94,7 @@ max_useful_splits(const split_problem *problem)
 static int64_t
 max_parts(const split_problem *problem)
 {
-    return MAX_WAVES * count_places(problem->device, problem->whole) /
+    return MAX_WAVES * count_resident_ctas(problem->device, problem->whole) /
            count_tiles(problem, problem->whole);
 }
 
@@ -123,12 +123,12 @@ find_combine_cost(const split_problem *problem, const smla_attention_kernel *ker
  * room, beside the combine kernel's CTAs or on SMs that they leave free. */
 static int64_t
 find_late_cost(const split_problem *problem, const smla_attention_kernel *kernel,
-               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
+               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t resident_ctas)
 {
     const bool is_beside =
         kernel->leaves_room && smla_fits_beside(num_ctas, num_tokens * problem->num_heads,
                                                 num_splits, problem->device->num_sms);
-    return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
+    return kernel->leaves_halves && 2 * num_ctas > resident_ctas && !is_beside ? 6 : 0;
 }
 
 /* The cost of a CTA. Hopper's CTAs for FP8 rows take a little longer where each row goes to more
@@ -146,12 +146,13 @@ static int64_t
 estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
               int num_splits, int64_t columns)
 {
-    const int64_t places = count_places(problem->device, kernel);
+    const int64_t resident_ctas = count_resident_ctas(problem->device, kernel);
     const int64_t tiles = count_tiles(problem, kernel);
     const int64_t ctas = num_tokens * tiles * num_splits;
-    return kernel->start_cost + divide_up(ctas, places) * find_cta_cost(kernel, tiles, columns) +
+    return kernel->start_cost +
+           divide_up(ctas, resident_ctas) * find_cta_cost(kernel, tiles, columns) +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
-           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
+           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
 }
 
 /* Whether one wave of CTAs can run the batch on the first kernel for few columns. Kernels with more
@@ -170,11 +171,11 @@ fits_one_wave(const split_problem *problem, int64_t num_tokens)
                          count_columns(problem, splits));
     return kernel != NULL && kernel->max_columns != 0 &&
            num_tokens * count_tiles(problem, kernel) * splits <=
-               count_places(problem->device, kernel);
+               count_resident_ctas(problem->device, kernel);
 }
 
-/* The kernel with the shortest estimated time for this many splits; of equals, the first row.
- * `is_small` is what fits_one_wave tells. */
+/* The kernel with the shortest estimated time for this many splits; of equal kernels, the first
+ * row. `is_small` is the result of fits_one_wave. */
 static run_plan
 choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, bool is_small)
 {
@@ -204,8 +205,8 @@ plan_whole(const split_problem *problem, int64_t num_tokens)
 {
     batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1, false), .rest = num_tokens};
     const int64_t tiles = count_tiles(problem, problem->whole);
-    const int64_t places = count_places(problem->device, problem->whole);
-    const int64_t full = num_tokens * tiles / places * places / tiles;
+    const int64_t resident_ctas = count_resident_ctas(problem->device, problem->whole);
+    const int64_t full = num_tokens * tiles / resident_ctas * resident_ctas / tiles;
     const int64_t rest = num_tokens - full;
     if (full == 0 || rest == 0) {
         return plan;
@@ -220,7 +221,7 @@ plan_whole(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* The plan with the shortest estimated time; of equals, the one with fewer splits. */
+/* The plan with the shortest estimated time; of equal plans, the one with fewer splits. */
 static batch_plan
 plan_batch(const split_problem *problem, int64_t num_tokens)
 {
@@ -279,7 +280,7 @@ find_plan(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* What a kernel must serve for a call of the shape with these formats. */
+/* The formats and other needs that a kernel must serve for a call of this shape. */
 static smla_kv_set
 find_needs(const smla_attention_shape *shape, smla_kv_set formats)
 {
@@ -357,8 +358,8 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
 
-/* Whether splits take chunks of columns in turn. Where they have few columns, each has a range, so
- * that none is left without. */
+/* Whether splits take chunks of columns in turn. Splits of few columns have a range each, so that
+ * no split is without columns. */
 static bool
 interleaves(const split_problem *problem, const smla_attention_kernel *kernel, int num_splits)
 {

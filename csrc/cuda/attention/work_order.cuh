@@ -1,21 +1,22 @@
-/* work_order.cuh: which works a CTA of Hopper's kernels takes, one after the other.
+/* work_order.cuh: which work items a CTA of Hopper's kernels takes, one after the other.
  *
- * A work's time depends on its number of keys. Where lists differ in length, a CTA that takes every
- * gridDim.x-th work may meet two long works, and all other CTAs wait for it at the end. Here every
- * CTA computes one order for the whole grid, and takes its own part of it. All CTAs read the same
- * lists and come to the same order, so they need no common memory and no messages.
+ * An item's time depends on its number of keys. Where lists differ in length, a CTA that takes
+ * every gridDim.x-th item may meet two long items, and all other CTAs wait for it at the end. Here
+ * every CTA computes one order for the whole grid, and takes its own part of it. All CTAs read the
+ * same lists and come to the same order, so they need no common memory and no messages.
  *
- * Works are taken in rounds of gridDim.x. In the first round CTA c takes work c, so that no CTA
+ * Items are taken in rounds of gridDim.x. In the first round CTA c takes item c, so that no CTA
  * waits for the order when a launch starts. In each further round the CTA with the least load so
- * far takes the longest work of the round, the CTA with the second least load takes the second
- * longest, and so on. In a last round that is not full, the CTAs with the largest loads take none.
+ * far takes the longest item of the round. The CTA with the second least load takes the second
+ * longest item, and so on. In a last round that is not full, the CTAs with the largest loads take
+ * none.
  *
- * Lengths are estimated from a few columns of each work's main list. A wrong estimate costs time.
+ * Lengths are estimated from a few columns of each item's main list. A wrong estimate costs time.
  * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
- * every quarter of every list ends with a key, all lists are taken for full. There is nothing to
- * level then, and the order is the fixed one.
+ * every quarter of every list ends with a key, all lists count as full. There is nothing to level
+ * then, and the order is the fixed one.
  *
- * The fixed order is: work n * gridDim.x + c is the n-th of CTA c. Launches of one work per CTA, of
+ * The fixed order is: item n * gridDim.x + c is the n-th of CTA c. Launches of one item per CTA, of
  * more than NUM_ROUNDS rounds or of several splits keep it. Many rounds level the loads anyway.
  */
 #pragma once
@@ -25,20 +26,21 @@
 enum {
     NUM_ROUNDS = 4,      /* the most rounds that are ordered */
     ORDER_THREADS = 256, /* all consumers; an ordered grid has no more CTAs */
-    FULL_LENGTH = 8,     /* length, in eighths, of a work whose list is full of keys */
+    FULL_LENGTH = 8,     /* length, in eighths, of an item whose list is full of keys */
     NUM_LEVELS = 32,     /* levels of loads or lengths, a lane for each */
 };
 
 /* The result of the plan, in shared memory. It stays there until the CTA ends. */
-typedef struct work_order {
-    alignas(8) uint64_t planned;   /* mbarrier of `works`: 1 arrival, or each consumer's */
-    int32_t works[1 + NUM_ROUNDS]; /* what nth_work returns for the CTA */
-    /* Where works may be cut: a bit for each length found; at the end, for each work to fold. */
+typedef struct item_order {
+    alignas(8) uint64_t planned;   /* mbarrier of `items`: 1 arrival, or each consumer's */
+    int32_t items[1 + NUM_ROUNDS]; /* what nth_item returns for the CTA */
+    /* Where items may be cut: one bit for each length that was found. At the end: one bit for each
+     * item of the CTA that it must fold. */
     uint32_t seen;
-} work_order;
+} item_order;
 
-/* Ranks threads by a small number, their level. Each level has a byte per warp, which first counts
- * the warp's threads of this level, and then is the rank of the first of them. */
+/* Ranks threads by a small number, their level. Each level has a byte per warp. The byte first
+ * counts the warp's threads of this level, and then is the rank of the first of these threads. */
 typedef struct rank_table {
     alignas(8) uint64_t bytes[NUM_LEVELS];
 } rank_table;
@@ -46,67 +48,69 @@ typedef struct rank_table {
 /* Memory for one round while the plan is made. */
 typedef struct round_scratch {
     rank_table ctas;               /* ranks CTAs by load */
-    rank_table works;              /* ranks works by length, the longest first */
-    uint8_t ranked[ORDER_THREADS]; /* works of a round, the longest first */
+    rank_table items;              /* ranks items by length, the longest first */
+    uint8_t ranked[ORDER_THREADS]; /* items of a round, the longest first */
 } round_scratch;
 
 typedef struct order_scratch {
     round_scratch round;
-    uint8_t lengths[NUM_ROUNDS * ORDER_THREADS]; /* one per work */
+    uint8_t lengths[NUM_ROUNDS * ORDER_THREADS]; /* one per item */
 } order_scratch;
 
 static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");
 static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are levels");
 
-/* CTAs for a number of works: one per SM, if all SMs have works or may get pieces of works. Else
- * one per work, and one CTA without a work on an idle SM. This CTA waits for no memory, so it is
- * the first to execute each part of the kernel's code, and brings the code from memory to L2 for
- * the others. Behind other kernels that saves 2 us of a small call. */
+/* The number of CTAs for a number of work items. It is one per SM if all SMs have items or may get
+ * pieces of items. Otherwise it is one per item, and one CTA without an item on an idle SM. This
+ * CTA waits for no memory, so it is the first to execute each part of the kernel's code, and brings
+ * the code from memory to L2 for the others. Behind other kernels that saves 2 us of a small
+ * call. */
 static inline int64_t
-count_ctas(const attention_launch &launch, int64_t num_works)
+count_ctas(const attention_launch &launch, int64_t num_items)
 {
     const int64_t num_sms = smla_cuda_find_device(launch.params.call.stream.device_id)->num_sms;
-    return num_works < num_sms && launch.num_segments == 1 ? num_works + 1 : num_sms;
+    return num_items < num_sms && launch.num_segments == 1 ? num_items + 1 : num_sms;
 }
 
-/* Whether CTAs take their works from `work_order`, and not in the fixed order. */
+/* Whether CTAs take their work items from `item_order`, and not in the fixed order. */
 static inline bool
-has_order(const attention_launch &launch, int64_t num_works, int64_t num_ctas)
+has_order(const attention_launch &launch, int64_t num_items, int64_t num_ctas)
 {
     return launch.num_segments > 1 || (launch.params.num_splits == 1 && num_ctas <= ORDER_THREADS &&
-                                       num_works > num_ctas && num_works <= NUM_ROUNDS * num_ctas);
+                                       num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
 }
 
-/* One thread calls this first. A work that may be cut stays whole, and the CTA's only work, unless
- * a plan says otherwise. */
+/* Prepares the order; one thread calls it before all else. An item that may be cut stays whole, and
+ * the CTA's only item, unless a plan says otherwise. */
 static __device__ __forceinline__ void
-start_order(const attention_launch &launch, work_order *order)
+start_order(const attention_launch &launch, item_order *order)
 {
     ptx_mbarrier_init(ptx_shared_address(&order->planned),
                       launch.num_segments > 1 ? ORDER_THREADS : 1);
-    order->works[0] = launch.num_segments == 1
+    order->items[0] = launch.num_segments == 1
                           ? (int32_t)blockIdx.x
                           : make_part((int)blockIdx.x, 0, NUM_SEGMENTS, 0, 1, 0);
-    order->works[1] = -1;
-    order->works[2] = -1;
+    order->items[1] = -1;
+    order->items[2] = -1;
     order->seen = 0;
 }
 
-/* The CTA's n-th work, counted from 0, or -1 behind the last one. Work 0 may be an empty work
- * (find_numbered_work). n may be one more than the last work's. With an order, callers pass
- * wait_for_order before they ask for n above 0, and for any n where works may be cut; there the
- * result is the word of a part (works.cuh). */
+/* The CTA's n-th work item, counted from 0, or -1 behind the last one. Item 0 may be empty
+ * (find_numbered_item). n may be one more than the last item's. With an order, callers pass
+ * wait_for_order before they ask for n above 0. Where items may be cut, they pass it for any n, and
+ * the result is the word of a part (works.cuh). */
 static __device__ __forceinline__ int
-nth_work(bool is_ordered, int num_works, const work_order *order, int n)
+nth_item(bool is_ordered, int num_items, const item_order *order, int n)
 {
     if (is_ordered) {
-        return ((const volatile int32_t *)order->works)[n];
+        return ((const volatile int32_t *)order->items)[n];
     }
     const int idx = n * (int)gridDim.x + (int)blockIdx.x;
-    return n == 0 || idx < num_works ? idx : -1;
+    return n == 0 || idx < num_items ? idx : -1;
 }
 
-/* Only gather warps need this: consumers meet at a barrier when they have made the plan. */
+/* Waits until the order is planned. Only gather warps need this, because consumers meet at a
+ * barrier when they have made the plan. */
 static __device__ __forceinline__ void
 wait_for_order(bool is_ordered, uint32_t planned)
 {
@@ -126,7 +130,7 @@ typedef struct main_lists {
     int64_t length_stride;
     uint32_t topk;
     uint32_t index_limit;
-    smla_divisor head_tiles; /* works per list */
+    smla_divisor head_tiles; /* items per list */
 } main_lists;
 
 static __device__ __forceinline__ main_lists
@@ -142,38 +146,38 @@ find_main_lists(const attention_launch &launch)
                       launch.head_tiles};
 }
 
-/* The list of a work, and its length. */
-typedef struct work_list {
+/* The list of an item, and its length. */
+typedef struct item_list {
     const int32_t *indices;
     uint32_t count; /* not above topk */
-} work_list;
+} item_list;
 
-static __device__ __forceinline__ work_list
+static __device__ __forceinline__ item_list
 find_list(const main_lists &lists, int idx, bool is_on)
 {
     const uint32_t token = smla_divide_uint32((uint32_t)idx, lists.head_tiles);
     uint32_t length;
     ptx_load_4(lists.topk_length + token * lists.length_stride, is_on & (lists.topk_length != NULL),
                lists.topk, &length);
-    return work_list{lists.indices + token * lists.indices_stride,
+    return item_list{lists.indices + token * lists.indices_stride,
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
 }
 
 /* Whether a column of a list is a key. It loads four bytes, because vectors took three times as
  * long where all CTAs read the same memory. */
 static __device__ __forceinline__ bool
-is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
+is_key_at(const main_lists &lists, const item_list &list, uint32_t column)
 {
     uint32_t index;
     ptx_load_4(list.indices + column, column < lists.topk, NO_INDEX, &index);
     return index < lists.index_limit && column < list.count;
 }
 
-/* How many quarters of a work's list end with a key. The four loads are under way together. */
+/* How many quarters of an item's list end with a key. The four loads are under way together. */
 static __device__ __forceinline__ uint32_t
 count_quarters(const main_lists &lists, int idx)
 {
-    const work_list list = find_list(lists, idx, true);
+    const item_list list = find_list(lists, idx, true);
     bool is_key[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
@@ -182,7 +186,7 @@ count_quarters(const main_lists &lists, int idx)
     return (uint32_t)is_key[0] + is_key[1] + is_key[2] + is_key[3];
 }
 
-/* The length of a work, 0 to FULL_LENGTH, if `quarters` of its list's quarters end with keys. One
+/* The length of an item, 0 to FULL_LENGTH, if `quarters` of its list's quarters end with keys. One
  * more column tells whether the keys reach the middle of the next quarter. */
 static __device__ __forceinline__ uint32_t
 estimate_length(const main_lists &lists, int idx, uint32_t quarters)
@@ -238,29 +242,29 @@ rank_of(int thread, uint32_t level, int rank_in_warp, const rank_table *table)
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
 
-/* Which of a round's `count` works CTA number `thread` takes if its load is `load`; -1 for none.
+/* Which of a round's `count` items CTA number `thread` takes if its load is `load`; -1 for none.
  * All consumer threads call it. */
 static __device__ __forceinline__ int
 share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, int barrier,
                 round_scratch *scratch)
 {
     const bool is_cta = thread < (int)gridDim.x;
-    const bool is_work = thread < count;
-    const uint32_t level = is_work ? FULL_LENGTH - lengths[thread] : 0;
+    const bool is_item = thread < count;
+    const uint32_t level = is_item ? FULL_LENGTH - lengths[thread] : 0;
     clear_level(thread, &scratch->ctas);
-    clear_level(thread, &scratch->works);
+    clear_level(thread, &scratch->items);
     ptx_barrier(barrier, ORDER_THREADS);
     const int cta_in_warp = count_equals(thread, load, is_cta, &scratch->ctas);
-    const int work_in_warp = count_equals(thread, level, is_work, &scratch->works);
-    ptx_barrier(barrier, ORDER_THREADS); /* all are counted */
+    const int item_in_warp = count_equals(thread, level, is_item, &scratch->items);
+    ptx_barrier(barrier, ORDER_THREADS); /* all threads are counted */
     if (thread < 2 * SMLA_WARP_LANES) {
         find_first_ranks(thread % SMLA_WARP_LANES,
-                         thread < SMLA_WARP_LANES ? &scratch->ctas : &scratch->works);
+                         thread < SMLA_WARP_LANES ? &scratch->ctas : &scratch->items);
     }
     ptx_barrier(barrier, ORDER_THREADS);
     const int cta_rank = rank_of(thread, load, cta_in_warp, &scratch->ctas);
-    if (is_work) {
-        scratch->ranked[rank_of(thread, level, work_in_warp, &scratch->works)] = (uint8_t)thread;
+    if (is_item) {
+        scratch->ranked[rank_of(thread, level, item_in_warp, &scratch->items)] = (uint8_t)thread;
     }
     ptx_barrier(barrier, ORDER_THREADS); /* `ranked` is written, and the tables may be cleared */
     return is_cta && cta_rank < count ? scratch->ranked[cta_rank] : -1;
@@ -270,21 +274,21 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
  * because code that lies behind a jump is not fetched ahead. */
 template <typename Memory>
 static __device__ __noinline__ void
-plan_works(const attention_launch &launch, int num_works, int barrier, Memory *shared)
+plan_order(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
     order_scratch *const scratch = (order_scratch *)shared->probs;
     const main_lists lists = find_main_lists(launch);
-    work_order *const order = &shared->order;
+    item_order *const order = &shared->order;
     const int thread = ptx_forget((int)threadIdx.x);
     bool is_ragged = false;
 #pragma unroll 1
-    for (int idx = thread; idx < num_works; idx += ORDER_THREADS) {
+    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
         const uint32_t quarters = count_quarters(lists, idx);
         scratch->lengths[idx] = (uint8_t)quarters;
         is_ragged |= quarters != 4;
     }
-    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_works : 0;
+    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_items : 0;
 #pragma unroll 1
     for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
         scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
@@ -295,29 +299,29 @@ plan_works(const attention_launch &launch, int num_works, int barrier, Memory *s
 #pragma unroll 1
     for (int round = 0; round < NUM_ROUNDS; round++) {
         first += (int)gridDim.x;
-        int idx = first + thread < num_works ? first + thread : -1;
+        int idx = first + thread < num_items ? first + thread : -1;
         if (first < to_order) {
-            const int place =
-                share_out_round(thread, min(num_works - first, (int)gridDim.x),
+            const int round_idx =
+                share_out_round(thread, min(num_items - first, (int)gridDim.x),
                                 scratch->lengths + first, load, barrier, &scratch->round);
-            idx = place < 0 ? -1 : first + place;
+            idx = round_idx < 0 ? -1 : first + round_idx;
             load += idx < 0 ? 0 : scratch->lengths[idx];
         }
         if (thread == (int)blockIdx.x) {
-            order->works[1 + round] = idx;
+            order->items[1 + round] = idx;
         }
     }
     ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
-    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
 }
 
-/* Makes the plan of an ordered launch. All consumers call it when memory of other grids may be
- * read, and meet at `barrier`. Its scratch lies where the weights will be. */
+/* Makes the plan of an ordered launch. All consumers call it when they may read memory of other
+ * grids, and meet at `barrier`. Its scratch memory is that of the weights, which come later. */
 template <typename Launch, typename Memory>
 static __device__ __forceinline__ void
-order_works(const Launch &launch, int barrier, Memory *shared)
+order_items(const Launch &launch, int barrier, Memory *shared)
 {
     if (launch.is_ordered && launch.base.num_segments == 1) {
-        plan_works(launch.base, launch.num_works, barrier, shared);
+        plan_order(launch.base, launch.num_items, barrier, shared);
     }
 }

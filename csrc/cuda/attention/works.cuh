@@ -1,71 +1,74 @@
-/* works.cuh: works. A work is what a CTA of an attention kernel takes at a time: one head tile of
- * one split of one token, or a part of that. Also prepares the launches of these kernels.
+/* works.cuh: work items, which kernels call items for short. A work item is what a CTA of an
+ * attention kernel takes at a time: one head tile of one split of one token, or a part of that. The
+ * file also prepares the launches of these kernels.
  */
 #pragma once
 
 #include "cuda/attention/key_rows.cuh"
 
-/* ---- Works by number ------------------------------------------------------------------------ */
+/* ---- Work items by number ------------------------------------------------------------------- */
 
-/* Works are numbered by token, then split, then head tile. The head tiles of a token and split are
- * neighbours because they gather the same cache rows: L2 serves all but the first. */
-static __device__ __forceinline__ cta_work
-make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
+/* Work items are numbered by token, then split, then head tile. The head tiles of a token and split
+ * are neighbours because they gather the same cache rows: L2 serves all but the first. */
+static __device__ __forceinline__ work_item
+make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
           int heads_per_cta)
 {
-    cta_work work;
-    work.token = token;
-    work.split = split;
-    work.num_segments = launch.num_segments;
-    work.first_head = tile * heads_per_cta;
-    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
-    work.first_row = NOT_PARTIAL;
+    work_item item;
+    item.token = token;
+    item.split = split;
+    item.num_segments = launch.num_segments;
+    item.first_head = tile * heads_per_cta;
+    item.num_heads = min((int32_t)launch.params.num_heads - item.first_head, heads_per_cta);
+    item.first_row = NOT_PARTIAL;
     if (launch.params.num_splits > 1) {
-        work.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
-                         work.first_head;
+        item.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+                         item.first_head;
     }
-    return work;
+    return item;
 }
 
-/* Finds a work by its number. There are num_tiles works per token and split. The function divides,
- * because the portable kernels have no registers for divisors that they could multiply with. */
-static __device__ __forceinline__ cta_work
-find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
+/* Finds a work item by its number. There are num_tiles items per token and split. The function
+ * divides, because the portable kernels have no registers for divisors that they could multiply
+ * with. */
+static __device__ __forceinline__ work_item
+find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
     const uint32_t num_splits = (uint32_t)launch.params.num_splits;
     const uint32_t part = (uint32_t)cta / num_tiles;
-    return make_work(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
+    return make_item(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
-/* find_work for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
- * behind the last work gives a work without heads and columns, for which nothing is read or
+/* find_item for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
+ * behind the last item gives an item without heads and columns, for which nothing is read or
  * written. */
-static __device__ __forceinline__ cta_work
-find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+static __device__ __forceinline__ work_item
+find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 {
     const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
     const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    cta_work work = make_work(launch, token, part - token * launch.params.num_splits,
-                              idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    work_item item = make_item(launch, token, part - token * launch.params.num_splits,
+                               idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
     if (token >= launch.params.num_tokens) {
-        work.token = 0;
-        work.num_segments = 0;
-        work.num_heads = 0;
+        item.token = 0;
+        item.num_segments = 0;
+        item.num_heads = 0;
     }
-    return work;
+    return item;
 }
 
-/* ---- Parts of works ------------------------------------------------------------------------- */
+/* ---- Parts of work items -------------------------------------------------------------------- */
 
-/* Where a launch may cut works (cut_works.cuh), a word describes each part of a work: the work's
- * number, the part's segments, which part of how many it is, and the number of the work's first
- * piece. The first part of a work is its head. The others are pieces, numbered over all works. */
+/* Where a launch may cut work items (cut_works.cuh), a word describes each part of an item: the
+ * item's number, the part's segments, the part's number and the number of parts, and the number of
+ * the item's first piece. The first part of an item is its head. The others are pieces, numbered
+ * over all items. */
 enum {
-    NUM_SEGMENTS = 16, /* segments per work, with equal numbers of columns */
-    MAX_PARTS = 8,     /* the most parts per work */
-    MAX_CUT_WORKS = 256,
-    WHOLE_WORK = -1, /* stands for the word in a launch that cuts no works */
+    NUM_SEGMENTS = 16, /* segments per item, with equal numbers of columns */
+    MAX_PARTS = 8,     /* the most parts per item */
+    MAX_CUT_ITEMS = 256,
+    WHOLE_ITEM = -1, /* stands for the word in a launch that cuts no items */
 };
 
 static __device__ __forceinline__ int
@@ -75,9 +78,9 @@ make_part(int idx, int begin, int end, int nth, int count, int first_piece)
 }
 
 static __device__ __forceinline__ int
-work_of_part(int part)
+item_of_part(int part)
 {
-    return part & (MAX_CUT_WORKS - 1);
+    return part & (MAX_CUT_ITEMS - 1);
 }
 
 static __device__ __forceinline__ int
@@ -86,15 +89,16 @@ count_parts(int part)
     return (part >> 19 & (MAX_PARTS - 1)) + 1;
 }
 
-/* The slot of partial rows of a work's n-th part. Head parts have the first gridDim.x slots. */
+/* The slot of the partial rows that an item's n-th part leaves. Head parts have the first gridDim.x
+ * slots. */
 static __device__ __forceinline__ int
 slot_of_part(int part, int n)
 {
-    return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
+    return n == 0 ? item_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
 }
 
-/* The first partial row of a part. Works that are done again come in smaller head tiles, which may
- * begin in the middle of a slot. */
+/* The first partial row of a part. The fallback takes smaller head tiles, which may begin in the
+ * middle of a slot. */
 static __device__ __forceinline__ int32_t
 find_first_row(const attention_launch &launch, int part, int32_t first_head)
 {
@@ -104,42 +108,43 @@ find_first_row(const attention_launch &launch, int part, int32_t first_head)
                : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
 }
 
-/* Reduces a work to the part that the word `part` describes. */
+/* Reduces a work item to the part that the word `part` describes. */
 static __device__ __forceinline__ void
-take_part(const attention_launch &launch, int part, cta_work *work)
+take_part(const attention_launch &launch, int part, work_item *item)
 {
-    work->split = part >> 8 & (NUM_SEGMENTS - 1);
-    work->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - work->split;
-    work->first_row = find_first_row(launch, part, work->first_head);
+    item->split = part >> 8 & (NUM_SEGMENTS - 1);
+    item->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - item->split;
+    item->first_row = find_first_row(launch, part, item->first_head);
 }
 
-/* Finds a work by its number, and reduces it to a part unless `part` is WHOLE_WORK. */
-static __device__ __forceinline__ cta_work
+/* Finds a work item by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
+static __device__ __forceinline__ work_item
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
-    cta_work work = find_work(launch, num_tiles, cta, heads_per_cta);
-    if (part != WHOLE_WORK) {
-        take_part(launch, part, &work);
+    work_item item = find_item(launch, num_tiles, cta, heads_per_cta);
+    if (part != WHOLE_ITEM) {
+        take_part(launch, part, &item);
     }
-    return work;
+    return item;
 }
 
-/* The work or part of a work that nth_work (work_order.cuh) names. */
-static __device__ __forceinline__ cta_work
-find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
+/* The work item, or part of one, that nth_item (work_order.cuh) names. */
+static __device__ __forceinline__ work_item
+find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 {
     const bool is_part = launch.num_segments > 1;
-    cta_work work =
-        find_numbered_work(launch, is_part ? work_of_part(number) : number, heads_per_cta);
-    if (is_part && work.num_heads != 0) {
-        take_part(launch, number, &work);
+    work_item item =
+        find_numbered_item(launch, is_part ? item_of_part(number) : number, heads_per_cta);
+    if (is_part && item.num_heads != 0) {
+        take_part(launch, number, &item);
     }
-    return work;
+    return item;
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Whether 32 bits can count the works and columns. No memory holds the arrays of larger calls. */
+/* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
+ * calls. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)
 {
@@ -198,7 +203,8 @@ make_launch(const smla_attention_params *params)
     return launch;
 }
 
-/* Lets splits take chunks of columns in turn, those of the extra list behind the main list's. */
+/* Lets splits take chunks of columns in turn. The chunks of the extra list follow those of the main
+ * list. */
 static inline void
 interleave_splits(attention_launch *launch)
 {
@@ -207,13 +213,13 @@ interleave_splits(attention_launch *launch)
     launch->extra_turn =
         (int32_t)(smla_count_parts(params.lists[0].topk, CHUNK_COLUMNS) % params.num_splits);
     for (int i = 0; i < params.num_lists; i++) {
-        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* up to the end */
+        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* a split ends with its list */
         launch->split_step[i] = CHUNK_COLUMNS;
     }
 }
 
 static int64_t
-count_works(const attention_launch &launch)
+count_items(const attention_launch &launch)
 {
     return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
 }

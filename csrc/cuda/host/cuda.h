@@ -97,21 +97,21 @@ typedef struct smla_cuda_grid {
 
 /* The first launch of a pair, kept until the second comes, so that both start together. */
 enum { SMLA_CUDA_MAX_ARGS = 4096 }; /* what CUDA allows on each device */
-typedef struct smla_cuda_held {
+typedef struct smla_cuda_deferred {
     bool is_full;
     smla_cuda_grid grid; /* its args are those below */
     uint64_t args[SMLA_CUDA_MAX_ARGS / sizeof(uint64_t)];
-} smla_cuda_held;
+} smla_cuda_deferred;
 
 static inline void
-smla_cuda_begin_held(smla_cuda_held *held)
+smla_cuda_begin_deferred(smla_cuda_deferred *deferred)
 {
-    held->is_full = false;
+    deferred->is_full = false;
 }
 
-/* Starts a kernel. Where `held` is not NULL, it keeps the first launch, and the second starts both,
- * in their order, which costs the host and the device 1 us less than two starts. */
-cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_held *held);
+/* Starts a kernel. Where `deferred` is not NULL, it keeps the first launch, and the second starts
+ * both, in their order, which costs the host and the device 1 us less than two starts. */
+cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_deferred *deferred);
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 

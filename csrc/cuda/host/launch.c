@@ -475,17 +475,17 @@ start_pair(const smla_cuda_grid *first, const smla_cuda_grid *second)
 }
 
 cudaError_t
-smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_held *held)
+smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_deferred *deferred)
 {
-    if (held == NULL) {
+    if (deferred == NULL) {
         return start(grid);
     }
-    if (held->is_full) {
-        return start_pair(&held->grid, grid);
+    if (deferred->is_full) {
+        return start_pair(&deferred->grid, grid);
     }
-    held->is_full = true;
-    held->grid = *grid;
-    held->grid.args = held->args;
-    memcpy(held->args, grid->args, grid->args_bytes);
+    deferred->is_full = true;
+    deferred->grid = *grid;
+    deferred->grid.args = deferred->args;
+    memcpy(deferred->args, grid->args, grid->args_bytes);
     return cudaSuccess;
 }

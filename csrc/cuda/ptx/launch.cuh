@@ -26,8 +26,8 @@ can_start_early(int32_t compute_capability)
 }
 
 /* Starts a kernel that takes one struct by value. The grid has at most as many blocks as the
- * hardware can number; kernels loop over the others. With no blocks nothing is launched. `held` is
- * as in smla_cuda_launch.
+ * hardware can number; kernels loop over the others. With no blocks nothing is launched. `deferred`
+ * is as in smla_cuda_launch.
  *
  * Where the device can, the grid starts before the one in front of it in the stream is done. So
  * every thread of every kernel must pass ptx_wait_for_grids before it reads what other grids wrote,
@@ -36,9 +36,9 @@ template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
             int shared_bytes, smla_stream stream, bool has_clusters = false,
-            smla_cuda_held *held = NULL)
+            smla_cuda_deferred *deferred = NULL)
 {
-    static_assert(sizeof args <= SMLA_CUDA_MAX_ARGS, "held launches keep them");
+    static_assert(sizeof args <= SMLA_CUDA_MAX_ARGS, "deferred launches keep them");
     if (num_blocks <= 0) {
         return cudaSuccess;
     }
@@ -53,7 +53,7 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     grid.starts_early =
         can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability);
     grid.stream = stream;
-    return smla_cuda_launch(&grid, held);
+    return smla_cuda_launch(&grid, deferred);
 }
 
 /* Asks for more than 48 KiB of shared memory, once per kernel and device: `allowed` has a bit per

@@ -150,11 +150,11 @@ LAUNCHER(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
-                         smla_cuda_held *held)
+                         smla_cuda_deferred *deferred)
 {
     (void)params;
     (void)kernel;
-    EXPECT(held == NULL); /* the kernel above started at once */
+    EXPECT(deferred == NULL); /* the kernel above started at once */
     return cudaSuccess;
 }
 

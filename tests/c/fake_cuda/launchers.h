@@ -31,7 +31,7 @@ write_launch(const char *launcher, const smla_attention_params *params,
     return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-/* Only launches that the combine kernel follows are held for it. */
+/* Only launches that the combine kernel follows are deferred for it. */
 static inline cudaError_t
 hold_launch(const char *launcher, const smla_attention_params *params,
             const smla_attention_start *start)
@@ -82,7 +82,7 @@ LAUNCHER(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
-                         smla_cuda_held *held)
+                         smla_cuda_deferred *held)
 {
     EXPECT(held != NULL && held->is_full);
     return write_launch("combine", params, kernel, 0);

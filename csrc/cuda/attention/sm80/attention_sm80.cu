@@ -45,7 +45,7 @@
  *              in a selected row reaches the token's results. No key: out 0, lse and max_logits
  *              -inf. weight * scale is finite for scales below 0x1.FFp127, and loses bits only
  *              below 2^-126. A score overflows where fp32 does, before softmax_scale, as on the
- *              CPU. A work with one key gives its value, rounded once (one_key.cuh). A row's bits
+ *              CPU. An item with one key gives its value, rounded once (one_key.cuh). A row's bits
  *              depend on its query, keys, num_splits, H and the device, not on T.
  * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). Groups
  *              by scale tile, four versions of the weights and the integer reference are ours.
@@ -73,7 +73,7 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 {
     extern __shared__ __align__(128) uint8_t memory[];
     ptx_wait_for_grids();
-    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, WHOLE_WORK,
+    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, WHOLE_ITEM,
                      (shared_memory<Tile> *)memory);
 }
 
@@ -93,8 +93,8 @@ launch_attend(const smla_attention_params *params, const smla_attention_start *s
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
-                       params->call.stream, false, start->held);
+    return smla_launch(attend<Tile>, launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
+                       params->call.stream, false, start->deferred);
 }
 
 #define LAUNCHER(name, heads, rows)                                                          \

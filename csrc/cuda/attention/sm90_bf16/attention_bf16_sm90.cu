@@ -13,16 +13,16 @@
  *                                             after the scores.
  *              sums, maxima, references, mbarriers, is_key, counts of keys
  *              232,072 bytes of the 232,448 that an SM has
- * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
- *              behind the first one those that level the loads (work_order.cuh). Where an SM would
- *              be idle, a CTA without work runs ahead through the code (count_ctas).
+ * Roles        One CTA per SM. CTA i takes work items i, i + grid, ... (token, split, head tile),
+ *              or after the first item those that level the loads (work_order.cuh). Where an SM
+ *              would be idle, a CTA without items runs ahead through the code (count_ctas).
  *              4 gather warps   56 registers. They bring cache rows by index, with cp.async of 16
  *                               bytes, because a bulk copy cannot swizzle. Each brings 16 rows of
  *                               every block, from its quarter of the columns, and leaves out
  *                               entries that are no keys (key_stream.cuh). They run ahead as far as
- *                               blocks are free, into the next work, too. They count a work's keys
+ *                               blocks are free, into the next item, too. They count an item's keys
  *                               before its first step, so they know its last step, and mark it in
- *                               is_key. A work without keys is one step without keys.
+ *                               is_key. An item without keys is one step without keys.
  *                               For rows of codes there are 8, in pairs that share a quarter
  *                               (hopper_coded_gather.cuh). CTAs have 512 threads then.
  *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per
@@ -44,16 +44,16 @@
  *              empty[block][group]  128 threads of the group: its values are added | gather warps
  *              begun                128 threads of group 0: all its scores are under way | group 1,
  *                                   before its own scores
- *              settled[group]       128 threads of the group: references are those of its block
- *                                   (hopper_bf16_products.cuh) | the other group
- *              weighed[group]       128 threads of the group: its weights | the other group
+ *              references_ready[group]  128 threads of the group: references are those of its
+ *                                   block (hopper_bf16_products.cuh) | the other group
+ *              probs_ready[group]   128 threads of the group: its weights | the other group
  *              query_full           128 threads, gather warps or group 1 | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
  *              planned              a consumer thread, which has written the order | gather warps
  *              scored               128 threads of group 0, which have scored its block | the same
  *                                   threads, before weights replace the block's RoPE tile
- *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
- *                               its keys are counted, and for the first work all threads
+ *              barriers         CONSUMERS 256 threads, where an item ends; GATHER 128 threads,
+ *                               where its keys are counted, and for the first item all threads
  *              A group learns from the other's weights that the other's block has come. A block
  *              that is full again was freed by both groups, so no thread still reads the weights
  *              that group 1 replaces.
@@ -64,7 +64,7 @@
  *              wgmma; 37 of shared memory (scores 2304 bytes, because A and B of products of 64 x
  *              64 x 16 both come from there; values 1152; weights 128; rows 1152); 32 of L2 (a
  *              gather without products; 62 of HBM where no row is shared). Measured: 44 at the
- *              clock of 1.6 GHz that power leaves, of which start and end of works are 4; T 4096,
+ *              clock of 1.6 GHz that power leaves, of which start and end of items are 4; T 4096,
  *              32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858 us. That
  *              was before the groups' products were in order; a prefill now takes 0.85 to 0.95 of
  *              the time (H100).
@@ -73,14 +73,13 @@
  *              8 gather warps there are registers for one sum of 32 steps, and WGMMA_CORRECTION
  *              corrects it as for FP8 rows. A weight is 2^(scale S - ref). Weights are rounded to
  *              bf16 for the values. Their sums are fp32 sums of unrounded weights, compensated so
- *              that equal terms round the same
- *              way. ref is the head's maximum in the first block that has a
- *              key: the heaviest weight there is 1, and the weights just below it round by least.
- *              Where a later block has an exponent above 40, its maximum is the head's ref from
- *              there on, and what was added up is multiplied by 2^(older ref - newer ref). Values
- *              up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126 may not
- *              count. A work with one key gets that key's value when it ends (write_only_rows),
- *              because a value of -0 that is added to 0 would lose its sign.
+ *              that equal terms round the same way. ref is the head's maximum in the first block
+ *              that has a key: the heaviest weight there is 1, and the weights just below it round
+ *              by least. Where a later block has an exponent above 40, its maximum is the head's
+ *              ref from there on, and earlier sums are multiplied by 2^(older ref - newer ref).
+ *              Values up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126
+ *              may not count. An item with one key gets that key's value when it ends
+ *              (write_only_rows), because a value of -0 that is added to 0 would lose its sign.
  *              A logit of NaN or +inf makes out and lse of its head NaN; a logit of -inf has weight
  *              0. The bits of other heads do not change. Masked cache rows are zeros and have
  *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not
@@ -93,7 +92,7 @@
 #include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
 #include "cuda/attention/sm90_bf16/hopper_bf16_results.cuh"
 
-/* ---- Consumers: a work --------------------------------------------------------------------- */
+/* ---- Consumers: a work item ---------------------------------------------------------------- */
 
 static __device__ __forceinline__ void
 clear_sums(bf16_consumer *state)
@@ -106,13 +105,14 @@ clear_sums(bf16_consumer *state)
     for (int piece = 0; piece < 2; piece++) {
         state->sum[piece] = 0.0f;
         state->excess[piece] = 0.0f;
-        state->top[piece] = -INFINITY;
+        state->row_max[piece] = -INFINITY;
         state->reference[piece] = NO_REFERENCE;
     }
     state->is_late = INT32_MAX;
 }
 
-/* Recomputes where shared memory is; otherwise dozens of descriptors are kept over the loops. */
+/* Recomputes the address of shared memory, because dozens of descriptors would otherwise be kept
+ * over the loops. */
 static __device__ __forceinline__ uint32_t
 find_base(const bf16_memory *shared)
 {
@@ -120,12 +120,13 @@ find_base(const bf16_memory *shared)
 }
 
 /* Adds the values of the group's own block with its weights, of which the first half is stored. The
- * products start before the other half is weighed, and before the other group has the weights, so
- * that its products do not delay these, behind which half of the block is free. No product that
- * adds to `out` is under way. scales_out: `out` must be multiplied by the factors. */
+ * products start before the other half becomes weights, and before the other group gets the
+ * weights. So products of the other group do not delay them, and half of the block is free behind
+ * them. No product that adds to `out` is under way. scales_out: `out` must be multiplied by the
+ * factors. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float factors[2],
+add_own_block(uint32_t base, const thread_index &me, bool scales_out, const float factors[2],
               bf16_consumer *state)
 {
     if (scales_out) {
@@ -142,13 +143,13 @@ add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float 
 }
 
 /* A step of group 0: scores, weights and values of its block, then values of group 1's block.
- * Returns whether it was the work's last step. */
+ * Returns whether it was the item's last step. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
-    lane_place me = find_place_again();
+    thread_index me = find_thread_index_again();
     me.group = 0;
     score_block<Keys>(base, me, parity, state);
     ptx_mbarrier_arrive(BF16_AT(base, begun), true);
@@ -183,7 +184,7 @@ static __device__ __forceinline__ bool
 follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
-    lane_place me = find_place_again();
+    thread_index me = find_thread_index_again();
     me.group = 1;
     ptx_mbarrier_wait(BF16_AT(base, begun), parity);
     score_block<Keys>(base, me, parity, state);
@@ -209,15 +210,15 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     return is_last;
 }
 
-/* All steps of a work, of which there is at least one. */
+/* All steps of an item; there is at least one. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ void
 consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
               bf16_consumer *state)
 {
     bool is_last;
-    ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->work);
-    if (find_place_again().group == 0) {
+    ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->item);
+    if (find_thread_index_again().group == 0) {
 #pragma unroll 1
         do {
             is_last = lead_step<Keys, MAXIMA>(launch, phase->step, shared, state);
@@ -230,11 +231,11 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
             phase->step ^= 1;
         } while (!is_last);
     }
-    phase->work ^= 1;
+    phase->item ^= 1;
 }
 
 /* Initialises the mbarriers, in a thread of the consumers, which have the time. The gather warps
- * learn of it when their first keys are counted. */
+ * wait for it when their first keys are counted. */
 template <typename Keys>
 static __device__ __forceinline__ void
 start(const bf16_launch &launch, bf16_memory *shared)
@@ -249,8 +250,8 @@ start(const bf16_launch &launch, bf16_memory *shared)
             for (int half = 0; half < 2; half++) {
                 ptx_mbarrier_init(ptx_shared_address(&shared->empty[block][half]), GROUP_THREADS);
             }
-            ptx_mbarrier_init(ptx_shared_address(&shared->settled[block]), GROUP_THREADS);
-            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->references_ready[block]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready[block]), GROUP_THREADS);
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->begun), GROUP_THREADS);
@@ -272,19 +273,19 @@ consume(const bf16_launch &launch, bf16_memory *shared)
     ptx_wait_for_grids();
     const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
     if (follower >= 0) {
-        const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
+        const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
         copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params, first),
                                         ptx_shared_address(shared), follower / SMLA_WARP_LANES);
     }
-    order_works(launch, BARRIER_CONSUMERS, shared);
-    int idx = (int)blockIdx.x; /* work 0, whatever the order */
+    order_items(launch, BARRIER_CONSUMERS, shared);
+    int idx = (int)blockIdx.x; /* item 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {
         bf16_consumer state;
         clear_sums(&state);
         consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
-        finish_work<Keys, MAXIMA, ALIGNED>(launch, idx, n & 1, shared, state);
-        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
+        finish_item<Keys, MAXIMA, ALIGNED>(launch, idx, n & 1, shared, state);
+        idx = nth_item(launch.is_ordered, launch.num_items, &shared->order, ++n);
     }
 }
 
@@ -326,11 +327,11 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     if (start->interleaves) {
         interleave_splits(&launch.base);
     }
-    launch.num_works = (int32_t)count_works(launch.base);
-    const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
-    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    launch.num_items = (int32_t)count_items(launch.base);
+    const int64_t num_ctas = count_ctas(launch.base, launch.num_items);
+    launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
-                       SHARED_BYTES, params->call.stream, false, start->held);
+                       SHARED_BYTES, params->call.stream, false, start->deferred);
 }
 
 /* Whether all rows of q and out and all cache rows begin at multiples of 16 bytes. */
@@ -350,7 +351,7 @@ launch_any(const smla_attention_params *params, const smla_attention_start *star
                                       : launch_bf16<Keys, true, ALIGNED>(params, start);
 }
 
-/* Launches the one of four kernels that suits the call. */
+/* Launches the kernel, one of four, that suits the call. */
 template <bool ROPE>
 static cudaError_t
 launch_bf16_rows(const smla_attention_params *params, const smla_attention_start *start)

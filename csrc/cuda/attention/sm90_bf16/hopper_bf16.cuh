@@ -11,7 +11,7 @@ enum {
     TILE_BYTES = BLOCK_KEYS * 128, /* 64 dimensions of a block or of the query */
     QUERY_TILES = SMLA_HEAD_DIM / 64,
     BLOCK_BYTES = QUERY_TILES * TILE_BYTES,
-    HALF_VALUES = SMLA_KV_LORA_RANK / 2, /* per warpgroup */
+    HALF_VALUES = SMLA_KV_LORA_RANK / 2, /* values per warpgroup */
     HALF_TILES = HALF_VALUES / 64,
     ROPE_TILE = QUERY_TILES - 1,
     PIECES = 4,    /* pieces of a block, each with an mbarrier */
@@ -38,7 +38,8 @@ template <bool ROPE_, bool CODED_> struct key_kind {
                   "setmaxnreg shares out what the launch gave: 168 each, or 128");
 };
 
-/* The first tile of a piece: of tiles 0-1, 2-3, 4-6, 7-8, or without RoPE 0-1, 2-3, 4-5, 6-7. */
+/* The first tile of a piece. The pieces are tiles 0-1, 2-3, 4-6 and 7-8, or without RoPE 0-1, 2-3,
+ * 4-5 and 6-7. */
 template <bool ROPE>
 static __device__ __forceinline__ constexpr int
 first_tile(int piece)
@@ -46,9 +47,9 @@ first_tile(int piece)
     return !ROPE || piece < 3 ? 2 * piece : piece == 3 ? 7 : QUERY_TILES;
 }
 
-/* The piece that comes i-th. The halves of a block become free one after the other, first the half
- * whose values the block's own group adds. Codes come in the order of their tiles, which needs less
- * code. */
+/* The piece that comes i-th. The halves of a block become free one after the other; the first is
+ * the half whose values the block's own group adds. Codes come in the order of their tiles, which
+ * needs less code. */
 template <typename Keys>
 static __device__ __forceinline__ constexpr int
 nth_piece(int block, int i)
@@ -60,23 +61,23 @@ struct bf16_memory {
     alignas(1024) uint8_t query[QUERY_TILES][TILE_HEADS][128];
     alignas(1024) uint8_t keys[2][QUERY_TILES][BLOCK_KEYS][128];
     alignas(1024) uint8_t probs[TILE_HEADS][128]; /* weights of group 1 (group 0: find_probs) */
-    alignas(16) float sums[2][2][TILE_HEADS];     /* [turn][group]; `turn` is 0 and 1 in turn */
-    alignas(16) float tops[2][2][TILE_HEADS];
-    alignas(16) float reference[TILE_HEADS]; /* references of the block that was settled last */
+    alignas(16) float sums[2][2][TILE_HEADS];     /* [turn][group]; an item's turn is 0 or 1 */
+    alignas(16) float row_maxima[2][2][TILE_HEADS];
+    alignas(16) float reference[TILE_HEADS]; /* references of the block that published them last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
     uint64_t begun;
-    uint64_t settled[2]; /* [group] */
-    uint64_t weighed[2]; /* [group] */
+    uint64_t references_ready[2]; /* [group] */
+    uint64_t probs_ready[2];      /* [group] */
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
     alignas(16) uint32_t is_key[2][GATHER_WARPS];     /* a gather warp's 16 keys, and IS_LAST */
     alignas(16) key_counts num_keys[2];               /* [turn] */
-    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: add_absent */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: sums of add_absent */
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
-    work_order order;
+    item_order order;
 };
 
 /* The bits of a word of is_key. */
@@ -85,27 +86,28 @@ enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000 };
 /* The argument of the kernel. */
 typedef struct bf16_launch {
     attention_launch base;
-    int32_t num_works;
-    bool is_ordered; /* CTAs take works in the order of work_order.cuh */
+    int32_t num_items;
+    bool is_ordered; /* CTAs take items in the order of work_order.cuh */
 } bf16_launch;
 
-/* What a consumer thread keeps during a work, for heads `row` and row + 8 of its warp. */
+/* What a consumer thread keeps during an item, for heads `row` and row + 8 of its warp. */
 typedef struct bf16_consumer {
     float out[HALF_VALUES / 2];        /* D of wgmma: 64 heads, 256 values */
-    float scores[BLOCK_KEYS / 2];      /* first over half of the values alone */
-    float more_scores[BLOCK_KEYS / 2]; /* over the other half */
+    float scores[BLOCK_KEYS / 2];      /* at first sums over half of the values alone */
+    float more_scores[BLOCK_KEYS / 2]; /* sums over the other half */
     uint32_t probs[BLOCK_KEYS / 4];    /* A of wgmma */
     float sum[2];
     float excess[2];    /* the amount by which sum is too large */
-    float top[2];       /* the largest logit, minus the reference */
-    float reference[2]; /* out, sum and top are relative to it */
+    float row_max[2];   /* the largest logit, minus the reference */
+    float reference[2]; /* out, sum and row_max are relative to it */
     int32_t is_late;    /* INT32_MAX while one of the two heads has no reference, then 0 */
 } bf16_consumer;
 
-/* Parities of mbarriers: of those used once per step, and of those used once per work. */
+/* Parities of mbarriers: of mbarriers that are used once per step, and of those used once per
+ * item. */
 typedef struct bf16_phase {
     uint32_t step;
-    uint32_t work;
+    uint32_t item;
 } bf16_phase;
 
 /* The largest x of the four lanes of a head. */
@@ -116,7 +118,8 @@ max_of_lanes(float x)
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-/* The same for both heads of the lanes. The shuffles of one do not wait for those of the other. */
+/* max_of_lanes for both heads of the lanes. The shuffles of one head do not wait for those of the
+ * other. */
 static __device__ __forceinline__ void
 max_of_lanes(float (&x)[2])
 {
@@ -132,7 +135,8 @@ max_of_lanes(float (&x)[2])
 /* The address of a member of bf16_memory, which begins at `base`. */
 #define BF16_AT(base, member) ((base) + (uint32_t)offsetof(bf16_memory, member))
 
-/* The mbarriers that there are several of; bf16_memory says who arrives and who waits. */
+/* The addresses of mbarriers of which there are several; attention_bf16_sm90.cu says who arrives
+ * and who waits. */
 static __device__ __forceinline__ uint32_t
 full_barrier(uint32_t base, int block, int piece)
 {
@@ -146,13 +150,13 @@ empty_barrier(uint32_t base, int block, int group)
 }
 
 static __device__ __forceinline__ uint32_t
-settled_barrier(uint32_t base, int group)
+references_ready_barrier(uint32_t base, int group)
 {
-    return BF16_AT(base, settled) + 8 * group;
+    return BF16_AT(base, references_ready) + 8 * group;
 }
 
 static __device__ __forceinline__ uint32_t
-weighed_barrier(uint32_t base, int group)
+probs_ready_barrier(uint32_t base, int group)
 {
-    return BF16_AT(base, weighed) + 8 * group;
+    return BF16_AT(base, probs_ready) + 8 * group;
 }

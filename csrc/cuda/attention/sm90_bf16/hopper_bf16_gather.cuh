@@ -1,9 +1,9 @@
 /* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu. Ahead of the consumers, they
  * bring queries and, by index, cache rows to shared memory.
  *
- * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. In a
- * flight of four rows, lane l copies chunk l % 8 of row l / 8, so that eight lanes copy a row's 128
- * bytes. Four flights are the warp's rows. Entries of a list that are no keys take no place in a
+ * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. A load
+ * wave is four rows: lane l copies chunk l % 8 of row l / 8, so that eight lanes copy a row's 128
+ * bytes. Four load waves are the warp's rows. Entries of a list that are no keys take no row of a
  * block (key_stream.cuh). Behind the last key, and where an index names no cache row after all, a
  * row of the block is filled with zeros, and nothing is read.
  */
@@ -13,8 +13,8 @@
 
 enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
-    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* rows per copy instruction of a warp */
-    ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
+    LOAD_WAVE_ROWS = SMLA_WARP_LANES / 8, /* rows per copy instruction of a warp */
+    ROW_LOAD_WAVES = WARP_ROWS / LOAD_WAVE_ROWS,
 };
 
 static_assert(CONSUMER_WARPS % GATHER_WARPS == 0, "gather_warp");
@@ -24,7 +24,7 @@ static_assert((int)TILE_HEADS == (int)BLOCK_KEYS, "a warp's heads are as many as
 /* What a gather thread keeps. */
 typedef struct bf16_gather {
     uint32_t base; /* address of shared memory */
-    uint32_t to;   /* offset of the thread's chunk in a tile in even flights; odd ones flip bit 6 */
+    uint32_t to;   /* offset of the thread's chunk in a tile; odd load waves flip bit 6 */
     bf16_phase phase;
 } bf16_gather;
 
@@ -40,8 +40,8 @@ gather_warp(void)
     return (int)(threadIdx.x / SMLA_WARP_LANES) % GATHER_WARPS;
 }
 
-/* gather_warp, recomputed at each call: keeping it, and what depends on it, would cost the copies
- * registers. */
+/* gather_warp, recomputed at each call, because keeping it, and the values that depend on it, would
+ * cost the copies registers. */
 static __device__ __forceinline__ int
 gather_warp_again(void)
 {
@@ -59,7 +59,7 @@ gather_twin(void)
                             : __shfl_sync(0xFFFFFFFFu, group - CONSUMER_THREADS / GROUP_THREADS, 0);
 }
 
-/* The offset in a tile of the thread's chunk in even flights, in the n-th of four warps. */
+/* The offset in a tile of the thread's chunk in even load waves, for warp `warp` of four. */
 static __device__ __forceinline__ uint32_t
 first_chunk_in_tile(int warp)
 {
@@ -67,11 +67,11 @@ first_chunk_in_tile(int warp)
     return (warp * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
 }
 
-/* The offset in a tile of the thread's chunk of its row in a flight. */
+/* The offset in a tile of the thread's chunk of its row in a load wave. */
 static __device__ __forceinline__ uint32_t
-chunk_in_tile(uint32_t first_chunk, int flight)
+chunk_in_tile(uint32_t first_chunk, int load_wave)
 {
-    return (first_chunk ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
+    return (first_chunk ^ (load_wave & 1) * 64) + load_wave * (LOAD_WAVE_ROWS * 128);
 }
 
 /* ---- Copies -------------------------------------------------------------------------------- */
@@ -93,7 +93,7 @@ copy_chunk(uint32_t to, const void *from, bool is_on)
     }
 }
 
-/* Arrives at the mbarrier when what this thread has copied is in shared memory. */
+/* Arrives at the mbarrier when all bytes that this thread has copied are in shared memory. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 announce_copies(uint32_t barrier)
@@ -108,38 +108,39 @@ announce_copies(uint32_t barrier)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Where a work's query lies. */
-typedef struct query_place {
+/* Where an item's query lies. */
+typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
     int64_t nope_stride; /* elements from a head to the next */
     int64_t rope_stride;
     int32_t num_heads;
-} query_place;
+} query_source;
 
-static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work)
+static __device__ __forceinline__ query_source
+find_query(const smla_attention_params &params, const work_item &item)
 {
-    return query_place{params.q_nope + work.token * params.q_nope_stride_token +
-                           work.first_head * params.q_nope_stride_head,
-                       params.q_pe + work.token * params.q_pe_stride_token +
-                           work.first_head * params.q_pe_stride_head,
-                       params.q_nope_stride_head, params.q_pe_stride_head, work.num_heads};
+    return query_source{params.q_nope + item.token * params.q_nope_stride_token +
+                            item.first_head * params.q_nope_stride_head,
+                        params.q_pe + item.token * params.q_pe_stride_token +
+                            item.first_head * params.q_pe_stride_head,
+                        params.q_nope_stride_head, params.q_pe_stride_head, item.num_heads};
 }
 
-/* Copies the query of a work; `warp` is the number of the calling warp among four. Group 1 brings
+/* Copies the query of an item; `warp` is the number of the calling warp among four. Group 1 brings
  * the CTA's first query, because it is idle while the gather warps read the first indices. The
  * gather warps bring the others. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
-copy_query(const query_place &query, uint32_t base, int warp)
+copy_query(const query_source &query, uint32_t base, int warp)
 {
 #pragma unroll 1
-    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
-        const int head = warp * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
+    for (int load_wave = 0; load_wave < ROW_LOAD_WAVES; load_wave++) {
+        const int head = warp * WARP_ROWS + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8;
         const uint16_t *const nope = query.nope + head * query.nope_stride;
         const uint16_t *const rope = query.rope + head * query.rope_stride;
-        const uint32_t to = BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
+        const uint32_t to =
+            BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), load_wave);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
@@ -150,22 +151,24 @@ copy_query(const query_place &query, uint32_t base, int warp)
     announce_copies<ALIGNED>(BF16_AT(base, query_full));
 }
 
-/* copy_query as a called function, which first steps without a query do not jump over. */
+/* copy_query as a called function, because a launch's first item, which has its query, would jump
+ * over the code. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __noinline__ void
-copy_query_apart(query_place query, uint32_t base, int warp)
+copy_query_apart(query_source query, uint32_t base, int warp)
 {
     copy_query<ROPE, ALIGNED>(query, base, warp);
 }
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* What a thread copies of a block: its chunks in the first tile, one per flight, and whether their
- * rows exist. It is found before the wait for a free block, so that only copies come behind it. */
+/* What a thread copies of a block: its chunks in the first tile, one per load wave, and whether
+ * their rows exist. It is found before the wait for a free block, so that only copies come behind
+ * the wait. */
 template <typename Keys> struct block_rows {
-    static constexpr int FLIGHTS = ROW_FLIGHTS / Keys::TWINS;
-    const uint8_t *from[FLIGHTS];
-    bool is_on[FLIGHTS];
+    static constexpr int LOAD_WAVES = ROW_LOAD_WAVES / Keys::TWINS;
+    const uint8_t *from[LOAD_WAVES];
+    bool is_on[LOAD_WAVES];
 };
 
 /* The warp's rows of a block. The lanes from first_lane on have their addresses. */
@@ -175,11 +178,11 @@ find_block_rows(const uint8_t *row, int first_lane)
 {
     block_rows<Keys> rows;
 #pragma unroll
-    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
+    for (int load_wave = 0; load_wave < block_rows<Keys>::LOAD_WAVES; load_wave++) {
         const uint8_t *const from =
-            row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
-        rows.is_on[flight] = from != NULL;
-        rows.from[flight] = from + gather_lane() % 8 * 16;
+            row_of_lane(row, first_lane + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8);
+        rows.is_on[load_wave] = from != NULL;
+        rows.from[load_wave] = from + gather_lane() % 8 * 16;
     }
     return rows;
 }
@@ -190,22 +193,22 @@ static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
 {
 #pragma unroll
-    for (int flight = 0; flight < block_rows<Keys>::FLIGHTS; flight++) {
+    for (int load_wave = 0; load_wave < block_rows<Keys>::LOAD_WAVES; load_wave++) {
         const uint32_t to =
-            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, flight);
+            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, load_wave);
 #pragma unroll
         for (int tile = first_tile<Keys::ROPE>(PIECE); tile < first_tile<Keys::ROPE>(PIECE + 1);
              tile++) {
-            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, rows.from[flight] + tile * 128,
-                                rows.is_on[flight]);
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, rows.from[load_wave] + tile * 128,
+                                rows.is_on[load_wave]);
         }
     }
     announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));
 }
 
-/* Copies a block, each half when it becomes free: first the half whose values the block's group
- * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. Then both
- * halves are free, and no thread reads the last is_key. */
+/* Copies a block, each half when it becomes free, first the half whose values the block's group
+ * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. By then both
+ * halves are free, and no thread reads the previous is_key. */
 template <int BLOCK, typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)

@@ -1,4 +1,4 @@
-/* hopper_bf16_lists.cuh: how the gather warps of attention_bf16_sm90.cu go through works, lists and
+/* hopper_bf16_lists.cuh: how the gather warps of attention_bf16_sm90.cu go through items, lists and
  * steps.
  */
 #pragma once
@@ -7,14 +7,14 @@
 
 enum { BF16_COUNT_LOADS = 16 }; /* indices per lane counted at once: those of 2048 columns */
 
-/* ---- A work with one key -------------------------------------------------------------------
+/* ---- An item with one key ------------------------------------------------------------------
  *
- * Places without a key are counted between the two blocks of a step. By then the warps have waited
- * until the first block was free, so all consumers are done with work n - 2, which had the same
- * `turn` as this work n. Group 1 sees the counts when it has waited for the second block, and group
- * 0 after the barrier at the end of a work. */
+ * Positions without a key are counted between the two blocks of a step. By then the warps have
+ * waited until the first block was free, so all consumers are done with item n - 2, which had the
+ * same `turn` as this item n. Group 1 sees the counts when it has waited for the second block.
+ * Group 0 sees them after the barrier at the end of an item. */
 
-/* Begins the count of a work's keys, in its first step. */
+/* Begins the count of an item's keys, in its first step. */
 static __device__ __forceinline__ void
 begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
 {
@@ -27,31 +27,31 @@ begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
     __syncwarp();
 }
 
-/* ---- Works --------------------------------------------------------------------------------- */
+/* ---- Work items ---------------------------------------------------------------------------- */
 
-/* Asks for the indices of work number idx to be in L2; -1 is no work. Not inlined, because a CTA's
- * last work jumps over it. */
+/* Asks for the indices of item number idx to be in L2; -1 is no item. Not inlined, because a CTA's
+ * last item jumps over it. */
 static __device__ __noinline__ void
-prefetch_work(const bf16_launch &launch, int idx)
+prefetch_item(const bf16_launch &launch, int idx)
 {
     if (idx >= 0) {
-        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
+            prefetch_keys(launch.base, item, list, gather_warp_again(), gather_lane());
         }
     }
 }
 
 /* What a step of a list needs besides its keys. */
 typedef struct step_context {
-    cta_work work;
-    int n;             /* the work's number among the CTA's */
-    bool is_first;     /* the step is the work's first */
-    int32_t num_steps; /* the work's */
+    work_item item;
+    int n;             /* the item's number among the CTA's */
+    bool is_first;     /* the step is the item's first */
+    int32_t num_steps; /* steps of the item */
 } step_context;
 
-/* What a gather warp does between the two blocks of a step. The first step of a work begins the
+/* What a gather warp does between the two blocks of a step. The first step of an item begins the
  * count of its keys and brings its query. */
 template <typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
@@ -62,14 +62,14 @@ pass_middle(const bf16_launch &launch, const step_context &context, uint32_t are
         return;
     }
     if (context.is_first) {
-        begin_count(context.num_steps, state.phase.work, shared);
+        begin_count(context.num_steps, state.phase.item, shared);
         if (context.n != 0) {
-            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
-            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.work),
+            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.item ^ 1);
+            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.item),
                                                   state.base, gather_warp_again());
         }
     }
-    count_step(are_keys, key.slot >= 0, key, state.phase.work, gather_warp_again, shared);
+    count_step(are_keys, key.slot >= 0, key, state.phase.item, gather_warp_again, shared);
 }
 
 /* Gathers a step of a list. Lane l has row l % 16 of the warp's rows of block l / 16. */
@@ -110,11 +110,11 @@ gather_step(const bf16_launch &launch, const step_context &context, const listed
     gather_block<1, Keys, ALIGNED>(state, row, are_keys, last_bit);
 }
 
-/* Gathers a list of the CTA's n-th work. Behind the work's first step it prefetches the indices
- * that the next work's count will read. */
+/* Gathers a list of the CTA's n-th item. After the item's first step it prefetches the indices that
+ * the count of the next item will read. */
 template <typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
+gather_list(const bf16_launch &launch, const work_item &item, int n, int list,
             const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
             bf16_gather *state)
 {
@@ -123,15 +123,15 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
 #pragma unroll 1
     for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
         const uint32_t index = take_step<true>(launch.base, list, stream, gather_lane());
-        const int32_t slot = slot_of_index<true>(launch.base, list, work.token, (int32_t)index);
-        gather_step<Keys, ALIGNED>(launch, step_context{work, n, *is_first_step, num_steps},
+        const int32_t slot = slot_of_index<true>(launch.base, list, item.token, (int32_t)index);
+        gather_step<Keys, ALIGNED>(launch, step_context{item, n, *is_first_step, num_steps},
                                    listed_key{slot, list}, is_last_list && left == 1 ? IS_LAST : 0,
                                    shared, stream, *state);
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
             if (gather_twin<Keys>() == 0) {
-                prefetch_work(launch,
-                              nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1));
+                prefetch_item(launch,
+                              nth_item(launch.is_ordered, launch.num_items, &shared->order, n + 1));
             }
             *is_first_step = false;
         }
@@ -139,7 +139,7 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
     }
 }
 
-/* Gathers all works of the CTA. */
+/* Gathers all items of the CTA. */
 template <typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
 gather(const bf16_launch &launch, bf16_memory *shared)
@@ -149,17 +149,17 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     state.to =
         first_chunk_in_tile(gather_warp()) + gather_twin<Keys>() * (WARP_ROWS / Keys::TWINS * 128);
     ptx_wait_for_grids();
-    int idx = (int)blockIdx.x; /* work 0, whatever the order */
+    int idx = (int)blockIdx.x; /* item 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {
-        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
-        key_counts *const counts = &shared->num_keys[state.phase.work];
+        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+        key_counts *const counts = &shared->num_keys[state.phase.item];
         key_stream stream = {};
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             key_stream opened =
-                open_stream(launch.base, work, list, gather_warp_again(), gather_lane(), 0);
-            if (list == 0) { /* its next index comes together with those that are counted */
+                open_stream(launch.base, item, list, gather_warp_again(), gather_lane(), 0);
+            if (list == 0) { /* its next index comes with those that are counted */
                 stream = opened;
                 load_next(&stream);
             }
@@ -169,23 +169,24 @@ gather(const bf16_launch &launch, bf16_memory *shared)
                                                         launch.base.column_stride);
             }
         }
-        /* the first time also for all consumers, which have initialised the mbarriers (start) */
+        /* the first time, consumers arrive here, too, when they have initialised the mbarriers
+         * (start) */
         ptx_barrier(BARRIER_GATHER, n == 0 ? Keys::THREADS : Keys::GATHER_THREADS);
         const list_steps steps = find_steps(launch.base, counts);
         stream.to_come = find_count(counts, 0, gather_warp_again());
         bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            gather_list<Keys, ALIGNED>(launch, work, n, list, steps, shared, &stream,
+            gather_list<Keys, ALIGNED>(launch, item, n, list, steps, shared, &stream,
                                        &is_first_step, &state);
             if (list + 1 < launch.base.params.num_lists) {
                 stream =
-                    open_stream(launch.base, work, list + 1, gather_warp_again(), gather_lane(),
+                    open_stream(launch.base, item, list + 1, gather_warp_again(), gather_lane(),
                                 find_count(counts, list + 1, gather_warp_again()));
                 load_next(&stream);
             }
         }
-        state.phase.work ^= 1;
-        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
+        state.phase.item ^= 1;
+        idx = nth_item(launch.is_ordered, launch.num_items, &shared->order, ++n);
     }
 }

@@ -8,8 +8,8 @@
 /* If the exponent of a weight is above this, the reference of its head moves. */
 #define MAX_EXPONENT 40.0f
 
-/* The reference of a head that has had no key yet: its logits are their own exponents. No other
- * reference has these bits. */
+/* The reference of a head that has had no key yet. Relative to it, logits are their own exponents.
+ * No other reference has these bits. */
 #define NO_REFERENCE (-0.0f)
 
 enum {
@@ -19,11 +19,11 @@ enum {
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Starts the products of the scores of the group's block, piece by piece as the pieces come. Two
- * sums of half the values lose half as much as one: wgmma cuts each addition off. */
+/* Starts the products of the scores of the group's block, piece by piece as the pieces come. wgmma
+ * cuts each addition off, so two sums of half the values lose half as much as one sum. */
 template <typename Keys>
 static __device__ __forceinline__ void
-score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
+score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consumer *state)
 {
     const uint64_t query = wgmma_descriptor(BF16_AT(base, query), 1024, WGMMA_SWIZZLE_128);
     const uint64_t keys =
@@ -51,16 +51,18 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 
 /* ---- Masks --------------------------------------------------------------------------------- */
 
-/* The bits in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
+/* The bits ALL_KEYS and IS_LAST that all words of is_key have for the group's block, which has
+ * come. */
 static __device__ __forceinline__ uint32_t
-load_block_bits(uint32_t base, const lane_place &me)
+load_block_bits(uint32_t base, const thread_index &me)
 {
     uint32_t words[GATHER_WARPS];
     ptx_load_shared_16(BF16_AT(base, is_key) + 4 * GATHER_WARPS * me.group, words);
     return words[0] & words[1] & words[2] & words[3];
 }
 
-/* A bit for each of keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block that is there. */
+/* A bit for each key that is there: of keys 0 to 31 (half 0) or 32 to 63 (half 1) of the group's
+ * block. */
 static __device__ __forceinline__ uint32_t
 load_is_key(const bf16_memory *shared, int group, int half)
 {
@@ -70,7 +72,7 @@ load_is_key(const bf16_memory *shared, int group, int half)
 
 /* Puts -inf in place of the scores of keys that are not there. */
 static __device__ __forceinline__ void
-mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLOCK_KEYS / 2])
+mask_scores(const bf16_memory *shared, const thread_index &me, float (&scores)[BLOCK_KEYS / 2])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -85,41 +87,42 @@ mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLO
 
 /* The largest of the thread's scores of head `row` (piece 0) or row + 8 (piece 1). */
 static __device__ __forceinline__ float
-find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
+find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
 {
-    float top = -INFINITY;
+    float row_max = -INFINITY;
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
-        top = fmaxf(top, fmaxf(scores[i + 2 * piece], scores[i + 2 * piece + 1]));
+        row_max = fmaxf(row_max, fmaxf(scores[i + 2 * piece], scores[i + 2 * piece + 1]));
     }
-    return top;
+    return row_max;
 }
 
 /* ---- References ----------------------------------------------------------------------------
  *
- * Blocks are weighed one after the other: A0 by group 0, B0 by group 1, A1 by group 0, and so on.
- * The references in shared memory are those of the block that was settled last, and only the group
- * whose turn it is may move them. Its turn begins when the block before is settled, and ends when
- * it settles its own, after a look at all exponents of its 64 keys. So no thread writes references
- * while others read them:
+ * Scores of blocks become weights one block after the other: A0 by group 0, B0 by group 1, A1 by
+ * group 0, and so on. A group publishes the references of each of its blocks. The references in
+ * shared memory are those that were published last, and only the group whose turn it is may move
+ * them. Its turn begins when the references of the block before are published. It ends when the
+ * group publishes its own, after a look at all exponents of its 64 keys. So no thread writes
+ * references while others read them:
  *
- *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, settle An, weigh, follow, add An
- *   group 1: wait for An | read, follow, add An | move, settle Bn, weigh, follow, add Bn | ...
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, publish An, weigh, follow, add An
+ *   group 1: wait for An | read, follow, add An | move, publish Bn, weigh, follow, add Bn | ...
  *
- * A block is settled before its weights exist, so the other group follows while it would wait for
- * them anyway.
+ * A block's references are published before its weights exist, so the other group follows while it
+ * would wait for the weights anyway.
  *
  * Warp w of either group has the same 16 heads, and a head has four lanes of the warp. So each warp
  * does all of this alone: a maximum takes two shuffles, and branches are the warp's.
  *
  * Each group remembers the references that its own out, sums and maxima are relative to. To follow
- * is to multiply by 2^(older - newer) where references have changed. A group finds the other's
- * changes when it compares what it remembers with the references in shared memory: there is no flag
- * that could be lost or found twice. It knows its own changes, and `out` follows them last, from
+ * is to multiply these by 2^(older - newer) where references have changed. A group finds the
+ * other's changes when it compares its own references with those in shared memory: there is no flag
+ * that could be missed or found twice. It knows its own changes, and `out` follows them last, from
  * registers, because the other group may move references again by then.
- * A work begins without references in registers. Its first block always writes those in shared
- * memory, so no reference of the work before is used. When the work ends, group 0 has followed
- * group 1's last block, and both groups remember the same references.
+ * An item begins without references in registers. Its first block always writes the references in
+ * shared memory, so no reference of the item before is used. When the item ends, group 0 has
+ * followed group 1's last block, and both groups remember the same references.
  *
  * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
  * and a block that moves none costs only a look at its exponents and at the references.
@@ -131,15 +134,16 @@ has_reference(float reference)
     return smla_float_bits(reference) != smla_float_bits(NO_REFERENCE);
 }
 
-/* The address of the reference of head `row`. That of head row + 8 is 8 places behind it. */
+/* The address of the reference of head `row`. That of head row + 8 is 8 elements behind it. */
 static __device__ __forceinline__ volatile float *
-find_references(bf16_memory *shared, const lane_place &me)
+find_references(bf16_memory *shared, const thread_index &me)
 {
     return &shared->reference[16 * me.warp + me.row];
 }
 
 /* The bits of the largest exponent of each head. They are compared as integers, three at once: this
- * is right where it is positive. Infinity is above all numbers. What NaN gives does not matter. */
+ * is right where the largest one is positive. Infinity is above all numbers. The result for NaN
+ * does not matter. */
 static __device__ __forceinline__ void
 find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
 {
@@ -156,13 +160,14 @@ find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
 
 /* Tells the other group that the references are now those of the group's block. */
 static __device__ __forceinline__ void
-settle_block(uint32_t base, const lane_place &me)
+publish_references(uint32_t base, const thread_index &me)
 {
-    ptx_mbarrier_arrive(settled_barrier(base, me.group), true);
+    ptx_mbarrier_arrive(references_ready_barrier(base, me.group), true);
 }
 
-/* Makes what the thread has added up follow newer references, but for `out`: it shall be multiplied
- * by the factors. Returns whether it must be, because some lane of the warp has added to it. */
+/* Multiplies the thread's sums and maxima so that they follow newer references. `out` follows
+ * later, when the caller multiplies it by the factors. Returns whether it must, because some lane
+ * of the warp has added to `out`. */
 static __device__ __forceinline__ bool
 adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
 {
@@ -173,7 +178,7 @@ adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
         factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* shift > 0: no reference, no sum */
         state->sum[piece] *= factors[piece];
         state->excess[piece] *= factors[piece];
-        state->top[piece] += shift;
+        state->row_max[piece] += shift;
         state->reference[piece] = newer[piece];
     }
     const bool has_both = has_reference(newer[0]) && has_reference(newer[1]);
@@ -191,26 +196,26 @@ scale_out(const float factors[2], bf16_consumer *state)
     }
 }
 
-/* Moves references to the block's maxima where exponents are too large or a head has had no key,
- * settles the block, and makes the exponents relative to them. Returns whether `out` must be
- * multiplied by the factors; all else has followed. */
+/* Moves references to the block's maxima where exponents are too large or a head has had no key.
+ * Publishes the references, and makes the exponents relative to them. Returns whether `out` must be
+ * multiplied by the factors; sums and maxima have followed. */
 static __device__ __forceinline__ bool
-move_references(uint32_t base, const lane_place &me, const int32_t highest[2], bf16_memory *shared,
-                bf16_consumer *state, float factors[2])
+move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
+                bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
-    float tops[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
+    float row_maxima[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
     if (__any_sync(0xFFFFFFFFu, state->is_late != 0)) {
-        tops[0] = find_top(state->scores, 0);
-        tops[1] = find_top(state->scores, 1);
+        row_maxima[0] = find_row_max(state->scores, 0);
+        row_maxima[1] = find_row_max(state->scores, 1);
     }
-    max_of_lanes(tops);
+    max_of_lanes(row_maxima);
     float newer[2];
     bool any_moves = false;
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float older = state->reference[piece];
-        const bool moves = tops[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
-        const float rise = moves ? tops[piece] : 0.0f;
+        const bool moves = row_maxima[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
+        const float rise = moves ? row_maxima[piece] : 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
             state->scores[i + 2 * piece] -= rise;
@@ -225,19 +230,19 @@ move_references(uint32_t base, const lane_place &me, const int32_t highest[2], b
         find_references(shared, me)[0] = newer[0];
         find_references(shared, me)[8] = newer[1];
     }
-    settle_block(base, me);
+    publish_references(base, me);
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
-/* Waits until the other group's block is settled, and follows its references if any have moved.
- * WAITS: products of scores are under way, and ptxas accepts no change of out before a wait for
- * them. */
+/* Waits until the other group's block has published its references, and follows them if any have
+ * moved. WAITS: products of scores are under way, and ptxas accepts no change of out before a wait
+ * for them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
-follow_other_group(uint32_t base, const lane_place &me, uint32_t parity, bf16_memory *shared,
+follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_memory *shared,
                    bf16_consumer *state)
 {
-    ptx_mbarrier_wait(settled_barrier(base, me.group ^ 1), parity);
+    ptx_mbarrier_wait(references_ready_barrier(base, me.group ^ 1), parity);
     const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
     const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
                            smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
@@ -250,7 +255,7 @@ follow_other_group(uint32_t base, const lane_place &me, uint32_t parity, bf16_me
     }
 }
 
-/* Takes the first half of each score into its exponent, while the other half is under way. */
+/* Adds the first half of each score to its exponent, while the other half is under way. */
 static __device__ __forceinline__ void
 begin_exponents(float score_scale, bf16_consumer *state)
 {
@@ -260,12 +265,12 @@ begin_exponents(float score_scale, bf16_consumer *state)
     }
 }
 
-/* Scores -> exponents of weights, after begin_exponents. Settles the block. Returns whether
- * references have moved, so that `out` must be multiplied by the factors. block_bits:
- * load_block_bits. */
+/* Scores -> exponents of weights, after begin_exponents. Publishes the block's references. Returns
+ * whether references have moved, so that `out` must be multiplied by the factors. block_bits: the
+ * result of load_block_bits. */
 template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
-find_exponents(const attention_launch &launch, uint32_t base, const lane_place &me,
+find_exponents(const attention_launch &launch, uint32_t base, const thread_index &me,
                uint32_t block_bits, bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
 #pragma unroll
@@ -279,8 +284,8 @@ find_exponents(const attention_launch &launch, uint32_t base, const lane_place &
         mask_scores(shared, me, state->scores);
     }
     if constexpr (MAXIMA) {
-        state->top[0] = fmaxf(state->top[0], find_top(state->scores, 0));
-        state->top[1] = fmaxf(state->top[1], find_top(state->scores, 1));
+        state->row_max[0] = fmaxf(state->row_max[0], find_row_max(state->scores, 0));
+        state->row_max[1] = fmaxf(state->row_max[1], find_row_max(state->scores, 1));
     }
     int32_t highest[2];
     find_highest(state->scores, highest);
@@ -289,13 +294,14 @@ find_exponents(const attention_launch &launch, uint32_t base, const lane_place &
     if (__any_sync(0xFFFFFFFFu, is_rare)) {
         return move_references(base, me, highest, shared, state, factors);
     }
-    settle_block(base, me);
+    publish_references(base, me);
     return false;
 }
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Exponents of half a block -> weights, and the weights in bf16 as A of the next products. */
+/* Exponents of half a block -> weights, which also become, in bf16, operand A of the next
+ * products. */
 static __device__ __forceinline__ void
 weigh_half(int half, bf16_consumer *state)
 {
@@ -329,7 +335,7 @@ add_to_sums(bf16_consumer *state)
     }
 }
 
-/* Where a group leaves its weights for the other group. */
+/* The address of a group's weights for the other group. */
 static __device__ __forceinline__ uint32_t
 find_probs(uint32_t base, int group)
 {
@@ -338,7 +344,7 @@ find_probs(uint32_t base, int group)
 
 /* Stores the weights of half a block in shared memory. */
 static __device__ __forceinline__ void
-store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &state)
+store_half(uint32_t base, const thread_index &me, int half, const bf16_consumer &state)
 {
     const int head = 16 * me.warp + me.lane % 16;
     const uint32_t to = find_probs(base, me.group) + head * 128;
@@ -351,10 +357,10 @@ store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &s
 
 /* Publishes the stored weights to the other group. The fence makes them visible to wgmma. */
 static __device__ __forceinline__ void
-publish_weights(uint32_t base, const lane_place &me)
+publish_weights(uint32_t base, const thread_index &me)
 {
     ptx_fence_async_shared();
-    ptx_mbarrier_arrive(weighed_barrier(base, me.group), true);
+    ptx_mbarrier_arrive(probs_ready_barrier(base, me.group), true);
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
@@ -394,7 +400,7 @@ add_values(bf16_consumer *state, Weights weights, uint64_t values)
 /* Starts out += weights * values for half the keys of the group's own block. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
+add_own_half(uint32_t base, const thread_index &me, int half, bf16_consumer *state)
 {
     const uint64_t values = describe_values(base, me.group, me.group);
     wgmma_fence();
@@ -408,15 +414,15 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
 
 /* Waits for the other group's weights. */
 static __device__ __forceinline__ void
-wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity)
+wait_for_weights(uint32_t base, const thread_index &me, uint32_t parity)
 {
-    ptx_mbarrier_wait(weighed_barrier(base, me.group ^ 1), parity);
+    ptx_mbarrier_wait(probs_ready_barrier(base, me.group ^ 1), parity);
 }
 
 /* Starts out += weights * values for the other group's block. */
 template <typename Keys>
 static __device__ __forceinline__ void
-add_other_block(uint32_t base, const lane_place &me, bf16_consumer *state)
+add_other_block(uint32_t base, const thread_index &me, bf16_consumer *state)
 {
     const int other = me.group ^ 1;
     const uint64_t values = describe_values(base, other, me.group);

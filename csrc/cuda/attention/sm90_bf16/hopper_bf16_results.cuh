@@ -1,4 +1,4 @@
-/* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, or partial
+/* hopper_bf16_results.cuh: the results of an item of attention_bf16_sm90.cu: rows, or partial
  * rows.
  */
 #pragma once
@@ -8,7 +8,7 @@
 /* Stores the group's sums and maxima of all heads. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
-store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memory *shared)
+store_sums(const thread_index &me, int turn, const bf16_consumer &state, bf16_memory *shared)
 {
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
@@ -20,9 +20,9 @@ store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memo
             shared->sums[turn][me.group][head] = sum;
         }
         if constexpr (MAXIMA) {
-            const float top = max_of_lanes(state.top[piece]);
+            const float row_max = max_of_lanes(state.row_max[piece]);
             if (me.column == 0) {
-                shared->tops[turn][me.group][head] = top;
+                shared->row_maxima[turn][me.group][head] = row_max;
             }
         }
     }
@@ -30,20 +30,20 @@ store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memo
 
 /* Ends a head with both groups' sums. Returns the factor of its out, which both groups need. Rows
  * are finished and combined in units of 2^integer. Both sum and out are multiplied by `unit`, so
- * its rounding affects lse alone. */
+ * the rounding of `unit` affects lse alone. */
 template <bool MAXIMA>
 static __device__ __forceinline__ float
-finish_head(const bf16_launch &launch, const cta_work &work, int head, int turn, float reference,
+finish_head(const bf16_launch &launch, const work_item &item, int head, int turn, float reference,
             bool writes, const bf16_memory *shared)
 {
     const float integer = ceilf(reference);
     const float unit = ptx_exp2(reference - integer);
     const float sum = (shared->sums[turn][0][head] + shared->sums[turn][1][head]) * unit;
-    float top = reference;
+    float row_max = reference;
     if constexpr (MAXIMA) {
-        top += fmaxf(shared->tops[turn][0][head], shared->tops[turn][1][head]);
+        row_max += fmaxf(shared->row_maxima[turn][0][head], shared->row_maxima[turn][1][head]);
     }
-    return leave_head(launch.base, work, head, integer, top, sum, writes) * unit;
+    return leave_head(launch.base, item, head, integer, row_max, sum, writes) * unit;
 }
 
 /* Transposes four words of a row's four lanes: word i of lane c becomes word c of lane i. */
@@ -65,18 +65,18 @@ turn_words(int column, uint32_t words[4])
 }
 
 /* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
- * stores have no branch each, because ptxas would compute their addresses again behind it. */
+ * stores have no branch each, because ptxas would compute their addresses again behind a branch. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-write_out_rows(const smla_attention_params &params, const cta_work &work, const lane_place &me,
+write_out_rows(const smla_attention_params &params, const work_item &item, const thread_index &me,
                const float factors[2], const bf16_consumer &state)
 {
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const int head = 16 * me.warp + 8 * piece + me.row;
         const float factor = factors[piece];
-        uint16_t *const to = params.out + work.token * params.out_stride_token +
-                             (work.first_head + head) * params.out_stride_head +
+        uint16_t *const to = params.out + item.token * params.out_stride_token +
+                             (item.first_head + head) * params.out_stride_head +
                              HALF_VALUES * me.group + 8 * me.column;
 #pragma unroll
         for (int j = 0; j < HALF_VALUES / 8; j += 4) {
@@ -88,8 +88,8 @@ write_out_rows(const smla_attention_params &params, const cta_work &work, const 
             }
             turn_words(me.column, words);
             if constexpr (ALIGNED) {
-                smla_store_vector_4_if(to + 8 * j, words, head < work.num_heads);
-            } else if (head < work.num_heads) {
+                smla_store_vector_4_if(to + 8 * j, words, head < item.num_heads);
+            } else if (head < item.num_heads) {
                 smla_store_words<16, false>(to + 8 * j, words);
             }
         }
@@ -97,7 +97,7 @@ write_out_rows(const smla_attention_params &params, const cta_work &work, const 
 }
 
 static __device__ __forceinline__ void
-write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_place &me,
+write_partial_rows(const bf16_launch &launch, const work_item &item, const thread_index &me,
                    const float factors[2], const bf16_consumer &state)
 {
 #pragma unroll
@@ -105,9 +105,9 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
         const int head = 16 * me.warp + 8 * piece + me.row;
         const float factor = factors[piece];
         float *const to = launch.base.partials.out +
-                          ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
+                          ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK +
                           HALF_VALUES * me.group + 2 * me.column;
-        if (head >= work.num_heads || factor == 0.0f) {
+        if (head >= item.num_heads || factor == 0.0f) {
             continue;
         }
 #pragma unroll
@@ -118,54 +118,54 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
-/* Writes the rows of a work with one key: the key's value times its weight. Of a warp's heads, each
- * group writes eight. `factor` is the lane's in finish_work. Not inlined, so that other works do
- * not jump over it. */
+/* Writes the rows of an item with one key: the key's value times its weight. Of a warp's heads,
+ * each group writes eight. `factor` is the lane's factor in finish_item. Not inlined, so that other
+ * items do not jump over it. */
 template <bool CODED>
 static __device__ __noinline__ void
-write_only_rows(const attention_launch &launch, cta_work work, int turn, float factor,
+write_only_rows(const attention_launch &launch, work_item item, int turn, float factor,
                 const bf16_memory *shared)
 {
-    const lane_place me = find_place_again();
+    const thread_index me = find_thread_index_again();
     const int first = 16 * me.warp + 8 * me.group;
     const int head = first + me.lane % 8;
     const float sum = shared->sums[turn][0][head] + shared->sums[turn][1][head];
     const float weight = sum * __shfl_sync(0xFFFFFFFFu, factor, 4 * (me.lane % 8) + me.group);
     const lane_part value =
-        load_only_value<CODED>(launch, only_key_of_work(launch, work, turn, shared), me.lane);
+        load_only_value<CODED>(launch, only_key_of_item(launch, item, turn, shared), me.lane);
 #pragma unroll 1
-    for (int i = 0; first + i < min(work.num_heads, first + 8); i++) {
-        write_value(launch, work, first + i, me.lane, value, __shfl_sync(0xFFFFFFFFu, weight, i));
+    for (int i = 0; first + i < min(item.num_heads, first + 8); i++) {
+        write_value(launch, item, first + i, me.lane, value, __shfl_sync(0xFFFFFFFFu, weight, i));
     }
 }
 
-/* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
- * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
- * barrier, when the other group may already store those of the next work. */
+/* Writes the item's results. Lanes of even columns end head `row` of their warp, lanes of odd
+ * columns end head row + 8. `turn` alternates between 0 and 1: threads read the sums of an item
+ * after the barrier, when the other group may already store those of the next item. */
 template <typename Keys, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
-finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
+finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
 {
-    const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
-    const lane_place me = find_place_again();
+    const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+    const thread_index me = find_thread_index_again();
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     float factor = 0.0f;
-    if (head < work.num_heads) {
+    if (head < item.num_heads) {
         const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
-        factor = finish_head<MAXIMA>(launch, work, head, turn, reference,
+        factor = finish_head<MAXIMA>(launch, item, head, turn, reference,
                                      me.group == 0 && me.column < 2, shared);
     }
     const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
                               __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
     if (has_only_key(turn, shared)) {
-        write_only_rows<Keys::CODED>(launch.base, work, turn, factor, shared);
+        write_only_rows<Keys::CODED>(launch.base, item, turn, factor, shared);
         __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
-    } else if (work.first_row != NOT_PARTIAL) {
-        write_partial_rows(launch, work, me, factors, state);
+    } else if (item.first_row != NOT_PARTIAL) {
+        write_partial_rows(launch, item, me, factors, state);
     } else {
-        write_out_rows<ALIGNED>(launch.base.params, work, me, factors, state);
+        write_out_rows<ALIGNED>(launch.base.params, item, me, factors, state);
     }
 }

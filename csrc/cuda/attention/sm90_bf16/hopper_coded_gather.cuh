@@ -3,20 +3,19 @@
  * unless they are subnormal. So the consumers need not know what the cache holds.
  *
  * Two warps, twins, share a quarter of the keys and know the same lists. Each has 8 rows of every
- * block, in two flights of four rows. In a flight, lane l has chunk l % 8 of row l / 8: eight
+ * block, in two load waves of four rows. In a load wave, lane l has chunk l % 8 of row l / 8: eight
  * values of each of a half's four tiles. It loads them as they are in memory and stores 16 bytes
- * per tile.
- * A flight loads the next half into the registers that it has just stored. RoPE values, which are
- * bf16 already, are copied. A step begins by asking L2 for all of its rows.
+ * per tile. A load wave of the next half goes into the registers that were just stored. RoPE
+ * values, which are bf16 already, are copied. A step begins by asking L2 for all of its rows.
  *
  * NaN and scales from 2^8 on are rare. Where a half has any, it is stored again by the code of
  * coded_rows.cuh, which serves all values.
  *
  * Measured on an H200, 64 heads, 128 x 2 tokens of 128 + 512 keys: 92 us, where bf16 rows take 68.
  * With one warp per quarter it was 141 us; with a stream's state in local memory 111 us; with rows
- * prefetched a step ahead 96 us. A twin's step takes 14,000 cycles, of which 3000 are its start
- * (the indices, scales and first codes come one after the other) and half of the rest are waits for
- * codes and for a free half. The fence and the decoding itself are 1 % and 7 % of the time.
+ * prefetched a step ahead 96 us. A twin's step takes 14,000 cycles. 3000 of them are its start,
+ * because the indices, scales and first codes come one after the other. Half of the rest are waits
+ * for codes and for a free half. The fence and the decoding itself are 1 % and 7 % of the time.
  */
 #pragma once
 
@@ -28,17 +27,18 @@ enum {
     MAX_USUAL_SCALE = 134,             /* 2^7: times 2^120 it is a bf16 */
 };
 
-/* What a lane has of a flight's row in half a block: eight codes of each tile. */
-typedef struct coded_flight {
+/* What a lane has of a load wave's row in half a block: eight codes of each tile. */
+typedef struct coded_load_wave {
     uint32_t codes[HALF_TILES][2];
-} coded_flight;
+} coded_load_wave;
 
-/* What a warp leaves in shared memory during a step. Lane l has element l of each array: row l % 16
- * of the warp's rows of block l / 16, and what it has no registers for. */
+/* What a warp leaves in shared memory during a step. Lane l has element l of each array. `scales`
+ * and `row` are of row l % 16 of the warp's rows of block l / 16. The others have no register
+ * during the step. */
 typedef struct coded_keys {
     uint32_t scales[SMLA_MAX_ROW_SCALES / 4][SMLA_WARP_LANES]; /* four scales per word */
     const uint8_t *row[SMLA_WARP_LANES];                       /* NULL if there is no key */
-    const int32_t *at[SMLA_WARP_LANES]; /* a part of the key_stream, as the next three */
+    const int32_t *at[SMLA_WARP_LANES]; /* field of the lane's key_stream, as the next three */
     int32_t left[SMLA_WARP_LANES];
     uint32_t held[SMLA_WARP_LANES];
     uint32_t over[SMLA_WARP_LANES];
@@ -47,7 +47,7 @@ typedef struct coded_keys {
 
 static_assert(GATHER_WARPS * sizeof(coded_keys) <= TILE_BYTES, "they fit");
 
-/* The warp's keys, in the tiles that keys of 512 values leave free: one for the warps that are
+/* The warp's keys, in the tiles that keys of 512 values leave free: one tile for the warps that are
  * first of their twins, one for the others. */
 template <typename Keys>
 static __device__ __forceinline__ volatile coded_keys *
@@ -73,7 +73,8 @@ park_stream(const key_stream &stream, volatile coded_keys *to)
 static __device__ __forceinline__ void
 take_back_stream(const volatile coded_keys *from, key_stream *stream)
 {
-    const int lane = (int)(ptx_thread() % SMLA_WARP_LANES); /* anew: it needs no register before */
+    const int lane =
+        (int)(ptx_thread() % SMLA_WARP_LANES); /* recomputed here, to save a register */
     stream->at = from->at[lane];
     stream->left = from->left[lane];
     stream->held = from->held[lane];
@@ -90,10 +91,10 @@ is_rope_tile(int half, int tile)
     return ROPE && half == 1 && tile == HALF_TILES - 1;
 }
 
-/* Loads a flight's part of a half: the lane's chunk of each tile of codes in its row. */
+/* Starts a load wave of a half: the lane's chunk of each tile of codes in its row. */
 template <bool E2M1, bool ROPE>
 static __device__ __forceinline__ void
-load_flight(const uint8_t *row, int half, int chunk, coded_flight *flight)
+start_load_wave(const uint8_t *row, int half, int chunk, coded_load_wave *load_wave)
 {
     constexpr int CHUNK_BYTES = E2M1 ? 4 : 8;
     const uint8_t *const from = row + (half * (HALF_VALUES / 8) + chunk) * CHUNK_BYTES;
@@ -103,9 +104,9 @@ load_flight(const uint8_t *row, int half, int chunk, coded_flight *flight)
             continue;
         }
         if constexpr (E2M1) {
-            ptx_load_4(from + tile * 8 * CHUNK_BYTES, row != NULL, 0, &flight->codes[tile][0]);
+            ptx_load_4(from + tile * 8 * CHUNK_BYTES, row != NULL, 0, &load_wave->codes[tile][0]);
         } else {
-            ptx_load_8(from + tile * 8 * CHUNK_BYTES, row != NULL, flight->codes[tile]);
+            ptx_load_8(from + tile * 8 * CHUNK_BYTES, row != NULL, load_wave->codes[tile]);
         }
     }
 }
@@ -120,8 +121,8 @@ copy_rope(uint32_t to, const uint8_t *row, int chunk)
 
 /* ---- Codes to bf16 ------------------------------------------------------------------------- */
 
-/* Eight codes times the scale with this byte. `largest` has in each half the largest magnitude so
- * far, as bf16 times 2^-120 (widen_e4m3x2). */
+/* Decodes eight codes, times the scale with this byte. `largest` has in each half the largest
+ * magnitude so far, as bf16 times 2^-120 (widen_e4m3x2). */
 template <bool E2M1>
 static __device__ __forceinline__ void
 decode_codes(const uint32_t codes[2], uint32_t byte, uint32_t words[4], uint32_t *largest)
@@ -154,7 +155,7 @@ decode_codes(const uint32_t codes[2], uint32_t byte, uint32_t words[4], uint32_t
 template <bool E2M1, bool ROPE> struct half_scales {
     static constexpr int TILE_SCALES = E2M1 ? 4 : ROPE ? 1 : 2;
     static constexpr int WORD_TILES = 4 / TILE_SCALES;
-    uint32_t words[TILE_SCALES]; /* the lane's own are the lowest bytes of a tile's */
+    uint32_t words[TILE_SCALES]; /* the lane's own scales are the lowest bytes of a tile's */
 };
 
 /* `key` is the address of a key's first scales. */
@@ -181,24 +182,25 @@ scale_of_tile(const half_scales<E2M1, ROPE> &scales, int tile)
     return scales.words[tile / WORD_TILES] >> tile % WORD_TILES * (32 / WORD_TILES) & 0xFF;
 }
 
-/* Stores the codes of a flight in a half as bf16. `to` is the address of the lane's chunk in the
+/* Stores the codes of a load wave in a half as bf16. `to` is the address of the lane's chunk in the
  * half's first tile. */
 template <bool E2M1, bool ROPE>
 static __device__ __forceinline__ void
-store_flight(int half, const half_scales<E2M1, ROPE> &scales, uint32_t to,
-             const coded_flight &flight, uint32_t *largest)
+store_load_wave(int half, const half_scales<E2M1, ROPE> &scales, uint32_t to,
+                const coded_load_wave &load_wave, uint32_t *largest)
 {
 #pragma unroll
     for (int tile = 0; tile < HALF_TILES; tile++) {
         if (!is_rope_tile<ROPE>(half, tile)) {
             uint32_t words[4];
-            decode_codes<E2M1>(flight.codes[tile], scale_of_tile(scales, tile), words, largest);
+            decode_codes<E2M1>(load_wave.codes[tile], scale_of_tile(scales, tile), words, largest);
             ptx_store_shared_16(to + tile * TILE_BYTES, words);
         }
     }
 }
 
-/* Stores rows of a half again, whatever their values are. The first is row `first` of the block. */
+/* Stores rows of a half again, by code that serves all values. The first is row `first` of the
+ * block. */
 static __device__ __forceinline__ void
 store_rare_rows(const list_facts &facts, const volatile coded_keys *keys, int first, int num_rows,
                 uint32_t base, int block, int half)
@@ -250,7 +252,8 @@ prefetch_row(const uint8_t *row)
     ptx_prefetch_l2(row + DATA_BYTES - 1, row != NULL);
 }
 
-/* Stores the scales of the lane's key. Returns whether a scale of the warp's keys is not usual. */
+/* Stores the scales of the lane's key. Returns whether a scale of any of the warp's keys is
+ * unusual. */
 template <bool E2M1>
 static __device__ __forceinline__ bool
 store_all_scales(const uint32_t words[E2M1 ? 8 : 4], volatile coded_keys *keys)
@@ -258,7 +261,7 @@ store_all_scales(const uint32_t words[E2M1 ? 8 : 4], volatile coded_keys *keys)
     uint32_t rare = 0;
 #pragma unroll
     for (int i = 0; i < (E2M1 ? 8 : 4); i++) {
-        /* bit 7 of a byte that is NaN, or from MAX_USUAL_SCALE + 1 on */
+        /* sets bit 7 of a byte that is NaN, or from MAX_USUAL_SCALE + 1 on */
         rare |= E2M1 ? smla_mark_nan_e4m3x4(words[i])
                      : words[i] & ((words[i] & 0x7F7F7F7Fu) + 0x79797979u);
         keys->scales[i][gather_lane()] = words[i];
@@ -276,25 +279,25 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
                   bf16_memory *shared, Between between_blocks)
 {
     constexpr int TWIN_ROWS = WARP_ROWS / Keys::TWINS;
-    constexpr int FLIGHTS = TWIN_ROWS / FLIGHT_ROWS;
+    constexpr int LOAD_WAVES = TWIN_ROWS / LOAD_WAVE_ROWS;
     const list_facts &facts = launch.lists[listed.list];
     const int twin = gather_twin<Keys>();
     volatile coded_keys *const keys = find_coded_keys<Keys>(shared);
     const int lane = gather_lane();
     const int chunk = lane % 8;
-    const int first = twin * TWIN_ROWS + lane / 8; /* row of the lane's first flight */
-    const smla_kv_token from = place_of_slot(launch, listed.list, listed.slot);
+    const int first = twin * TWIN_ROWS + lane / 8; /* row of the lane's first load wave */
+    const smla_kv_token from = address_of_slot(launch, listed.list, listed.slot);
     uint32_t loaded_scales[E2M1 ? 8 : 4];
-    coded_flight flights[FLIGHTS];
+    coded_load_wave load_waves[LOAD_WAVES];
     keys->row[lane] = from.row;
     keys->slot[lane] = listed.slot;
     load_all_scales<E2M1, ROPE>(from, loaded_scales);
     prefetch_row<E2M1, ROPE>(from.row);
     __syncwarp(); /* all lanes see the rows */
 #pragma unroll
-    for (int flight = 0; flight < FLIGHTS; flight++) {
-        load_flight<E2M1, ROPE>(keys->row[first + flight * FLIGHT_ROWS], 0, chunk,
-                                &flights[flight]);
+    for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
+        start_load_wave<E2M1, ROPE>(keys->row[first + load_wave * LOAD_WAVE_ROWS], 0, chunk,
+                                    &load_waves[load_wave]);
     }
     const bool has_rare = store_all_scales<E2M1>(loaded_scales, keys);
 #pragma unroll 1
@@ -322,28 +325,30 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
             }
             if (ROPE && half == 1) {
 #pragma unroll
-                for (int flight = 0; flight < FLIGHTS; flight++) {
-                    copy_rope(to + (HALF_TILES - 1) * TILE_BYTES + chunk_in_tile(state.to, flight),
-                              keys->row[block_first + flight * FLIGHT_ROWS], chunk);
+                for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
+                    copy_rope(to + (HALF_TILES - 1) * TILE_BYTES +
+                                  chunk_in_tile(state.to, load_wave),
+                              keys->row[block_first + load_wave * LOAD_WAVE_ROWS], chunk);
                 }
             }
             uint32_t largest = 0;
 #pragma unroll
-            for (int flight = 0; flight < FLIGHTS; flight++) {
-                /* the next flight's scales are loaded before this flight is decoded */
-                const int here = block_first + flight * FLIGHT_ROWS;
+            for (int load_wave = 0; load_wave < LOAD_WAVES; load_wave++) {
+                /* the next load wave's scales are loaded before this one is decoded */
+                const int here = block_first + load_wave * LOAD_WAVE_ROWS;
                 half_scales<E2M1, ROPE> next_scales = scales;
-                if (flight + 1 < FLIGHTS) {
+                if (load_wave + 1 < LOAD_WAVES) {
                     next_scales = load_scales<E2M1, ROPE>(
-                        ptx_shared_address((const uint32_t *)&keys->scales[0][here + FLIGHT_ROWS]),
+                        ptx_shared_address(
+                            (const uint32_t *)&keys->scales[0][here + LOAD_WAVE_ROWS]),
                         half, chunk);
                 }
-                store_flight<E2M1, ROPE>(half, scales, to + chunk_in_tile(state.to, flight),
-                                         flights[flight], &largest);
+                store_load_wave<E2M1, ROPE>(half, scales, to + chunk_in_tile(state.to, load_wave),
+                                            load_waves[load_wave], &largest);
                 const uint8_t *const next = half == 0    ? keys->row[here]
                                             : block == 0 ? keys->row[here + WARP_ROWS]
                                                          : NULL;
-                load_flight<E2M1, ROPE>(next, half ^ 1, chunk, &flights[flight]);
+                start_load_wave<E2M1, ROPE>(next, half ^ 1, chunk, &load_waves[load_wave]);
                 scales = next_scales;
             }
             /* NaN is the largest magnitude: its sum with 1 carries */

@@ -12,17 +12,17 @@
  *              sums, references, shifts, factors, counts of keys
  *              64 heads: 13 granules (fp8_v4: 15); the total is nearly all of the 232,448 bytes
  *              that an SM has
- * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
- *              after the first one those that level the loads (work_order.cuh). Where an SM would
- *              be idle, a CTA without works runs ahead through the code (count_ctas). Where lists
- *              differ in length and there are no more works than SMs, long works are cut, and
- *              CTAs with short works take the pieces (cut_works.cuh).
+ * Roles        One CTA per SM. CTA i takes work items i, i + grid, ... (token, split, head tile),
+ *              or after the first item those that level the loads (work_order.cuh). Where an SM
+ *              would be idle, a CTA without items runs ahead through the code (count_ctas). Where
+ *              lists differ in length and there are no more items than SMs, long items are cut,
+ *              and CTAs with short items take the pieces (cut_works.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
- *                               (key_stream.cuh), takes large keys first where references jump
- *                               (large_keys.cuh), and brings 4 rows of every granule, one bulk copy
- *                               per row, and for fp8_v4 a copy of 8 bytes for its scales. It runs
- *                               ahead, and first brings a quarter of a new query.
+ *                               (key_stream.cuh), and takes outlier keys first where references
+ *                               jump (large_keys.cuh). It brings 4 rows of every granule, one bulk
+ *                               copy per row, and for fp8_v4 a copy of 8 bytes for its scales. It
+ *                               runs ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
  *                               blocks, a group finds the scores, adds values of the other group's
  *                               older block while its own scores become weights, and adds values
@@ -32,32 +32,34 @@
  *              full[granule]    128 gather threads and the bytes they announce (fp8_v4: and 16
  *                               threads' scales) | consumers
  *              empty[granule]   256 consumers, which have converted the values | gather warps
- *              weighed[group]   128 threads of the group: weights and scales | the other group
- *              moved            128 threads of the group whose weights exceed f16 | the other group
- *              weighed_again    the same threads, when the weights fit | the other group
- *              added[group]     128 threads of the other group | the group, before new weights
- *              query_free       256 consumers, after a work's last scores | gather warps
+ *              probs_ready[group]   128 threads of the group: weights, scales | the other group
+ *              rescaled         128 threads of the group whose weights exceed f16: the references
+ *                               have moved | the other group
+ *              probs_ready_again    the same threads, when the weights fit | the other group
+ *              values_added[group]  128 threads of the other group | the group, before new weights
+ *              query_free       256 consumers, after an item's last scores | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
- *              counted          one thread, when a work's number of steps is known | consumers, and
- *                               for a launch's first work gather warps, too
+ *              counted          one thread, when an item's number of steps is known | consumers,
+ *                               and for a launch's first item gather warps, too
  *              planned          the consumer thread that has stored the order, or all 256 consumers
- *                               where works may be cut | gather warps
+ *                               where items may be cut | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              named barriers   CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads;
- *                               barrier 0 where works are done again
- *              A work whose numbers do not fit (see Numerics) is marked and done again at the end
- *              by the code of attention_sm80.cu, because shared memory is free then.
+ *                               barrier 0 in the fallback
+ *              An item whose numbers do not fit (see Numerics) is marked for the fallback: the code
+ *              of attention_sm80.cu computes it again at the end, because shared memory is free
+ *              then.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
  *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
  *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), which is about 52 cycles per key of
- *              a CTA's second work, with its start and end. No unit is saturated: issue slots and
+ *              a CTA's second item, with its start and end. No unit is saturated: issue slots and
  *              latencies bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16. A value times its scale / E is rounded to f16, where E is a
- *              power of two per work, found from the first step's scales (find_key_exponent). With
+ *              power of two per item, found from the first step's scales (find_key_exponent). With
  *              16 heads, scores of fp8_ds_mla take codes alone: a scale multiplies their sum.
  *              Scales up to 146 E fit, 2^9 times the first ones where these are usual. Below 2^-5 E
  *              products lose bits and may be off by 2^-25 E, which is negligible, as E is at most
- *              2^3. The query's power of two is one per work, so its f16 are exact in heads whose
+ *              2^3. The query has one power of two per item, so its f16 are exact in heads whose
  *              largest value is within 2^13 of the tile's. Weights are f16, relative to ref: the
  *              first step's maximum, rounded up, has weight 4, or more where few keys or none come
  *              later (find_row_headroom). Where the weights of a warp's 16 keys add up to 65,504 or
@@ -67,26 +69,27 @@
  *              from the sums.
  *              fp8_v4: scales are powers of two, so a value times scale / E is exact unless it is
  *              subnormal in f16. A RoPE part is also a value. Its bf16 are divided by E and kept as
- *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores take the bf16.
- *              NaN in a key makes all results NaN, a score of +inf those of its head. A head whose
- *              q is not finite has NaN results and no influence on other heads. A work is lost and
- *              done again where scales are above 146 E, E above 2^3, scores 2^11 or more, heads
- *              smaller by 2^13 than the largest, or all scores of the first of several steps -inf.
- *              A work with one key gives that key's value (one_key.cuh). Partial rows are means of
- *              values relative to E, rounded to f16: off by 2^-11, if small by 2^-25 E. A query
- *              row's bits depend on its query, keys, num_splits, H and the device, not on T; where
- *              the plan chooses num_splits, also on the lengths of all lists, as works may be cut;
- *              where references jump, also on whether rows are evenly spaced (large_keys.cuh).
- * Source       keys as A from registers, the granule ring, the order of the two warpgroups, and
- *              references that move only where they must, between two blocks, and large keys first
- *              are our own; online softmax is FlashAttention's, warp roles are CUTLASS's.
+ *              f16 (keep_rope); an item goes to the fallback where one is 2^16 E or more. Scores
+ *              take the bf16. NaN in a key makes all results NaN, a score of +inf those of its
+ *              head. A head whose q is not finite has NaN results and no influence on other heads.
+ *              An item goes to the fallback, too, where scales are above 146 E, E above 2^3,
+ *              scores 2^11 or more, heads smaller by 2^13 than the largest, or all scores of the
+ *              first of several steps -inf. An item with one key gives that key's value
+ *              (one_key.cuh). Partial rows are means of values relative to E, rounded to f16: off
+ *              by 2^-11, if small by 2^-25 E. A query row's bits depend on its query, keys,
+ *              num_splits, H and the device, not on T. Where the plan chooses num_splits, they
+ *              also depend on the lengths of all lists, as items may be cut. Where references
+ *              jump, they also depend on whether rows are evenly spaced (large_keys.cuh).
+ * Source       Ours are: keys as A from registers, the granule ring, the order of the two
+ *              warpgroups, references that move only where they must, between two blocks, and
+ *              outlier keys first. Online softmax is FlashAttention's, warp roles are CUTLASS's.
  */
 #include "cuda/attention/sm90_fp8/hopper_gather.cuh"
 #include "cuda/attention/sm90_fp8/hopper_query.cuh"
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 #include "cuda/attention/sm90_fp8/hopper_values.cuh"
 
-/* ---- Consumers: a work --------------------------------------------------------------------- */
+/* ---- Consumers: a work item ---------------------------------------------------------------- */
 
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -101,7 +104,7 @@ clear_out(consumer<Shape> *state)
     }
 }
 
-/* Waits until the work's keys are counted, and adds its number of steps to state->phase. */
+/* Waits until the item's keys are counted, and adds its number of steps to state->phase. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
@@ -111,14 +114,14 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
     state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
 }
 
-/* Runs all steps of a work whose query is in shared memory. Finds the next work while the last
+/* Runs all steps of an item whose query is in shared memory. Finds the next item while the last
  * products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
-              cta_work *next)
+              work_item *next)
 {
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const hopper_addresses at = find_addresses(shared, me.group);
     bool has_other = me.group == 1;
     const weight_tiles weights = {find_weights(shared, me.group),
@@ -127,7 +130,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
-        state->scores[i] = 0.0f; /* else the last work's scores keep registers until here */
+        state->scores[i] =
+            0.0f; /* without this, the last item's scores keep registers until here */
         if constexpr (Shape::SCALES_SCORES) {
 #pragma unroll
             for (int part = 0; part < Shape::SCORE_PARTS; part++) {
@@ -138,20 +142,20 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     clear_out(state);
 #pragma unroll 1
     for (;;) {
-        /* here, because behind a wait the reduction's latency would be in the open */
+        /* computed here, because nothing hides the reduction's latency behind a wait */
         const int other = make_uniform(find_other<Shape>(*state, has_other));
-        score_block(shared, at, find_place(), query, state);
+        score_block(shared, at, find_thread_index(), query, state);
         if (!are_steps_left(*state)) {
             wgmma_wait<0>();
             take_steps(shared, state);
-            find_references(launch, find_place_again(), shared, state);
-            clear_sums(find_place_again(), shared);
-            if (find_place_again().group == 1) { /* it has to wait for weights anyway */
-                leave_sinks(launch.base.params, find_place_again(), shared);
+            find_references(launch, find_thread_index_again(), shared, state);
+            clear_sums(find_thread_index_again(), shared);
+            if (find_thread_index_again().group == 1) { /* it has to wait for weights anyway */
+                leave_sinks(launch.base.params, find_thread_index_again(), shared);
             }
         }
-        meet_other_block(shared, at, find_place(), other, state);
-        add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
+        meet_other_block(shared, at, find_thread_index(), other, state);
+        add_blocks(launch, shared, at, find_thread_index(), weights, other, has_other, state);
         finish_step(state);
         if (!are_steps_left(*state)) {
             break;
@@ -161,44 +165,44 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     }
     *next = find_next(launch, shared);
     wgmma_wait<0>();
-    if (find_place_again().group == 0) {
-        add_last_block(launch, shared, find_addresses(shared, 0), find_place_again(), state);
+    if (find_thread_index_again().group == 0) {
+        add_last_block(launch, shared, find_addresses(shared, 0), find_thread_index_again(), state);
     } else {
         find_factors(launch, 1, shared);
     }
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Finds how many steps the CTA's first work has. Group 0 counts the keys: it waits for a query
- * anyway, and it has as many warps as there are gather warps. Where works may be cut, group 1 looks
- * for long lists among short ones meanwhile, and gather warps count the keys of cut works again.
- * Group 1 has a barrier, too, because racecheck understands a barrier of one group only if the
- * other group also has one. */
+/* Finds how many steps the CTA's first item has. Group 0 counts the keys, because it waits for a
+ * query anyway, and has as many warps as there are gather warps. Where items may be cut, group 1
+ * looks for long lists among short ones meanwhile, and gather warps count the keys of cut items
+ * again. Group 1 has a barrier, too, because racecheck understands a barrier of one group only if
+ * the other group also has one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
+begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
-    const lane_place me = find_place_again();
+    const thread_index me = find_thread_index_again();
     const bool may_be_cut = launch.base.num_segments > 1;
     if (me.group == 0) {
-        const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
-        const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
-        count_work<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream,
-                                                                  launch.base.column_stride,
-                                                                  me.warp, me.lane, BARRIER_GROUP,
-                                                                  GROUP_THREADS,
-                                                                  &shared->num_keys[0]);
+        const work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+        const key_stream stream = open_stream(launch.base, item, 0, me.warp, me.lane, 0);
+        count_item_keys<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, item, stream,
+                                                                       launch.base.column_stride,
+                                                                       me.warp, me.lane,
+                                                                       BARRIER_GROUP, GROUP_THREADS,
+                                                                       &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
         if (may_be_cut) {
-            find_quarters(launch.base, launch.num_works, me.warp * SMLA_WARP_LANES + me.lane,
+            find_quarters(launch.base, launch.num_items, me.warp * SMLA_WARP_LANES + me.lane,
                           GROUP_THREADS, shared);
         }
     }
     if (may_be_cut) {
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all quarters are found */
-        if (are_works_ragged(shared->order)) {
-            plan_cuts(launch.base, launch.num_works, BARRIER_CONSUMERS, shared);
+        if (are_items_ragged(shared->order)) {
+            plan_cuts(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
         }
     }
     if (ptx_forget((int)threadIdx.x) == 0) {
@@ -209,21 +213,22 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
 }
 
-/* Does the CTA's works in turn. Unless out is staged, the groups meet only as the next begins. */
+/* Does the CTA's items in turn. Unless out is staged, the groups meet only as the next item
+ * begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
-    state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_place().group;
+    state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_thread_index().group;
     ptx_wait_for_grids(); /* memory of other grids is read and written only from here on */
     ptx_let_next_grid_start();
-    begin_works(launch, shared);
-    order_works(launch, BARRIER_CONSUMERS, shared);
-    cta_work next = find_next(launch, shared);
+    begin_items(launch, shared);
+    order_items(launch, BARRIER_CONSUMERS, shared);
+    work_item next = find_next(launch, shared);
 #pragma unroll 1
     do {
-        store_query(launch, find_place_again(), next, shared, &state);
+        store_query(launch, find_thread_index_again(), next, shared, &state);
         consume_steps(launch, shared, &state, &next);
         state.phase ^= QUERY_PARITY;
         finish_row(launch, shared, state);
@@ -232,9 +237,9 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Initialises the barriers and all that is known before the first work. A launch's arguments are in
- * no cache. So every warp asks for one line of them here: the lines arrive together, and not one
- * after the other where they are needed. */
+/* Initialises the barriers and the values that are known before the first item. A launch's
+ * arguments are in no cache. So every warp loads one line of them here. The lines then arrive
+ * together, and not one after the other where they are needed. */
 template <typename Shape>
 static __device__ __forceinline__ void
 start(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -252,33 +257,33 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
                               GATHER_WARPS * SMLA_WARP_LANES +
                                   (Shape::Row::IS_SPLIT ? GRANULE_KEYS : 0));
             ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
-            granule->jump = 0;
+            granule->reference_jump = 0;
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
-        ptx_mbarrier_init(ptx_shared_address(&shared->moved), GROUP_THREADS);
-        ptx_mbarrier_init(ptx_shared_address(&shared->weighed_again), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->rescaled), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready_again), GROUP_THREADS);
         start_order(launch.base, &shared->order);
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
-            ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->probs_ready[i]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->values_added[i]), GROUP_THREADS);
         }
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = -1;       /* begin_work counts it up: the first work is number 0 */
-        shared->key_unit = 1.0f; /* until store_query finds the first work's */
+        shared->item_idx = -1;   /* begin_item adds 1: the first item is number 0 */
+        shared->key_unit = 1.0f; /* until store_query finds the first item's */
         shared->has_grown[0] = shared->has_grown[1] = 0;
     }
-    if (thread < MAX_WORKS / 32) {
-        shared->redo[thread] = 0;
+    if (thread < MAX_ITEMS / 32) {
+        shared->fallback_bits[thread] = 0;
     }
     ((uint32_t *)shared->probs)[warp] = argument; /* nobody reads it, but it keeps the load alive */
     __syncthreads();
 }
 
-/* Ends all mbarriers but `planned`, because redo_works reuses the memory of many of them. */
+/* Ends all mbarriers except `planned`, because run_fallback reuses the memory of many of them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 end_barriers(hopper_memory<Shape> *shared)
@@ -293,12 +298,12 @@ end_barriers(hopper_memory<Shape> *shared)
         ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
         ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
         ptx_mbarrier_end(ptx_shared_address(&shared->counted));
-        ptx_mbarrier_end(ptx_shared_address(&shared->moved));
-        ptx_mbarrier_end(ptx_shared_address(&shared->weighed_again));
+        ptx_mbarrier_end(ptx_shared_address(&shared->rescaled));
+        ptx_mbarrier_end(ptx_shared_address(&shared->probs_ready_again));
     }
     if (thread < 2) {
-        ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));
-        ptx_mbarrier_end(ptx_shared_address(&shared->added[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->probs_ready[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->values_added[thread]));
     }
 }
 
@@ -317,12 +322,12 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
         consume(launch, shared);
         end_barriers(shared);
         typedef shared_memory<typename Shape::Portable> portable_memory;
-        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
+        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, fallback_bits),
                       "marks outlive the rest");
-        redo_works(launch, Shape::REDO_TILES, shared->redo, &shared->order,
-                   (portable_memory *)shared);
+        run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
+                     (portable_memory *)shared);
         if (has_parts(launch.base, shared->order)) {
-            fold_cut_works(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
+            fold_cut_items(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
         }
     }
 }
@@ -330,14 +335,15 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 #define LARGEST_HALF      65504.0f
-#define SMALLEST_HEADROOM (-14.0f) /* the headroom of a work in which no key comes later */
+#define SMALLEST_HEADROOM (-14.0f) /* the headroom of an item in which no key comes later */
 /* An absent key adds 1 to the sum, which is subtracted again: the maximum's weight, 4 or more, must
  * not be smaller than that. */
 #define LARGEST_HEADROOM (-2.0f)
 
-/* The first step's maximum has weight 2^-headroom, and every other weight may be off by 2^-25 in
- * f16: together, by no more than 2^-10 of the sum. Light keys matter where heavy keys have values
- * of 0. So only what later keys may need is left free above the maximum: nothing without them. */
+/* The first step's maximum has weight 2^-headroom. Every other weight may be off by 2^-25 in f16;
+ * all of them together may be off by 2^-10 of the sum at most. Light keys matter where heavy keys
+ * have values of 0. So only the range that later keys may need is free above the maximum, and none
+ * where no key comes later. */
 static float
 find_headroom(const smla_attention_params *params)
 {
@@ -377,13 +383,14 @@ find_span(const smla_key_list *list, row_span *span)
     return below + above < (int64_t)NO_ROW && lag >= 0 && lag * kv->block_size < (int64_t)NO_ROW;
 }
 
-/* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
+/* The number of CTAs for a number of items: more than one per SM where a CTA has too few fallback
+ * bits. */
 static int64_t
-count_hopper_ctas(const attention_launch &launch, int64_t num_works)
+count_hopper_ctas(const attention_launch &launch, int64_t num_items)
 {
-    const int64_t num_ctas = count_ctas(launch, num_works);
-    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
-               ? smla_count_parts(num_works, MAX_WORKS)
+    const int64_t num_ctas = count_ctas(launch, num_items);
+    return smla_count_parts(num_items, num_ctas) > MAX_ITEMS
+               ? smla_count_parts(num_items, MAX_ITEMS)
                : num_ctas;
 }
 
@@ -415,7 +422,7 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     if (start->interleaves) {
         interleave_splits(&launch.base);
     }
-    launch.num_works = (int32_t)count_works(launch.base);
+    launch.num_items = (int32_t)count_items(launch.base);
     for (int i = 0; i < params->num_lists; i++) {
         launch.lists[i] = spans[i];
     }
@@ -426,11 +433,11 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
     launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
                             (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
-    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_works, &launch.base);
-    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
-    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
+    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_items);
+    launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->call.stream, false, start->held);
+                       params->call.stream, false, start->deferred);
 }
 
 template <int ROW, int HEADS>

@@ -1,6 +1,5 @@
 /* hopper.cuh: what all warp roles of attention_sm90.cu share: template parameters, shared memory,
- * kernel argument, works, consumer state. attention_sm90.cu explains them.
- */
+ * kernel argument, work items, consumer state. attention_sm90.cu explains them. */
 #pragma once
 
 #include <stddef.h>
@@ -14,8 +13,8 @@
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
-/* Limit of a score of FP8 rows, in the log2 domain. f16 rounds away 2^-12 of a score, and with
- * larger scores this error would decide which key is the heaviest. Such works are done again. */
+/* Limit of a score of FP8 rows, in the log2 domain. f16 rounds away 2^-12 of a score, and in larger
+ * scores this error would decide which key is the heaviest. Those go to the fallback. */
 #define MAX_SCORE 0x1p11f
 
 enum {
@@ -30,13 +29,13 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    MAX_WORKS = 512,    /* works per CTA: one redo bit each */
+    MAX_ITEMS = 512,    /* the most items per CTA: each has a bit of fallback_bits */
     CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
     BARRIER_GATHER = 4,
-    /* exponents; E is the unit of a work's scales and values (find_key_exponent) */
+    /* exponents; E is the unit of an item's scales and values (find_key_exponent) */
     TOP_SCALE_EXPONENT = 6,   /* the largest scale / E that fits f16: 448 times 2^7 < 2^16 */
     LOW_SCALE_EXPONENT = -2,  /* the first keys' largest scale / E, if E may be that large */
     FINE_UNIT_EXPONENT = -2,  /* up to this E, a product's error of 2^-25 E is negligible */
@@ -45,7 +44,7 @@ enum {
     MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* the query's largest value in f16 */
-    MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
+    MAX_HEAD_RATIO = 13, /* exponent of the largest ratio of two heads' largest values in a tile */
 };
 
 static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
@@ -55,11 +54,11 @@ static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS
 /* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
 template <typename Row> struct ring_granule {
     alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
-    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* relative to E */
+    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* scales relative to E, as f16 */
     uint64_t full;
     uint64_t empty;
-    uint32_t is_key; /* byte w: four bits, for the rows of gather warp w */
-    uint32_t jump;   /* in a block's first granule: mark_jump */
+    uint32_t is_key;         /* byte w: four bits, for the rows of gather warp w */
+    uint32_t reference_jump; /* mark of a block's first granule (mark_reference_jump) */
 };
 
 template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
@@ -72,10 +71,10 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
     /* Indices per lane that consumers load at once to count keys: short code for short calls. */
     static constexpr int FIRST_COUNT_LOADS = HEADS == 16 ? 8 : 16;
-    /* The same for gather warps; with fewer heads, ptxas has no registers for eight. */
+    /* Indices per lane that gather warps load at once; fewer heads have no registers for eight. */
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
     static constexpr bool COUNTS_APART = HEADS == 64 && !MAXIMA; /* maxima leave no register */
-    static constexpr bool LARGE_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* large_keys.cuh */
+    static constexpr bool OUTLIERS_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* see large_keys.cuh */
     /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
      * heads that takes as many multiplications as scaling the values, and too many registers. */
     static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
@@ -86,109 +85,110 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
-    /* Lost works are done again in tiles of at most 32 heads: larger ones need more registers. */
-    static constexpr int REDO_TILES = HEADS == 64 ? 2 : 1;
-    typedef tile<HEADS_ / REDO_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8> Portable;
+    /* The fallback has tiles of at most 32 heads: larger ones need more registers. */
+    static constexpr int FALLBACK_TILES = HEADS == 64 ? 2 : 1;
+    typedef tile<HEADS_ / FALLBACK_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8>
+        Portable;
 };
 
 template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) typename Shape::Granule ring[Shape::GRANULES];
-    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; at first, maxima */
-    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slots: slot_of_sum; at first, maxima */
+    alignas(16) float maxima[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* out's factors per group; at first, the sinks */
-    int32_t work;                              /* number of the present work among the CTA's */
-    cta_work place;     /* the present work without its columns, kept because divisions are slow */
-    float score_scale;  /* multiplies a score, gives its logit in the log2 domain */
-    float key_unit;     /* E */
-    float inv_key_unit; /* 1 / E */
+    int32_t item_idx;       /* number of the current item among the CTA's items */
+    work_item current_item; /* without its columns; kept because divisions are slow */
+    float score_scale;      /* multiplies a score, gives its logit in the log2 domain */
+    float key_unit;         /* the unit of scales and values */
+    float inv_key_unit;     /* 1 / E */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
-    alignas(8) uint64_t weighed[2];
-    uint64_t added[2];
-    uint64_t moved; /* this and the next: hopper_growth.cuh */
-    uint64_t weighed_again;
+    alignas(8) uint64_t probs_ready[2];
+    uint64_t values_added[2];
+    uint64_t rescaled; /* as the next: see hopper_growth.cuh */
+    uint64_t probs_ready_again;
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2]; /* steps per work; works use elements 0 and 1 of these four in turn */
-    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
+    int32_t num_steps[2]; /* steps per item; items use elements 0 and 1 of these four in turn */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    alignas(8) float shift[Shape::HEADS]; /* what the references were raised by the last time */
+    alignas(8) float shift[Shape::HEADS];        /* amounts of the last raise of references */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
     uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
-    alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the work did not fit */
-    uint32_t redo[MAX_WORKS / 32];
-    work_order order;
+    alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the item did not fit */
+    uint32_t fallback_bits[MAX_ITEMS / 32];
+    item_order order;
 };
 
 /* Where the cache rows of a list lie. */
 typedef struct row_span {
-    const uint8_t *lowest; /* row in memory */
-    uint32_t bias;         /* distance from there to the row of slot 0, in units of 16 bytes */
+    const uint8_t *lowest; /* the row at the lowest address */
+    uint32_t bias;         /* distance from `lowest` to the row of slot 0, in units of 16 bytes */
     uint32_t pitch;        /* distance of rows by index where they are evenly spaced, else 0 */
 } row_span;
 
 /* The argument of the kernel. */
 typedef struct hopper_launch {
     row_span lists[2];
-    int32_t num_works;
+    int32_t num_items;
     float headroom;      /* upper limit of find_row_headroom */
     float max_weight;    /* limit of a head's weights over a warp's 16 keys: below, each fits f16 */
     bool out_is_aligned; /* every row of out is aligned to 16 bytes */
-    bool fetches_query;  /* gather warps fetch it: q and out are aligned, so out is not staged */
+    bool fetches_query;  /* gather warps fetch the query, because q and out are aligned */
     bool query_is_dense; /* a token's heads are contiguous, both parts of each head together */
-    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
+    bool is_ordered;     /* CTAs take items in the order of work_order.cuh */
     attention_launch base;
 } hopper_launch;
 
-/* ---- Works --------------------------------------------------------------------------------- */
+/* ---- Work items ---------------------------------------------------------------------------- */
 
-/* The CTA's next work, or if that is a part, the whole work. It has no heads where there is no next
- * work. */
+/* The CTA's next work item, whole even if the CTA has a part of it; no heads: there is none. */
 template <typename Shape>
-static __device__ __forceinline__ cta_work
+static __device__ __forceinline__ work_item
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 {
-    const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
-    cta_work next = {};
+    const int idx =
+        nth_item(launch.is_ordered, launch.num_items, &shared->order, shared->item_idx + 1);
+    work_item next = {};
     if (idx >= 0) {
         next =
-            find_numbered_work(launch.base, launch.base.num_segments > 1 ? work_of_part(idx) : idx,
+            find_numbered_item(launch.base, launch.base.num_segments > 1 ? item_of_part(idx) : idx,
                                Shape::HEADS);
     }
     return next;
 }
 
-/* Makes `next` the present work. Other threads see it after the next barrier. */
+/* Makes `next` the current item. Other threads see it after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_work(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared)
+begin_item(const hopper_launch &launch, const work_item &next, hopper_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x); /* recomputed: keeping it costs a register */
     if (thread == 0) {
-        shared->work++;
-        shared->place.token = next.token;
-        shared->place.first_head = next.first_head;
-        shared->place.num_heads = next.num_heads;
-        shared->place.first_row = next.first_row;
+        shared->item_idx++;
+        shared->current_item.token = next.token;
+        shared->current_item.first_head = next.first_head;
+        shared->current_item.num_heads = next.num_heads;
+        shared->current_item.first_row = next.first_row;
         if (launch.base.num_segments > 1) {
-            shared->place.first_row =
-                find_first_row(launch.base, nth_work(true, 0, &shared->order, shared->work),
+            shared->current_item.first_row =
+                find_first_row(launch.base, nth_item(true, 0, &shared->order, shared->item_idx),
                                next.first_head);
         }
     }
     if (thread % SMLA_WARP_LANES == 0) {
-        shared->is_lost[thread / SMLA_WARP_LANES] = 0;
+        shared->needs_fallback[thread / SMLA_WARP_LANES] = 0;
     }
     __syncwarp();
 }
 
-/* One thread tells the consumers how many steps a work has. They have taken the number of the
- * previous work already: they do so before they free the place of its query. */
+/* One thread tells the consumers how many steps an item has. They took the previous item's number
+ * before they freed its query. */
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
@@ -199,42 +199,42 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */
 
-/* A consumer thread's place, which decides on its parts of tiles and fragments. */
-typedef struct lane_place {
+/* A consumer thread's indices, which decide on its parts of tiles and fragments. */
+typedef struct thread_index {
     int group;  /* warpgroup */
     int warp;   /* number in its group */
     int lane;   /* number in its warp */
     int row;    /* lane / 4: fragment row */
     int column; /* lane % 4: fragment column */
-} lane_place;
+} thread_index;
 
-static __device__ __forceinline__ lane_place
-place_of_thread(uint32_t thread)
+static __device__ __forceinline__ thread_index
+index_of_thread(uint32_t thread)
 {
     const uint32_t lane = thread % SMLA_WARP_LANES;
-    return lane_place{(int)(thread / GROUP_THREADS), (int)(thread / SMLA_WARP_LANES % 4), (int)lane,
-                      (int)(lane / 4), (int)(lane % 4)};
+    return thread_index{(int)(thread / GROUP_THREADS), (int)(thread / SMLA_WARP_LANES % 4),
+                        (int)lane, (int)(lane / 4), (int)(lane % 4)};
 }
 
-static __device__ __forceinline__ lane_place
-find_place(void)
+static __device__ __forceinline__ thread_index
+find_thread_index(void)
 {
-    return place_of_thread(threadIdx.x);
+    return index_of_thread(threadIdx.x);
 }
 
-/* find_place, recomputed at each call: keeping the result live over the loop costs registers. */
-static __device__ __forceinline__ lane_place
-find_place_again(void)
+/* find_thread_index, recomputed at each call: keeping its result live costs the loop registers. */
+static __device__ __forceinline__ thread_index
+find_thread_index_again(void)
 {
-    return place_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
+    return index_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
 }
 
-/* Addresses in shared memory, recomputed at each call of find_addresses. */
+/* Addresses in shared memory; each call of find_addresses recomputes them. */
 typedef struct hopper_addresses {
     uint32_t ring;
     uint32_t empty; /* barrier of the first granule */
-    uint32_t weighed;
-    uint32_t added;
+    uint32_t probs_ready;
+    uint32_t values_added;
     uint32_t probs; /* weights of the own group */
 } hopper_addresses;
 
@@ -245,38 +245,38 @@ find_addresses(hopper_memory<Shape> *shared, int group)
     hopper_addresses at;
     at.ring = (uint32_t)ptx_forget((int)ptx_shared_address(shared->ring));
     at.empty = at.ring + (uint32_t)offsetof(typename Shape::Granule, empty);
-    at.weighed = ptx_shared_address(shared->weighed);
-    at.added = ptx_shared_address(shared->added);
+    at.probs_ready = ptx_shared_address(shared->probs_ready);
+    at.values_added = ptx_shared_address(shared->values_added);
     at.probs = ptx_shared_address(shared->probs[group]);
     return at;
 }
 
 /* Whether rows `row` and row + 8 of the warp's granule have keys: 0 if not. If so, one bit is set
- * (find_key_masks) or all of them (wait_for_granule). */
+ * (find_key_masks) or all bits are (wait_for_granule). */
 typedef struct key_masks {
     uint32_t first;
     uint32_t second;
 } key_masks;
 
-/* What a consumer thread keeps in registers during a work. */
+/* What a consumer thread keeps in registers during a work item. */
 template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
     float parts[Shape::SCORE_PARTS][Shape::HEADS / 2]; /* SCALES_SCORES: sums to be scaled */
-    uint32_t row_scales[2][Shape::SCORE_PARTS];        /* the same: of rows `row` and row + 8 */
+    uint32_t row_scales[2][Shape::SCORE_PARTS];        /* their scales, of rows `row` and row + 8 */
     float even_sum; /* an even chunk's sum, until the odd chunk's sum is there */
-    float even_top;
-    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair's sum was left out */
-    uint32_t raw[2][8];                                        /* a granule's values, as bytes */
+    float even_max;
+    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair has too large weights */
+    uint32_t raw[2][8];                                        /* bytes of a granule's values */
     uint32_t scale[2][2];
-    uint32_t a[2][16]; /* the same values as operand A of wgmma */
+    uint32_t a[2][16]; /* the granule's values as operand A of wgmma */
     uint32_t key_bits; /* is_key of the warp's granule in the group's block */
-    int own;           /* where the group's block begins in the ring, in bytes */
-    uint32_t phase;    /* parities, as *_PARITY; above them, steps to go */
+    int own;           /* offset of the group's block in the ring, in bytes */
+    uint32_t phase;    /* parities, as *_PARITY; above them, the steps left */
 };
 
-/* Bits of consumer.phase: the parities of `full` barriers; of `weighed` and `added`; of barriers of
- * works; of `moved` and `weighed_again`. */
+/* Bits of consumer.phase: the parities of `full` barriers; of `probs_ready` and `values_added`; of
+ * barriers that are used once per item; of `rescaled` and `probs_ready_again`. */
 enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, GROWTH_PARITY = 8, ONE_STEP = 16 };
 
 template <typename Shape>
@@ -286,7 +286,7 @@ finish_step(consumer<Shape> *state)
     state->phase -= ONE_STEP;
 }
 
-/* Whether at least `count` steps of the work are to go. */
+/* Whether at least `count` steps of the work item are left. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 has_steps_left(const consumer<Shape> &state, uint32_t count = 1)
@@ -294,8 +294,8 @@ has_steps_left(const consumer<Shape> &state, uint32_t count = 1)
     return state.phase >= count * ONE_STEP;
 }
 
-/* The same for branches around products: the vote tells ptxas that all lanes agree, so it checks
- * nowhere in the loop whether lanes have diverged. */
+/* has_steps_left for branches around products. The vote tells ptxas that all lanes agree, so it
+ * checks nowhere in the loop whether lanes have diverged. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 are_steps_left(const consumer<Shape> &state)
@@ -303,8 +303,8 @@ are_steps_left(const consumer<Shape> &state)
     return __any_sync(0xFFFFFFFFu, has_steps_left(state));
 }
 
-/* Where the other group's older block begins in the ring. In group 0's first step there is no such
- * block: the own block stands in for it, with weights of 0 (clear_weights). */
+/* The offset in the ring of the other group's older block. Group 0's first step has no such block:
+ * its own block stands in for it, with weights of 0 (clear_weights). */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_other(const consumer<Shape> &state, bool has_other)
@@ -313,7 +313,7 @@ find_other(const consumer<Shape> &state, bool has_other)
     return other < 0 ? other + Shape::GRANULES * Shape::GRANULE_BYTES : other;
 }
 
-/* Where granule i of the block that begins at `first` lies in the ring, in bytes. */
+/* The offset in the ring of granule i of the block that begins at `first`, in bytes. */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_granule(int first, int i)
@@ -323,13 +323,13 @@ find_granule(int first, int i)
     return first + i * Shape::GRANULE_BYTES - (wraps ? Shape::GRANULES * Shape::GRANULE_BYTES : 0);
 }
 
-/* Marks the present work to be computed again if `is_lost`. */
+/* Marks the current item for the fallback if `needs_fallback`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-mark_for_redo(hopper_memory<Shape> *shared, bool is_lost)
+mark_for_fallback(hopper_memory<Shape> *shared, bool needs_fallback)
 {
     const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
-    ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[warp]), 1, is_lost);
+    ptx_store_shared_1_if(ptx_shared_address(&shared->needs_fallback[warp]), 1, needs_fallback);
 }
 
 template <typename Shape>
@@ -340,7 +340,7 @@ load_key_bits(uint32_t granule)
 }
 
 static __device__ __forceinline__ key_masks
-find_key_masks(const lane_place &me, uint32_t key_bits)
+find_key_masks(const thread_index &me, uint32_t key_bits)
 {
     const int bit = 8 * (me.row >> 2) + (me.row & 3);
     return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
@@ -349,7 +349,7 @@ find_key_masks(const lane_place &me, uint32_t key_bits)
 /* Waits for the rows of the warp's granule in the own block. Returns the granule's address. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-wait_for_rows(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
+wait_for_rows(const hopper_addresses &at, const thread_index &me, const consumer<Shape> &state)
 {
     const int granule = find_granule<Shape>(state.own, me.warp);
     ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(typename Shape::Granule, full),
@@ -372,9 +372,9 @@ two_powers_of_two(int exponent)
 
 /* ---- Over rows of fragments ---------------------------------------------------------------- */
 
-/* The head of a chunk whose value reduce_half leaves in a lane: lanes l and l ^ 4 have the same. */
+/* The head whose value reduce_half leaves in a lane; lanes l and l ^ 4 have the same head. */
 static __device__ __forceinline__ int
-head_of_sum(const lane_place &me)
+head_of_sum(const thread_index &me)
 {
     const int pick = (me.lane & 16 ? 2 : 0) + (me.lane & 8 ? 1 : 0);
     return 8 * (pick >> 1) + 2 * me.column + (pick & 1);
@@ -388,7 +388,7 @@ merge_pair(float a, float b)
 }
 
 /* Merges four heads' values over four of a warp's eight fragment rows. Each lane gets the result of
- * one head (head_of_sum), and lane ^ 4 the same head's result over the other four rows. */
+ * one head (head_of_sum), and lane ^ 4 gets the same head's result over the other four rows. */
 template <bool IS_MAX>
 static __device__ __forceinline__ float
 reduce_half(const float values[4], int lane)
@@ -405,11 +405,11 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* The same over all eight rows: calls leave(head, value) for every head. It handles several chunks
- * at once, so that their shuffles need not wait for each other. */
+/* reduce_half over all eight rows: calls leave(head, value) for every head. It handles several
+ * chunks at once, so that their shuffles need not wait for each other. */
 template <bool IS_MAX, int CHUNKS, typename Leave>
 static __device__ __forceinline__ void
-leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
+leave_rows(float (&values)[CHUNKS][4], const thread_index &me, Leave leave)
 {
     const bool upper = me.lane & 16;
     const bool odd = me.lane & 8;
@@ -447,30 +447,31 @@ leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
     }
 }
 
-/* The larger of two scores, of rows `row` and row + 8. Rows without a key are left out. */
+/* The larger of two scores, of rows `row` and row + 8. A row without a key does not count. */
 static __device__ __forceinline__ float
 max_of_keys(key_masks is_key, float a, float b)
 {
     return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
 }
 
-/* Calls leave_rows with the maxima of a warp's scores times `scale`, over rows that have a key. */
+/* Calls leave_rows with the maxima of a warp's scores times `scale`, over rows with a key. */
 template <int SCORES, typename Leave>
 static __device__ __forceinline__ void
-leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,
-           Leave leave)
+leave_row_maxima(const float (&scores)[SCORES], float scale, key_masks is_key,
+                 const thread_index &me, Leave leave)
 {
-    float tops[SCORES / 8][4];
+    float row_maxima[SCORES / 8][4];
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) {
         const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
-        tops[i / 4][i % 4] = max_of_keys(is_key, scores[from] * scale, scores[from + 2] * scale);
+        row_maxima[i / 4][i % 4] =
+            max_of_keys(is_key, scores[from] * scale, scores[from + 2] * scale);
     }
-    leave_rows<true>(tops, me, leave);
+    leave_rows<true>(row_maxima, me, leave);
 }
 
-/* Which bits of a 16-byte piece's number are flipped among a key's weights for HEADS heads, by the
- * swizzle that spans these weights. */
+/* The bits to flip in the number of a 16-byte piece of a key's weights for HEADS heads. The swizzle
+ * that spans these weights asks for it. */
 template <int HEADS>
 static constexpr __device__ __forceinline__ int
 flip_of_key(int key)
@@ -480,92 +481,92 @@ flip_of_key(int key)
 
 /* ---- The query's power of two -------------------------------------------------------------- */
 
-/* The exponent for a query whose largest value has these bf16 bits. Sets is_lost if none fits. */
+/* The exponent of a query whose largest value has these bf16 bits. needs_fallback: none fits. */
 static __device__ __forceinline__ int
-find_query_exponent(uint32_t query_max, bool *is_lost)
+find_query_exponent(uint32_t query_max, bool *needs_fallback)
 {
     const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
     const int clamped = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
-    *is_lost = exponent != clamped;
+    *needs_fallback = exponent != clamped;
     return clamped;
 }
 
-/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+/* ---- Consumers: the end of an item --------------------------------------------------------- */
 
 /* Ends a head: if `writes`, writes lse and max_logits, or the state of the partial row. sum and out
- * are multiples of 2^reference. `top` is a score that is not below the largest one rounded down.
+ * are multiples of 2^reference. row_max is a score that is not below the largest one rounded down.
  * Returns the factor of out, which is 0 where there are no keys. */
 static __device__ __forceinline__ float
-leave_head(const attention_launch &launch, const cta_work &work, int head, float reference,
-           float top, float sum, bool writes)
+leave_head(const attention_launch &launch, const work_item &item, int head, float reference,
+           float row_max, float sum, bool writes)
 {
-    top = sum == 0.0f ? -INFINITY : top;
-    /* makes sum and out multiples of 2^ceil(top), the reference that softmax.cuh expects */
-    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
+    row_max = sum == 0.0f ? -INFINITY : row_max;
+    /* makes sum and out multiples of 2^ceil(row_max), the reference that softmax.cuh expects */
+    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(row_max)));
     float factor = shift;
     sum *= shift;
-    if (work.first_row == NOT_PARTIAL) {
-        const float sink = softmax_sink(launch.params, work.first_head + head);
-        factor *= softmax_finish(launch.params, work.token, work.first_head + head, top, sum, sink,
-                                 writes);
+    if (item.first_row == NOT_PARTIAL) {
+        const float sink = softmax_sink(launch.params, item.first_head + head);
+        factor *= softmax_finish(launch.params, item.token, item.first_head + head, row_max, sum,
+                                 sink, writes);
     } else if (writes) {
-        *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
-            make_float2(top, sum);
+        *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
+            make_float2(row_max, sum);
     }
     return sum == 0.0f ? 0.0f : factor;
 }
 
 /* Where a head's partial row of halves (kernels.h) begins. */
 static __device__ __forceinline__ uint16_t *
-find_halves(const attention_launch &launch, const cta_work &work, int head)
+find_halves(const attention_launch &launch, const work_item &item, int head)
 {
-    return (uint16_t *)(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK);
+    return (uint16_t *)(launch.partials.out + ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK);
 }
 
-/* Like leave_head, for a partial row of halves. The halves are means of the keys' values in units
- * of `unit`, so none is above the largest value. */
+/* leave_head for a partial row of halves. The halves are means of the keys' values in units of
+ * `unit`, so none is above the largest value. */
 static __device__ __forceinline__ void
-leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
-             float top, float sum, float unit)
+leave_halves(const attention_launch &launch, const work_item &item, int head, float reference,
+             float row_max, float sum, float unit)
 {
-    const int64_t row = work.first_row + head;
+    const int64_t row = item.first_row + head;
     if (sum == 0.0f) {
         *(float2 *)(launch.partials.state + 2 * row) = make_float2(-INFINITY, 0.0f);
         return;
     }
-    const float whole = sum * power_of_two((int)(reference - ceilf(top)));
-    *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, -whole);
+    const float whole = sum * power_of_two((int)(reference - ceilf(row_max)));
+    *(float2 *)(launch.partials.state + 2 * row) = make_float2(row_max, -whole);
     launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
 }
 
-/* Marks the CTA's work of this number, which redo_works will do again. */
+/* Sets the fallback bit of the CTA's item of this number. */
 static __device__ __forceinline__ void
-mark_work(int number, int thread, uint32_t redo[MAX_WORKS / 32])
+mark_item(int number, int thread, uint32_t fallback_bits[MAX_ITEMS / 32])
 {
     if (thread == 0) {
-        redo[number / 32] |= 1u << number % 32;
+        fallback_bits[number / 32] |= 1u << number % 32;
     }
 }
 
-/* Does the marked works again with the portable code, in the shared memory in front of `redo`,
- * which nobody uses any more. A work is `num_parts` head tiles of the portable code. */
+/* Computes the marked items again with the portable code, in the shared memory in front of
+ * fallback_bits, which is free. An item is `num_parts` head tiles of the portable code. */
 template <typename Portable>
 static __device__ __forceinline__ void
-redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
-           const work_order *order, shared_memory<Portable> *shared)
+run_fallback(const hopper_launch &hopper, int num_parts, const uint32_t *fallback_bits,
+             const item_order *order, shared_memory<Portable> *shared)
 {
     const attention_launch &launch = hopper.base;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
     for (int number = 0;; number++) {
-        const int found = nth_work(hopper.is_ordered, hopper.num_works, order, number);
+        const int found = nth_item(hopper.is_ordered, hopper.num_items, order, number);
         if (found < 0) {
             break;
         }
         const bool is_part = launch.num_segments > 1;
-        const int idx = is_part ? work_of_part(found) : found;
-        if (idx >= hopper.num_works || !(redo[number / 32] >> number % 32 & 1)) {
+        const int idx = is_part ? item_of_part(found) : found;
+        if (idx >= hopper.num_items || !(fallback_bits[number / 32] >> number % 32 & 1)) {
             continue;
         }
         const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
@@ -573,7 +574,7 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
 #pragma unroll 1
         for (int i = first; i < min(first + num_parts, num_tiles); i++) {
             attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i,
-                                 is_part ? found : WHOLE_WORK, shared);
+                                 is_part ? found : WHOLE_ITEM, shared);
             ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
         }
     }
@@ -581,8 +582,8 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* The portable kernel for calls whose rows no bulk copy brings, and for others that a kernel for
- * Hopper does not serve. */
+/* Starts the portable kernel, for calls whose rows no bulk copy brings, and for others that a
+ * kernel for Hopper does not serve. */
 template <int ROW, int HEADS>
 static cudaError_t
 launch_portable(const smla_attention_params *params, const smla_attention_start *start)

@@ -9,12 +9,12 @@
 
 /* Where the key of an index lies in its cache. */
 typedef struct key_offset {
-    uint32_t row;  /* where its row begins, in units of 16 bytes from the lowest row, or NO_ROW */
-    uint32_t back; /* in split pages: how many bytes of scales lag behind rows (find_scales) */
+    uint32_t row;  /* start of its row, in units of 16 bytes from the lowest row, or NO_ROW */
+    uint32_t back; /* in split pages: by how many bytes scales lag behind rows (find_scales) */
 } key_offset;
 
-/* Finds the key of an index, which is below index_limit or NO_INDEX. Arithmetic is modulo 2^32,
- * because strides may be negative. */
+/* Finds the key of an index. The index is below index_limit, or NO_INDEX. Arithmetic is modulo
+ * 2^32, because strides may be negative. */
 template <typename Row>
 static __device__ __forceinline__ key_offset
 find_key_offset(const attention_launch &launch, const row_span &span, int list, int32_t token,
@@ -51,7 +51,7 @@ typedef struct gather_state {
     uint32_t base;   /* address of shared memory */
     uint32_t rows;   /* address of the warp's rows in the ring's first granule */
     uint32_t slot;   /* number of the next granule in the ring */
-    uint32_t parity; /* phase to wait for at the next granule's `empty` */
+    uint32_t parity; /* parity to wait for at the next granule's `empty` */
 } gather_state;
 
 static __device__ __forceinline__ int
@@ -71,7 +71,8 @@ template <typename Row>
 static __device__ __forceinline__ void
 clear_rows(uint32_t to, uint32_t is_key)
 {
-    constexpr int REST = Row::COPY_BYTES / 16 - SMLA_WARP_LANES; /* lanes that clear 16 more */
+    constexpr int REST =
+        Row::COPY_BYTES / 16 - SMLA_WARP_LANES; /* lanes that clear 16 more bytes */
     const int lane = find_gather_lane();
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
@@ -83,12 +84,12 @@ clear_rows(uint32_t to, uint32_t is_key)
             }
         }
     }
-    ptx_fence_async_shared(); /* a later bulk copy to the same place comes after the zeros */
+    ptx_fence_async_shared(); /* orders later bulk copies to the same rows behind the zeros */
     __syncwarp();
 }
 
 /* Copies the scales of the warp's four keys of a granule, which lie in split pages, behind their
- * rows. Each of the first four lanes copies those of its own key. `to` is the address of the
+ * rows. Each of the first four lanes copies the scales of its own key. `to` is the address of the
  * warp's four rows. */
 template <typename Row>
 static __device__ __forceinline__ void
@@ -105,7 +106,7 @@ copy_scales(const smla_kv_view &kv, const uint8_t *from, const key_offset &key, 
 }
 
 /* Copies the warp's four rows of a granule, once its previous rows are not needed any more. The
- * first four lanes have the places of the new ones; `from` is the lowest row. All addresses are
+ * first four lanes have the offsets of the new rows; `from` is the lowest row. All addresses are
  * uniform and computed before the wait, because any instruction after it delays the ring. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -166,23 +167,24 @@ copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from
     __syncwarp();
 }
 
-/* All gather warps count the keys of a work. For a launch's first work, consumers do it. */
+/* All gather warps count the keys of an item. For a launch's first item, consumers do it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
+count_keys_of(const hopper_launch &launch, const work_item &item, uint32_t turn,
               hopper_memory<Shape> *shared)
 {
     const key_stream stream =
-        open_stream(launch.base, work, 0, find_gather_warp(), find_gather_lane(), 0);
-    /* with 64 heads forgotten, else ptxas keeps multiples of it in registers all the time */
+        open_stream(launch.base, item, 0, find_gather_warp(), find_gather_lane(), 0);
+    /* ptx_forget with 64 heads, because ptxas otherwise keeps multiples of it in registers */
     const int32_t stride =
-        Shape::LARGE_FIRST ? ptx_forget(launch.base.column_stride) : launch.base.column_stride;
-    count_work<Shape::COUNT_LOADS, false>(launch.base, work, stream, stride, find_gather_warp(),
-                                          find_gather_lane(), BARRIER_GATHER, GROUP_THREADS,
-                                          &shared->num_keys[turn]);
+        Shape::OUTLIERS_FIRST ? ptx_forget(launch.base.column_stride) : launch.base.column_stride;
+    count_item_keys<Shape::COUNT_LOADS, false>(launch.base, item, stream, stride,
+                                               find_gather_warp(), find_gather_lane(),
+                                               BARRIER_GATHER, GROUP_THREADS,
+                                               &shared->num_keys[turn]);
 }
 
-/* Counts the keys of the CTA's parts of works: of its first work, if that is cut, and of the piece
+/* Counts the keys of the CTA's parts of items: of its first item, if that is cut, and of the piece
  * after it. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -190,9 +192,9 @@ count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
 #pragma unroll 1
     for (uint32_t n = is_first_cut(launch.base, shared->order) ? 0 : 1; n < 2; n++) {
-        const int part = nth_work(true, 0, &shared->order, (int)n);
+        const int part = nth_item(true, 0, &shared->order, (int)n);
         if (part >= 0) {
-            count_keys_of(launch, find_ordered_work(launch.base, part, Shape::HEADS), n, shared);
+            count_keys_of(launch, find_ordered_item(launch.base, part, Shape::HEADS), n, shared);
         }
         if (n == 0 && threadIdx.x == CONSUMER_THREADS) {
             publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
@@ -200,15 +202,15 @@ count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
     }
 }
 
-/* Gathers a step of a work. Lane l has the index of the warp's key l % 4 in granule l / 4. */
+/* Gathers a step of an item. Lane l has the index of the warp's key l % 4 in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
+gather_step(const hopper_launch &launch, const work_item &item, int list, uint32_t index,
             uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
     typedef typename Shape::Row Row;
     key_offset key =
-        find_key_offset<Row>(launch.base, launch.lists[list], list, work.token, (int32_t)index);
+        find_key_offset<Row>(launch.base, launch.lists[list], list, item.token, (int32_t)index);
     uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);
     count_step(is_key, key.row != NO_ROW, listed_index{(int32_t)index, list}, turn,
                find_gather_warp, shared);
@@ -216,7 +218,8 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     for (int i = 0; i < STEP_GRANULES; i++) {
         copy_rows<Shape>(launch.base.params.lists[list].kv, *state, launch.lists[list].lowest, key,
                          is_key & 15);
-        /* the next granule's keys move to the first lanes: numbers of lanes stay constants */
+        /* the next granule's keys move to the first lanes, so that numbers of lanes stay
+         * constants */
         is_key >>= GATHER_KEYS;
         key.row = __shfl_down_sync(0xFFFFFFFFu, key.row, GATHER_KEYS);
         if constexpr (Row::IS_SPLIT) {
@@ -230,81 +233,82 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     }
 }
 
-/* Takes large keys first where a reference has jumped, after step `step` of the main list of the
- * CTA's work n, as long as enough of its steps are to come. Scales come to the place of the warp's
- * rows in the next granule, when that is free. In step 0 num_steps may not be known yet. */
+/* Takes outlier keys first if a reference has jumped, after step `step` of the main list of the
+ * CTA's item n, as long as the list has enough steps left. The scales come to the warp's rows in
+ * the next granule, when that is free. In step 0 num_steps may not be known yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-look_for_large_keys(const hopper_launch &launch, int n, int32_t step, int32_t end,
-                    const hopper_memory<Shape> *shared, const gather_state &state,
-                    key_stream *stream, large_keys *large)
+look_for_outlier_keys(const hopper_launch &launch, int n, int32_t step, int32_t end,
+                      const hopper_memory<Shape> *shared, const gather_state &state,
+                      key_stream *stream, outlier_keys *outliers)
 {
-    static_assert(LOOKAHEAD * 128 <= GATHER_KEYS * Shape::Row::PITCH, "a granule has the place");
+    static_assert(LOOKAHEAD * 128 <= GATHER_KEYS * Shape::Row::PITCH, "a granule has the room");
     const uint32_t ring = (uint32_t)offsetof(hopper_memory<Shape>, ring);
     const uint32_t offset = state.slot * Shape::GRANULE_BYTES;
-    if (step > 0 && step <= end - MIN_STEPS && large->chunk >= LOOKAHEAD &&
+    if (step > 0 && step <= end - MIN_STEPS && outliers->chunk >= LOOKAHEAD &&
         launch.lists[0].pitch != 0 &&
-        has_jumped<Shape>(state.base + ring, state.slot,
-                          mark_of_step(n, shared->num_steps[ptx_forget(n) & 1] + 1 - step))) {
-        /* the base is forgotten, else ptxas keeps this sum in a register all the time */
+        has_reference_jumped<Shape>(state.base + ring, state.slot,
+                                    mark_of_step(n, shared->num_steps[ptx_forget(n) & 1] + 1 -
+                                                        step))) {
+        /* ptx_forget, because ptxas otherwise keeps this sum in a register all the time */
         ptx_mbarrier_wait((uint32_t)ptx_forget((int)state.base) + ring + offset +
                               (uint32_t)offsetof(typename Shape::Granule, empty),
                           state.parity);
-        take_large_keys<Shape>(launch, state.rows + offset, find_gather_lane(), stream, large);
-        ptx_fence_async_shared(); /* bulk copies to this place come later */
+        take_outlier_keys<Shape>(launch, state.rows + offset, find_gather_lane(), stream, outliers);
+        ptx_fence_async_shared(); /* orders later bulk copies to these rows behind this */
         __syncwarp();
     }
 }
 
-/* Gathers steps [begin, end) of one list of the CTA's work n, after its keys are counted. */
+/* Gathers steps [begin, end) of one list of the CTA's item n, after its keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_list(const hopper_launch &launch, const cta_work &work, int n, int list, int32_t begin,
+gather_list(const hopper_launch &launch, const work_item &item, int n, int list, int32_t begin,
             int32_t end, hopper_memory<Shape> *shared, gather_state *state)
 {
     if (begin == end) {
         return;
     }
     const uint32_t turn = (uint32_t)n & 1;
-    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane(),
+    key_stream stream = open_stream(launch.base, item, list, find_gather_warp(), find_gather_lane(),
                                     find_count(&shared->num_keys[turn], list, find_gather_warp()));
     load_next(&stream);
-    large_keys large = {0, LOOKAHEAD};
+    outlier_keys outliers = {0, LOOKAHEAD};
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
         const uint32_t index =
-            Shape::LARGE_FIRST
-                ? take_other_step(launch.base, list, &stream, &large, find_gather_lane())
+            Shape::OUTLIERS_FIRST
+                ? take_other_step(launch.base, list, &stream, &outliers, find_gather_lane())
                 : take_step(launch.base, list, &stream, find_gather_lane());
         if (step >= begin) {
-            gather_step(launch, work, list, index, turn, shared, state);
-            if constexpr (Shape::LARGE_FIRST) {
+            gather_step(launch, item, list, index, turn, shared, state);
+            if constexpr (Shape::OUTLIERS_FIRST) {
                 if (list == 0) {
-                    look_for_large_keys(launch, n, step, end, shared, *state, &stream, &large);
+                    look_for_outlier_keys(launch, n, step, end, shared, *state, &stream, &outliers);
                 }
             }
         }
     }
 }
 
-/* Copies the warp's heads of a work's query, as they lie in memory, to the place of the previous
- * query, which nobody multiplies any more. */
+/* Copies the warp's heads of an item's query, as they lie in memory, over the previous query, which
+ * nobody multiplies any more. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
+fetch_query(const hopper_launch &launch, const work_item &item, uint32_t base)
 {
     typedef hopper_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
     constexpr int HEAD_BYTES = Shape::Row::HEAD_BYTES;
     const smla_attention_params &params = launch.base.params;
     const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
-    const int num_heads = max(min(work.num_heads - first, WARP_HEADS), 0);
+    const int num_heads = max(min(item.num_heads - first, WARP_HEADS), 0);
     const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
     const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * HEAD_BYTES;
-    const uint16_t *nope = params.q_nope + work.token * params.q_nope_stride_token +
-                           (work.first_head + first) * params.q_nope_stride_head;
-    const uint16_t *rope = params.q_pe + work.token * params.q_pe_stride_token +
-                           (work.first_head + first) * params.q_pe_stride_head;
+    const uint16_t *nope = params.q_nope + item.token * params.q_nope_stride_token +
+                           (item.first_head + first) * params.q_nope_stride_head;
+    const uint16_t *rope = params.q_pe + item.token * params.q_pe_stride_token +
+                           (item.first_head + first) * params.q_pe_stride_head;
     if (ptx_elect()) {
         ptx_mbarrier_arrive_expect(full, num_heads * HEAD_BYTES);
         if (launch.query_is_dense && num_heads > 0) {
@@ -325,18 +329,19 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
     __syncwarp();
 }
 
-/* Begins a launch's first work, as far as the warp's first 32 columns allow: fetches the query, and
- * gathers the first step if they hold all its keys, either because all 32 are keys or because the
- * warp has no others. Returns whether it did. The code is straight, in the order of its waits,
- * because neither code nor data are in any cache yet. Consumers count the keys meanwhile. */
+/* Begins a launch's first item, as far as the warp's first 32 columns allow. Fetches the query, and
+ * gathers the first step if these columns hold all its keys: either all 32 are keys, or the warp
+ * has no other keys. Returns whether it gathered the step. The code is straight, in the order of
+ * its waits, because neither code nor data are in any cache yet. Consumers count the keys
+ * meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
+begin_launch(const hopper_launch &launch, const work_item &item, hopper_memory<Shape> *shared,
              gather_state *state)
 {
-    uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
+    uint32_t index = load_first(launch.base, item, 0, find_gather_warp(), find_gather_lane());
     if (launch.fetches_query) {
-        fetch_query<Shape>(launch, work, state->base);
+        fetch_query<Shape>(launch, item, state->base);
     }
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit);
     bool has_step = is_key == 0xFFFFFFFFu;
@@ -350,22 +355,24 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
         has_step =
             find_count(&shared->num_keys[0], 0, find_gather_warp()) == (int32_t)__popc(is_key);
         const int lane = find_gather_lane();
-        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, lane));
-        index = lane < __popc(is_key) ? moved : NO_INDEX;
+        const uint32_t shuffled = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, lane));
+        index = lane < __popc(is_key) ? shuffled : NO_INDEX;
     }
-    /* with two lists, the first step is the main list's for sure if all of its first entries are */
+    /* with two lists, the first step is the main list's for sure if its first entries are all
+     * keys */
     has_step &=
         launch.base.params.num_lists == 1 || (Shape::Row::ROPE_IS_VALUE && is_key == 0xFFFFFFFFu);
     if (has_step) {
-        gather_step(launch, work, 0, index, 0, shared, state);
+        gather_step(launch, item, 0, index, 0, shared, state);
     }
     return has_step;
 }
 
-/* Gathers all works of the CTA. With 64 heads, the keys of a work are counted after the first step
- * of the previous work, because the consumers store a query then. They are counted after its last
- * step where there are fewer heads, because memory binds there, and after a launch's first work,
- * because the order may not be known earlier. Keys of cut works are counted before the loop. */
+/* Gathers all items of the CTA. With 64 heads, the keys of an item are counted after the first step
+ * of the previous item, because the consumers store a query then. With fewer heads they are counted
+ * after its last step, because memory binds there. After a launch's first item they are counted
+ * after its last step, too, because the order may not be known earlier. Keys of cut items are
+ * counted before the loop. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -381,13 +388,13 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.parity = 1;
     shared->num_absent[0][find_gather_warp()] = 0;
     ptx_wait_for_grids();
-    cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
-    bool has_begun = begin_launch<Shape>(launch, work, shared, &state);
+    work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+    bool has_begun = begin_launch<Shape>(launch, item, shared, &state);
     wait_for_order(launch.base.num_segments > 1,
                    state.base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
     if (__builtin_expect(has_parts(launch.base, shared->order), false)) {
         count_parts_of(launch, shared);
-        work = find_ordered_work(launch.base, nth_work(true, 0, &shared->order, 0), Shape::HEADS);
+        item = find_ordered_item(launch.base, nth_item(true, 0, &shared->order, 0), Shape::HEADS);
     }
     ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
 #pragma unroll 1
@@ -400,13 +407,14 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         const int32_t first = min(steps.main, 1);
 #pragma unroll 1
         for (int part = has_begun ? MAIN_LIST : FIRST_STEP; part < NUM_PARTS; part++) {
-            gather_list<Shape>(launch, work, n, part == EXTRA_LIST ? 1 : 0,
+            gather_list<Shape>(launch, item, n, part == EXTRA_LIST ? 1 : 0,
                                part == MAIN_LIST ? first : 0,
                                part == FIRST_STEP  ? first
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
                                shared, &state);
-            /* n is forgotten, else what is found from it lies in registers during the parts */
+            /* ptx_forget, because values found from n otherwise stay in registers during the
+             * parts */
             const int now = ptx_forget(n);
             if (part == (Shape::HEADS == 64 && now > 0 ? FIRST_STEP : EXTRA_LIST) &&
                 launch.base.num_segments == 1) {
@@ -414,25 +422,25 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                state.base +
                                    (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
                 const int ahead =
-                    nth_work(launch.is_ordered, launch.num_works, &shared->order, now + 1);
+                    nth_item(launch.is_ordered, launch.num_items, &shared->order, now + 1);
                 if (ahead >= 0) {
-                    count_keys_of(launch, find_numbered_work(launch.base, ahead, Shape::HEADS),
+                    count_keys_of(launch, find_numbered_item(launch.base, ahead, Shape::HEADS),
                                   turn ^ 1, shared);
                 }
             }
         }
-        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+        const int idx = nth_item(launch.is_ordered, launch.num_items, &shared->order, n + 1);
         if (idx < 0) {
             break;
         }
-        work = find_ordered_work(launch.base, idx, Shape::HEADS);
+        item = find_ordered_item(launch.base, idx, Shape::HEADS);
         has_begun = false;
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
-        if (ptx_elect()) { /* consumers are done with the work before, which used this element */
+        if (ptx_elect()) { /* consumers are done with the item before, which used this element */
             shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
         }
         if (launch.fetches_query) {
-            fetch_query<Shape>(launch, work, state.base);
+            fetch_query<Shape>(launch, item, state.base);
         }
     }
 }

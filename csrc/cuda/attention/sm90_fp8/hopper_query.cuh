@@ -1,5 +1,5 @@
-/* hopper_query.cuh: how consumers begin a work of attention_sm90.cu: they store its query in shared
- * memory, permuted and scaled, and find the powers of two that are its units.
+/* hopper_query.cuh: how consumers begin an item of attention_sm90.cu: they store its query in
+ * shared memory, permuted and scaled, and find the powers of two that are its units.
  */
 #pragma once
 
@@ -7,8 +7,8 @@
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 
-/* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each, so that eight lanes
- * read a head's 128 bytes of a tile. words[j] is of head query_head(me, j). */
+/* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each. So eight lanes read
+ * a head's 128 bytes of a tile. words[j] belongs to head query_head(me, j). */
 template <int TILES> struct query_part {
     uint32_t words[2][TILES][4];
 };
@@ -16,29 +16,29 @@ template <int TILES> struct query_part {
 enum { PIECES = 8 }; /* pieces of 16 bytes in a head's row of a tile */
 
 static __device__ __forceinline__ int
-query_head(const lane_place &me, int j)
+query_head(const thread_index &me, int j)
 {
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
 
-/* Copies the query to where gather warps put it otherwise: they do not fetch it if q is not aligned
- * or if out may be staged there. This is a loop, so that other launches jump over little code: they
- * wait for memory after a long jump. */
+/* Copies the query to shared memory, where gather warps do not: they fetch no query if q is not
+ * aligned or if out may be staged there. The code is a loop, so that other launches jump over
+ * little code, because they wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
+copy_query(const smla_attention_params &params, const work_item &item, hopper_memory<Shape> *shared)
 {
     constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
     constexpr int HEAD_PIECES = Shape::Row::HEAD_BYTES / 16;
 #pragma unroll 1
-    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * HEAD_PIECES;
+    for (int i = ptx_forget((int)threadIdx.x); i < item.num_heads * HEAD_PIECES;
          i += CONSUMER_THREADS) {
-        const int head = work.first_head + i / HEAD_PIECES;
+        const int head = item.first_head + i / HEAD_PIECES;
         const int piece = i % HEAD_PIECES;
         const uint16_t *const from =
-            piece < NOPE_PIECES ? params.q_nope + work.token * params.q_nope_stride_token +
+            piece < NOPE_PIECES ? params.q_nope + item.token * params.q_nope_stride_token +
                                       head * params.q_nope_stride_head + 8 * piece
-                                : params.q_pe + work.token * params.q_pe_stride_token +
+                                : params.q_pe + item.token * params.q_pe_stride_token +
                                       head * params.q_pe_stride_head + 8 * (piece - NOPE_PIECES);
         uint32_t words[4];
         smla_load_words<16, false>(from, words);
@@ -51,7 +51,7 @@ copy_query(const smla_attention_params &params, const cta_work &work, hopper_mem
  * everything waits for it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
+read_query(const work_item &item, const thread_index &me, const hopper_memory<Shape> *shared,
            query_part<Shape::Row::QUERY_TILES> *part)
 {
 #pragma unroll
@@ -61,7 +61,7 @@ read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape
                               16 * (me.lane % PIECES);
 #pragma unroll
         for (int tile = 0; tile < Shape::Row::QUERY_TILES; tile++) {
-            ptx_load_shared_16_if(from + 128 * tile, head < work.num_heads, part->words[j][tile]);
+            ptx_load_shared_16_if(from + 128 * tile, head < item.num_heads, part->words[j][tile]);
         }
     }
 }
@@ -78,13 +78,14 @@ template <int TILES>
 static __device__ __forceinline__ uint32_t
 find_head_max(const uint32_t (&words)[TILES][4])
 {
-    uint32_t tops[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
+    uint32_t partial_maxima[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
 #pragma unroll
     for (int i = 4; i < TILES * 4; i++) {
-        tops[i % 4] = ptx_max_abs_bf16x2(tops[i % 4], words[i / 4][i % 4]);
+        partial_maxima[i % 4] = ptx_max_abs_bf16x2(partial_maxima[i % 4], words[i / 4][i % 4]);
     }
-    const uint32_t pair = ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(tops[0], tops[1]),
-                                             ptx_max_abs_bf16x2(tops[2], tops[3]));
+    const uint32_t pair =
+        ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(partial_maxima[0], partial_maxima[1]),
+                           ptx_max_abs_bf16x2(partial_maxima[2], partial_maxima[3]));
     uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
 #pragma unroll
     for (int step = 1; step < PIECES; step *= 2) {
@@ -94,9 +95,9 @@ find_head_max(const uint32_t (&words)[TILES][4])
 }
 
 /* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
- * eight becomes word `column` of chunk i of a tile's row: the order in which score_block has bytes.
- * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Of RoPE's tile, and of a tile
- * that has no twin before it, it has 16c + 0...15. */
+ * eight becomes word `column` of chunk i of a tile's row: score_block has bytes in this order.
+ * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Column c of RoPE's tile, and of
+ * a tile without a twin before it, has dimensions 16c + 0...15. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
@@ -145,11 +146,11 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
     store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. A RoPE
- * part that is also a value counts like codes with a scale that are as large. */
+/* The largest scale exponent among the warp's keys of the item's first step, 0 without keys. A RoPE
+ * part that is also a value counts like codes whose scale makes them as large. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-find_scale_max(const lane_place &me, uint32_t granule)
+find_scale_max(const thread_index &me, uint32_t granule)
 {
     typedef typename Shape::Row Row;
     const key_masks is_key = find_key_masks(me, load_key_bits<Shape>(granule));
@@ -175,7 +176,7 @@ find_scale_max(const lane_place &me, uint32_t granule)
 /* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
+clear_weights(const thread_index &me, hopper_memory<Shape> *shared)
 {
 #pragma unroll
     for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
@@ -184,10 +185,11 @@ clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
     }
 }
 
-/* Stores the largest finite value of the warp's heads for other warps. Finds both heads' maxima. */
+/* Stores the largest finite value of the warp's heads for other warps. Finds the maxima of both
+ * heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-publish_query_max(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+publish_query_max(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
                   hopper_memory<Shape> *shared, uint32_t head_max[2])
 {
     uint32_t top = 0;
@@ -217,7 +219,7 @@ max_of_warps(const uint32_t *values, int count)
 /* The exponent of E, the unit of scales and values, clamped to +-MAX_KEY_EXPONENT. Products below
  * 2^-14 E lose bits, and scales from 2^7 E on do not fit. So E is large, to leave room for the
  * scales of later keys, as long as 2^-25 E is negligible. First keys that are all zeros, with
- * scales of FLT_MIN, tell nothing. */
+ * scales of FLT_MIN, tell nothing about later keys. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
 {
@@ -234,16 +236,16 @@ find_key_exponent(uint32_t scale_max)
  * Heads that are not finite get NaN as their reference, so their results are NaN in any case. */
 template <typename Shape>
 static __device__ __forceinline__ int
-store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
                const uint32_t head_max[2], hopper_memory<Shape> *shared)
 {
     const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
-    bool is_lost;
-    const int exponent = find_query_exponent(query_max, &is_lost);
+    bool needs_fallback;
+    const int exponent = find_query_exponent(query_max, &needs_fallback);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int head = query_head(me, j);
-        is_lost |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
+        needs_fallback |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
         if (head < Shape::HEADS) {
             if (me.lane % PIECES == 0) {
                 shared->reference[head] = head_max[j] < 0x7F80 ? 0.0f : NAN;
@@ -251,15 +253,15 @@ store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &
             store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-exponent));
         }
     }
-    mark_for_redo(shared, is_lost);
+    mark_for_fallback(shared, needs_fallback);
     return exponent;
 }
 
-/* Stores the query in shared memory, and finds the work's powers of two from it and from the scales
+/* Stores the query in shared memory, and finds the item's powers of two from it and from the scales
  * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const lane_place &me, const cta_work &next,
+store_query(const hopper_launch &launch, const thread_index &me, const work_item &next,
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
@@ -272,8 +274,8 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     read_query(next, me, shared, &part);
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last work any more */
-    begin_work(launch, next, shared);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last item any more */
+    begin_item(launch, next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);
     }
@@ -295,10 +297,10 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     const float score_scale =
         (Shape::SCALES_SCORES ? launch.base.scale_log2 : launch.base.wgmma_scale_log2) *
         power_of_two(exponent) * power_of_two(key_exponent);
-    mark_for_redo(shared, !(fabsf(score_scale) <= 0x1p100f) ||
-                              (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
-                              key_exponent > MAX_UNIT_EXPONENT ||
-                              key_exponent == -MAX_KEY_EXPONENT);
+    mark_for_fallback(shared,
+                      !(fabsf(score_scale) <= 0x1p100f) ||
+                          (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
+                          key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
     if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);

@@ -5,15 +5,15 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
-/* A new reference minus the maximum rounded up, as an exponent: in a work's last step, and where at
- * most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
+/* A new reference minus the maximum rounded up, as an exponent: in an item's last step, and where
+ * at most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
 enum { SHORT_STEPS = 8 };
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* Where a granule has the scales of its keys `row` and row + 8 for scale tile `tile`. */
+/* The address of a granule's scales of keys `row` and row + 8 for scale tile `tile`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_pair(uint32_t granule, int tile, int row)
@@ -22,11 +22,11 @@ find_scale_pair(uint32_t granule, int tile, int row)
            tile * (GRANULE_KEYS * 2) + (4 * (row >> 1) + (row & 1)) * 2;
 }
 
-/* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
- * with. Marks the work as lost if a scale is too large. */
+/* Rounds scale / E of the warp's keys to f16, and stores it in the granule's table of scales, by
+ * which values are multiplied. Marks the item for the fallback if a scale is too large. */
 template <typename Shape>
 static __device__ __forceinline__ scale_pairs
-take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
+take_scales(hopper_memory<Shape> *shared, const thread_index &me, uint32_t granule)
 {
     typedef typename Shape::Row Row;
     scale_pairs pairs;
@@ -41,32 +41,32 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
             ptx_store_shared_halves(find_scale_pair<Shape>(granule, 4 * i + me.column, me.row),
                                     pairs.words[i]);
         }
-        mark_for_redo(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES) |
-                                  ptx_exceeds_f16x2(pairs.words[1], LARGEST_SCALES));
+        mark_for_fallback(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES) |
+                                      ptx_exceeds_f16x2(pairs.words[1], LARGEST_SCALES));
     } else {
         const uint32_t from = granule + me.row * Row::PITCH + Row::SCALE_OFFSET + 4 * me.column;
         const float a = smla_bits_float(ptx_load_shared_4(from));
         const float b = smla_bits_float(ptx_load_shared_4(from + 8 * Row::PITCH));
         pairs.words[0] = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
-        mark_for_redo(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES));
+        mark_for_fallback(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES));
         ptx_store_shared_halves(find_scale_pair<Shape>(granule, me.column, me.row), pairs.words[0]);
     }
     return pairs;
 }
 
 /* Replaces the lane's RoPE values of a row, which are values, too, by f16 relative to E. Marks the
- * work as lost if one of them does not fit. */
+ * item for the fallback if one of them does not fit. */
 template <typename Shape>
 static __device__ __forceinline__ void
 keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
 {
     const uint32_t unit = smla_float_bits(*(const volatile float *)&shared->inv_key_unit);
-    mark_for_redo(shared, is_rope_large(find_rope_top(words), 127 - (int)(unit >> 23)));
+    mark_for_fallback(shared, is_rope_large(find_rope_top(words), 127 - (int)(unit >> 23)));
     store_rope_halves(to, words, __byte_perm(unit, unit, 0x3232));
 }
 
-/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. The
- * first ones of a sum replace what it was. */
+/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile.
+ * is_first: the products replace the sum, instead of adding to it. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
 multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_first,
@@ -89,12 +89,12 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_firs
  * descriptor of the query's tiles. The last products are still under way on return. */
 template <typename Shape>
 static __device__ __forceinline__ void
-score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thread_index &me,
             uint64_t query, consumer<Shape> *state)
 {
     typedef typename Shape::Row Row;
     const uint32_t granule = wait_for_rows(at, me, *state);
-    const lane_place here = find_place_again();
+    const thread_index here = find_thread_index_again();
     const uint32_t nope = granule + here.row * Row::PITCH + 32 * here.column;
     const uint32_t rope = nope + Row::ROPE_OFFSET;
     uint32_t words[3][8];
@@ -130,7 +130,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
             if (tile + step == 0) {
-                wgmma_wait<0>(); /* `out` is done: after wait<1> ptxas takes it for under way */
+                wgmma_wait<0>(); /* `out` is complete: after wait<1> ptxas takes it for under way */
             } else {
                 wgmma_wait<1>();
             }
@@ -182,16 +182,17 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 /* The slot of a lane's sum for a pair of chunks. With 16 heads there is one chunk, and lanes l and
  * l ^ 4 keep half of a head's sum each (add_up_head). */
 static __device__ __forceinline__ int
-slot_of_sum(const lane_place &me, int pair)
+slot_of_sum(const thread_index &me, int pair)
 {
     return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
 }
 
-/* Merges what reduce_half left in lanes l and l ^ 4 for a pair of chunks: half of the lanes get a
- * head of the even chunk, half of the odd. With 16 heads there is only `odd`, left as it is. */
+/* Merges the results of reduce_half in lanes l and l ^ 4 for a pair of chunks: half of the lanes
+ * get a head of the even chunk, half get one of the odd chunk. With 16 heads there is only `odd`,
+ * which stays as it is. */
 template <bool IS_MAX, typename Shape>
 static __device__ __forceinline__ float
-fold_pair(float even, float odd, const lane_place &me)
+fold_pair(float even, float odd, const thread_index &me)
 {
     if constexpr (Shape::CHUNKS == 1) {
         return odd;
@@ -210,12 +211,13 @@ ends_pair(int chunk)
 }
 
 /* A new reference minus the maximum rounded up: a negative exponent. It leaves range for heavier
- * keys that come later, and less of it where few come, so that light keys keep more bits. */
+ * keys that come later. It leaves less of it where few keys come, so that light keys keep more
+ * bits. */
 template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
 {
-    /* computed anew: ptxas would keep a comparison of meet_other_block, and has no register */
+    /* recomputed, because ptxas would keep a comparison of meet_other_block, and has no register */
     const int steps = ptx_forget((int)(state.phase / ONE_STEP));
     const float of_row = steps < 2              ? ONE_STEP_HEADROOM
                          : steps <= SHORT_STEPS ? SHORT_HEADROOM
@@ -223,8 +225,8 @@ find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
     return fminf(launch.headroom, of_row);
 }
 
-/* Puts the scores together when all products are done. With SCALES_SCORES, state.scores are only
- * what the RoPE part adds to them. */
+/* Puts the scores together when all products are done. With SCALES_SCORES, state.scores hold only
+ * the RoPE part of the scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
 join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
@@ -252,41 +254,44 @@ join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
 /* Finds reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
+find_references(const hopper_launch &launch, const thread_index &me, hopper_memory<Shape> *shared,
                 consumer<Shape> *state)
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
-    float *const tops = shared->sums[4 * me.group + me.warp];
+    float *const row_maxima = shared->sums[4 * me.group + me.warp];
     float scores[Shape::HEADS / 2];
     join_scores(shared, *state, scores);
-    leave_tops(scores, shared->score_scale, is_key, me,
-               [=](int head, float top) { tops[head] = top; });
+    leave_row_maxima(scores, shared->score_scale, is_key, me,
+                     [=](int head, float row_max) { row_maxima[head] = row_max; });
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     if (thread < Shape::HEADS) {
-        float top = shared->sums[0][thread];
+        float row_max = shared->sums[0][thread];
 #pragma unroll
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
-            top = fmaxf(top, shared->sums[warp][thread]);
+            row_max = fmaxf(row_max, shared->sums[warp][thread]);
         }
-        /* top is -inf without a key, or if all logits are -inf, which the portable code handles */
+        /* row_max is -inf without a key, or if all logits are -inf. If there are several steps, the
+         * item then goes to the fallback. */
         const float found =
-            top == -INFINITY ? 0.0f : ceilf(top) + find_row_headroom(launch, *state);
+            row_max == -INFINITY ? 0.0f : ceilf(row_max) + find_row_headroom(launch, *state);
         const float otherwise = shared->reference[thread]; /* 0, or NaN from store_all_nope */
-        mark_for_redo(shared, !isnan(otherwise) &&
-                                  (top == -INFINITY ? has_steps_left(*state, 2)
-                                                    : fabsf(top) >= MAX_SCORE && top < INFINITY));
-        /* NaN if the work is lost, too: huge scores are off by so much that weights may not fit */
-        shared->reference[thread] = top < MAX_SCORE ? found + otherwise : NAN;
+        mark_for_fallback(shared, !isnan(otherwise) &&
+                                      (row_max == -INFINITY
+                                           ? has_steps_left(*state, 2)
+                                           : fabsf(row_max) >= MAX_SCORE && row_max < INFINITY));
+        /* The reference is NaN if the item goes to the fallback, too: huge scores are off by so
+         * much that weights may not fit. */
+        shared->reference[thread] = row_max < MAX_SCORE ? found + otherwise : NAN;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* Turns scores into exponents of weights. Without a key, a row is zeros and its score stays 0: its
- * weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
+/* Turns scores into exponents of weights. The row of an absent key is zeros, so its score stays 0.
+ * Its weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
+find_exponents(hopper_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const float scale = *(const volatile float *)&shared->score_scale;
@@ -302,11 +307,12 @@ find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shap
     }
 }
 
-/* The number of absent keys among those that fold_pair adds up. These are the warp's 16 keys, or
- * with one chunk, where lanes l and l ^ 4 keep half each, the 8 in rows of the lane's parity. */
+/* The number of absent keys among the keys that fold_pair adds up. These are the warp's 16 keys.
+ * With one chunk, where lanes l and l ^ 4 keep half each, they are the 8 keys in rows of the lane's
+ * parity. */
 template <typename Shape>
 static __device__ __forceinline__ float
-count_absent(const lane_place &me, uint32_t key_bits)
+count_absent(const thread_index &me, uint32_t key_bits)
 {
     return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
                                      : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
@@ -330,7 +336,7 @@ exp_chunk(const float x[8], float e[8], float sums[4])
 /* Stores the weights of a chunk in the group's block of probs. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
+store_weights(uint32_t probs, const thread_index &me, int chunk, const float e[8])
 {
     const int key = 16 * me.warp + (me.lane & 15);
     const int piece = 2 * chunk + (me.lane >> 4);
@@ -341,11 +347,11 @@ store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
 
 /* Turns the exponents of a chunk of 16 heads into weights, stores these in probs, and adds them to
  * the sums. Where the sum over a warp's keys shows that weights may be too large for f16, has_grown
- * is set and the sum is left out: raise_references will raise the references and add the sum,
+ * is set and the sum is not added. raise_references will raise the references and add the sum,
  * before anybody multiplies these weights. NaN is not too large. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const thread_index &me,
             int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const float *const x = &state->scores[8 * chunk];
@@ -357,39 +363,41 @@ weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_
     if (ends_pair<Shape>(chunk)) {
         float *const slot = &shared->sums[warp][slot_of_sum(me, chunk / 2)];
         const float older = *slot;
-        const float added = fold_pair<false, Shape>(state->even_sum, half, me) -
+        const float fresh = fold_pair<false, Shape>(state->even_sum, half, me) -
                             count_absent<Shape>(me, state->key_bits);
-        state->has_grown[chunk / 2] = added >= launch.max_weight;
+        state->has_grown[chunk / 2] = fresh >= launch.max_weight;
         if (!state->has_grown[chunk / 2]) {
-            *slot = older + added;
+            *slot = older + fresh;
         }
     } else {
         state->even_sum = half;
     }
     if constexpr (Shape::MAXIMA) {
         const key_masks is_key = find_key_masks(me, state->key_bits);
-        const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
-                               max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
-        const float top = reduce_half<true>(tops, me.lane);
+        const float row_maxima[4] = {max_of_keys(is_key, x[0], x[2]),
+                                     max_of_keys(is_key, x[1], x[3]),
+                                     max_of_keys(is_key, x[4], x[6]),
+                                     max_of_keys(is_key, x[5], x[7])};
+        const float row_max = reduce_half<true>(row_maxima, me.lane);
         if (ends_pair<Shape>(chunk)) {
-            float *const slot = &shared->tops[warp][slot_of_sum(me, chunk / 2)];
-            *slot = fmaxf(*slot, fold_pair<true, Shape>(state->even_top, top, me));
+            float *const slot = &shared->maxima[warp][slot_of_sum(me, chunk / 2)];
+            *slot = fmaxf(*slot, fold_pair<true, Shape>(state->even_max, row_max, me));
         } else {
-            state->even_top = top;
+            state->even_max = row_max;
         }
     }
 }
 
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_sums(const lane_place &me, hopper_memory<Shape> *shared)
+clear_sums(const thread_index &me, hopper_memory<Shape> *shared)
 {
     const int warp = 4 * me.group + me.warp;
 #pragma unroll
     for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
         shared->sums[warp][slot_of_sum(me, pair)] = 0.0f;
         if constexpr (Shape::MAXIMA) {
-            shared->tops[warp][slot_of_sum(me, pair)] = -INFINITY;
+            shared->maxima[warp][slot_of_sum(me, pair)] = -INFINITY;
         }
     }
 }

@@ -1,5 +1,5 @@
-/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and what a work
- * leaves behind: results, partial rows, or a mark that it has to be done again.
+/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and the results
+ * of an item: rows, partial rows, or a mark for the fallback.
  */
 #pragma once
 
@@ -9,16 +9,16 @@
 /* ---- Consumers: values --------------------------------------------------------------------- */
 
 /* Addresses of a lane's part of the ring's first granule. */
-typedef struct value_place {
+typedef struct value_addresses {
     uint32_t values;
     uint32_t scales;
-} value_place;
+} value_addresses;
 
 /* Whether the warp's 64 dimensions are RoPE values, which have no scales: those of the last scale
- * tile. Its number is read from the address, because there is no register to keep it in. */
+ * tile. The tile's number is read from the address, because there is no register to keep it in. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-has_rope_values(const value_place &place)
+has_rope_values(const value_addresses &addresses)
 {
     constexpr int TILE_BYTES = GRANULE_KEYS * 2;
     constexpr int TABLE_BYTES = Shape::Row::NUM_SCALES * TILE_BYTES;
@@ -27,43 +27,44 @@ has_rope_values(const value_place &place)
                       offsetof(hopper_memory<Shape>, ring) % TABLE_BYTES == 0,
                   "the table's first address ends with zeros");
     return Shape::Row::ROPE_IS_VALUE &&
-           __any_sync(0xFFFFFFFFu, (place.scales & LAST) == LAST); /* tells ptxas that all agree */
+           __any_sync(0xFFFFFFFFu,
+                      (addresses.scales & LAST) == LAST); /* tells ptxas that all lanes agree */
 }
 
 template <typename Shape>
-static __device__ __forceinline__ value_place
-find_values(const hopper_addresses &at, const lane_place &me)
+static __device__ __forceinline__ value_addresses
+find_values(const hopper_addresses &at, const thread_index &me)
 {
     typedef typename Shape::Row Row;
     const int tile = Row::NUM_SCALES == 8 ? 4 * me.group + me.warp : 2 * me.group + (me.warp >> 1);
-    value_place place;
-    place.values =
+    value_addresses addresses;
+    addresses.values =
         at.ring + 2 * me.column * Row::PITCH + 256 * me.group + 64 * me.warp + 8 * me.row;
-    place.scales = at.ring + (uint32_t)offsetof(typename Shape::Granule, scales) +
-                   tile * (GRANULE_KEYS * 2) + me.column * 8;
-    return place;
+    addresses.scales = at.ring + (uint32_t)offsetof(typename Shape::Granule, scales) +
+                       tile * (GRANULE_KEYS * 2) + me.column * 8;
+    return addresses;
 }
 
-/* Returns `place`, which is the same in all lanes, so that ptxas knows this: what is computed from
- * it stays in uniform registers. */
+/* Returns `offset`, which is the same in all lanes, so that ptxas knows this. Values computed from
+ * it then stay in uniform registers. */
 static __device__ __forceinline__ int
-make_uniform(int place)
+make_uniform(int offset)
 {
-    return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)place);
+    return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)offset);
 }
 
-/* Loads the lane's part of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9 (c: its column): 8 codes, or
- * 4 of 8 RoPE values. */
+/* Loads the lane's part of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9, where c is its column: 8
+ * codes, or 4 of 8 RoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
-load_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+load_values(const value_addresses &addresses, int granule, int buffer, consumer<Shape> *state)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH,
+        ptx_load_shared_8(addresses.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH,
                           &state->raw[buffer][2 * i]);
     }
-    ptx_load_shared_8(place.scales + granule, state->scale[buffer]);
+    ptx_load_shared_8(addresses.scales + granule, state->scale[buffer]);
 }
 
 static __device__ __forceinline__ void
@@ -72,17 +73,18 @@ release_granule(uint32_t empty, int granule, bool is_on)
     ptx_mbarrier_arrive(empty + granule, is_on);
 }
 
-/* convert_values for RoPE values, which are f16 already (keep_rope). Half of the lane's values were
- * loaded by load_values. The others, from the second half of the row's RoPE part, are loaded here:
- * to load them earlier takes registers that the other warps do not have. */
+/* convert_values for RoPE values, which are f16 already (keep_rope). load_values loaded half of the
+ * lane's values. The other half, from the second half of the row's RoPE part, is loaded here,
+ * because an earlier load takes registers that the other warps do not have. */
 template <typename Shape>
 static __device__ __forceinline__ void
-pair_rope_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+pair_rope_values(const value_addresses &addresses, int granule, int buffer, consumer<Shape> *state)
 {
     uint32_t rest[8];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH + 64,
+        ptx_load_shared_8(addresses.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH +
+                              64,
                           rest + 2 * i);
     }
 #pragma unroll
@@ -98,7 +100,7 @@ pair_rope_values(const value_place &place, int granule, int buffer, consumer<Sha
 }
 
 /* Converts raw values to operand A of a granule's four products. The rows of product b are
- * dimensions 2b and 2b + 1 of every eight (of RoPE values: see load_values). */
+ * dimensions 2b and 2b + 1 of every eight (for RoPE values, see load_values). */
 template <typename Shape>
 static __device__ __forceinline__ void
 convert_codes(int buffer, consumer<Shape> *state)
@@ -119,10 +121,10 @@ convert_codes(int buffer, consumer<Shape> *state)
 /* Converts values of any kind of the granule at `granule`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-convert_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+convert_values(const value_addresses &addresses, int granule, int buffer, consumer<Shape> *state)
 {
-    if (__builtin_expect(has_rope_values<Shape>(place), false)) {
-        pair_rope_values(place, granule, buffer, state);
+    if (__builtin_expect(has_rope_values<Shape>(addresses), false)) {
+        pair_rope_values(addresses, granule, buffer, state);
     } else {
         convert_codes(buffer, state);
     }
@@ -159,23 +161,25 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 
 /* Waits for the weights of the other group's older block, and converts that block's first values.
  * The block begins at `other`. If the other group has raised the references, this group follows.
- * After a work's last scores the query's place is free for the next query. */
+ * After an item's last scores, the next query may replace this one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thread_index &me,
                  int other, consumer<Shape> *state)
 {
-    const value_place place = find_values<Shape>(at, me);
-    ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    const uint32_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
-    load_values(place, find_granule<Shape>(other, 0), 0, state);
-    load_values(place, find_granule<Shape>(other, 1), 1, state);
+    const value_addresses addresses = find_values<Shape>(at, me);
+    ptx_mbarrier_wait(at.probs_ready + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
+    const uint32_t has_grown =
+        load_has_grown(shared,
+                       me.group ^ 1); /* this load is under way together with those of the values */
+    load_values(addresses, find_granule<Shape>(other, 0), 0, state);
+    load_values(addresses, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
-        follow_references<true>(find_place_again(), shared, state);
+        follow_references<true>(find_thread_index_again(), shared, state);
     }
-    /* the place is found again, because for fp8_v4 there is no register to keep it in */
-    convert_values(find_values<Shape>(at, find_place_again()), find_granule<Shape>(other, 0), 0,
-                   state);
+    /* find_values again, because for fp8_v4 there is no register to keep its result in */
+    convert_values(find_values<Shape>(at, find_thread_index_again()), find_granule<Shape>(other, 0),
+                   0, state);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
@@ -184,12 +188,12 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), !has_steps_left(*state, 2));
 }
 
-/* Makes the group's weights visible to wgmma of both groups. Tells the other group, and returns,
- * whether some are too large for f16. That is read before the thread arrives, so that no warp of
+/* Makes the group's weights visible to wgmma of both groups. Tells the other group whether some are
+ * too large for f16, and returns it. The flag is read before the thread arrives, so that no warp of
  * the group can mark its next block meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state,
+publish_weights(const hopper_addresses &at, const thread_index &me, const consumer<Shape> &state,
                 hopper_memory<Shape> *shared)
 {
     bool has_grown = false;
@@ -202,12 +206,12 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
     ptx_store_shared_1_if(ptx_shared_address(shared->has_grown) + warp, 1, has_grown);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
     const uint32_t has_any_grown = load_has_grown(shared, ptx_forget(me.group));
-    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
+    ptx_mbarrier_arrive(at.probs_ready + 8 * me.group, true);
     return has_any_grown;
 }
 
-/* During which batch of values (one per granule of a step) a chunk of 16 heads gets its weights.
- * This is the best of the orders that were measured (README.md). */
+/* The batch of values (one per granule of a step) during which a chunk of 16 heads gets its
+ * weights. This is the best of the orders that were measured (README.md). */
 static constexpr __device__ __forceinline__ int
 batch_of_chunk(int chunk)
 {
@@ -219,36 +223,36 @@ batch_of_chunk(int chunk)
 template <typename Shape>
 static __device__ __forceinline__ void
 add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopper_addresses &at,
-           const lane_place &me, const weight_tiles &weights, int other, bool has_other,
+           const thread_index &me, const weight_tiles &weights, int other, bool has_other,
            consumer<Shape> *state)
 {
-    const value_place place = find_values<Shape>(at, me);
+    const value_addresses addresses = find_values<Shape>(at, me);
     const int own = make_uniform(state->own);
-    /* not uniform: else ptxas computes each barrier's address apart from that of its granule */
+    /* not uniform, because ptxas would compute each barrier's address apart from its granule's */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
     uint32_t has_grown = 0;
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
         const int first = batch < BLOCK_GRANULES ? other : own;
         if (batch > 0 && batch < STEP_GRANULES - 1 && batch != BLOCK_GRANULES - 1) {
-            load_values(place, find_granule<Shape>(first, (batch + 1) % BLOCK_GRANULES),
+            load_values(addresses, find_granule<Shape>(first, (batch + 1) % BLOCK_GRANULES),
                         (batch + 1) & 1, state);
         }
         if (batch > 0) {
             wgmma_wait<0>();
             if (batch == BLOCK_GRANULES && is_any(has_grown)) {
-                raise_references(launch, find_addresses(shared, find_place_again().group),
-                                 find_place_again(), shared, state);
+                raise_references(launch, find_addresses(shared, find_thread_index_again().group),
+                                 find_thread_index_again(), shared, state);
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 ptx_pin(&state->raw[batch & 1][i]);
             }
-            convert_values(place, find_granule<Shape>(first, batch % BLOCK_GRANULES), batch & 1,
+            convert_values(addresses, find_granule<Shape>(first, batch % BLOCK_GRANULES), batch & 1,
                            state);
         }
         if (batch == BLOCK_GRANULES) {
-            ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
+            ptx_mbarrier_arrive(at.values_added + 8 * (me.group ^ 1), true);
         }
         release_granule(empty, find_granule<Shape>(first, batch % BLOCK_GRANULES),
                         batch >= BLOCK_GRANULES || has_other);
@@ -257,7 +261,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         if (batch == 0) {
             find_exponents(shared, me, state);
             /* the other group has added this group's last block, or the zeros before group 1's */
-            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
+            ptx_mbarrier_wait(at.values_added + 8 * me.group,
+                              (state->phase >> 1 ^ me.group ^ 1) & 1);
         }
 #pragma unroll
         for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
@@ -267,8 +272,9 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         }
         if (batch == 3) {
             has_grown = publish_weights(at, me, *state, shared);
-            /* the own block: behind the group's barrier, all of its granules have arrived */
-            load_values(place, find_granule<Shape>(own, 0), 0, state);
+            /* values of the own block: behind the group's barrier, all of its granules have
+             * arrived */
+            load_values(addresses, find_granule<Shape>(own, 0), 0, state);
         }
     }
     const bool wraps = state->own >= (Shape::GRANULES - STEP_GRANULES) * Shape::GRANULE_BYTES;
@@ -276,42 +282,44 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * Shape::GRANULE_BYTES;
 }
 
-/* Adds up a head's weights, and finds how far its maximum lies above the reference, where
- * max_logits are wanted. */
+/* Adds up a head's weights. Where max_logits are wanted, finds how far its maximum lies above the
+ * reference. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top)
+add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *row_max)
 {
     *sum = 0.0f;
-    *top = -INFINITY;
+    *row_max = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
 #pragma unroll
         for (int slot = 0; slot < Shape::SLOTS; slot += Shape::HEADS) {
             *sum += shared->sums[warp][head + slot];
             if constexpr (Shape::MAXIMA) {
-                *top = fmaxf(*top, shared->tops[warp][head + slot]);
+                *row_max = fmaxf(*row_max, shared->maxima[warp][head + slot]);
             }
         }
     }
 }
 
-/* Stores sinks where the heads' factors will be, because find_factors has no time to load them. */
+/* Stores sinks in `factor`, where the heads' factors will be, because find_factors has no time to
+ * load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_memory<Shape> *shared)
+leave_sinks(const smla_attention_params &params, const thread_index &me,
+            hopper_memory<Shape> *shared)
 {
     const int head = SMLA_WARP_LANES * me.warp + me.lane;
-    if (params.attn_sink != NULL && head < shared->place.num_heads) {
+    if (params.attn_sink != NULL && head < shared->current_item.num_heads) {
         const float sink =
-            params.attn_sink[(shared->place.first_head + head) * params.attn_sink_stride];
+            params.attn_sink[(shared->current_item.first_head + head) * params.attn_sink_stride];
         shared->factor[0][head] = sink;
         shared->factor[1][head] = sink;
     }
 }
 
 /* Replaces each head's sink by the factor of its `out`, in each group's own copy. For a partial row
- * the factor makes `out` means of values. Nothing more is done here, because `out` waits for it;
+ * the factor makes `out` means of values. This function does no more, because `out` waits for it;
  * lse comes later (leave_heads). */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -325,11 +333,11 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
             shared->has_grown[1] = 0;
         }
     }
-    if (head < shared->place.num_heads) {
-        float sum, top;
-        add_up_head(shared, head, &sum, &top);
+    if (head < shared->current_item.num_heads) {
+        float sum, row_max;
+        add_up_head(shared, head, &sum, &row_max);
         float factor = 0.0f;
-        if (sum != 0.0f && shared->place.first_row != NOT_PARTIAL) {
+        if (sum != 0.0f && shared->current_item.first_row != NOT_PARTIAL) {
             factor = __frcp_rn(sum);
         } else if (sum != 0.0f) {
             if (params.attn_sink != NULL) {
@@ -348,49 +356,50 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
 template <typename Shape>
 static __device__ __forceinline__ void
 find_head_state(const hopper_memory<Shape> *shared, int head, float *reference, float *sum,
-                float *top)
+                float *row_max)
 {
     *reference = shared->reference[head];
-    add_up_head(shared, head, sum, top);
-    *top = Shape::MAXIMA ? *top + *reference : *reference;
+    add_up_head(shared, head, sum, row_max);
+    *row_max = Shape::MAXIMA ? *row_max + *reference : *reference;
 }
 
 /* Writes lse and max_logits of the heads, or the states of their partial rows. The threads of group
  * 0 do this, because that group is the first to have written its results. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+leave_heads(const hopper_launch &launch, const work_item &item, const hopper_memory<Shape> *shared)
 {
     const int head = ptx_forget((int)threadIdx.x);
-    if (head < work.num_heads) {
-        float reference, sum, top;
-        find_head_state(shared, head, &reference, &sum, &top);
-        if (work.first_row == NOT_PARTIAL) {
-            leave_head(launch.base, work, head, reference, top, sum, true);
+    if (head < item.num_heads) {
+        float reference, sum, row_max;
+        find_head_state(shared, head, &reference, &sum, &row_max);
+        if (item.first_row == NOT_PARTIAL) {
+            leave_head(launch.base, item, head, reference, row_max, sum, true);
         } else {
-            leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
+            leave_halves(launch.base, item, head, reference, row_max, sum, shared->key_unit);
         }
     }
 }
 
-/* Adds the values of group 1's last block to group 0's `out`, and finds its factors meanwhile. */
+/* Adds the values of group 1's last block to group 0's `out`, and finds group 0's factors
+ * meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
-               const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
+               const hopper_addresses &at, const thread_index &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
-    const value_place place = find_values<Shape>(at, me);
+    const value_addresses addresses = find_values<Shape>(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
-    ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
+    ptx_mbarrier_wait(at.probs_ready + 8, state->phase >> 1 & 1);
     if (is_any(load_has_grown(shared, 1))) {
-        follow_references<false>(find_place_again(), shared, state);
+        follow_references<false>(find_thread_index_again(), shared, state);
     }
-    load_values(place, find_granule<Shape>(other, 0), 0, state);
+    load_values(addresses, find_granule<Shape>(other, 0), 0, state);
 #pragma unroll
     for (int batch = 0; batch < BLOCK_GRANULES; batch++) {
         if (batch + 1 < BLOCK_GRANULES) {
-            load_values(place, find_granule<Shape>(other, batch + 1), (batch + 1) & 1, state);
+            load_values(addresses, find_granule<Shape>(other, batch + 1), (batch + 1) & 1, state);
         }
         wgmma_wait<0>();
         convert_codes(batch & 1, state);
@@ -405,10 +414,10 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
 
 /* Where a head's row of `out` begins. */
 static __device__ __forceinline__ uint16_t *
-find_out(const smla_attention_params &params, const cta_work &work, int head)
+find_out(const smla_attention_params &params, const work_item &item, int head)
 {
-    return params.out + work.token * params.out_stride_token +
-           (work.first_head + head) * params.out_stride_head;
+    return params.out + item.token * params.out_stride_token +
+           (item.first_head + head) * params.out_stride_head;
 }
 
 /* Rounds a thread's eight values of a head to bf16, or to f16 for a partial row. */
@@ -424,18 +433,18 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Where a lane's eight neighbouring values are among the warp's 64. Of RoPE values, lanes of even
- * rows have some of the first half, after trade_halves. */
+/* The index of a lane's eight neighbouring values among the warp's 64. Of RoPE values, lanes of
+ * even rows have eight of the first half, after trade_halves. */
 static __device__ __forceinline__ int
-find_eight(const lane_place &me, bool has_rope)
+find_eight(const thread_index &me, bool has_rope)
 {
     return !has_rope ? 8 * me.row : me.row % 2 == 0 ? 4 * me.row : 4 * me.row + 28;
 }
 
-/* A lane has four RoPE values of each half (load_values), and its neighbour the next four. They
- * trade, so that each has eight neighbouring ones. */
+/* A lane has four RoPE values of each half (load_values), and its neighbour has the next four of
+ * each. They trade, so that each has eight neighbouring values. */
 static __device__ __forceinline__ void
-trade_halves(const lane_place &me, uint32_t words[4])
+trade_halves(const thread_index &me, uint32_t words[4])
 {
     const bool is_odd = me.row % 2 != 0;
 #pragma unroll
@@ -446,11 +455,11 @@ trade_halves(const lane_place &me, uint32_t words[4])
     }
 }
 
-/* Writes the heads' rows, of f16 for partial rows and else of bf16. The first head's row begins at
- * `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
+/* Writes the heads' rows, in f16 for partial rows and otherwise in bf16. The first head's row
+ * begins at `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
 template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
-write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me,
+write_out(uint16_t *to, int64_t stride_head, int num_heads, const thread_index &me,
           hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const int first_head = 2 * me.column;
@@ -485,95 +494,98 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me
     }
 }
 
-/* Copies to `out` what write_out has staged in shared memory, where rows of out are not aligned. */
+/* Copies the rows that write_out has staged in shared memory to `out`, where rows of out are not
+ * aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+copy_out(const hopper_launch &launch, const work_item &item, const hopper_memory<Shape> *shared)
 {
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
-    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * SMLA_KV_LORA_RANK;
+    for (int i = ptx_forget((int)threadIdx.x); i < item.num_heads * SMLA_KV_LORA_RANK;
          i += CONSUMER_THREADS) {
-        find_out(launch.base.params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
+        find_out(launch.base.params, item, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
             ((const uint16_t *)shared->query)[i];
     }
 }
 
-/* Whether a warp has marked the work as lost. It does so before it publishes its last weights. */
+/* Whether a warp has marked the item for the fallback. It does so before it publishes its last
+ * weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-is_marked_for_redo(const hopper_memory<Shape> *shared)
+is_marked_for_fallback(const hopper_memory<Shape> *shared)
 {
     uint32_t flags[2];
     static_assert(CONSUMER_WARPS == sizeof flags, "a byte for each warp");
-    ptx_load_shared_8(ptx_shared_address(shared->is_lost), flags);
+    ptx_load_shared_8(ptx_shared_address(shared->needs_fallback), flags);
     return (flags[0] | flags[1]) != 0;
 }
 
-/* ---- Consumers: a work with one key -------------------------------------------------------- */
+/* ---- Consumers: an item with one key ------------------------------------------------------- */
 
-/* Writes the results of a work with one key: its value times its weight, which is in the place of
- * the head's factor. Each warp has every eighth head. Not inlined, so that other works do not
- * jump over it. */
+/* Writes the results of an item with one key: its value times its weight, which is in `factor`.
+ * Each warp has every eighth head. Not inlined, so that other items do not jump over it. */
 template <typename Shape>
 static __device__ __noinline__ void
 finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
 {
-    const cta_work work = shared->place;
+    const work_item item = shared->current_item;
     const int thread = ptx_forget((int)threadIdx.x);
     const int warp = thread / SMLA_WARP_LANES;
     const int lane = thread % SMLA_WARP_LANES;
-    if (is_marked_for_redo(shared)) {
-        mark_work(shared->work, thread, shared->redo);
+    if (is_marked_for_fallback(shared)) {
+        mark_item(shared->item_idx, thread, shared->fallback_bits);
         return;
     }
-    if (thread < work.num_heads) {
-        float reference, sum, top;
-        find_head_state(shared, thread, &reference, &sum, &top);
-        const float factor = leave_head(launch, work, thread, reference, top, sum, true);
-        /* the only key has all of the weight, but for a sink's share; NaN stays NaN */
-        const bool is_all = work.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
+    if (thread < item.num_heads) {
+        float reference, sum, row_max;
+        find_head_state(shared, thread, &reference, &sum, &row_max);
+        const float factor = leave_head(launch, item, thread, reference, row_max, sum, true);
+        /* the only key has all of the weight except a sink's share; NaN stays NaN */
+        const bool is_all = item.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
         shared->factor[0][thread] = is_all && sum > 0.0f ? 1.0f : sum * factor;
     }
     const lane_part value = load_only_value<Shape::Row::ROPE_IS_VALUE>(
-        launch, only_key_of_work(launch, work, shared->work & 1, shared), lane);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the weights are there */
+        launch, only_key_of_item(launch, item, shared->item_idx & 1, shared), lane);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all weights are in `factor` */
 #pragma unroll 1
-    for (int head = warp; head < work.num_heads; head += CONSUMER_WARPS) {
-        write_value(launch, work, head, lane, value, shared->factor[0][head]);
+    for (int head = warp; head < item.num_heads; head += CONSUMER_WARPS) {
+        write_value(launch, item, head, lane, value, shared->factor[0][head]);
     }
 }
 
-/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+/* ---- Consumers: the end of an item --------------------------------------------------------- */
 
-/* Writes the results of a work, or marks it to be done again if it is lost. */
+/* Writes the results of an item, or marks it for run_fallback. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
-    const cta_work work = shared->place;
-    if (has_only_key(shared->work & 1, shared)) {
+    const work_item item = shared->current_item;
+    if (has_only_key(shared->item_idx & 1, shared)) {
         finish_only_key(launch.base, shared);
         __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
         return;
     }
-    if (is_marked_for_redo(shared)) { /* may be a work without heads, which redo_works leaves out */
-        mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
+    if (is_marked_for_fallback(
+            shared)) { /* the item may be without heads; then run_fallback skips it */
+        mark_item(shared->item_idx, ptx_forget((int)threadIdx.x), shared->fallback_bits);
         return;
     }
     const smla_attention_params &params = launch.base.params;
-    if (work.first_row != NOT_PARTIAL) {
-        write_out<true>(find_halves(launch.base, work, 0), 2 * SMLA_KV_LORA_RANK, work.num_heads,
-                        find_place_again(), shared, state);
+    if (item.first_row != NOT_PARTIAL) {
+        write_out<true>(find_halves(launch.base, item, 0), 2 * SMLA_KV_LORA_RANK, item.num_heads,
+                        find_thread_index_again(), shared, state);
     } else {
         const bool is_aligned = launch.out_is_aligned;
-        write_out<false>(is_aligned ? find_out(params, work, 0) : (uint16_t *)shared->query,
-                         is_aligned ? params.out_stride_head : SMLA_KV_LORA_RANK, work.num_heads,
-                         find_place_again(), shared, state);
+        write_out<false>(is_aligned ? find_out(params, item, 0) : (uint16_t *)shared->query,
+                         is_aligned ? params.out_stride_head : SMLA_KV_LORA_RANK, item.num_heads,
+                         find_thread_index_again(), shared, state);
         if (!is_aligned) {
-            copy_out(launch, work, shared);
-            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query goes there */
+            copy_out(launch, item, shared);
+            ptx_barrier(BARRIER_CONSUMERS,
+                        CONSUMER_THREADS); /* the next query goes to the same memory */
         }
     }
-    leave_heads(launch, work, shared);
+    leave_heads(launch, item, shared);
 }

@@ -7,24 +7,28 @@
 #include "cuda/ptx/numeric.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
-enum { ROPE_EXPONENT = 9 /* a value below 2^16 fits f16, and codes with a scale below 2^7 */ };
+enum {
+    ROPE_EXPONENT = 9 /* 16 - 7: values below 2^16 fit f16, and codes with scales below 2^7 */
+};
 
 /* A kind of cache row, an entry of smla_kv_formats, and how it lies in the ring. */
 template <int NUMBER> struct ring_row {
     static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
-    /* scales of a split page are copied apart from the row, and put behind it */
+    /* the scales of a split page are copied apart from the row, and put behind it */
     static constexpr bool IS_SPLIT = INFO.layout == SMLA_PAGE_SPLIT;
     static constexpr int COPY_BYTES = IS_SPLIT ? INFO.data_bytes : INFO.row_bytes;
     static constexpr int SCALE_BYTES = INFO.scale_bytes;
     static constexpr int SCALE_OFFSET = IS_SPLIT ? INFO.data_bytes : INFO.scale_offset;
     static constexpr int ROPE_OFFSET = INFO.rope_offset;
-    /* from row to row: an odd multiple of 16, so that eight rows at one offset are on all banks */
+    /* bytes from row to row: an odd multiple of 16, so that eight rows at one offset are on all
+     * banks */
     static constexpr int PITCH = (INFO.row_bytes + 15) / 32 * 32 + 16;
     static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* bytes in a query */
     static constexpr int QUERY_TILES = INFO.head_dim / 64;
     static constexpr int NOPE_TILES = INFO.nope_dim / 64; /* the tile behind them is RoPE's */
     static constexpr bool HAS_BYTE_SCALES = INFO.scale_type == SMLA_SCALE_UE8M0;
-    static constexpr int NUM_SCALES = SMLA_KV_LORA_RANK / INFO.scale_tile; /* tiles of values */
+    static constexpr int NUM_SCALES =
+        SMLA_KV_LORA_RANK / INFO.scale_tile; /* scale tiles of a row's values */
     static constexpr bool ROPE_IS_VALUE = INFO.value_dim > INFO.nope_dim;
     static_assert(QUERY_TILES == NOPE_TILES + 1 && PITCH >= INFO.row_bytes, "as in the cache");
 };
@@ -55,7 +59,7 @@ load_byte_scales(uint32_t row, int column, uint32_t scales[2][2])
     }
 }
 
-/* The largest value of a lane's part of a RoPE part, as bf16 bits. NaN is the largest. */
+/* The largest magnitude in a lane's part of a RoPE part, as bf16 bits. NaN is the largest. */
 static __device__ __forceinline__ uint32_t
 find_rope_top(const uint32_t words[8])
 {
@@ -95,7 +99,7 @@ store_rope_halves(uint32_t to, const uint32_t words[8], uint32_t factor)
  * exponent up to TOP_SCALE_EXPONENT fit even when they are rounded up. */
 enum : uint32_t { LARGEST_SCALES = 0x58905890u };
 
-/* The largest value of the lane's part of a row's RoPE part, as bf16 bits. */
+/* The largest magnitude in the lane's part of a row's RoPE part, as bf16 bits. */
 template <typename Row>
 static __device__ __forceinline__ uint32_t
 rope_of_row(uint32_t row, int column)
@@ -106,8 +110,8 @@ rope_of_row(uint32_t row, int column)
     return find_rope_top(words);
 }
 
-/* The largest of two scales, as exponent bits, and of the scale with which codes would be as large
- * as these RoPE values. Those that are not finite are left out. */
+/* The largest of two scales and of the scale with which codes would be as large as these RoPE
+ * values. All are exponent bits. A scale or value that is not finite does not count. */
 static __device__ __forceinline__ uint32_t
 max_of_scales(uint32_t a, uint32_t b, uint32_t rope)
 {
@@ -117,7 +121,8 @@ max_of_scales(uint32_t a, uint32_t b, uint32_t rope)
 }
 
 /* The scales of rows `row` and row + 8 that a lane has: those of tile `column`, and where a row has
- * eight tiles, of tile 4 + column. The first row's is in the low half, relative to E, as f16. */
+ * eight tiles, those of tile 4 + column. The first row's scale is in the low half of a word,
+ * relative to E, as f16. */
 typedef struct scale_pairs {
     uint32_t words[2];
 } scale_pairs;
@@ -156,7 +161,7 @@ widen_key_step(uint32_t upper, uint32_t lower, uint32_t a[4])
     ptx_cvt_f16x4_e4m3x4(lower, &a[1], &a[3]);
 }
 
-/* The same, each times the scale of its row, from scales_of_part. */
+/* widen_key_step, each value times the scale of its row, from scales_of_part. */
 static __device__ __forceinline__ void
 convert_key_step(uint32_t upper, uint32_t lower, uint32_t scales, uint32_t a[4])
 {
@@ -169,8 +174,8 @@ convert_key_step(uint32_t upper, uint32_t lower, uint32_t scales, uint32_t a[4])
     a[3] = ptx_mul_f16x2(a[3], of_lower);
 }
 
-/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is where
- * the lane's column has dimensions of tile 0 (store_query_words). */
+/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is the
+ * address of the lane's column of dimensions in tile 0 (store_query_words). */
 template <typename Row>
 static __device__ __forceinline__ void
 load_nope_words(uint32_t nope, int tile, uint32_t words[8])

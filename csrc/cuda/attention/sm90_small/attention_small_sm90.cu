@@ -12,14 +12,14 @@
  *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks; fp8_v4:
  *                      8 query tiles, and 8 scales per row
  *              32 heads: 226,304 bytes of the 232,448 that an SM has
- *              64 heads: all of them. Weights take the place of the query. Rows of 656 bytes are
- *              cut to 528: half of the RoPE parts lie apart, half are in registers (fetch_rope).
+ *              64 heads: all of them. Weights replace the query there. Rows of 656 bytes are cut
+ *              to 528: half of the RoPE parts lie apart, half are in registers (fetch_rope).
  * Roles        One CTA per token, split and head tile; 16 warps, four warpgroups, 96 registers, so
- *              that CTAs of the combine kernel fit beside it. A CTA without work makes an idle SM
- *              look the same to them (keep_sm). With 64 heads a thread has 128 registers, and the
- *              combine kernel waits for the CTAs' ends. Half of the warps ask for rows, 32 each,
- *              while the other half store the query. Then every warp scores the 16 rows of its
- *              granule when they have come, the first warpgroup first, and a warpgroup adds 128 of
+ *              that CTAs of the combine kernel fit beside it. A CTA without an item makes an idle
+ *              SM look the same to them (keep_sm). With 64 heads a thread has 128 registers, and
+ *              the combine kernel waits for the CTAs' ends. Half of the warps ask for rows, 32
+ *              each, while the other half store the query. Then every warp scores the 16 rows of
+ *              its granule when they have come, the first warpgroup first. A warpgroup adds 128 of
  *              the 512 values. A CTA has no pipeline: other CTAs are ahead or behind. Two
  *              neighbouring head tiles, which need the same rows, are a cluster: each asks for
  *              half, for both.
@@ -31,8 +31,8 @@
  *              barriers           threads; what they see after it
  *              cluster            all; mbarriers of both CTAs
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
- *              4 and vote         512; weights, their sums, scales; whether the work is lost
- *              Half of the threads do a lost work (Numerics) again by code of attention_sm80.cu.
+ *              4 and vote         512; weights, their sums, scales; the need of a fallback
+ *              The fallback (Numerics): half of the threads run the code of attention_sm80.cu.
  * Roofline     Latencies one after the other: index, row, scores, values. wgmma with A in registers
  *              takes 32 cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for
  *              scores and 16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs
@@ -43,11 +43,11 @@
  *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
- *              where that might be felt, with scales above 2^9, the work is lost. A NaN among
+ *              where that might be felt, with scales above 2^9, the fallback runs. A NaN among
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
  *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
  *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 in this unit once
- *              it is known (keep_small_rope). A work with one key leaves that key's value in fp32.
+ *              it is known (keep_small_rope). An item with one key leaves that key's value in fp32.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
@@ -58,10 +58,10 @@ template <bool IS_FULL> struct small_registers {
     static constexpr int PER_THREAD = IS_FULL ? 128 : 96;
     static constexpr int ROOM = IS_FULL ? 0 : SMLA_ROOM_REGISTERS;
     static constexpr int BOUND_THREADS = IS_FULL ? 512 : 640; /* __launch_bounds__ gets it */
-    static constexpr int REDO = 168;                          /* per thread that does works again */
-    static constexpr int REST = IS_FULL ? 88 : 24;            /* per other thread */
+    static constexpr int FALLBACK = 168; /* registers of a thread that runs the fallback */
+    static constexpr int REST = IS_FULL ? 88 : 24; /* registers of the other threads */
     static_assert(SMALL_THREADS * PER_THREAD + ROOM == SMLA_SM_REGISTERS, "all of an SM");
-    static_assert(CTA_THREADS * REDO + (SMALL_THREADS - CTA_THREADS) * REST ==
+    static_assert(CTA_THREADS * FALLBACK + (SMALL_THREADS - CTA_THREADS) * REST ==
                       SMALL_THREADS * PER_THREAD,
                   "setmaxnreg shares out what the launch gave");
 };
@@ -86,17 +86,17 @@ find_sum(const small_memory<Shape> *shared, int head)
     return sum;
 }
 
-/* One warp leaves the states of the partial rows. `sums` are those of the lane's heads. */
+/* One warp leaves the states of the partial rows. `sums` has the sums of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_states(const attention_launch &launch, const cta_work &work, int warp, int lane,
+leave_states(const attention_launch &launch, const work_item &item, int warp, int lane,
              const small_state<Shape> &state, const float (&sums)[Shape::HEAD_SETS])
 {
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int head = lane + SMLA_WARP_LANES * set;
-        if (warp == 0 && head < work.num_heads) {
-            leave_halves(launch, work, head, state.reference[set], state.top[set], sums[set],
+        if (warp == 0 && head < item.num_heads) {
+            leave_halves(launch, item, head, state.reference[set], state.row_max[set], sums[set],
                          power_of_two(state.key_exponent));
         }
     }
@@ -106,11 +106,11 @@ leave_states(const attention_launch &launch, const cta_work &work, int warp, int
  * value. `inverse` is 1 / sum for each of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
+write_small_row(const attention_launch &launch, const work_item &item, const thread_index &me,
                 const float (&inverse)[Shape::HEAD_SETS], const float (&out)[2][Shape::HEADS / 2])
 {
     uint16_t *const to =
-        find_halves(launch, work, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
+        find_halves(launch, item, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
@@ -120,64 +120,64 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
             const float factor = __shfl_sync(0xFFFFFFFFu, inverse[8 * j / SMLA_WARP_LANES], head);
             const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
                                        ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
-            if (head < work.num_heads) {
+            if (head < item.num_heads) {
                 smla_store_vector_2(to + (8 * j + i) * 2 * SMLA_KV_LORA_RANK, words);
             }
         }
     }
 }
 
-/* Writes the partial rows of a work with one key, of whose value halves would lose bits. `tops` has
- * the scores, which are finite. Each warp has every 16th head. */
+/* Writes the partial rows of an item with one key, as fp32 because halves would lose bits of its
+ * value. row_maxima has the scores, which are finite. Each warp has every 16th head. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_only_row(const attention_launch &launch, const cta_work &work,
+leave_only_row(const attention_launch &launch, const work_item &item,
                const small_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const uint32_t is_key = lane < count_granules(launch) ? shared->is_key[lane] : 0;
     const int granule = __ffs((int)__ballot_sync(0xFFFFFFFFu, is_key != 0)) - 1;
     const int number = __ffs((int)__shfl_sync(0xFFFFFFFFu, is_key, granule)) - 1;
-    const key_place place = find_key(launch, work, GRANULE_KEYS * granule + number);
-    const listed_key only = {slot_of_index(launch, place.list, work.token,
-                                           (int32_t)load_index(place)),
-                             place.list};
+    const list_entry entry = find_key(launch, item, GRANULE_KEYS * granule + number);
+    const listed_key only = {slot_of_index(launch, entry.list, item.token,
+                                           (int32_t)load_index(entry)),
+                             entry.list};
     lane_part key;
     lane_part value;
     float scales[2];
     load_only_key<false, Shape::Row::ROPE_IS_VALUE>(launch, only, lane, &key, scales);
     scale_part(key, scales, &value);
 #pragma unroll 1
-    for (int head = (int)threadIdx.x / SMLA_WARP_LANES; head < work.num_heads;
+    for (int head = (int)threadIdx.x / SMLA_WARP_LANES; head < item.num_heads;
          head += SMALL_WARPS) {
-        const int64_t row = work.first_row + head;
-        const float top = float_of_order(shared->tops[head]);
-        const float sum = ptx_exp2(top - softmax_reference(top));
+        const int64_t row = item.first_row + head;
+        const float row_max = float_of_order(shared->row_maxima[head]);
+        const float sum = ptx_exp2(row_max - softmax_reference(row_max));
         if (lane == 0) {
-            *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, sum);
+            *(float2 *)(launch.partials.state + 2 * row) = make_float2(row_max, sum);
         }
         store_part(launch.partials.out + row * SMLA_KV_LORA_RANK, lane, value, sum);
     }
 }
 
-/* Does a lost work again: half of the threads run the portable code with the others' registers. */
+/* The fallback: half of the threads run the portable code with the others' registers. */
 template <typename Shape>
 static __device__ __forceinline__ void
-redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
+run_small_fallback(const attention_launch &launch, const work_item &item, void *memory)
 {
     typedef small_registers<Shape::IS_FULL> registers;
     if (threadIdx.x >= CTA_THREADS) {
         ptx_release_registers<registers::REST>();
         return;
     }
-    ptx_claim_registers<registers::REDO>();
+    ptx_claim_registers<registers::FALLBACK>();
     typedef typename Shape::Portable Portable;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
-    const int part = work.token * launch.params.num_splits + work.split;
-    const int first = work.first_head / Portable::HEADS;
+    const int part = item.token * launch.params.num_splits + item.split;
+    const int first = item.first_head / Portable::HEADS;
 #pragma unroll 1
-    for (int i = first; i < min(first + Shape::REDO_TILES, num_tiles); i++) {
-        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_WORK,
+    for (int i = first; i < min(first + Shape::FALLBACK_TILES, num_tiles); i++) {
+        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_ITEM,
                              (shared_memory<Portable> *)memory);
         ptx_barrier(0, CTA_THREADS);
     }
@@ -186,32 +186,34 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 /* leave_only_row as a called function. */
 template <typename Shape>
 static __device__ __noinline__ void
-leave_only_row_apart(const attention_launch &launch, cta_work work,
+leave_only_row_apart(const attention_launch &launch, work_item item,
                      const small_memory<Shape> *shared)
 {
-    leave_only_row(launch, work, shared);
+    leave_only_row(launch, item, shared);
 }
 
-/* Ends a work that has one key or is lost. */
+/* Ends an item that has one key or needs the fallback. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_rare_row(const attention_launch &launch, const cta_work &work, bool is_lost, void *memory)
+finish_rare_row(const attention_launch &launch, const work_item &item, bool needs_fallback,
+                void *memory)
 {
-    if (!Shape::LEAVES_ONLY || __syncthreads_or(is_lost)) {
-        redo_small_row<Shape>(launch, work, memory);
-    } else if constexpr (Shape::CALLS_RARE) { /* is called itself */
-        leave_only_row(launch, work, (const small_memory<Shape> *)memory);
+    if (!Shape::LEAVES_ONLY || __syncthreads_or(needs_fallback)) {
+        run_small_fallback<Shape>(launch, item, memory);
+    } else if constexpr (Shape::CALLS_RARE) { /* a called function calls no other */
+        leave_only_row(launch, item, (const small_memory<Shape> *)memory);
     } else {
-        leave_only_row_apart(launch, work, (const small_memory<Shape> *)memory);
+        leave_only_row_apart(launch, item, (const small_memory<Shape> *)memory);
     }
 }
 
-/* finish_rare_row as a called function, which other launches do not jump over. */
+/* finish_rare_row as a called function, because other launches would jump over its code. */
 template <typename Shape>
 static __device__ __noinline__ void
-finish_rare_row_apart(const attention_launch &launch, cta_work work, bool is_lost, void *memory)
+finish_rare_row_apart(const attention_launch &launch, work_item item, bool needs_fallback,
+                      void *memory)
 {
-    finish_rare_row<Shape>(launch, work, is_lost, memory);
+    finish_rare_row<Shape>(launch, item, needs_fallback, memory);
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
@@ -222,7 +224,7 @@ static __device__ __forceinline__ void
 score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
           small_state<Shape> *state, float (&scores)[Shape::HEADS / 2])
 {
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const uint32_t rows = ptx_shared_address(shared->rows[warp]);
     if (me.group * GROUP_GRANULES < num_granules) {
@@ -231,11 +233,12 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
         find_key_exponent(rows, me, state);
         state->score_factor = launch.wgmma_scale_log2 * power_of_two(state->query_exponent) *
                               power_of_two(state->key_exponent);
-        state->is_lost |= !(fabsf(state->score_factor) <= 0x1p100f) ||
-                          (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
+        state->needs_fallback |=
+            !(fabsf(state->score_factor) <= 0x1p100f) ||
+            (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
         score_keys(shared, rows, me, state, scores);
     }
-    raise_tops(shared, me, *state, scores);
+    raise_row_maxima(shared, me, *state, scores);
     const bool has_keys =
         __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
@@ -244,13 +247,14 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
 /* Adds the values and writes results, unless there is no key. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_small_row(const attention_launch &launch, const cta_work &work, int num_granules,
-                 const lane_place &me, small_memory<Shape> *shared, const small_state<Shape> &state)
+finish_small_row(const attention_launch &launch, const work_item &item, int num_granules,
+                 const thread_index &me, small_memory<Shape> *shared,
+                 const small_state<Shape> &state)
 {
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (state.key_exponent == NO_EXPONENT) {
         const float none[Shape::HEAD_SETS] = {};
-        leave_states(launch, work, warp, me.lane, state, none);
+        leave_states(launch, item, warp, me.lane, state, none);
         return;
     }
     small_output<Shape> output;
@@ -260,18 +264,19 @@ finish_small_row(const attention_launch &launch, const cta_work &work, int num_g
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         sums[set] = find_sum(shared, head_of_lane<Shape>(me.lane, set));
     }
-    leave_states(launch, work, warp, me.lane, state, sums);
+    leave_states(launch, item, warp, me.lane, state, sums);
     float inverse[Shape::HEAD_SETS];
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         inverse[set] = sums[set] == 0.0f ? 0.0f : smla_rcp(sums[set]);
     }
     wgmma_wait<0>();
-    write_small_row<Shape>(launch, work, me, inverse, output.out);
+    write_small_row<Shape>(launch, item, me, inverse, output.out);
 }
 
-/* For a CTA without work, in a cluster of such CTAs: occupies its SM until the combine kernel has
- * come beside the CTAs with work. An idle SM would take four times its share of rows. */
+/* For a CTA without a work item, in a cluster of such CTAs: occupies its SM until the combine
+ * kernel has come beside the CTAs with items. An idle SM would take four times its share of
+ * rows. */
 static __device__ __forceinline__ void
 keep_sm(void)
 {
@@ -282,8 +287,8 @@ keep_sm(void)
     }
 }
 
-/* The compiler knows the size of the clusters. Otherwise the cluster's barrier would look for it in
- * memory that is in no cache yet. */
+/* The compiler knows the size of the clusters. Otherwise the cluster's barrier would look for the
+ * size in memory that is in no cache yet. */
 template <typename Shape>
 __global__ void
 __cluster_dims__(Shape::PARTNERS, 1, 1)
@@ -292,11 +297,11 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
-    const lane_place me = find_place();
+    const thread_index me = find_thread_index();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const cta_work work =
-        find_work(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
-    if (work.token >= launch.params.num_tokens) {
+    const work_item item =
+        find_item(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
+    if (item.token >= launch.params.num_tokens) {
         keep_sm();
         return;
     }
@@ -309,40 +314,40 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
         }
         ptx_fence_mbarrier_init();
     }
-    clear_tops(shared);
+    clear_row_maxima(shared);
     __syncwarp();
     ptx_cluster_arrive(); /* fetch_row waits: copies complete on the partner's mbarriers, too */
     const int num_granules = count_granules(launch);
     small_state<Shape> state = {};
     float scores[Shape::HEADS / 2] = {};
-    fetch_row(launch, work, num_granules, shared, &state);
+    fetch_row(launch, item, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
     __syncthreads(); /* barrier 3 */
     find_small_reference(shared, num_granules, me.lane, &state);
     weigh_keys(shared, warp, me, &state, scores);
     ptx_fence_async_shared();
-    if (!__syncthreads_or(state.is_lost | state.has_only)) { /* barrier 4 */
-        finish_small_row<Shape>(launch, work, num_granules, me, shared, state);
+    if (!__syncthreads_or(state.needs_fallback | state.has_only)) { /* barrier 4 */
+        finish_small_row<Shape>(launch, item, num_granules, me, shared, state);
     } else if constexpr (Shape::CALLS_RARE) {
-        finish_rare_row_apart<Shape>(launch, work, state.is_lost, memory);
+        finish_rare_row_apart<Shape>(launch, item, state.needs_fallback, memory);
     } else {
-        finish_rare_row<Shape>(launch, work, state.is_lost, memory);
+        finish_rare_row<Shape>(launch, item, state.needs_fallback, memory);
     }
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Counts CTAs without work, too, for SMs that would be idle (keep_sm). */
+/* The number of CTAs, with those without an item, for SMs that would be idle (keep_sm). */
 static int64_t
 count_small_ctas(const attention_launch &launch, int partners)
 {
     const smla_attention_params &params = launch.params;
-    const int64_t num_works = count_works(launch);
+    const int64_t num_items = count_items(launch);
     const int num_sms = smla_cuda_find_device(params.call.stream.device_id)->num_sms;
-    return smla_fits_beside(num_works, params.num_tokens * params.num_heads, params.num_splits,
+    return smla_fits_beside(num_items, params.num_tokens * params.num_heads, params.num_splits,
                             num_sms)
                ? num_sms / partners * partners
-               : num_works;
+               : num_items;
 }
 
 template <int ROW, int HEADS, int PARTNERS, bool ALIGNED>
@@ -366,9 +371,9 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     }
     const attention_launch launch = make_launch<HEADS>(params);
     const int64_t num_ctas =
-        Shape::IS_FULL ? count_works(launch) : count_small_ctas(launch, PARTNERS);
+        Shape::IS_FULL ? count_items(launch) : count_small_ctas(launch, PARTNERS);
     return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
-                       params->call.stream, PARTNERS > 1, start->held);
+                       params->call.stream, PARTNERS > 1, start->deferred);
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */

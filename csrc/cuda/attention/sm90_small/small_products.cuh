@@ -1,5 +1,5 @@
-/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that the scores
- * become, and values.
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, and values times the weights
+ * that the scores become.
  */
 #pragma once
 
@@ -8,10 +8,11 @@
 /* ---- Scores -------------------------------------------------------------------------------- */
 
 /* Loads the scales of the warp's keys, and finds their power of two. Returns the largest scale's
- * exponent, or if RoPE values are values, too, that of a scale which would suit them. */
+ * exponent. If RoPE values are values, too, returns that of a scale which would suit them, where it
+ * is larger. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-load_key_scales(uint32_t rows, const lane_place &me, small_state<Shape> *state)
+load_key_scales(uint32_t rows, const thread_index &me, small_state<Shape> *state)
 {
     typedef typename Shape::Row Row;
     const uint32_t row = rows + me.row * Row::PITCH;
@@ -24,7 +25,7 @@ load_key_scales(uint32_t rows, const lane_place &me, small_state<Shape> *state)
             const uint32_t is_key = i == 0 ? state->is_key.first : state->is_key.second;
             const uint32_t rope = rope_of_row<Row>(row + 8 * i * Row::PITCH, me.column);
             top = max(top, is_key & max_of_scales(scales[0][i], scales[1][i], rope));
-            state->is_lost |= is_key != 0 && rope == 0x7F80; /* infinite */
+            state->needs_fallback |= is_key != 0 && rope == 0x7F80; /* infinite */
             state->scale[0][i] = smla_bits_float(is_key & scales[0][i] << 23);
             state->scale[1][i] = smla_bits_float(is_key & scales[1][i] << 23);
         }
@@ -41,12 +42,12 @@ load_key_scales(uint32_t rows, const lane_place &me, small_state<Shape> *state)
 
 template <typename Shape>
 static __device__ __forceinline__ void
-find_key_exponent(uint32_t rows, const lane_place &me, small_state<Shape> *state)
+find_key_exponent(uint32_t rows, const thread_index &me, small_state<Shape> *state)
 {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, load_key_scales(rows, me, state));
     const int exponent = (int)largest - 127 - TOP_SCALE_EXPONENT;
     state->key_exponent = min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
-    state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
+    state->needs_fallback |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
 }
 
 /* The lane's scales / 2^exponent, as f16. They can be too large only where the exponent is at its
@@ -60,12 +61,12 @@ round_scales(int exponent, small_state<Shape> *state)
 #pragma unroll
     for (int i = 0; i < Shape::Row::NUM_SCALES / 4; i++) {
         pairs.words[i] = ptx_cvt_f16x2(state->scale[i][0] * unit, state->scale[i][1] * unit);
-        state->is_lost |= ptx_exceeds_f16x2(pairs.words[i], LARGEST_SCALES);
+        state->needs_fallback |= ptx_exceeds_f16x2(pairs.words[i], LARGEST_SCALES);
     }
     return pairs;
 }
 
-/* Makes the A of four steps of 16 dimensions. */
+/* Converts words to operand A of four steps of 16 dimensions. */
 static __device__ __forceinline__ void
 convert_keys(const uint32_t words[8], uint32_t scales, uint32_t a[16])
 {
@@ -75,7 +76,7 @@ convert_keys(const uint32_t words[8], uint32_t scales, uint32_t a[16])
     }
 }
 
-/* The A of the RoPE part: the row's bf16 times `factor`, a power of two. */
+/* Makes operand A of the RoPE part: the row's bf16 times `factor`, a power of two. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_rope(uint32_t from, uint32_t factor, const small_state<Shape> &state, uint32_t a[16])
@@ -123,7 +124,7 @@ multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Sh
 /* scores = q . k / (the query's power of two * the power of two of the warp's keys). */
 template <typename Shape>
 static __device__ __forceinline__ void
-score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me,
+score_keys(small_memory<Shape> *shared, uint32_t rows, const thread_index &me,
            small_state<Shape> *state, float (&scores)[Shape::HEADS / 2])
 {
     typedef typename Shape::Row Row;
@@ -172,29 +173,29 @@ float_of_order(int32_t order)
     return smla_bits_float((uint32_t)(order ^ (order >> 31 & 0x7FFFFFFF)));
 }
 
-/* Called before there are any scores. */
+/* Sets all row maxima to -inf, before there are any scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_tops(small_memory<Shape> *shared)
+clear_row_maxima(small_memory<Shape> *shared)
 {
     if (threadIdx.x < Shape::HEADS) {
-        shared->tops[threadIdx.x] = order_of_float(-INFINITY);
+        shared->row_maxima[threadIdx.x] = order_of_float(-INFINITY);
     }
 }
 
 /* Raises the heads' maxima by the warp's scores. A NaN is no maximum: the weights will show it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state<Shape> &state,
-           const float (&scores)[Shape::HEADS / 2])
+raise_row_maxima(small_memory<Shape> *shared, const thread_index &me,
+                 const small_state<Shape> &state, const float (&scores)[Shape::HEADS / 2])
 {
-    leave_tops(scores, state.score_factor, state.is_key, me, [=](int head, float top) {
-        atomicMax(&shared->tops[head], order_of_float(fmaxf(top, -INFINITY)));
+    leave_row_maxima(scores, state.score_factor, state.is_key, me, [=](int head, float row_max) {
+        atomicMax(&shared->row_maxima[head], order_of_float(fmaxf(row_max, -INFINITY)));
     });
 }
 
-/* Finds the references of the lane's heads, from the maxima of all scores, and all keys' power of
- * two. */
+/* Finds the references of the lane's heads, from the maxima of all scores, and the power of two of
+ * all keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
@@ -203,27 +204,27 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
     bool are_finite = true;
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
-        const float top = float_of_order(shared->tops[head_of_lane<Shape>(lane, set)]);
-        const bool is_finite = fabsf(top) < INFINITY;
-        const bool is_bad = state->is_bad[set] || top == INFINITY;
-        state->is_lost |= !is_bad && is_finite && fabsf(top) >= MAX_SCORE;
-        state->reference[set] = is_bad ? NAN : softmax_reference(top) - (float)WEIGHT_EXPONENT;
-        state->top[set] = top;
+        const float row_max = float_of_order(shared->row_maxima[head_of_lane<Shape>(lane, set)]);
+        const bool is_finite = fabsf(row_max) < INFINITY;
+        const bool is_bad = state->is_bad[set] || row_max == INFINITY;
+        state->needs_fallback |= !is_bad && is_finite && fabsf(row_max) >= MAX_SCORE;
+        state->reference[set] = is_bad ? NAN : softmax_reference(row_max) - (float)WEIGHT_EXPONENT;
+        state->row_max[set] = row_max;
         are_finite &= is_finite && !is_bad;
     }
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
-    state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
+    state->needs_fallback |= state->key_exponent > MAX_UNIT_EXPONENT;
     const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
     state->has_only = __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
     /* leave_only_row trusts `tops` */
-    state->is_lost |= state->has_only && !(Shape::LEAVES_ONLY && are_finite);
+    state->needs_fallback |= state->has_only && !(Shape::LEAVES_ONLY && are_finite);
 }
 
 /* Replaces RoPE values of the warp's keys, which are values, too, by f16 relative to 2^exponent. */
 template <typename Shape>
 static __device__ __forceinline__ void
-keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<Shape> *state)
+keep_small_rope(uint32_t rows, int exponent, const thread_index &me, small_state<Shape> *state)
 {
     typedef typename Shape::Row Row;
 #pragma unroll
@@ -234,7 +235,7 @@ keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<S
         uint32_t words[8];
         ptx_load_shared_16(at, words);
         ptx_load_shared_16(at + 16, words + 4);
-        state->is_lost |= is_key != 0 && is_rope_large(find_rope_top(words), exponent);
+        state->needs_fallback |= is_key != 0 && is_rope_large(find_rope_top(words), exponent);
         store_rope_halves(at, words, two_powers_of_two(-exponent));
     }
 }
@@ -243,7 +244,7 @@ keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<S
  * multiplied with. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state<Shape> *state,
+weigh_keys(small_memory<Shape> *shared, int warp, const thread_index &me, small_state<Shape> *state,
            const float (&scores)[Shape::HEADS / 2])
 {
     float sums[Shape::HEADS / 16][4];
@@ -303,26 +304,27 @@ typedef struct small_values {
 /* Whether a warp has RoPE values, of which a word has two. */
 template <typename Row>
 static __device__ __forceinline__ bool
-has_small_rope(const lane_place &me)
+has_small_rope(const thread_index &me)
 {
     return Row::ROPE_IS_VALUE &&
-           __any_sync(0xFFFFFFFFu, 4 * me.group + me.warp >= SMALL_WARPS - 2); /* all agree */
+           __any_sync(0xFFFFFFFFu, 4 * me.group + me.warp >= SMALL_WARPS - 2); /* all lanes agree */
 }
 
-/* Where a lane's values are in a granule. */
+/* The address of a lane's values in a granule. */
 template <typename Row>
 static __device__ __forceinline__ uint32_t
-find_small_values(uint32_t rows, const lane_place &me)
+find_small_values(uint32_t rows, const thread_index &me)
 {
     const uint32_t from = rows + 2 * me.column * Row::PITCH;
     return has_small_rope<Row>(me) ? from + Row::ROPE_OFFSET + 64 * (me.warp - 2) + 8 * me.row
                                    : from + 128 * me.group + 32 * me.warp + 4 * me.row;
 }
 
-/* Of RoPE values, loads the first two of the lane's four dimensions. */
+/* Loads the lane's values of a granule. Of RoPE values, it loads only the first two of four
+ * dimensions. */
 template <typename Shape>
 static __device__ __forceinline__ void
-load_small_values(const small_memory<Shape> *shared, int granule, const lane_place &me,
+load_small_values(const small_memory<Shape> *shared, int granule, const thread_index &me,
                   small_values *values)
 {
     typedef typename Shape::Row Row;
@@ -337,10 +339,11 @@ load_small_values(const small_memory<Shape> *shared, int granule, const lane_pla
                       values->scale);
 }
 
-/* RoPE values -> A of two products; the lane's other two dimensions are loaded only here. */
+/* RoPE values -> operand A of two products. The lane's other two dimensions are loaded only
+ * here. */
 template <typename Shape>
 static __device__ __forceinline__ void
-pair_small_rope(const small_memory<Shape> *shared, int granule, const lane_place &me,
+pair_small_rope(const small_memory<Shape> *shared, int granule, const thread_index &me,
                 const small_values &values, uint32_t a[8])
 {
     typedef typename Shape::Row Row;
@@ -358,7 +361,8 @@ pair_small_rope(const small_memory<Shape> *shared, int granule, const lane_place
     }
 }
 
-/* Values -> A of two products. Rows of product b are dimensions 2b and 2b + 1 of every four. */
+/* Values -> operand A of two products. Rows of product b are dimensions 2b and 2b + 1 of every
+ * four. */
 static __device__ __forceinline__ void
 convert_small_values(const small_values &values, uint32_t a[8])
 {
@@ -374,7 +378,7 @@ convert_small_values(const small_values &values, uint32_t a[8])
     }
 }
 
-/* A warp's values of out for all heads, and the operands that add_small_values has prepared. */
+/* A warp's sums of out for all heads, and the operands that add_small_values has prepared. */
 template <typename Shape> struct small_output {
     float out[2][Shape::HEADS / 2];
     small_values values[2]; /* the next two granules, not converted yet */
@@ -384,7 +388,7 @@ template <typename Shape> struct small_output {
 /* Starts the products of four granules. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_four_granules(const small_memory<Shape> *shared, int first, const lane_place &me,
+add_four_granules(const small_memory<Shape> *shared, int first, const thread_index &me,
                   uint64_t probs, small_output<Shape> *output)
 {
 #pragma unroll
@@ -414,7 +418,7 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
  * columns come in multiples of 64. On return the last products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
+add_small_values(const small_memory<Shape> *shared, int num_granules, const thread_index &me,
                  small_output<Shape> *output)
 {
     const uint64_t probs =

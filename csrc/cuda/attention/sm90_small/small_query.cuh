@@ -4,10 +4,11 @@
 
 #include "cuda/attention/sm90_small/small_shape.cuh"
 
-/* What a lane has of the query: a head in each query part, `head` in the first and PART_HEADS more
- * in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8 piece
- * on, and 8 from 16 further on; of rope_head 8 dimensions of the RoPE part from 16 column + 8 piece
- * on. So eight lanes ask for whole sectors, and a load takes 8 lines, which is what counts. */
+/* What a lane has of the query: a head in each query part, `head` in the first part and PART_HEADS
+ * more in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8
+ * piece on, and 8 dimensions from 16 further on. Of rope_head it has 8 dimensions of the RoPE part
+ * from 16 column + 8 piece on. So eight lanes ask for whole sectors, and a load takes 8 lines,
+ * which is what counts. */
 typedef struct query_lane {
     int tile;
     int head;
@@ -33,61 +34,61 @@ template <typename Shape> struct small_query {
     uint32_t rope[Shape::HEAD_SETS][4];
 };
 
-/* Where a lane's query is in memory; nope is that of its first head. */
-typedef struct query_place {
+/* The addresses of a lane's query in memory; nope is that of its first head. */
+typedef struct query_source {
     const uint16_t *nope;
     const uint16_t *rope;
-} query_place;
+} query_source;
 
-static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work, const query_lane &at)
+static __device__ __forceinline__ query_source
+find_query(const smla_attention_params &params, const work_item &item, const query_lane &at)
 {
-    query_place place;
-    place.nope = params.q_nope + work.token * params.q_nope_stride_token +
-                 (int64_t)(work.first_head + at.head) * params.q_nope_stride_head +
-                 SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
-    place.rope = params.q_pe + work.token * params.q_pe_stride_token +
-                 (int64_t)(work.first_head + at.rope_head) * params.q_pe_stride_head +
-                 16 * at.column + 8 * at.piece;
-    return place;
+    query_source source;
+    source.nope = params.q_nope + item.token * params.q_nope_stride_token +
+                  (int64_t)(item.first_head + at.head) * params.q_nope_stride_head +
+                  SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
+    source.rope = params.q_pe + item.token * params.q_pe_stride_token +
+                  (int64_t)(item.first_head + at.rope_head) * params.q_pe_stride_head +
+                  16 * at.column + 8 * at.piece;
+    return source;
 }
 
 /* Asks for the query to be in L2, while the grids in front are running. The splits of a token need
  * the same query, so each asks for some parts. L2 will have what those grids still write. */
 template <typename Shape>
 static __device__ __forceinline__ void
-prefetch_query(const smla_attention_params &params, const cta_work &work, const query_place &place,
-               const query_lane &at)
+prefetch_query(const smla_attention_params &params, const work_item &item,
+               const query_source &source, const query_lane &at)
 {
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
-        const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+        const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
         const bool is_on =
-            work.split == part % params.num_splits && at.head + further < work.num_heads;
+            item.split == part % params.num_splits && at.head + further < item.num_heads;
         ptx_prefetch_l2(nope, is_on);
         ptx_prefetch_l2(nope + 16, is_on);
     }
     if constexpr (!Shape::Row::ROPE_IS_VALUE) {
 #pragma unroll
         for (int set = 0; set < Shape::HEAD_SETS; set++) {
-            ptx_prefetch_l2(place.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
-                            work.split == 0 &&
-                                at.rope_head + SMLA_WARP_LANES * set < work.num_heads);
+            ptx_prefetch_l2(source.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
+                            item.split == 0 &&
+                                at.rope_head + SMLA_WARP_LANES * set < item.num_heads);
         }
     }
 }
 
 template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
-load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
+load_query(const smla_attention_params &params, const query_source &source, const query_lane &at,
            int num_heads, small_query<Shape> *query)
 {
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
         if (at.head + further < num_heads) {
-            const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+            const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
             smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
             smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
@@ -96,14 +97,14 @@ load_query(const smla_attention_params &params, const query_place &place, const 
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int further = SMLA_WARP_LANES * set;
         if (!Shape::Row::ROPE_IS_VALUE && at.rope_head + further < num_heads) {
-            smla_load_words<16, ALIGNED>(place.rope + further * params.q_pe_stride_head,
+            smla_load_words<16, ALIGNED>(source.rope + further * params.q_pe_stride_head,
                                          query->rope[set]);
         }
     }
 }
 
-/* In both bf16, the largest absolute value of `pair` and some words, or a NaN if there is one.
- * Signs may be anything. */
+/* The largest absolute values among `pair` and some words, one for each bf16 of a word, or NaN if
+ * there is one. Signs may be anything. */
 template <int WORDS>
 static __device__ __forceinline__ uint32_t
 max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
@@ -146,7 +147,7 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
 }
 
 /* Stores 8 dimensions of a head in a 64-dimension tile. Word i of 16 dimensions goes to chunk i of
- * 8, and there to word `column`: the order in which score_keys has the bytes of rows. */
+ * 8, and there to word `column`: score_keys has the bytes of rows in this order. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_words(small_memory<Shape> *shared, int tile, int head, int column, int piece,
@@ -179,17 +180,17 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state<Sha
         lane_max = max(lane_max, head_max[set]);
     }
     const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, lane_max);
-    state->query_exponent = find_query_exponent(query_max, &state->is_lost);
+    state->query_exponent = find_query_exponent(query_max, &state->needs_fallback);
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
-        state->is_lost |=
+        state->needs_fallback |=
             head_max[set] != 0 && (head_max[set] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
     }
 }
 
-/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. Of keys
- * whose RoPE part is a value, the last 128 dimensions are a tile of each part: columns 0 and 1 have
- * NoPE values. */
+/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. If the RoPE
+ * part is a value, the last 128 dimensions are a NoPE tile and a RoPE tile: columns 0 and 1 have
+ * the NoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,

@@ -1,5 +1,5 @@
 /* small_shape.cuh: what attention_small_sm90.cu's files share: its shapes, its shared memory, and
- * what a thread knows about its work.
+ * what a thread knows about its item.
  */
 #pragma once
 
@@ -12,14 +12,15 @@ enum {
     SMALL_THREADS = SMALL_WARPS * SMLA_WARP_LANES,
     SMALL_GROUPS = SMALL_THREADS / GROUP_THREADS,
     GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* granules that a warpgroup scores */
-    QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
+    QUERY_WARPS = SMALL_WARPS / 2, /* warps that store the query; the others fetch rows */
     QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
     HEAD_LANES = 8, /* lanes that share 128 values of a head, or its RoPE part */
-    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* per warp in a query part */
+    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES, /* heads per warp in a query part */
     PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* heads of a query part */
-    FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
-    WEIGHT_EXPONENT = 8, /* exponent of the largest weight */
-    NO_EXPONENT = -1000, /* key_exponent of a keyless granule */
+    FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES /
+        (SMALL_WARPS - QUERY_WARPS), /* keys per fetching warp and group */
+    WEIGHT_EXPONENT = 8,             /* exponent of the largest weight */
+    NO_EXPONENT = -1000,             /* key_exponent of a keyless granule */
     ROPE_BYTES = SMLA_QK_ROPE_HEAD_DIM * 2,
 };
 
@@ -28,7 +29,8 @@ static_assert(FETCH_KEYS == 8, "a byte of is_key");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "the values of a warpgroup have one scale, those of half a group if there are eight");
 
-/* A row whose codes and scales alone lie together in shared memory (small_memory::ropes). */
+/* A row of which only codes and scales lie together in shared memory (small_memory::ropes has the
+ * rest). */
 template <int NUMBER> struct short_row : ring_row<NUMBER> {
     static constexpr int COPY_BYTES = ring_row<NUMBER>::ROPE_OFFSET;
     static constexpr int PITCH = (COPY_BYTES + 15) / 32 * 32 + 16;
@@ -49,29 +51,29 @@ template <int ROW, int HEADS_, int PARTNERS_, bool ALIGNED_> struct small {
     static constexpr int HEADS = HEADS_;
     static constexpr int PARTNERS = PARTNERS_; /* CTAs per cluster */
     static constexpr bool ALIGNED = ALIGNED_;
-    /* With 64 heads, rows and query fill shared memory, so weights take the place of the query. If
-     * RoPE parts are no values, half of them lie in `ropes`. The others go to the registers of the
-     * warps that score these keys. */
+    /* With 64 heads, rows and query fill shared memory, so weights replace the query there. If RoPE
+     * parts are no values, half of them lie in `ropes`. The others are in registers of the warps
+     * that score these keys. */
     static constexpr bool IS_FULL = HEADS == 64;
     static constexpr bool HAS_SHORT_ROWS = IS_FULL && !ring_row<ROW>::ROPE_IS_VALUE;
     typedef typename small_row<HAS_SHORT_ROWS, ROW>::type Row;
     static constexpr int SCALE_BYTES = Row::NUM_SCALES * GRANULE_KEYS * 2; /* per granule, as f16 */
     static constexpr int HEAD_SETS = IS_FULL ? 2 : 1; /* a lane looks at a head of each set */
     static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
-    static constexpr int PROB_BYTES = HEADS * 2; /* per key */
+    static constexpr int PROB_BYTES = HEADS * 2; /* bytes of a key's weights */
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
-    /* Whether code that hardly any launch needs is called, so that others do not jump over it. The
-     * registers suffice for that, except in one kernel. */
+    /* Whether code that hardly any launch needs is a called function, so that other launches do not
+     * jump over it. Only one kernel lacks the registers for that. */
     static constexpr bool CALLS_RARE = ALIGNED && (HEADS != 32 || ring_row<ROW>::ROPE_IS_VALUE);
-    /* Whether a work with one key leaves that key's value (leave_only_row). The other kernels have
-     * no registers for it, and do the work again as if it were lost. */
+    /* Whether an item with one key leaves that key's value (leave_only_row). The other kernels have
+     * no registers for it, and use their fallback. */
     static constexpr bool LEAVES_ONLY = ALIGNED;
-    /* does works again, with 16 heads because of its registers */
+    /* the fallback's tile, of 16 heads because of its registers */
     typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8, false, CALLS_RARE>
         Portable;
-    static constexpr int REDO_TILES = HEADS / Portable::HEADS;
+    static constexpr int FALLBACK_TILES = HEADS / Portable::HEADS;
 };
 
 template <typename Shape> struct small_memory {
@@ -83,20 +85,20 @@ template <typename Shape> struct small_memory {
     alignas(128) uint8_t ropes[Shape::HAS_SHORT_ROWS ? QUERY_WARPS : 1]
                               [Shape::HAS_SHORT_ROWS ? GRANULE_KEYS : 1][ROPE_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][Shape::SCALE_BYTES];
-    int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
+    int32_t row_maxima[Shape::HEADS]; /* maxima of the scores, as results of order_of_float */
     union {
         float sums[SMALL_GRANULES][Shape::HEADS];
         uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS]; /* until all keys have scores */
     };
     int32_t key_exponent[SMALL_GRANULES];
-    uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
+    uint16_t is_key[SMALL_GRANULES]; /* bits of the rows that are there */
     uint64_t arrived[SMALL_GRANULES];
     uint64_t maxima; /* mbarrier of query_max */
     uint64_t stored; /* mbarrier of the query */
 };
 
-/* Where the weights are: [SMALL_KEYS][PROB_BYTES]. The query's place is free when all keys have
- * their scores. */
+/* The address of the weights, [SMALL_KEYS][PROB_BYTES]. They may replace the query when all keys
+ * have their scores. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_probs(const small_memory<Shape> *shared)
@@ -107,7 +109,7 @@ find_probs(const small_memory<Shape> *shared)
     return Shape::IS_FULL ? ptx_shared_address(shared->query) : ptx_shared_address(shared->probs);
 }
 
-/* The head of set `set` that a lane looks at. With 16 heads, two lanes have the same. */
+/* The head of set `set` that a lane looks at. With 16 heads, two lanes have the same head. */
 template <typename Shape>
 static __device__ __forceinline__ int
 head_of_lane(int lane, int set)
@@ -115,18 +117,18 @@ head_of_lane(int lane, int set)
     return Shape::HEADS < SMLA_WARP_LANES ? lane % Shape::HEADS : lane + SMLA_WARP_LANES * set;
 }
 
-/* What a thread finds out about its work, step by step. */
+/* What a thread finds out about its item, step by step. */
 template <typename Shape> struct small_state {
     key_masks is_key; /* rows `row` and row + 8 of the warp's granule: all bits or none */
     /* both rows' scales in tile `column`, and in rows of eight tiles in tile 4 + column */
     float scale[Shape::Row::NUM_SCALES / 4][2];
     uint32_t rope[2][Shape::HAS_SHORT_ROWS ? 8 : 1]; /* the lane's part of both rows (fetch_rope) */
     float score_factor;                              /* factor from scores to the log2 domain */
-    float top[Shape::HEAD_SETS];       /* largest scores of the lane's heads (head_of_lane) */
+    float row_max[Shape::HEAD_SETS];   /* largest scores of the lane's heads (head_of_lane) */
     float reference[Shape::HEAD_SETS]; /* weights of these heads are relative to 2^reference */
     int query_exponent;
-    int key_exponent;              /* first for the warp's keys, later for all keys */
-    bool is_bad[Shape::HEAD_SETS]; /* these heads have a query that is not finite */
-    bool is_lost;
-    bool has_only; /* the work has one key, whose value takes the place of products */
+    int key_exponent;              /* exponent of the warp's keys, later of all keys */
+    bool is_bad[Shape::HEAD_SETS]; /* marks heads with a query that is not finite */
+    bool needs_fallback;
+    bool has_only; /* the item has one key, whose value replaces the products */
 };
