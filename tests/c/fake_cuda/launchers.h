@@ -36,10 +36,10 @@ static inline cudaError_t
 hold_launch(const char *launcher, const smla_attention_params *params,
             const smla_attention_start *start)
 {
-    EXPECT_EQ(start->held != NULL, params->num_splits > 1);
-    if (start->held != NULL) {
-        EXPECT(!start->held->is_full);
-        start->held->is_full = true;
+    EXPECT_EQ(start->deferred != NULL, params->num_splits > 1);
+    if (start->deferred != NULL) {
+        EXPECT(!start->deferred->is_full);
+        start->deferred->is_full = true;
     }
     return write_launch(launcher, params, NULL, start->cut_bytes);
 }
@@ -82,9 +82,9 @@ LAUNCHER(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
-                         smla_cuda_deferred *held)
+                         smla_cuda_deferred *deferred)
 {
-    EXPECT(held != NULL && held->is_full);
+    EXPECT(deferred != NULL && deferred->is_full);
     return write_launch("combine", params, kernel, 0);
 }
 
