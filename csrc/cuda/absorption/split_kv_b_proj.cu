@@ -20,7 +20,7 @@ namespace {
 
 enum {
     TILE_SIDE = 32,
-    TILE_ROWS = 8, /* rows of threads */
+    TILE_ROWS = 8, /* rows that a block's threads cover at a time */
 };
 
 struct split_args {
