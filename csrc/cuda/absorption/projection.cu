@@ -26,7 +26,7 @@ enum { BLOCK_THREADS = 128 };
 
 struct project_args {
     smla_projection_params p;
-    smla_divisor parts; /* blocks per token and head */
+    smla_divisor parts; /* number of blocks per token and head */
     smla_divisor num_heads;
 };
 

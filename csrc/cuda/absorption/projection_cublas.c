@@ -17,7 +17,7 @@
  * What cuBLAS cannot express is left to projection.cu: rows that overlap, repeat or run backwards,
  * and sums of no terms.
  */
-#define _GNU_SOURCE /* dladdr, NOLINT(cert-dcl51-cpp) */
+#define _GNU_SOURCE /* for dladdr, NOLINT(cert-dcl51-cpp) */
 #include <dlfcn.h>
 #include <library_types.h>
 #include <pthread.h>
@@ -190,7 +190,7 @@ find_handle(const char *op, int32_t device_id, cublas_handle *handle, smla_error
 
 /* One operand of a head, as cuBLAS reads it. */
 typedef struct cublas_matrix {
-    int operation; /* CUBLAS_AS_IS, CUBLAS_TRANSPOSED */
+    int operation; /* CUBLAS_AS_IS or CUBLAS_TRANSPOSED */
     int64_t ld;
 } cublas_matrix;
 

@@ -35,7 +35,7 @@ enum {
 /* A tile of results. A warp has ROW_TILES x 16 of its tokens and COLUMN_TILES x 8 of its
  * outputs. */
 template <int WARP_ROWS_, int ROW_TILES_, int COLUMN_TILES_, int STEPS_> struct tile_shape {
-    static constexpr int WARP_ROWS = WARP_ROWS_; /* warps beside each other along the tokens */
+    static constexpr int WARP_ROWS = WARP_ROWS_; /* number of warps along the tokens */
     static constexpr int ROW_TILES = ROW_TILES_;
     static constexpr int COLUMN_TILES = COLUMN_TILES_;
     static constexpr int STEPS = STEPS_; /* steps of the ring, a power of two */

@@ -21,15 +21,15 @@ enum {
  * nothing. */
 enum { MOST_EXACT_TOKENS = 64 };
 
-/* projection_e4m3_sm90.cu */
+/* The launcher of projection_e4m3_sm90.cu. */
 extern "C" cudaError_t smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *params);
 
 /* The argument of the kernels. */
 typedef struct e4m3_projection {
     smla_projection_params p;
-    smla_divisor output_tiles; /* per head */
-    smla_divisor token_tiles;  /* per head */
-    int64_t num_tiles;         /* tiles of all heads */
+    smla_divisor output_tiles; /* number of tiles per head */
+    smla_divisor token_tiles;  /* number of tiles per head */
+    int64_t num_tiles;         /* number of tiles of all heads */
     int64_t num_steps;
     bool pairs_are_aligned; /* whether outputs 2 i and 2 i + 1 can be stored as one word */
 } e4m3_projection;

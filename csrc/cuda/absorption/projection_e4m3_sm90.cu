@@ -39,7 +39,7 @@ enum {
     SWIZZLE_BITS = 7, /* a chunk's index is xor-ed with its row's index modulo 8 */
     TILE_STEP_BYTES = TILE_TOKENS * STEP_VALUES,
     NUM_SUMS = GROUP_TOKENS * TILE_OUTPUTS / GROUP_THREADS,
-    K_STEPS = STEP_VALUES / 32, /* products of 32 values of k */
+    K_STEPS = STEP_VALUES / 32, /* number of products per step, of 32 values of k each */
 };
 
 static_assert((int)TILE_TOKENS == (int)TILE_OUTPUTS && (int)TILE_TOKENS == (int)COPIERS,
@@ -144,7 +144,7 @@ add_step(const e4m3_projection &args, int64_t step, const tile_operands &operand
 {
     const uint64_t moved = (uint64_t)(position.slot * (TILE_STEP_BYTES >> 4));
     ptx_mbarrier_wait(ptx_shared_address(&shared->full[position.slot]), position.parity);
-    ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+    ptx_fence_async_shared(); /* makes what cp.async wrote visible to wgmma */
     const int token = token_of_thread();
     const uint32_t words[2] = {shared->token_scales[position.slot][token],
                                shared->token_scales[position.slot][token + 8]};

@@ -122,12 +122,12 @@ __device__ __forceinline__ float
 max_of_block(float amax)
 {
     __shared__ uint32_t warp_bits[BLOCK_WARPS];
-    /* Floats >= 0 are ordered as their bits are. */
+    /* Floats >= 0 have the order of their bits. */
     const uint32_t bits = __reduce_max_sync(ALL_LANES, smla_float_bits(amax));
     if (threadIdx.x % SMLA_WARP_LANES == 0) {
         warp_bits[threadIdx.x / SMLA_WARP_LANES] = bits;
     }
-    __syncthreads(); /* maxima written */
+    __syncthreads(); /* the warps' maxima are written */
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < BLOCK_WARPS; i++) {
@@ -161,7 +161,7 @@ __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
             widen_unit<TYPE, COUNT>(words[i], values);
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                amax = fmaxf(amax, fabsf(values[k])); /* ignores NaN */
+                amax = fmaxf(amax, fabsf(values[k])); /* fmaxf ignores NaN */
             }
         }
     }

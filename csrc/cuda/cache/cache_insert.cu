@@ -25,7 +25,7 @@ template <int TYPE, int ROW> struct given_key {
         ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
         COUNT = key_part<ROW>::COUNT,
         STEPS = key_part<ROW>::STEPS,
-        BYTES = COUNT * ELEMENT_BYTES, /* per step */
+        BYTES = COUNT * ELEMENT_BYTES, /* bytes of a lane per step */
     };
     uint32_t words[STEPS][BYTES / 4];
 };
@@ -89,7 +89,7 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
             }
             uint8_t *const row = shuffle_pointer(target.row, i);
             uint8_t *const row_scales = shuffle_pointer(target.scales, i);
-            if (row != nullptr) { /* the same for all lanes */
+            if (row != nullptr) { /* the same condition for all lanes */
                 write_key<TYPE, ROW>(given, inverse, row, row_scales);
             }
         }

@@ -83,7 +83,7 @@ count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64
     if (lane == SMLA_WARP_LANES - 1) {
         warp_sums[warp] = before;
     }
-    __syncthreads(); /* sums written */
+    __syncthreads(); /* the warps' sums are written */
     before -= sum;
 #pragma unroll
     for (int i = 0; i < BLOCK_WARPS; i++) {
@@ -92,7 +92,7 @@ count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64
     for (int i = begin; i < end; i++) {
         ends[i] += before;
     }
-    __syncthreads(); /* counts written */
+    __syncthreads(); /* the counts are written */
 }
 
 /* The first request whose chunks end after `chunk`. */
@@ -185,7 +185,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
             gather_chunk<ROW, ALIGNED>(args, first_req + req, chunk - before, kv_scale);
         }
         chunk -= ends[num_reqs - 1];
-        __syncthreads(); /* counts used */
+        __syncthreads(); /* no warp reads the counts any more */
     }
 }
 

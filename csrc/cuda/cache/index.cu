@@ -31,9 +31,9 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCKS_PER_SM = 4,          /* at least so many, which leaves 64 registers per thread */
-    MAX_TOKENS = 4,             /* per CTA */
+    MAX_TOKENS = 4,             /* most tokens per CTA */
     MIN_BLOCKS = 1024,          /* CTAs that a grid has before a CTA takes a second token */
-    MAX_STAGED_PAGES = 1 << 13, /* 32 KiB of table entries */
+    MAX_STAGED_PAGES = 1 << 13, /* most pages that are staged: 32 KiB of table entries */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -44,7 +44,7 @@ struct convert_args {
     int32_t tokens_per_block;
 };
 
-/* How the indices of a token are converted. */
+/* How to convert the indices of a token. */
 struct token_map {
     int64_t req;             /* -1: the token has no request, and its results are -1 */
     int64_t workspace_start; /* -1: the results are slots of the cache */
@@ -95,11 +95,11 @@ find_block_start(const smla_convert_params &p, const token_map &map, int64_t blo
 __device__ __forceinline__ void
 stage_row(const smla_convert_params &p, const token_map &map, uint32_t *staged)
 {
-    __syncthreads(); /* former row used */
+    __syncthreads(); /* no thread reads the former row any more */
     for (int64_t block = threadIdx.x; block <= p.num_blocks; block += BLOCK_THREADS) {
         staged[block] = find_block_start(p, map, block);
     }
-    __syncthreads(); /* row staged */
+    __syncthreads(); /* the row is staged */
 }
 
 /* The converted index, or -1 where tok names no key. */
@@ -196,7 +196,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
             maps[threadIdx.x] = find_map(p, first + threadIdx.x);
             counts[threadIdx.x] = 0;
         }
-        __syncthreads(); /* maps written, counts cleared */
+        __syncthreads(); /* the maps are written, the counts cleared */
         int32_t count = 0;
         while (origin.token < num_tokens) {
             /* Load the next tile while this one is converted. */
@@ -225,7 +225,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
                 count = 0;
             }
         }
-        __syncthreads(); /* maps used, counts complete */
+        __syncthreads(); /* the maps are no longer read, the counts are complete */
         if (has_counts && (int)threadIdx.x < num_tokens) {
             p.counts[(first + threadIdx.x) * p.counts_stride] = counts[threadIdx.x];
         }

@@ -22,7 +22,7 @@ enum { SMLA_CUDA_MAX_DEVICES = 64 };
 typedef struct smla_cuda_device {
     int32_t compute_capability; /* major * 10 + minor */
     int32_t num_sms;
-    int32_t max_shared_bytes; /* per block that opts in */
+    int32_t max_shared_bytes; /* shared memory of a block that opts in */
 } smla_cuda_device;
 
 /* Whether an environment variable is set, and is neither empty nor 0. */

@@ -226,7 +226,7 @@ smla_cuda_destroy_mirror(smla_mirror *mirror)
 
 /* ---- Order --------------------------------------------------------------------------------- */
 
-#define LEGACY_ID ULLONG_MAX /* CUDA counts ids up */
+#define LEGACY_ID ULLONG_MAX /* no stream has this id, because CUDA counts ids up */
 
 static smla_status
 find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *error)

@@ -15,8 +15,8 @@ extern "C" {
  * are contiguous. */
 typedef struct smla_cuda_array {
     const void *base;
-    int element_bytes; /* 1 or 4 */
-    int rank;          /* 2 or 3 */
+    int element_bytes; /* bytes per element: 1 or 4 */
+    int rank;          /* number of dimensions: 2 or 3 */
     uint64_t sizes[3];
     uint64_t stride_bytes[2]; /* strides of the other dimensions */
     uint32_t box[3];

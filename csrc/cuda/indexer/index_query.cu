@@ -33,7 +33,7 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    VECTOR = 8, /* values: 16 bytes of bf16 */
+    VECTOR = 8, /* values of a vector: 16 bytes of bf16 */
     VECTOR_WORDS = VECTOR / 2,
     HEAD_LANES = SMLA_INDEX_HEAD_DIM / VECTOR,
     FIRST_ROPE_LANE = HEAD_LANES - SMLA_QK_ROPE_HEAD_DIM / VECTOR,
@@ -203,7 +203,7 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
     const smla_index_query_params &p = args.p;
     const int num_heads =
         (int)(p.num_heads - first_head < WARP_HEADS ? p.num_heads - first_head : WARP_HEADS);
-    const int half = lane_idx() / HEAD_LANES; /* the lane's head in each step */
+    const int half = lane_idx() / HEAD_LANES; /* index of the lane's head in each step */
     const uint16_t *const q = p.q + token * p.q_stride_token +
                               (first_head + half) * p.q_stride_head + lane_of_head() * VECTOR;
     uint32_t words[STEPS][VECTOR_WORDS] = {};

@@ -62,7 +62,7 @@ lane_idx(void)
 template <bool IS_FP4> struct raw_row {
     enum { HALF_WORDS = IS_FP4 ? 2 : 4 };
     uint32_t words[2][HALF_WORDS];
-    uint32_t scales; /* four UE8M0 */
+    uint32_t scales; /* four UE8M0 scales, one per byte */
 };
 
 /* A lane's values of a row: two words of bf16 or fp16 per k-step. */
@@ -116,7 +116,7 @@ load_row(const uint8_t *row, const uint8_t *scales, raw_row<IS_FP4> *raw)
 __device__ __forceinline__ void
 widen_to_bf16(uint32_t bytes, uint32_t pairs[2])
 {
-    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 */
+    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 twice, as bf16 */
     constexpr uint32_t MINUS_ZERO = 0x80008000u;
     const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
 #pragma unroll
@@ -143,7 +143,7 @@ spread_e2m1x2(uint32_t byte)
 __device__ __forceinline__ void
 widen_e2m1x4(uint32_t codes, uint32_t scale, uint32_t pairs[2])
 {
-    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 */
+    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 twice, as bf16 */
     constexpr uint32_t MINUS_ZERO = 0x80008000u;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -437,9 +437,9 @@ alignment_of_keys(const smla_kv_view &kv, bool is_fp4)
     return has_words && smla_is_multiple(kv.base, strides, 4) ? 4 : 1;
 }
 
-/* The kernels of a pair of formats. */
+/* The kernels for a format of queries and a format of keys. */
 struct logits_row {
-    int alignments[3]; /* bytes */
+    int alignments[3]; /* alignments of keys, in bytes */
     void (*kernels[3])(logits_args);
 };
 

@@ -169,7 +169,7 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
     const uint32_t found = ((const uint32_t *)&shared->found[stage])[row / 32];
     float d[Shape::GROUP_ROWS / 2];
     if (!Shape::HAS_MAPS) {
-        ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+        ptx_fence_async_shared(); /* makes what cp.async wrote visible to wgmma */
     }
     wgmma_fence();
 #pragma unroll

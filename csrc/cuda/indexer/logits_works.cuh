@@ -58,7 +58,7 @@ template <int HEADS_, int TOKENS_, int GROUPS_, bool HAS_MAPS_, bool IS_EVEN_> s
     static constexpr int MIX_THREADS =
         GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* threads per token's mix */
     static constexpr int MIXERS = QUERY_THREADS / MIX_THREADS;
-    /* Values per thread. */
+    /* Values of a mix per thread. */
     static constexpr int MIX_VALUES = SMLA_INDEX_HEAD_DIM / MIX_THREADS;
     /* Tokens that a thread mixes at once. */
     static constexpr int MIXED_AT_ONCE = TOKENS == 1 || MIX_VALUES > 2 ? 1 : 2;
@@ -107,7 +107,7 @@ template <typename Shape> struct logits_task {
  * equal share of all tiles, in the order of blocks of tokens. All lanes of a warp have the same
  * walk. */
 struct logits_walk {
-    uint32_t number; /* the next work item */
+    uint32_t number; /* number of the next work item */
     int32_t block;   /* if even: block and tile of the next work item */
     int32_t tile;
     int32_t left; /* if even: tiles that the CTA has left */
@@ -314,7 +314,8 @@ find_run(const sm90_args &all, const logits_part &part, int32_t token)
         run.context = (int32_t)context_of(p, own);
         run.source = __shfl_sync(ALL_LANES, source, 0);
         const uint32_t others = ~__ballot_sync(ALL_LANES, exists && source == run.source);
-        run.num_tokens = __ffs((int)others) - 1; /* blocks have less than 32 tokens */
+        /* Blocks have fewer than 32 tokens, so one bit is set. */
+        run.num_tokens = __ffs((int)others) - 1;
         longest = (int32_t)__reduce_max_sync(ALL_LANES,
                                              lane < run.num_tokens ? (uint32_t)run.context : 0);
     }

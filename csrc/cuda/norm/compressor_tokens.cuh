@@ -147,7 +147,8 @@ save_lonely(const compress_args &args, channel_range channels, int64_t first, ui
     const smla_partial_states_params &p = args.p.states;
     const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
     const int num_pieces = channels.count / PIECE;
-    int piece = (int)threadIdx.x / SMLA_WARP_LANES; /* counted through all marked tokens */
+    /* Index of the warp's piece, counted through all marked tokens. */
+    int piece = (int)threadIdx.x / SMLA_WARP_LANES;
     for (; marks != 0; marks &= marks - 1) {
         const int64_t token = first + __ffs((int)marks) - 1;
         for (; piece < num_pieces; piece += num_warps) {

@@ -34,9 +34,9 @@ enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
     WARP_HEADS = 2,
-    VECTOR = 8, /* values: 16 bytes of bf16 */
+    VECTOR = 8, /* values of a vector: 16 bytes of bf16 */
     VECTOR_WORDS = VECTOR / 2,
-    HEAD_VECTORS = SMLA_V4_HEAD_DIM / (SMLA_WARP_LANES * VECTOR), /* per lane */
+    HEAD_VECTORS = SMLA_V4_HEAD_DIM / (SMLA_WARP_LANES * VECTOR), /* vectors of a head per lane */
     TILE_LANES = SMLA_OUTPUT_TILE / VECTOR,
     ROPE_LANES = SMLA_QK_ROPE_HEAD_DIM / VECTOR,
     FIRST_ROPE_LANE = SMLA_WARP_LANES - ROPE_LANES,
@@ -50,7 +50,7 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 struct inverse_args {
     smla_inverse_rope_params p;
     smla_divisor group_heads;
-    smla_divisor head_blocks; /* blocks that have the same tokens */
+    smla_divisor head_blocks; /* number of blocks that have the same tokens */
     int64_t num_rows;         /* number of tokens, and of rows of zero scales behind them */
     int64_t num_blocks;
     int32_t token_shift; /* log2 of the tokens per block */
@@ -95,7 +95,7 @@ find_amax(const float x[VECTOR])
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
-        amax = fmaxf(amax, fabsf(x[i])); /* ignores NaN */
+        amax = fmaxf(amax, fabsf(x[i])); /* fmaxf ignores NaN */
     }
     return amax;
 }

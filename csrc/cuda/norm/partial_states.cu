@@ -21,7 +21,7 @@ struct save_args {
     smla_partial_states_params p;
     smla_divisor ratio;
     smla_divisor block_size;
-    smla_divisor num_pieces; /* per token */
+    smla_divisor num_pieces; /* pieces per token */
 };
 
 /* Saves states; a work item is one piece of a token, for one warp. */

@@ -32,7 +32,7 @@ namespace {
 enum {
     WARP_HEADS = 2,
     VECTOR_WORDS = NORM_VECTOR / 2,
-    HEAD_VECTORS = SMLA_V4_HEAD_DIM / SMLA_NORM_SUMS, /* per lane */
+    HEAD_VECTORS = SMLA_V4_HEAD_DIM / SMLA_NORM_SUMS, /* vectors of a head per lane */
     FIRST_ROPE_LANE = SMLA_WARP_LANES - SMLA_QK_ROPE_HEAD_DIM / NORM_VECTOR,
 };
 
@@ -85,7 +85,7 @@ pack_bf16(const float x[NORM_VECTOR], uint32_t words[VECTOR_WORDS])
     }
 }
 
-/* Stores 8 values as bytes. */
+/* Stores 8 values as e4m3. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 store_e4m3(uint8_t *out, const float x[NORM_VECTOR])

@@ -10,7 +10,7 @@
 
 #include "cuda/ptx/numeric.cuh"
 
-#define SMLA_E2M1_UNIT 0x1p14f /* an e2m1 over the fp16 that has its bits */
+#define SMLA_E2M1_UNIT 0x1p14f /* ratio of an e2m1 and the fp16 with its bits */
 
 /* Rounds both values to fp16; a NaN becomes the positive one. */
 static __device__ __forceinline__ uint32_t

@@ -21,7 +21,7 @@ smla_cvt_bf16x2(float low, float high)
     return pair;
 }
 
-/* Exact; the sign of a NaN is lost. */
+/* Converts exactly, but for the sign of a NaN. */
 static __device__ __forceinline__ float
 smla_cvt_float(uint16_t half)
 {
@@ -66,7 +66,7 @@ smla_cvt_e4m3x2(float low, float high)
     return pair;
 }
 
-/* Exact; the sign of a NaN is lost. */
+/* Converts exactly, but for the sign of a NaN. */
 static __device__ __forceinline__ uint32_t
 smla_cvt_halves(uint16_t e4m3x2)
 {
@@ -90,7 +90,7 @@ smla_high_bf16(uint32_t pair)
     return smla_bits_float(pair & 0xFFFF0000u);
 }
 
-/* Converts two fp16. */
+/* Converts two fp16 to fp32. */
 static __device__ __forceinline__ void
 smla_halves_to_floats(uint32_t halves, float floats[2])
 {

@@ -414,7 +414,7 @@ ptx_pin(uint32_t *word)
     asm volatile("" : "+r"(*word));
 }
 
-/* Stores if `is_on`, without a branch. */
+/* Stores a byte if `is_on`, without a branch. */
 static __device__ __forceinline__ void
 ptx_store_shared_1_if(uint32_t address, uint32_t byte, bool is_on)
 {

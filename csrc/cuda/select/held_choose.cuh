@@ -136,7 +136,8 @@ choose_keys(const thread_keys<IS_BF16, PARTS> &keys, const key_threshold &thresh
             resident_memory *shared, uint32_t *state, taken_masks<PARTS> *masks)
 {
     constexpr uint32_t WARPS = CTAS * THREADS / SMLA_WARP_LANES;
-    constexpr uint32_t WORDS = PARTS <= RESIDENT_PARTS ? PARTS : RESIDENT_PARTS + 2; /* per warp */
+    /* Words of counts per warp. */
+    constexpr uint32_t WORDS = PARTS <= RESIDENT_PARTS ? PARTS : RESIDENT_PARTS + 2;
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
     const uint32_t thread = cluster_thread<CTAS, THREADS>();
     const uint32_t warp = thread / SMLA_WARP_LANES;

@@ -55,8 +55,8 @@ struct resident_memory {
     uint64_t found_barrier;
     uint64_t taken_barrier;
     uint64_t first_barrier;
-    uint32_t warp_steps[RESIDENT_PARTS][MOST_WARPS]; /* vectors of each warp's runs */
-    vector_range shares[MOST_WARPS];                 /* vectors that each warp streams */
+    uint32_t warp_steps[RESIDENT_PARTS][MOST_WARPS]; /* vectors per run of each warp */
+    vector_range shares[MOST_WARPS];                 /* the share that each warp streams */
     int32_t slot_counts[2][SLOT_COUNTS];
     __align__(128) uint8_t logits[];
 };
@@ -90,7 +90,7 @@ typedef struct order_rule {
     uint32_t offset;
 } order_rule;
 
-/* The rule for keys of the sign that the key with this order has. */
+/* The rule for keys that have the same sign as the key with this order. */
 __device__ __forceinline__ order_rule
 order_rule_of(uint32_t order)
 {

@@ -32,13 +32,13 @@
 namespace {
 
 enum {
-    MOST_KEYS = 32, /* per thread and part */
+    MOST_KEYS = 32, /* most keys of a thread per part */
     VECTOR_BYTES = 16,
 };
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-constexpr uint32_t NO_LOGIT = 0x7FFF7FFFu; /* a NaN of fp32, or two of bf16 */
+constexpr uint32_t NO_LOGIT = 0x7FFF7FFFu; /* bits of a NaN of fp32, or of two NaN of bf16 */
 
 /* The key of a logit, from its fp32 bits. */
 __device__ __forceinline__ uint32_t
@@ -50,9 +50,9 @@ key_of_bits(uint32_t bits)
 template <bool IS_BF16> struct logit_type {
     static constexpr uint32_t BYTES = IS_BF16 ? 2 : 4;
     static constexpr uint32_t PER_VECTOR = VECTOR_BYTES / BYTES;
-    static constexpr uint32_t MOST_STEPS = MOST_KEYS / PER_VECTOR; /* vectors of a run */
+    static constexpr uint32_t MOST_STEPS = MOST_KEYS / PER_VECTOR; /* most vectors of a run */
 
-    /* The keys of a vector of logits. */
+    /* Converts a vector of logits to keys. */
     static __device__ __forceinline__ void decode(const uint32_t words[4], uint32_t *keys)
     {
 #pragma unroll
@@ -76,7 +76,7 @@ typedef struct resident_row {
     result_row result;
     uint32_t token;
     bool is_selected;     /* whether there are more than k logits; otherwise all are taken */
-    uint32_t count;       /* logits of the row */
+    uint32_t count;       /* number of logits of the row */
     uint32_t begin;       /* element of the row's first logit, which lies in the first vector */
     uint32_t end;         /* one past the row's last logit */
     uint32_t first_whole; /* the first vector that lies in the tensor's row completely */
@@ -193,12 +193,12 @@ mend_ends(const resident_row &row, const warp_vectors &vectors, uint32_t memory)
 
 /* ---- Runs ---------------------------------------------------------------------------------- */
 
-/* A run of a thread. */
+/* A thread's run of neighbouring vectors. */
 typedef struct resident_run {
     uint32_t first;    /* the run's first element */
     uint32_t width;    /* number of the run's elements */
     uint32_t rotation; /* the element that register 0 has */
-    uint32_t repeat;   /* resident_row's field */
+    uint32_t repeat;   /* `repeat` of the row */
 } resident_run;
 
 /* Returns run number `run` of the row. */

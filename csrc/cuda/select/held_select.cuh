@@ -82,7 +82,7 @@ template <bool IS_BF16, int CTAS, int THREADS>
 __device__ __forceinline__ void
 start_copy(const resident_row &row, int part, resident_memory *shared)
 {
-    __syncwarp(); /* all lanes have read */
+    __syncwarp(); /* all lanes have read the former contents */
     if (row.is_selected && threadIdx.x % SMLA_WARP_LANES == 0) {
         const uint32_t run = part * CTAS * THREADS + cluster_thread<CTAS, THREADS>();
         copy_vectors(row, find_vectors(row, run), find_warp_logits<IS_BF16>(shared),
@@ -197,7 +197,7 @@ select_resident_rows(const top_k_args &args)
     init_memory<CTAS>(shared);
     __syncthreads(); /* the mbarriers are initialised, the first counts are clear */
     ptx_wait_for_grids();
-    if (threadIdx.x >= THREADS - 2) { /* one thread per row */
+    if (threadIdx.x >= THREADS - 2) { /* one thread for each of the first two rows */
         const uint32_t ahead = THREADS - 1 - threadIdx.x;
         plan_row<IS_BF16, NUM_RUNS>(p, (blockIdx.x + ahead * gridDim.x) / CTAS,
                                     &shared->rows[ahead]);

@@ -21,7 +21,7 @@ choose_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
 {
     enum { USUAL_BYTES = 64 << 10, MOST_BYTES = 128 << 10, LEAST_BYTES = 8 << 10 };
     const int64_t bytes = p->num_columns * (p->is_bf16 ? 2 : 4);
-    const int64_t room = 2 * (int64_t)device->num_sms; /* CTAs of one wave */
+    const int64_t room = 2 * (int64_t)device->num_sms; /* number of CTAs in one wave */
     const int64_t rows = p->num_tokens;
     int ctas = 1;
     while (ctas < SMLA_MAX_ROW_CTAS && bytes / ctas > USUAL_BYTES) {

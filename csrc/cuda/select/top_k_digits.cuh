@@ -14,14 +14,14 @@ enum {
     NUM_VALUES = 2048, /* values that a digit may have */
     GROUP_VALUES = 32, /* digit values whose counts are shared as one sum first */
     NUM_GROUPS = NUM_VALUES / GROUP_VALUES,
-    LIST_ENTRIES = 256, /* candidates per warp */
+    LIST_ENTRIES = 256, /* most candidates of a warp's list */
     LIST_ELEMENTS = 1 << 16,
 };
 
 struct select_memory {
     uint32_t counts[2][NUM_VALUES]; /* this CTA's counts: of digits 0 and 2, and of digit 1 */
     uint32_t group_counts[2][NUM_GROUPS];
-    uint32_t taken[NUM_WARPS][2]; /* keys above the threshold, keys that equal it */
+    uint32_t taken[NUM_WARPS][2]; /* each warp's keys above the threshold, and those equal to it */
     uint32_t digit;
     uint32_t num_left;    /* how many keys are taken that begin with the digits found */
     uint32_t digit_count; /* how many keys begin with the digits found */

@@ -51,13 +51,13 @@ template <bool IS_BF16> struct logit_vector {
         }
     }
 
-    /* Key i of a vector of keys. */
+    /* Returns key i of a vector of keys. */
     static __device__ __forceinline__ uint32_t key(const uint32_t words[4], int i)
     {
         return !IS_BF16 ? words[i] : i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xFFFF0000u;
     }
 
-    /* The key of a logit in global memory. */
+    /* Loads logit i from global memory, and returns its key. */
     static __device__ __forceinline__ uint32_t load(const void *logits, uint64_t i)
     {
         return IS_BF16 ? make_key((uint32_t)__ldg((const uint16_t *)logits + i) << 16) & 0xFFFF0000u

@@ -33,7 +33,7 @@ count_steps(const smla_top_k_params *p, int ctas)
 static inline int64_t
 choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, int ctas)
 {
-    enum { RESERVED_BYTES = 1024 }; /* per CTA, by the driver */
+    enum { RESERVED_BYTES = 1024 }; /* shared memory per CTA that the driver takes */
     const bool has_own_sms = p->num_tokens * ctas <= device->num_sms;
     const int64_t room =
         has_own_sms ? device->max_shared_bytes : (device->max_shared_bytes - RESERVED_BYTES) / 2;

@@ -81,7 +81,7 @@ load_columns(const smla_top_k_params &p, int64_t token)
 
 /* A row of the results, and the logits that it comes from. */
 typedef struct result_row {
-    const uint8_t *logits; /* column 0 */
+    const uint8_t *logits; /* the row's first logit */
     int32_t *out;
     uint8_t *values; /* NULL if no values are wanted */
 } result_row;
