@@ -203,7 +203,7 @@ load_normalized(const uint16_t *x, const float *cos_sin, row_factor by, int at)
 {
     const duo loaded = load_bf16_duo(x + at);
     const duo values = {multiply_lanes(loaded.even, by), multiply_lanes(loaded.odd, by)};
-    return at < NOPE_DIM ? values : turn_part(values, cos_sin, false, at);
+    return at < NOPE_DIM ? values : rotate_part(values, cos_sin, false, at);
 }
 
 SMLA_INLINE void

@@ -116,7 +116,7 @@ write_taken(const thread_keys<IS_BF16, PARTS> &keys, const resident_row &row,
     if constexpr (PARTS > RESIDENT_PARTS) {
         const uint32_t warp = cluster_thread<CTAS, THREADS>() / SMLA_WARP_LANES;
         if ((shared->streamed[warp] | (num_equal != 0 ? shared->streamed[WARPS + warp] : 0)) != 0) {
-            write_streamed<IS_BF16>(keys.streamed, result, {masks.index, num_equal},
+            write_streamed<IS_BF16>(keys.streamed, result, {masks.order, num_equal},
                                     sum_taken<WARPS, PARTS>(shared, RESIDENT_PARTS * WARPS + warp));
         }
     }
