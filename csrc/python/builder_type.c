@@ -167,7 +167,7 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py
     if (smla_py_acquire(state, op, "block_table", SMLA_PY_RETAINED, block_table, next) < 0) {
         return NULL;
     }
-    if (smla_py_settle_arrays(state, op, next, 1, stream) < 0) {
+    if (smla_py_resolve_stream_of(state, op, next, 1, stream) < 0) {
         smla_py_release_array(next);
         return NULL;
     }
@@ -287,7 +287,7 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
         }
-        if (status == 0 && smla_py_settle(&call, &a.stream) == 0 &&
+        if (status == 0 && smla_py_resolve_stream(&call, &a.stream) == 0 &&
             smla_py_allocate_rows(&call, FWD_Q, FWD_OUT, builder->num_actual_tokens) == 0) {
             results = run_forward(&call, &a);
         }

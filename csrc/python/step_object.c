@@ -67,7 +67,7 @@ smla_py_take_workspace(const smla_py_state *state, const char *op, PyObject *obj
     if (smla_py_acquire(state, op, "workspace", SMLA_PY_RETAINED_OUTPUT, object, workspace) < 0) {
         return -1;
     }
-    return smla_py_settle_arrays(state, op, workspace, 1, &stream);
+    return smla_py_resolve_stream_of(state, op, workspace, 1, &stream);
 }
 
 /* Reads a host array that has `num_more` entries more than the batch has requests. */

@@ -359,7 +359,7 @@ build_step(smla_py_v4_builder *builder, const char *op, smla_v4_build_args *a,
     smla_py_array *const next = builder->step[1 - builder->current];
     smla_py_stream stream = {.is_given = false};
     if (acquire_step(state, op, &builder->core->config, arrays, next) < 0 ||
-        smla_py_settle_arrays(state, op, next, NUM_STEP_ARRAYS, &stream) < 0) {
+        smla_py_resolve_stream_of(state, op, next, NUM_STEP_ARRAYS, &stream) < 0) {
         release_step(next);
         return NULL;
     }
@@ -484,7 +484,7 @@ builder_attend(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[i]);
         }
-        if (status == 0 && smla_py_settle(&call, &a.stream) == 0 &&
+        if (status == 0 && smla_py_resolve_stream(&call, &a.stream) == 0 &&
             smla_py_allocate_rows(&call, AT_Q, AT_OUT, builder->core->metadata.num_actual_tokens) ==
                 0) {
             results = run_attend(&call, &a);

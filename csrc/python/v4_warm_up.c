@@ -92,7 +92,7 @@ smla_py_v4_warm_up(PyObject *type, PyObject *const *args, Py_ssize_t num_args)
     if (smla_py_add(&call, "q", SMLA_PY_INPUT, args[0]) == 0 &&
         smla_py_add(&call, "out", SMLA_PY_OUTPUT, args[1]) == 0 &&
         smla_py_add(&call, "lse", SMLA_PY_OUTPUT, args[2]) == 0 &&
-        smla_py_settle(&call, &stream) == 0 &&
+        smla_py_resolve_stream(&call, &stream) == 0 &&
         smla_py_allocate_rows(&call, WARM_Q, WARM_OUT, smla_py_call_dim(&call, WARM_Q, 0)) == 0) {
         results = run_warm_up(&call, num_heads);
     }

@@ -1,6 +1,6 @@
-/* test_cuda_logits.c: how csrc/cuda/indexer/logits_plan.c cuts calls into works, for devices that
- * the machine need not have. Every token must be in one block, whose tokens are of one request, and
- * every tile of a block in one work.
+/* test_cuda_logits.c: how csrc/cuda/indexer/logits_plan.c cuts calls into work items, for devices
+ * that the machine need not have. Every token must be in one block, whose tokens are of one
+ * request, and every tile of a block in one work.
  */
 #include "cuda/indexer/logits_plan.c" // NOLINT(bugprone-suspicious-include)
 
@@ -95,7 +95,7 @@ test_irregular(void)
     EXPECT_EQ(flat.num_groups, 3);
 }
 
-/* ---- Works --------------------------------------------------------------------------------- */
+/* ---- Work items ---------------------------------------------------------------------------- */
 
 static int64_t
 cost_of(int64_t step, int64_t blocks, int64_t tiles)
@@ -112,7 +112,7 @@ expect_step(int64_t num_reqs, int64_t num_columns)
     const int64_t tiles = count_parts(num_columns, SMLA_LOGITS_TILE_KEYS);
     EXPECT(!plan.is_even);
     EXPECT(plan.step >= 1 && plan.step <= tiles);
-    EXPECT_EQ(plan.num_works, plan.token_blocks * plan.step);
+    EXPECT_EQ(plan.num_work_items, plan.token_blocks * plan.step);
     for (int64_t step = 2; step <= tiles; step++) {
         if (plan.token_blocks * step <= MOST_WAVES * H200_SMS) {
             EXPECT(cost_of(plan.step, plan.token_blocks, tiles) <=
@@ -132,7 +132,7 @@ test_steps(void)
     const smla_logits_plan one = smla_plan_logits(64, 1, 1, 32768, H200_SMS, true);
     EXPECT_EQ(one.step, 132); /* three or four tiles for each CTA */
     const smla_logits_plan prefill = smla_plan_logits(64, 4096, 1, 32768, H200_SMS, true);
-    EXPECT_EQ(prefill.step, 4); /* 683 blocks: 6 waves, or 21 of works a quarter as long */
+    EXPECT_EQ(prefill.step, 4); /* 683 blocks: 6 waves, or 21 of work items a quarter as long */
     const smla_logits_plan longer = smla_plan_logits(64, 1, 1, 131072, H200_SMS, true);
     EXPECT_EQ(longer.step, 132);
 }
@@ -159,8 +159,8 @@ test_even(void)
 static void
 test_nothing(void)
 {
-    EXPECT_EQ(smla_plan_logits(64, 0, 0, 32768, H200_SMS, true).num_works, 0);
-    EXPECT_EQ(smla_plan_logits(64, 4, 1, 0, H200_SMS, true).num_works, 0);
+    EXPECT_EQ(smla_plan_logits(64, 0, 0, 32768, H200_SMS, true).num_work_items, 0);
+    EXPECT_EQ(smla_plan_logits(64, 4, 1, 0, H200_SMS, true).num_work_items, 0);
 }
 
 int

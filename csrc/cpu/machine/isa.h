@@ -10,7 +10,7 @@
 struct smla_attention_isa;
 struct smla_cache_isa;
 struct smla_norm_isa;
-struct smla_turn_isa;
+struct smla_rotate_isa;
 struct smla_projection_isa;
 struct smla_logits_isa;
 struct smla_select_isa;
@@ -25,7 +25,7 @@ typedef struct smla_cpu_isa {
     const struct smla_projection_isa *projection;
     const struct smla_cache_isa *cache;
     const struct smla_norm_isa *norm;
-    const struct smla_turn_isa *turn;
+    const struct smla_rotate_isa *rotate;
     const struct smla_select_isa *select;
     const struct smla_logits_isa *logits;
     const struct smla_slot_isa *slots;

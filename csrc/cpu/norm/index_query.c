@@ -1,5 +1,5 @@
-/* index_query.c: fused_indexer_q_rope_quant. norm_kernel.h turns a head, and cache_kernel.h writes
- * it as a row of the indexer's cache.
+/* index_query.c: fused_indexer_q_rope_quant. norm_kernel.h rotates a head, and cache_kernel.h
+ * writes it as a row of the indexer's cache.
  */
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
@@ -21,8 +21,8 @@ write_weight(const smla_index_query_params *p, int64_t token, int64_t head, floa
         weight == weight ? weight : smla_bits_float(0x7FC00000u);
 }
 
-/* Turns and quantises heads `first` to first + count - 1. Eight together take 0.83 of the time of
- * one turned while the one before it is quantised (Zen 4). */
+/* Rotates and quantises heads `first` to first + count - 1. Eight together take 0.83 of the time of
+ * one rotated while the one before it is quantised (Zen 4). */
 static void
 quantize_heads(const smla_cpu_isa *isa, const smla_index_query_params *p, int64_t token,
                int64_t first, int count)
@@ -30,15 +30,15 @@ quantize_heads(const smla_cpu_isa *isa, const smla_index_query_params *p, int64_
     const bool is_fp4 = p->out_scale != NULL;
     const smla_kv_format_info *const format =
         &smla_kv_formats[is_fp4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX];
-    uint16_t turned[INDEX_KEYS][SMLA_INDEX_HEAD_DIM];
+    uint16_t rotated[INDEX_KEYS][SMLA_INDEX_HEAD_DIM];
     float scales[INDEX_KEYS];
     const uint8_t *keys[INDEX_KEYS];
     smla_kv_token to[INDEX_KEYS];
     for (int i = 0; i < count; i++) {
         const int64_t head = first + i;
-        isa->turn->turn_index_head(p->q + token * p->q_stride_token + head * p->q_stride_head,
-                                   find_angles(&p->rope, token), turned[i]);
-        keys[i] = (const uint8_t *)turned[i];
+        isa->rotate->rotate_index_head(p->q + token * p->q_stride_token + head * p->q_stride_head,
+                                       find_angles(&p->rope, token), rotated[i]);
+        keys[i] = (const uint8_t *)rotated[i];
         to[i].row = p->out + token * p->out_stride_token + head * p->out_stride_head;
         to[i].scales = is_fp4 ? p->out_scale + token * p->out_scale_stride_token +
                                     head * p->out_scale_stride_head

@@ -101,8 +101,8 @@ fetch_lines(const smla_inverse_rope_params *p, const uint16_t *x, const uint8_t 
 }
 
 static void
-turn_back(const smla_turn_isa *turn, const smla_inverse_rope_params *p, int64_t token,
-          int64_t group, int64_t head)
+rotate_back(const smla_rotate_isa *rotate, const smla_inverse_rope_params *p, int64_t token,
+            int64_t group, int64_t head)
 {
     const uint16_t *const x =
         p->o + token * p->o_stride_token + (group * p->group_heads + head) * p->o_stride_head;
@@ -110,13 +110,13 @@ turn_back(const smla_turn_isa *turn, const smla_inverse_rope_params *p, int64_t 
     const int64_t out =
         token * p->out_stride_token + group * p->out_stride_group + head * SMLA_V4_HEAD_DIM;
     if (p->out_scale == NULL) {
-        turn->turn_to_bf16(x, cos_sin, true, (uint16_t *)p->out + out);
+        rotate->rotate_to_bf16(x, cos_sin, true, (uint16_t *)p->out + out);
         return;
     }
     float scales[SMLA_OUTPUT_SCALES];
     const int64_t column = head * (p->scales_are_packed ? 1 : SMLA_OUTPUT_SCALES);
     fetch_lines(p, x, (uint8_t *)p->out + out, place_of_scale(p, token, group, column));
-    turn->turn_back_to_e4m3(x, cos_sin, (uint8_t *)p->out + out, scales);
+    rotate->rotate_back_to_e4m3(x, cos_sin, (uint8_t *)p->out + out, scales);
     store_scales(p, token, group, head, scales);
 }
 
@@ -146,7 +146,8 @@ smla_cpu_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error 
 #pragma omp parallel for schedule(static) if (num_rows >= PARALLEL_ROWS)
     for (int64_t row = 0; row < num_rows; row++) {
         const int64_t head = row % p->num_heads;
-        turn_back(isa->turn, p, row / p->num_heads, head / p->group_heads, head % p->group_heads);
+        rotate_back(isa->rotate, p, row / p->num_heads, head / p->group_heads,
+                    head % p->group_heads);
     }
     clear_scales(p);
     return SMLA_OK;

@@ -1,5 +1,5 @@
 /* norm.h: the kernels of norms and of RoPE. norm_kernel.h is compiled once per instruction set into
- * a smla_norm_isa, and turn_kernel.h into a smla_turn_isa.
+ * a smla_norm_isa, and turn_kernel.h into a smla_rotate_isa.
  */
 #pragma once
 
@@ -29,7 +29,7 @@ typedef struct smla_norm_isa {
     /* out = bf16(x * rsqrt(mean(x^2) + eps) * weight) for one row. out may be x. */
     void (*normalize)(const uint16_t *x, const void *weight, smla_float_type weight_type,
                       int64_t size, float eps, uint16_t *out);
-    /* A head that is normalised without a weight, then turned to its position. out may be x. */
+    /* A head that is normalised without a weight, then rotated to its position. out may be x. */
     void (*normalize_head)(const uint16_t *x, const float *cos_sin, float eps, uint16_t *out);
     /* The same head, times `scale`, as bytes. */
     void (*normalize_head_to_e4m3)(const uint16_t *x, const float *cos_sin, float eps, float scale,
@@ -39,7 +39,7 @@ typedef struct smla_norm_isa {
                        int64_t width, float *row);
     /* Begins a pool with its first states, or adds states to it. */
     void (*pool_states)(smla_pool *pool, const smla_pool_rows *rows, int64_t dim, bool is_first);
-    /* The pooled values, normalised with a weight, their last 64 turned, as bf16. */
+    /* The pooled values, normalised with a weight, their last 64 rotated, as bf16. */
     void (*finish_pool)(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm,
                         const float *cos_sin, uint16_t *key);
     /* out = weights[0] * a + weights[1] * b for a row of bf16 or fp32; a alone if b is NULL. */
@@ -48,16 +48,16 @@ typedef struct smla_norm_isa {
 } smla_norm_isa;
 
 /* RoPE of heads. */
-typedef struct smla_turn_isa {
-    /* A head [512] whose last 64 values are turned back to position 0 -> bytes, one scale per 128.
+typedef struct smla_rotate_isa {
+    /* A head [512] whose last 64 values are rotated back to position 0 -> bytes, one scale per 128.
      * `cos_sin` is the table's row [64] of the head's position. */
-    void (*turn_back_to_e4m3)(const uint16_t *x, const float *cos_sin, uint8_t *out,
-                              float scales[SMLA_OUTPUT_SCALES]);
-    /* A head whose last 64 values are turned to its position, or back from it, as bf16. */
-    void (*turn_to_bf16)(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out);
-    /* A head [128] of the indexer whose last 64 values are turned to its position, as bf16. */
-    void (*turn_index_head)(const uint16_t *x, const float *cos_sin, uint16_t *out);
-} smla_turn_isa;
+    void (*rotate_back_to_e4m3)(const uint16_t *x, const float *cos_sin, uint8_t *out,
+                                float scales[SMLA_OUTPUT_SCALES]);
+    /* A head whose last 64 values are rotated to its position, or back from it, as bf16. */
+    void (*rotate_to_bf16)(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out);
+    /* A head [128] of the indexer whose last 64 values are rotated to its position, as bf16. */
+    void (*rotate_index_head)(const uint16_t *x, const float *cos_sin, uint16_t *out);
+} smla_rotate_isa;
 
 static inline int64_t
 read_position(const smla_rope *rope, int64_t token)
@@ -75,9 +75,9 @@ find_angles(const smla_rope *rope, int64_t token)
 }
 
 extern const smla_norm_isa smla_norm_base;
-extern const smla_turn_isa smla_turn_base;
+extern const smla_rotate_isa smla_rotate_base;
 #if defined(SMLA_HAVE_X86_ISA)
 extern const smla_norm_isa smla_norm_avx2;
 extern const smla_norm_isa smla_norm_avx512;
-extern const smla_turn_isa smla_turn_avx2;
+extern const smla_rotate_isa smla_rotate_avx2;
 #endif

@@ -10,7 +10,7 @@
  *              normalize's wait for the chain from the sum to the factor.
  * Numerics     fp32. params.h has the order of a row's sum, which is that of every backend. Each
  *              operation is rounded: there is no FMA. A result that is NaN is the positive quiet
- *              NaN, except that values which RoPE does not turn keep their sign as e4m3.
+ *              NaN, except that values which RoPE does not rotate keep their sign as e4m3.
  * Source       fused_q_kv_rmsnorm and the fused insert of vLLM, for the formulas.
  *
  * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_NORM).
@@ -196,14 +196,14 @@ normalize(const uint16_t *x, const void *weight, smla_float_type weight_type, in
 
 /* ---- RMSNorm and RoPE ---------------------------------------------------------------------- */
 
-/* The values of a head from number `at` on, normalised and turned. A NaN of those that RoPE leaves
+/* The values of a head from number `at` on, normalised and rotated. A NaN of those that RoPE leaves
  * alone is not unified. */
 SMLA_INLINE duo
 load_normalized(const uint16_t *x, const float *cos_sin, row_factor by, int at)
 {
     const duo loaded = load_bf16_duo(x + at);
     const duo values = {multiply_lanes(loaded.even, by), multiply_lanes(loaded.odd, by)};
-    return at < NOPE_DIM ? values : turn_part(values, cos_sin, false, at);
+    return at < NOPE_DIM ? values : rotate_part(values, cos_sin, false, at);
 }
 
 SMLA_INLINE void

@@ -196,7 +196,8 @@ finish_pool(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm, cons
         const duo weight =
             load_duo(element_at(norm->weight, norm->weight_type, i), norm->weight_type);
         const duo values = multiply_duo(load_float_duo(x + i), by, weight);
-        store_unified(i < nope_dim ? values : turn_duo(values, cos_sin, (i - nope_dim) / 2, false),
+        store_unified(i < nope_dim ? values
+                                   : rotate_duo(values, cos_sin, (i - nope_dim) / 2, false),
                       key + i);
     }
 }

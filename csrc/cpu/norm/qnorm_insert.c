@@ -1,4 +1,4 @@
-/* qnorm_insert.c: fused_qnorm_rope_kv_insert. norm_kernel.h normalises and turns, cache_kernel.h
+/* qnorm_insert.c: fused_qnorm_rope_kv_insert. norm_kernel.h normalises and rotates, cache_kernel.h
  * writes the rows.
  */
 #include <string.h>
@@ -33,7 +33,7 @@ write_head(const smla_norm_isa *norm, const smla_qnorm_insert_params *p, int64_t
     }
 }
 
-/* Turns the keys of one share, and writes them in order. */
+/* Rotates the keys of one share, and writes them in order. */
 static void
 insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int share,
              slot_shares shares)
@@ -46,8 +46,8 @@ insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int sha
         const int64_t slot = read_slot(insert, token);
         if (is_in_share(slot, share, shares)) {
             uint16_t key[SMLA_V4_HEAD_DIM];
-            isa->turn->turn_to_bf16(kv + token * insert->kv_c_stride_token,
-                                    find_angles(&p->rope, token), false, key);
+            isa->rotate->rotate_to_bf16(kv + token * insert->kv_c_stride_token,
+                                        find_angles(&p->rope, token), false, key);
             isa->cache->write_row(insert->kv.format, SMLA_FLOAT_BF16, key, 0, key,
                                   insert->kv.format->nope_dim, kv_scale,
                                   smla_kv_slot(&insert->kv, slot));

@@ -1,8 +1,8 @@
 /* rope.h: RoPE on duos of floats, interleaved pairs (2i, 2i + 1), and rounding of what may be NaN.
  *
  * Each product is rounded, then the sum. So the files that include this one are compiled without
- * contraction to FMA: buildtools/graph.py does that for this folder. A turned value that is NaN has
- * the bits 0x7FC00000, because the sign of a new NaN depends on the machine.
+ * contraction to FMA: buildtools/graph.py does that for this folder. A rotated value that is NaN
+ * has the bits 0x7FC00000, because the sign of a new NaN depends on the machine.
  */
 #pragma once
 
@@ -32,10 +32,10 @@ store_unified(duo x, uint16_t *out)
     store_words(join_upper_halves(round_unified(x.even), round_unified(x.odd)), out, 0);
 }
 
-/* Turns the pairs of a duo, or turns them back. Its first pair is number `pair` of the head's. A
- * table's row has 32 cosines, then 32 sines. */
+/* Rotates the pairs of a duo, or rotates them back. Its first pair is number `pair` of the head's.
+ * A table's row has 32 cosines, then 32 sines. */
 SMLA_INLINE duo
-turn_duo(duo x, const float *cos_sin, int pair, bool is_inverse)
+rotate_duo(duo x, const float *cos_sin, int pair, bool is_inverse)
 {
     const vfloat cos = (vfloat)load_words(cos_sin + pair, 0);
     const vfloat angle_sin = (vfloat)load_words(cos_sin + SMLA_QK_ROPE_HEAD_DIM / 2 + pair, 0);
@@ -43,9 +43,9 @@ turn_duo(duo x, const float *cos_sin, int pair, bool is_inverse)
     return (duo){unify_nan(x.even * cos - x.odd * sin), unify_nan(x.odd * cos + x.even * sin)};
 }
 
-/* Turns a head's values from number `at` on, which belong to RoPE, or turns them back. */
+/* Rotates a head's values from number `at` on, which belong to RoPE, or rotates them back. */
 SMLA_INLINE duo
-turn_part(duo values, const float *cos_sin, bool is_inverse, int at)
+rotate_part(duo values, const float *cos_sin, bool is_inverse, int at)
 {
-    return turn_duo(values, cos_sin, (at - NOPE_DIM) / 2, is_inverse);
+    return rotate_duo(values, cos_sin, (at - NOPE_DIM) / 2, is_inverse);
 }

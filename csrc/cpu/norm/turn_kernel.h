@@ -1,21 +1,21 @@
 /* turn_kernel.h: RoPE of a head, for one instruction set.
  *
- * Computes     turn_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
+ * Computes     rotate_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
  *                                 of 128 values the scale is the smallest power of two with
  *                                 448 scale >= max(amax, 1e-10), and a byte is e4m3(x / scale)
- *              turn_to_bf16       bf16 of RoPE by the angles, or by their negatives
- *              turn_index_head    the same by the angles, for a head of 128 values
+ *              rotate_to_bf16       bf16 of RoPE by the angles, or by their negatives
+ *              rotate_index_head    the same by the angles, for a head of 128 values
  * Shapes       heads [512], or [128] of the indexer, of bf16, contiguous
  * Roofline     Memory binds where heads come from memory, else conversion does. ns per head in L1
  *              on one core of a Zen 3 with AVX2 (2026-11-24), before and after values were taken as
- *              duos: turn_to_bf16 48 -> 30, turn_back_to_e4m3 225 -> 110 (by bytes_avx2.h; a call
- *              takes 129 -> 109 per head since 2026-11-25, 136 where values are not normal).
+ *              duos: rotate_to_bf16 48 -> 30, rotate_back_to_e4m3 225 -> 110 (by bytes_avx2.h; a
+ *              call takes 129 -> 109 per head since 2026-11-25, 136 where values are not normal).
  * Numerics     fp32, each operation rounded: there is no FMA. A product with a power of two stands
- *              for the division, because both are exact. A turned value that is NaN is the positive
- *              quiet NaN; values that RoPE does not turn keep their bits, or their sign as e4m3.
- * Source       fused_inv_rope_fp8_quant of vLLM, for the formulas.
+ *              for the division, because both are exact. A rotated value that is NaN is the
+ *              positive quiet NaN; values that RoPE does not rotate keep their bits, or their sign
+ * as e4m3. Source       fused_inv_rope_fp8_quant of vLLM, for the formulas.
  *
- * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_TURN).
+ * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_ROTATE).
  */
 #pragma once
 
@@ -52,12 +52,12 @@ count_nope(int t)
     return left < SMLA_OUTPUT_TILE ? left : SMLA_OUTPUT_TILE;
 }
 
-/* turn_back_to_e4m3 of a head whose values are all ordinary. Returns false for others. */
+/* rotate_back_to_e4m3 of a head whose values are all ordinary. Returns false for others. */
 SMLA_INLINE bool
-turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
-                   float scales[SMLA_OUTPUT_SCALES])
+rotate_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
+                     float scales[SMLA_OUTPUT_SCALES])
 {
-    duo turned[ROPE_DUOS];
+    duo rotated[ROPE_DUOS];
     float inverse[SMLA_OUTPUT_SCALES];
     quad best;
     vfloat largest = {0};
@@ -67,9 +67,9 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
     }
     for (int i = 0; i < ROPE_DUOS; i++) {
         const int at = NOPE_DIM + i * DUO;
-        turned[i] = turn_part(load_bf16_duo(x + at), cos_sin, true, at);
-        const vuint even = (vuint)turned[i].even & 0x7FFFFFFFu;
-        const vuint odd = (vuint)turned[i].odd & 0x7FFFFFFFu;
+        rotated[i] = rotate_part(load_bf16_duo(x + at), cos_sin, true, at);
+        const vuint even = (vuint)rotated[i].even & 0x7FFFFFFFu;
+        const vuint odd = (vuint)rotated[i].odd & 0x7FFFFFFFu;
         best.v[3] = (vfloat)max_words((vuint)best.v[3], max_words(even, odd));
     }
 #pragma GCC unroll 4
@@ -91,8 +91,8 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
     }
     const float factor = inverse[3] * 0x1p-8f;
     for (int i = 0; i < ROPE_DUOS; i += 2) {
-        const duo first = {turned[i].even * factor, turned[i].odd * factor};
-        const duo second = {turned[i + 1].even * factor, turned[i + 1].odd * factor};
+        const duo first = {rotated[i].even * factor, rotated[i].odd * factor};
+        const duo second = {rotated[i + 1].even * factor, rotated[i + 1].odd * factor};
         store_scaled_e4m3(first, second, out + NOPE_DIM + i * DUO);
     }
     return true;
@@ -100,11 +100,11 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
 #endif
 
 static void
-turn_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
-                  float scales[SMLA_OUTPUT_SCALES])
+rotate_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
+                    float scales[SMLA_OUTPUT_SCALES])
 {
 #if defined(SMLA_HAVE_BYTES)
-    if (turn_back_ordinary(x, cos_sin, out, scales)) {
+    if (rotate_back_ordinary(x, cos_sin, out, scales)) {
         return;
     }
 #endif
@@ -113,7 +113,7 @@ turn_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
     for (int t = 0; t < SMLA_OUTPUT_SCALES; t++) {
         for (int i = t * TILE_DUOS; i < (t + 1) * TILE_DUOS; i++) {
             const duo loaded = load_bf16_duo(x + (ptrdiff_t)i * DUO);
-            values[i] = i * DUO < NOPE_DIM ? loaded : turn_part(loaded, cos_sin, true, i * DUO);
+            values[i] = i * DUO < NOPE_DIM ? loaded : rotate_part(loaded, cos_sin, true, i * DUO);
             best.v[t] = max_of_duo(best.v[t], values[i]);
         }
     }
@@ -130,27 +130,27 @@ turn_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
 }
 
 static void
-turn_to_bf16(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out)
+rotate_to_bf16(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out)
 {
     memcpy(out, x, NOPE_DIM * sizeof *out);
     for (int i = NOPE_DIM; i < SMLA_V4_HEAD_DIM; i += DUO) {
-        store_unified(turn_part(load_bf16_duo(x + i), cos_sin, is_inverse, i), out + i);
+        store_unified(rotate_part(load_bf16_duo(x + i), cos_sin, is_inverse, i), out + i);
     }
 }
 
 static void
-turn_index_head(const uint16_t *x, const float *cos_sin, uint16_t *out)
+rotate_index_head(const uint16_t *x, const float *cos_sin, uint16_t *out)
 {
     const int nope_dim = SMLA_INDEX_HEAD_DIM - SMLA_QK_ROPE_HEAD_DIM;
     memcpy(out, x, (size_t)nope_dim * sizeof *out);
     for (int i = nope_dim; i < SMLA_INDEX_HEAD_DIM; i += DUO) {
         const int pair = (i - nope_dim) / 2;
-        store_unified(turn_duo(load_bf16_duo(x + i), cos_sin, pair, false), out + i);
+        store_unified(rotate_duo(load_bf16_duo(x + i), cos_sin, pair, false), out + i);
     }
 }
 
-const smla_turn_isa SMLA_TURN = {
-    .turn_back_to_e4m3 = turn_back_to_e4m3,
-    .turn_to_bf16 = turn_to_bf16,
-    .turn_index_head = turn_index_head,
+const smla_rotate_isa SMLA_ROTATE = {
+    .rotate_back_to_e4m3 = rotate_back_to_e4m3,
+    .rotate_to_bf16 = rotate_to_bf16,
+    .rotate_index_head = rotate_index_head,
 };

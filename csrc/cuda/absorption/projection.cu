@@ -1,6 +1,6 @@
 /* projection.cu: projections of arrays that faster kernels do not take, because rows overlap, are
  * repeated (broadcast), run backwards, or are unaligned; and sums of no terms. projection_cublas.c
- * sends other bf16 arrays to cuBLAS, and projection_e4m3.cu has the kernel of other e4m3 arrays.
+ * sends other bf16 arrays to cuBLAS, and projection_e4m3.cu has the kernel for other e4m3 arrays.
  *
  * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n), or for e4m3
  *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n),
@@ -26,11 +26,11 @@ enum { BLOCK_THREADS = 128 };
 
 struct project_args {
     smla_projection_params p;
-    smla_divisor parts; /* blocks per token and head */
+    smla_divisor parts; /* number of blocks per token and head */
     smla_divisor num_heads;
 };
 
-/* sum + the products of `count` values from x and w on. */
+/* Returns sum plus the products of `count` values; x and w are the offsets of the first ones. */
 __device__ float
 add_products(const smla_projection_params &p, int64_t x, int64_t w, int64_t count, float sum)
 {

@@ -17,7 +17,7 @@
  * What cuBLAS cannot express is left to projection.cu: rows that overlap, repeat or run backwards,
  * and sums of no terms.
  */
-#define _GNU_SOURCE /* dladdr, NOLINT(cert-dcl51-cpp) */
+#define _GNU_SOURCE /* for dladdr, NOLINT(cert-dcl51-cpp) */
 #include <dlfcn.h>
 #include <library_types.h>
 #include <pthread.h>
@@ -46,7 +46,7 @@ typedef int (*cublas_gemm)(cublas_handle handle, int op_a, int op_b, int64_t m, 
                            cudaDataType_t c_type, int64_t c_ld, long long c_stride,
                            int64_t batch_count, int compute_type, int algorithm);
 
-/* The process's library and its handles. The lock guards them all. */
+/* The process's cuBLAS and its handles. The lock guards both. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static cublas_handle handles[SMLA_CUDA_MAX_DEVICES];
 static struct {
@@ -56,7 +56,8 @@ static struct {
     int (*set_stream)(cublas_handle handle, cudaStream_t stream);
     int (*set_workspace)(cublas_handle handle, void *workspace, size_t bytes);
     cublas_gemm gemm;
-    const char *(*status_name)(int status); /* found last: where it is not NULL, all are found */
+    /* Found last; if it is not NULL, all others are found, too. */
+    const char *(*status_name)(int status);
 } cublas;
 
 /* ---- Loading ------------------------------------------------------------------------------- */
@@ -189,7 +190,7 @@ find_handle(const char *op, int32_t device_id, cublas_handle *handle, smla_error
 
 /* One operand of a head, as cuBLAS reads it. */
 typedef struct cublas_matrix {
-    int operation; /* CUBLAS_AS_IS, CUBLAS_TRANSPOSED */
+    int operation; /* CUBLAS_AS_IS or CUBLAS_TRANSPOSED */
     int64_t ld;
 } cublas_matrix;
 
@@ -232,7 +233,8 @@ describe_product(const smla_projection_params *p, cublas_product *product)
            product->out.operation == CUBLAS_AS_IS;
 }
 
-/* Setting the stream restores the handle's workspace, so the workspace is removed after that. */
+/* Multiplies by cuBLAS. The workspace is removed after the stream is set, because setting the
+ * stream restores the handle's workspace. */
 static smla_status
 multiply(const smla_projection_params *p, const cublas_product *product, smla_error *error)
 {

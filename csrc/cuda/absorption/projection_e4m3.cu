@@ -5,10 +5,10 @@
  *              where b is a block of 128 values of k, a step
  * Shapes       x [T, H, k] e4m3, w [H, n, k] e4m3: base and strides are multiples of 16 bytes; the
  *              scales fp32, or x's four exponents per int32, any strides; out [T, H, n] bf16
- * Shared mem   a ring of STEPS steps: [TOKENS + OUTPUTS][128] bytes with chunk j of row i at
- *              j ^ 4 (i % 2), so that the eight lanes of a 128-byte read meet eight banks; a scale
- *              word per token, one scale of the weight. Tiles of 16 tokens x 64 outputs have 8
- *              steps of 10.1 KiB, tiles of 64 x 64 have 4 of 16.3 KiB
+ * Shared mem   a ring of STEPS steps. A step has [TOKENS + OUTPUTS][128] bytes, a scale word per
+ *              token, and one scale of the weight. Chunk j of row i is at index j ^ 4 (i % 2), so
+ *              that the eight lanes of a 128-byte read touch eight banks. Tiles of 16 tokens x 64
+ *              outputs have 8 steps of 10.1 KiB, tiles of 64 x 64 have 4 of 16.3 KiB
  * Roles        128 threads bring a step with cp.async, STEPS - 1 steps ahead, and multiply: four
  *              warps of 16 tokens x 16 outputs, or of 32 x 32. There is a barrier per step: all
  *              have read the step that is overwritten next, and all see what others have copied.
@@ -16,9 +16,9 @@
  *              Beyond, mma.sync and the conversions of both operands bind.
  * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT), and so are products. A
  *              step is summed in fp32 by tensor cores, then multiplied by its factor, which is
- *              x_scale * w_scale rounded to fp32, and added in fp32. NaN reaches its own token's or
- *              output's results. Values of k are dealt out to lanes in another order than k's. The
- *              order of a sum depends on k alone.
+ *              x_scale * w_scale rounded to fp32, and added in fp32. NaN reaches only results of
+ *              its own token or output. Lanes take values of k in another order than k's. The order
+ *              of a sum depends on k alone.
  * Source       DeepGEMM, for a sum per 128 values; the kernel is ours.
  */
 #include "cuda/absorption/projection_e4m3.cuh"
@@ -27,14 +27,15 @@ namespace {
 
 enum {
     BLOCK_THREADS = 128,
-    PARITY_BIT = 1, /* the part of a row's number that its chunks' places depend on */
+    PARITY_BIT = 1, /* the bit of a row's index that its chunks' order depends on */
     HALF_CHUNKS = ROW_CHUNKS / 2,
-    WORDS = CHUNK_BYTES / 4, /* k-steps of 16 values in half a step: a word per lane and row each */
+    WORDS = CHUNK_BYTES / 4, /* words per chunk: a word is a lane's part of a k-step of 16 values */
 };
 
-/* A tile of results. A warp has ROW_TILES x 16 tokens and COLUMN_TILES x 8 outputs of it. */
+/* A tile of results. A warp has ROW_TILES x 16 of its tokens and COLUMN_TILES x 8 of its
+ * outputs. */
 template <int WARP_ROWS_, int ROW_TILES_, int COLUMN_TILES_, int STEPS_> struct tile_shape {
-    static constexpr int WARP_ROWS = WARP_ROWS_; /* warps beside each other along the tokens */
+    static constexpr int WARP_ROWS = WARP_ROWS_; /* number of warps along the tokens */
     static constexpr int ROW_TILES = ROW_TILES_;
     static constexpr int COLUMN_TILES = COLUMN_TILES_;
     static constexpr int STEPS = STEPS_; /* steps of the ring, a power of two */
@@ -54,13 +55,14 @@ template <typename Shape> struct tile_memory {
 };
 
 template <typename Shape> struct tile_sums {
-    float d[Shape::ROW_TILES][Shape::COLUMN_TILES][4]; /* as ptx.cuh has them */
+    /* Sums per lane, in the layout of D in ptx.cuh. */
+    float d[Shape::ROW_TILES][Shape::COLUMN_TILES][4];
 };
 
 /* ---- Copies -------------------------------------------------------------------------------- */
 
-/* Starts the copies of a step. A tile's outputs share one scale, because its first output is a
- * multiple of 64. */
+/* Starts the copies of a step. The outputs of a tile share one scale of the weight, because the
+ * first output is a multiple of 64. */
 template <typename Shape>
 __device__ __forceinline__ void
 copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step,
@@ -90,17 +92,17 @@ copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step,
 
 /* ---- Products ------------------------------------------------------------------------------ */
 
-/* The lane's chunk of a row in half a step. Lane c of four has values 16 c to 16 c + 15, so that a
- * word is what it needs of both operands for 16 values of k. */
+/* Loads the lane's chunk of a row in half a step. Lane c of four has values 16 c to 16 c + 15, so
+ * that a word is the lane's part of an operand for 16 values of k. */
 __device__ __forceinline__ void
 load_chunk(const uint8_t (*rows)[STEP_VALUES], int row, int half, uint32_t words[WORDS])
 {
     const int chunk = half * HALF_CHUNKS + (int)threadIdx.x % 4;
-    const int place = chunk ^ (row & PARITY_BIT) * HALF_CHUNKS;
-    ptx_load_shared_16(ptx_shared_address(&rows[row][place * CHUNK_BYTES]), words);
+    const int index = chunk ^ (row & PARITY_BIT) * HALF_CHUNKS;
+    ptx_load_shared_16(ptx_shared_address(&rows[row][index * CHUNK_BYTES]), words);
 }
 
-/* The first row of the warp's tokens, and of its outputs, that this lane loads. */
+/* The index of the first token row, and below of the first output row, that this lane loads. */
 template <typename Shape>
 __device__ __forceinline__ int
 token_row(void)
@@ -119,7 +121,7 @@ output_row(void)
            (int)threadIdx.x % SMLA_WARP_LANES / 4;
 }
 
-/* sums += the products of half a step, 64 values of k. */
+/* sums += the products of half a step, which is 64 values of k. */
 template <typename Shape>
 __device__ __forceinline__ void
 multiply_half(const tile_memory<Shape> *shared, int slot, int half, tile_sums<Shape> *sums)
@@ -165,7 +167,7 @@ clear_sums(tile_sums<Shape> *sums)
     }
 }
 
-/* sums += the factor of each token * the products of a step. */
+/* sums += each token's factor * the products of a step. */
 template <typename Shape>
 __device__ __forceinline__ void
 add_step(const e4m3_projection &args, int64_t step, const tile_memory<Shape> *shared,
@@ -174,7 +176,7 @@ add_step(const e4m3_projection &args, int64_t step, const tile_memory<Shape> *sh
     const int slot = (int)(step % Shape::STEPS);
     tile_sums<Shape> products;
     clear_sums(&products);
-#pragma unroll 1 /* loads of both halves at once would spill */
+#pragma unroll 1 /* unrolled, the loads of both halves would spill registers */
     for (int half = 0; half < 2; half++) {
         multiply_half(shared, slot, half, &products);
     }
@@ -215,10 +217,12 @@ compute_tile(const e4m3_projection &args, const result_tile &tile, tile_memory<S
         if (step + Shape::STEPS - 1 < args.num_steps) {
             copy_step(args, tile, step + Shape::STEPS - 1, shared);
         }
-        ptx_cp_async_commit(); /* an empty group where nothing was copied keeps the count */
+        /* Where nothing is copied, an empty group keeps the count of groups right. */
+        ptx_cp_async_commit();
         add_step(args, step, shared, sums);
     }
-    __syncthreads(); /* the next tile's first steps overwrite the last ones of this tile */
+    /* All have read this tile's last steps, which the next tile's first ones overwrite. */
+    __syncthreads();
 }
 
 template <typename Shape>

@@ -2,7 +2,7 @@
  * of rows in shared memory, and the store of results.
  *
  * A step is 128 values of k, which have one scale per token and one per 128 outputs. In shared
- * memory a row of a step is 128 bytes, eight chunks, in an order that its reader chooses.
+ * memory a row of a step is 128 bytes: eight chunks, in an order that the kernel chooses.
  */
 #pragma once
 
@@ -17,23 +17,24 @@ enum {
     ROW_CHUNKS = STEP_VALUES / CHUNK_BYTES,
 };
 
-/* Up to so many tokens Hopper's kernel is not used: FP8 tensor cores would gain nothing. */
+/* The most tokens for which Hopper's kernel is not used, because FP8 tensor cores would gain
+ * nothing. */
 enum { MOST_EXACT_TOKENS = 64 };
 
-/* projection_e4m3_sm90.cu */
+/* The launcher of projection_e4m3_sm90.cu. */
 extern "C" cudaError_t smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *params);
 
 /* The argument of the kernels. */
 typedef struct e4m3_projection {
     smla_projection_params p;
-    smla_divisor output_tiles; /* per head */
-    smla_divisor token_tiles;  /* per head */
-    int64_t num_tiles;         /* tiles of all heads */
+    smla_divisor output_tiles; /* number of tiles per head */
+    smla_divisor token_tiles;  /* number of tiles per head */
+    int64_t num_tiles;         /* number of tiles of all heads */
     int64_t num_steps;
-    bool pairs_are_aligned; /* results of outputs 2 i and 2 i + 1 can be stored as one word */
+    bool pairs_are_aligned; /* whether outputs 2 i and 2 i + 1 can be stored as one word */
 } e4m3_projection;
 
-/* The first token and output of a tile. */
+/* The head, the first token and the first output of a tile. */
 typedef struct result_tile {
     int64_t head;
     int64_t token;
@@ -54,8 +55,8 @@ make_projection(const smla_projection_params *p, int tile_tokens, int tile_outpu
                                                  4)};
 }
 
-/* Tiles that run at the same time differ in their outputs first. So they share the rows of their
- * tokens, and the weight of a head stays in L2. */
+/* Finds a tile. Tiles that run at the same time differ in their outputs first. So they share the
+ * rows of their tokens, and the weight of a head stays in L2. */
 static __device__ __forceinline__ result_tile
 find_tile(const e4m3_projection &args, int64_t number, int tile_tokens, int tile_outputs)
 {
@@ -66,7 +67,7 @@ find_tile(const e4m3_projection &args, int64_t number, int tile_tokens, int tile
                        column * tile_outputs};
 }
 
-/* The e4m3 row of the tile's first token, or output. */
+/* The e4m3 row of the tile's first token, and below of its first output. */
 static __device__ __forceinline__ const uint8_t *
 first_token_row(const smla_projection_params &p, const result_tile &tile)
 {
@@ -80,8 +81,8 @@ first_weight_row(const smla_projection_params &p, const result_tile &tile)
 }
 
 /* Copies a step's ROWS rows, by THREADS threads; rows from num_rows on become zeros. `to` is the
- * address of the first row, `from` that of its values. Chunk j of row i goes to the place
- * j ^ (i & SWIZZLE) * FACTOR. */
+ * address of the first row in shared memory, `from` that of its values. Chunk j of row i is stored
+ * at index j ^ (i & SWIZZLE) * FACTOR. */
 template <int ROWS, int THREADS, int SWIZZLE, int FACTOR>
 static __device__ __forceinline__ void
 copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)
@@ -92,13 +93,13 @@ copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, in
 #pragma unroll
     for (int i = 0; i < ROWS / (THREADS / ROW_CHUNKS); i++) {
         const int row = thread / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
-        const int place = chunk ^ (row & SWIZZLE) * FACTOR;
-        ptx_cp_async_16_or_zero(to + row * STEP_VALUES + place * CHUNK_BYTES,
+        const int index = chunk ^ (row & SWIZZLE) * FACTOR;
+        ptx_cp_async_16_or_zero(to + row * STEP_VALUES + index * CHUNK_BYTES,
                                 from + row * stride + chunk * CHUNK_BYTES, row < num_rows);
     }
 }
 
-/* Stores the results of outputs `outer` and outer + 1, as far as they exist. */
+/* Stores the results of outputs `outer` and outer + 1, if they exist. */
 static __device__ __forceinline__ void
 store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,
            float second)

@@ -12,16 +12,16 @@
  *              2 warpgroups     64 tokens each: products of a step, then sums += factor * products.
  *                               While one group adds, the other one's products are under way.
  *              mbarriers        arrivals | waiting threads
- *              full[slot]       128 copy threads, when their copies are there | consumers
+ *              full[slot]       128 copy threads, when their copies have arrived | consumers
  *              empty[slot]      256 consumers, after their products | copy warps
  * Roofline     2 * T * H * n * k FLOP. A step takes 512 cycles of tensor cores. Operands take 384
  *              cycles of shared memory to read and 256 to write, so that shared memory binds.
  * Numerics     The tensor cores add the products of a step with about 14 bits. The sum is
  *              multiplied by its factor, x_scale * w_scale rounded to fp32, and added in fp32:
- *              errors are below 2^-8 sum |x w| instead of 2^-16. NaN reaches its own token's or
- *              output's results. The order of a sum depends on k alone.
- * Source       DeepGEMM's sm90_fp8_gemm_1d2d, for sums in registers that a step's products are
- *              promoted to; copies without tensor maps, which take any strides, are ours.
+ *              errors are below 2^-8 sum |x w| instead of 2^-16. NaN reaches only results of its
+ *              own token or output. The order of a sum depends on k alone.
+ * Source       DeepGEMM's sm90_fp8_gemm_1d2d, for adding a step's products to sums in registers;
+ *              copies without tensor maps, which take any strides, are ours.
  */
 #include "cuda/absorption/projection_e4m3.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -36,10 +36,10 @@ enum {
     COPIERS = 128,
     GROUP_THREADS = 128,
     GROUP_TOKENS = 64,
-    SWIZZLE_BITS = 7, /* a chunk's number is xor-ed with its row's number modulo 8 */
+    SWIZZLE_BITS = 7, /* a chunk's index is xor-ed with its row's index modulo 8 */
     TILE_STEP_BYTES = TILE_TOKENS * STEP_VALUES,
     NUM_SUMS = GROUP_TOKENS * TILE_OUTPUTS / GROUP_THREADS,
-    K_STEPS = STEP_VALUES / 32, /* products of 32 values of k */
+    K_STEPS = STEP_VALUES / 32, /* number of products per step, of 32 values of k each */
 };
 
 static_assert((int)TILE_TOKENS == (int)TILE_OUTPUTS && (int)TILE_TOKENS == (int)COPIERS,
@@ -54,17 +54,17 @@ struct ring_memory {
     uint64_t empty[RING_STEPS];
 };
 
-/* A place in the ring. Every role goes through all steps of all tiles in the same order. */
-typedef struct ring_place {
+/* A position in the ring. Every role goes through all steps of all tiles in the same order. */
+typedef struct ring_position {
     int slot;
     uint32_t parity; /* the parity of the slot's phase */
-} ring_place;
+} ring_position;
 
 __device__ __forceinline__ void
-advance(ring_place *place)
+advance(ring_position *position)
 {
-    place->slot = place->slot == RING_STEPS - 1 ? 0 : place->slot + 1;
-    place->parity ^= place->slot == 0;
+    position->slot = position->slot == RING_STEPS - 1 ? 0 : position->slot + 1;
+    position->parity ^= position->slot == 0;
 }
 
 /* ---- Copy warps ---------------------------------------------------------------------------- */
@@ -96,29 +96,30 @@ copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step, in
 __device__ __forceinline__ void
 copy_tiles(const e4m3_projection &args, ring_memory *shared)
 {
-    ring_place place = {0, 0};
+    ring_position position = {0, 0};
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         const result_tile tile = find_tile(args, number, TILE_TOKENS, TILE_OUTPUTS);
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
-            ptx_mbarrier_wait(ptx_shared_address(&shared->empty[place.slot]), place.parity ^ 1);
-            copy_step(args, tile, step, place.slot, shared);
-            ptx_mbarrier_arrive_after_copies(ptx_shared_address(&shared->full[place.slot]));
-            advance(&place);
+            ptx_mbarrier_wait(ptx_shared_address(&shared->empty[position.slot]),
+                              position.parity ^ 1);
+            copy_step(args, tile, step, position.slot, shared);
+            ptx_mbarrier_arrive_after_copies(ptx_shared_address(&shared->full[position.slot]));
+            advance(&position);
         }
     }
 }
 
 /* ---- Consumers ----------------------------------------------------------------------------- */
 
-/* The first of the thread's two tokens in the tile; the other one is 8 further. */
+/* The first of the thread's two tokens in the tile; the second comes 8 tokens later. */
 __device__ __forceinline__ int
 token_of_thread(void)
 {
     return (int)threadIdx.x / SMLA_WARP_LANES * 16 + (int)threadIdx.x % SMLA_WARP_LANES / 4;
 }
 
-/* Descriptors of the warpgroup's tokens and of the weights in slot 0. */
+/* wgmma descriptors of the warpgroup's tokens and of the weights, both in slot 0. */
 typedef struct tile_operands {
     uint64_t tokens;
     uint64_t weights;
@@ -135,19 +136,19 @@ find_operands(const ring_memory *shared)
                                           WGMMA_SWIZZLE_128)};
 }
 
-/* sums += the factor of each token * the products of the step in the slot. */
+/* sums += each token's factor * the products of the step at `position`. */
 __device__ __forceinline__ void
 add_step(const e4m3_projection &args, int64_t step, const tile_operands &operands,
-         const ring_place &place, ring_memory *shared, float (&products)[NUM_SUMS],
+         const ring_position &position, ring_memory *shared, float (&products)[NUM_SUMS],
          float (&sums)[NUM_SUMS])
 {
-    const uint64_t moved = (uint64_t)(place.slot * (TILE_STEP_BYTES >> 4));
-    ptx_mbarrier_wait(ptx_shared_address(&shared->full[place.slot]), place.parity);
-    ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+    const uint64_t moved = (uint64_t)(position.slot * (TILE_STEP_BYTES >> 4));
+    ptx_mbarrier_wait(ptx_shared_address(&shared->full[position.slot]), position.parity);
+    ptx_fence_async_shared(); /* makes what cp.async wrote visible to wgmma */
     const int token = token_of_thread();
-    const uint32_t words[2] = {shared->token_scales[place.slot][token],
-                               shared->token_scales[place.slot][token + 8]};
-    const float weight_scale = shared->weight_scale[place.slot];
+    const uint32_t words[2] = {shared->token_scales[position.slot][token],
+                               shared->token_scales[position.slot][token + 8]};
+    const float weight_scale = shared->weight_scale[position.slot];
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -158,7 +159,7 @@ add_step(const e4m3_projection &args, int64_t step, const tile_operands &operand
     const float factors[2] = {smla_scale_of_word(&args.p.scales, words[0], step) * weight_scale,
                               smla_scale_of_word(&args.p.scales, words[1], step) * weight_scale};
     wgmma_wait<0>();
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[place.slot]), true);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[position.slot]), true);
 #pragma unroll
     for (int i = 0; i < NUM_SUMS; i++) {
         sums[i] = fmaf(products[i], factors[i / 2 % 2], sums[i]);
@@ -169,7 +170,7 @@ __device__ __forceinline__ void
 consume_tiles(const e4m3_projection &args, ring_memory *shared)
 {
     const tile_operands operands = find_operands(shared);
-    ring_place place = {0, 0};
+    ring_position position = {0, 0};
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         const result_tile tile = find_tile(args, number, TILE_TOKENS, TILE_OUTPUTS);
         float products[NUM_SUMS];
@@ -180,8 +181,8 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
         }
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
-            add_step(args, step, operands, place, shared, products, sums);
-            advance(&place);
+            add_step(args, step, operands, position, shared, products, sums);
+            advance(&position);
         }
         const int64_t token = tile.token + token_of_thread();
         const int64_t outer = tile.outer + threadIdx.x % 4 * 2;

@@ -40,9 +40,9 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 /* ---- Units --------------------------------------------------------------------------------- */
 
-/* x and out as units of COUNT elements that are contiguous in both. The last dimension counts
- * units: sizes[last] is a number of units, and its strides lead from unit to unit. `tail` is the
- * number of elements that a single row has left over, fewer than COUNT. */
+/* x and out as units of COUNT elements, which are contiguous in both. The last dimension counts
+ * units: sizes[last] is a number of units, and its strides lead from one unit to the next. `tail`
+ * is the number of elements that a single row has beyond its last unit, fewer than COUNT. */
 struct quant_args {
     const void *x;
     uint8_t *out;
@@ -55,26 +55,26 @@ struct quant_args {
     int32_t tail;
 };
 
-struct unit_place {
-    int64_t x; /* elements */
+struct unit_offsets {
+    int64_t x; /* offsets in elements */
     int64_t out;
 };
 
-__device__ __forceinline__ unit_place
+__device__ __forceinline__ unit_offsets
 find_unit(const quant_args &args, int64_t unit)
 {
-    unit_place place = {0, 0};
+    unit_offsets offsets = {0, 0};
     for (int i = args.ndim - 1; i > 0; i--) {
         const int64_t outer = smla_divide(unit, args.sizes[i]);
         const int64_t inner = unit - outer * args.sizes[i].divisor;
-        place.x += inner * args.x_strides[i];
-        place.out += inner * args.out_strides[i];
+        offsets.x += inner * args.x_strides[i];
+        offsets.out += inner * args.out_strides[i];
         unit = outer;
     }
-    return {place.x + unit * args.x_strides[0], place.out + unit * args.out_strides[0]};
+    return {offsets.x + unit * args.x_strides[0], offsets.out + unit * args.out_strides[0]};
 }
 
-/* The bits of COUNT elements, as they are. */
+/* Loads the bits of COUNT elements, without conversion. */
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 load_unit(const void *x, int64_t index, uint32_t *words)
@@ -117,17 +117,17 @@ widen_unit(const uint32_t *words, float *values)
 
 /* ---- amax ---------------------------------------------------------------------------------- */
 
-/* The largest amax of the block, for its first thread. */
+/* Returns the block's largest amax to its first thread. */
 __device__ __forceinline__ float
 max_of_block(float amax)
 {
     __shared__ uint32_t warp_bits[BLOCK_WARPS];
-    /* Floats >= 0 are ordered as their bits are. */
+    /* Floats >= 0 have the order of their bits. */
     const uint32_t bits = __reduce_max_sync(ALL_LANES, smla_float_bits(amax));
     if (threadIdx.x % SMLA_WARP_LANES == 0) {
         warp_bits[threadIdx.x / SMLA_WARP_LANES] = bits;
     }
-    __syncthreads(); /* maxima written */
+    __syncthreads(); /* the warps' maxima are written */
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < BLOCK_WARPS; i++) {
@@ -136,7 +136,7 @@ max_of_block(float amax)
     return smla_bits_float(largest);
 }
 
-/* `scale` holds 0 before the launch. */
+/* Finds the scale of x; `scale` is 0 before the launch. */
 template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
@@ -161,7 +161,7 @@ __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
             widen_unit<TYPE, COUNT>(words[i], values);
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                amax = fmaxf(amax, fabsf(values[k])); /* ignores NaN */
+                amax = fmaxf(amax, fabsf(values[k])); /* fmaxf ignores NaN */
             }
         }
     }
@@ -190,13 +190,13 @@ __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_a
     const int64_t num_blocks = (args.num_units + BLOCK_UNITS - 1) / BLOCK_UNITS;
     for (int64_t block = num_blocks - 1 - blockIdx.x; block >= 0; block -= gridDim.x) {
         const int64_t first = block * BLOCK_UNITS + threadIdx.x;
-        unit_place places[QUANTIZE_UNROLL];
+        unit_offsets all_offsets[QUANTIZE_UNROLL];
         uint32_t words[QUANTIZE_UNROLL][WORDS];
 #pragma unroll
         for (int i = 0; i < QUANTIZE_UNROLL; i++) {
             if (first + i * BLOCK_THREADS < args.num_units) {
-                places[i] = find_unit(args, first + i * BLOCK_THREADS);
-                load_unit<TYPE, COUNT>(args.x, places[i].x, words[i]);
+                all_offsets[i] = find_unit(args, first + i * BLOCK_THREADS);
+                load_unit<TYPE, COUNT>(args.x, all_offsets[i].x, words[i]);
             }
         }
 #pragma unroll
@@ -211,9 +211,9 @@ __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_a
                     bytes[k] = smla_quantize_x4(x, smla_signs_of_floats(x), by);
                 }
                 if constexpr (COUNT == 1) {
-                    args.out[places[i].out] = (uint8_t)bytes[0];
+                    args.out[all_offsets[i].out] = (uint8_t)bytes[0];
                 } else {
-                    smla_store_words<COUNT, true>(args.out + places[i].out, bytes);
+                    smla_store_words<COUNT, true>(args.out + all_offsets[i].out, bytes);
                 }
             }
         }
@@ -256,7 +256,8 @@ has_units(const smla_quant_params *p, int32_t count)
     return good;
 }
 
-/* smla_merge_dims has merged the dimensions of `p`, and no size is 0. */
+/* Fills the kernels' arguments. smla_merge_dims has merged the dimensions of `p`, and no size is
+ * 0. */
 quant_args
 make_quant_args(const smla_quant_params *p, int32_t count)
 {
@@ -309,7 +310,7 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
         }
         smla_cuda_deferred deferred;
         smla_cuda_begin_deferred(&deferred);
-        /* At least one block, which writes the scale of an empty x, and the tail. */
+        /* Start at least one block: it writes the scale of an empty x, and handles the tail. */
         const cudaError_t found =
             smla_launch(row.find_amax, args,
                         amax_blocks < 1             ? 1

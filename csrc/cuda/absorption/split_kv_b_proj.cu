@@ -20,13 +20,13 @@ namespace {
 
 enum {
     TILE_SIDE = 32,
-    TILE_ROWS = 8, /* rows of threads */
+    TILE_ROWS = 8, /* rows that a block's threads cover at a time */
 };
 
 struct split_args {
     smla_split_kv_b_proj_params p;
     int64_t num_columns;
-    smla_divisor head_columns; /* Pn + Pv */
+    smla_divisor head_columns; /* columns per head: Pn + Pv */
 };
 
 __device__ __forceinline__ uint16_t
@@ -78,13 +78,13 @@ __launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ spl
                 tile[row][col] = read_weight(args.p, latent + row, column + col);
             }
         }
-        __syncthreads(); /* tile written */
+        __syncthreads(); /* the tile is written */
         for (int i = y; i < TILE_SIDE; i += TILE_ROWS) {
             if (column + x < args.num_columns) {
                 write_weight(args, latent + i, column + x, (uint16_t)tile[i][x]);
             }
         }
-        __syncthreads(); /* tile read */
+        __syncthreads(); /* no thread reads the tile any more */
     }
 }
 

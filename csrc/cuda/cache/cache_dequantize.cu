@@ -54,7 +54,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
 struct dequantize_row {
     smla_kv_row_number format;
     smla_float_type out;
-    bool is_aligned; /* needs rows at multiples of 16 bytes */
+    bool is_aligned; /* whether the kernel needs rows at multiples of 16 bytes */
     void (*kernel)(dequantize_args);
 };
 

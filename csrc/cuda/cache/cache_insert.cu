@@ -19,13 +19,13 @@
 
 namespace {
 
-/* A lane's part of a key as given. */
+/* A lane's part of a key, in the caller's type. */
 template <int TYPE, int ROW> struct given_key {
     enum {
         ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
         COUNT = key_part<ROW>::COUNT,
         STEPS = key_part<ROW>::STEPS,
-        BYTES = COUNT * ELEMENT_BYTES, /* per step */
+        BYTES = COUNT * ELEMENT_BYTES, /* bytes of a lane per step */
     };
     uint32_t words[STEPS][BYTES / 4];
 };
@@ -74,12 +74,13 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
         const int64_t first = run * args.run_tokens;
         const int64_t left = p.num_tokens - first;
         const int num_tokens = left < args.run_tokens ? (int)left : args.run_tokens;
-        /* Every token is read, even one that is not written: its loads do not wait for the slot. */
+        /* Read every token, even one that is not written, so that its loads do not wait for the
+         * slot. */
         given_key<TYPE, ROW> next;
         const uint8_t *from = (const uint8_t *)p.kv_c + first * stride;
         load_key<TYPE, ROW, ALIGNED>(from, &next);
         const int64_t slot = find_slots(p, first, num_tokens);
-        const smla_kv_token target = find_place(p.kv, args.block_size, slot);
+        const smla_kv_token target = find_slot_row(p.kv, args.block_size, slot);
         for (int i = 0; i < num_tokens; i++) {
             const given_key<TYPE, ROW> given = next;
             if (i + 1 < num_tokens) {
@@ -88,7 +89,7 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
             }
             uint8_t *const row = shuffle_pointer(target.row, i);
             uint8_t *const row_scales = shuffle_pointer(target.scales, i);
-            if (row != nullptr) { /* the same for all lanes */
+            if (row != nullptr) { /* the same condition for all lanes */
                 write_key<TYPE, ROW>(given, inverse, row, row_scales);
             }
         }
@@ -100,7 +101,7 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
 struct insert_row {
     smla_kv_row_number format;
     smla_float_type type;
-    bool is_aligned; /* needs rows of k at multiples of 16 bytes */
+    bool is_aligned; /* whether the kernel needs rows of k at multiples of 16 bytes */
     void (*kernel)(write_args);
 };
 
@@ -111,7 +112,7 @@ serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
     return {format, (smla_float_type)TYPE, ALIGNED, insert_kernel<TYPE, ROW, ALIGNED>};
 }
 
-/* The first entry that fits is taken. fp16 and fp32 have no entry of their own for aligned rows. */
+/* The first entry that fits is taken. fp16 and fp32 have no entries for aligned rows. */
 const insert_row insert_rows[] = {
     serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_BF16, true>(),
     serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_BF16, false>(),

@@ -31,7 +31,7 @@
 namespace {
 
 enum {
-    SEGMENT_REQS = 2048, /* requests whose chunks are counted at a time */
+    SEGMENT_REQS = 2048, /* requests whose chunks are counted together */
     GATHER_CHUNKS = 4,   /* chunks per warp in grids of more than one round */
 };
 
@@ -43,7 +43,7 @@ struct gather_args {
     row_offsets offsets;
 };
 
-/* Positions first ... first + count - 1 of a request have rows in out. */
+/* The positions of a request that have rows in out: first ... first + count - 1. */
 struct gather_range {
     int64_t workspace_start;
     int64_t first;
@@ -64,7 +64,7 @@ find_range(const smla_gather_params &p, int64_t req)
     return {start, first, end > first ? end - first : 0};
 }
 
-/* ends[i] = number of chunks of the requests first_req ... first_req + i. */
+/* Sets ends[i] to the number of chunks of the requests first_req ... first_req + i. */
 __device__ __forceinline__ void
 count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64_t *ends,
              int64_t *warp_sums)
@@ -83,7 +83,7 @@ count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64
     if (lane == SMLA_WARP_LANES - 1) {
         warp_sums[warp] = before;
     }
-    __syncthreads(); /* sums written */
+    __syncthreads(); /* the warps' sums are written */
     before -= sum;
 #pragma unroll
     for (int i = 0; i < BLOCK_WARPS; i++) {
@@ -92,7 +92,7 @@ count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64
     for (int i = begin; i < end; i++) {
         ends[i] += before;
     }
-    __syncthreads(); /* counts written */
+    __syncthreads(); /* the counts are written */
 }
 
 /* The first request whose chunks end after `chunk`. */
@@ -112,7 +112,7 @@ find_request(const int64_t *ends, int num_reqs, int64_t chunk)
     return low;
 }
 
-/* The first position that a request gathers. */
+/* The first position of a request that is gathered. */
 __device__ __forceinline__ int64_t
 find_seq_start(const smla_gather_params &p, int64_t req)
 {
@@ -123,7 +123,7 @@ find_seq_start(const smla_gather_params &p, int64_t req)
     return p.seq_starts == nullptr ? 0 : __ldg(p.seq_starts + req * p.seq_starts_stride);
 }
 
-/* The cache row of a position of a request, or no_row. */
+/* The cache row of a request's position, or no_row. */
 __device__ __forceinline__ smla_kv_token
 find_position(const gather_args &args, int64_t req, int64_t position)
 {
@@ -172,7 +172,8 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     __shared__ int64_t warp_sums[BLOCK_WARPS];
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
     const float kv_scale = smla_load_given_scale(args.p.kv_scale);
-    /* Neighbouring chunks go to different CTAs, so that the last, partial round reaches all. */
+    /* Give neighbouring chunks to different CTAs, so that all CTAs take part in the last, partial
+     * round. */
     int64_t chunk = (int64_t)(threadIdx.x / SMLA_WARP_LANES) * gridDim.x + blockIdx.x;
     for (int64_t first_req = 0; first_req < args.p.num_reqs; first_req += SEGMENT_REQS) {
         const int64_t left = args.p.num_reqs - first_req;
@@ -184,7 +185,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
             gather_chunk<ROW, ALIGNED>(args, first_req + req, chunk - before, kv_scale);
         }
         chunk -= ends[num_reqs - 1];
-        __syncthreads(); /* counts used */
+        __syncthreads(); /* no warp reads the counts any more */
     }
 }
 
@@ -243,7 +244,8 @@ smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_de
         has_aligned_rows(p->kv) &&
         smla_are_rows_aligned(p->out, p->out_stride_req, p->out_stride_token, 16);
     const gather_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv)};
-    /* Use more CTAs than one round: those that start in order keep to neighbouring pages. */
+    /* Use more CTAs than run in one round: CTAs start in order, so those that run together read
+     * neighbouring pages. */
     const int64_t num_chunks = smla_count_parts(out_rows, CHUNK_ROWS) + p->num_reqs;
     const int64_t all_blocks = smla_count_parts(num_chunks, BLOCK_WARPS);
     const int64_t one_round = (int64_t)device->num_sms * READ_BLOCKS_PER_SM;

@@ -1,6 +1,5 @@
-/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: block
- * sizes, lanes, and where the parts of a row are.
- */
+/* cache_rows.cuh: what kernels that write or read cache rows share: block sizes, lanes, and the
+ * offsets of a row's parts. */
 #pragma once
 
 #include "cuda/host/cuda.h"
@@ -12,7 +11,7 @@ namespace {
 enum {
     BLOCK_WARPS = 8,
     BLOCK_THREADS = BLOCK_WARPS * SMLA_WARP_LANES,
-    FEW_BLOCKS_PER_SM = 2, /* kernels that need more addresses or registers have so few */
+    FEW_BLOCKS_PER_SM = 2, /* blocks per SM of kernels that need many registers */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -23,7 +22,7 @@ lane_idx()
     return (int)(threadIdx.x % SMLA_WARP_LANES);
 }
 
-/* Where the parts of a row begin, in bytes. */
+/* The offsets of a row's parts, in bytes. */
 struct row_offsets {
     int32_t scale;
     int32_t rope;

@@ -1,6 +1,5 @@
-/* cache_slots.cuh: what the kernels that write cache rows share: slots, runs of tokens, and values
- * of any type as bf16.
- */
+/* cache_slots.cuh: what the kernels that write cache rows share: slots, runs of tokens, and the
+ * conversion of values of any type to bf16. */
 #pragma once
 
 #include "cuda/cache/cache_rows.cuh"
@@ -8,8 +7,8 @@
 namespace {
 
 enum {
-    MAX_RUN_TOKENS = 4, /* tokens that a warp writes in turn */
-    MIN_RUNS = 1 << 14, /* runs in the grid before a warp takes a second token */
+    MAX_RUN_TOKENS = 4, /* most tokens that a warp writes, one after another */
+    MIN_RUNS = 1 << 14, /* runs that a grid has before a warp takes a second token */
 };
 
 struct write_args {
@@ -47,8 +46,9 @@ read_slot(const smla_cache_write_params &p, int64_t token)
                              : ((const int32_t *)p.slot_mapping)[at];
 }
 
-/* Gives lane i the slot of token first + i of a run, or -1 where the token is not written: its slot
- * is outside the cache, or one of the next 31 tokens has the same slot. */
+/* Gives lane i the slot of token first + i of a run, or -1 if the token is not written. A token is
+ * not written if its slot is outside the cache, or if one of the next 31 tokens has the same
+ * slot. */
 __device__ __forceinline__ int64_t
 find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
 {
@@ -60,7 +60,8 @@ find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
     bool yields = false;
     for (int i = 0; i < num_tokens; i++) {
         const int64_t own = __shfl_sync(ALL_LANES, slot, i);
-        const int64_t other = lane > i ? slot : behind; /* slot of a token 1 to 31 after token i */
+        /* The slot of a token that is 1 to 31 tokens after token i. */
+        const int64_t other = lane > i ? slot : behind;
         const bool is_taken = __any_sync(ALL_LANES, lane != i && other == own);
         yields = lane == i ? is_taken : yields;
     }
@@ -69,9 +70,9 @@ find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
     return is_written ? slot : -1;
 }
 
-/* Where the row of a slot and its scales are; both are null for a negative slot. */
+/* Returns the addresses of a slot's row and of its scales; both are null for a negative slot. */
 __device__ __forceinline__ smla_kv_token
-find_place(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
+find_slot_row(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
 {
     if (slot < 0) {
         return {nullptr, nullptr};
@@ -80,7 +81,7 @@ find_place(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
     return smla_kv_token_at(&kv, page, slot - page * kv.block_size);
 }
 
-/* How many tokens a warp writes in turn. */
+/* How many tokens a warp writes, one after another. */
 int32_t
 choose_run_tokens(int64_t num_tokens)
 {

@@ -31,7 +31,7 @@ enum { WRITE_BLOCKS_PER_SM = 4 };
 
 /* ---- Write --------------------------------------------------------------------------------- */
 
-/* A lane's part of a token as given: 16 bytes per step, then two values of rope. */
+/* A lane's part of a token in the caller's type: 16 bytes per step, then two values of rope. */
 template <int TYPE> struct given_part {
     enum {
         ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
@@ -44,14 +44,14 @@ template <int TYPE> struct given_part {
     uint32_t rope[ELEMENT_BYTES / 2];
 };
 
-/* Where a lane's part of the next token is. */
-struct given_place {
+/* The addresses of a lane's part of the next token. */
+struct given_pointers {
     const uint8_t *nope;
     const uint8_t *rope;
 };
 
 template <int TYPE>
-__device__ __forceinline__ given_place
+__device__ __forceinline__ given_pointers
 find_token(const smla_cache_write_params &p, int64_t token)
 {
     using layout = given_part<TYPE>;
@@ -63,22 +63,23 @@ find_token(const smla_cache_write_params &p, int64_t token)
 
 template <int TYPE, int ROW, bool ALIGNED>
 __device__ __forceinline__ void
-load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE> *part)
+load_next(const smla_cache_write_params &p, given_pointers *pointers, given_part<TYPE> *part)
 {
     using layout = given_part<TYPE>;
     constexpr int BYTES = layout::ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < layout::STEPS; i++) {
-        smla_load_words<16, ALIGNED, BYTES>(place->nope + i * layout::STEP * BYTES, part->nope[i]);
+        smla_load_words<16, ALIGNED, BYTES>(pointers->nope + i * layout::STEP * BYTES,
+                                            part->nope[i]);
     }
     if constexpr (smla_row<ROW>::HAS_ROPE) {
-        smla_load_words<2 * BYTES, ALIGNED, BYTES>(place->rope, part->rope);
+        smla_load_words<2 * BYTES, ALIGNED, BYTES>(pointers->rope, part->rope);
     }
-    place->nope += p.kv_c_stride_token * BYTES;
-    place->rope += p.k_pe_stride_token * BYTES;
+    pointers->nope += p.kv_c_stride_token * BYTES;
+    pointers->rope += p.k_pe_stride_token * BYTES;
 }
 
-/* Finds the scale of each of a lane's steps. */
+/* Finds the scales of a lane's tiles, one per step. */
 template <int TYPE>
 __device__ __forceinline__ void
 find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *scales)
@@ -95,7 +96,7 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
                 largest[j] = smla_max_bf16x2(largest[j], smla_abs_bf16x2(pairs[i + j][k]));
             }
         }
-        /* Step i is in the lower half, step i + 1 in the upper half. */
+        /* Pack both steps in a word: step i in the lower half, step i + 1 in the upper half. */
         uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
                                         __byte_perm(largest[0], largest[1], 0x7632));
 #pragma unroll
@@ -105,7 +106,7 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
         const float amax[2] = {smla_low_bf16(both), smla_high_bf16(both)};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            /* The amax of a tile of NaN alone is 0. */
+            /* A tile that has only NaN gets the amax 0. */
             const float bounded = fminf(fmaxf(amax[j], 0.0f), FLT_MAX);
             scales[i + j] = smla_make_scale(smla_scale_of_tile(bounded));
         }
@@ -143,7 +144,8 @@ quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_
     }
 }
 
-/* Of the lanes that share a tile, lane i stores the scale of step i, for i < STEPS. */
+/* Stores the scales. Of the lanes that share a tile, lane i stores the scale of step i, for i <
+ * STEPS. */
 template <int TYPE>
 __device__ __forceinline__ void
 store_scales(const smla_scale *scales, float *to)
@@ -201,7 +203,8 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
     }
 }
 
-/* Blocks per SM that registers must leave room for. sm_120 would spill with one block more. */
+/* Blocks per SM for which registers must suffice. On sm_120 one block more would spill
+ * registers. */
 template <int TYPE, bool ALIGNED>
 constexpr int
 min_write_blocks()
@@ -227,17 +230,18 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
         const int64_t first = run * args.run_tokens;
         const int64_t left = p.num_tokens - first;
         const int num_tokens = left < args.run_tokens ? (int)left : args.run_tokens;
-        /* Every token is read, even one that is not written: its loads do not wait for the slot. */
+        /* Read every token, even one that is not written, so that its loads do not wait for the
+         * slot. */
         given_part<TYPE> next;
-        given_place place = find_token<TYPE>(p, first);
-        load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
+        given_pointers pointers = find_token<TYPE>(p, first);
+        load_next<TYPE, ROW, ALIGNED>(p, &pointers, &next);
         const int64_t slot = find_slots(p, first, num_tokens);
-        const uint8_t *const target = find_place(p.kv, args.block_size, slot).row;
+        const uint8_t *const target = find_slot_row(p.kv, args.block_size, slot).row;
 #pragma unroll 2
         for (int i = 0; i < num_tokens; i++) {
             const given_part<TYPE> part = next;
             if (i + 1 < num_tokens) {
-                load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
+                load_next<TYPE, ROW, ALIGNED>(p, &pointers, &next);
             }
             uint8_t *const row = shuffle_pointer(target, i);
             if (row != nullptr) {

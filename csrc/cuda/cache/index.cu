@@ -30,10 +30,10 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    BLOCKS_PER_SM = 4,          /* at least, which leaves 64 registers */
-    MAX_TOKENS = 4,             /* per CTA */
-    MIN_BLOCKS = 1024,          /* CTAs in the grid before one takes a second token */
-    MAX_STAGED_PAGES = 1 << 13, /* 32 KiB of table entries */
+    BLOCKS_PER_SM = 4,          /* at least so many, which leaves 64 registers per thread */
+    MAX_TOKENS = 4,             /* most tokens per CTA */
+    MIN_BLOCKS = 1024,          /* CTAs that a grid has before a CTA takes a second token */
+    MAX_STAGED_PAGES = 1 << 13, /* most pages that are staged: 32 KiB of table entries */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -44,9 +44,9 @@ struct convert_args {
     int32_t tokens_per_block;
 };
 
-/* How the indices of a token are converted. */
+/* How to convert the indices of a token. */
 struct token_map {
-    int64_t req;             /* -1: the token has none, and its results are -1 */
+    int64_t req;             /* -1: the token has no request, and its results are -1 */
     int64_t workspace_start; /* -1: the results are slots of the cache */
 };
 
@@ -73,8 +73,9 @@ find_map(const smla_convert_params &p, int64_t token)
     return start < 0 ? none : token_map{req, start};
 }
 
-/* The index of a block's first key, or NOWHERE. `staged` holds those of a request's blocks and then
- * NOWHERE: staged[block] + tok % block_size is the index of tok, and negative where it has none. */
+/* The index of a block's first key, or NOWHERE. `staged` holds these indices for all blocks of a
+ * request, and NOWHERE after the last. So staged[block] + tok % block_size is the index of tok, and
+ * it is negative where tok has none. */
 constexpr uint32_t NOWHERE = 0x80000000u;
 
 __device__ __forceinline__ uint32_t
@@ -90,15 +91,15 @@ find_block_start(const smla_convert_params &p, const token_map &map, int64_t blo
     return page < 0 || start > INT32_MAX ? NOWHERE : (uint32_t)start;
 }
 
-/* All threads of the CTA call this. */
+/* Stages the first indices of a request's blocks. All threads of the CTA call this. */
 __device__ __forceinline__ void
 stage_row(const smla_convert_params &p, const token_map &map, uint32_t *staged)
 {
-    __syncthreads(); /* former row used */
+    __syncthreads(); /* no thread reads the former row any more */
     for (int64_t block = threadIdx.x; block <= p.num_blocks; block += BLOCK_THREADS) {
         staged[block] = find_block_start(p, map, block);
     }
-    __syncthreads(); /* row staged */
+    __syncthreads(); /* the row is staged */
 }
 
 /* The converted index, or -1 where tok names no key. */
@@ -110,7 +111,8 @@ convert_one(const convert_args &args, const token_map &map, const uint32_t *stag
     const uint32_t offset = (uint32_t)tok - block * (uint32_t)args.block_size.divisor;
     const uint32_t start = STAGED ? staged[min(block, (uint32_t)args.p.num_blocks)]
                                   : find_block_start(args.p, map, block);
-    /* A sum above int32 is negative: max() makes it -1. So do the sign bits of a negative tok. */
+    /* Set all bits where tok names no key: a sum above int32 is negative, which max() makes -1, and
+     * a negative tok has the sign bit. */
     return max((int32_t)(start + offset), -1) | tok >> 31;
 }
 
@@ -121,40 +123,40 @@ template <int WIDTH> struct tile_part {
 };
 
 /* A token of the CTA, and the first column of a thread's part of a tile. */
-struct tile_place {
+struct tile_origin {
     int token;
     int64_t column;
 };
 
 template <int WIDTH>
 __device__ __forceinline__ void
-load_tile(const smla_convert_params &p, int64_t first, const tile_place &place,
+load_tile(const smla_convert_params &p, int64_t first, const tile_origin &origin,
           tile_part<WIDTH> *part)
 {
     using layout = tile_part<WIDTH>;
     const int32_t *const in =
-        p.topk_indices + (first + place.token) * p.topk_indices_stride_token + place.column;
+        p.topk_indices + (first + origin.token) * p.topk_indices_stride_token + origin.column;
 #pragma unroll
     for (int i = 0; i < layout::UNROLL; i++) {
-        if (place.column + i * layout::STEP < p.topk) {
+        if (origin.column + i * layout::STEP < p.topk) {
             smla_load_words<WIDTH * 4, true>(in + i * layout::STEP, part->words[i]);
         }
     }
 }
 
-/* Returns the number of entries >= 0 that this thread wrote. */
+/* Converts a tile, and returns the number of entries >= 0 that this thread wrote. */
 template <int WIDTH, bool STAGED>
 __device__ __forceinline__ int32_t
-convert_tile(const convert_args &args, int64_t first, const tile_place &place, const token_map &map,
-             const uint32_t *staged, const tile_part<WIDTH> &part)
+convert_tile(const convert_args &args, int64_t first, const tile_origin &origin,
+             const token_map &map, const uint32_t *staged, const tile_part<WIDTH> &part)
 {
     using layout = tile_part<WIDTH>;
     const smla_convert_params &p = args.p;
-    int32_t *const out = p.out + (first + place.token) * p.out_stride_token + place.column;
+    int32_t *const out = p.out + (first + origin.token) * p.out_stride_token + origin.column;
     int32_t count = 0;
 #pragma unroll
     for (int i = 0; i < layout::UNROLL; i++) {
-        if (place.column + i * layout::STEP < p.topk) {
+        if (origin.column + i * layout::STEP < p.topk) {
             uint32_t indices[WIDTH];
 #pragma unroll
             for (int j = 0; j < WIDTH; j++) {
@@ -182,31 +184,31 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     const smla_convert_params &p = args.p;
     const bool has_counts = p.counts != nullptr;
     const int64_t step = (int64_t)gridDim.x * args.tokens_per_block;
-    token_map staged_map = {-2, -2}; /* no token's map */
+    token_map staged_map = {-2, -2}; /* the map of no token */
     for (int64_t first = (int64_t)blockIdx.x * args.tokens_per_block; first < p.num_tokens;
          first += step) {
         const int64_t left = p.num_tokens - first;
         const int num_tokens = left < args.tokens_per_block ? (int)left : args.tokens_per_block;
-        tile_place place = {0, (int64_t)threadIdx.x * WIDTH};
+        tile_origin origin = {0, (int64_t)threadIdx.x * WIDTH};
         tile_part<WIDTH> next = {};
-        load_tile<WIDTH>(p, first, place, &next);
+        load_tile<WIDTH>(p, first, origin, &next);
         if ((int)threadIdx.x < num_tokens) {
             maps[threadIdx.x] = find_map(p, first + threadIdx.x);
             counts[threadIdx.x] = 0;
         }
-        __syncthreads(); /* maps written, counts cleared */
+        __syncthreads(); /* the maps are written, the counts cleared */
         int32_t count = 0;
-        while (place.token < num_tokens) {
-            /* The next tile is on its way while this one is converted. */
+        while (origin.token < num_tokens) {
+            /* Load the next tile while this one is converted. */
             const tile_part<WIDTH> part = next;
-            const tile_place here = place;
-            place.column += TILE;
-            const bool is_last = place.column - (int64_t)threadIdx.x * WIDTH >= p.topk;
+            const tile_origin here = origin;
+            origin.column += TILE;
+            const bool is_last = origin.column - (int64_t)threadIdx.x * WIDTH >= p.topk;
             if (is_last) {
-                place = {here.token + 1, (int64_t)threadIdx.x * WIDTH};
+                origin = {here.token + 1, (int64_t)threadIdx.x * WIDTH};
             }
-            if (place.token < num_tokens) {
-                load_tile<WIDTH>(p, first, place, &next);
+            if (origin.token < num_tokens) {
+                load_tile<WIDTH>(p, first, origin, &next);
             }
             const token_map map = maps[here.token];
             if (STAGED &&
@@ -223,7 +225,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
                 count = 0;
             }
         }
-        __syncthreads(); /* maps used, counts complete */
+        __syncthreads(); /* the maps are no longer read, the counts are complete */
         if (has_counts && (int)threadIdx.x < num_tokens) {
             p.counts[(first + threadIdx.x) * p.counts_stride] = counts[threadIdx.x];
         }
@@ -257,7 +259,8 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p,
         p->topk % 4 == 0 &&
         smla_is_multiple(p->topk_indices, p->topk_indices_stride_token * 4, 16) &&
         smla_is_multiple(p->out, p->out_stride_token * 4, 16);
-    /* A look-up beyond L1 moves 8 entries, so staging 4 per index costs no more than look-ups. */
+    /* A look-up that misses L1 moves 8 entries, so staging 4 entries per index costs no more than
+     * look-ups do. */
     const bool is_staged = p->num_blocks <= MAX_STAGED_PAGES && p->num_blocks / 4 <= p->topk;
     const convert_args args = {*p, smla_make_divisor(p->block_size), tokens_per_block};
     for (const convert_row &row : convert_rows) {

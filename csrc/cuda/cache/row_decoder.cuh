@@ -1,7 +1,7 @@
-/* row_decoder.cuh: a warp turns cache rows of any format into bf16 or fp32.
+/* row_decoder.cuh: a warp converts cache rows of any format to bf16 or fp32.
  *
- * A chunk is CHUNK_ROWS rows, which are all read before the first is written. The rules are those
- * of csrc/cpu/cache/row_decoder.h.
+ * A chunk is CHUNK_ROWS rows. A warp reads all of them before it writes the first. The conversion
+ * rules are those of csrc/cpu/cache/row_decoder.h.
  */
 #pragma once
 
@@ -12,21 +12,22 @@ namespace {
 
 enum {
     CHUNK_ROWS = 2,         /* rows that a warp reads together */
-    READ_BLOCKS_PER_SM = 2, /* at least */
+    READ_BLOCKS_PER_SM = 2, /* blocks per SM, at least */
 };
 
-/* A lane's part of a row. fp8_ds_mla and bf16 rows of 576 have RoPE values beside the steps. In
- * fp8_v4 they are the last values of the last step, which some lanes hold as bf16. */
+/* A lane's part of a row. Rows of 576 values (fp8_ds_mla and bf16) keep RoPE values beside the
+ * steps, in `rope`. In fp8_v4 the RoPE values are the last values of the last step, which some
+ * lanes hold as bf16. */
 template <int ROW, int OUT> struct row_part {
     static constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
     enum {
         HAS_ROPE_BESIDE = INFO.head_dim == SMLA_HEAD_DIM,
-        /* Formats that come in split pages have scales at an address of their own. */
+        /* Formats whose pages may be split have their scales at an address of their own. */
         HAS_SCALES_APART = INFO.num_scales != 0 &&
             !(INFO.scale_type == SMLA_SCALE_FP32 && INFO.layout == SMLA_PAGE_ROWS),
         HAS_ROPE_INSIDE = !HAS_ROPE_BESIDE && INFO.rope_dim != 0,
         VALUES = HAS_ROPE_BESIDE ? INFO.nope_dim : INFO.head_dim,
-        /* values per lane: 16 bytes of out, or less for short keys */
+        /* Values per lane and step: 16 bytes of out, or less for short keys. */
         COUNT = OUT == SMLA_FLOAT_FP32 || VALUES == SMLA_INDEX_HEAD_DIM ? 4 : 8,
         STEP = COUNT * SMLA_WARP_LANES,
         STEPS = VALUES / STEP,
@@ -41,7 +42,7 @@ template <int ROW, int OUT> struct row_part {
     uint32_t rope;
 };
 
-/* Zeros, which are read where a row does not exist: they are zeros in every format. */
+/* Zeros that are read in place of a row that does not exist; they stand for 0 in every format. */
 __device__ const uint4 no_row[SMLA_HEAD_DIM * 2 / sizeof(uint4)] = {};
 
 __device__ __forceinline__ smla_kv_token
@@ -50,7 +51,7 @@ find_no_row()
     return {(uint8_t *)no_row, (uint8_t *)no_row};
 }
 
-/* Whether a lane's values of a step are RoPE values. */
+/* Whether a lane's values in a step are RoPE values. */
 template <int ROW, int OUT>
 __device__ __forceinline__ bool
 is_rope_step(int step)
@@ -60,7 +61,7 @@ is_rope_step(int step)
            step * layout::STEP + lane_idx() * layout::COUNT >= layout::INFO.nope_dim;
 }
 
-/* Loads a lane's codes of a step, or its RoPE values. */
+/* Loads a lane's quantised values of a step, or its RoPE values. */
 template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
 load_codes(const uint8_t *row, int step, uint32_t *words)
@@ -127,7 +128,7 @@ load_row(const uint8_t *row, const uint8_t *scales, const row_offsets &offsets,
     }
 }
 
-/* e4m3 values of one step as words of out. */
+/* Converts the e4m3 values of one step to words of out. */
 template <int OUT, int COUNT, bool PLAIN>
 __device__ __forceinline__ void
 upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
@@ -162,7 +163,7 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
     }
 }
 
-/* Two e2m1 times any scale. */
+/* The products of two e2m1 values and any scale. */
 __device__ __noinline__ float2
 scale_rare_e2m1x2(uint32_t codes, float scale)
 {
@@ -177,7 +178,7 @@ scale_rare_e2m1x2_to_bf16(uint32_t codes, float scale)
     return smla_round_rare_floats(products.x, products.y);
 }
 
-/* e2m1 values of one step as words of out. */
+/* Converts the e2m1 values of one step to words of out. */
 template <int OUT, int COUNT>
 __device__ __forceinline__ void
 upconvert_e2m1(uint32_t codes, float scale, uint32_t *words)
@@ -209,7 +210,7 @@ upconvert_e2m1(uint32_t codes, float scale, uint32_t *words)
     }
 }
 
-/* bf16 values of one step as words of out. */
+/* Converts the bf16 values of one step to words of out. */
 template <int OUT, int COUNT>
 __device__ __forceinline__ void
 widen_bf16(const uint32_t *pairs, uint32_t *words)
@@ -221,7 +222,8 @@ widen_bf16(const uint32_t *pairs, uint32_t *words)
     }
 }
 
-/* Whether e4m3 values need no care: there is no NaN among them, and their scales are plain. */
+/* Whether the fast conversion of e4m3 values is exact: none of them is NaN, and their scales are
+ * plain. */
 template <int ROW, int OUT>
 __device__ __forceinline__ bool
 is_plain_row(const row_part<ROW, OUT> &part, float kv_scale)
@@ -241,7 +243,7 @@ is_plain_row(const row_part<ROW, OUT> &part, float kv_scale)
     return is_plain && (marks & 0x80808080u) == 0;
 }
 
-/* The values of a lane's steps as words of out. */
+/* Converts the values of all steps of a lane to words of out. */
 template <int ROW, int OUT>
 __device__ __forceinline__ void
 upconvert(const row_part<ROW, OUT> &part, float kv_scale,
@@ -298,7 +300,8 @@ store_row(const row_part<ROW, OUT> &part, float kv_scale, uint8_t *out)
     }
 }
 
-/* Moves a chunk. Lane i gives the source and target of row i; a missing row has target null. */
+/* Moves a chunk. Lane i passes the source and target of row i; the target of a missing row is
+ * null. */
 template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
 move_chunk(const smla_kv_token &source, const uint8_t *target, const row_offsets &offsets,

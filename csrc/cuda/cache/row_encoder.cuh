@@ -1,8 +1,7 @@
-/* row_encoder.cuh: a warp turns a key of 512 or 128 bf16 values into a quantised cache row.
+/* row_encoder.cuh: a warp encodes a key of 512 or 128 bf16 values as a quantised cache row.
  *
- * The rules are those of csrc/cpu/cache/row_encoder.h, and every byte is the CPU's. A kernel brings
- * the values as a key_part; what it did with them before is its own affair. All lanes of the warp
- * must call encode_key together.
+ * The rules are those of csrc/cpu/cache/row_encoder.h, and every byte is the CPU's. The calling
+ * kernel loads the values into a key_part. All lanes of the warp must call encode_key together.
  */
 #pragma once
 
@@ -42,7 +41,7 @@ find_tile_amax(const key_part<ROW> &key, float *amax)
     if (layout::STEPS == 1) {
         largest[1] = largest[0];
     }
-    /* Step 0 is in the lower half, step 1 in the upper half. */
+    /* Pack both steps in a word: step 0 in the lower half, step 1 in the upper half. */
     uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
                                     __byte_perm(largest[0], largest[1], 0x7632));
 #pragma unroll
@@ -52,11 +51,12 @@ find_tile_amax(const key_part<ROW> &key, float *amax)
     const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
 #pragma unroll
     for (int s = 0; s < layout::STEPS; s++) {
-        amax[s] = fminf(fmaxf(found[s], 0.0f), FLT_MAX); /* a tile of NaN alone gave NaN */
+        amax[s] = fminf(fmaxf(found[s], 0.0f), FLT_MAX); /* a tile that has only NaN gave NaN */
     }
 }
 
-/* A lane's COUNT quotients as e4m3. `pairs` are the values, because a NaN loses its sign. */
+/* Rounds a lane's COUNT quotients to e4m3. `pairs` has the values that were divided, because the
+ * sign of a NaN must come from them. */
 template <int ROW>
 __device__ __forceinline__ void
 round_quotients(const float *quotients, const uint32_t *pairs, uint32_t *codes)
@@ -74,7 +74,7 @@ value_of_pair(const uint32_t *pairs, int i)
     return i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
 }
 
-/* x * factor of a lane's values, as e4m3. */
+/* Encodes x * factor as e4m3, for a lane's values x. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
@@ -88,7 +88,7 @@ encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
     round_quotients<ROW>(quotients, pairs, codes);
 }
 
-/* x / scale of a lane's values, as e4m3. Nearly all scales are moderate. */
+/* Encodes x / scale as e4m3, for a lane's values x. Nearly all scales are moderate. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_quotients(const uint32_t *pairs, float scale, uint32_t *codes)
@@ -102,7 +102,7 @@ encode_quotients(const uint32_t *pairs, float scale, uint32_t *codes)
     }
 }
 
-/* x * factor of a lane's values, as e2m1. A lane of a short key has half a word. */
+/* Encodes x * factor as e2m1, for a lane's values x. A lane of a short key fills half a word. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_e2m1(const uint32_t *pairs, float factor, uint32_t *codes)
@@ -115,8 +115,8 @@ encode_e2m1(const uint32_t *pairs, float factor, uint32_t *codes)
     codes[0] = smla_quantize_e2m1x8(x, factor * (1.0f / SMLA_E2M1_UNIT));
 }
 
-/* The scale of a lane's tile in a step. `bits` is what is stored: a byte, or an fp32. e4m3 values
- * with an fp32 scale are divided by `factor`, all others are multiplied with it. */
+/* The scale of a lane's tile in a step. `bits` is the stored form: a byte, or an fp32. e4m3 values
+ * with an fp32 scale are divided by `factor`; all others are multiplied by it. */
 struct tile_scale {
     uint32_t bits;
     float factor;
@@ -132,14 +132,15 @@ choose_scale(float amax)
         const uint32_t e = smla_power_scale(fmaxf(amax, INFO.least_amax), top);
         return {INFO.scale_type == SMLA_SCALE_FP32 ? e << 23 : e, smla_invert_power(e)};
     } else if constexpr (INFO.scale_type == SMLA_SCALE_E4M3) {
-        /* amax has 8 bits of mantissa, and a tie times 6 has 7: amax / 6 is a tie or far from one.
-         * The correction makes a quotient that is a tie exact. */
+        /* Divide exactly. amax has 8 bits of mantissa, and 6 times a rounding tie has 7 bits. So
+         * amax / 6 is either a tie or far from one, and the correction makes a quotient that is a
+         * tie exact. */
         const float reciprocal = 1.0f / SMLA_E2M1_MAX;
         const float quotient =
             smla_correct_quotient(amax * reciprocal, amax, SMLA_E2M1_MAX, reciprocal);
         const float least[4] = {fmaxf(quotient, 0x1p-9f)};
         const uint32_t code = smla_floats_to_e4m3x4(least) & 0x7Fu;
-        float scales[4]; /* the first is that of the tile */
+        float scales[4]; /* the first one is the tile's scale */
         smla_scale_plain_e4m3x4(code, 1.0f, scales);
         return {code, smla_rcp(scales[0])};
     } else {
@@ -148,7 +149,7 @@ choose_scale(float amax)
     }
 }
 
-/* Stores the scales of the tiles of a step. Four neighbouring scales of a byte share a word. */
+/* Stores the scales of the tiles of a step. Four neighbouring one-byte scales share a word. */
 template <int ROW, int TILE_LANES>
 __device__ __forceinline__ void
 store_tile_scales(uint32_t bits, int step, uint8_t *scales)
@@ -172,7 +173,7 @@ store_tile_scales(uint32_t bits, int step, uint8_t *scales)
     }
 }
 
-/* Stores a lane's codes of a step. Where the RoPE part begins, lanes store their values instead. */
+/* Stores a lane's codes of a step. Lanes of the RoPE part store their bf16 values instead. */
 template <int ROW>
 __device__ __forceinline__ void
 store_codes(const uint32_t *codes, const uint32_t *pairs, int step, uint8_t *row)
@@ -193,7 +194,8 @@ store_codes(const uint32_t *codes, const uint32_t *pairs, int step, uint8_t *row
     }
 }
 
-/* Writes the row of a key. `inverse` is 1 / kv_scale, for formats with one scale per cache. */
+/* Writes the cache row of a key. `inverse` is 1 / kv_scale, which formats with one scale per cache
+ * need. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scales)

@@ -1,7 +1,7 @@
 /* checked.c: checked mode, a debugging aid that SPARSE_MLA_CHECK=1 turns on. A call waits for its
- * stream, copies the arrays that hold slots, pages, lengths, request ids and positions to the host,
- * and has the CPU backend check them, so that errors have the CPU's text. After its work the call
- * waits again, so that the call that started a faulty kernel is the one to report it.
+ * stream and copies the arrays that hold slots, pages, lengths, request ids and positions to the
+ * host. The CPU backend checks these copies, so that errors have the CPU's text. After its work the
+ * call waits again, so that a faulty kernel is reported by the call that started it.
  *
  * Attention has no values to check, because an index that names no key is masked everywhere.
  */
@@ -38,11 +38,11 @@ smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error)
 
 /* An array of up to two dimensions, strides in elements. A stride may be zero or negative. */
 typedef struct device_array {
-    void *pointer; /* address of the pointer to index 0, which read_array points to the copy */
+    void *pointer; /* address of the array's pointer, which read_array points to the copy */
     int64_t element_bytes;
     int64_t counts[2];
     int64_t strides[2];
-    void *memory; /* the host's copy, to be freed */
+    void *memory; /* the copy on the host, which free_arrays frees */
 } device_array;
 
 static device_array
@@ -54,7 +54,8 @@ int32_vector(const int32_t **pointer, int64_t count, int64_t stride)
                           .strides = {stride, 0}};
 }
 
-/* Copies the bytes from the lowest to the highest element, so that strides stay as they are. */
+/* Copies an array to the host, from its lowest element to its highest, so that strides stay
+ * valid. */
 static smla_status
 read_array(const char *op, smla_stream stream, device_array *a, smla_error *error)
 {
@@ -97,7 +98,7 @@ byte_vector(const uint8_t **pointer, int64_t count, int64_t stride)
                           .strides = {stride, 0}};
 }
 
-/* The slots of a write, whose pointer read_array sets. */
+/* The slots of a write as a device array; read_array replaces their pointer. */
 static device_array
 slot_vector(smla_cache_write_params *p)
 {
@@ -107,7 +108,7 @@ slot_vector(smla_cache_write_params *p)
                           .strides = {p->slot_stride, 0}};
 }
 
-/* Positions, whose pointer is at `pointer`. */
+/* Positions as a device array; read_array replaces the pointer at `pointer`. */
 static device_array
 position_vector(const void **pointer, bool are_int64, int64_t count, int64_t stride)
 {

@@ -22,7 +22,7 @@ enum { SMLA_CUDA_MAX_DEVICES = 64 };
 typedef struct smla_cuda_device {
     int32_t compute_capability; /* major * 10 + minor */
     int32_t num_sms;
-    int32_t max_shared_bytes; /* per block that opts in */
+    int32_t max_shared_bytes; /* shared memory of a block that opts in */
 } smla_cuda_device;
 
 /* Whether the device runs kernels of sm_90a, which no other architecture does. */
@@ -41,28 +41,28 @@ const smla_cuda_device *smla_cuda_find_device(int32_t device_id);
 /* SMLA_OK, or the error that says why this device cannot be used. */
 smla_status smla_cuda_check_device(const char *op, int32_t device_id, smla_error *error);
 
-/* What a launcher returns if its table of kernels has none for the call: a code that CUDA itself
- * does not return any more. */
+/* The code that a launcher returns if its table has no kernel for the call. CUDA itself does not
+ * return it any more. */
 #define SMLA_NO_KERNEL cudaErrorMissingConfiguration
 
-/* SMLA_OK if `code` is success. Else fills `error` with "op: call failed: text (name)", and with a
- * hint where the code has a usual cause. */
+/* Returns SMLA_OK if `code` is success. Otherwise it fills `error` with "op: call failed: text
+ * (name)", and with a hint where the code has a usual cause. */
 smla_status smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error);
 
 /* smla_cuda_enter makes a device current. Every enter that returned SMLA_OK needs a leave. */
 typedef struct smla_cuda_guard {
-    bool is_pushed; /* false: the device was current already, leave restores nothing */
+    bool is_pushed; /* false if the device was current already, so that leave restores nothing */
 } smla_cuda_guard;
 
 smla_status smla_cuda_enter(const char *op, int32_t device_id, smla_cuda_guard *guard,
                             smla_error *error);
 void smla_cuda_leave(const smla_cuda_guard *guard);
 
-/* SMLA_OK, or a ValueError for a stream of another device. Some drivers would launch on that
- * device, which cannot reach the arrays. */
+/* Returns SMLA_OK, or a ValueError for a stream of another device. Some drivers would launch on
+ * that device, which cannot reach the arrays. */
 smla_status smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error);
 
-/* Whether work given to the stream is being captured into a graph. */
+/* Finds whether the stream is being captured into a graph. */
 smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_capturing,
                                    smla_error *error);
 
@@ -77,7 +77,8 @@ typedef struct smla_cuda_symbol {
     void *function;
 } smla_cuda_symbol;
 
-/* Fills the function pointers as of CUDA `version` (12040 = 12.4), or returns an error. */
+/* Fills the function pointers with the driver's functions as of CUDA `version` (12040 = 12.4), or
+ * returns an error. */
 cudaError_t smla_cuda_find_driver_calls(const smla_cuda_symbol *calls, int count, unsigned version);
 
 /* ---- Launches: launch.c -------------------------------------------------------------------- */
@@ -90,8 +91,8 @@ typedef struct smla_cuda_grid {
     unsigned num_blocks;
     unsigned block_threads;
     unsigned shared_bytes;
-    bool has_clusters; /* the kernel is declared with clusters of more than one block */
-    bool starts_early; /* the grid may start before the one in front of it in the stream is done */
+    bool has_clusters; /* whether the kernel is declared with clusters of more than one block */
+    bool starts_early; /* whether the grid may start before the previous grid of the stream ends */
     smla_stream stream;
 } smla_cuda_grid;
 

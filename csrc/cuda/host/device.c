@@ -1,8 +1,8 @@
 /* device.c: facts about devices, error texts, the device guard, captures, and checks of streams.
  *
- * Errors come from return codes alone. What cudaGetLastError holds may belong to somebody else's
- * call, so it is left there. No driver needs to be loaded; without one every query answers "no
- * device".
+ * Errors come from return codes alone. The error that cudaGetLastError holds may belong to somebody
+ * else's call, so it is left there. No driver needs to be loaded; without a driver every query
+ * answers "no device".
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -16,11 +16,11 @@ enum { MIN_COMPUTE_CAPABILITY = 80 };
 
 /* ---- Facts --------------------------------------------------------------------------------- */
 
-/* What the process knows about a device. Each fact is found once, under slots_lock. */
+/* The facts of a device that the process has found. Each fact is found once, under slots_lock. */
 typedef struct device_slot {
-    atomic_bool is_known; /* the facts are written and may be read without the lock */
+    atomic_bool is_known; /* whether the facts are written, and may be read without the lock */
     smla_cuda_device facts;
-    CUcontext primary; /* NULL until a guard needs it */
+    CUcontext primary; /* the primary context; NULL until a guard needs it */
 } device_slot;
 
 static device_slot slots[SMLA_CUDA_MAX_DEVICES];
@@ -33,8 +33,8 @@ smla_cuda_is_set(const char *name)
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-/* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves out the kernels of newer architectures. It
- * serves to test the portable kernels where others would be chosen, and to compare. */
+/* Lowers the capability to SPARSE_MLA_CUDA_ARCH, so that kernels of newer architectures are left
+ * out. This serves to test the portable kernels where others would be chosen, and to compare. */
 static int32_t
 cap_capability(int32_t capability)
 {
@@ -87,7 +87,8 @@ learn_facts(int32_t device_id, device_slot *slot)
     return code;
 }
 
-/* Inline, because every call asks a dozen times for facts that are known. */
+/* Finds the facts of a device. Inline, because every call asks a dozen times for facts that are
+ * known. */
 static inline cudaError_t
 find_facts(int32_t device_id, const smla_cuda_device **facts)
 {
@@ -190,7 +191,7 @@ static const char no_kernel_hint[] =
 static const char capture_hint[] =
     ": a CUDA graph is being captured, and cannot hold or stand beside this call";
 
-/* The usual cause of an error, or "". */
+/* Returns a hint at the usual cause of an error, or "". */
 static const char *
 find_hint(cudaError_t code)
 {
@@ -237,15 +238,16 @@ smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error 
 
 /* ---- Guard --------------------------------------------------------------------------------- */
 
-/* A device becomes current when its primary context is pushed, which the driver can do and the
- * runtime cannot. cudaSetDevice, there and back, would leave a context on the device that it goes
- * back to (half a gigabyte on a device that the process may never use). It would also lose a
- * current context that somebody else made. */
+/* A device becomes current when its primary context is pushed, which only the driver can do. Two
+ * calls of cudaSetDevice would leave a context on the former device, which takes half a gigabyte on
+ * a device that the process may never use. They would also replace a current context that somebody
+ * else made. */
 typedef struct driver_calls {
     PFN_cuDeviceGet_v2000 get_device;
     PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
     PFN_cuCtxPushCurrent_v4000 push_context;
-    PFN_cuCtxPopCurrent_v4000 pop_context; /* found last: where it is not NULL, all are found */
+    /* Found last; if it is not NULL, all others are found, too. */
+    PFN_cuCtxPopCurrent_v4000 pop_context;
 } driver_calls;
 
 static driver_calls driver; /* written under slots_lock, constant after the first push */
@@ -282,7 +284,7 @@ find_driver(void)
 }
 
 /* Finds the device's primary context, which stays retained until the process ends. The caller holds
- * slots_lock. An error number means the same in the driver and the runtime. */
+ * slots_lock. Error numbers mean the same in the driver and in the runtime. */
 static cudaError_t
 find_primary(int32_t device_id, CUcontext *primary)
 {
@@ -349,7 +351,7 @@ smla_status
 smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_capturing, smla_error *error)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    if (stream.handle == NULL) { /* the legacy stream never is */
+    if (stream.handle == NULL) { /* the legacy stream is never captured */
         *is_capturing = false;
         return SMLA_OK;
     }
@@ -378,7 +380,7 @@ smla_cuda_restore_captures(enum cudaStreamCaptureMode former)
 static bool
 has_several_devices(void)
 {
-    static atomic_int num_devices; /* 0 until it is known */
+    static atomic_int num_devices; /* 0 until the number is known */
     int count = atomic_load_explicit(&num_devices, memory_order_relaxed);
     if (count == 0 && cudaGetDeviceCount(&count) == cudaSuccess) {
         atomic_store_explicit(&num_devices, count, memory_order_relaxed);
@@ -386,8 +388,8 @@ has_several_devices(void)
     return count > 1;
 }
 
-/* Default streams pass, because every device has them. A capturing stream passes, because
- * cudaStreamGetDevice would end its capture. */
+/* Refuses a stream of another device. Default streams pass, because every device has them. A
+ * capturing stream passes, because cudaStreamGetDevice would end its capture. */
 smla_status
 smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
 {

@@ -1,4 +1,4 @@
-/* events.c: the functions of smla_stream_ops: order between streams, and whether work is over.
+/* events.c: the functions of smla_stream_ops: order between streams, and whether work is done.
  *
  * Events have no timing and are recorded once. A caller may query or destroy an event at any
  * moment, even while another thread captures a graph, so these calls relax captures.

@@ -1,22 +1,24 @@
 /* launch.c: how kernels are started.
  *
  * A launch costs the host 2.5 to 4 us. Most of this time passes until the command has left for the
- * GPU. A graph of one kernel has its command there already: new parameters and a start cost 1.6 us,
- * and work that finds the device idle is done 1.7 us sooner. A graph that changes its kernel takes
- * 2.4 us more. So every stream has a graph, and its first kernels have one each while graphs are
- * left. This has a price: a kernel waits for the grid in front of it to end, where an early start
- * would save 1 us, and a graph takes 100 KiB of device memory. Taking memory may need an idle
- * device, so the first call on a device makes all graphs.
+ * GPU. The command of a graph of one kernel is there already: to set new parameters and start it
+ * costs 1.6 us, and an idle device is done 1.7 us sooner. A graph that changes its kernel takes
+ * 2.4 us more. So every stream has a graph, and the first kernels of a stream have a graph each,
+ * while graphs are left. Graphs have a price: a kernel waits for the previous grid to end, where an
+ * early start would save 1 us, and a graph takes 100 KiB of device memory. Taking memory may need
+ * an idle device, so the first call on a device makes all graphs.
  *
- * Two kernels that one call starts are a pair. Pairs have graphs of two kernels, of their own: one
+ * Two kernels that one call starts are a pair. Pairs have their own graphs of two kernels: one
  * start takes 1.2 us less than two, and the second kernel starts early, which saves the device
  * 1.6 us. Where no such graph is left, each kernel starts by itself.
  *
- * Where a graph would not do the same as a launch, the kernel is launched: in a capture, which is
- * to hold the kernel itself; on streams with a priority, an access policy, a memory domain or
- * reserved SMs, which a graph ignores; where a kernel has clusters and no graph of its own, because
- * the graph would launch other kernels in clusters, too; and where a tool or the user watches
- * single launches.
+ * Where a graph would not do the same as a launch, the kernel is launched:
+ * - in a capture, which is to contain the kernel itself;
+ * - on streams with a priority, an access policy, a memory domain or reserved SMs, which a graph
+ *   ignores;
+ * - where a kernel has clusters and no graph of its own, because the graph would start other
+ *   kernels in clusters, too;
+ * - where a tool or the user watches single launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -29,40 +31,42 @@
 enum { KNOWN_KERNELS = 32, KNOWN_PAIRS = 8 };
 
 typedef struct known_pair {
-    const void *kernels[2]; /* NULL: the place is free */
+    const void *kernels[2]; /* NULL if the entry is free */
     cudaFunction_t functions[2];
     cudaGraphExec_t exec;
 } known_pair;
 
 typedef struct stream_graph {
     struct stream_graph *next;
-    unsigned long long stream_id; /* ids are never used again, unlike handles */
+    unsigned long long stream_id; /* id of the stream; unlike handles, ids are never used again */
     cudaGraphNode_t node;
-    cudaGraphExec_t exec; /* NULL: kernels on this stream are launched */
-    pthread_mutex_t lock; /* held from new parameters to the start; guards `known` and `pairs` */
+    cudaGraphExec_t exec; /* NULL if kernels on this stream are launched */
+    pthread_mutex_t lock; /* taken from new parameters to the start; guards `known` and `pairs` */
     struct known_kernel {
         const void *kernel;
-        cudaFunction_t function; /* the kernel in the stream's context */
-        cudaGraphExec_t exec;    /* the kernel's graph, or the stream's */
+        cudaFunction_t function; /* the kernel's function in the stream's context */
+        cudaGraphExec_t exec;    /* the kernel's own graph, or the stream's */
     } known[KNOWN_KERNELS];
     known_pair pairs[KNOWN_PAIRS];
 } stream_graph;
 
 enum {
-    MAX_GRAPHS = 64,        /* per device; PyTorch has 32 streams and reuses them */
-    MAX_KERNEL_GRAPHS = 24, /* part of MAX_GRAPHS, for kernels that are not a stream's first */
-    MAX_PAIR_GRAPHS = 16,   /* more than MAX_GRAPHS, for pairs */
-    MAX_STREAMS = 200,      /* remembered per device; on others kernels are launched */
+    /* Graphs of one kernel per device; PyTorch has 32 streams and reuses them. */
+    MAX_GRAPHS = 64,
+    MAX_KERNEL_GRAPHS = 24, /* those of MAX_GRAPHS for kernels that are not a stream's first */
+    MAX_PAIR_GRAPHS = 16,   /* graphs of pairs per device, besides MAX_GRAPHS */
+    MAX_STREAMS = 200,      /* streams that are known per device; on others kernels are launched */
 };
 
 static struct device_graphs {
-    _Atomic(stream_graph *) first; /* streams are added at the front and stay */
-    int num_streams;               /* streams_lock guards this and the fields below */
-    CUcontext context;             /* the graphs' context; NULL until they are made */
-    cudaGraphNode_t node;          /* the kernel's node, the same in each graph */
+    _Atomic(stream_graph *) first; /* newest stream; streams are never removed */
+    /* Number of streams; streams_lock guards this and the fields below. */
+    int num_streams;
+    CUcontext context;    /* the graphs' context; NULL until they are made */
+    cudaGraphNode_t node; /* node of the kernel, the same in each graph */
     cudaGraphExec_t execs[MAX_GRAPHS];
-    int num_left;         /* graphs that nobody has taken yet */
-    int num_kernels_left; /* kernels that may still take one */
+    int num_left;         /* number of graphs that are not taken yet */
+    int num_kernels_left; /* number of kernels that may still take one */
     cudaGraphNode_t pair_nodes[2];
     cudaGraphExec_t pair_execs[MAX_PAIR_GRAPHS];
     int num_pairs_left;
@@ -88,13 +92,14 @@ launch(const smla_cuda_grid *grid)
 
 /* ---- Graphs -------------------------------------------------------------------------------- */
 
-/* Functions of the driver. The runtime's take 0.04 us longer for a query and 0.2 us for parameters,
- * to look the kernel up. The runtime starts graphs, because profilers watch it. */
+/* Functions of the driver. The runtime's functions take longer, 0.04 us for a query and 0.2 us for
+ * parameters, because they look the kernel up. But the runtime starts graphs, because profilers
+ * watch it. */
 static struct {
     PFN_cuStreamIsCapturing_v10000 is_capturing;
     PFN_cuStreamGetId_v12000 get_id;
     PFN_cuStreamGetCtx_v9020 get_context;
-    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: graphs are not used */
+    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL if graphs are not used */
 } driver;
 
 static cudaError_t
@@ -109,8 +114,9 @@ find_driver(void)
     return smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
-/* Turns graphs off (no set_params) where SPARSE_MLA_LAUNCH=plain asks for it, to compare, and where
- * a profiler is injected, which shows a graph as one item without a name. */
+/* Turns graphs off, by set_params = NULL, where the user or a tool wants plain launches:
+ * SPARSE_MLA_LAUNCH=plain serves to compare, and an injected profiler would show a graph as one
+ * item without a name. */
 static void
 prepare_graphs(void)
 {
@@ -121,7 +127,7 @@ prepare_graphs(void)
     }
 }
 
-/* Whether SMs are reserved for the stream. A driver without the query has no such streams. */
+/* Whether SMs are reserved for the stream. A driver without this query has no such streams. */
 static bool
 has_own_sms(cudaStream_t stream)
 {
@@ -160,8 +166,8 @@ add_node(const smla_cuda_grid *grid, cudaGraph_t graph, cudaGraphNode_t *node)
     return cudaGraphAddKernelNode(node, graph, NULL, 0, &params) == cudaSuccess;
 }
 
-/* Makes the second node follow the first. It starts early if kernels here can: each waits by
- * itself. */
+/* Makes the second node follow the first. The second starts early if kernels here can, because each
+ * kernel waits for earlier grids by itself. */
 static bool
 order_nodes(const smla_cuda_grid *grid, cudaGraph_t graph, const cudaGraphNode_t nodes[2])
 {
@@ -174,7 +180,7 @@ order_nodes(const smla_cuda_grid *grid, cudaGraph_t graph, const cudaGraphNode_t
            add(graph, &nodes[0], &nodes[1], grid->starts_early ? &early : &late, 1) == CUDA_SUCCESS;
 }
 
-/* Instantiates `count` graphs, or fewer where that fails, and returns how many. */
+/* Instantiates `count` graphs, or fewer if that fails, and returns their number. */
 static int
 instantiate(cudaGraph_t graph, cudaGraphExec_t *execs, int count)
 {
@@ -185,8 +191,9 @@ instantiate(cudaGraph_t graph, cudaGraphExec_t *execs, int count)
     return made;
 }
 
-/* Makes all graphs, in the current context. They begin with the caller's kernel, but any would do.
- * The templates are kept, because their nodes name the kernels in the executable graphs. */
+/* Makes all graphs, in the current context. They begin with the caller's kernel, though any kernel
+ * would do. The template graphs are kept, because their nodes name the kernels in the executable
+ * graphs. */
 static void
 make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
 {
@@ -207,7 +214,7 @@ make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
 }
 
 /* Gives an ordinary stream a graph. The caller holds streams_lock. Contexts do not share functions,
- * so streams of another context than the first stream's get no graph. */
+ * so only streams of the first stream's context get a graph. */
 static void
 take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_graph *taker)
 {
@@ -225,7 +232,8 @@ take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_grap
     }
 }
 
-/* The graph for a kernel after the stream's first: a new one if any is left, else the stream's. */
+/* Returns the graph for a kernel that is not the stream's first: a new graph if any is left, else
+ * the stream's. */
 static cudaGraphExec_t
 take_kernel_graph(const smla_cuda_grid *grid, const stream_graph *stream)
 {
@@ -250,7 +258,8 @@ find_stream(int32_t device_id, unsigned long long stream_id)
     return at;
 }
 
-/* Adds the stream, if no other thread has. NULL: too many. The caller holds streams_lock. */
+/* Adds the stream, if no other thread has added it. Returns NULL if there are too many streams. The
+ * caller holds streams_lock. */
 static stream_graph *
 add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
 {
@@ -285,7 +294,7 @@ is_free(CUstream stream)
                               capture == CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-/* The graph of the grid's stream; NULL where the kernel must be launched. */
+/* Returns the graph of the grid's stream, or NULL where the kernel must be launched. */
 static stream_graph *
 find_graph(const smla_cuda_grid *grid)
 {
@@ -297,8 +306,7 @@ find_graph(const smla_cuda_grid *grid)
         return NULL;
     }
     stream_graph *found = find_stream(grid->stream.device_id, stream_id);
-    if (found == NULL &&
-        !grid->has_clusters) { /* graphs begin with the kernel that adds a stream */
+    if (found == NULL && !grid->has_clusters) { /* the kernel that adds a stream is in its graph */
         pthread_mutex_lock(&streams_lock);
         found = add_stream(grid, stream_id);
         pthread_mutex_unlock(&streams_lock);
@@ -306,21 +314,22 @@ find_graph(const smla_cuda_grid *grid)
     return found == NULL || found->exec == NULL ? NULL : found;
 }
 
-/* The kernel's place, a free one, or else the last. A stream seldom has that many kernels. */
+/* Returns the kernel's entry, a free one, or else the last, which such kernels share. A stream
+ * seldom has that many kernels. */
 static struct known_kernel *
-find_place(stream_graph *graph, const void *kernel)
+find_entry(stream_graph *graph, const void *kernel)
 {
-    int place = 0;
-    while (place < KNOWN_KERNELS - 1 && graph->known[place].kernel != NULL &&
-           graph->known[place].kernel != kernel) {
-        place++;
+    int index = 0;
+    while (index < KNOWN_KERNELS - 1 && graph->known[index].kernel != NULL &&
+           graph->known[index].kernel != kernel) {
+        index++;
     }
-    return &graph->known[place];
+    return &graph->known[index];
 }
 
-/* Whether the kernel may start from this place. A graph that has held a kernel with clusters starts
- * every kernel in clusters. So such a kernel needs a graph that no other kernel will have: neither
- * the stream's, nor that of the last place, where kernels take turns. */
+/* Whether the kernel may start by the graph of this entry. A graph that has once contained a kernel
+ * with clusters starts every kernel in clusters. So such a kernel needs a graph that no other
+ * kernel will have: neither the stream's graph, nor that of the last entry, which kernels share. */
 static bool
 may_start(const stream_graph *graph, const struct known_kernel *known, const smla_cuda_grid *grid)
 {
@@ -328,8 +337,8 @@ may_start(const stream_graph *graph, const struct known_kernel *known, const sml
            (known->exec != graph->exec && known != &graph->known[KNOWN_KERNELS - 1]);
 }
 
-/* Whether a call of the runtime succeeded. Its error is answered by a launch, so it is not left for
- * whoever asks cudaGetLastError next. Other errors there may be somebody else's, and stay. */
+/* Whether a call of the runtime succeeded. If it failed, a launch follows, so its error is not left
+ * for whoever asks cudaGetLastError next. Earlier errors there may be somebody else's, and stay. */
 static bool
 has_succeeded(cudaError_t code)
 {
@@ -339,22 +348,24 @@ has_succeeded(cudaError_t code)
     return code == cudaSuccess;
 }
 
-/* The kernel in the current context; NULL after an error. */
+/* Returns the kernel's function in the current context, or NULL after an error. */
 static cudaFunction_t
 find_function(const void *kernel)
 {
     cudaFunction_t function = NULL;
-    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* code may load */
+    /* This may load code, which a capture forbids. */
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
     smla_cuda_restore_captures(former);
     return has_succeeded(code) ? function : NULL;
 }
 
-/* The caller holds the graph's lock. NULL where the kernel must be launched. */
+/* Finds or fills the kernel's entry. Returns NULL where the kernel must be launched. The caller
+ * holds the graph's lock. */
 static const struct known_kernel *
 find_known(stream_graph *graph, const smla_cuda_grid *grid)
 {
-    struct known_kernel *const known = find_place(graph, grid->kernel);
+    struct known_kernel *const known = find_entry(graph, grid->kernel);
     if (known->kernel != grid->kernel) {
         const cudaFunction_t function = find_function(grid->kernel);
         if (function == NULL) {
@@ -394,7 +405,7 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
            has_succeeded(cudaGraphLaunch(known->exec, grid->stream.handle));
 }
 
-/* If the graph refuses the kernel, a launch starts it or returns the error. */
+/* Starts a kernel by its stream's graph. If that fails, a launch starts it or returns the error. */
 static cudaError_t
 start(const smla_cuda_grid *grid)
 {
@@ -412,9 +423,9 @@ start(const smla_cuda_grid *grid)
 
 /* ---- Pairs --------------------------------------------------------------------------------- */
 
-/* The place of a pair: its own, or a free one. NULL where others have all places. */
+/* Returns the entry of a pair: its own, or a free one. NULL if other pairs have all entries. */
 static known_pair *
-find_pair_place(stream_graph *graph, const smla_cuda_grid *first, const smla_cuda_grid *second)
+find_pair_entry(stream_graph *graph, const smla_cuda_grid *first, const smla_cuda_grid *second)
 {
     for (int i = 0; i < KNOWN_PAIRS; i++) {
         known_pair *const pair = &graph->pairs[i];
@@ -426,7 +437,7 @@ find_pair_place(stream_graph *graph, const smla_cuda_grid *first, const smla_cud
     return NULL;
 }
 
-/* Takes one of the device's graphs for a pair that is met for the first time. */
+/* Takes one of the device's graphs for a new pair. */
 static bool
 take_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, known_pair *taker)
 {
@@ -445,11 +456,11 @@ take_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, known
     return taker->kernels[0] != NULL;
 }
 
-/* The caller holds the graph's lock. */
+/* Starts a pair by a graph; returns whether it did. The caller holds the stream graph's lock. */
 static bool
 start_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, stream_graph *graph)
 {
-    known_pair *const pair = find_pair_place(graph, first, second);
+    known_pair *const pair = find_pair_entry(graph, first, second);
     const cudaGraphNode_t *const nodes = graphs_of[second->stream.device_id].pair_nodes;
     return pair != NULL && (pair->kernels[0] != NULL || take_pair_graph(first, second, pair)) &&
            set_params(pair->exec, nodes[0], pair->functions[0], first) &&
@@ -457,7 +468,7 @@ start_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, stre
            has_succeeded(cudaGraphLaunch(pair->exec, second->stream.handle));
 }
 
-/* Starts both by one graph, or each by itself. */
+/* Starts both kernels by one graph, or each by itself. */
 static cudaError_t
 start_pair(const smla_cuda_grid *first, const smla_cuda_grid *second)
 {

@@ -1,17 +1,17 @@
 /* mirror.c: memory that the CUDA backend owns: a builder's buffers, and its mirror.
  *
  * A mirror is a block of device memory and a ring of pinned staging buffers. A build fills the
- * oldest buffer and sends it in one copy. The event recorded behind this copy tells when the buffer
- * may be filled again. A build queries the event and never waits for it: while the oldest buffer is
- * still on its way, the ring grows by one.
+ * oldest buffer and sends it in one copy. The event recorded after this copy tells when the buffer
+ * may be filled again. A build queries the event and never waits for it: if the oldest buffer is
+ * still being copied, the ring grows by one.
  *
  * Order. Each upload and each use of the block comes after the one before it. Within one stream
  * this holds by itself. Another stream is told to wait for the event of the upload or use before.
  * So events complete in the order of the ring, the oldest buffer is the first to be free, and the
  * newest event stands for all uploads and uses before it. Streams are told apart by their ids,
- * which are never given out twice. No stream handle is kept past the call that brought it.
- * Recording an event costs the host 1 us. The legacy stream never goes away, so the event behind a
- * use on it is recorded only when another stream has to wait.
+ * which are never given out twice. No stream handle is kept after the call that passed it.
+ * Recording an event costs the host 1 us. The legacy stream never goes away, so the event after a
+ * use on that stream is recorded only when another stream has to wait.
  *
  * Captures. A use that is being captured is part of a graph. It runs when the graph is replayed, in
  * the order of the stream that replays it, so a use does nothing in a capture. The caller must
@@ -51,8 +51,8 @@ smla_cuda_allocate(int32_t device_id, int64_t bytes)
     return memory;
 }
 
-/* cudaFree waits for the work that uses the memory. It fails where the driver was shut down before
- * us, at the interpreter's exit. Then nothing is left to free. */
+/* Frees device memory. cudaFree waits for the work that uses it. It fails if the driver was shut
+ * down before, at the interpreter's exit; then nothing is left to free. */
 void
 smla_cuda_release(int32_t device_id, void *memory)
 {
@@ -78,16 +78,17 @@ typedef struct cuda_mirror {
     smla_mirror base; /* first member, so that both structs have the same address */
     int32_t device_id;
     staging *last;      /* the buffer sent last; the next build fills the one after it */
-    cudaEvent_t used;   /* recorded behind the last use */
+    cudaEvent_t used;   /* event after the last use */
     cudaEvent_t newest; /* event of the last upload or use; NULL before the first */
-    bool is_recorded;   /* whether `newest` is recorded; else it must be, on the legacy stream */
-    unsigned long long newest_stream; /* the id of its stream */
-    /* What begin_use found, for end_use */
+    /* Whether `newest` is recorded; if not, it is still to be recorded, on the legacy stream. */
+    bool is_recorded;
+    unsigned long long newest_stream; /* id of the newest event's stream */
+    /* Results of begin_use, for end_use. */
     bool use_is_captured;
     unsigned long long use_stream;
 } cuda_mirror;
 
-enum { FIRST_BUFFERS = 3 }; /* one being filled, one on its way, one to spare */
+enum { FIRST_BUFFERS = 3 }; /* one to fill, one that is being copied, one to spare */
 
 static void
 free_staging(staging *buffer)
@@ -102,7 +103,7 @@ free_staging(staging *buffer)
     free(buffer);
 }
 
-/* Puts a new buffer behind the one sent last, where the next build looks for the oldest. */
+/* Inserts a new buffer after the one sent last, where the next build looks for the oldest. */
 static cudaError_t
 grow_ring(cuda_mirror *m)
 {
@@ -129,8 +130,8 @@ grow_ring(cuda_mirror *m)
     return cudaSuccess;
 }
 
-/* Zeros the block before anybody can use it. A new stream does this: it waits for no other stream,
- * and no other stream needs to wait for it. */
+/* Zeros the block before anybody can use it. A new stream does this, because it waits for no other
+ * stream, and no other stream needs to wait for it. */
 static cudaError_t
 clear_block(const cuda_mirror *m)
 {
@@ -159,7 +160,8 @@ fill_mirror(cuda_mirror *m)
     return good;
 }
 
-/* Frees the block first: cudaFree waits for the uploads, too, so nothing is waited for twice. */
+/* Frees all that a mirror has. The block comes first: cudaFree waits for the uploads, so later
+ * calls need not wait. */
 static void
 empty_mirror(cuda_mirror *m)
 {
@@ -212,7 +214,7 @@ smla_cuda_destroy_mirror(smla_mirror *mirror)
     if (m == NULL) {
         return;
     }
-    /* Where the device is gone (driver shut down, or lost), the calls fail and do no harm. */
+    /* If the device is gone (driver shut down, or lost), the calls fail and do no harm. */
     smla_cuda_guard guard = {0};
     (void)smla_cuda_enter(memory_op, m->device_id, &guard, NULL);
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
@@ -224,12 +226,12 @@ smla_cuda_destroy_mirror(smla_mirror *mirror)
 
 /* ---- Order --------------------------------------------------------------------------------- */
 
-#define LEGACY_ID ULLONG_MAX /* CUDA counts ids up */
+#define LEGACY_ID ULLONG_MAX /* no stream has this id, because CUDA counts ids up */
 
 static smla_status
 find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *error)
 {
-    if (stream.handle == NULL) { /* the block's context has one legacy stream */
+    if (stream.handle == NULL) { /* there is one legacy stream in the block's context */
         *id = LEGACY_ID;
         return SMLA_OK;
     }
@@ -284,7 +286,7 @@ refuse_capture(const char *op, smla_stream stream, smla_error *error)
     return SMLA_OK;
 }
 
-/* Makes sure that the buffer after the one sent last may be filled. */
+/* Ensures that the buffer after the one sent last is free to be filled. */
 static smla_status
 find_free_buffer(const char *op, cuda_mirror *m, smla_error *error)
 {
@@ -329,7 +331,7 @@ send_buffer(const char *op, cuda_mirror *m, smla_stream stream, smla_error *erro
                                               cudaMemcpyHostToDevice, handle),
                               error));
     const smla_status status = record_newest(op, m, stream, id, buffer->sent, error);
-    if (status != SMLA_OK) { /* no event tells when the copy is done, so wait here */
+    if (status != SMLA_OK) { /* no event will tell when the copy is done, so wait here */
         (void)cudaStreamSynchronize(handle);
         return status;
     }
@@ -380,7 +382,8 @@ smla_cuda_end_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_
     if (m->use_is_captured) {
         return SMLA_OK;
     }
-    if (stream.handle == NULL) { /* the legacy stream exists for ever, so this can wait */
+    /* The legacy stream exists for ever, so the event can be recorded later. */
+    if (stream.handle == NULL) {
         m->newest = m->used;
         m->is_recorded = false;
         m->newest_stream = m->use_stream;

@@ -6,7 +6,7 @@
 
 #include "cuda/host/cuda.h"
 
-static PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: this driver has none */
+static PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL if this driver has no tensor maps */
 
 static void
 find_encode(void)

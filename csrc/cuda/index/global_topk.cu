@@ -2,23 +2,23 @@
  *
  * Computes     out[t] = the slots of the entries of topk_indices[t] that have one, in their order,
  *              then -1; lens[t] = their number. A position's slot is its page,
- *              block_table[req_id[t], pos / block_size], times block_size, plus pos % block_size. A
- *              row of an invalid token is -1, of length 0.
+ *              block_table[req_id[t], pos / block_size], times block_size, plus pos % block_size.
+ *              The row of an invalid token is all -1 and has length 0.
  * Shapes       topk_indices, out [T, K] int32, rows any stride apart; req_id_per_token, lens [T]
  *              int32, is_valid [T] bytes, block_table [R, W] int32, any strides
- * Shared mem   few tokens: 256 bytes, how many slots each warp found in each vector of a tile,
- *              twice
+ * Shared mem   few tokens: 256 bytes, the number of slots that each warp found in each vector of a
+ *              tile, for two tiles
  * Roles        Few tokens: a CTA takes one token at a time; slot_rows.cuh writes its row. Barrier
  *              (__syncthreads): the counts of a tile are written.
- *              Many tokens: a warp takes one token at a time, 32 columns by 32, without barriers.
- *              The entries of the first 256 columns are loaded before the request is known, the
- *              next ones before slots are stored.
- * Roofline     Memory: 8 bytes per entry; 32768 tokens of K = 512 take 32 us at 4.2 TB/s. At that
- *              length a launch of few tokens is latency: load an entry, load its page, vote, meet,
- *              store. A warp of many tokens has 1 KiB of entries on its way, and runs about 30
- *              instructions per 32 columns: 17 us of 132 SMs.
- * Numerics     Integers, exact. An entry has no slot where it is negative or beyond the table, its
- *              page is negative, or the slot is above int32. A bad request id has no slots.
+ *              Many tokens: a warp takes one token at a time, 32 columns after 32, without
+ *              barriers. It loads the entries of the first 256 columns before it knows the
+ *              request, and the next entries before it stores slots.
+ * Roofline     Memory: 8 bytes per entry; 32768 tokens of K = 512 take 32 us at 4.2 TB/s. Latency
+ *              binds a launch of few tokens: load an entry, load its page, vote, meet, store. With
+ *              many tokens, a warp has loads of 1 KiB of entries under way, and runs about 30
+ *              instructions per 32 columns: 17 us on 132 SMs.
+ * Numerics     Integers, exact. An entry has no slot if it is negative or beyond the table, if its
+ *              page is negative, or if the slot is above int32. A bad request id has no slots.
  * Source       compute_global_topk_indices_and_lens of vLLM, for its arguments; the order-keeping
  *              compaction by votes and a scan of counts is ours.
  */
@@ -29,7 +29,7 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    SM_TOKENS = 16, /* tokens per SM at which a warp, not a CTA, has a token */
+    SM_TOKENS = 16, /* tokens per SM from which on a warp, not a CTA, takes a token */
     LANE_ENTRIES = 8,
     PASS_ENTRIES = LANE_ENTRIES * SMLA_WARP_LANES,
 };
@@ -56,7 +56,7 @@ __launch_bounds__(BLOCK_THREADS) global_topk_kernel(const __grid_constant__ glob
 
 /* ---- Many tokens --------------------------------------------------------------------------- */
 
-/* The entries of a lane in a pass; -1 beyond the last column. */
+/* Loads a lane's entries of a pass; those beyond the last column are -1. */
 __device__ __forceinline__ void
 load_entries(const int32_t *in, int64_t first, int64_t topk, int32_t entries[LANE_ENTRIES])
 {
@@ -69,7 +69,7 @@ load_entries(const int32_t *in, int64_t first, int64_t topk, int32_t entries[LAN
     }
 }
 
-/* Writes the row and the length of a token. All lanes of a warp call this. */
+/* Writes the row and the length of a token. All lanes of a warp call this together. */
 __device__ __forceinline__ void
 write_row_by_warp(const smla_topk_slots_params &p, const page_table &pages, int64_t token)
 {
@@ -79,7 +79,7 @@ write_row_by_warp(const smla_topk_slots_params &p, const page_table &pages, int6
     int32_t entries[LANE_ENTRIES];
     load_entries(in, 0, p.topk, entries);
     const int64_t req = find_slot_request(p, token);
-    int32_t *end = out; /* where the next slot goes */
+    int32_t *end = out; /* the address of the next slot */
     for (int64_t first = 0; req >= 0 && first < p.topk; first += PASS_ENTRIES) {
         int32_t slots[LANE_ENTRIES];
 #pragma unroll

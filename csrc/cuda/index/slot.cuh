@@ -1,12 +1,11 @@
-/* slot.cuh: what the kernels that build index lists share: slots of positions, and what a token of
- * a batch sees. csrc/cpu/index/ has the same rules.
- */
+/* slot.cuh: what the kernels that build index lists share: the slots of positions, and the keys
+ * that a token of a batch sees. csrc/cpu/index/ has the same rules. */
 #pragma once
 
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 
-/* A block table, and the divisor of its page size. */
+/* A block table, and its page size as a divisor. */
 typedef struct page_table {
     smla_page_table pages;
     smla_divisor block_size;
@@ -18,8 +17,8 @@ page_table_of(const smla_page_table &pages)
     return page_table{pages, smla_make_divisor(pages.block_size)};
 }
 
-/* The slot of a position of request `req`; -1 where the table has no page for it, or where int32
- * cannot hold the slot. `req` is a row of the table. */
+/* The slot of a position of request `req`, which is a row of the table. It is -1 where the table
+ * has no page for the position, or where int32 cannot hold the slot. */
 static __device__ __forceinline__ int32_t
 find_slot(const page_table &table, int64_t req, int32_t position)
 {
@@ -46,15 +45,15 @@ read_start(const smla_query_batch &batch, int64_t req)
     return __ldg(batch.query_start_loc + req * batch.query_start_loc_stride);
 }
 
-/* What a token sees: its position, the length of its window, and how many compressed rows. A token
- * past the end of its request sees nothing. */
+/* A token's position, and how many keys it sees: in its window, and as compressed rows. A token
+ * past the end of its request sees none. */
 typedef struct token_sight {
     int64_t position;
     int64_t window_len;
     int64_t topk_len;
 } token_sight;
 
-/* `req` is a request of the batch. Where the token sees anything, its position fits int32. */
+/* Finds how many keys a token of request `req` sees. If it sees any, its position fits int32. */
 static __device__ __forceinline__ token_sight
 find_sight(const smla_query_batch &batch, int64_t req, int64_t token, int64_t window,
            const smla_divisor &ratio, int64_t topk)

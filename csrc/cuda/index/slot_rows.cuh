@@ -1,10 +1,10 @@
-/* slot_rows.cuh: one row of slots, written by a CTA: the slots of the entries that have one, in
- * their order, then -1.
+/* slot_rows.cuh: a CTA writes one row of slots: the slots of the entries that have one, in their
+ * order, then -1.
  *
- * The CTA takes the columns in tiles of 1024. A thread takes columns that are a CTA's width apart,
- * so that loads and stores are whole lines. Every warp counts its slots by votes and leaves 32
- * counts per tile, of all warps together, in shared memory. From these counts each warp finds where
- * its slots go. The two halves of the counts take turns, so that one barrier per tile suffices.
+ * The CTA takes the columns in tiles of 1024. The columns of a thread are a CTA's width apart, so
+ * that loads and stores are whole lines. Every warp counts its slots by votes. All warps together
+ * leave 32 counts per tile in shared memory, and from these counts each warp finds where its slots
+ * go. Tiles alternate between the two halves of the counts, so one barrier per tile suffices.
  */
 #pragma once
 
@@ -23,8 +23,8 @@ find_slot_request(const smla_topk_slots_params &p, int64_t token)
     return req < p.num_reqs ? req : -1;
 }
 
-/* A thread's slots of a tile; -1 where an entry has none. Entries come from L2, because other CTAs
- * of the grid may have written them. */
+/* Loads a thread's slots of a tile; a slot is -1 where an entry has none. Entries are read from L2,
+ * because other CTAs of the grid may have written them. */
 template <int THREADS>
 static __device__ __forceinline__ void
 load_slots(const smla_topk_slots_params &p, const page_table &pages, const int32_t *in,
@@ -43,7 +43,7 @@ load_slots(const smla_topk_slots_params &p, const page_table &pages, const int32
     }
 }
 
-/* The sum of the counts in front of each, one per lane. */
+/* Returns the sum of the counts of lower lanes; each lane passes one count. */
 static __device__ __forceinline__ int32_t
 scan_counts(int32_t count, int lane, int32_t *total)
 {
@@ -53,7 +53,7 @@ scan_counts(int32_t count, int lane, int32_t *total)
 }
 
 /* Appends the slots of a tile to out[begin...], and returns how many there are. All threads of the
- * CTA call this, tile after tile, with `counts` in turn one and the other half of the counts. */
+ * CTA call this for each tile, with `counts` alternating between the two halves. */
 template <int THREADS>
 static __device__ __forceinline__ int32_t
 append_slots(const int32_t *slots, int32_t *counts, int32_t *out)
@@ -84,8 +84,8 @@ append_slots(const int32_t *slots, int32_t *counts, int32_t *out)
     return total;
 }
 
-/* Writes the row and the length of a token. All threads of the CTA call this. `half` is the half of
- * `counts` whose turn it is. */
+/* Writes the row and the length of a token. All threads of the CTA call this. `half` says which
+ * half of `counts` the next tile uses. */
 template <int THREADS>
 static __device__ __forceinline__ void
 write_slot_row(const smla_topk_slots_params &p, const page_table &pages, int64_t token,

@@ -2,23 +2,23 @@
  * windows, slots of compressed rows and of states.
  *
  * Computes     A token t of request b at position p is valid if it belongs to a request and
- *              slot_mapping[t] >= 0. seen = p + 1, or 0 if it is not valid.
- *              windows: swa_lens[t] = min(seen, window); swa_indices[t] = the slots of the last
- *              swa_lens[t] positions, oldest first, then -1
- *              of each group of `ratio` tokens: slot_mapping[t] = the slot of row p / ratio if t
- *              is valid and seen % ratio == 0, else -1; state_slot_mapping[t] = the slot of p if t
- *              is valid, else -1; context_lens[t] = seen / ratio; lens[t] = min(context_lens[t],
- *              width); indices[t] = the slots of rows 0...lens[t] - 1 for a decode, their numbers
- *              for a prefill, then -1
+ *              slot_mapping[t] >= 0. seen = p + 1 for a valid token, else 0.
+ *              Windows: swa_lens[t] = min(seen, window); swa_indices[t] = the slots of the last
+ *              swa_lens[t] positions, oldest first, then -1.
+ *              For each group, which compresses `ratio` tokens into a row: slot_mapping[t] = the
+ *              slot of row p / ratio if t is valid and seen % ratio == 0, else -1;
+ *              state_slot_mapping[t] = the slot of p if t is valid, else -1; context_lens[t] =
+ *              seen / ratio; lens[t] = min(context_lens[t], width); indices[t] = rows
+ *              0...lens[t] - 1, as slots for a decode and as numbers for a prefill, then -1
  * Shapes       swa_indices [T, window], indices [T, width] with a stride, vectors [num_rows] int32,
  *              is_valid [num_rows] bytes; block tables [R, W] int32 and slot_mapping [T], any
  *              strides; req_id_per_token, positions [T] int32
  * Shared mem   none
- * Roles        A CTA takes one token at a time, a thread one column in 256. Its thread 0 writes the
- *              token's entries of vectors. The last CTAs take 256 rows behind the step's tokens
- *              at a time, and a thread clears one of them.
- * Roofline     Memory: 4 bytes per column written, 4 / block size read. A launch of few tokens is
- *              latency. Not yet measured.
+ * Roles        A CTA takes one token at a time, and a thread one column in 256. Thread 0 writes the
+ *              token's entries of the vectors. The last CTAs clear the rows behind the step's
+ *              tokens: 256 rows at a time, one per thread.
+ * Roofline     Memory: 4 bytes per column written, 4 / block size read. Latency binds a launch of
+ *              few tokens. Not yet measured.
  * Numerics     Integers, exact, the values of the CPU backend. -1 where the table has no page or
  *              int32 cannot hold the slot.
  * Source       The metadata builders of vLLM's DeepSeek V4 backend, for their results; one launch
@@ -30,7 +30,7 @@ namespace {
 
 enum { BLOCK_THREADS = 256 };
 
-/* A group's tables and divisors; the other fields are those of the params. */
+/* A group's tables and divisors; the params have its other fields. */
 struct group_tables {
     page_table pages;
     page_table state_pages;
@@ -51,7 +51,7 @@ has_slot(const smla_step_lists_params &p, int64_t token)
                               : (long long)__ldg((const int32_t *)p.slot_mapping + at)) >= 0;
 }
 
-/* What all threads of a CTA know about its token. */
+/* The facts of a token that all threads of its CTA have. */
 struct step_token {
     int64_t token;
     int64_t req;
@@ -117,7 +117,7 @@ write_group(const smla_step_group &g, const group_tables &tables, const step_tok
     }
 }
 
-/* Clears the entries of vectors of a row behind the step's tokens. */
+/* Clears the vectors' entries of a row behind the step's tokens. */
 __device__ __forceinline__ void
 clear_row(const smla_step_lists_params &p, int64_t row)
 {
@@ -134,7 +134,7 @@ clear_row(const smla_step_lists_params &p, int64_t row)
     }
 }
 
-/* A CTA's works: the first num_tokens are tokens, the others are parts of the rows behind them. */
+/* The number of work items of the grid: one per token, then one per 256 rows behind the tokens. */
 __host__ __device__ __forceinline__ int64_t
 count_works(const smla_step_lists_params &p)
 {
@@ -146,8 +146,8 @@ __launch_bounds__(BLOCK_THREADS) step_lists_kernel(const __grid_constant__ step_
 {
     ptx_wait_for_grids();
     const smla_step_lists_params &p = args.p;
-    const int64_t num_works = count_works(p);
-    for (int64_t work = blockIdx.x; work < num_works; work += gridDim.x) {
+    const int64_t num_work_items = count_works(p);
+    for (int64_t work = blockIdx.x; work < num_work_items; work += gridDim.x) {
         if (work < p.num_tokens) {
             const step_token token = read_token(p, work);
             write_window(args, token);

@@ -2,7 +2,7 @@
  * of a prefill chunk, and slots of a mixed batch.
  *
  * Computes     A token at position p of request b sees tl = min((p + 1) / ratio, topk) compressed
- *              rows and a window of sl = min(p + 1, window) tokens, from a = p + 1 - sl on.
+ *              rows, and a window of sl = min(p + 1, window) tokens that begins at a = p + 1 - sl.
  *              combine: out[t] = topk_indices[t, :tl] + M * b, then M * b + N + a - (seq_len -
  *              gather_len) + j for j < sl, then -1; lens[t] = tl + sl
  *              mixed, a decode: out[t] = decode_swa_indices[t], then decode_indices[t] or the slots
@@ -12,23 +12,24 @@
  * Shapes       index lists and out [T, columns] int32, rows any stride apart; block tables [R, W]
  *              int32, query_start_loc [R + 1], seq_lens, gather_lens [R], req_id_per_token, lens
  *              [T] int32, is_valid [T] bytes, any strides
- * Shared mem   mixed: 32 bytes, the positions that each warp counted
+ * Shared mem   mixed: 32 bytes, the number of positions that each warp counted
  * Roles        A team takes one token at a time: a CTA if there are few tokens, else a warp. A
- *              thread has one column at a time, or four neighbours where all rows are aligned, and
- *              two of these pieces per pass. All threads of a team find the token's request,
- *              because the loads are broadcast; the entries of the first pass are loaded before.
- *              Barrier (__syncthreads) of a decode's positions, if a CTA is a team: the counts of
- *              all warps are written | are read.
+ *              piece is one column of a thread, or four neighbours where all rows are aligned; a
+ *              thread has two pieces per pass. All threads of a team look up the token's request,
+ *              because such loads are broadcast. They load the entries of the first pass before.
+ *              Barriers (__syncthreads) when a CTA counts a decode's positions: the counts of all
+ *              warps are written | are read.
  * Roofline     Memory: 4 to 8 bytes per column; 32768 tokens of 128 + 512 columns, 512 of them
  *              read, take 36 us at 4.2 TB/s. A team waits for about eight loads one after another,
- *              4 us, so that a launch of few tokens is latency, and CTAs as teams, 8 per SM, would
- *              need 120 us for 32768 tokens. As teams, an SM has 32 warps (mixed) or 40 (combine).
+ *              4 us. So latency binds a launch of few tokens, and for 32768 tokens CTAs as teams, 8
+ *              per SM, would need 120 us. With warps as teams, an SM runs 32 teams (mixed) or 40
+ *              (combine).
  * Numerics     Integers, exact. -1 where an entry is negative, has no page, or int32 cannot hold
- *              the result. A token past the last request, and one of a bad request, has no entries;
- *              combine gives it length 0, mixed `window`. combine writes -1 for a token of the
- *              window that gather_lens leaves out, for one past the request's M rows, and for all
- *              of them if gather_lens exceeds seq_lens. Values are those of the CPU for any input
- *              that it accepts; no other input makes a kernel leave its arrays.
+ *              the result. A token past the last request, or of a bad request, has no entries;
+ *              combine gives it length 0, mixed length `window`. combine writes -1 for a window
+ *              token that gather_lens leaves out, for one past the request's M rows, and for the
+ *              whole window if gather_lens exceeds seq_lens. Values are those of the CPU for any
+ *              input that it accepts; with any other input kernels still write only their arrays.
  * Source       combine_topk_swa_indices and build_flashinfer_mixed_sparse_indices of vLLM, for
  *              their results.
  */
@@ -39,13 +40,13 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     NUM_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    SM_TOKENS = 16,  /* tokens per SM at which a warp is a team */
+    SM_TOKENS = 16,  /* tokens per SM from which on a warp is a team */
     PASS_PIECES = 2, /* pieces of a row that a thread has per pass */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-/* The index if int32 holds it, else -1. */
+/* Returns the index if int32 can hold it, else -1. */
 __device__ __forceinline__ int32_t
 fit_index(int64_t index)
 {
@@ -54,7 +55,8 @@ fit_index(int64_t index)
 
 /* ---- Teams --------------------------------------------------------------------------------- */
 
-/* The threads that have a token: THREADS is a warp or a CTA. A piece has COLUMNS columns. */
+/* The threads that take a token together: THREADS is a warp or a CTA. A piece has COLUMNS
+ * columns. */
 template <int THREADS_, int COLUMNS_> struct team {
     enum {
         THREADS = THREADS_,
@@ -77,8 +79,8 @@ template <int THREADS_, int COLUMNS_> struct team {
         return (piece * THREADS + thread()) * COLUMNS;
     }
 
-    /* Loads the columns of a pass from column `first` on; -1 from column `count` on. With four
-     * columns per piece `count` is a multiple of 4. */
+    /* Loads the columns of a pass from column `first` on; columns from `count` on become -1. With
+     * four columns per piece, `count` is a multiple of 4. */
     __device__ __forceinline__ void load(const int32_t *in, int64_t first, int64_t count)
     {
 #pragma unroll
@@ -94,7 +96,7 @@ template <int THREADS_, int COLUMNS_> struct team {
         }
     }
 
-    /* Stores them, up to column `width`, which is a multiple of 4 like `count` above. */
+    /* Stores the columns of a pass that are below `width`, a multiple of 4 like `count` above. */
     __device__ __forceinline__ void store(int32_t *out, int64_t first, int64_t width) const
     {
 #pragma unroll
@@ -107,15 +109,16 @@ template <int THREADS_, int COLUMNS_> struct team {
     }
 };
 
-/* Whether rows of `columns` columns divide into pieces of four. An array that is not given does. */
+/* Whether rows of `columns` columns divide into aligned pieces of four. An array that is not given
+ * does. */
 bool
 has_pieces(const int32_t *rows, int64_t stride_token, int64_t columns)
 {
     return rows == nullptr || (columns % 4 == 0 && smla_is_multiple(rows, stride_token * 4, 16));
 }
 
-/* The kernel for a number of tokens, of those for CTAs, for CTAs with pieces of four columns, and
- * for warps with such pieces; and its launch. */
+/* Launches one of three kernels: for CTAs, for CTAs with pieces of four columns, and for warps with
+ * such pieces. */
 template <typename Args>
 cudaError_t
 launch_lists(void (*const kernels[3])(Args), const Args &args, bool is_aligned)
@@ -156,13 +159,14 @@ search_request(const smla_query_batch &batch, int64_t token)
     return low;
 }
 
-/* How the columns of a token are made. */
+/* The workspace rows that a token's columns are computed from. */
 struct combined_row {
     int64_t topk_len;
     int64_t len;
     int64_t base;         /* the first workspace row of the request */
     int64_t window_start; /* the workspace row of the window's first token */
-    int64_t gathered[2];  /* the first workspace row of the request's tokens, and their end */
+    /* The first workspace row of the request's tokens, and the end of their rows. */
+    int64_t gathered[2];
 };
 
 __device__ __forceinline__ combined_row
@@ -254,7 +258,7 @@ read_request(const smla_mixed_indices_params &p, int64_t token)
     return req < p.batch.num_reqs ? req : -1;
 }
 
-/* The sum of a number over the threads of the team, which all call this. */
+/* Adds a number over all threads of the team, which all call this. */
 template <class Team>
 __device__ __forceinline__ int32_t
 add_over_threads(int32_t number, int32_t *counts)
@@ -276,7 +280,7 @@ add_over_threads(int32_t number, int32_t *counts)
     return total;
 }
 
-/* Copies `count` columns, and writes -1 in the others up to `width`. */
+/* Copies `count` columns, and writes -1 to the others below `width`. */
 template <class Team>
 __device__ __forceinline__ void
 copy_columns(const int32_t *in, int64_t count, int32_t *out, int64_t width)
@@ -289,8 +293,8 @@ copy_columns(const int32_t *in, int64_t count, int32_t *out, int64_t width)
     }
 }
 
-/* Writes the slots of the first `count` positions of a pass, which are loaded already, and -1 in
- * the other columns up to `width`. Each thread returns how many positions it saw. */
+/* Writes the slots of the first `count` positions of a pass, which is already loaded, and -1 in the
+ * other columns below `width`. Returns how many positions this thread saw. */
 template <class Team>
 __device__ __forceinline__ int32_t
 write_pass(const page_table &pages, int64_t req, Team &columns, int64_t first, int64_t count,
@@ -311,7 +315,8 @@ write_pass(const page_table &pages, int64_t req, Team &columns, int64_t first, i
     return num_positions;
 }
 
-/* Writes the slots of a whole row, pass by pass. Its entries are in columns up to `num_given`. */
+/* Writes the slots of a whole row, pass by pass. The row's entries are in columns below
+ * num_given. */
 template <class Team>
 __device__ __forceinline__ int32_t
 write_slots(const page_table &pages, int64_t req, Team &columns, const int32_t *in,
@@ -328,7 +333,7 @@ write_slots(const page_table &pages, int64_t req, Team &columns, const int32_t *
     return num_positions;
 }
 
-/* The length of a row of slots, which need not be counted. */
+/* The given length of a decode's row, whose entries need not be counted because they are slots. */
 __device__ __forceinline__ int64_t
 read_decode_len(const smla_mixed_indices_params &p, int64_t token)
 {

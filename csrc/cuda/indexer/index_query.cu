@@ -1,6 +1,6 @@
-/* index_query.cu: turns the indexer's queries and quantises them, as the indexer's keys are.
+/* index_query.cu: rotates the indexer's queries and quantises them like the indexer's keys.
  *
- * Computes     x = bf16 of q, its last 64 values turned by the angles of the token's position.
+ * Computes     x = bf16 of q, its last 64 values rotated by the angles of the token's position.
  *              FP8: per head scale = the smallest power of two with 448 scale >= max(amax, 1e-4),
  *              out = e4m3(x / scale), out_weights = weights * weight_scale * scale
  *              FP4: per 32 values scale = the smallest with 6 scale >= max(amax, 6 * 2^-126),
@@ -15,9 +15,9 @@
  * Roofline     Memory binds: 256 bytes read and 132 or 72 written per head; H 64, T 8192: 48 us at
  *              4.3 TB/s. In the time of 8 heads of FP8 an SM issues 670 instructions; a warp runs
  *              about 500.
- * Numerics     fp32, each operation rounded: the bytes of the CPU. A turned value that is NaN is
- *              positive, and so is a weight. NaN is left out of amax, an infinity counts as
- *              FLT_MAX. A token with a bad position is not turned.
+ * Numerics     fp32, each operation rounded: the bytes of the CPU. A rotated value that is NaN is
+ *              positive, and so is a weight. NaN is left out of amax, and an infinity counts as
+ *              FLT_MAX. A token with a bad position is not rotated.
  * Source       vLLM's fused_indexer_q_rope_quant, for the operator.
  */
 #include <float.h>
@@ -33,7 +33,7 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    VECTOR = 8, /* values: 16 bytes of bf16 */
+    VECTOR = 8, /* values of a vector: 16 bytes of bf16 */
     VECTOR_WORDS = VECTOR / 2,
     HEAD_LANES = SMLA_INDEX_HEAD_DIM / VECTOR,
     FIRST_ROPE_LANE = HEAD_LANES - SMLA_QK_ROPE_HEAD_DIM / VECTOR,
@@ -47,7 +47,7 @@ static_assert(HEAD_LANES == 16 && VECTOR == 2 * ROPE_PAIRS, "a lane turns its ve
 
 struct query_args {
     smla_index_query_params p;
-    smla_divisor head_works; /* warps' works per token */
+    smla_divisor head_work_items; /* work items per token, one per warp */
     int64_t num_works;
     bool angles_are_aligned;
 };
@@ -66,7 +66,7 @@ lane_of_head(void)
     return (int)threadIdx.x % HEAD_LANES;
 }
 
-/* The larger magnitudes of a vector's pairs. NaN counts as nothing. */
+/* The largest magnitude of a vector's even values, and of its odd values. NaN is ignored. */
 __device__ __forceinline__ uint32_t
 find_largest(const uint32_t words[VECTOR_WORDS])
 {
@@ -78,8 +78,8 @@ find_largest(const uint32_t words[VECTOR_WORDS])
     return largest;
 }
 
-/* The scale bytes of a lane's vectors. Those of two steps are reduced together: step 0 is in the
- * lower half of a word, step 1 in the upper half. */
+/* Finds the scale bytes of a lane's vectors. Two steps are reduced together: step 0 is in the lower
+ * half of a word, step 1 in the upper half. */
 template <bool IS_FP4>
 __device__ __forceinline__ void
 find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
@@ -100,13 +100,14 @@ find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
         }
         const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
 #pragma unroll
-        for (int k = 0; k < 2; k++) { /* values that are all NaN gave NaN, which is no maximum */
+        /* If all values are NaN, so is `found`, which the bounds replace. */
+        for (int k = 0; k < 2; k++) {
             scales[i + k] = smla_power_scale(fminf(fmaxf(found[k], FLOOR), FLT_MAX), TOP);
         }
     }
 }
 
-/* Stores BYTES bytes of a lane. */
+/* Stores a lane's BYTES bytes. */
 template <int BYTES, bool ALIGNED>
 __device__ __forceinline__ void
 store_bytes(uint8_t *to, const uint32_t words[BYTES / 4])
@@ -129,7 +130,7 @@ load_weight(const smla_index_query_params &p, int64_t at)
                : __ldg((const float *)p.weights + at);
 }
 
-/* Stores a lane's vector, quantised. `out` is where its head begins. */
+/* Quantises and stores a lane's vector. `out` is the address of its head. */
 template <bool IS_FP4, bool ALIGNED>
 __device__ __forceinline__ void
 store_vector(const uint32_t words[VECTOR_WORDS], float inverse, uint8_t *out)
@@ -158,8 +159,8 @@ store_vector(const uint32_t words[VECTOR_WORDS], float inverse, uint8_t *out)
     }
 }
 
-/* The scale byte of the head whose weight this lane has: head 2 i + h of a warp is step i of half
- * h. */
+/* The scale byte of the head whose weight this lane has. Head 2 i + h of a warp belongs to step i
+ * and half h. */
 __device__ __forceinline__ uint32_t
 find_scale_of_weight(const uint32_t scales[STEPS])
 {
@@ -172,9 +173,9 @@ find_scale_of_weight(const uint32_t scales[STEPS])
     return found;
 }
 
-/* Turns a lane's vectors. A NaN that this gives is positive, whatever its other bits are. */
+/* Rotates a lane's vectors. A NaN that this gives is positive, whatever its other bits are. */
 __device__ __forceinline__ void
-turn_vectors(const query_args &args, int64_t token, uint32_t words[STEPS][VECTOR_WORDS])
+rotate_vectors(const query_args &args, int64_t token, uint32_t words[STEPS][VECTOR_WORDS])
 {
     const rope_angles angles =
         rope_load(args.p.rope, token, (lane_of_head() - FIRST_ROPE_LANE) * ROPE_PAIRS,
@@ -187,7 +188,7 @@ turn_vectors(const query_args &args, int64_t token, uint32_t words[STEPS][VECTOR
             x[2 * k] = smla_low_bf16(words[i][k]);
             x[2 * k + 1] = smla_high_bf16(words[i][k]);
         }
-        rope_turn<false>(x, angles);
+        rope_rotate<false>(x, angles);
 #pragma unroll
         for (int k = 0; k < VECTOR_WORDS; k++) {
             words[i][k] = smla_cvt_bf16x2(x[2 * k], x[2 * k + 1]);
@@ -202,7 +203,7 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
     const smla_index_query_params &p = args.p;
     const int num_heads =
         (int)(p.num_heads - first_head < WARP_HEADS ? p.num_heads - first_head : WARP_HEADS);
-    const int half = lane_idx() / HEAD_LANES; /* the lane's head in each step */
+    const int half = lane_idx() / HEAD_LANES; /* index of the lane's head in each step */
     const uint16_t *const q = p.q + token * p.q_stride_token +
                               (first_head + half) * p.q_stride_head + lane_of_head() * VECTOR;
     uint32_t words[STEPS][VECTOR_WORDS] = {};
@@ -212,13 +213,13 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
             smla_load_words<16, ALIGNED>(q + i * STEP_HEADS * p.q_stride_head, words[i]);
         }
     }
-    const bool has_weight = lane_idx() < num_heads; /* lane i has that of head i */
+    const bool has_weight = lane_idx() < num_heads; /* lane i has the weight of head i */
     float weight = 0.0f;
     if (has_weight) {
         weight = load_weight(p, token * p.weights_stride_token + first_head + lane_idx());
     }
     if (lane_of_head() >= FIRST_ROPE_LANE) {
-        turn_vectors(args, token, words);
+        rotate_vectors(args, token, words);
     }
     __syncwarp();
     uint32_t scales[STEPS];
@@ -256,8 +257,8 @@ __launch_bounds__(BLOCK_THREADS) query_kernel(const __grid_constant__ query_args
     const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
     int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
     for (; work < args.num_works; work += step) {
-        const int64_t token = smla_divide(work, args.head_works);
-        const int64_t part = work - token * args.head_works.divisor;
+        const int64_t token = smla_divide(work, args.head_work_items);
+        const int64_t part = work - token * args.head_work_items.divisor;
         quantize_heads<IS_FP4, ALIGNED>(args, token, part * WARP_HEADS);
     }
 }
@@ -278,8 +279,8 @@ smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *param
 {
     query_args args = {};
     args.p = *params;
-    args.head_works = smla_make_divisor(smla_count_parts(params->num_heads, WARP_HEADS));
-    args.num_works = params->num_tokens * args.head_works.divisor;
+    args.head_work_items = smla_make_divisor(smla_count_parts(params->num_heads, WARP_HEADS));
+    args.num_works = params->num_tokens * args.head_work_items.divisor;
     args.angles_are_aligned = rope_is_aligned(params->rope);
     const bool aligned = is_aligned(params);
     void (*const kernel)(query_args) =

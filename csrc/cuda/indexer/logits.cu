@@ -9,10 +9,10 @@
  * Shared mem   per token and group of eight heads: the group as fragments of 16 bits, 2 KiB, and
  *              its weights; up to 66 KiB. Heads that do not fit come in parts, one after the other
  * Roles        Warp w of four has 32 of 128 keys, as A of m16n8k16, straight from global memory to
- *              registers. Values of a key are dealt out to lanes in another order than the key's:
- *              lane c of four has values 16 c to 16 c + 15 of each half, so that a vector is what
- *              it needs of both operands for 64 values. Keys of the next tile are loaded while a
- *              tile is multiplied, and the pages of the tile after that are looked up.
+ *              registers. Lanes take values of a key in another order than the key's: lane c of
+ *              four has values 16 c to 16 c + 15 of each half, so that a vector is the lane's part
+ *              of an operand for 64 values. While a tile is multiplied, the keys of the next tile
+ *              are loaded, and the pages of the tile after that are looked up.
  * Roofline     A decode streams 132 bytes per key. A prefill runs 256 FLOP per key, head and token
  *              at the rate of mma.sync, about 60 % of the tensor cores'.
  * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT); where one operand is FP4,
@@ -33,16 +33,16 @@ enum {
     TILE_KEYS = BLOCK_WARPS * WARP_KEYS,
     GROUP_HEADS = 8,
     K_STEPS = SMLA_INDEX_HEAD_DIM / 16,
-    MOST_GROUPS = 32, /* in shared memory at a time */
+    MOST_GROUPS = 32, /* groups of heads in shared memory at a time */
     MOST_TOKENS = 8,
     LEAST_CHUNK = 2 * TILE_KEYS,
     MOST_CHUNK = 64 * TILE_KEYS,
-    WORKS_PER_SM = 12,
+    WORK_ITEMS_PER_SM = 12,
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-/* Eight heads as B of m16n8k16: two k-steps per 16 bytes of a lane. */
+/* Eight heads as B of m16n8k16; 16 bytes of a lane are two k-steps. */
 struct head_group {
     uint4 words[K_STEPS / 2][SMLA_WARP_LANES];
 };
@@ -58,19 +58,19 @@ lane_idx(void)
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* A lane's values of a row as they come from memory: 16 values of each half. */
+/* A lane's values of a row as they lie in memory: 16 values of each half. */
 template <bool IS_FP4> struct raw_row {
     enum { HALF_WORDS = IS_FP4 ? 2 : 4 };
     uint32_t words[2][HALF_WORDS];
-    uint32_t scales; /* four UE8M0 */
+    uint32_t scales; /* four UE8M0 scales, one per byte */
 };
 
-/* 16 values of a row: two words of bf16 per k-step. */
+/* A lane's values of a row: two words of bf16 or fp16 per k-step. */
 struct row_fragment {
     uint32_t pairs[K_STEPS][2];
 };
 
-/* Loads words at any byte. */
+/* Loads words from an address of any alignment. */
 template <int COUNT>
 __device__ __forceinline__ void
 load_bytes(const uint8_t *from, uint32_t words[COUNT])
@@ -116,7 +116,7 @@ load_row(const uint8_t *row, const uint8_t *scales, raw_row<IS_FP4> *raw)
 __device__ __forceinline__ void
 widen_to_bf16(uint32_t bytes, uint32_t pairs[2])
 {
-    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 */
+    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 twice, as bf16 */
     constexpr uint32_t MINUS_ZERO = 0x80008000u;
     const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
 #pragma unroll
@@ -131,27 +131,28 @@ widen_to_bf16(uint32_t bytes, uint32_t pairs[2])
     }
 }
 
-/* Two e2m1, in the low byte, as a pair of bf16 that is 2^-126 of their values. */
+/* Moves the bits of two e2m1, in the low byte, to a pair of bf16 that is 2^-126 of their values. */
 __device__ __forceinline__ uint32_t
-place_e2m1x2(uint32_t byte)
+spread_e2m1x2(uint32_t byte)
 {
     return (byte & 0x07u) << 6 | (byte & 0x08u) << 12 | (byte & 0x70u) << 18 | (byte & 0x80u) << 24;
 }
 
-/* Four e2m1, in the low half, times the scale in both halves of `scale`: exact, or infinite. */
+/* Converts four e2m1, in the low half, times the scale, which both halves of `scale` have. The
+ * products are exact, or infinite. */
 __device__ __forceinline__ void
 widen_e2m1x4(uint32_t codes, uint32_t scale, uint32_t pairs[2])
 {
-    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 */
+    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 twice, as bf16 */
     constexpr uint32_t MINUS_ZERO = 0x80008000u;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint32_t value = ptx_fma_bf16x2(place_e2m1x2(codes >> 8 * i), UNIT, MINUS_ZERO);
+        const uint32_t value = ptx_fma_bf16x2(spread_e2m1x2(codes >> 8 * i), UNIT, MINUS_ZERO);
         pairs[i] = ptx_fma_bf16x2(value, scale, MINUS_ZERO);
     }
 }
 
-/* The values of a row: fp16 if IS_HALF, else bf16. `signs` is xor-ed into four e4m3. */
+/* Converts a row to fp16 if IS_HALF, else to bf16. `signs` is xor-ed into four e4m3. */
 template <bool IS_HALF, bool IS_FP4>
 __device__ __forceinline__ void
 widen_row(const raw_row<IS_FP4> &raw, uint32_t signs, row_fragment *fragment)
@@ -161,7 +162,7 @@ widen_row(const raw_row<IS_FP4> &raw, uint32_t signs, row_fragment *fragment)
         const int half = s / 4;
         const int part = s % 4;
         if constexpr (IS_FP4) {
-            /* Values 64 half + 16 c...: scale 2 half + c / 2. */
+            /* These are values from 64 half + 16 c on, whose scale is number 2 half + c / 2. */
             const int tile = 2 * half + lane_idx() % 4 / 2;
             const uint8_t e = (uint8_t)(raw.scales >> 8 * tile);
             const uint32_t scale = smla_float_bits(smla_ue8m0_to_float(e)) >> 16;
@@ -194,11 +195,11 @@ widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *f
     widen_row<IS_HALF>(raw, 0, fragment);
 }
 
-/* Brings part `part` of the heads of all tokens of a work to shared memory. Heads that do not exist
+/* Brings part `part` of the heads of a work item's tokens to shared memory. Heads that do not exist
  * become zeros. */
 template <bool IS_HALF>
 __device__ __forceinline__ void
-bring_heads(const logits_args &args, const logits_work &work, int part, head_group *groups,
+bring_heads(const logits_args &args, const logits_work_item &work, int part, head_group *groups,
             float *weights)
 {
     const smla_logits_params &p = args.p;
@@ -233,7 +234,7 @@ bring_heads(const logits_args &args, const logits_work &work, int part, head_gro
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* The lane's key of a warp's 32: lane (g, c) looks up key g + 8 c. */
+/* The index of the lane's key among a warp's 32: lane (g, c) looks up key g + 8 c. */
 __device__ __forceinline__ int
 key_of_lane(void)
 {
@@ -246,24 +247,24 @@ pointer_of_lane(const uint8_t *pointer, int lane)
     return (const uint8_t *)__shfl_sync(ALL_LANES, (unsigned long long)pointer, lane);
 }
 
-/* Loads rows g, g + 8, g + 16 and g + 24; rows that do not exist are zeros. */
+/* Loads the rows of keys g, g + 8, g + 16 and g + 24; rows that do not exist are zeros. */
 template <bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
-load_keys(const smla_kv_token &place, raw_row<IS_FP4> raw[4], float *scale)
+load_keys(const smla_kv_token &key, raw_row<IS_FP4> raw[4], float *scale)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int lane = (lane_idx() & ~3) + i;
-        const uint8_t *const row = pointer_of_lane(place.row, lane);
-        const uint8_t *const scales = IS_FP4 ? pointer_of_lane(place.scales, lane) : NULL;
+        const uint8_t *const row = pointer_of_lane(key.row, lane);
+        const uint8_t *const scales = IS_FP4 ? pointer_of_lane(key.scales, lane) : NULL;
         raw[i] = raw_row<IS_FP4>{};
         if (row != NULL) {
             load_row<IS_FP4, ALIGNMENT>(row, scales, &raw[i]);
         }
     }
     *scale = 1.0f;
-    if (!IS_FP4 && place.row != NULL) {
-        *scale = __ldg((const float *)place.scales);
+    if (!IS_FP4 && key.row != NULL) {
+        *scale = __ldg((const float *)key.scales);
     }
 }
 
@@ -329,13 +330,13 @@ store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t c
     }
 }
 
-/* ---- Works --------------------------------------------------------------------------------- */
+/* ---- Work items ---------------------------------------------------------------------------- */
 
-/* Scores a run of tokens. All warps go through the same tiles, because they may share heads. */
+/* Scores a run of tokens. All warps take the same tiles, because they may share heads. */
 template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
-score_run(const logits_args &args, const logits_work &work, int64_t first_token, int64_t end_token,
-          head_group *groups, float *weights)
+score_run(const logits_args &args, const logits_work_item &work, int64_t first_token,
+          int64_t end_token, head_group *groups, float *weights)
 {
     const smla_logits_params &p = args.p;
     const int64_t source = source_of(p, first_token);
@@ -349,13 +350,14 @@ score_run(const logits_args &args, const logits_work &work, int64_t first_token,
         return;
     }
     int64_t own =
-        work.first + threadIdx.x / SMLA_WARP_LANES * WARP_KEYS + key_of_lane(); /* the column */
+        /* Column of the lane's key. */
+        work.first + threadIdx.x / SMLA_WARP_LANES * WARP_KEYS + key_of_lane();
     raw_row<IS_FP4> raw[4];
     float next_scale;
-    smla_kv_token place = find_key(args, source, own);
-    bool next_exists = place.row != NULL;
-    load_keys<IS_FP4, ALIGNMENT>(place, raw, &next_scale);
-    place = find_key(args, source, own + TILE_KEYS);
+    smla_kv_token key = find_key(args, source, own);
+    bool next_exists = key.row != NULL;
+    load_keys<IS_FP4, ALIGNMENT>(key, raw, &next_scale);
+    key = find_key(args, source, own + TILE_KEYS);
 #pragma unroll 1
     for (int64_t tile = work.first; tile < longest; tile += TILE_KEYS, own += TILE_KEYS) {
         const float scale = next_scale;
@@ -366,9 +368,9 @@ score_run(const logits_args &args, const logits_work &work, int64_t first_token,
             const float other = __shfl_sync(ALL_LANES, scale, (lane_idx() & ~3) + i);
             widen_row<IS_HALF>(raw[i], other < 0.0f ? 0x80808080u : 0, &keys[i]);
         }
-        next_exists = place.row != NULL;
-        load_keys<IS_FP4, ALIGNMENT>(place, raw, &next_scale);
-        place = find_key(args, source, own + 2 * TILE_KEYS);
+        next_exists = key.row != NULL;
+        load_keys<IS_FP4, ALIGNMENT>(key, raw, &next_scale);
+        key = find_key(args, source, own + 2 * TILE_KEYS);
         for (int64_t token = first_token; token < end_token; token++) {
             const int64_t context = context_of(p, token);
             if (tile >= context) {
@@ -381,11 +383,10 @@ score_run(const logits_args &args, const logits_work &work, int64_t first_token,
                     bring_heads<IS_HALF>(args, work, part, groups, weights);
                     __syncthreads();
                 }
-                const int place_of_token = (int)(token - work.first_token) * args.chunk_groups;
+                const int first_group = (int)(token - work.first_token) * args.chunk_groups;
                 const int64_t first_head = (int64_t)part * args.chunk_groups * GROUP_HEADS;
-                add_groups<IS_HALF>(keys, groups + place_of_token,
-                                    weights + place_of_token * GROUP_HEADS, args.chunk_groups,
-                                    p.num_heads - first_head, sums);
+                add_groups<IS_HALF>(keys, groups + first_group, weights + first_group * GROUP_HEADS,
+                                    args.chunk_groups, p.num_heads - first_head, sums);
             }
             if constexpr (IS_HALF && SMLA_E4M3_UNIT != 1.0f) {
 #pragma unroll
@@ -407,7 +408,7 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
     head_group *const groups = (head_group *)memory;
     float *const weights = (float *)(groups + args.block_tokens * args.chunk_groups);
     for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
-        const logits_work work = find_work(args, number, args.block_tokens);
+        const logits_work_item work = find_work_item(args, number, args.block_tokens);
         if (args.head_chunks == 1) {
             bring_heads<IS_HALF>(args, work, 0, groups, weights);
         }
@@ -419,12 +420,12 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
             score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, groups, weights);
             token = next;
         }
-        __syncthreads(); /* the next work's heads overwrite those of this work */
+        __syncthreads(); /* all have used the heads, which the next work item overwrites */
     }
 }
 
-/* The alignment that kernels can count on: 16 for whole vectors (8 bytes of FP4), 4, or 1. Pages
- * have 4 at least. */
+/* The alignment of all keys: 16 for whole vectors (8 bytes of FP4), 4, or 1. Pages have 4 at
+ * least. */
 int
 alignment_of_keys(const smla_kv_view &kv, bool is_fp4)
 {
@@ -436,9 +437,9 @@ alignment_of_keys(const smla_kv_view &kv, bool is_fp4)
     return has_words && smla_is_multiple(kv.base, strides, 4) ? 4 : 1;
 }
 
-/* The kernels of a pair of formats. */
+/* The kernels for a format of queries and a format of keys. */
 struct logits_row {
-    int alignments[3]; /* bytes */
+    int alignments[3]; /* alignments of keys, in bytes */
     void (*kernels[3])(logits_args);
 };
 
@@ -481,8 +482,8 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     const int64_t token_blocks = smla_count_parts(params->num_tokens, args.block_tokens);
     args.token_blocks = smla_make_divisor(token_blocks);
     const int64_t num_sms = device->num_sms;
-    args.chunk_columns = choose_chunk(params->num_columns, token_blocks, WORKS_PER_SM * num_sms,
-                                      LEAST_CHUNK, MOST_CHUNK);
+    args.chunk_columns = choose_chunk(params->num_columns, token_blocks,
+                                      WORK_ITEMS_PER_SM * num_sms, LEAST_CHUNK, MOST_CHUNK);
     args.num_works = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
     args.q_is_aligned = are_queries_aligned(params);
     const int bytes = args.block_tokens * args.chunk_groups *

@@ -1,7 +1,9 @@
-/* logits.cuh: what the kernels of indexer_logits share: works, the keys of a token, and results.
+/* logits.cuh: what the kernels of indexer_logits share: work items, the keys of a token, and
+ * results.
  *
- * A work is a block of tokens and a chunk of their columns. Neighbouring tokens of a block with the
- * same keys are a run, for which a key is read once. No logit depends on the cut into works.
+ * A work item is a block of tokens and a chunk of their columns. Neighbouring tokens of a block
+ * with the same keys are a run, for which a key is read once. No logit depends on the cut into work
+ * items.
  */
 #pragma once
 
@@ -19,23 +21,24 @@ extern "C" cudaError_t smla_cuda_launch_logits_sm90(const smla_logits_params *pa
 typedef struct logits_args {
     smla_logits_params p;
     smla_divisor page_keys;
-    smla_divisor token_blocks; /* works that have the same chunk follow each other */
+    /* Blocks of tokens; work items of the same chunk follow each other. */
+    smla_divisor token_blocks;
     int64_t num_works;
     int64_t chunk_columns;
     int32_t head_chunks;  /* parts of the heads that fit in shared memory (logits.cu) */
     int32_t chunk_groups; /* groups of eight heads per part */
-    int32_t block_tokens; /* tokens per work */
+    int32_t block_tokens; /* tokens per work item */
     bool q_is_aligned;    /* rows of q begin at multiples of 16 bytes */
     bool has_runs;        /* tiles of 64 columns lie in one page each, or keys are flat */
 } logits_args;
 
-/* A part of the result. Tokens are those from first_token to end_token - 1. */
-typedef struct logits_work {
+/* A work item. Its tokens are those from first_token to end_token - 1. */
+typedef struct logits_work_item {
     int64_t first_token;
     int64_t end_token;
-    int64_t first; /* columns */
+    int64_t first; /* the columns are those from first to end - 1 */
     int64_t end;
-} logits_work;
+} logits_work_item;
 
 static __device__ __forceinline__ int64_t
 smaller_of(int64_t a, int64_t b)
@@ -43,17 +46,17 @@ smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static __device__ __forceinline__ logits_work
-find_work(const logits_args &args, int64_t number, int block_tokens)
+static __device__ __forceinline__ logits_work_item
+find_work_item(const logits_args &args, int64_t number, int block_tokens)
 {
     const int64_t chunk = smla_divide(number, args.token_blocks);
     const int64_t token = (number - chunk * args.token_blocks.divisor) * block_tokens;
     const int64_t first = chunk * args.chunk_columns;
-    return logits_work{token, smaller_of(token + block_tokens, args.p.num_tokens), first,
-                       smaller_of(first + args.chunk_columns, args.p.num_columns)};
+    return logits_work_item{token, smaller_of(token + block_tokens, args.p.num_tokens), first,
+                            smaller_of(first + args.chunk_columns, args.p.num_columns)};
 }
 
-/* What names a token's keys: its request, or the key of column 0. */
+/* The number that identifies a token's keys: its request, or the key of column 0. */
 static __device__ __forceinline__ int64_t
 source_of(const smla_logits_params &p, int64_t token)
 {
@@ -63,7 +66,7 @@ source_of(const smla_logits_params &p, int64_t token)
     return p.starts == NULL ? 0 : __ldg(p.starts + token * p.starts_stride);
 }
 
-/* The columns of a token that are scored: its length clamped to [0, N], or none. */
+/* How many columns of a token are scored: its length clamped to [0, N], or 0. */
 static __device__ __forceinline__ int64_t
 context_of(const smla_logits_params &p, int64_t token)
 {
@@ -71,7 +74,7 @@ context_of(const smla_logits_params &p, int64_t token)
     return length < p.least_context ? 0 : smaller_of(length, p.num_columns);
 }
 
-/* The first token behind `token` that has other keys, or `end`. */
+/* The first token after `token` that has other keys, or `end`. */
 static __device__ __forceinline__ int64_t
 end_of_run(const smla_logits_params &p, int64_t token, int64_t end)
 {
@@ -83,7 +86,7 @@ end_of_run(const smla_logits_params &p, int64_t token, int64_t end)
     return next;
 }
 
-/* The page that the block table names for a column; -1 where it has no entry. */
+/* The page that the block table has for a column; -1 where it has no entry. */
 static __device__ __forceinline__ int32_t
 find_page(const logits_args &args, int64_t source, int64_t column)
 {
@@ -98,9 +101,10 @@ find_page(const logits_args &args, int64_t source, int64_t column)
                : -1;
 }
 
-/* The key of a column in the page that find_page gave. Its row is NULL if it does not exist. */
+/* The key of a column in the page that find_page gave. Its row is NULL if the key does not
+ * exist. */
 static __device__ __forceinline__ smla_kv_token
-place_key(const logits_args &args, int64_t source, int64_t column, int32_t page)
+key_in_page(const logits_args &args, int64_t source, int64_t column, int32_t page)
 {
     const smla_logits_params &p = args.p;
     int64_t offset = source + column;
@@ -117,7 +121,7 @@ place_key(const logits_args &args, int64_t source, int64_t column, int32_t page)
 static __device__ __forceinline__ smla_kv_token
 find_key(const logits_args &args, int64_t source, int64_t column)
 {
-    return place_key(args, source, column, find_page(args, source, column));
+    return key_in_page(args, source, column, find_page(args, source, column));
 }
 
 static __device__ __forceinline__ void
@@ -131,9 +135,9 @@ store_logit(const smla_logits_params &p, int64_t token, int64_t column, float lo
     }
 }
 
-/* Fills the columns of a work from each token's context on, by `num_threads` threads. */
+/* Fills a work item's columns from each token's context on with -inf, by `num_threads` threads. */
 static __device__ __forceinline__ void
-fill_rest(const smla_logits_params &p, const logits_work &work, int thread, int num_threads)
+fill_rest(const smla_logits_params &p, const logits_work_item &work, int thread, int num_threads)
 {
     if (p.leaves_rest) {
         return;
@@ -147,14 +151,14 @@ fill_rest(const smla_logits_params &p, const logits_work &work, int thread, int 
     }
 }
 
-/* relu that passes NaN on. */
+/* max(x, 0), or NaN for NaN. */
 static __device__ __forceinline__ float
 relu(float x)
 {
     return ptx_max_nan(x, 0.0f);
 }
 
-/* The columns per work, so that there are about `works_per_sm` works per SM. */
+/* The columns per work item for about `num_works` work items. */
 static inline int64_t
 choose_chunk(int64_t num_columns, int64_t token_blocks, int64_t num_works, int64_t least,
              int64_t most)

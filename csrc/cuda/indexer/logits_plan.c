@@ -2,12 +2,15 @@
 #include "cuda/indexer/logits_plan.h"
 
 enum {
-    GROUP_COLUMNS = 128, /* heads of all tokens of a warpgroup, at most */
+    GROUP_COLUMNS = 128, /* most columns of a warpgroup: the heads of all its tokens */
     NUM_GROUPS = 3,
-    FEW_BLOCKS = 4,          /* works of a request's tokens that may follow each other */
-    LEAST_EVEN_TILES = 64,   /* per SM: equal shares cost a sum over all blocks */
-    MOST_EVEN_BLOCKS = 4096, /* a CTA counts the tiles of all */
-    WORK_COST = 3,           /* a work's start, in tiles */
+    /* Most work items of one request's tokens that are run one after another. */
+    FEW_BLOCKS = 4,
+    /* Least tiles per SM for equal shares, which cost a sum over all blocks. */
+    LEAST_EVEN_TILES = 64,
+    /* Most blocks for equal shares, because each CTA counts the tiles of all blocks. */
+    MOST_EVEN_BLOCKS = 4096,
+    WORK_COST = 3, /* the time of a work item's start, in tiles */
     MOST_WAVES = 32,
 };
 
@@ -17,9 +20,9 @@ count_parts(int64_t size, int64_t part)
     return (size + part - 1) / part;
 }
 
-/* The shape for requests with `count` tokens each. Three tokens of 64 heads take one group each,
- * and five or six two each, so that keys are read once. Others with few tokens share a tile's
- * products among groups that take other tiles. */
+/* Chooses the shape for requests of `count` tokens each. With three tokens of 64 heads each group
+ * takes one, and with five or six each takes two, so that keys are read once. With other small
+ * counts all groups have the same tokens and take different tiles. */
 static void
 choose_shape(int64_t num_heads, int64_t count, smla_logits_plan *plan)
 {
@@ -31,14 +34,15 @@ choose_shape(int64_t num_heads, int64_t count, smla_logits_plan *plan)
     plan->num_groups = is_wide || is_three ? NUM_GROUPS : 1;
 }
 
-/* The tiles between two of a work's: the waves of works with the shortest time. A step that more
- * waves allow and fewer do not fills all of them, which costs at least `least` and their starts. */
+/* Chooses the step from one tile of a work item to its next, for the shortest time of all waves of
+ * work items. For each number of waves it tries the largest step that fits. A number of waves takes
+ * at least `least` tiles per CTA and the waves' starts. */
 static int32_t
 choose_step(int64_t token_blocks, int64_t column_tiles, int64_t num_sms)
 {
     int64_t best_step = 1;
     int64_t best_cost = INT64_MAX;
-    const int64_t least = token_blocks * column_tiles / num_sms; /* tiles of a CTA */
+    const int64_t least = token_blocks * column_tiles / num_sms; /* least tiles per CTA */
     for (int64_t wave = 1; wave <= MOST_WAVES && least + wave * WORK_COST < best_cost; wave++) {
         const int64_t most = wave * num_sms / token_blocks;
         const int64_t step = most < 1 ? 1 : most < column_tiles ? most : column_tiles;
@@ -74,6 +78,6 @@ smla_plan_logits(int64_t num_heads, int64_t num_tokens, int64_t num_reqs, int64_
                    plan.token_blocks <= MOST_EVEN_BLOCKS && tiles >= LEAST_EVEN_TILES * num_sms &&
                    tiles <= INT32_MAX / 2;
     plan.step = plan.is_even ? 1 : choose_step(plan.token_blocks, column_tiles, num_sms);
-    plan.num_works = plan.token_blocks * plan.step;
+    plan.num_work_items = plan.token_blocks * plan.step;
     return plan;
 }

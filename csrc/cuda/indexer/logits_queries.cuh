@@ -1,12 +1,13 @@
-/* logits_queries.cuh: the warps of logits_sm90.cu that bring queries, and work out their mixes.
+/* logits_queries.cuh: the warps of logits_sm90.cu that bring queries, and compute their mixes.
  *
  * relu(d) is (d + |d|) / 2, so that a logit is half of
  *     sum_h w_h (q_h . key) + sum_h w_h |q_h . key| = (sum_h w_h q_h) . key + sum_h w_h |q_h . key|
  * The first sum takes one dot product with the mix, sum_h w_h q_h, in place of an addition per head
  * and key. A mix is four rows of e4m3, which follow the token's heads as columns of the product:
  *     mix = unit * (row 0 + row 1 / 16 + row 2 / 256 + row 3 / 4096)
- * A row is what the rows before leave, rounded, so that 16 bits are kept. A token whose mix cannot
- * be had that well, or whose weights are huge or NaN, is `plain`: its terms are d + |d|.
+ * Each row is the rounded rest that the rows before it leave, so that 16 bits are kept. A token is
+ * `plain` if four rows cannot hold its mix that well, or if its weights are huge or NaN. For each
+ * of its heads, d + |d| is added instead.
  */
 #pragma once
 
@@ -16,23 +17,24 @@
 namespace {
 
 enum {
-    BARRIER_QUERIES = 1,         /* all query threads */
-    MIX_STEP = 16,               /* ratio of two rows' units */
+    BARRIER_QUERIES = 1,         /* barrier of all query threads */
+    MIX_STEP = 16,               /* ratio of the units of a row and the next */
     MOST_MIX = (127 + 80) << 23, /* bits of 2^80: larger mixes make plain tokens */
     MOST_WEIGHT = (127 + 64) << 23,
-    LEAST_UNIT = 127 - 100, /* exponents as fp32 has them */
-    UNIT_STEP = 7,          /* a mix is below 256 units, and e4m3 reaches 448 */
+    LEAST_UNIT = 127 - 100, /* least exponent of a unit, biased as in fp32 */
+    /* Exponent bits between a mix and its unit: a mix is below 256 units, and e4m3 reaches 448. */
+    UNIT_STEP = 7,
 };
 
-/* Where the weight of a column is: a lane's four of 16 columns, 2 c, 2 c + 1, 2 c + 8 and 2 c + 9,
- * follow each other. */
+/* The index of a column's weight in shared memory. A lane's four of 16 columns, 2 c, 2 c + 1, 2 c +
+ * 8 and 2 c + 9, get neighbouring indices. */
 __device__ __forceinline__ int
-weight_place(int column)
+weight_index(int column)
 {
     return (column & ~15) | (column >> 1 & 3) << 2 | (column >> 3 & 1) << 1 | (column & 1);
 }
 
-/* The row of shared memory for a head of the block; mixes lie between groups. */
+/* The row of shared memory for a head of the block; the mixes of a group follow its heads. */
 template <typename Shape>
 __device__ __forceinline__ int
 head_row(int head)
@@ -40,7 +42,7 @@ head_row(int head)
     return head + head / Shape::COLUMNS * (Shape::GROUP_ROWS - Shape::COLUMNS);
 }
 
-/* Brings the queries and weights of an item. */
+/* Copies the queries and weights of a task. */
 template <typename Shape>
 __device__ __forceinline__ void
 bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, int slot,
@@ -61,7 +63,7 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     }
 #pragma unroll 1
     for (int head = thread; head < num_heads; head += Shape::QUERY_THREADS) {
-        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][weight_place(head)]),
+        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][weight_index(head)]),
                                p.weights +
                                    (first_token + head / Shape::HEADS) * p.weights_stride_token +
                                    head % Shape::HEADS,
@@ -69,7 +71,7 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     }
 }
 
-/* The place of a query thread among those that work on the same mix. */
+/* The index of a query thread among those that compute the same mix. */
 template <typename Shape>
 __device__ __forceinline__ int
 mix_thread(void)
@@ -77,18 +79,18 @@ mix_thread(void)
     return ((int)threadIdx.x - CONSUMERS) % Shape::MIX_THREADS;
 }
 
-/* Where a thread's values of a row are that is `row` below a multiple of eight rows. */
+/* The offset of a thread's values in the row that is `row` rows after a multiple of eight rows. */
 template <typename Shape>
 __device__ __forceinline__ uint32_t
-place_of_values(int row)
+offset_of_values(int row)
 {
     const int first = mix_thread<Shape>() * Shape::MIX_VALUES;
     return (uint32_t)(row * ROW_BYTES + (first / CHUNK_BYTES ^ (row & 7)) * CHUNK_BYTES +
                       first % CHUNK_BYTES);
 }
 
-/* The thread's values of the mixes of tokens that follow each other. Loads of 16 heads are under
- * way at a time. */
+/* Computes the thread's values of the mixes of neighbouring tokens. Loads of 16 heads are under way
+ * at a time. */
 template <typename Shape>
 __device__ __forceinline__ void
 mix_heads(int slot, int token, const logits_memory<Shape> *shared,
@@ -114,7 +116,8 @@ mix_heads(int slot, int token, const logits_memory<Shape> *shared,
             const int head = t * Shape::HEADS + base;
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
-                const uint32_t at = from + (uint32_t)(head * ROW_BYTES) + place_of_values<Shape>(i);
+                const uint32_t at =
+                    from + (uint32_t)(head * ROW_BYTES) + offset_of_values<Shape>(i);
                 values[t][i] =
                     Shape::MIX_VALUES == 2 ? ptx_load_shared_2(at) : ptx_load_shared_4(at);
             }
@@ -127,11 +130,11 @@ mix_heads(int slot, int token, const logits_memory<Shape> *shared,
         for (int i = 0; i < STEP; i++) {
 #pragma unroll
             for (int t = 0; t < Shape::MIXED_AT_ONCE; t++) {
-                const int place = weight_place(i);
-                const float4 four = weights[t][place / 4];
-                const float weight = place % 4 == 0   ? four.x
-                                     : place % 4 == 1 ? four.y
-                                     : place % 4 == 2 ? four.z
+                const int index = weight_index(i);
+                const float4 four = weights[t][index / 4];
+                const float weight = index % 4 == 0   ? four.x
+                                     : index % 4 == 1 ? four.y
+                                     : index % 4 == 2 ? four.z
                                                       : four.w;
 #pragma unroll
                 for (int v = 0; v < Shape::MIX_VALUES; v += 2) {
@@ -145,8 +148,8 @@ mix_heads(int slot, int token, const logits_memory<Shape> *shared,
     }
 }
 
-/* Writes the rows of a mix, in units of `1 / inverse`. Returns whether they hold it well enough:
- * within 2^-12, by value. */
+/* Writes the rows of a mix, in units of `1 / inverse`. Returns whether they hold each value well
+ * enough: within 2^-12 of it. */
 template <typename Shape>
 __device__ __forceinline__ bool
 write_mix(const float mix[Shape::MIX_VALUES], float inverse, uint8_t *rows)
@@ -158,7 +161,7 @@ write_mix(const float mix[Shape::MIX_VALUES], float inverse, uint8_t *rows)
         rest[v] = mix[v] * inverse;
         limits[v] = 16.0f * fabsf(rest[v]);
     }
-    /* A pair of tokens has eight rows. */
+    /* The mixes of a pair of tokens are eight rows. */
     const uint32_t to = ptx_shared_address(rows) & ~(8u * ROW_BYTES - 1);
     const int first_row = (int)(ptx_shared_address(rows) / ROW_BYTES % 8);
 #pragma unroll
@@ -171,7 +174,7 @@ write_mix(const float mix[Shape::MIX_VALUES], float inverse, uint8_t *rows)
             rest[v] = (rest[v] - pair[0]) * MIX_STEP;
             rest[v + 1] = (rest[v + 1] - pair[1]) * MIX_STEP;
         }
-        const uint32_t at = to + place_of_values<Shape>(first_row + i);
+        const uint32_t at = to + offset_of_values<Shape>(first_row + i);
         if constexpr (Shape::MIX_VALUES == 2) {
             ptx_store_shared_2(at, (uint16_t)kept);
         } else {
@@ -186,7 +189,8 @@ write_mix(const float mix[Shape::MIX_VALUES], float inverse, uint8_t *rows)
     return is_good;
 }
 
-/* The largest of the bits of a warp's values; NaN and infinity are above all others. */
+/* The bits of the largest magnitude among a warp's values; NaN and infinity are above all
+ * others. */
 template <int COUNT>
 __device__ __forceinline__ uint32_t
 largest_bits(const float (&values)[COUNT])
@@ -199,8 +203,8 @@ largest_bits(const float (&values)[COUNT])
     return __reduce_max_sync(ALL_LANES, largest);
 }
 
-/* Works out the mixes of tokens of the block that follow each other, by the threads of a mixer.
- * Only those of tokens below `num_tokens` count. */
+/* Computes the mixes of neighbouring tokens of the block, by the threads of one mixer. Only tokens
+ * below `num_tokens` count. */
 template <typename Shape>
 __device__ __forceinline__ void
 add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
@@ -208,7 +212,7 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
     constexpr int COUNT = Shape::MIXED_AT_ONCE;
     constexpr bool IS_WARP = Shape::MIX_THREADS == SMLA_WARP_LANES;
     const int thread = mix_thread<Shape>();
-    logits_item<Shape> *const item = &shared->items[slot];
+    logits_task<Shape> *const task = &shared->tasks[slot];
     uint32_t (*const largest)[2] = shared->largest[token / COUNT % 2];
     float mixes[COUNT][Shape::MIX_VALUES];
     uint32_t bits[COUNT];
@@ -231,7 +235,7 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
         }
     }
     if constexpr (!IS_WARP) {
-        ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS); /* all have `largest` */
+        ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS); /* all threads see `largest` */
     }
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
@@ -249,37 +253,37 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
         }
         const bool is_good = write_mix<Shape>(given, inverse, shared->queries[slot][row]);
         if ((is_plain || !is_good) && at < num_tokens) {
-            atomicOr(&item->plain, 1u << at);
+            atomicOr(&task->plain, 1u << at);
         }
         if (thread == 0 && at < num_tokens) {
-            item->units[at] = is_plain ? 0.0f : __int_as_float(exponent << 23);
+            task->units[at] = is_plain ? 0.0f : __int_as_float(exponent << 23);
         }
     }
 }
 
-/* Asks for the queries of tokens that may become item number `item`. */
+/* Starts the copies of the queries of tokens that may become task number `task`. */
 template <typename Shape>
 __device__ __forceinline__ void
-ask_for_queries(const logits_args &args, int64_t first_token, int num_tokens, uint32_t item,
+ask_for_queries(const logits_args &args, int64_t first_token, int num_tokens, uint32_t task,
                 logits_memory<Shape> *shared)
 {
-    const int slot = (int)(item % SLOTS);
-    ptx_mbarrier_wait(ptx_shared_address(&shared->q_empty[slot]), item / SLOTS % 2 ^ 1);
-    ptx_cp_async_wait_all(); /* queries that no item wanted */
+    const int slot = (int)(task % SLOTS);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->q_empty[slot]), task / SLOTS % 2 ^ 1);
+    ptx_cp_async_wait_all(); /* former copies, of queries that no task needs, are done */
     bring_queries(args.p, first_token, num_tokens, slot, shared);
 }
 
-/* Gives an item to the consumers, while its queries are being copied. An item without tokens tells
- * them to stop. */
+/* Gives a task to the consumers, after its queries are copied. A task without tokens tells them to
+ * stop. */
 template <typename Shape>
 __device__ __forceinline__ void
-hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint32_t item,
+hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint32_t task,
           logits_memory<Shape> *shared)
 {
-    const int slot = (int)(item % SLOTS);
+    const int slot = (int)(task % SLOTS);
     const int thread = (int)threadIdx.x - CONSUMERS;
     const int mixer = thread / Shape::MIX_THREADS;
-    logits_item<Shape> *const to = &shared->items[slot];
+    logits_task<Shape> *const to = &shared->tasks[slot];
     if (thread == 0) {
         to->first_token = run.first_token;
         to->num_tokens = run.num_tokens;
@@ -292,7 +296,8 @@ hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint3
         to->contexts[thread] = run.context;
     }
     ptx_cp_async_wait_all();
-    ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS); /* all queries and weights are there */
+    /* All queries and weights are in shared memory. */
+    ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS);
 #pragma unroll 1
     for (int token = mixer * Shape::MIXED_AT_ONCE; token < run.num_tokens;
          token += Shape::MIXERS * Shape::MIXED_AT_ONCE) {
@@ -302,10 +307,11 @@ hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint3
     ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
 }
 
-/* Fills the columns that have no keys, whoever has the keys before them. */
+/* Fills the columns without keys. This cut into work items does not depend on which CTA has the
+ * keys before them. */
 template <typename Shape>
 __device__ __forceinline__ void
-fill_works(const sm90_args &all)
+fill_work_items(const sm90_args &all)
 {
     const logits_args &args = all.args;
 #pragma unroll 1
@@ -315,8 +321,8 @@ fill_works(const sm90_args &all)
             part_of_block<Shape>(all, (int32_t)(number - chunk * all.plan.token_blocks));
         const int64_t first = chunk * args.chunk_columns;
         fill_rest(args.p,
-                  logits_work{part.first_token, part.end_token, first,
-                              smaller_of(first + args.chunk_columns, args.p.num_columns)},
+                  logits_work_item{part.first_token, part.end_token, first,
+                                   smaller_of(first + args.chunk_columns, args.p.num_columns)},
                   (int)threadIdx.x - CONSUMERS, Shape::QUERY_THREADS);
     }
 }
@@ -328,10 +334,11 @@ copy_queries(const sm90_args &all, logits_memory<Shape> *shared)
     const logits_args &args = all.args;
     const bool has_shifts = Shape::HAS_MAPS && !args.p.has_pages;
     bool is_started = false;
-    uint32_t items = 0;
+    uint32_t tasks = 0;
     logits_walk walk = start_walk<Shape>(shared);
     logits_part part = {};
-    /* The last item is the end. It goes through the same code, so that no more is fetched. */
+    /* The last task tells the consumers to stop. It takes the same path as others, so that no other
+     * code has to be fetched. */
     for (bool is_end = false; !is_end;) {
         is_end = !next_part<Shape>(all, &walk, &part);
         int32_t token = part.first_token;
@@ -339,21 +346,21 @@ copy_queries(const sm90_args &all, logits_memory<Shape> *shared)
         do {
             logits_run run = {};
             await_start<Shape>(&is_started);
-            /* Queries need not wait until it is known which tokens have the same keys. */
-            ask_for_queries(args, token, is_end ? 0 : part.end_token - token, items, shared);
+            /* Start the copies before it is known which tokens have the same keys. */
+            ask_for_queries(args, token, is_end ? 0 : part.end_token - token, tasks, shared);
             if (!is_end) {
                 run = find_run<Shape>(all, part, token);
             }
             if (run.num_tiles > 0 || is_end) {
-                hand_over(part, run, has_shifts ? run.source & (SCALE_ALIGN - 1) : 0, items,
+                hand_over(part, run, has_shifts ? run.source & (SCALE_ALIGN - 1) : 0, tasks,
                           shared);
-                items++;
+                tasks++;
             }
             token += run.num_tokens;
         } while (!is_end && token < part.end_token);
     }
     if (!args.p.leaves_rest) {
-        fill_works<Shape>(all);
+        fill_work_items<Shape>(all);
     }
 }
 

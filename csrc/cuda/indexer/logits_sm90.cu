@@ -7,20 +7,20 @@
  *              with mix = sum_h weights[t,h] q[t,h] (logits_queries.cuh)
  * Shapes       q [T, H, 128] e4m3 and keys of 128 e4m3, all at multiples of 16 bytes; scales fp32;
  *              weights [T, H] fp32; out [T, N] fp32 or bf16
- * Shared mem   keys [STAGES][64][128] and two items' queries and mixes [columns][128], swizzled by
- *              128 bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 180 KiB
- * Roles        A CTA per SM, which walks through works (logits_plan.h). A run of a work's tokens
- *              is an item.
+ * Shared mem   keys [STAGES][64][128] and two tasks' queries and mixes [columns][128], swizzled by
+ *              128 bytes (wgmma.cuh); scales, weights, tasks, mbarriers; up to 180 KiB
+ * Roles        A CTA per SM, which walks through work items (logits_plan.h). A task is a run of a
+ *              work item's tokens.
  *              2 or 3 query warps
- *                               bring the items' queries and work out their mixes, an item ahead.
+ *                               bring the tasks' queries and compute their mixes, a task ahead.
  *                               Then they fill columns without keys
- *              2 or 1 key warps take tiles of 64 keys in turn. A tile in one page, or of flat keys,
- *                               comes by tensor maps, else by cp.async
+ *              2 or 1 key warps take tiles of 64 keys alternately. A tile in one page, or of flat
+ *                               keys, comes by tensor maps, else by cp.async
  *              3 warpgroups     GROUPS 3: each has other tokens and goes through all tiles
  *                               GROUPS 1: each has the same tokens and every third tile
  *              mbarriers        arrivals | waiting threads
- *              full[stage]      the lane that asks, and the bytes; or 32 lanes' copies, and lane 0
- *                               | consumers
+ *              full[stage]      the lane that starts the copy, and the bytes; or 32 lanes' copies,
+ *                               and lane 0 | consumers
  *              empty[stage]     4 warps per warpgroup that reads the tile | a key warp
  *              q_full[slot]     the query threads | consumers
  *              q_empty[slot]    12 warps | query warps
@@ -43,25 +43,26 @@ namespace {
 
 /* ---- Consumers ----------------------------------------------------------------------------- */
 
-/* Doubles relu, which costs one addition at full rate; a maximum has half the rate. */
+/* 2 relu(x). It costs one addition at full rate; a maximum runs at half the rate. */
 __device__ __forceinline__ float
 double_relu(float x)
 {
     return x + fabsf(x);
 }
 
-/* What a warpgroup keeps for an item. Lane (g, c) of a warp ends with the logits of key
- * g + 8 (c % 2) of the warp's 16, for tokens 2 u + c / 2. */
+/* Where a thread stores the logits of a task. Lane (g, c) of a warp ends with the logits of key g +
+ * 8 (c % 2) of the warp's 16, for tokens 2 u + c / 2. */
 template <typename Shape> struct token_results {
-    uint8_t *at[Shape::PAIRS];  /* the logit of the lane's key in the first tile */
-    int32_t left[Shape::PAIRS]; /* columns from there to the end of the token's keys */
-    float units[Shape::PAIRS];  /* what the token's mix counts in, 0 if it has none */
-    uint32_t shift;             /* scales in front of a tile; the same in all lanes */
-    uint32_t plain;             /* a bit per token of the warpgroup, the same in all lanes */
+    uint8_t *at[Shape::PAIRS];  /* address of the logit of the lane's key in the first tile */
+    int32_t left[Shape::PAIRS]; /* number of columns from there to the end of the token's keys */
+    float units[Shape::PAIRS];  /* the unit of the token's mix, 0 if it has none */
+    /* Number of scales in front of a tile's own; the same in all lanes. */
+    uint32_t shift;
+    uint32_t plain; /* a bit per token of the warpgroup, the same in all lanes */
 };
 
-/* Puts 2 relu(d) for d in the columns of plain tokens (a bit of `plain` each), or 2 relu(-d) in
- * rows that are `negative`. */
+/* Replaces d by 2 relu(d) in the columns of plain tokens, which have a bit of `plain` each, or by 2
+ * relu(-d) in rows that are `negative`. */
 template <typename Shape>
 __device__ __forceinline__ void
 clip_plain(uint32_t plain, const bool negative[2], float (&d)[Shape::GROUP_ROWS / 2])
@@ -73,7 +74,7 @@ clip_plain(uint32_t plain, const bool negative[2], float (&d)[Shape::GROUP_ROWS 
     }
 }
 
-/* sums[token][row] = weight * |d|, added up over the token's columns. */
+/* Adds up weight * |d| over each token's columns: sums[token][row]. */
 template <typename Shape>
 __device__ __forceinline__ void
 add_columns(const float (&d)[Shape::GROUP_ROWS / 2], const float4 (&weights)[Shape::COLUMNS / 16],
@@ -95,8 +96,8 @@ add_columns(const float (&d)[Shape::GROUP_ROWS / 2], const float4 (&weights)[Sha
     }
 }
 
-/* The mixes' dot products with the lane's key, for its tokens. Lanes (g, c) and (g, c + 1) have two
- * rows of a token's mix each, and both keys. */
+/* Returns the dot products of the mixes with the lane's key, for its tokens. Lanes (g, c) and (g, c
+ * + 1) each have two rows of a token's mix, for both lanes' keys. */
 template <typename Shape>
 __device__ __forceinline__ void
 add_mixes(const float (&d)[Shape::GROUP_ROWS / 2], float results[Shape::PAIRS])
@@ -113,7 +114,7 @@ add_mixes(const float (&d)[Shape::GROUP_ROWS / 2], float results[Shape::PAIRS])
     }
 }
 
-/* Adds the sums of four lanes. A lane keeps its row, then its tokens. */
+/* Adds the sums of four lanes. A lane keeps the sums of its row first, then those of its tokens. */
 template <typename Shape>
 __device__ __forceinline__ void
 fold_lanes(const float sums[Shape::TOKENS][2], float results[Shape::PAIRS])
@@ -138,22 +139,23 @@ fold_lanes(const float sums[Shape::TOKENS][2], float results[Shape::PAIRS])
     }
 }
 
-/* Every lane passes the same value; the compiler then knows that it is the same. */
+/* Returns x, which is the same in every lane of the warp; the result tells the compiler so. */
 __device__ __forceinline__ uint32_t
 same_in_warp(uint32_t x)
 {
     return __reduce_max_sync(ALL_LANES, x);
 }
 
-/* A descriptor `n` times 16 bytes further on; addresses do not carry into its upper half. */
+/* Returns the descriptor of the address 16 n bytes further on; addresses do not carry into its
+ * upper half. */
 __device__ __forceinline__ uint64_t
 moved(uint64_t descriptor, uint32_t n)
 {
     return (descriptor & 0xFFFFFFFF00000000) | (uint32_t)((uint32_t)descriptor + n);
 }
 
-/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the item's first. The
- * thread that `frees` lets a key warp have the stage for its warp. */
+/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the task's first tile.
+ * The thread with `frees` returns the stage to the key warp, for its warp. */
 template <typename Shape>
 __device__ __forceinline__ void
 score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
@@ -167,7 +169,7 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
     const uint32_t found = ((const uint32_t *)&shared->found[stage])[row / 32];
     float d[Shape::GROUP_ROWS / 2];
     if (!Shape::HAS_MAPS) {
-        ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+        ptx_fence_async_shared(); /* makes what cp.async wrote visible to wgmma */
     }
     wgmma_fence();
 #pragma unroll
@@ -212,14 +214,14 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
 
 template <typename Shape>
 __device__ __forceinline__ void
-load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
+load_task(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
           uint32_t value_bytes, float4 (&weights)[Shape::COLUMNS / 16], token_results<Shape> *to)
 {
-    const logits_item<Shape> &item = shared->items[slot];
+    const logits_task<Shape> &task = shared->tasks[slot];
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int c = lane % 4;
     const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
-    const int own = item.first + warp_row + lane / 4 + lane % 2 * 8;
+    const int own = task.first + warp_row + lane / 4 + lane % 2 * 8;
     const float4 *const fours = (const float4 *)&shared->weights[slot][group * Shape::COLUMNS] + c;
 #pragma unroll
     for (int s = 0; s < Shape::COLUMNS / 16; s++) {
@@ -227,22 +229,23 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
     }
 #pragma unroll
     for (int u = 0; u < Shape::PAIRS; u++) {
-        /* With one token per warpgroup two lanes have each logit, and one of them stores it. */
+        /* With one token per warpgroup, two lanes have each logit, and only one of them stores
+         * it. */
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
         const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
-        const bool exists = is_stored && token < item.num_tokens;
+        const bool exists = is_stored && token < task.num_tokens;
         to->at[u] = (uint8_t *)p.out +
-                    ((int64_t)(item.first_token + token) * p.out_stride_token + own) * value_bytes;
-        to->left[u] = exists ? item.contexts[token] - own : 0;
-        to->units[u] = exists && (item.plain >> token & 1) == 0 ? item.units[token] : 0.0f;
+                    ((int64_t)(task.first_token + token) * p.out_stride_token + own) * value_bytes;
+        to->left[u] = exists ? task.contexts[token] - own : 0;
+        to->units[u] = exists && (task.plain >> token & 1) == 0 ? task.units[token] : 0.0f;
     }
-    to->shift = same_in_warp((uint32_t)item.shift);
-    to->plain = same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
+    to->shift = same_in_warp((uint32_t)task.shift);
+    to->plain = same_in_warp(task.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void
-consume_items(const sm90_args &all, logits_memory<Shape> *shared)
+consume_tasks(const sm90_args &all, logits_memory<Shape> *shared)
 {
     const smla_logits_params &p = all.args.p;
     const uint32_t warpgroup = same_in_warp(threadIdx.x / GROUP_THREADS);
@@ -256,24 +259,24 @@ consume_items(const sm90_args &all, logits_memory<Shape> *shared)
     static_assert(Shape::STAGES % Shape::PARTS == 0, "a stage belongs to one warpgroup");
     const uint32_t step = step_of<Shape>(all);
     const bool frees = threadIdx.x % SMLA_WARP_LANES == 0;
-    uint32_t stage = Shape::PARTS == 1 ? 0 : warpgroup; /* the next tile is there */
+    uint32_t stage = Shape::PARTS == 1 ? 0 : warpgroup; /* stage of the next tile */
     uint32_t parity = 0;
-    uint32_t tiles = 0; /* tiles in the items before */
+    uint32_t tiles = 0; /* number of tiles in earlier tasks */
     ptx_wait_for_grids();
     for (uint32_t number = 0;; number++) {
         const int slot = (int)(number % SLOTS);
         ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
-        const uint32_t num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
+        const uint32_t num_tiles = same_in_warp((uint32_t)shared->tasks[slot].num_tiles);
         if (num_tiles == 0) {
             break;
         }
         const bool has_tokens =
-            (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
+            (int)same_in_warp((uint32_t)shared->tasks[slot].num_tokens) > group * Shape::TOKENS;
         const uint64_t queries =
             moved(all_queries, (uint32_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4)));
         float4 weights[Shape::COLUMNS / 16];
         token_results<Shape> to;
-        load_item<Shape>(p, shared, slot, group, value_bytes, weights, &to);
+        load_task<Shape>(p, shared, slot, group, value_bytes, weights, &to);
         const uint32_t skipped =
             Shape::PARTS == 1 ? 0 : (warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
 #pragma unroll 1
@@ -300,8 +303,8 @@ consume_items(const sm90_args &all, logits_memory<Shape> *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Initialises the barriers. A launch's arguments are in no cache, so every warp asks for one line
- * of them: the lines arrive together, and not one after the other where they are needed. */
+/* Initialises the barriers. A launch's arguments are in no cache yet. So every warp loads one line
+ * of them: the lines arrive together, and not one after another where they are needed. */
 template <typename Shape>
 __device__ __forceinline__ void
 start(const sm90_args &all, logits_memory<Shape> *shared)
@@ -323,7 +326,8 @@ start(const sm90_args &all, logits_memory<Shape> *shared)
         }
         ptx_fence_mbarrier_init();
     }
-    shared->sums[warp] = (int32_t)argument; /* nobody reads it, but it keeps the load alive */
+    /* No thread reads this; the store keeps the load alive. */
+    shared->sums[warp] = (int32_t)argument;
 }
 
 template <typename Shape>
@@ -340,13 +344,13 @@ __launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ sm
     if (Shape::IS_EVEN) {
         ptx_wait_for_grids();
         find_share<Shape>(all, shared);
-        __syncthreads(); /* all have the barriers and their share */
+        __syncthreads(); /* all threads see the barriers and their share */
     }
     if (threadIdx.x < CONSUMERS) {
         bool is_started = false;
         await_start<Shape>(&is_started);
         ptx_claim_registers<CONSUMER_REGISTERS>();
-        consume_items<Shape>(all, shared);
+        consume_tasks<Shape>(all, shared);
     } else {
         ptx_release_registers<COPY_REGISTERS>();
         ptx_wait_for_grids();
@@ -358,8 +362,8 @@ __launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ sm
     }
 }
 
-/* Makes the tensor maps of the keys. False: they cannot be had, and cp.async brings the keys. Tiles
- * lie in one page, or keys are flat. */
+/* Makes the tensor maps of keys and scales. Returns false if there can be none, and cp.async must
+ * bring the keys. Tiles lie in one page, or keys are flat. */
 bool
 make_maps(const smla_logits_params *p, sm90_args *all)
 {
@@ -394,8 +398,8 @@ launch_shape(const smla_logits_params *p, const smla_logits_plan *plan, int64_t 
     return code != cudaSuccess
                ? code
                : smla_launch(logits_sm90<Shape>, *all,
-                             plan->num_works < num_sms && !plan->is_even ? plan->num_works
-                                                                         : num_sms,
+                             plan->num_work_items < num_sms && !plan->is_even ? plan->num_work_items
+                                                                              : num_sms,
                              CONSUMERS + COPIERS, bytes, p->call.stream);
 }
 
@@ -432,7 +436,7 @@ launch_heads(const smla_logits_params *p)
     const int64_t num_reqs = p->has_pages ? p->num_reqs : 1;
     const smla_logits_plan plan =
         smla_plan_logits(HEADS, p->num_tokens, num_reqs, p->num_columns, num_sms, has_maps);
-    if (plan.num_works == 0) {
+    if (plan.num_work_items == 0) {
         return cudaSuccess;
     }
     args->chunk_columns = choose_chunk(p->num_columns, plan.token_blocks, 4 * num_sms, FILL_COLUMNS,
@@ -461,8 +465,8 @@ launch_heads(const smla_logits_params *p)
 
 } // namespace
 
-/* The rule depends on formats, heads and alignment only, so that a row's bits do not depend on
- * other rows. */
+/* Whether this kernel serves a call. The rule depends only on formats, heads and alignment, so that
+ * a row's bits do not depend on other rows. */
 bool
 smla_cuda_serves_logits_sm90(const smla_logits_params *p)
 {

@@ -1,7 +1,6 @@
 /* logits_works.cuh: how the kernel of logits_sm90.cu shares its work, and what it keeps in shared
- * memory. logits_keys.cuh and logits_queries.cuh have the warps that fill it, logits_sm90.cu the
- * headings.
- */
+ * memory. logits_keys.cuh and logits_queries.cuh have the warps that fill this memory, and
+ * logits_sm90.cu has the headings. */
 #pragma once
 
 #include "cuda/host/tensor_map.h"
@@ -23,7 +22,7 @@ enum {
     CHUNK_BYTES = 16,
     ROW_CHUNKS = ROW_BYTES / CHUNK_BYTES,
     TILE_BYTES = TILE_KEYS * ROW_BYTES,
-    SCALE_ALIGN = 4,                  /* a copy of scales begins at such a multiple, */
+    SCALE_ALIGN = 4,                  /* a copy of scales begins at a multiple of this number, */
     SCALES = TILE_KEYS + SCALE_ALIGN, /* so it may bring a few scales too many */
     SCALES_STRIDE = TILE_KEYS + 32,
     ROWS_PER_COPY = SMLA_WARP_LANES / ROW_CHUNKS,
@@ -34,51 +33,57 @@ enum {
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-/* How warpgroups share the work. */
+/* A shape: how warpgroups share the work. */
 template <int HEADS_, int TOKENS_, int GROUPS_, bool HAS_MAPS_, bool IS_EVEN_> struct logits_shape {
     static constexpr int HEADS = HEADS_;
-    static constexpr int TOKENS = TOKENS_;             /* per warpgroup */
-    static constexpr int GROUPS = GROUPS_;             /* token groups: 3, or 1 */
-    static constexpr bool HAS_MAPS = HAS_MAPS_;        /* else keys come by cp.async */
-    static constexpr bool IS_EVEN = IS_EVEN_;          /* CTAs have equal shares of the tiles */
-    static constexpr int PARTS = WARPGROUPS / GROUPS_; /* warpgroups that take tiles in turn */
-    static constexpr int COLUMNS = HEADS * TOKENS;     /* columns of heads per product */
+    static constexpr int TOKENS = TOKENS_; /* tokens per warpgroup */
+    static constexpr int GROUPS = GROUPS_; /* groups of tokens: 3, or 1 */
+    /* Whether tensor maps bring keys, or else cp.async. */
+    static constexpr bool HAS_MAPS = HAS_MAPS_;
+    /* Whether CTAs have equal shares of the tiles. */
+    static constexpr bool IS_EVEN = IS_EVEN_;
+    /* Warpgroups that take a group's tiles alternately. */
+    static constexpr int PARTS = WARPGROUPS / GROUPS_;
+    static constexpr int COLUMNS = HEADS * TOKENS; /* columns of heads per product */
     static constexpr int PAIRS =
         (TOKENS + 1) / 2; /* pairs of tokens; each has 8 columns of mixes */
     static constexpr int GROUP_ROWS = COLUMNS + PAIRS * 2 * MIX_ROWS;
     static constexpr int BLOCK_TOKENS = TOKENS * GROUPS;
-    /* The first copy warps bring queries, the others keys. In a prefill a tile of keys takes the
-     * tensor cores long, and a block's mixes take the query warps long. */
+    /* The first copy warps bring queries, the others keys. A prefill has three query warps, because
+     * there a tile of keys takes the tensor cores long, and the mixes of a block take the query
+     * warps long. */
     static constexpr bool IS_LONG = HAS_MAPS && GROUPS == 3 && TOKENS > 1;
     static constexpr int QUERY_THREADS = (IS_LONG ? 3 : 2) * SMLA_WARP_LANES;
     static constexpr int KEY_WARPS = (COPIERS - QUERY_THREADS) / SMLA_WARP_LANES;
     static constexpr int MIX_THREADS =
-        GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* per token */
+        GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* threads per token's mix */
     static constexpr int MIXERS = QUERY_THREADS / MIX_THREADS;
-    static constexpr int MIX_VALUES = SMLA_INDEX_HEAD_DIM / MIX_THREADS;        /* per thread */
-    static constexpr int MIXED_AT_ONCE = TOKENS == 1 || MIX_VALUES > 2 ? 1 : 2; /* tokens */
+    /* Values of a mix per thread. */
+    static constexpr int MIX_VALUES = SMLA_INDEX_HEAD_DIM / MIX_THREADS;
+    /* Tokens that a thread mixes at once. */
+    static constexpr int MIXED_AT_ONCE = TOKENS == 1 || MIX_VALUES > 2 ? 1 : 2;
     static constexpr int BLOCK_HEADS = BLOCK_TOKENS * HEADS;
     static constexpr int BLOCK_ROWS = GROUP_ROWS * GROUPS;
-    /* A multiple of PARTS, so that a stage belongs to one warpgroup. Tiles come out of order, and
-     * another one could take the barrier's phase before for its own. */
+    /* A multiple of PARTS, so that a stage belongs to one warpgroup. Warpgroups take tiles out of
+     * order, so another warpgroup could take a former phase of the barrier for its own. */
     static constexpr int STAGES = TOKENS * GROUPS > 3 ? (GROUPS == 1 ? 15 : 8) : 15;
 };
 
 /* The argument of the kernel. */
 struct sm90_args {
-    CUtensorMap keys;          /* 128 bytes, keys of a page, pages */
-    CUtensorMap scales;        /* keys of a page, pages */
-    logits_args args;          /* its works are those of fill_works */
-    smla_divisor guess_tokens; /* tokens per request, if each has as many; else 1 */
+    CUtensorMap keys;          /* map of the keys: 128 bytes, keys of a page, pages */
+    CUtensorMap scales;        /* map of the scales: keys of a page, pages */
+    logits_args args;          /* its work items are those of fill_work_items */
+    smla_divisor guess_tokens; /* tokens per request if all have as many, else 1 */
     smla_divisor req_blocks;
     smla_divisor blocks;
     smla_divisor step;
     smla_logits_plan plan;
     int32_t column_tiles;
-    int32_t thread_blocks; /* even: blocks whose tiles a thread counts */
+    int32_t thread_blocks; /* if even: blocks whose tiles a thread counts */
 };
 
-/* A block of tokens, and tiles `tile`, `tile` + step... below `end_tile`. */
+/* A block of tokens, and its tiles `tile`, `tile` + step... below `end_tile`. */
 struct logits_part {
     int32_t first_token;
     int32_t end_token;
@@ -86,25 +91,26 @@ struct logits_part {
     int32_t end_tile;
 };
 
-/* A run of tokens, and the part of their columns. */
-template <typename Shape> struct logits_item {
+/* A task: a run of tokens, and the part of their columns. */
+template <typename Shape> struct logits_task {
     int32_t first_token;
     int32_t num_tokens;
-    int32_t num_tiles;                     /* 0: there are no more items */
-    int32_t first;                         /* column */
-    int32_t shift;                         /* scales in front of a tile's first one */
+    int32_t num_tiles;                     /* number of tiles; 0 if there are no more tasks */
+    int32_t first;                         /* first column */
+    int32_t shift;                         /* number of scales in front of a tile's first one */
     uint32_t plain;                        /* a bit per token without a mix */
-    int32_t contexts[Shape::BLOCK_TOKENS]; /* columns of the token's keys */
-    float units[Shape::BLOCK_TOKENS];      /* what a mix counts in */
+    int32_t contexts[Shape::BLOCK_TOKENS]; /* number of columns of each token's keys */
+    float units[Shape::BLOCK_TOKENS];      /* unit of each token's mix */
 };
 
-/* A CTA's works, one after the other. They are works i, i + grid...; or, where IS_EVEN, an equal
- * share of all tiles, which follow each other by block of tokens. A warp walks as one. */
+/* How far a CTA has come in its work items. They are numbers i, i + grid...; or, where IS_EVEN, an
+ * equal share of all tiles, in the order of blocks of tokens. All lanes of a warp have the same
+ * walk. */
 struct logits_walk {
-    uint32_t number; /* the next work */
-    int32_t block;   /* even: where the next work begins */
+    uint32_t number; /* number of the next work item */
+    int32_t block;   /* if even: block and tile of the next work item */
     int32_t tile;
-    int32_t left; /* even: tiles that the CTA has left */
+    int32_t left; /* if even: tiles that the CTA has left */
 };
 
 template <typename Shape> struct logits_memory {
@@ -113,9 +119,9 @@ template <typename Shape> struct logits_memory {
     alignas(128) float scales[Shape::STAGES][SCALES_STRIDE];
     alignas(16) float weights[SLOTS][Shape::BLOCK_HEADS];
     alignas(8) uint64_t found[Shape::STAGES]; /* a bit per key that exists */
-    logits_item<Shape> items[SLOTS];
-    uint32_t largest[2][2][2]; /* two sets of tokens, by token and query warp */
-    logits_walk walk;          /* even: where the CTA begins */
+    logits_task<Shape> tasks[SLOTS];
+    uint32_t largest[2][2][2]; /* bits for two sets of tokens, by token and query warp */
+    logits_walk walk;          /* if even: the start of the CTA's share */
     int32_t sums[CTA_WARPS];
     alignas(8) uint64_t full[Shape::STAGES];
     uint64_t empty[Shape::STAGES];
@@ -123,9 +129,9 @@ template <typename Shape> struct logits_memory {
     uint64_t q_empty[SLOTS];
 };
 
-/* ---- Works ---------------------------------------------------------------------------------- */
+/* ---- Work items ----------------------------------------------------------------------------- */
 
-/* The tokens of a block; the rest of the part stays open. */
+/* Returns a part with the tokens of a block; its tiles are set later. */
 template <typename Shape>
 __device__ __forceinline__ logits_part
 part_of_block(const sm90_args &all, int32_t block)
@@ -140,7 +146,7 @@ part_of_block(const sm90_args &all, int32_t block)
                        0};
 }
 
-/* Tiles of the longest token of a block; none behind the last block. */
+/* The number of tiles of the longest token of a block; 0 past the last block. */
 template <typename Shape>
 __device__ __forceinline__ int32_t
 count_tiles(const sm90_args &all, int32_t block)
@@ -156,7 +162,7 @@ count_tiles(const sm90_args &all, int32_t block)
     return (longest + TILE_KEYS - 1) / TILE_KEYS;
 }
 
-/* The same for a warp, whose lanes look at a token each. */
+/* count_tiles for a warp, each lane of which reads the context of one token. */
 template <typename Shape>
 __device__ __forceinline__ int32_t
 count_tiles_as_warp(const sm90_args &all, int32_t block)
@@ -168,8 +174,8 @@ count_tiles_as_warp(const sm90_args &all, int32_t block)
     return (int32_t)((__reduce_max_sync(ALL_LANES, own) + TILE_KEYS - 1) / TILE_KEYS);
 }
 
-/* Finds the CTA's share of all tiles. All threads call it; `walk` is set behind the barrier that
- * follows. */
+/* Finds the CTA's share of all tiles. All threads call this; `walk` is set after the next
+ * barrier. */
 template <typename Shape>
 __device__ __forceinline__ void
 find_share(const sm90_args &all, logits_memory<Shape> *shared)
@@ -189,13 +195,13 @@ find_share(const sm90_args &all, logits_memory<Shape> *shared)
     if (threadIdx.x == 0) {
         shared->walk = logits_walk{};
     }
-    __syncthreads(); /* all have `sums`, which the warps set */
+    __syncthreads(); /* all threads see `sums`, which the warps set */
     const int32_t sum = lane < CTA_WARPS ? shared->sums[lane] : 0;
     const int32_t total = __reduce_add_sync(ALL_LANES, sum);
     end += __reduce_add_sync(ALL_LANES, lane < warp ? sum : 0);
     const int32_t share = (total + (int32_t)gridDim.x - 1) / (int32_t)gridDim.x;
     const int32_t start = (int32_t)blockIdx.x * share;
-    if (end - own <= start && start < end) { /* one thread */
+    if (end - own <= start && start < end) { /* true for one thread */
         int32_t tile = start - (end - own);
 #pragma unroll 1
         for (;;) {
@@ -210,9 +216,8 @@ find_share(const sm90_args &all, logits_memory<Shape> *shared)
     }
 }
 
-/* The second half of the kernel's start: all barriers are initialised behind it. Each warp calls it
- * once; a walk calls it where the warp first needs them, so that its first loads do not wait. Even
- * walks begin behind it. */
+/* Waits until all barriers are initialised. Each warp calls this once, where it first needs them,
+ * so that its first loads do not wait. Where IS_EVEN, the kernel has waited already. */
 template <typename Shape>
 __device__ __forceinline__ void
 await_start(bool *is_started)
@@ -230,13 +235,13 @@ start_walk(const logits_memory<Shape> *shared)
     return Shape::IS_EVEN ? shared->walk : logits_walk{blockIdx.x, 0, 0, 0};
 }
 
-/* The next part of a walk; false: there is none. */
+/* Finds the next part of a walk. Returns false if there is none. */
 template <typename Shape>
 __device__ __forceinline__ bool
 next_part(const sm90_args &all, logits_walk *walk, logits_part *part)
 {
     if constexpr (!Shape::IS_EVEN) {
-        if (walk->number >= (uint32_t)all.plan.num_works) {
+        if (walk->number >= (uint32_t)all.plan.num_work_items) {
             return false;
         }
         const uint32_t tile = smla_divide_uint32(walk->number, all.blocks);
@@ -258,7 +263,7 @@ next_part(const sm90_args &all, logits_walk *walk, logits_part *part)
             break;
         }
         if (walk->block >= all.plan.token_blocks) {
-            return false; /* somebody has changed the contexts meanwhile */
+            return false; /* the caller has changed the contexts meanwhile */
         }
         walk->block++;
         walk->tile = 0;
@@ -272,7 +277,7 @@ next_part(const sm90_args &all, logits_walk *walk, logits_part *part)
     return true;
 }
 
-/* The tiles between two of a part's. */
+/* The step from one tile of a part to its next. */
 template <typename Shape>
 __device__ __forceinline__ int32_t
 step_of(const sm90_args &all)
@@ -280,16 +285,16 @@ step_of(const sm90_args &all)
     return Shape::IS_EVEN ? 1 : all.plan.step;
 }
 
-/* A run of a part's tokens, as the copy warps go through them. */
+/* A run of a part's tokens, as the copy warps handle them. */
 struct logits_run {
     int32_t first_token;
     int32_t num_tokens;
     int32_t source;
-    int32_t num_tiles; /* 0: its tokens have no keys here */
+    int32_t num_tiles; /* number of tiles; 0 if the tokens have no keys here */
     int32_t context;   /* the context of token `lane` of the run */
 };
 
-/* The run from `token` on. Each lane loads what is to be known of one token. */
+/* Finds the run that begins at `token`. Each lane loads the facts of one token. */
 template <typename Shape>
 __device__ __forceinline__ logits_run
 find_run(const sm90_args &all, const logits_part &part, int32_t token)
@@ -309,7 +314,8 @@ find_run(const sm90_args &all, const logits_part &part, int32_t token)
         run.context = (int32_t)context_of(p, own);
         run.source = __shfl_sync(ALL_LANES, source, 0);
         const uint32_t others = ~__ballot_sync(ALL_LANES, exists && source == run.source);
-        run.num_tokens = __ffs((int)others) - 1; /* blocks have less than 32 tokens */
+        /* Blocks have fewer than 32 tokens, so one bit is set. */
+        run.num_tokens = __ffs((int)others) - 1;
         longest = (int32_t)__reduce_max_sync(ALL_LANES,
                                              lane < run.num_tokens ? (uint32_t)run.context : 0);
     }

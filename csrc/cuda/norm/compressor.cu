@@ -6,7 +6,8 @@
 
 namespace {
 
-/* The threads of a CTA for short groups of `dim` channels: few, so that an SM holds many CTAs. */
+/* The threads of a CTA for short groups of `dim` channels: few threads, so that an SM holds many
+ * CTAs. */
 constexpr int
 short_threads(int dim)
 {

@@ -1,5 +1,5 @@
-/* compressor.cuh: DeepSeek V4's compressor: groups of states become rows of a compressed cache; the
- * states of the step are saved by the same launch, if asked for.
+/* compressor.cuh: DeepSeek V4's compressor: groups of states become rows of a compressed cache. The
+ * same launch saves the states of the step, if asked for.
  *
  * Computes     x = sum(exp(score - largest) * kv) / sum(exp(score - largest)) per channel over the
  *              states of a group; row = bf16(RoPE(x * rsqrt(mean(x^2) + eps) * weight)), in the
@@ -11,30 +11,33 @@
  * Shared mem   three sums per slice and channel of the CTA, and x: 26 KiB for 512 channels, 14 for
  *              half of them, 6.5 for 128; the marks of a pass, 128 bytes
  * Roles        A CTA takes up to r neighbouring tokens, because one of them closes a group. Each
- *              warp looks at 32 of them. A thread has 4 channels of a slice; the slices divide the
- *              states of a group. Groups of up to 8 states are short: all their loads are under way
- *              before the first is used, for one slice at a time. Longer groups have LONG_PAIRS
- *              pairs of states per thread under way. On Hopper kv and score of the tokens come into
- *              L2 while positions, slots and pages are read, which takes three loads that wait for
- *              each other; and the two CTAs of a cluster divide the 512 channels of a long group:
- *              each pools and saves its half, and the first one finishes the row. Then each thread
- *              has channels, and warp 0 the finished row. A token of the step has its state in kv
- *              and score, because another CTA may not have saved it yet. The CTA that closes a
- *              group saves the states that it reads, if they are of that group and of this step.
- *              All others are saved by the CTA that has their token.
+ *              warp marks 32 tokens: those that close a group, and those whose state is saved
+ *              apart. The slices divide the states of a group, and a thread has 4 channels of a
+ *              slice. Groups of up to 8 states are short: for one slice at a time, all loads are
+ *              under way before the first is used. In longer groups a thread has loads of
+ *              LONG_PAIRS pairs of states under way.
+ *              On Hopper, kv and score of the tokens are brought to L2 while positions, slots and
+ *              pages are read, which takes three loads one after another. The two CTAs of a cluster
+ *              divide the 512 channels of a long group: each pools and saves its half, and the
+ *              first one finishes the row. To join the slices each thread has channels, and warp 0
+ *              finishes the row.
+ *              The state of a token of this step is read from kv and score, because another CTA may
+ *              not have saved it yet. The CTA that closes a group saves the states that it reads,
+ *              if they are of that group and of this step. All others are saved by the CTA that has
+ *              their token.
  *              Barriers: marked | all threads | marks are in memory; read | all threads | marks may
  *              be written; pooled | all threads of the cluster | sums are in memory, and x may be
  *              written; joined | the same | x is in memory, and sums may be written.
  * Roofline     Memory. A launch that saves moves 16 c D bytes per token of fp32: T 8192, D 512:
- *              32 us for r 4, 16 us for r 128 at 4.3 TB/s, which takes 32 KiB on their way to each
- *              SM. With r 4 half of each state is read once more, from L2; an SM has 5 groups of 32
- *              KiB. It is bound by instructions, 2700 per warp and group; more loads ahead (2 or 4
- *              slices at a time) leave fewer warps, and took 66 and 77 us for 57. A group of 128
- *              reads 512 KiB: 64 groups would leave half of the SMs idle. Quarters of the channels
- *              took longer than halves (45 us for 34). Two states take two exps per channel, of 21
- *              instructions each.
+ *              32 us for r 4, 16 us for r 128 at 4.3 TB/s, which needs 32 KiB under way to each SM.
+ *              With r 4 half of each state is read once more, from L2; an SM has 5 groups of 32
+ *              KiB. Instructions bind, 2700 per warp and group. More loads ahead (2 or 4 slices at
+ *              a time) leave fewer warps, and took 66 and 77 us instead of 57. A group of 128 reads
+ *              512 KiB: 64 groups alone would leave half of the SMs idle. Quarters of the channels
+ *              took longer than halves (45 us instead of 34). Two states take two exps per channel,
+ *              of 21 instructions each.
  * Numerics     fp32, each operation rounded: the CPU's bytes; params_compressor.h has the order. A
- *              token with a bad slot, request or position is skipped, a bad page has no states. Of
+ *              token with a bad slot, request or position is skipped; a bad page has no states. Of
  *              tokens with one slot any may win, and their row may hold parts of several.
  * Source       The compressor kernels of DeepSeek V4 in vLLM, for the operator. The split is ours.
  */
@@ -46,12 +49,12 @@
 namespace {
 
 enum {
-    SHORT_STATES = SMLA_POOL_ROWS, /* states of the longest group that is short */
-    SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 96 registers each */
+    SHORT_STATES = SMLA_POOL_ROWS, /* states of the longest short group */
+    SHORT_SM_THREADS = 640,        /* threads per SM for short groups, 96 registers each */
     LONG_PAIRS = 4,                /* pairs of states that a thread of a long group loads ahead */
     PASS_STATES = SMLA_POOL_SLICES * SMLA_WARP_LANES,
     MAX_WARPS = 16,
-    EARLY_TOKENS = 64, /* tokens of a pass that come into L2 before anything is known of them */
+    EARLY_TOKENS = 64, /* tokens of a pass that are brought to L2 before their facts are read */
 };
 
 static_assert(SHORT_STATES == SMLA_POOL_SLICES * SLICE_STATES, "a slice has one pair of a group");
@@ -59,15 +62,15 @@ static_assert(SMLA_OVERLAP_RATIO == SMLA_POOL_SLICES, "of a pair the second stat
 
 /* ---- Pool ---------------------------------------------------------------------------------- */
 
-/* c r, the states of the group before included. */
+/* The number of states of a group, c r; where groups overlap, that includes the group before. */
 __device__ __forceinline__ int64_t
 count_states(const smla_compress_params &p)
 {
     return p.states.width == p.dim ? p.states.ratio : 2 * p.states.ratio;
 }
 
-/* Where state `j` of a group is: the address of its row, with bit 0 set if a token of this step has
- * it, which is then read from kv and score; 0 if it takes no part. */
+/* Returns where state `j` of a group is: the address of its row, or 0 if the state takes no part.
+ * Bit 0 is set if a token of this step has the state, which is then read from kv and score. */
 template <bool SAVES>
 __device__ __forceinline__ unsigned long long
 find_state(const compress_args &args, const group &of, int64_t j)
@@ -84,8 +87,8 @@ find_state(const compress_args &args, const group &of, int64_t j)
     return (unsigned long long)row | (is_new ? 1 : 0);
 }
 
-/* Starts the loads of four channels of a state, which `code` of find_state says where to find. A
- * state that is not there has a score of -inf. */
+/* Starts the loads of four channels of a state; `code` is what find_state returned. A state that
+ * takes no part has a score of -inf. */
 template <bool SAVES, bool ALIGNED>
 __device__ __forceinline__ void
 load_state(const smla_partial_states_params &p, int64_t token, unsigned long long code,
@@ -107,10 +110,11 @@ load_state(const smla_partial_states_params &p, int64_t token, unsigned long lon
     }
 }
 
-/* The ape of a state's place in its group, where the state comes from this step; else zeros. */
+/* Loads the ape of a state from this step, by the state's index in its group; for other states it
+ * gives zeros. */
 template <bool SAVES, bool ALIGNED>
 __device__ __forceinline__ void
-load_ape_if_new(const smla_partial_states_params &p, int64_t place, unsigned long long code,
+load_ape_if_new(const smla_partial_states_params &p, int64_t index, unsigned long long code,
                 int64_t channel, uint32_t ape[CHANNELS])
 {
 #pragma unroll
@@ -118,7 +122,7 @@ load_ape_if_new(const smla_partial_states_params &p, int64_t place, unsigned lon
         ape[i] = 0;
     }
     if (SAVES && (code & 1) != 0) {
-        load_ape<ALIGNED>(p, place, channel, ape);
+        load_ape<ALIGNED>(p, index, channel, ape);
     }
 }
 
@@ -141,20 +145,19 @@ add_pair(channel_sums sums[CHANNELS], const float values[SLICE_STATES][CHANNELS]
     }
 }
 
-/* Four channels of a slice of a short group, on their way to a thread. Such a slice has one pair of
- * states. */
+/* The loads of four channels of a slice of a short group. Such a slice has one pair of states. */
 struct slice_load {
     unsigned long long codes[SLICE_STATES];
     state_part parts[SLICE_STATES];
-    state_part other; /* what the second state is to the group after its own */
+    state_part other; /* the second state's channels for the group after its own */
     bool has_other;
 };
 
-/* How a short group's states are counted. Where groups overlap, the first half is of the group
+/* How a short group's states are counted. Where groups overlap, the first half belongs to the group
  * before. */
 struct short_group {
-    int num_before; /* states of the group before */
-    int own;        /* the first channel of what a state is to its own group */
+    int num_before; /* number of states of the group before */
+    int own;        /* first channel of the values that a state gives to its own group */
 };
 
 /* Starts the loads of a slice. Lane j of `found` has the code of state j. */
@@ -178,8 +181,8 @@ load_slice(const smla_partial_states_params &p, const group &of, const short_gro
     }
 }
 
-/* Pools a thread's channels over a slice that load_slice has loaded, and saves what is of this
- * step. The loads of ape wait for the others, because they need registers and come from L1. */
+/* Pools a thread's channels over a slice that load_slice has loaded, and saves its states of this
+ * step. The loads of ape start after the others, because they need registers and hit L1. */
 template <bool SAVES, bool ALIGNED, bool ARE_BF16>
 __device__ __forceinline__ void
 pool_slice(const smla_partial_states_params &p, const short_group &sizes, const slice_load &load,
@@ -213,8 +216,8 @@ pool_slice(const smla_partial_states_params &p, const short_group &sizes, const 
 }
 
 /* Pools this thread's channels over PAIRS pairs of its slice of a long group, from state `first` of
- * slice 0 on, and saves those of this step. Lane i + k has the code of the slice's state k. Long
- * groups do not overlap. */
+ * slice 0 on, and saves their states of this step. Lane i + k has the code of the slice's state k.
+ * Long groups do not overlap. */
 template <bool SAVES, bool ALIGNED, int PAIRS>
 __device__ __forceinline__ void
 pool_pairs(const compress_args &args, const group &of, int64_t first, int slice,
@@ -274,7 +277,7 @@ pool_long(const compress_args &args, const group &of, int slice, int64_t channel
 
 /* ---- Groups -------------------------------------------------------------------------------- */
 
-/* The sums of the channels that a CTA has, and the pooled values of a whole row. */
+/* The sums of a CTA's channels, and the pooled values of a whole row. */
 template <int DIM, int PARTS> struct row_memory {
     pool_memory<DIM / PARTS> pool;
     alignas(16) float x[DIM];
@@ -301,7 +304,7 @@ clear_sums(channel_sums sums[CHANNELS])
     }
 }
 
-/* Pools a short group: each thread takes its channels of one slice after the other. */
+/* Pools a short group. Each thread takes its channels of one slice after another. */
 template <int DIM, bool SAVES, bool ALIGNED, bool ARE_BF16>
 __device__ __forceinline__ void
 pool_short(const compress_args &args, const group &of, pool_memory<DIM> &memory)
@@ -322,7 +325,7 @@ pool_short(const compress_args &args, const group &of, pool_memory<DIM> &memory)
     }
 }
 
-/* Barriers of the CTAs that divide a row's channels. */
+/* A barrier of all CTAs that divide a row's channels. */
 template <int PARTS>
 __device__ __forceinline__ void
 wait_for_parts(void)
@@ -334,7 +337,7 @@ wait_for_parts(void)
     }
 }
 
-/* Fetches the pooled values of the other CTAs. The first CTA of a cluster runs it. */
+/* Fetches the pooled values of the other CTAs. Only the first CTA of a cluster calls this. */
 template <int DIM, int PARTS>
 __device__ __forceinline__ void
 fetch_parts(float x[DIM])
@@ -347,7 +350,7 @@ fetch_parts(float x[DIM])
     __syncthreads();
 }
 
-/* PAIRS is 0 for short groups. */
+/* Makes and stores the row of the group that `token` closes. PAIRS is 0 for short groups. */
 template <int ROW, bool SAVES, bool ALIGNED, int PAIRS, int PARTS>
 __device__ __forceinline__ void
 close_group(const compress_args &args, channel_range channels, int64_t token,
@@ -372,8 +375,8 @@ close_group(const compress_args &args, channel_range channels, int64_t token,
         pool_long<SAVES, ALIGNED, PAIRS>(args, of, slice, channels.first + channel, sums);
         keep_sums(memory.pool, slice, channel, sums);
     }
-    /* Pooled: the sums of all slices are in memory, and warp 0 is done with the x of the group
-     * before. */
+    /* Pooled: the sums of all slices are in memory, and warp 0 has finished with the former group's
+     * x. */
     wait_for_parts<PARTS>();
     for (int i = (int)threadIdx.x; i < DIM / PARTS; i += (int)blockDim.x) {
         memory.x[channels.first + i] = join_slices(memory.pool, i);
@@ -405,7 +408,7 @@ find_closing(const token_marks *marks, int i, int num_tokens)
     return -1;
 }
 
-/* What the kernels do. PARTS CTAs, a cluster, divide the channels of long groups. */
+/* The body of the kernels. PARTS CTAs, a cluster, divide the channels of a long group. */
 template <int ROW, bool SAVES, bool ALIGNED, int PAIRS, int PARTS = 1>
 __device__ __forceinline__ void
 compress_runs(const compress_args &args)
@@ -450,14 +453,14 @@ compress_runs(const compress_args &args)
         }
     }
     if constexpr (PARTS > 1) {
-        ptx_cluster_sync(); /* nobody reads the memory of this CTA any more */
+        ptx_cluster_sync(); /* no CTA reads the memory of this one any more */
     }
 }
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* A CTA takes at most a group of tokens, and fewer where that leaves multiprocessors idle. `parts`
- * CTAs divide the channels. */
+/* Starts a kernel. A CTA takes at most a group of tokens at a time, and fewer where that would
+ * leave multiprocessors idle. `parts` CTAs divide the channels. */
 cudaError_t
 launch_compress(void (*kernel)(compress_args), const smla_compress_params *params,
                 const smla_cuda_device *device, int num_threads, int parts)

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-/* Long groups of 512 channels, with two CTAs for each. On Hopper only. */
+/* Compresses long groups of 512 channels, each by two CTAs. On Hopper only. */
 cudaError_t smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
                                                const smla_cuda_device *device, bool is_aligned);
 

@@ -1,6 +1,5 @@
-/* compressor_row.cuh: how the pooled values of a group become a row of the cache; and what the
- * kernels of the compressor are given. compressor.cuh has the seven headings.
- */
+/* compressor_row.cuh: how the pooled values of a group become a row of the cache, and the arguments
+ * of the compressor's kernels. compressor.cuh has the seven headings. */
 #pragma once
 
 #include "cuda/cache/row_encoder.cuh"
@@ -19,17 +18,17 @@ struct compress_args {
     bool angles_are_aligned;
 };
 
-/* A group that is being closed. */
+/* The group that a CTA closes. */
 struct group {
-    int64_t token; /* its last one */
+    int64_t token; /* the group's last token */
     int64_t position;
     int32_t req;
 };
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The sum of a row's squares, for every lane. A lane of a row of 128 has half of a partial sum of
- * eight, and the other half of the 256 partial sums is 0. */
+/* Returns the sum of a row's squares to every lane. In a row of 128 values, a lane has four of the
+ * 256 partial sums, half of a vector; the other 128 partial sums are 0. */
 template <int COUNT, int STEPS>
 __device__ __forceinline__ float
 sum_squares(const float x[STEPS][COUNT])
@@ -57,10 +56,10 @@ sum_squares(const float x[STEPS][COUNT])
     }
 }
 
-/* Turns the values of a lane, where they are among the last 64. */
+/* Rotates the values of a lane that are among the last 64. */
 template <int COUNT>
 __device__ __forceinline__ void
-turn_lane(const compress_args &args, int64_t position, float x[COUNT])
+rotate_lane(const compress_args &args, int64_t position, float x[COUNT])
 {
     constexpr int FIRST_LANE = SMLA_WARP_LANES - SMLA_QK_ROPE_HEAD_DIM / COUNT;
     const int pair = (lane_idx() - FIRST_LANE) * (COUNT / 2);
@@ -69,21 +68,21 @@ turn_lane(const compress_args &args, int64_t position, float x[COUNT])
     }
     const int first = pair / ROPE_PAIRS * ROPE_PAIRS;
     rope_angles angles = rope_load_at(args.p.rope, position, first, args.angles_are_aligned);
-    float turned[2 * ROPE_PAIRS] = {};
+    float rotated[2 * ROPE_PAIRS] = {};
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        turned[i] = x[i];
+        rotated[i] = x[i];
     }
-    if (pair != first) { /* the second half of the angles */
+    if (pair != first) { /* take the second half of the angles */
         angles.cos[0] = angles.cos[2];
         angles.cos[1] = angles.cos[3];
         angles.sin[0] = angles.sin[2];
         angles.sin[1] = angles.sin[3];
     }
-    rope_turn<false>(turned, angles);
+    rope_rotate<false>(rotated, angles);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        x[i] = turned[i];
+        x[i] = rotated[i];
     }
 }
 
@@ -95,8 +94,8 @@ load_weight(const smla_compress_params &p, int i)
                : __ldg((const float *)p.norm_weight + i);
 }
 
-/* Brings what a group's row is multiplied with into L2: the weights and the angles. Thread i has
- * line i of each. */
+/* Brings the factors of a group's row to L2: the weights and the angles. Thread i brings line i of
+ * each. */
 __device__ __forceinline__ void
 prefetch_factors(const smla_compress_params &p, int64_t position, int i)
 {
@@ -109,16 +108,18 @@ prefetch_factors(const smla_compress_params &p, int64_t position, int i)
                     has_angles && at < SMLA_QK_ROPE_HEAD_DIM * (int64_t)sizeof(float));
 }
 
-/* smla_floats_to_bf16x2 of what arithmetic gave: such a NaN is positive. It needs no call. */
+/* smla_floats_to_bf16x2 for results of arithmetic, whose NaN is positive. It needs no call for
+ * NaN. */
 __device__ __forceinline__ uint32_t
 round_products(float low, float high)
 {
-    const uint32_t fix = 0x7FFFu ^ 0x7FC0u; /* the conversion's NaN and the library's */
+    /* Difference between the conversion's NaN and the library's. */
+    const uint32_t fix = 0x7FFFu ^ 0x7FC0u;
     const uint32_t pair = smla_cvt_bf16x2(low, high);
     return pair ^ (isnan(low) ? fix : 0u) ^ (isnan(high) ? fix << 16 : 0u);
 }
 
-/* Normalises, turns and stores the pooled values of a group. A warp runs it. */
+/* Normalises, rotates and stores the pooled values of a group. A warp calls this. */
 template <int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 finish_row(const compress_args &args, const group &of, const float *pooled)
@@ -150,7 +151,7 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
                 __fmul_rn(__fmul_rn(x[s][i], factor), load_weight(p, s * layout::STEP + at + i));
         }
         if (s == layout::STEPS - 1) {
-            turn_lane<COUNT>(args, of.position + 1 - p.states.ratio, x[s]);
+            rotate_lane<COUNT>(args, of.position + 1 - p.states.ratio, x[s]);
         }
 #pragma unroll
         for (int k = 0; k < COUNT / 2; k++) {

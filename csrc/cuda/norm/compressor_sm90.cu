@@ -11,7 +11,7 @@ enum {
     PART_PAIRS = 2, /* pairs of states that a thread loads ahead */
 };
 
-/* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
+/* The size of the clusters is a constant of the kernel, so the launch needs no attribute for it. */
 template <int ROW, bool SAVES, bool ALIGNED>
 __global__ void
 __cluster_dims__(PARTS, 1, 1) __launch_bounds__(smla_row<ROW>::INFO.head_dim / PARTS, 2)

@@ -1,6 +1,5 @@
-/* compressor_tokens.cuh: what the compressor finds out about the tokens of a step: which close a
- * group, and which save their state outside of one. compressor.cuh has the seven headings.
- */
+/* compressor_tokens.cuh: which tokens of a step close a group, and which save a state that no
+ * closed group saves. compressor.cuh has the seven headings. */
 #pragma once
 
 #include "cuda/norm/compressor_row.cuh"
@@ -16,7 +15,7 @@ request_of(const smla_compress_params &p, int64_t token)
     return __ldg(p.req_id_per_token + token * p.req_id_stride);
 }
 
-/* What the arrays have for a token. */
+/* A token's entries in the arrays. */
 struct token_facts {
     int64_t position;
     int64_t req;
@@ -24,7 +23,7 @@ struct token_facts {
     int64_t row_slot;
 };
 
-/* The loads do not wait for each other. */
+/* Reads the entries; the four loads do not depend on each other. */
 __device__ __forceinline__ token_facts
 read_token(const smla_compress_params &p, int64_t token)
 {
@@ -38,7 +37,7 @@ is_slot(const smla_kv_view &kv, int64_t slot)
     return slot >= 0 && slot < kv.num_pages * kv.block_size;
 }
 
-/* The slot of a position that is not negative, by the block table; -1 if it has none. */
+/* The slot that the block table gives a position, which is not negative; -1 if there is none. */
 __device__ __forceinline__ int64_t
 find_slot(const compress_args &args, int64_t req, int64_t position)
 {
@@ -59,13 +58,13 @@ closes_group(const compress_args &args, const token_facts &token)
 {
     const smla_compress_params &p = args.p;
     return token.position >= 0 &&
-           place_in_group(token.position, args.ratio) == args.ratio.divisor - 1 && token.req >= 0 &&
+           index_in_group(token.position, args.ratio) == args.ratio.divisor - 1 && token.req >= 0 &&
            token.req < p.num_reqs && is_slot(p.states.rows.kv, token.state_slot) &&
            is_slot(p.insert.kv, token.row_slot);
 }
 
-/* Whether a token of the step is that of a position of request `req`, and its state goes to `slot`.
- * `slot` is what the block table says for that position. */
+/* Whether `token` of this step is at `position` of request `req`, and saves its state to `slot`,
+ * which is the block table's slot for that position. */
 __device__ __forceinline__ bool
 is_token_of(const smla_compress_params &p, int64_t token, int64_t req, int64_t position,
             int64_t slot)
@@ -74,13 +73,13 @@ is_token_of(const smla_compress_params &p, int64_t token, int64_t req, int64_t p
            read_slot(p.states.rows, token) == slot;
 }
 
-/* Whether the CTA that closes the group of a token saves the state of that token: exactly if
- * find_state marks the state. The token has a slot, and its position is not negative. */
+/* Whether the CTA that closes a token's group saves the token's state, which it does exactly if
+ * find_state sets bit 0. The token has a slot, and its position is not negative. */
 __device__ __forceinline__ bool
 has_closer(const compress_args &args, int64_t token, const token_facts &facts)
 {
     const smla_compress_params &p = args.p;
-    const int64_t left = args.ratio.divisor - 1 - place_in_group(facts.position, args.ratio);
+    const int64_t left = args.ratio.divisor - 1 - index_in_group(facts.position, args.ratio);
     if (token + left >= p.insert.num_tokens) {
         return false;
     }
@@ -90,10 +89,10 @@ has_closer(const compress_args &args, int64_t token, const token_facts &facts)
            find_slot(args, closer.req, facts.position) == facts.state_slot;
 }
 
-/* What there is to do for up to 32 tokens: bit i is for token first + i. */
+/* The work for up to 32 tokens: bit i is for token first + i. */
 struct token_marks {
     uint32_t closing; /* tokens that close a group */
-    uint32_t lonely;  /* tokens that save a state but lie in no group */
+    uint32_t lonely;  /* tokens that save a state, and whose group is not closed by this launch */
 };
 
 template <bool SAVES>
@@ -113,24 +112,24 @@ mark_tokens(const compress_args &args, int64_t first, int num_tokens)
     return {__ballot_sync(ALL_LANES, is_closing), __ballot_sync(ALL_LANES, is_lonely)};
 }
 
-/* The channels of all rows that a CTA has: all of them, or its part in a cluster. */
+/* The channels that a CTA has of all rows: all of them, or its part in a cluster. */
 struct channel_range {
     int first;
     int count;
 };
 
-/* Brings the CTA's channels of kv and score of neighbouring tokens into L2. The warps of the CTA
- * divide the rows, because the lanes of a warp start one after another. A row that begins between
- * two units begins earlier, in its first unit, and lacks the end of its last. */
+/* Brings the CTA's channels of kv and score of neighbouring tokens to L2. The warps divide the
+ * rows, because the lanes of a warp start one after another. Addresses are rounded down to units of
+ * 16 bytes, so the end of an unaligned row may be left out. */
 __device__ __forceinline__ void
 prefetch_tokens(const smla_partial_states_params &p, channel_range channels, int64_t first,
                 int num_tokens)
 {
     enum { UNIT = 16 };
     const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const int place = lane_idx() * num_warps + (int)threadIdx.x / SMLA_WARP_LANES;
+    const int index = lane_idx() * num_warps + (int)threadIdx.x / SMLA_WARP_LANES;
     const int64_t size = p.rows.input_type == SMLA_FLOAT_BF16 ? 2 : 4;
-    for (int i = place; i < 2 * num_tokens; i += (int)blockDim.x) {
+    for (int i = index; i < 2 * num_tokens; i += (int)blockDim.x) {
         const int64_t token = first + i / 2;
         const uintptr_t row =
             i % 2 == 0 ? (uintptr_t)p.rows.kv_c + token * p.rows.kv_c_stride_token * size
@@ -140,7 +139,7 @@ prefetch_tokens(const smla_partial_states_params &p, channel_range channels, int
     }
 }
 
-/* Saves the CTA's channels of the marked tokens. The warps divide the pieces. */
+/* Saves the CTA's channels of the marked tokens. The warps divide the pieces of all of them. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 save_lonely(const compress_args &args, channel_range channels, int64_t first, uint32_t marks)
@@ -148,15 +147,16 @@ save_lonely(const compress_args &args, channel_range channels, int64_t first, ui
     const smla_partial_states_params &p = args.p.states;
     const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
     const int num_pieces = channels.count / PIECE;
-    int piece = (int)threadIdx.x / SMLA_WARP_LANES; /* counted through all marked tokens */
+    /* Index of the warp's piece, counted through all marked tokens. */
+    int piece = (int)threadIdx.x / SMLA_WARP_LANES;
     for (; marks != 0; marks &= marks - 1) {
         const int64_t token = first + __ffs((int)marks) - 1;
         for (; piece < num_pieces; piece += num_warps) {
-            const int64_t place = place_in_group(position_of(p, token), args.ratio);
+            const int64_t index = index_in_group(position_of(p, token), args.ratio);
             float *const row =
                 row_of_slot(p.rows.kv, read_slot(p.rows, token), args.state_block_size);
             const int channel = channels.first + piece * PIECE + lane_idx() * CHANNELS;
-            save_channels<ALIGNED>(p, token, place, row, channel);
+            save_channels<ALIGNED>(p, token, index, row, channel);
         }
         piece -= num_pieces;
     }

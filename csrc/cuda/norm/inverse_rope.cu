@@ -1,25 +1,26 @@
-/* inverse_rope.cu: turns the output of attention back to position 0 and quantises it by groups.
+/* inverse_rope.cu: rotates the output of attention back to position 0 and quantises it by groups.
  *
- * Computes     x = o, its last 64 values turned by the negative angles of the token's position. Per
- *              128 values: scale = the smallest power of two with 448 scale >= max(amax, 1e-10),
- *              out = e4m3(x / scale). Without scales: out = bf16(x)
+ * Computes     x = o, its last 64 values rotated by the negative angles of the token's position.
+ *              Per 128 values: scale = the smallest power of two with 448 scale >= max(amax,
+ *              1e-10), out = e4m3(x / scale). Without scales: out = bf16(x)
  * Shapes       o [T, H, 512] bf16, tokens and heads any stride apart; positions [T] int64 or int32;
  *              cos_sin [max_pos, 64] fp32; out [T, G, H / G * 512] e4m3 or bf16, tokens and groups
  *              any stride apart; scales [T, G, H / G * 4] fp32 or [T, G, H / G] int32, any strides
  * Shared mem   none
  * Roles        A warp has two neighbouring heads of a token: 4 vectors of 16 bytes per lane, all
  *              loaded before the first is used. Half a warp has a tile of 128 values in a vector,
- *              and the largest values of all four tiles are found together.
- *              The last 8 lanes have the RoPE values, in the second vector of each head. A block
- *              has up to 8 tokens of the same heads, because the scales of tokens are neighbours in
- *              memory. Rows of scales behind the last token are warps of their own. No barriers.
+ *              and the largest values of all four tiles are found together. The last 8 lanes have
+ *              the RoPE values, in the second vector of each head. A block has up to 8 tokens of
+ *              the same heads, because the scales of tokens are neighbours in memory. Warps of
+ *              their own clear the rows of scales behind the last token. No barriers.
  * Roofline     Memory binds: 1024 bytes read and 528 written per head, 0.36 ns at 4.3 TB/s; H 64, T
- *              8192: 189 us. A lane runs about 70 instructions per vector, of which 24 bytes move:
- *              132 SMs of 128 lanes at 1.75 GHz run 165 in that time.
- * Numerics     fp32, products and sums of RoPE rounded one by one, a product with a power of two in
- *              place of the division: every byte is the CPU's. NaN is left out of amax, an infinity
- *              counts as FLT_MAX. A turned value that is NaN is positive. Other values keep their
- *              bits as bf16, and their sign as e4m3. A token with a bad position is not turned.
+ *              8192: 189 us. A lane runs about 70 instructions per vector, of which 24 bytes move;
+ *              in that time 132 SMs of 128 lanes at 1.75 GHz run 165.
+ * Numerics     fp32; products and sums of RoPE are rounded one by one, and a product with a power
+ *              of two stands for the division: every byte is the CPU's. NaN is left out of amax,
+ *              and an infinity counts as FLT_MAX. A rotated value that is NaN is positive. Other
+ *              values keep their bits as bf16, and their sign as e4m3. A token with a bad position
+ *              is not rotated.
  * Source       fused_inv_rope_fp8_quant of vLLM, for the operator.
  */
 #include "cuda/host/cuda.h"
@@ -33,9 +34,9 @@ enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
     WARP_HEADS = 2,
-    VECTOR = 8, /* values: 16 bytes of bf16 */
+    VECTOR = 8, /* values of a vector: 16 bytes of bf16 */
     VECTOR_WORDS = VECTOR / 2,
-    HEAD_VECTORS = SMLA_V4_HEAD_DIM / (SMLA_WARP_LANES * VECTOR), /* per lane */
+    HEAD_VECTORS = SMLA_V4_HEAD_DIM / (SMLA_WARP_LANES * VECTOR), /* vectors of a head per lane */
     TILE_LANES = SMLA_OUTPUT_TILE / VECTOR,
     ROPE_LANES = SMLA_QK_ROPE_HEAD_DIM / VECTOR,
     FIRST_ROPE_LANE = SMLA_WARP_LANES - ROPE_LANES,
@@ -49,19 +50,19 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 struct inverse_args {
     smla_inverse_rope_params p;
     smla_divisor group_heads;
-    smla_divisor head_blocks; /* blocks that have the same tokens */
-    int64_t num_rows;         /* tokens, and the rows of zeros behind them */
+    smla_divisor head_blocks; /* number of blocks that have the same tokens */
+    int64_t num_rows;         /* number of tokens, and of rows of zero scales behind them */
     int64_t num_blocks;
     int32_t token_shift; /* log2 of the tokens per block */
     bool angles_are_aligned;
 };
 
-struct head_place {
+struct head_index {
     int64_t group;
-    int64_t head; /* inside the group */
+    int64_t head; /* index of the head in its group */
 };
 
-__device__ __forceinline__ head_place
+__device__ __forceinline__ head_index
 find_head(const inverse_args &args, int64_t head)
 {
     const int64_t group = smla_divide(head, args.group_heads);
@@ -69,7 +70,7 @@ find_head(const inverse_args &args, int64_t head)
 }
 
 __device__ __forceinline__ int64_t
-place_of_scale(const smla_inverse_rope_params &p, int64_t token, int64_t group, int64_t column)
+offset_of_scale(const smla_inverse_rope_params &p, int64_t token, int64_t group, int64_t column)
 {
     return token * p.scale_stride_token + group * p.scale_stride_group +
            column * p.scale_stride_column;
@@ -94,7 +95,7 @@ find_amax(const float x[VECTOR])
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
-        amax = fmaxf(amax, fabsf(x[i])); /* ignores NaN */
+        amax = fmaxf(amax, fabsf(x[i])); /* fmaxf ignores NaN */
     }
     return amax;
 }
@@ -128,7 +129,7 @@ store_e4m3(uint8_t *out, const float x[VECTOR], float scale)
 /* ---- One head ------------------------------------------------------------------------------ */
 
 __device__ __forceinline__ void
-store_scales(const smla_inverse_rope_params &p, int64_t token, head_place place,
+store_scales(const smla_inverse_rope_params &p, int64_t token, head_index index,
              const float scales[HEAD_VECTORS])
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -138,7 +139,7 @@ store_scales(const smla_inverse_rope_params &p, int64_t token, head_place place,
             smla_float_bits(scales[0]) >> 23 | smla_float_bits(scales[1]) >> 23 << 16;
         const uint32_t others = __shfl_xor_sync(ALL_LANES, mine, TILE_LANES);
         if (lane == 0) {
-            ((uint32_t *)p.out_scale)[place_of_scale(p, token, place.group, place.head)] =
+            ((uint32_t *)p.out_scale)[offset_of_scale(p, token, index.group, index.head)] =
                 mine | others << 8;
         }
         return;
@@ -146,32 +147,33 @@ store_scales(const smla_inverse_rope_params &p, int64_t token, head_place place,
     if (lane % TILE_LANES == 0) {
 #pragma unroll
         for (int i = 0; i < HEAD_VECTORS; i++) {
-            const int64_t column = place.head * SMLA_OUTPUT_SCALES + 2 * i + half;
-            ((float *)p.out_scale)[place_of_scale(p, token, place.group, column)] = scales[i];
+            const int64_t column = index.head * SMLA_OUTPUT_SCALES + 2 * i + half;
+            ((float *)p.out_scale)[offset_of_scale(p, token, index.group, column)] = scales[i];
         }
     }
 }
 
-/* Whether a lane has RoPE values in a vector of a head. */
+/* Whether a lane's values in a vector of a head are RoPE values. */
 __device__ __forceinline__ bool
-is_turned(int vector)
+is_rotated(int vector)
 {
     return vector == HEAD_VECTORS - 1 && (int)threadIdx.x % SMLA_WARP_LANES >= FIRST_ROPE_LANE;
 }
 
-/* Where a lane's first vector of a head goes, in elements of out. */
+/* The offset in out of a lane's first vector of a head, in elements. */
 __device__ __forceinline__ int64_t
-place_of_vector(const smla_inverse_rope_params &p, int64_t token, head_place place)
+offset_of_vector(const smla_inverse_rope_params &p, int64_t token, head_index index)
 {
-    return token * p.out_stride_token + place.group * p.out_stride_group +
-           place.head * SMLA_V4_HEAD_DIM + (int)threadIdx.x % SMLA_WARP_LANES * VECTOR;
+    return token * p.out_stride_token + index.group * p.out_stride_group +
+           index.head * SMLA_V4_HEAD_DIM + (int)threadIdx.x % SMLA_WARP_LANES * VECTOR;
 }
 
 /* ---- Heads of a warp ----------------------------------------------------------------------- */
 
 typedef uint32_t head_words[HEAD_VECTORS][VECTOR_WORDS];
 
-/* The lanes exchange the magnitudes of all vectors at once, because each exchange is a wait. */
+/* Quantises a warp's heads. The lanes exchange the magnitudes of all vectors at once, because each
+ * exchange is a wait. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 quantize_heads(const inverse_args &args, int64_t token, int32_t first_head,
@@ -185,8 +187,8 @@ quantize_heads(const inverse_args &args, int64_t token, int32_t first_head,
 #pragma unroll
         for (int i = 0; i < HEAD_VECTORS; i++) {
             widen(words[h][i], x[h][i]);
-            if (is_turned(i)) {
-                rope_turn<true>(x[h][i], angles);
+            if (is_rotated(i)) {
+                rope_rotate<true>(x[h][i], angles);
             }
             scales[h][i] = find_amax(x[h][i]);
         }
@@ -204,14 +206,14 @@ quantize_heads(const inverse_args &args, int64_t token, int32_t first_head,
         if (first_head + h >= p.num_heads) {
             break;
         }
-        const head_place place = find_head(args, first_head + h);
-        uint8_t *const out = (uint8_t *)p.out + place_of_vector(p, token, place);
+        const head_index index = find_head(args, first_head + h);
+        uint8_t *const out = (uint8_t *)p.out + offset_of_vector(p, token, index);
 #pragma unroll
         for (int i = 0; i < HEAD_VECTORS; i++) {
             scales[h][i] = smla_power_of_two_scale(scales[h][i], SMLA_E4M3_MAX, SMLA_OUTPUT_FLOOR);
             store_e4m3<ALIGNED>(out + i * SMLA_WARP_LANES * VECTOR, x[h][i], scales[h][i]);
         }
-        store_scales(p, token, place, scales[h]);
+        store_scales(p, token, index, scales[h]);
     }
 }
 
@@ -221,13 +223,13 @@ round_head(const inverse_args &args, int64_t token, int64_t head, const rope_ang
            head_words words)
 {
     const smla_inverse_rope_params &p = args.p;
-    uint16_t *const out = (uint16_t *)p.out + place_of_vector(p, token, find_head(args, head));
+    uint16_t *const out = (uint16_t *)p.out + offset_of_vector(p, token, find_head(args, head));
 #pragma unroll
     for (int i = 0; i < HEAD_VECTORS; i++) {
-        if (is_turned(i)) {
+        if (is_rotated(i)) {
             float x[VECTOR];
             widen(words[i], x);
-            rope_turn<true>(x, angles);
+            rope_rotate<true>(x, angles);
 #pragma unroll
             for (int k = 0; k < VECTOR_WORDS; k++) {
                 words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
@@ -237,10 +239,11 @@ round_head(const inverse_args &args, int64_t token, int64_t head, const rope_ang
     }
 }
 
-/* A head that is not there has zeros. int32 holds heads, because each has 512 elements of out. */
+/* Loads, rotates and stores a warp's heads; a head that does not exist is read as zeros. int32 can
+ * hold the index of a head, because each head has 512 elements of out. */
 template <bool QUANTIZES, bool ALIGNED>
 __device__ __forceinline__ void
-turn_heads(const inverse_args &args, int64_t token, int32_t first_head)
+rotate_heads(const inverse_args &args, int64_t token, int32_t first_head)
 {
     const smla_inverse_rope_params &p = args.p;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -282,9 +285,9 @@ clear_scales(const inverse_args &args, int64_t row, int32_t first_head)
     const int head_columns = p.scales_are_packed ? 1 : SMLA_OUTPUT_SCALES;
     const int64_t head = first_head + lane / head_columns;
     if (lane < WARP_HEADS * head_columns && head < p.num_heads) {
-        const head_place place = find_head(args, head);
-        const int64_t column = place.head * head_columns + lane % head_columns;
-        ((uint32_t *)p.out_scale)[place_of_scale(p, row, place.group, column)] = 0;
+        const head_index index = find_head(args, head);
+        const int64_t column = index.head * head_columns + lane % head_columns;
+        ((uint32_t *)p.out_scale)[offset_of_scale(p, row, index.group, column)] = 0;
     }
 }
 
@@ -306,7 +309,7 @@ __launch_bounds__(BLOCK_THREADS, QUANTIZES && !ALIGNED ? 3 : 4)
             continue;
         }
         if (token < p.num_tokens) {
-            turn_heads<QUANTIZES, ALIGNED>(args, token, (int32_t)head);
+            rotate_heads<QUANTIZES, ALIGNED>(args, token, (int32_t)head);
         } else {
             clear_scales(args, token, (int32_t)head);
         }
@@ -323,7 +326,8 @@ is_aligned(const smla_inverse_rope_params *p)
            p->out_stride_group * element_bytes % vector_bytes == 0;
 }
 
-/* The tokens, and the rows of scales behind them up to the next multiple of 4. */
+/* The number of rows: the tokens, and the rows of scales behind them up to the next multiple of
+ * 4. */
 int64_t
 count_rows(const smla_inverse_rope_params *p)
 {

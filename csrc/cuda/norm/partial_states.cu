@@ -21,10 +21,10 @@ struct save_args {
     smla_partial_states_params p;
     smla_divisor ratio;
     smla_divisor block_size;
-    smla_divisor num_pieces; /* per token */
+    smla_divisor num_pieces; /* pieces per token */
 };
 
-/* A warp saves a piece of a token. */
+/* Saves states; a work item is one piece of a token, for one warp. */
 template <bool ALIGNED>
 __global__ void
 __launch_bounds__(SAVE_THREADS) save_kernel(const __grid_constant__ save_args args)
@@ -41,7 +41,7 @@ __launch_bounds__(SAVE_THREADS) save_kernel(const __grid_constant__ save_args ar
         const int64_t position = position_of(p, token);
         const int64_t slot = valid_slot(p.rows, token);
         if (slot >= 0 && position >= 0) {
-            save_channels<ALIGNED>(p, token, place_in_group(position, args.ratio),
+            save_channels<ALIGNED>(p, token, index_in_group(position, args.ratio),
                                    row_of_slot(p.rows.kv, slot, args.block_size),
                                    piece * PIECE + lane_idx() * CHANNELS);
         }

@@ -1,6 +1,5 @@
-/* partial_states.cuh: states of DeepSeek V4's compressor: how a thread loads and saves four of
- * their channels.
- */
+/* partial_states.cuh: how a thread loads and saves four channels of a state of DeepSeek V4's
+ * compressor. */
 #pragma once
 
 #include "cuda/cache/cache_slots.cuh"
@@ -12,7 +11,7 @@ enum {
     PIECE = CHANNELS * SMLA_WARP_LANES, /* channels that a warp saves at a time */
 };
 
-/* Loads four values of kv or of score as they are: four words of fp32, or two of bf16. */
+/* Loads four values of kv or of score without conversion: four words of fp32, or two of bf16. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 load_words_given(const void *rows, int64_t at, bool are_bf16, uint32_t words[CHANNELS])
@@ -24,7 +23,7 @@ load_words_given(const void *rows, int64_t at, bool are_bf16, uint32_t words[CHA
     }
 }
 
-/* What load_words_given has loaded, as fp32. */
+/* Converts the words that load_words_given has loaded to fp32. */
 __device__ __forceinline__ void
 widen_given(const uint32_t words[CHANNELS], bool are_bf16, float x[CHANNELS])
 {
@@ -41,7 +40,8 @@ widen_given(const uint32_t words[CHANNELS], bool are_bf16, float x[CHANNELS])
     }
 }
 
-/* Loads four words of a saved state. The state is no read-only data, because kernels save it. */
+/* Loads four words of a saved state. The load is not one of read-only data, because kernels write
+ * states. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 load_saved(const float *row, uint32_t words[CHANNELS])
@@ -58,10 +58,10 @@ load_saved(const float *row, uint32_t words[CHANNELS])
 
 template <bool ALIGNED>
 __device__ __forceinline__ void
-load_ape(const smla_partial_states_params &p, int64_t place, int64_t channel,
+load_ape(const smla_partial_states_params &p, int64_t index, int64_t channel,
          uint32_t words[CHANNELS])
 {
-    smla_load_words<16, ALIGNED, 4>(p.ape + place * p.ape_stride + channel, words);
+    smla_load_words<16, ALIGNED, 4>(p.ape + index * p.ape_stride + channel, words);
 }
 
 template <bool ALIGNED>
@@ -76,7 +76,7 @@ store_floats(float *row, const float x[CHANNELS])
     smla_store_words<16, ALIGNED, 4>(row, words);
 }
 
-/* Stores four channels of a state. A score that is NaN is the positive quiet NaN of the CPU. */
+/* Stores four channels of a state. A NaN score becomes the positive quiet NaN, as on the CPU. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 store_state(float *row, int64_t width, const float values[CHANNELS], const float sums[CHANNELS])
@@ -90,10 +90,10 @@ store_state(float *row, int64_t width, const float values[CHANNELS], const float
     store_floats<ALIGNED>(row + width, scores);
 }
 
-/* Four channels of a state, as loaded. */
+/* Four channels of a state, as they were loaded. */
 struct state_part {
     uint32_t values[CHANNELS];
-    uint32_t scores[CHANNELS]; /* those of a token of this step are without ape */
+    uint32_t scores[CHANNELS]; /* scores; ape is still to be added to those of this step */
 };
 
 /* Starts the loads of four channels of a token. */
@@ -108,7 +108,7 @@ load_given(const smla_partial_states_params &p, int64_t token, int64_t channel, 
                               part.scores);
 }
 
-/* The values, and the scores with ape, of what was loaded. */
+/* Converts loaded channels: the values, and the scores with ape added. */
 __device__ __forceinline__ void
 add_ape(const state_part &part, const uint32_t ape[CHANNELS], bool are_bf16, float values[CHANNELS],
         float scores[CHANNELS])
@@ -133,16 +133,16 @@ save_given(const smla_partial_states_params &p, const state_part &part,
     store_state<ALIGNED>(row + channel, p.width, values, scores);
 }
 
-/* Saves four channels of a token. `place` is its position in its group. */
+/* Saves four channels of a token. `index` is the token's index in its group. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
-save_channels(const smla_partial_states_params &p, int64_t token, int64_t place, float *row,
+save_channels(const smla_partial_states_params &p, int64_t token, int64_t index, float *row,
               int64_t channel)
 {
     state_part part;
     uint32_t ape[CHANNELS];
     load_given<ALIGNED>(p, token, channel, part);
-    load_ape<ALIGNED>(p, place, channel, ape);
+    load_ape<ALIGNED>(p, index, channel, ape);
     save_given<ALIGNED>(p, part, ape, row, channel);
 }
 
@@ -155,12 +155,12 @@ position_of(const smla_partial_states_params &p, int64_t token)
 }
 
 __device__ __forceinline__ int64_t
-place_in_group(int64_t position, const smla_divisor &ratio)
+index_in_group(int64_t position, const smla_divisor &ratio)
 {
     return position - smla_divide(position, ratio) * ratio.divisor;
 }
 
-/* The slot of a token; -1 if the token is not written. */
+/* The slot of a token; -1 or less if the token is not written. */
 __device__ __forceinline__ int64_t
 valid_slot(const smla_cache_write_params &p, int64_t token)
 {
@@ -175,7 +175,7 @@ row_of_slot(const smla_kv_view &state, int64_t slot, const smla_divisor &block_s
     return (float *)smla_kv_token_at(&state, page, slot - page * state.block_size).row;
 }
 
-/* Whether all vectors of states are aligned: 16 bytes, or 8 bytes of bf16. */
+/* Whether all vectors of four channels are aligned: to 16 bytes, or to 8 bytes of bf16. */
 bool
 has_aligned_states(const smla_partial_states_params &p)
 {

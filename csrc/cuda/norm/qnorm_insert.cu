@@ -1,5 +1,5 @@
-/* qnorm_insert.cu: the heads of q normalised and turned, and the keys of kv turned and written into
- * the cache, in one launch.
+/* qnorm_insert.cu: normalises and rotates the heads of q, and rotates the keys of kv and writes
+ * them into the cache, in one launch.
  *
  * Computes     q_out = RoPE of x * (1 / sqrt(sum(x^2) / 512 + eps)) for every head x of q, as bf16,
  *              or times q_scale_inv as e4m3; 0 for heads that q lacks
@@ -9,17 +9,17 @@
  *              [max_pos, 64] fp32; slot_mapping [<= T] int32 or int64; rows as kv_format.h draws
  *              them. q_out may be q.
  * Shared mem   none
- * Roles        First come the keys, a warp each, because their loads depend on each other. All
- *              other warps have two neighbouring heads of a token: 4 vectors of 16 bytes per lane,
+ * Roles        The first warps take a key each, because a key's loads depend on each other. Each
+ *              other warp has two neighbouring heads of a token: 4 vectors of 16 bytes per lane,
  *              all loaded before the first is used. The last 8 lanes have the RoPE values, in the
  *              second vector of a head or a key. No barriers.
  * Roofline     Memory binds: 2048 bytes per head, and 1024 + 584 per key of fp8_v4; H 64, T 8192:
  *              253 us at 4.3 TB/s. A lane runs about 80 instructions per vector, of which 32 bytes
- *              move: 132 SMs of 128 lanes at 1.75 GHz run 220 in that time.
+ *              move; in that time 132 SMs of 128 lanes at 1.75 GHz run 220.
  * Numerics     fp32, each operation rounded: the bytes of the CPU. params.h has the order of the
  *              sum. A value that RMSNorm or RoPE makes NaN is the positive quiet NaN. A token with
- *              a bad position is not turned, one with a bad slot is not written. Of tokens with one
- *              slot the last of 32 wins, as in cache_insert.cu.
+ *              a bad position is not rotated, and one with a bad slot is not written. Of tokens
+ *              with one slot the last of 32 wins, as in cache_insert.cu.
  * Source       The fused insert of vLLM for DeepSeek V4, for the operator.
  */
 #include "cuda/cache/cache_slots.cuh"
@@ -32,7 +32,7 @@ namespace {
 enum {
     WARP_HEADS = 2,
     VECTOR_WORDS = NORM_VECTOR / 2,
-    HEAD_VECTORS = SMLA_V4_HEAD_DIM / SMLA_NORM_SUMS, /* per lane */
+    HEAD_VECTORS = SMLA_V4_HEAD_DIM / SMLA_NORM_SUMS, /* vectors of a head per lane */
     FIRST_ROPE_LANE = SMLA_WARP_LANES - SMLA_QK_ROPE_HEAD_DIM / NORM_VECTOR,
 };
 
@@ -42,8 +42,8 @@ static_assert(NORM_VECTOR == 2 * ROPE_PAIRS, "a lane turns its vector");
 struct qnorm_args {
     smla_qnorm_insert_params p;
     smla_divisor block_size;
-    smla_divisor head_works; /* warps per token of q_out */
-    int64_t num_works;       /* warps */
+    smla_divisor head_work_items; /* work items per token of q_out, one per warp */
+    int64_t num_work_items;       /* keys, and pairs of heads */
     bool angles_are_aligned;
 };
 
@@ -85,7 +85,7 @@ pack_bf16(const float x[NORM_VECTOR], uint32_t words[VECTOR_WORDS])
     }
 }
 
-/* Stores 8 values as bytes. */
+/* Stores 8 values as e4m3. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 store_e4m3(uint8_t *out, const float x[NORM_VECTOR])
@@ -122,7 +122,7 @@ store_vector(const smla_qnorm_insert_params &p, int64_t at, int i, float q_scale
     }
 }
 
-/* Normalises, turns and stores one head. `exists` is the same for all lanes. */
+/* Normalises, rotates and stores one head. `exists` is the same for all lanes. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 finish_head(const smla_qnorm_insert_params &p, int64_t at, bool exists, float q_scale_inv,
@@ -136,7 +136,7 @@ finish_head(const smla_qnorm_insert_params &p, int64_t at, bool exists, float q_
             norm_widen(words[i], x[i]);
             norm_add_squares(sums, x[i]);
         }
-        /* A product with 2^-9 is the division by 512, also where it is rounded. */
+        /* Multiply by 2^-9, which equals the division by 512 even where the result is rounded. */
         const float mean = __fmul_rn(norm_fold_sums(sums), 1.0f / SMLA_V4_HEAD_DIM);
         const float factor = norm_factor_of_mean(mean, p.eps);
 #pragma unroll
@@ -147,7 +147,7 @@ finish_head(const smla_qnorm_insert_params &p, int64_t at, bool exists, float q_
             }
         }
         if (lane_idx() >= FIRST_ROPE_LANE) {
-            rope_turn<false>(x[HEAD_VECTORS - 1], angles);
+            rope_rotate<false>(x[HEAD_VECTORS - 1], angles);
         }
     }
 #pragma unroll
@@ -203,17 +203,17 @@ insert_key(const qnorm_args &args, int64_t token)
     }
     const rope_angles angles = load_angles(args, token);
     const float inverse = 1.0f / smla_load_given_scale(p.kv_scale);
-    const int64_t slot = find_slots(p, token, 1); /* in lane 0 */
-    const smla_kv_token target = find_place(p.kv, args.block_size, slot);
+    const int64_t slot = find_slots(p, token, 1); /* lane 0 has the slot */
+    const smla_kv_token target = find_slot_row(p.kv, args.block_size, slot);
     uint8_t *const row = shuffle_pointer(target.row, 0);
     uint8_t *const scales = shuffle_pointer(target.scales, 0);
-    if (row == nullptr) { /* the same for all lanes */
+    if (row == nullptr) { /* the same condition for all lanes */
         return;
     }
     if (lane_idx() >= FIRST_ROPE_LANE) {
         float x[NORM_VECTOR];
         norm_widen(key.pairs[HEAD_VECTORS - 1], x);
-        rope_turn<false>(x, angles);
+        rope_rotate<false>(x, angles);
         pack_bf16(x, key.pairs[HEAD_VECTORS - 1]);
     }
     if constexpr (IS_BF16) {
@@ -236,12 +236,12 @@ __launch_bounds__(BLOCK_THREADS) qnorm_kernel(const __grid_constant__ qnorm_args
     const int64_t num_keys = args.p.insert.num_tokens;
     const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
     int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
-    for (; work < args.num_works; work += step) {
+    for (; work < args.num_work_items; work += step) {
         if (work < num_keys) {
             insert_key<ROW, ALIGNED>(args, work);
         } else {
-            const int64_t token = smla_divide(work - num_keys, args.head_works);
-            const int64_t part = work - num_keys - token * args.head_works.divisor;
+            const int64_t token = smla_divide(work - num_keys, args.head_work_items);
+            const int64_t part = work - num_keys - token * args.head_work_items.divisor;
             write_heads<ALIGNED>(args, token, part * WARP_HEADS);
         }
     }
@@ -251,7 +251,7 @@ __launch_bounds__(BLOCK_THREADS) qnorm_kernel(const __grid_constant__ qnorm_args
 
 struct qnorm_row {
     smla_kv_row_number format;
-    void (*kernels[2])(qnorm_args); /* [0] takes any arrays, [1] aligned ones */
+    void (*kernels[2])(qnorm_args); /* kernels[0] takes any arrays, kernels[1] aligned ones */
 };
 
 template <int ROW>
@@ -268,8 +268,8 @@ const qnorm_row qnorm_rows[] = {
     serve<SMLA_ROW_FP8_NOPE>(), serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
 };
 
-/* Whether all vectors are aligned: 16 bytes of bf16, or 8 bytes of e4m3. Rows of other formats than
- * bf16 have the alignment that their stores need. */
+/* Whether all vectors are aligned: to 16 bytes of bf16, or to 8 bytes of e4m3. Only bf16 rows of
+ * the cache need a check; the stores of other formats are always aligned. */
 bool
 is_aligned(const smla_qnorm_insert_params *p)
 {
@@ -291,10 +291,11 @@ smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *para
     qnorm_args args = {};
     args.p = *params;
     args.block_size = smla_make_divisor(params->insert.kv.block_size);
-    args.head_works = smla_make_divisor(smla_count_parts(params->out_heads, WARP_HEADS));
-    args.num_works = params->insert.num_tokens + params->num_tokens * args.head_works.divisor;
+    args.head_work_items = smla_make_divisor(smla_count_parts(params->out_heads, WARP_HEADS));
+    args.num_work_items =
+        params->insert.num_tokens + params->num_tokens * args.head_work_items.divisor;
     args.angles_are_aligned = rope_is_aligned(params->rope);
-    const int64_t num_blocks = smla_count_parts(args.num_works, BLOCK_WARPS);
+    const int64_t num_blocks = smla_count_parts(args.num_work_items, BLOCK_WARPS);
     const bool aligned = is_aligned(params);
     for (const qnorm_row &row : qnorm_rows) {
         if (row.format == params->insert.kv.format->number) {

@@ -4,15 +4,15 @@
  * Shapes       q [T, any size], kv [T, 512], both results: bf16, rows any stride apart; weights
  *              [size] bf16 or fp32. A result may be its input.
  * Shared mem   none
- * Roles        A warp per token: it loads both rows before it uses the first value. With few
- *              tokens a warp per row; first come the rows of q, then those of kv. A lane has
- *              vectors of 8 values, and keeps the first 6 of q and 2 of kv between the sum and the
- *              product (rows of 1536 and 512 values); it reads the rest of a longer row twice. No
- *              barriers.
+ * Roles        A warp takes a token, and loads both rows before it uses the first value. With few
+ *              tokens a warp takes one row; the first warps take those of q, the others those of
+ *              kv. A lane has vectors of 8 values. It keeps its first 6 vectors of q and 2 of kv
+ *              between the sum and the product (rows of 1536 and 512 values), and reads the rest of
+ *              a longer row twice. No barriers.
  * Roofline     Memory binds: a row is read and written once, 4 bytes per value; 6144 bytes per
  *              token for q of 1024, 1.4 ns at 4.3 TB/s. A lane runs about 70 instructions per
- *              vector, of which 32 bytes move: 132 SMs of 128 lanes at 1.75 GHz run 220 in that
- *              time.
+ *              vector, of which 32 bytes move; in that time 132 SMs of 128 lanes at 1.75 GHz run
+ *              220.
  * Numerics     fp32, each operation rounded: the bits of the CPU. backend.h has the order of the
  *              sum. A result that is NaN is the positive quiet NaN. Rows with a sum that overflows
  *              become 0, or NaN where x is infinite.
@@ -28,20 +28,20 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    Q_VECTORS = 6,  /* kept by a lane: rows of 1536 values */
-    KV_VECTORS = 2, /* rows of 512 values */
+    Q_VECTORS = 6,  /* vectors of q that a lane keeps: rows of 1536 values */
+    KV_VECTORS = 2, /* vectors of kv that a lane keeps: rows of 512 values */
     VECTOR_WORDS = NORM_VECTOR / 2,
-    STEP = SMLA_NORM_SUMS, /* values of a vector per lane */
-    SM_TOKENS = 16,        /* tokens per SM at which a warp has both rows of a token */
+    STEP = SMLA_NORM_SUMS, /* values that a warp covers by a vector per lane */
+    SM_TOKENS = 16,        /* tokens per SM from which on a warp takes both rows of a token */
 };
 
 struct norm_args {
     smla_q_kv_norm_params p;
-    bool is_split; /* a warp has one row of a token, and first come the rows of q */
+    bool is_split; /* a warp takes one row of a token, the first ones those of q */
 };
 
-/* Loads up to 8 values of which `left` exist; the others are zeros. The loads are ordinary ones,
- * not those of read-only data, because the row may be written later. */
+/* Loads up to 8 values, of which `left` exist; the others become zeros. The loads are not those of
+ * read-only data, because the row may be written later. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 load_row(const uint16_t *x, int64_t left, uint32_t words[VECTOR_WORDS])
@@ -140,7 +140,7 @@ load_kept(const smla_norm_rows &rows, int64_t token, uint32_t kept[KEPT][VECTOR_
     }
 }
 
-/* Normalises a row of which each lane has KEPT vectors. */
+/* Normalises a row; each lane has KEPT vectors of it in registers. */
 template <bool ALIGNED, int KEPT>
 __device__ __forceinline__ void
 normalize(const smla_norm_rows &rows, int64_t token, float eps,

@@ -9,7 +9,7 @@
 
 enum {
     NORM_VECTOR = SMLA_NORM_SUMS / SMLA_WARP_LANES
-}; /* values per vector: partial sums per lane */
+}; /* values per vector, which are also the partial sums per lane */
 
 static_assert(NORM_VECTOR == 8, "a vector is 16 bytes of bf16");
 
@@ -32,8 +32,8 @@ norm_add_squares(float sums[NORM_VECTOR], const float x[NORM_VECTOR])
     }
 }
 
-/* The sum of the partial sums of all lanes, for every lane: the order in which two lanes add does
- * not matter. */
+/* Adds the partial sums of all lanes, for every lane. All lanes get the same bits, because the
+ * order of two summands does not matter. */
 static __device__ __forceinline__ float
 norm_fold_sums(const float sums[NORM_VECTOR])
 {

@@ -1,13 +1,13 @@
 /* rope.cuh: RoPE on registers, interleaved pairs (2i, 2i + 1), with the angles of a table.
  *
- * Each product is rounded, then the sum, as on the CPU. A turned value that is NaN is positive, as
- * every NaN that an instruction makes.
+ * Products are rounded one by one, then their sum, as on the CPU. A rotated value that is NaN is
+ * positive, like every NaN that an instruction makes.
  */
 #pragma once
 
 #include "core/backend.h"
 
-enum { ROPE_PAIRS = 4 }; /* pairs of a thread: 8 values, 16 bytes of bf16 */
+enum { ROPE_PAIRS = 4 }; /* pairs per thread: 8 values, 16 bytes of bf16 */
 
 /* The cosines and sines of a thread's pairs. */
 struct rope_angles {
@@ -30,8 +30,8 @@ rope_is_aligned(const smla_rope &rope)
     return (uintptr_t)rope.cos_sin % 16 == 0 && rope.cos_sin_stride_pos % 4 == 0;
 }
 
-/* The angles of pairs `pair`...pair + 3 at a position. A position that the table lacks is not read:
- * its angles are 0. */
+/* Loads the angles of pairs `pair`...pair + 3 at a position. A position that the table lacks is not
+ * read: its angles are 0. */
 static __device__ __forceinline__ rope_angles
 rope_load_at(const smla_rope &rope, int64_t position, int pair, bool is_aligned)
 {
@@ -52,17 +52,17 @@ rope_load_at(const smla_rope &rope, int64_t position, int pair, bool is_aligned)
     return angles;
 }
 
-/* The same at the token's position. */
+/* Loads the same angles at the token's position. */
 static __device__ __forceinline__ rope_angles
 rope_load(const smla_rope &rope, int64_t token, int pair, bool is_aligned)
 {
     return rope_load_at(rope, rope_position(rope, token), pair, is_aligned);
 }
 
-/* Turns a thread's pairs by `angles`, or by their negatives. */
+/* Rotates a thread's pairs by `angles`, or by their negatives. */
 template <bool IS_INVERSE>
 static __device__ __forceinline__ void
-rope_turn(float x[2 * ROPE_PAIRS], const rope_angles &angles)
+rope_rotate(float x[2 * ROPE_PAIRS], const rope_angles &angles)
 {
 #pragma unroll
     for (int i = 0; i < ROPE_PAIRS; i++) {

@@ -1,6 +1,6 @@
 /* state_pool.cuh: the softmax of DeepSeek V4's compressor over the states of a group, channel by
- * channel. params_compressor.h has the order; csrc/cpu/norm/pool_kernel.h has the same operations.
- */
+ * channel. params_compressor.h has the order of operations, and csrc/cpu/norm/pool_kernel.h has the
+ * same operations. */
 #pragma once
 
 #include "core/backend.h"
@@ -12,7 +12,8 @@ enum { SLICE_STATES = SMLA_POOL_ROWS / SMLA_POOL_SLICES }; /* states that a slic
 
 static_assert(SLICE_STATES == 2, "a slice takes its states in pairs");
 
-/* The polynomial of exp2_lanes in simd.h, for x <= 0, and each operation rounded as there. */
+/* exp(score) by the polynomial of exp2_lanes in simd.h, for score <= 0, each operation rounded as
+ * there. */
 __device__ __forceinline__ float
 pool_exp(float score)
 {
@@ -30,24 +31,23 @@ pool_exp(float score)
     return x < -126.0f ? 0.0f : __fmul_rn(p, power);
 }
 
-/* What scores are relative to: the largest one, or 0 while all are -inf. */
+/* The number that scores are relative to: the largest score, or 0 while all are -inf. */
 __device__ __forceinline__ float
 base_of(float largest)
 {
     return largest > -INFINITY ? largest : 0.0f;
 }
 
-/* What a slice has of a channel so far. */
+/* The sums of a slice for a channel, over the states added so far. */
 struct channel_sums {
     float largest;
     float weights;
     float totals;
 };
 
-/* Adds two states. What has been added before, nothing if IS_FIRST, gets a factor: with nothing the
- * factor is 0, and the sums stay 0. The two weights and the factor are exps of scores relative to
- * the largest one. The largest itself has the weight 1, so two exps are enough, and one for a first
- * pair. */
+/* Adds two states. The former sums are multiplied by a factor; if IS_FIRST, they are 0 and stay so.
+ * The two weights and the factor are exps of scores relative to the largest score. The largest
+ * score itself has the weight 1. So two exps are enough, and one for the first pair. */
 template <bool IS_FIRST>
 __device__ __forceinline__ void
 add_states(channel_sums &sums, const float scores[SLICE_STATES], const float values[SLICE_STATES])
@@ -81,7 +81,7 @@ add_states(channel_sums &sums, const float scores[SLICE_STATES], const float val
     }
 }
 
-/* The sums of the slices, by channel. */
+/* The sums of all slices, by channel. */
 template <int DIM> struct pool_memory {
     alignas(16) float largest[SMLA_POOL_SLICES][DIM];
     alignas(16) float weights[SMLA_POOL_SLICES][DIM];

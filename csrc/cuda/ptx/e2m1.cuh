@@ -1,8 +1,8 @@
 /* e2m1.cuh: e2m1 <-> float for kernels, eight values at a time, by way of fp16.
  *
- * An e2m1 times 2^-14 is an fp16: the exponents begin at the same place, subnormal values included,
- * and bits 9 to 11 are the code. numeric.h defines the results; these functions give the same bits
- * in fewer instructions.
+ * An e2m1 times 2^-14 is an fp16, subnormal values included: the exponents of both begin at the
+ * same bit, and bits 9 to 11 of the fp16 are the code without its sign. numeric.h defines the
+ * results; these functions give the same bits in fewer instructions.
  */
 #pragma once
 
@@ -10,9 +10,9 @@
 
 #include "cuda/ptx/numeric.cuh"
 
-#define SMLA_E2M1_UNIT 0x1p14f /* an e2m1 over the fp16 that has its bits */
+#define SMLA_E2M1_UNIT 0x1p14f /* ratio of an e2m1 and the fp16 with its bits */
 
-/* Rounds both to fp16; a NaN is the positive one. */
+/* Rounds both values to fp16; a NaN becomes the positive one. */
 static __device__ __forceinline__ uint32_t
 smla_cvt_f16x2(float low, float high)
 {
@@ -21,7 +21,7 @@ smla_cvt_f16x2(float low, float high)
     return pair;
 }
 
-/* Both halves within +-limit. A NaN becomes +limit. */
+/* Clamps both halves to +-limit. A NaN becomes +limit. */
 static __device__ __forceinline__ uint32_t
 smla_clamp_f16x2(uint32_t x, uint32_t limits)
 {
@@ -36,18 +36,18 @@ smla_clamp_f16x2(uint32_t x, uint32_t limits)
     return pair;
 }
 
-/* smla_float_to_e2m1(x[i] / scale) as eight codes, where `factor` is 1 / (scale * SMLA_E2M1_UNIT),
- * off by at most a few units in the last place, and x[i] has the 8-bit mantissa of a bf16. The
- * scale has at most 4 bits of mantissa, so that 8 bits hold a tie times the scale. A quotient is
- * thus a tie or differs from it by 2^-8 of itself. fp16 keeps 11 bits, or 2^-8 of the least tie: a
- * product near a tie becomes the tie, which the last step rounds to even, and no other does. */
+/* smla_float_to_e2m1(x[i] / scale) as eight codes. `factor` is 1 / (scale * SMLA_E2M1_UNIT), off by
+ * at most a few units in the last place. x[i] has the 8-bit mantissa of a bf16. The scale has at
+ * most 4 bits of mantissa, so a rounding tie times the scale has at most 8 bits. Thus a quotient is
+ * a tie, or differs from every tie by 2^-8 of itself. fp16 keeps 11 bits, or 2^-8 of the least tie.
+ * So exactly the products near a tie become the tie, which the last step rounds to even. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_e2m1x8(const float x[8], float factor)
 {
     const uint32_t six = 0x0E000E00u; /* 6 / SMLA_E2M1_UNIT in both halves */
     uint32_t codes = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) { /* values i and i + 4, whose codes are 16 bits apart */
+    for (int i = 0; i < 4; i++) { /* value i and value i + 4, whose codes are 16 bits apart */
         const uint32_t pair =
             smla_clamp_f16x2(smla_cvt_f16x2(x[i] * factor, x[i + 4] * factor), six);
         const uint32_t rounded = pair + 0x00FF00FFu + (pair >> 9 & 0x00010001u);
@@ -58,14 +58,14 @@ smla_quantize_e2m1x8(const float x[8], float factor)
     return codes;
 }
 
-/* Whether the products of e2m1 with this scale are finite, and so is scale * SMLA_E2M1_UNIT. */
+/* Whether the products of this scale and any e2m1 are finite, and scale * SMLA_E2M1_UNIT, too. */
 static __device__ __forceinline__ bool
 smla_is_plain_e2m1_scale(float scale)
 {
     return fabsf(scale) <= FLT_MAX / SMLA_E2M1_UNIT;
 }
 
-/* Eight e2m1 times a plain scale, each product rounded once. */
+/* Multiplies eight e2m1 by a plain scale; each product is rounded once. */
 static __device__ __forceinline__ void
 smla_scale_plain_e2m1x8(uint32_t codes, float scale, float products[8])
 {

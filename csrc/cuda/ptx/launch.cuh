@@ -1,5 +1,5 @@
 /* launch.cuh: how kernels are started, and what they share: sums over lanes, index arithmetic,
- * vector access. */
+ * access to vectors. */
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +12,9 @@ enum { SMLA_WARP_LANES = 32 };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* Whether kernels can wait for the grids in front of them. Only code for the very device, of sm_90
- * or later, can: PTX of sm_80 that a newer device compiles lacks the instruction. */
+/* Whether kernels can wait for earlier grids of the stream, and so start early. Only code compiled
+ * for exactly this device, sm_90 or later, can: PTX of sm_80, which a newer device compiles, lacks
+ * the instruction. */
 static inline bool
 can_start_early(int32_t compute_capability)
 {
@@ -56,10 +57,10 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     return smla_cuda_launch(&grid, deferred);
 }
 
-/* Asks for more than 48 KiB of shared memory, once per kernel and device: `allowed` has a bit per
- * device. Two threads may both ask, which does no harm. The driver decides how an SM divides its
- * memory into shared memory and L1. With all of it shared, the portable kernels, whose rows come
- * through L1, took up to 12 % longer, and no other kernel gained. */
+/* Allows a kernel more than 48 KiB of shared memory, once per kernel and device: `allowed` has a
+ * bit per device. Two threads may both do this without harm. The driver divides an SM's memory into
+ * shared memory and L1. With all of it shared, the portable kernels, which read rows through L1,
+ * took up to 12 % longer, and no other kernel gained. */
 static inline cudaError_t
 allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
 {
@@ -80,8 +81,8 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
 
 /* ---- Lanes --------------------------------------------------------------------------------- */
 
-/* The sum of the values of the calling lane and of those below it, among the first LANES lanes of a
- * warp. All lanes call it; what the others get is arbitrary. */
+/* Returns the sum of the values of this lane and of all lower lanes, for the first LANES lanes of a
+ * warp. All lanes call this; other lanes get an arbitrary result. */
 template <int LANES = SMLA_WARP_LANES, typename T>
 static __device__ __forceinline__ T
 smla_scan_lanes(T value, int lane)
@@ -97,7 +98,7 @@ smla_scan_lanes(T value, int lane)
 
 /* ---- Scales -------------------------------------------------------------------------------- */
 
-/* A scale that the caller gave as a number or on the device. */
+/* Loads a scale that the caller gave as a number or as an address on the device. */
 static __device__ __forceinline__ float
 smla_load_given_scale(const smla_given_scale &scale)
 {
@@ -119,7 +120,8 @@ smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)
     return (uintptr_t)address % (uintptr_t)bytes == 0 && stride_bytes % bytes == 0;
 }
 
-/* Whether every row of [tokens][heads] of 2-byte elements begins at a multiple of `bytes`. */
+/* Whether every row of an array [tokens][heads] of 2-byte elements begins at a multiple of
+ * `bytes`. */
 static inline bool
 smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes)
 {
@@ -150,14 +152,14 @@ smla_divide_uint32(uint32_t n, const smla_divisor &by)
     return by.magic == 0 ? n : (uint32_t)(sum >> 32);
 }
 
-/* Not inlined, because it takes a hundred instructions and hardly any work needs it. */
+/* Not inlined, because it takes a hundred instructions and is hardly ever needed. */
 static __device__ __noinline__ int64_t
 smla_divide_large(int64_t n, int64_t divisor)
 {
     return n / divisor;
 }
 
-/* n / by.divisor for n >= 0. It divides only where n does not fit in 32 bits. */
+/* Returns n / by.divisor for n >= 0. It divides only if n does not fit in 32 bits. */
 static __device__ __forceinline__ int64_t
 smla_divide(int64_t n, const smla_divisor &by)
 {
@@ -166,8 +168,9 @@ smla_divide(int64_t n, const smla_divisor &by)
 
 /* ---- Vectors ------------------------------------------------------------------------------- */
 
-/* Each function is one instruction that stays in place. The compiler would let loads sink behind
- * the branch of their only use, and might split the store of a vector into stores of its parts. */
+/* Each function is one instruction, which the compiler keeps in its order. Otherwise the compiler
+ * would move loads behind the branch of their only use, and might split a store of a vector into
+ * stores of its parts. */
 static __device__ __forceinline__ void
 smla_load_vector_4(const void *from, uint32_t *words)
 {
@@ -176,7 +179,7 @@ smla_load_vector_4(const void *from, uint32_t *words)
                  : "l"(from));
 }
 
-/* The same for memory that the thread may write later, which is no read-only data. */
+/* smla_load_vector_4 for memory that the thread may write later, which is not read-only data. */
 static __device__ __forceinline__ void
 smla_load_own_vector_4(const void *from, uint32_t *words)
 {
@@ -238,8 +241,9 @@ smla_store_vector_1(void *to, const uint32_t *words)
     asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(words[0]) : "memory");
 }
 
-/* Load and store BYTES bytes as 32-bit words. ALIGNED takes one instruction of 4, 8 or 16 bytes.
- * Else units of `UNIT` bytes are moved, 2 or 4, and the address must be a multiple of UNIT. */
+/* Load and store BYTES bytes as 32-bit words. If ALIGNED, this is one instruction of 4, 8 or 16
+ * bytes. Otherwise it moves units of UNIT bytes, 2 or 4, and the address must be a multiple of
+ * UNIT. */
 template <int BYTES, bool ALIGNED, int UNIT = 2>
 static __device__ __forceinline__ void
 smla_load_words(const void *from, uint32_t *words)

@@ -1,8 +1,8 @@
 /* numeric.cuh: bf16, fp16 and e4m3 <-> float for kernels: several values per instruction.
  *
  * numeric.h defines the results. The functions here give the same bits in fewer instructions. Usual
- * values take one short path. A test of a whole word finds the rare values (NaN, scales at the ends
- * of the range), which go through numeric.h.
+ * values take one short path. One test per word finds the rare values (NaN, scales at the ends of
+ * the range), which go through numeric.h.
  */
 #pragma once
 
@@ -21,7 +21,7 @@ smla_cvt_bf16x2(float low, float high)
     return pair;
 }
 
-/* Exact; the sign of a NaN is lost. */
+/* Converts exactly, but for the sign of a NaN. */
 static __device__ __forceinline__ float
 smla_cvt_float(uint16_t half)
 {
@@ -47,7 +47,7 @@ smla_max_bf16x2(uint32_t a, uint32_t b)
     return pair;
 }
 
-/* 1 / x, off by at most a unit in the last place. */
+/* Returns 1 / x, off by at most a unit in the last place. */
 static __device__ __forceinline__ float
 smla_rcp(float x)
 {
@@ -66,7 +66,7 @@ smla_cvt_e4m3x2(float low, float high)
     return pair;
 }
 
-/* Exact; the sign of a NaN is lost. */
+/* Converts exactly, but for the sign of a NaN. */
 static __device__ __forceinline__ uint32_t
 smla_cvt_halves(uint16_t e4m3x2)
 {
@@ -90,13 +90,14 @@ smla_high_bf16(uint32_t pair)
     return smla_bits_float(pair & 0xFFFF0000u);
 }
 
-/* Converts two fp16. */
+/* Converts two fp16 to fp32. */
 static __device__ __forceinline__ void
 smla_halves_to_floats(uint32_t halves, float floats[2])
 {
     const uint16_t low = (uint16_t)halves;
     const uint16_t high = (uint16_t)(halves >> 16);
-    /* Above 0x7C00 (infinity) is NaN: the sum carries into the sign bit of its half. */
+    /* Patterns above 0x7C00 (infinity) are NaN: then the sum carries into the sign bit of its
+     * half. */
     if (((halves & 0x7FFF7FFFu) + 0x03FF03FFu) & 0x80008000u) {
         floats[0] = smla_half_to_float(low);
         floats[1] = smla_half_to_float(high);
@@ -114,7 +115,7 @@ smla_round_rare_floats(float low, float high)
     return smla_float_to_bf16(low) | (uint32_t)smla_float_to_bf16(high) << 16;
 }
 
-/* smla_float_to_bf16 of both values. */
+/* smla_float_to_bf16 of two values, as a pair. */
 static __device__ __forceinline__ uint32_t
 smla_floats_to_bf16x2(float low, float high)
 {
@@ -124,8 +125,8 @@ smla_floats_to_bf16x2(float low, float high)
 
 /* ---- From e4m3 ----------------------------------------------------------------------------- */
 
-/* value * scale. A NaN stays what it is, and the value's NaN goes before the scale's, because the
- * hardware would choose which NaN a product gives. */
+/* Returns value * scale. A NaN keeps its bits, and the value's NaN comes before the scale's.
+ * Without these rules the hardware would choose which NaN a product gives. */
 static __device__ __forceinline__ float
 smla_scale_value(float value, float scale)
 {
@@ -136,7 +137,7 @@ smla_scale_value(float value, float scale)
 }
 
 /* smla_e4m3x4_to_halves gives four e4m3 (no NaN) as fp16, divided by SMLA_E4M3_UNIT. The unit is 1
- * where an instruction converts. Elsewhere exponent and mantissa keep their bits, and fp16 reads
+ * where an instruction converts. Elsewhere exponent and mantissa keep their bits. fp16 then reads
  * the exponent with a bias of 15 instead of 7, which divides by 256, subnormal values included. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define SMLA_E4M3_UNIT 1.0f
@@ -151,21 +152,22 @@ smla_e4m3x4_to_halves(uint32_t bytes, uint32_t halves[2])
     halves[0] = smla_cvt_halves((uint16_t)bytes);
     halves[1] = smla_cvt_halves((uint16_t)(bytes >> 16));
 #else
-    const uint32_t low = __byte_perm(bytes, 0, 0x1404); /* bytes 0, 1 as upper bytes of halves */
+    /* Bytes 0 and 1 as the upper bytes of two halves. */
+    const uint32_t low = __byte_perm(bytes, 0, 0x1404);
     const uint32_t high = __byte_perm(bytes, 0, 0x3424);
     halves[0] = (low & 0x80008000u) | (low >> 1 & 0x3F803F80u);
     halves[1] = (high & 0x80008000u) | (high >> 1 & 0x3F803F80u);
 #endif
 }
 
-/* The top bit of each result byte is set if the byte is NaN; the other bits mean nothing. */
+/* Sets the top bit of each byte of the result if the byte is NaN; the other bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 smla_mark_nan_e4m3x4(uint32_t bytes)
 {
     return (bytes & 0x7F7F7F7Fu) + 0x01010101u;
 }
 
-/* smla_e4m3x4_to_halves of any four e4m3; NaN becomes NaN. */
+/* smla_e4m3x4_to_halves for any four e4m3; NaN becomes NaN. */
 static __device__ __forceinline__ void
 smla_widen_e4m3x4(uint32_t bytes, uint32_t halves[2])
 {
@@ -179,14 +181,14 @@ smla_widen_e4m3x4(uint32_t bytes, uint32_t halves[2])
     }
 }
 
-/* Whether no product of a number with this scale can be NaN. */
+/* Whether the product of this scale and any e4m3 number is not NaN. */
 static __device__ __forceinline__ bool
 smla_is_plain_scale(float scale)
 {
     return fabsf(scale * SMLA_E4M3_UNIT) <= FLT_MAX;
 }
 
-/* Four e4m3 (no NaN) times a plain scale. Each product is rounded once, because scale *
+/* Multiplies four e4m3 (no NaN) by a plain scale. Each product is rounded once, because scale *
  * SMLA_E4M3_UNIT and fp16 -> fp32 are exact. */
 static __device__ __forceinline__ void
 smla_scale_plain_e4m3x4(uint32_t bytes, float scale, float products[4])
@@ -201,7 +203,7 @@ smla_scale_plain_e4m3x4(uint32_t bytes, float scale, float products[4])
     }
 }
 
-/* Any four e4m3 times any scale. */
+/* Multiplies any four e4m3 by any scale. */
 static __device__ __noinline__ float4
 smla_scale_rare_e4m3x4(uint32_t bytes, float scale)
 {
@@ -224,7 +226,7 @@ smla_scale_rare_e4m3x4_to_bf16(uint32_t bytes, float scale)
 /* A scale that many values are divided by. */
 typedef struct smla_scale {
     float scale;
-    float reciprocal; /* correctly rounded if the scale is moderate */
+    float reciprocal; /* 1 / scale, correctly rounded if the scale is moderate */
     float rest;       /* the true reciprocal minus `reciprocal` */
     bool is_moderate;
 } smla_scale;
@@ -232,22 +234,23 @@ typedef struct smla_scale {
 static __device__ __forceinline__ smla_scale
 smla_make_scale(float scale)
 {
-    /* One Newton step, as in nvcc's code for 1 / x, but without the ends of the range. */
+    /* Take one Newton step, as in nvcc's code for 1 / x, but without its care for the ends of the
+     * range. */
     const float first = smla_rcp(scale);
     const float reciprocal = fmaf(first, fmaf(-scale, first, 1.0f), first);
     return smla_scale{scale, reciprocal, fmaf(-scale, reciprocal, 1.0f) * reciprocal,
                       scale >= 0x1p-60f && scale <= 0x1p60f};
 }
 
-/* A better quotient x / divisor. `reciprocal` is that of the divisor. */
+/* Improves a quotient x / divisor. `reciprocal` is 1 / divisor. */
 static __device__ __forceinline__ float
 smla_correct_quotient(float quotient, float x, float divisor, float reciprocal)
 {
     return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
 }
 
-/* The scale of a tile of bf16 values. amax is the largest absolute value, or FLT_MAX. The quotient
- * has the bits of a division for every such amax whose scale is not the lower bound. */
+/* Returns the scale of a tile of bf16 values. amax is their largest absolute value, or FLT_MAX. The
+ * quotient has the bits of a division for every such amax, unless the scale is the lower bound. */
 static __device__ __forceinline__ float
 smla_scale_of_tile(float amax)
 {
@@ -257,11 +260,11 @@ smla_scale_of_tile(float amax)
     return fmaxf(quotient, FLT_MIN);
 }
 
-/* x / scale, rounded as a division rounds, for a moderate scale, |x| <= 448 scale and every
- * quotient that is not 0 as e4m3. The first quotient is off by less than two units in the last
- * place. The second is one of the two neighbours of the true quotient; from there a correctly
- * rounded reciprocal and an exact remainder give the rounded quotient (Markstein, 1990). The
- * remainder is exact because nothing underflows: it is a multiple of 2^-23 scale times 2^-33. */
+/* Returns x / scale, rounded as a division rounds. This needs a moderate scale, |x| <= 448 scale,
+ * and a quotient that is not 0 as e4m3. The first quotient is off by less than two units in the
+ * last place. The second is a neighbour of the true quotient. From there, a correctly rounded
+ * reciprocal and an exact remainder give the rounded quotient (Markstein, 1990). The remainder is
+ * exact because nothing underflows: it is a multiple of 2^-23 scale times 2^-33. */
 static __device__ __forceinline__ float
 smla_divide_moderate(float x, const smla_scale &by)
 {
@@ -276,7 +279,7 @@ smla_divide_rare_x4(float4 x, float scale)
     return make_float4(x.x / scale, x.y / scale, x.z / scale, x.w / scale);
 }
 
-/* Four quotients as e4m3. The signs of 0 and NaN are lost, so callers set all signs. */
+/* Rounds four quotients to e4m3. The signs of 0 and NaN are lost, so callers set all signs. */
 static __device__ __forceinline__ uint32_t
 smla_floats_to_e4m3x4(const float quotients[4])
 {
@@ -290,7 +293,7 @@ smla_floats_to_e4m3x4(const float quotients[4])
 #endif
 }
 
-/* The sign of each value as the top bit of its byte; the other bits mean nothing. */
+/* Returns the sign of each value as the top bit of its byte; the other bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 smla_signs_of_floats(const float x[4])
 {
@@ -305,7 +308,7 @@ smla_signs_of_bf16(const uint32_t pairs[2])
     return __byte_perm(pairs[0], pairs[1], 0x7531);
 }
 
-/* smla_float_to_e4m3(x / scale) of four values, where |x| <= 448 scale or x is NaN or infinite. */
+/* smla_float_to_e4m3(x / scale) of four values, for |x| <= 448 scale and for NaN and infinities. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
 {
@@ -325,9 +328,9 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
 }
 
-/* smla_quantize_x4 for bf16 and a moderate scale of smla_scale_of_tile. A quotient of 8-bit
- * mantissas is a tie or far from one. So a product with 48 bits of the reciprocal lies on the
- * division's side of each tie, which was tried for every pair of mantissas. */
+/* smla_quantize_x4 for bf16 and a moderate scale of smla_scale_of_tile. A quotient of two 8-bit
+ * mantissas is a rounding tie or far from one. So x times 48 bits of the reciprocal lies on the
+ * same side of each tie as x / scale, which was tried for every pair of mantissas. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
 {

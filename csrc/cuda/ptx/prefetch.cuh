@@ -1,12 +1,11 @@
-/* prefetch.cuh: many bytes on their way into L2 by one PTX instruction, which an older GPU than
- * sm_90 lacks: there nothing happens.
- */
+/* prefetch.cuh: one PTX instruction that brings many bytes to L2. GPUs older than sm_90 lack it,
+ * and there nothing happens. */
 #pragma once
 
 #include <stdint.h>
 
-/* Brings `bytes` from an address on into L2, both multiples of 16. Nothing is read, so others may
- * still write them. */
+/* Brings `bytes` bytes to L2, from an address on; both are multiples of 16. The thread reads
+ * nothing, so others may still write these bytes. */
 static __device__ __forceinline__ void
 ptx_bulk_prefetch_l2(const void *from, uint32_t bytes)
 {

@@ -6,23 +6,23 @@
  *                  a[2] row g, columns 2c+8, 2c+9      a[3] row g + 8, the same columns
  *   B              b[0] rows 2c, 2c+1 of column g      b[1] rows 2c+8, 2c+9 of column g
  *   C, D           d[0], d[1] row g, columns 2c, 2c+1  d[2], d[3] row g + 8, the same columns
- * ldmatrix reads four 8 x 8 matrices of bf16. Lane l gives the address of row l % 8 (16 bytes) of
- * matrix l / 8. It receives elements 2c, 2c+1 of row g of each matrix, or with .trans element g of
- * rows 2c and 2c+1.
+ * ldmatrix reads four 8 x 8 matrices of bf16. Lane l passes the address of row l % 8 (16 bytes) of
+ * matrix l / 8. From each matrix it receives elements 2c, 2c+1 of row g, or with .trans element g
+ * of rows 2c and 2c+1.
  */
 #pragma once
 
 #include <stdint.h>
 
-/* The address inside the window of shared memory, which the instructions below take. */
+/* The address in the shared memory window, which the instructions below take. */
 static __device__ __forceinline__ uint32_t
 ptx_shared_address(const void *pointer)
 {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* Returns x without an instruction, but the compiler does not know that it is x. So a loop computes
- * anew what depends on it, instead of keeping the results in registers that the loop needs. */
+/* Returns x without an instruction, but hides from the compiler that it is x. So a loop computes
+ * again what depends on it, instead of keeping results in registers that the loop needs. */
 static __device__ __forceinline__ int
 ptx_forget(int x)
 {
@@ -30,7 +30,7 @@ ptx_forget(int x)
     return x;
 }
 
-/* The thread index, read anew by each call, so that it occupies no register across a loop. */
+/* Reads the thread index again at each call, so that it occupies no register across a loop. */
 static __device__ __forceinline__ uint32_t
 ptx_thread(void)
 {
@@ -57,7 +57,7 @@ ptx_ldmatrix_x4_trans(uint32_t address, uint32_t r[4])
                  : "memory");
 }
 
-/* d += a * b: bf16 products that keep subnormals, fp32 sums. */
+/* d += a * b: products of bf16, subnormals included; sums in fp32. */
 static __device__ __forceinline__ void
 ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
 {
@@ -67,7 +67,7 @@ ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* ptx_mma_bf16 for f16, which keeps subnormals, too. */
+/* ptx_mma_bf16 for f16; subnormals are included, too. */
 static __device__ __forceinline__ void
 ptx_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
 {
@@ -77,7 +77,7 @@ ptx_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* a * b + c of two pairs of bf16, rounded once; subnormals are kept. */
+/* Returns a * b + c of two pairs of bf16, rounded once; subnormals are kept. */
 static __device__ __forceinline__ uint32_t
 ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
 {
@@ -86,7 +86,7 @@ ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
     return d;
 }
 
-/* The larger ones of two pairs of halves. A number is larger than NaN. */
+/* Returns the larger of two fp16 in each half. A number is chosen over a NaN. */
 static __device__ __forceinline__ uint32_t
 ptx_max_f16x2(uint32_t a, uint32_t b)
 {
@@ -122,7 +122,7 @@ ptx_exp2(float x)
     return y;
 }
 
-/* x = x * a + b if `is_on` is not 0, without a branch. */
+/* Sets x = x * a + b if `is_on` is not 0, without a branch. */
 static __device__ __forceinline__ void
 ptx_fma_if(float *x, float a, float b, uint32_t is_on)
 {
@@ -135,7 +135,8 @@ ptx_fma_if(float *x, float a, float b, uint32_t is_on)
         : "f"(a), "f"(b), "r"(is_on));
 }
 
-/* x *= factor. Being volatile, it stays behind an earlier wait for what writes x. */
+/* x *= factor. The asm is volatile, so it stays after an earlier wait for the instruction that
+ * writes x. */
 static __device__ __forceinline__ void
 ptx_scale(float *x, float factor)
 {
@@ -156,7 +157,7 @@ ptx_fma_unless_zero(float *sum, float a, float b)
 }
 
 /* Loads global memory that nobody writes meanwhile and that is read once, so L1 does not keep it.
- * Unless `is_on`, it gives zeros and does not use the address. */
+ * Unless `is_on`, the result is zeros and the address is not used. */
 static __device__ __forceinline__ void
 ptx_load_16(const void *from, bool is_on, uint32_t words[4])
 {
@@ -233,8 +234,8 @@ ptx_load_4_cached(const void *from, bool is_on, uint32_t otherwise, uint32_t *wo
     *word = otherwise;
 }
 
-/* Copies 16 bytes from global to shared memory, past the registers. They are visible to this thread
- * after its ptx_cp_async_wait_all, and to other threads after a later barrier. */
+/* Copies 16 bytes from global to shared memory, without registers. The bytes are visible to this
+ * thread after its ptx_cp_async_wait_all, and to other threads after a later barrier. */
 static __device__ __forceinline__ void
 ptx_cp_async_16(uint32_t to_shared, const void *from)
 {
@@ -244,7 +245,8 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
-/* ptx_cp_async_16, but zeros unless `is_on`: `from` is not used then. L2 gets the whole line. */
+/* ptx_cp_async_16, but writes zeros and does not use `from` unless `is_on`. L2 gets the whole
+ * line. */
 static __device__ __forceinline__ void
 ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
 {
@@ -297,14 +299,15 @@ ptx_cp_async_wait_all(void)
 
 /* ---- Barriers ------------------------------------------------------------------------------ */
 
-/* Named barrier `id` of `num_threads` threads. What they wrote before is then visible to all. */
+/* Waits at named barrier `id` for `num_threads` threads. What they wrote before is then visible to
+ * all of them. */
 static __device__ __forceinline__ void
 ptx_barrier(int id, int num_threads)
 {
     asm volatile("barrier.sync.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
 }
 
-/* Arrives at such a barrier, and does not wait. */
+/* Arrives at a named barrier, and does not wait. */
 static __device__ __forceinline__ void
 ptx_barrier_arrive(int id, int num_threads)
 {

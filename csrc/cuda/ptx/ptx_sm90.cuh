@@ -1,12 +1,11 @@
-/* ptx_sm90.cuh: one PTX instruction of sm_90 per function. On an older GPU the functions that order
- * grids do nothing.
- */
+/* ptx_sm90.cuh: one PTX instruction of sm_90 per function. On an older GPU, functions for the order
+ * of grids do nothing. */
 #pragma once
 
 #include "cuda/ptx/ptx.cuh"
 
-/* Waits until the grids in front of this one in the stream are done and what they wrote is visible,
- * because smla_launch may start a grid earlier. No instruction where no grid starts early. */
+/* Waits until earlier grids of the stream are done and what they wrote is visible, because
+ * smla_launch may start a grid before that. It is no instruction where no grid starts early. */
 static __device__ __forceinline__ void
 ptx_wait_for_grids(void)
 {
@@ -15,7 +14,7 @@ ptx_wait_for_grids(void)
 #endif
 }
 
-/* Once every CTA has called this, or is done, the next grid of the stream may start early. It makes
+/* Lets the next grid of the stream start early, once every CTA has called this or is done. It makes
  * no memory visible: the next grid waits for the end of this one. */
 static __device__ __forceinline__ void
 ptx_let_next_grid_start(void)
@@ -25,7 +24,7 @@ ptx_let_next_grid_start(void)
 #endif
 }
 
-/* Brings the line into L2 if `is_on`. Nothing is read, so others may still write the line. */
+/* Brings a line to L2 if `is_on`. The thread reads nothing, so others may still write the line. */
 static __device__ __forceinline__ void
 ptx_prefetch_l2(const void *from, bool is_on)
 {
@@ -49,8 +48,8 @@ ptx_claim_registers(void)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(COUNT));
 }
 
-/* Initialises an mbarrier in shared memory. A phase is over when `arrivals` threads have arrived
- * and all announced bytes have come. */
+/* Initialises an mbarrier in shared memory. A phase ends when `arrivals` threads have arrived and
+ * all announced bytes have been written. */
 static __device__ __forceinline__ void
 ptx_mbarrier_init(uint32_t barrier, int arrivals)
 {
@@ -96,14 +95,15 @@ ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
-/* Arrives, as one of the `arrivals`, when all earlier cp.async of this thread have written. */
+/* Arrives, as one of the `arrivals`, when all earlier cp.async of this thread have written their
+ * bytes. */
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive_after_copies(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
-/* Waits until the phase of this parity is over. On a fresh barrier parity 1 counts as over. */
+/* Waits until the phase of this parity has ended. On a new barrier, parity 1 counts as ended. */
 static __device__ __forceinline__ void
 ptx_mbarrier_wait(uint32_t barrier, uint32_t parity)
 {
@@ -134,7 +134,8 @@ ptx_elect(void)
     return is_elected != 0;
 }
 
-/* Copies from global to shared memory, both aligned to 16 bytes, past registers and threads. */
+/* Copies from global to shared memory without registers or threads; both addresses are multiples of
+ * 16. */
 static __device__ __forceinline__ void
 ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier)
 {
@@ -145,7 +146,7 @@ ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t bar
                  : "memory");
 }
 
-/* ptx_bulk_copy to the same place in every CTA of `ctas`, which has a bit per CTA of the cluster.
+/* ptx_bulk_copy to the same address in every CTA of `ctas`, which has a bit per CTA of the cluster.
  * The copy completes on the barrier of each of these CTAs. */
 static __device__ __forceinline__ void
 ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier,
@@ -167,18 +168,18 @@ ptx_cluster_rank(void)
     return rank;
 }
 
-/* The two halves of a barrier of all threads of the cluster, for whole warps. Of earlier writes it
- * orders only initialised mbarriers, after ptx_fence_mbarrier_init: to order all writes takes 250
- * cycles more. */
+/* Arrives at a barrier of all threads of the cluster; ptx_cluster_wait waits there. Whole warps
+ * call both. This arrival makes no writes visible but initialised mbarriers, after
+ * ptx_fence_mbarrier_init. To make all writes visible takes 250 cycles more. */
 static __device__ __forceinline__ void
 ptx_cluster_arrive(void)
 {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 }
 
-/* ptx_cluster_arrive after all earlier accesses of the thread. Where others read a CTA's memory
- * before the barrier and the CTA ends behind it, a relaxed arrival would leave a load under way,
- * and it would fail. */
+/* ptx_cluster_arrive after all earlier accesses of the thread. It is needed where CTAs read each
+ * other's memory before the barrier and may end after it: with a relaxed arrival a load could still
+ * be under way, and would fail. */
 static __device__ __forceinline__ void
 ptx_cluster_arrive_release(void)
 {
@@ -191,7 +192,8 @@ ptx_cluster_wait(void)
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
-/* A barrier of all threads of the cluster, for whole warps. All see what others wrote before. */
+/* Synchronises all threads of the cluster, by whole warps. Each sees what the others wrote
+ * before. */
 static __device__ __forceinline__ void
 ptx_cluster_sync(void)
 {
@@ -199,7 +201,7 @@ ptx_cluster_sync(void)
     ptx_cluster_wait();
 }
 
-/* Where an address of shared memory lies in CTA `rank` of the cluster. */
+/* The address, for the cluster, of the shared memory at `address` in CTA `rank`. */
 static __device__ __forceinline__ uint32_t
 ptx_cluster_address(uint32_t address, uint32_t rank)
 {
@@ -226,8 +228,8 @@ ptx_load_cluster_8(uint32_t address, uint32_t words[2])
                  : "memory");
 }
 
-/* Stores to shared memory of any CTA of the cluster, and completes bytes of an mbarrier there,
- * which waits for them as for a bulk copy. No fence is needed. */
+/* Stores to shared memory of any CTA of the cluster, and completes the bytes on an mbarrier there,
+ * which counts them like those of a bulk copy. No fence is needed. */
 static __device__ __forceinline__ void
 ptx_send_4(uint32_t address, uint32_t word, uint32_t barrier)
 {
@@ -280,7 +282,7 @@ ptx_load_shared_16(uint32_t address, uint32_t words[4])
                  : "r"(address));
 }
 
-/* Gives zeros unless `is_on`, without a branch. */
+/* ptx_load_shared_16 if `is_on`, else zeros, without a branch. */
 static __device__ __forceinline__ void
 ptx_load_shared_16_if(uint32_t address, bool is_on, uint32_t words[4])
 {
@@ -333,7 +335,7 @@ ptx_load_shared_1(uint32_t address)
 }
 
 /* Converts four e4m3 to f16 exactly: bytes 0, 1 to `low`, bytes 2, 3 to `high`.
- * smla_e4m3x4_to_halves cuts the word by extra instructions: 3 % more in the FP8 kernel. */
+ * smla_e4m3x4_to_halves cuts the word by extra instructions, which cost the FP8 kernel 3 %. */
 static __device__ __forceinline__ void
 ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
 {
@@ -363,8 +365,8 @@ ptx_mul_f16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* The low half of a pair twice, and the high half twice, for ptx_mul_f16x2. ptxas makes that a
- * modifier of the multiplication, where a byte permutation would be an instruction. */
+/* Doubles the low half of a pair, and the high half, for ptx_mul_f16x2. ptxas makes this a modifier
+ * of the multiplication, where a byte permutation would be an instruction. */
 static __device__ __forceinline__ void
 ptx_double_halves(uint32_t pair, uint32_t *low, uint32_t *high)
 {
@@ -378,7 +380,7 @@ ptx_double_halves(uint32_t pair, uint32_t *low, uint32_t *high)
         : "r"(pair));
 }
 
-/* Whether the absolute value of either f16 is above its limit; that of a NaN is not. */
+/* Whether the absolute value of either f16 is above its limit, which is never true of a NaN. */
 static __device__ __forceinline__ bool
 ptx_exceeds_f16x2(uint32_t pair, uint32_t limits)
 {
@@ -404,14 +406,15 @@ ptx_mul_bf16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* No instruction. `word` is computed by here, and nothing that depends on it moves further up. */
+/* Pins a value without an instruction: `word` is computed by here, and nothing that depends on it
+ * is moved further up. */
 static __device__ __forceinline__ void
 ptx_pin(uint32_t *word)
 {
     asm volatile("" : "+r"(*word));
 }
 
-/* Stores if `is_on`, without a branch. */
+/* Stores a byte if `is_on`, without a branch. */
 static __device__ __forceinline__ void
 ptx_store_shared_1_if(uint32_t address, uint32_t byte, bool is_on)
 {

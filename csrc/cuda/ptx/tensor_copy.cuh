@@ -1,20 +1,19 @@
-/* tensor_copy.cuh: copies of boxes of arrays, which Hopper's copy engine makes from a tensor map
- * (cuda/host/tensor_map.h).
- */
+/* tensor_copy.cuh: copies of boxes of arrays, which Hopper's copy engine makes by a tensor map
+ * (cuda/host/tensor_map.h). */
 #pragma once
 
 #include <stdint.h>
 
-/* Brings a CUtensorMap of the kernel's parameters near, for copies to come. */
+/* Prefetches a CUtensorMap of the kernel's parameters, for later copies. */
 static __device__ __forceinline__ void
 ptx_prefetch_map(const void *map)
 {
     asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
-/* Copies a box of an array to shared memory, as `map` (a CUtensorMap in the kernel's parameters)
- * says. The box begins at the given indices, the fastest first. What is outside the array becomes
- * zeros, and counts as bytes that have come. */
+/* Copies a box of an array to shared memory, by `map`, a CUtensorMap in the kernel's parameters.
+ * The box begins at the given indices, the fastest first. Elements outside the array become zeros,
+ * and their bytes count as written. */
 static __device__ __forceinline__ void
 ptx_tensor_copy_2d(uint32_t to_shared, const void *map, int i, int j, uint32_t barrier)
 {

@@ -4,8 +4,8 @@
  *   A   a[0] row g, columns 2c, 2c+1      a[1] row g + 8, same columns
  *       a[2] row g, columns 2c+8, 2c+9    a[3] row g + 8, same columns
  *   D   d[4j], d[4j+1] row g, columns 8j+2c, 8j+2c+1; d[4j+2], d[4j+3] row g + 8, same columns
- * B is in shared memory, and a descriptor names its place. The registers of a product under way
- * must not be touched. The order of calls is fence, multiply, commit, wait.
+ * B is in shared memory, at the address in a descriptor. No code may touch the registers of a
+ * product that is under way. The order of calls is fence, multiply, commit, wait.
  */
 #pragma once
 
@@ -17,10 +17,10 @@ enum { /* swizzle of B in shared memory: the span in which 16-byte chunks are pe
        WGMMA_SWIZZLE_32 = 3,
 };
 
-/* Groups of eight rows are `stride_bytes` apart. The address is a multiple of 16; adding n to a
- * descriptor moves it by 16 n bytes. Every lane must pass the same arguments. The lower half comes
- * from a reduction, so that the compiler knows it to be uniform in the warp and keeps it in uniform
- * registers, where products want it. */
+/* Makes the descriptor of an operand. Groups of eight rows are `stride_bytes` apart. The address is
+ * a multiple of 16; adding n to a descriptor moves it by 16 n bytes. Every lane must pass the same
+ * arguments. The lower half comes from a reduction. So the compiler knows it to be uniform in the
+ * warp, and keeps it in uniform registers, where products want it. */
 static __device__ __forceinline__ uint64_t
 wgmma_descriptor(uint32_t address, int stride_bytes, int swizzle)
 {
@@ -82,7 +82,7 @@ wgmma_wait(void)
 
 /* ---- Products ------------------------------------------------------------------------------- */
 
-/* B_ROWS_FIRST: the N columns of B are contiguous. Unless `is_sum`, D is overwritten. */
+/* D += A * B, or D = A * B unless `is_sum`. With B_ROWS_FIRST the N columns of B are contiguous. */
 template <bool B_ROWS_FIRST>
 static __device__ __forceinline__ void
 wgmma_f16(float (&d)[8], const uint32_t a[4], uint64_t b, bool is_sum)
@@ -182,7 +182,7 @@ wgmma_descriptor_of_tiles(uint32_t address, int tile_bytes)
     return (uint64_t)high << 32 | __reduce_max_sync(0xFFFFFFFFu, low);
 }
 
-/* A and B are both in shared memory, in rows of 16 contiguous bf16. */
+/* D += A * B, where A and B are both in shared memory, in rows of 16 contiguous bf16. */
 static __device__ __forceinline__ void
 wgmma_bf16_tiles(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
 {
@@ -226,7 +226,7 @@ wgmma_bf16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
                  : "l"(a), "l"(b));
 }
 
-/* The same for 128 columns: sums d[FIRST] to d[FIRST + 63]. */
+/* wgmma_bf16_rows_first for 128 columns, whose sums are d[FIRST] to d[FIRST + 63]. */
 template <int FIRST>
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first_128(float (&d)[128], const uint32_t a[4], uint64_t b)
@@ -275,7 +275,7 @@ wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool is_sum)
                  : "l"(a), "l"(b), "r"((int)is_sum));
 }
 
-/* The same for 64 and for 32 columns. */
+/* wgmma_e4m3 for 64 and for 32 columns. */
 static __device__ __forceinline__ void
 wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
 {

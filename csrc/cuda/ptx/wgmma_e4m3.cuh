@@ -1,5 +1,4 @@
-/* wgmma_e4m3.cuh: products of e4m3 with 8 or 16 columns more than a power of two.
- */
+/* wgmma_e4m3.cuh: products of e4m3 whose number of columns is 8 or 16 more than a power of two. */
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"

@@ -1,6 +1,5 @@
-/* held_choose.cuh: which columns of a row a cluster takes: digits of the k-th key, then masks and
- * counts of what each thread takes.
- */
+/* held_choose.cuh: chooses the columns of a row that a cluster takes. It finds the digits of the
+ * k-th key, then masks and counts of the keys that each thread takes. */
 #pragma once
 
 #include "cuda/select/held_stream.cuh"
@@ -9,35 +8,35 @@ namespace {
 
 /* ---- Parts --------------------------------------------------------------------------------- */
 
-/* The parts of which a thread holds a run. */
-template <int PARTS> constexpr int HELD = PARTS < HELD_PARTS ? PARTS : HELD_PARTS;
+/* The number of parts of which each thread holds a run: the resident parts. */
+template <int PARTS> constexpr int RESIDENT = PARTS < RESIDENT_PARTS ? PARTS : RESIDENT_PARTS;
 
-/* The keys of a thread: a run of each part, the second of which stays in shared memory, and what it
- * reads of the third. */
+/* The keys of a thread: its run of the first part lies in registers, its run of the second in
+ * shared memory. Keys of the third part are read again at each visit. */
 template <bool IS_BF16, int PARTS> struct thread_keys {
-    held_keys<IS_BF16> held;
+    resident_keys<IS_BF16> resident;
     parked_keys<IS_BF16> parked;
     streamed_keys<IS_BF16> streamed;
 
     template <typename Use> __device__ __forceinline__ void visit(const Use &use) const
     {
-        held.visit(use);
+        resident.visit(use);
         if constexpr (PARTS > 1) {
             parked.visit(use);
         }
-        if constexpr (PARTS > HELD_PARTS) {
+        if constexpr (PARTS > RESIDENT_PARTS) {
             streamed.visit(use);
         }
     }
 };
 
-/* Where a warp is, in one register: the row's number in held_memory, and the phases of barriers, a
- * bit each. */
+/* The state of a warp, in one register: the index of its row in resident_memory, then one phase bit
+ * per barrier. */
 enum { ROW_PHASE = NUM_ROWS, TAKEN_PHASE = 2 * NUM_ROWS, FIRST_PHASE = 4 * NUM_ROWS };
 
-/* The row `ahead` of the one that the warp is at. */
-__device__ __forceinline__ held_row *
-find_row(held_memory *shared, uint32_t state, uint32_t ahead)
+/* The row that comes `ahead` rows after the warp's present row. */
+__device__ __forceinline__ resident_row *
+find_row(resident_memory *shared, uint32_t state, uint32_t ahead)
 {
     return &shared->rows[(state + ahead) % NUM_ROWS];
 }
@@ -48,7 +47,7 @@ next_row(uint32_t state)
     return state / NUM_ROWS * NUM_ROWS + (state + 1) % NUM_ROWS;
 }
 
-/* The parity of a barrier's phase; the next call is about the next phase. */
+/* Returns the parity of a barrier's phase, and moves the state to the next phase. */
 __device__ __forceinline__ uint32_t
 next_phase(uint32_t *state, uint32_t which)
 {
@@ -57,7 +56,7 @@ next_phase(uint32_t *state, uint32_t which)
     return parity;
 }
 
-/* The number of this thread among those of the cluster, which is that of its first run. */
+/* The index of this thread in the cluster, which is also the index of its first run. */
 template <int CTAS, int THREADS>
 __device__ __forceinline__ uint32_t
 cluster_thread(void)
@@ -67,48 +66,50 @@ cluster_thread(void)
 
 /* ---- Choice -------------------------------------------------------------------------------- */
 
-/* What a thread takes of each part that is held, a bit per element of the run, and the elements in
- * the place next to the last one of those, of which some are taken. */
+/* The keys that a thread takes of each resident part, as a mask with a bit per element of its run.
+ * `taken` has the keys before the threshold. `equal` has the keys that equal it, of which the row
+ * may take only some. */
 template <int PARTS> struct taken_masks {
-    uint32_t taken[HELD<PARTS>];
-    uint32_t equal[HELD<PARTS>];
-    uint32_t place; /* the threshold's, for the streamed part */
+    uint32_t taken[RESIDENT<PARTS>];
+    uint32_t equal[RESIDENT<PARTS>];
+    uint32_t order; /* the threshold's order, which the streamed part needs */
 };
 
-/* The key in a place. */
+/* The key that has this order; order_of is the inverse. */
 __device__ __forceinline__ uint32_t
-key_in(uint32_t place)
+key_of_order(uint32_t order)
 {
-    return (int32_t)place < 0 ? place ^ 0x80000000u : ~place;
+    return (int32_t)order < 0 ? order ^ 0x80000000u : ~order;
 }
 
-/* The keys in places before `place`, or through it: a bit per register, the first one highest. The
- * sign of a difference of floats says which key is less, which takes half the time of a comparison.
- * From the place of -inf on differences may be NaN. */
+/* Finds the keys of lower order than `order`, or with is_through also those of this order. The mask
+ * has a bit per register, the first one highest. The sign of a float difference says which key is
+ * less, which takes half the time of an integer comparison. From the order of -inf on, differences
+ * may be NaN, so integers are compared there. */
 template <typename Keys>
 __device__ __forceinline__ uint32_t
-find_before(const Keys &keys, uint32_t place, uint32_t is_through)
+find_before(const Keys &keys, uint32_t order, uint32_t is_through)
 {
-    constexpr uint32_t PLACE_OF_MINUS_INF = 0xFF800000u;
+    constexpr uint32_t ORDER_OF_MINUS_INF = 0xFF800000u;
     uint32_t mask = 0;
-    if (place < PLACE_OF_MINUS_INF - 1) {
-        const float end = __uint_as_float(key_in(place + is_through));
+    if (order < ORDER_OF_MINUS_INF - 1) {
+        const float end = __uint_as_float(key_of_order(order + is_through));
         keys.visit([&](uint32_t, uint32_t key) {
             const float difference = __fsub_rn(__uint_as_float(key), end);
             mask = __funnelshift_l(__float_as_uint(difference), mask, 1);
         });
     } else {
-        const int32_t last = (int32_t)(key_in(place) - 1 + is_through);
+        const int32_t last = (int32_t)(key_of_order(order) - 1 + is_through);
         keys.visit(
             [&](uint32_t, uint32_t key) { mask = mask << 1 | ((int32_t)key <= last ? 1 : 0); });
     }
     return mask;
 }
 
-/* What a run has of keys before the threshold, and of those in its place. */
+/* Finds the keys of a run that are before the threshold, and the keys that equal it. */
 template <bool IS_BF16, typename Keys>
 __device__ __forceinline__ void
-compare_keys(const Keys &keys, held_memory *shared, uint32_t state, uint32_t run_idx,
+compare_keys(const Keys &keys, resident_memory *shared, uint32_t state, uint32_t run_idx,
              const key_threshold &threshold, uint32_t *taken, uint32_t *equal)
 {
     uint32_t mask = 0;
@@ -116,39 +117,41 @@ compare_keys(const Keys &keys, held_memory *shared, uint32_t state, uint32_t run
 #pragma unroll 1
     for (uint32_t is_through = threshold.num_equal == 0 ? 0 : 1; is_through < 2; is_through--) {
         end_mask = mask;
-        mask = find_before(keys, threshold.place, is_through);
+        mask = find_before(keys, threshold.order, is_through);
     }
-    /* A state that needs the mask, so that no load of the row comes before the comparison. */
+    /* Make the row's index depend on the mask, so that the compiler loads no field of the row
+     * before the comparison. */
     const uint32_t late_state = state + ((uint32_t)ptx_forget((int)mask) - mask);
-    const held_row &row = *find_row(shared, late_state, 0);
-    const held_run run = open_run<IS_BF16>(row, run_idx);
+    const resident_row &row = *find_row(shared, late_state, 0);
+    const resident_run run = open_run<IS_BF16>(row, run_idx);
     *taken = to_columns(run, in_order(run, mask));
     *equal = to_columns(run, in_order(run, end_mask & ~mask)) & find_logits(row, run);
 }
 
-/* Compares all keys, and tells all CTAs what the warp takes. The row's fields are read behind each
- * comparison, because a comparison needs all registers. */
+/* Compares all keys with the threshold, and tells all CTAs how many the warp takes. The row's
+ * fields are read after each comparison, because a comparison needs all registers. */
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __device__ __forceinline__ void
 choose_keys(const thread_keys<IS_BF16, PARTS> &keys, const key_threshold &threshold,
-            held_memory *shared, uint32_t *state, taken_masks<PARTS> *masks)
+            resident_memory *shared, uint32_t *state, taken_masks<PARTS> *masks)
 {
     constexpr uint32_t WARPS = CTAS * THREADS / SMLA_WARP_LANES;
-    constexpr uint32_t WORDS = PARTS <= HELD_PARTS ? PARTS : HELD_PARTS + 2; /* per warp */
+    /* Words of counts per warp. */
+    constexpr uint32_t WORDS = PARTS <= RESIDENT_PARTS ? PARTS : RESIDENT_PARTS + 2;
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
     const uint32_t thread = cluster_thread<CTAS, THREADS>();
     const uint32_t warp = thread / SMLA_WARP_LANES;
-    uint32_t counts[HELD<PARTS>];
-    if constexpr (PARTS > HELD_PARTS) {
+    uint32_t counts[RESIDENT<PARTS>];
+    if constexpr (PARTS > RESIDENT_PARTS) {
         const key_counts streamed = keys.streamed.count(threshold);
         if (lane < 2 * CTAS) {
             ptx_send_4(address_in(lane % CTAS, &shared->streamed[lane / CTAS * WARPS + warp]),
                        lane < CTAS ? streamed.before : streamed.equal,
                        address_in(lane % CTAS, &shared->taken_barrier));
         }
-        masks->place = threshold.place;
+        masks->order = threshold.order;
     }
-    compare_keys<IS_BF16>(keys.held, shared, *state, cluster_thread<CTAS, THREADS>(), threshold,
+    compare_keys<IS_BF16>(keys.resident, shared, *state, cluster_thread<CTAS, THREADS>(), threshold,
                           &masks->taken[0], &masks->equal[0]);
     if constexpr (PARTS > 1) {
         compare_keys<IS_BF16>(keys.parked, shared, *state,
@@ -156,20 +159,21 @@ choose_keys(const thread_keys<IS_BF16, PARTS> &keys, const key_threshold &thresh
                               &masks->taken[1], &masks->equal[1]);
     }
 #pragma unroll
-    for (int part = 0; part < HELD<PARTS>; part++) {
+    for (int part = 0; part < RESIDENT<PARTS>; part++) {
         counts[part] = __reduce_add_sync(ALL_LANES, __popc(masks->taken[part]) |
                                                         __popc(masks->equal[part]) << 16);
     }
     if constexpr (CTAS == 1) {
         if (lane < PARTS) {
-            shared->taken[lane * WARPS + warp] = lane == 0 ? counts[0] : counts[HELD<PARTS> - 1];
+            shared->taken[lane * WARPS + warp] =
+                lane == 0 ? counts[0] : counts[RESIDENT<PARTS> - 1];
         }
-        __syncthreads(); /* all counts are there */
+        __syncthreads(); /* the counts of all warps are written */
     } else {
-        const uint32_t part = lane / CTAS % HELD<PARTS>;
-        if (lane < CTAS * HELD<PARTS>) {
+        const uint32_t part = lane / CTAS % RESIDENT<PARTS>;
+        if (lane < CTAS * RESIDENT<PARTS>) {
             ptx_send_4(address_in(lane % CTAS, &shared->taken[part * WARPS + warp]),
-                       part == 0 ? counts[0] : counts[HELD<PARTS> - 1],
+                       part == 0 ? counts[0] : counts[RESIDENT<PARTS> - 1],
                        address_in(lane % CTAS, &shared->taken_barrier));
         }
         receive(&shared->taken_barrier, ptx_thread() == 0, WORDS * WARPS * 4,
@@ -177,25 +181,26 @@ choose_keys(const thread_keys<IS_BF16, PARTS> &keys, const key_threshold &thresh
     }
 }
 
-/* What the first `count` warps take: keys before the threshold and keys in its place. Warps count
- * once per part; the streamed part's counts are apart. */
+/* How many keys the first `count` warps take: those before the threshold, and those equal to it. A
+ * warp counts once per resident part. The counts of the streamed part lie in an array of their
+ * own. */
 template <int WARPS, int PARTS>
 __device__ __forceinline__ key_counts
-sum_taken(const held_memory *shared, uint32_t count)
+sum_taken(const resident_memory *shared, uint32_t count)
 {
-    constexpr uint32_t HELD_WARPS = WARPS * HELD<PARTS>;
+    constexpr uint32_t RESIDENT_WARPS = WARPS * RESIDENT<PARTS>;
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
     key_counts sums = {};
 #pragma unroll
-    for (uint32_t first = 0; first < HELD_WARPS; first += SMLA_WARP_LANES) {
+    for (uint32_t first = 0; first < RESIDENT_WARPS; first += SMLA_WARP_LANES) {
         const uint32_t other = first + lane < count ? shared->taken[first + lane] : 0;
         sums.before += other & 0xFFFFu;
         sums.equal += other >> 16;
     }
-    if constexpr (PARTS > HELD_PARTS) {
+    if constexpr (PARTS > RESIDENT_PARTS) {
 #pragma unroll
         for (uint32_t first = 0; first < WARPS; first += SMLA_WARP_LANES) {
-            if (HELD_WARPS + first + lane < count) {
+            if (RESIDENT_WARPS + first + lane < count) {
                 sums.before += shared->streamed[first + lane];
                 sums.equal += shared->streamed[WARPS + first + lane];
             }
@@ -204,24 +209,24 @@ sum_taken(const held_memory *shared, uint32_t count)
     return {__reduce_add_sync(ALL_LANES, sums.before), __reduce_add_sync(ALL_LANES, sums.equal)};
 }
 
-/* The first place from `least` on that a key of the row has, counted from there. */
+/* The lowest order, from `least` on, that a key of the row has, as a distance from `least`. */
 template <int CTAS, int THREADS, typename Keys>
 __device__ __forceinline__ uint32_t
-find_first(const Keys &keys, uint32_t least, held_memory *shared, uint32_t *state)
+find_first(const Keys &keys, uint32_t least, resident_memory *shared, uint32_t *state)
 {
     constexpr uint32_t WARPS = CTAS * THREADS / SMLA_WARP_LANES;
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
     const uint32_t warp = cluster_thread<CTAS, THREADS>() / SMLA_WARP_LANES;
-    const key_places places = places_like(least);
-    const uint32_t offset = places.offset - least;
-    uint32_t first = 0xFFFFFFFFu; /* places before `least` are behind all others */
-    keys.visit([&](uint32_t, uint32_t key) { first = min(first, key * places.sign + offset); });
+    const order_rule rule = order_rule_of(least);
+    const uint32_t offset = rule.offset - least;
+    uint32_t first = 0xFFFFFFFFu; /* orders below `least` wrap round and become the highest */
+    keys.visit([&](uint32_t, uint32_t key) { first = min(first, key * rule.sign + offset); });
     first = __reduce_min_sync(ALL_LANES, first);
     if constexpr (CTAS == 1) {
         if (lane == 0) {
             shared->first[warp] = first;
         }
-        __syncthreads(); /* all are there */
+        __syncthreads(); /* the first orders of all warps are written */
     } else {
         if (lane < CTAS) {
             ptx_send_4(address_in(lane, &shared->first[warp]), first,
@@ -237,15 +242,15 @@ find_first(const Keys &keys, uint32_t least, held_memory *shared, uint32_t *stat
     return __reduce_min_sync(ALL_LANES, first);
 }
 
-/* How many keys in the place behind the digits found are taken: 0 if those in front of it are all
- * that is left. */
+/* How many of the keys that begin with the digits found the row takes, or 0 if it takes all of
+ * them. */
 __device__ __forceinline__ uint32_t
-count_equal(const held_memory *shared)
+count_equal(const resident_memory *shared)
 {
     return shared->digit_count == shared->num_left ? 0 : shared->num_left;
 }
 
-/* How far the place of the only bf16 key among 256 places is from the least of these. */
+/* The distance from `least` to the order of the only bf16 key among 256 orders. */
 __device__ __forceinline__ uint32_t
 find_bf16(uint32_t least)
 {
@@ -253,12 +258,13 @@ find_bf16(uint32_t least)
     return (int32_t)least < 0 && !is_nan ? 0 : 0xFF;
 }
 
-/* Finds digit after digit, until all keys that begin with the digits found are taken, or are one
- * and the same. Where many keys share the digits, as equal logits do, they are taken for equal
- * until their number says something else: that is soon known, and spares the other digits. */
+/* Finds digit after digit, until the row takes all keys that begin with the digits found, or all of
+ * these keys are equal. Where many keys share the digits, they are first assumed to be equal, as
+ * equal logits are. Their number soon shows whether that is true, and then spares the other
+ * digits. */
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __device__ __forceinline__ void
-choose_columns(const thread_keys<IS_BF16, PARTS> &keys, uint32_t k, held_memory *shared,
+choose_columns(const thread_keys<IS_BF16, PARTS> &keys, uint32_t k, resident_memory *shared,
                uint32_t *state, taken_masks<PARTS> *masks)
 {
     enum { CROWD = 8, FEW = 4 };
@@ -271,7 +277,7 @@ choose_columns(const thread_keys<IS_BF16, PARTS> &keys, uint32_t k, held_memory 
         const bool is_done = num_equal == 0 || shift == (IS_BF16 ? 8 : 0);
         const uint32_t crowd = is_first ? find_row(shared, *state, 0)->count / CROWD : FEW;
         if (is_done || shared->digit_count > crowd) {
-            uint32_t step = 1u << shift; /* the way from the least place to the threshold */
+            uint32_t step = 1u << shift; /* the distance from `least` to the threshold's order */
             if (num_equal != 0) {
                 step = is_done ? (IS_BF16 ? find_bf16(shared->least) : 0)
                                : find_first<CTAS, THREADS>(keys, shared->least, shared, state);

@@ -1,10 +1,11 @@
 /* held_digits.cuh: one digit of the k-th largest key of a row, from the counts of all CTAs of a
  * cluster.
  *
- * A key has three digits, of 12, 12 and 8 bits. Every CTA counts in its own shared memory, and each
- * warp has the counts of a group of values. The warps send the sums of their groups to all CTAs.
- * Then the warp whose group has the digit, the same in each CTA, sends the group's counts. Barriers
- * of memory count the bytes that arrive, so the cluster needs no barrier of its own.
+ * A key has three digits, of 12, 12 and 8 bits. Every CTA counts the values of a digit in its own
+ * shared memory, and each warp adds the counts of a group of values. The warps send the sums of
+ * their groups to all CTAs. In each CTA, one warp owns the group that has the digit, and sends this
+ * group's counts to the other CTAs. mbarriers count the bytes that arrive, so the cluster needs no
+ * barrier of its own.
  */
 #pragma once
 
@@ -14,59 +15,62 @@ namespace {
 
 enum {
     NUM_VALUES = 4096, /* values that a digit may have */
-    FIRST_SHIFT = 20,  /* the bits of a key behind its first digit */
+    FIRST_SHIFT = 20,  /* bits of a key that follow its first digit */
     GROUP_VALUES = 128,
     NUM_GROUPS = NUM_VALUES / GROUP_VALUES,
     MOST_CTAS = 8,
     MOST_WARPS = 32,
-    HELD_PARTS = 2, /* parts of a row that are held at most; the third is streamed */
-    NUM_ROWS =
-        4, /* the row, two that follow, and the one before, which slow warps may still read */
+    RESIDENT_PARTS = 2, /* resident parts of a row, at most; the third part is streamed */
+    NUM_ROWS = 4, /* this row, two later ones, and the one before, which slow warps may read */
 };
 
-/* Vectors of the streamed part. */
+/* A range of vectors of the streamed part. */
 typedef struct vector_range {
     uint32_t first;
     uint32_t end;
 } vector_range;
 
-struct held_memory {
-    uint32_t counts[2][NUM_VALUES + 4]; /* this CTA's counts, and others; digits take turns */
+struct resident_memory {
+    /* This CTA's counts of each value and, behind them, of all other keys. Digits alternate between
+     * the two halves. */
+    uint32_t counts[2][NUM_VALUES + 4];
     uint32_t group_counts[2][MOST_CTAS][NUM_GROUPS];
-    uint32_t found_counts[MOST_CTAS][GROUP_VALUES]; /* the group that has the digit */
-    /* What each warp of the cluster has of each part: keys that are surely taken, and in the upper
-     * half keys that equal the threshold where not all of those are taken. */
-    uint32_t taken[HELD_PARTS * MOST_CTAS * MOST_WARPS];
-    /* What each warp takes of its share of the streamed part; then the keys that equal the
-     * threshold, as above. */
+    /* Counts of the group with the digit, sent by each CTA. */
+    uint32_t found_counts[MOST_CTAS][GROUP_VALUES];
+    /* Per part and warp of the cluster: in the lower half, the number of keys that are surely
+     * taken. In the upper half, the number of keys that equal the threshold, where not all of those
+     * are taken. */
+    uint32_t taken[RESIDENT_PARTS * MOST_CTAS * MOST_WARPS];
+    /* The same numbers for each warp's share of the streamed part, but in words of their own: first
+     * the keys taken by all warps, then the keys that equal the threshold. */
     uint32_t streamed[2 * MOST_CTAS * MOST_WARPS];
-    uint32_t first[MOST_CTAS * MOST_WARPS]; /* the first place of a range that each warp has */
-    held_row rows[NUM_ROWS];
-    uint32_t half;        /* the half of the counts whose turn it is */
-    uint32_t least;       /* the least place of keys that begin with the digits found */
-    uint32_t num_left;    /* how many keys are to be taken that begin with them */
-    uint32_t digit_count; /* how many keys there are that begin with them */
-    uint64_t row_barriers[MOST_WARPS]; /* the warp's logits have come */
+    uint32_t first[MOST_CTAS * MOST_WARPS]; /* each warp's lowest order from `least` on */
+    resident_row rows[NUM_ROWS];
+    uint32_t half;        /* the half of the counts in use */
+    uint32_t least;       /* the lowest order of keys that begin with the digits found */
+    uint32_t num_left;    /* how many of these keys are taken */
+    uint32_t digit_count; /* how many of these keys there are */
+    uint64_t row_barriers[MOST_WARPS]; /* phase ends when the warp's logits have arrived */
     uint64_t group_barrier;
     uint64_t found_barrier;
     uint64_t taken_barrier;
     uint64_t first_barrier;
-    uint32_t warp_steps[HELD_PARTS][MOST_WARPS]; /* vectors of each warp's runs */
-    vector_range shares[MOST_WARPS];             /* vectors that each warp streams */
+    uint32_t warp_steps[RESIDENT_PARTS][MOST_WARPS]; /* vectors per run of each warp */
+    vector_range shares[MOST_WARPS];                 /* the share that each warp streams */
     int32_t slot_counts[2][SLOT_COUNTS];
     __align__(128) uint8_t logits[];
 };
 
 /* ---- The cluster --------------------------------------------------------------------------- */
 
-/* The address of this CTA's variable in CTA `rank`. */
+/* The cluster address of the variable that lies at `here` in this CTA, but in CTA `rank`. */
 __device__ __forceinline__ uint32_t
 address_in(uint32_t rank, const void *here)
 {
     return ptx_cluster_address(ptx_shared_address(here), rank);
 }
 
-/* Waits until all CTAs have sent `bytes` together. All threads call this. */
+/* Waits until `bytes` bytes have arrived from all CTAs together. All threads call this. */
 __device__ __forceinline__ void
 receive(const uint64_t *barrier, bool is_first, uint32_t bytes, uint32_t parity)
 {
@@ -79,23 +83,24 @@ receive(const uint64_t *barrier, bool is_first, uint32_t bytes, uint32_t parity)
 
 /* ---- Counts -------------------------------------------------------------------------------- */
 
-/* The place of a key, if it has the same sign as others, is key * sign + offset. A key of the other
- * sign has a place on its side of them all, too, but in no order. */
-typedef struct key_places {
+/* How to compute the order of keys of one sign: key * sign + offset. A key of the other sign gets
+ * an order on its own side of all these, but not the right one. */
+typedef struct order_rule {
     uint32_t sign;
     uint32_t offset;
-} key_places;
+} order_rule;
 
-/* For keys of the sign that the key in `place` has. */
-__device__ __forceinline__ key_places
-places_like(uint32_t place)
+/* The rule for keys that have the same sign as the key with this order. */
+__device__ __forceinline__ order_rule
+order_rule_of(uint32_t order)
 {
-    const bool has_logits_below_0 = (int32_t)place < 0;
+    const bool has_logits_below_0 = (int32_t)order < 0;
     return {has_logits_below_0 ? 1 : 0xFFFFFFFFu, has_logits_below_0 ? 0x80000000u : 0xFFFFFFFFu};
 }
 
-/* Counts the first 12 bits of all keys, which are no digits yet: load_counts puts them in order.
- * Elements without a logit may be counted as the last key, which moves no digit that is found. */
+/* Counts the first 12 bits of all keys. These bits are not digits yet, because load_counts puts
+ * them in order. Elements without a logit may be counted as the last key, which changes no digit
+ * that is found. */
 template <typename Keys>
 __device__ __forceinline__ void
 count_first_bits(const Keys &keys, const uint32_t *counts)
@@ -104,19 +109,20 @@ count_first_bits(const Keys &keys, const uint32_t *counts)
     keys.visit([=](uint32_t, uint32_t key) { ptx_count_shared(address + (key >> 20) * 4); });
 }
 
-/* Counts the digit in front of `shift` bits of keys that begin with the digits found. Keys before
- * and behind them count as a value that is none; or, if they are little behind, as one behind those
- * that these have. A condition would take longer: each count would become a branch. */
+/* Counts the digit in front of `shift` bits, for keys that begin with the digits found. A key
+ * outside this range counts in the entry past the last value, or, if it is little behind the range,
+ * in a value that no key of the range has. A condition would take longer, because each count would
+ * become a branch. */
 template <typename Keys>
 __device__ __forceinline__ void
 count_digits(const Keys &keys, uint32_t least, uint32_t shift, const uint32_t *counts)
 {
     const uint32_t address = ptx_shared_address(counts);
-    const key_places places = places_like(least);
-    const uint32_t offset = places.offset - least;
+    const order_rule rule = order_rule_of(least);
+    const uint32_t offset = rule.offset - least;
     keys.visit([=](uint32_t, uint32_t key) {
-        const uint32_t place = key * places.sign + offset;
-        ptx_count_shared(address + min(place >> shift, (uint32_t)NUM_VALUES) * 4);
+        const uint32_t order = key * rule.sign + offset;
+        ptx_count_shared(address + min(order >> shift, (uint32_t)NUM_VALUES) * 4);
     });
 }
 
@@ -130,8 +136,9 @@ clear_counts(uint32_t *counts)
     }
 }
 
-/* This CTA's counts of four values of a group; lane 0 has the smallest values. Counts of first bits
- * are those of digits in this order: 4095, 4094 ... 2048, which are negative, 0, 1 ... 2047. */
+/* Loads this CTA's counts of four values of a group; lane 0 has the smallest values. Counts of
+ * first bits lie in the order of the bits; digits come in this order: 4095, 4094 ... 2048, which
+ * are negative keys, then 0, 1 ... 2047. */
 __device__ __forceinline__ void
 load_counts(const uint32_t *counts, uint32_t group, bool are_first_bits, uint32_t four[4])
 {
@@ -149,10 +156,10 @@ load_counts(const uint32_t *counts, uint32_t group, bool are_first_bits, uint32_
     }
 }
 
-/* Sends the sum of a group's counts to all CTAs. */
+/* Sends the sum of this CTA's counts of a group to all CTAs. */
 template <int CTAS>
 __device__ __forceinline__ void
-send_group(held_memory *shared, uint32_t half, uint32_t group, bool are_first_bits)
+send_group(resident_memory *shared, uint32_t half, uint32_t group, bool are_first_bits)
 {
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
     uint32_t four[4];
@@ -168,10 +175,10 @@ send_group(held_memory *shared, uint32_t half, uint32_t group, bool are_first_bi
     }
 }
 
-/* The counts of four values of the group that has the digit, of all CTAs. */
+/* Adds all CTAs' counts of four values of the group that has the digit. */
 template <int CTAS>
 __device__ __forceinline__ void
-sum_found_counts(held_memory *shared, uint32_t half, uint32_t group, bool are_first_bits,
+sum_found_counts(resident_memory *shared, uint32_t half, uint32_t group, bool are_first_bits,
                  uint32_t four[4])
 {
     load_counts(shared->counts[half], group, are_first_bits, four);
@@ -199,10 +206,11 @@ sum_found_counts(held_memory *shared, uint32_t half, uint32_t group, bool are_fi
     }
 }
 
-/* For one warp: finds the value of a digit in its group. `before` keys are in groups before it. */
+/* Finds the value of a digit in this warp's group; `before` is the number of keys in earlier
+ * groups. One warp calls this. */
 template <int CTAS>
 __device__ __forceinline__ void
-find_value(held_memory *shared, uint32_t half, uint32_t group, uint32_t shift, uint32_t before,
+find_value(resident_memory *shared, uint32_t half, uint32_t group, uint32_t shift, uint32_t before,
            uint32_t num_left)
 {
     const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
@@ -210,7 +218,8 @@ find_value(held_memory *shared, uint32_t half, uint32_t group, uint32_t shift, u
     uint32_t four[4];
     sum_found_counts<CTAS>(shared, half, group, is_first, four);
     const uint32_t in_lane = four[0] + four[1] + four[2] + four[3];
-    uint32_t sum = before + scan_lanes(in_lane) - in_lane; /* keys before the lane's values */
+    /* Number of keys before the lane's values. */
+    uint32_t sum = before + scan_lanes(in_lane) - in_lane;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (sum < num_left && num_left <= sum + four[i]) {
@@ -223,12 +232,12 @@ find_value(held_memory *shared, uint32_t half, uint32_t group, uint32_t shift, u
     }
 }
 
-/* Finds the digit in front of `shift` bits of key number `num_left`, counting from the largest
- * logit, when all threads of the cluster have counted. Then the other half of the counts is clear
- * for the next digit. */
+/* Finds the digit in front of `shift` bits of the key that is number `num_left` from the largest
+ * logit on. All threads of the cluster call this when they have counted. It also clears the other
+ * half of the counts for the next digit. */
 template <int CTAS, int THREADS>
 __device__ __forceinline__ void
-find_digit(held_memory *shared, uint32_t shift, uint32_t num_left)
+find_digit(resident_memory *shared, uint32_t shift, uint32_t num_left)
 {
     constexpr uint32_t WARPS = THREADS / SMLA_WARP_LANES;
     const uint32_t half = shared->half;
@@ -241,7 +250,7 @@ find_digit(held_memory *shared, uint32_t shift, uint32_t num_left)
     }
     clear_counts<THREADS>(shared->counts[half ^ 1]);
     if constexpr (CTAS == 1) {
-        __syncthreads(); /* the groups' sums are there */
+        __syncthreads(); /* the groups' sums are written */
     } else {
         receive(&shared->group_barrier, ptx_thread() == 0, CTAS * NUM_GROUPS * 4, half);
     }

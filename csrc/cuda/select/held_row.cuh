@@ -1,20 +1,21 @@
-/* held_row.cuh: a row of logits that a cluster holds in its registers and shared memory, on Hopper.
+/* held_row.cuh: a row of logits that a cluster keeps in its registers and shared memory, on Hopper.
  *
  * A logit x has a key: the bits of the float 0 - x. So large logits have small floats, both zeros
- * have the same key, and every NaN has the key 0x7FFFFFFF, which comes last. It takes one sum to
- * make a key. Order is a matter of the sign:
+ * have the same key, and every NaN has the key 0x7FFFFFFF, which comes last. A key costs one
+ * addition. The order of a key is its rank among all 2^32 keys; how it is computed depends on the
+ * sign:
  *
  *     logit      +inf ... small         0 and -0 ... -inf       NaN
  *     key        0xFF800000 ... 0x80000001  0 ... 0x7F800000    0x7FFFFFFF
- *     place      0x007FFFFF ... 0x7FFFFFFE  0x80000000 ...      0xFFFFFFFF
+ *     order      0x007FFFFF ... 0x7FFFFFFE  0x80000000 ...      0xFFFFFFFF
  *
  * The row is cut into vectors of 16 bytes, aligned in memory, so its first and last vector may be
- * partial. One or two parts of it are held (held_stream.cuh has the third). Every thread of the
- * cluster has a run of 1, 2, 4 or 8 neighbouring vectors of each, in the order of threads: the
- * first thread's second run comes behind the last one's first. A warp has its own place in shared
- * memory, to which bulk copies bring its vectors of one part in their order. A thread takes its
- * vectors in turn, but lanes begin at different ones, so that the lanes of one load touch all
- * banks:
+ * partial. One or two parts of the row are resident (held_stream.cuh reads the third). Of each
+ * resident part, every thread of the cluster has a run of 1, 2, 4 or 8 neighbouring vectors, in the
+ * order of threads: the first thread's second run follows the last thread's first run. Each warp
+ * has its own range of shared memory, to which bulk copies bring its vectors of one part in order.
+ * A thread reads the vectors of its run one after another, but lanes begin at different vectors, so
+ * that the lanes of one load touch all banks:
  *
  *     bank (4 words each)     0    1    2    3    4    5    6    7       a run of 8 vectors
  *     lane 0                 v0   v1   v2   v3   v4   v5   v6   v7       takes v0 first
@@ -31,13 +32,13 @@
 namespace {
 
 enum {
-    MOST_KEYS = 32, /* per thread and part */
+    MOST_KEYS = 32, /* most keys of a thread per part */
     VECTOR_BYTES = 16,
 };
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-constexpr uint32_t NO_LOGIT = 0x7FFF7FFFu; /* a NaN of fp32, or two of bf16 */
+constexpr uint32_t NO_LOGIT = 0x7FFF7FFFu; /* bits of a NaN of fp32, or of two NaN of bf16 */
 
 /* The key of a logit, from its fp32 bits. */
 __device__ __forceinline__ uint32_t
@@ -49,9 +50,9 @@ key_of_bits(uint32_t bits)
 template <bool IS_BF16> struct logit_type {
     static constexpr uint32_t BYTES = IS_BF16 ? 2 : 4;
     static constexpr uint32_t PER_VECTOR = VECTOR_BYTES / BYTES;
-    static constexpr uint32_t MOST_STEPS = MOST_KEYS / PER_VECTOR; /* vectors of a run */
+    static constexpr uint32_t MOST_STEPS = MOST_KEYS / PER_VECTOR; /* most vectors of a run */
 
-    /* The keys of a vector of logits. */
+    /* Converts a vector of logits to keys. */
     static __device__ __forceinline__ void decode(const uint32_t words[4], uint32_t *keys)
     {
 #pragma unroll
@@ -68,28 +69,30 @@ template <bool IS_BF16> struct logit_type {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* A row, as one thread works it out for all. Elements and vectors are counted from the row's first
- * vector on. */
-typedef struct held_row {
+/* A row; one thread computes these fields for all others. Elements and vectors are counted from the
+ * row's first vector on. */
+typedef struct resident_row {
     const uint8_t *vectors; /* the row's first vector */
     result_row result;
     uint32_t token;
-    bool is_selected;     /* there are more than k logits; else all are taken */
-    uint32_t count;       /* logits of the row */
-    uint32_t begin;       /* the row's first logit: less than the elements of a vector */
+    bool is_selected;     /* whether there are more than k logits; otherwise all are taken */
+    uint32_t count;       /* number of logits of the row */
+    uint32_t begin;       /* element of the row's first logit, which lies in the first vector */
     uint32_t end;         /* one past the row's last logit */
-    uint32_t first_whole; /* the first vector that lies in the row of the tensor as a whole */
+    uint32_t first_whole; /* the first vector that lies in the tensor's row completely */
     uint32_t end_whole;   /* one past the last such vector */
     uint32_t num_vectors;
     uint32_t steps;       /* vectors of a run: 1, 2, 4 or 8 */
-    bool has_ragged_ends; /* the first or last vector has more than logits of the row */
-    uint32_t repeat;      /* times this, a mask with a bit per element of a run fills a word */
-} held_row;
+    bool has_ragged_ends; /* the first or last vector is partial */
+    /* Factor that fills a word with copies of a mask of one bit per element of a run. */
+    uint32_t repeat;
+} resident_row;
 
-/* Works out where the logits of a token are in the row of the tensor, which has N columns. */
+/* Finds where the logits of a token are in its row of the tensor, which has num_columns columns. */
 template <bool IS_BF16, int NUM_RUNS>
 __device__ __forceinline__ void
-open_row(held_row *row, const uint8_t *logits, const token_columns &columns, uint32_t num_columns)
+open_row(resident_row *row, const uint8_t *logits, const token_columns &columns,
+         uint32_t num_columns)
 {
     using type = logit_type<IS_BF16>;
     const uint32_t extra_bytes = (uint32_t)(uintptr_t)logits % VECTOR_BYTES;
@@ -120,22 +123,23 @@ open_row(held_row *row, const uint8_t *logits, const token_columns &columns, uin
     row->repeat = repeat;
 }
 
-/* The vectors of 32 runs, which a warp has: `first_run` is the first lane's. */
+/* The vectors of a warp's 32 runs. `first_run`, below, is the run of lane 0. */
 typedef struct warp_vectors {
     uint32_t first;
     uint32_t count;
 } warp_vectors;
 
 __device__ __forceinline__ warp_vectors
-find_vectors(const held_row &row, uint32_t first_run)
+find_vectors(const resident_row &row, uint32_t first_run)
 {
     return {first_run * row.steps, SMLA_WARP_LANES * row.steps};
 }
 
-/* Begins to bring a warp's vectors to its place in shared memory, which nobody reads any more. Lane
- * 0 calls this. */
+/* Starts the copy of a warp's vectors to its range of shared memory, which no lane reads any more.
+ * Only lane 0 calls this. */
 __device__ __forceinline__ void
-copy_vectors(const held_row &row, const warp_vectors &vectors, uint32_t memory, uint32_t barrier)
+copy_vectors(const resident_row &row, const warp_vectors &vectors, uint32_t memory,
+             uint32_t barrier)
 {
     const uint32_t from = max(vectors.first, row.first_whole);
     const uint32_t to = min(vectors.first + vectors.count, row.end_whole);
@@ -147,20 +151,21 @@ copy_vectors(const held_row &row, const warp_vectors &vectors, uint32_t memory, 
     }
 }
 
-/* Makes a vector in shared memory one of logits of the row and NaN, if the warp has it. No bulk
- * copy brings vectors that are not whole: their logits come from here, an element per lane. */
+/* Repairs one vector in shared memory, if it belongs to the warp: elements that are no logits of
+ * the row become NaN. Bulk copies bring only complete vectors. Of others, each lane loads one logit
+ * here. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
-mend_vector(const held_row &row, uint32_t vector, const warp_vectors &vectors, uint32_t memory)
+mend_vector(const resident_row &row, uint32_t vector, const warp_vectors &vectors, uint32_t memory)
 {
     using type = logit_type<IS_BF16>;
     const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
-    const uint32_t place = vector - vectors.first;
+    const uint32_t index = vector - vectors.first;
     const uint32_t at = vector * type::PER_VECTOR + lane;
     const bool is_logit = at >= row.begin && at < row.end;
     const bool is_copied = vector >= row.first_whole && vector < row.end_whole;
-    if (place < vectors.count && lane < type::PER_VECTOR && !(is_logit && is_copied)) {
-        const uint32_t to = memory + place * VECTOR_BYTES + lane * type::BYTES;
+    if (index < vectors.count && lane < type::PER_VECTOR && !(is_logit && is_copied)) {
+        const uint32_t to = memory + index * VECTOR_BYTES + lane * type::BYTES;
         const uint8_t *const from = row.vectors + (uint64_t)at * type::BYTES;
         if constexpr (IS_BF16) {
             ptx_store_shared_2(to, is_logit ? __ldg((const uint16_t *)from) : (uint16_t)NO_LOGIT);
@@ -170,10 +175,10 @@ mend_vector(const held_row &row, uint32_t vector, const warp_vectors &vectors, u
     }
 }
 
-/* Mends the first and the last vector of the row, if they need it. */
+/* Repairs the first and the last vector of the row, if they need it. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
-mend_ends(const held_row &row, const warp_vectors &vectors, uint32_t memory)
+mend_ends(const resident_row &row, const warp_vectors &vectors, uint32_t memory)
 {
     if (!row.has_ragged_ends) {
         return;
@@ -182,24 +187,24 @@ mend_ends(const held_row &row, const warp_vectors &vectors, uint32_t memory)
     for (uint32_t end = 0; end < 2; end++) {
         mend_vector<IS_BF16>(row, end == 0 ? 0 : row.num_vectors - 1, vectors, memory);
     }
-    ptx_fence_async_shared(); /* the next bulk copy comes later */
+    ptx_fence_async_shared(); /* orders these writes before the next bulk copy */
     __syncwarp();             /* all lanes see the logits */
 }
 
 /* ---- Runs ---------------------------------------------------------------------------------- */
 
-/* A run of a thread. */
-typedef struct held_run {
-    uint32_t first;  /* its first element */
-    uint32_t width;  /* its elements */
-    uint32_t turn;   /* the element in register 0 */
-    uint32_t repeat; /* the row's */
-} held_run;
+/* A thread's run of neighbouring vectors. */
+typedef struct resident_run {
+    uint32_t first;    /* the run's first element */
+    uint32_t width;    /* number of the run's elements */
+    uint32_t rotation; /* the element that register 0 has */
+    uint32_t repeat;   /* `repeat` of the row */
+} resident_run;
 
-/* Run number `run` of the row. */
+/* Returns run number `run` of the row. */
 template <bool IS_BF16>
-__device__ __forceinline__ held_run
-open_run(const held_row &row, uint32_t run)
+__device__ __forceinline__ resident_run
+open_run(const resident_row &row, uint32_t run)
 {
     using type = logit_type<IS_BF16>;
     const uint32_t steps = row.steps;
@@ -208,45 +213,48 @@ open_run(const held_row &row, uint32_t run)
             (lane * steps / 8 & (steps - 1)) * type::PER_VECTOR, row.repeat};
 }
 
-/* A mask with a bit per register, the first one highest, as one with the first one lowest. */
+/* Reverses a mask with a bit per register, whose first register is the highest bit, so that the
+ * first one becomes the lowest. */
 __device__ __forceinline__ uint32_t
-in_order(const held_run &run, uint32_t mask)
+in_order(const resident_run &run, uint32_t mask)
 {
     return __brev(mask << (32 - run.width));
 }
 
-/* Such a mask as one with a bit per element of the run. */
+/* Rotates a mask of registers, in the order that in_order gives, into one with a bit per element of
+ * the run. */
 __device__ __forceinline__ uint32_t
-to_columns(const held_run &run, uint32_t mask)
+to_columns(const resident_run &run, uint32_t mask)
 {
     const uint32_t filled = mask * run.repeat;
-    return __funnelshift_l(filled, filled, run.turn) & (0xFFFFFFFFu >> (32 - run.width));
+    return __funnelshift_l(filled, filled, run.rotation) & (0xFFFFFFFFu >> (32 - run.width));
 }
 
-/* The elements of the run that are logits of the row. */
+/* The mask of the run's elements that are logits of the row. */
 __device__ __forceinline__ uint32_t
-find_logits(const held_row &row, const held_run &run)
+find_logits(const resident_row &row, const resident_run &run)
 {
     const uint32_t low = run.first < row.begin ? row.begin - run.first : 0;
     const uint32_t high = row.end <= run.first ? 0 : min(row.end - run.first, run.width);
     return high <= low ? 0 : (0xFFFFFFFFu >> (32 - high)) & (0xFFFFFFFFu << low);
 }
 
-/* The keys of a run, in registers. */
-template <bool IS_BF16> struct held_keys {
+/* The keys of a run that lies in registers. */
+template <bool IS_BF16> struct resident_keys {
     using type = logit_type<IS_BF16>;
 
-    uint32_t *warp_steps; /* vectors of the runs of each warp of the CTA, in shared memory; 0 if the
-                           * warp has no logit of the row */
+    /* Vectors per run of each warp of the CTA, in shared memory; 0 if the warp has no logit of the
+     * row. */
+    uint32_t *warp_steps;
     uint32_t keys[MOST_KEYS];
 
-    /* Takes the keys of the run from the warp's place in shared memory. Vectors that are none of
-     * the row's have the last key. */
-    __device__ __forceinline__ void load(const held_row &row, const held_run &run,
+    /* Loads the keys of the run from the warp's range of shared memory. Vectors outside the row get
+     * the last key. */
+    __device__ __forceinline__ void load(const resident_row &row, const resident_run &run,
                                          uint32_t warp_memory)
     {
         const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
-        const uint32_t turn = run.turn / type::PER_VECTOR;
+        const uint32_t rotation = run.rotation / type::PER_VECTOR;
         const uint32_t first = run.first / type::PER_VECTOR;
         const uint32_t num_vectors = row.num_vectors < first ? 0 : row.num_vectors - first;
         const uint32_t memory = warp_memory + lane * row.steps * VECTOR_BYTES;
@@ -259,7 +267,8 @@ template <bool IS_BF16> struct held_keys {
 #pragma unroll
             for (uint32_t step = 0; step < type::MOST_STEPS; step++) {
                 uint32_t words[4];
-                ptx_load_shared_16(memory + ((step + turn) & (type::MOST_STEPS - 1)) * VECTOR_BYTES,
+                ptx_load_shared_16(memory +
+                                       ((step + rotation) & (type::MOST_STEPS - 1)) * VECTOR_BYTES,
                                    words);
                 type::decode(words, keys + step * type::PER_VECTOR);
             }
@@ -267,10 +276,10 @@ template <bool IS_BF16> struct held_keys {
         }
 #pragma unroll
         for (uint32_t step = 0; step < type::MOST_STEPS; step++) {
-            const uint32_t place = (step + turn) & (steps - 1);
+            const uint32_t index = (step + rotation) & (steps - 1);
             uint32_t words[4] = {NO_LOGIT, NO_LOGIT, NO_LOGIT, NO_LOGIT};
-            if (step < steps && place < num_vectors) {
-                ptx_load_shared_16(memory + place * VECTOR_BYTES, words);
+            if (step < steps && index < num_vectors) {
+                ptx_load_shared_16(memory + index * VECTOR_BYTES, words);
             }
             type::decode(words, keys + step * type::PER_VECTOR);
         }
@@ -293,15 +302,15 @@ template <bool IS_BF16> struct held_keys {
     }
 };
 
-/* The keys of a run that stays in shared memory. */
+/* The keys of a run that lies in shared memory. */
 template <bool IS_BF16> struct parked_keys {
     using type = logit_type<IS_BF16>;
 
-    uint32_t *warp_steps; /* as above */
-    uint32_t memory;      /* the place of the first warp of the CTA */
+    uint32_t *warp_steps; /* vectors per run of each warp, as in resident_keys */
+    uint32_t memory;      /* the address of the first warp's logits */
 
-    /* Fills vectors that do not belong to the row with NaN. */
-    __device__ __forceinline__ void load(const held_row &row, const held_run &run,
+    /* Fills the vectors of the run that are outside the row with NaN. */
+    __device__ __forceinline__ void load(const resident_row &row, const resident_run &run,
                                          uint32_t warp_memory)
     {
         const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
@@ -315,10 +324,10 @@ template <bool IS_BF16> struct parked_keys {
         if (!is_empty && __any_sync(ALL_LANES, num_vectors < row.steps)) {
             const uint32_t words[4] = {NO_LOGIT, NO_LOGIT, NO_LOGIT, NO_LOGIT};
 #pragma unroll 1
-            for (uint32_t place = num_vectors; place < row.steps; place++) {
-                ptx_store_shared_16(warp_memory + (lane * row.steps + place) * VECTOR_BYTES, words);
+            for (uint32_t index = num_vectors; index < row.steps; index++) {
+                ptx_store_shared_16(warp_memory + (lane * row.steps + index) * VECTOR_BYTES, words);
             }
-            ptx_fence_async_shared(); /* the next bulk copy comes later */
+            ptx_fence_async_shared(); /* orders these writes before the next bulk copy */
             __syncwarp();
         }
     }
@@ -330,13 +339,13 @@ template <bool IS_BF16> struct parked_keys {
         const uint32_t steps = warp_steps[warp];
         const uint32_t run =
             memory + (warp * SMLA_WARP_LANES * type::MOST_STEPS + lane * steps) * VECTOR_BYTES;
-        const uint32_t turn = lane * steps / 8;
+        const uint32_t rotation = lane * steps / 8;
 #pragma unroll 1
         for (uint32_t step = 0; step < steps; step++) {
-            const uint32_t place = (step + turn) & (steps - 1);
+            const uint32_t index = (step + rotation) & (steps - 1);
             uint32_t words[4];
             uint32_t keys[type::PER_VECTOR];
-            ptx_load_shared_16(run + place * VECTOR_BYTES, words);
+            ptx_load_shared_16(run + index * VECTOR_BYTES, words);
             type::decode(words, keys);
 #pragma unroll
             for (uint32_t i = 0; i < type::PER_VECTOR; i++) {

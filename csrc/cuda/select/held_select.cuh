@@ -1,34 +1,37 @@
-/* held_select.cuh: top_k_per_row of rows whose keys a cluster holds in its registers, or in its
- * registers and its shared memory; of longer rows it holds the beginning.
+/* held_select.cuh: top_k_per_row of rows whose keys a cluster keeps in its registers, or in its
+ * registers and its shared memory. Of longer rows it keeps the beginning.
  *
  * Computes     what top_k.cuh computes
  * Shapes       as there; a row has one, two or three parts: 32 keys per thread of the cluster in
- *              registers, as many in shared memory, and the streamed part, which is not held
- * Shared mem   held_memory, 45 KB: counts of digit values, twice, and what CTAs send each other;
- *              then the CTA's logits of one part of the row, up to 128 KB
- * Roles        A cluster of 1, 2, 4 or 8 CTAs takes one row after the other, a thread up to 32
- *              neighbouring columns of each part that is held. One thread works out where rows
- *              are, two ahead.
- *                load     Each warp has its logits of the first part copied to a place of its own
- *                         in shared memory, and takes them as keys to registers. Then the next
- *                         copy begins, of the second part, which stays in shared memory; or, if
- *                         there is none, of the next row, which goes on under all that follows.
- *                         Each warp has a share of the streamed part brought to L2, and reads it
- *                         from there each time that keys are counted, compared or written
- *                digits   of the k-th key, 12, 12 and 8 bits, each counted in shared memory and
- *                         found by find_digit; none after one whose keys are all taken
- *                compare  all keys with the threshold; each warp tells all CTAs what it takes.
- *                         Where so many keys share the digits found that they may well be equal,
- *                         this comes before the next digit, with the first of them as threshold:
- *                         the number of equal keys shows whether it was right
- *                write    the columns, in order
- *              Barriers of the CTA: per digit, the counts are complete, the digit is found. CTAs of
- *              a cluster wait for each other's bytes at mbarriers: sums of groups, counts of one
- *              group, counts of taken keys, first keys. A cluster of one CTA has barriers there.
+ *              registers, as many in shared memory, and the streamed part, which is not resident
+ * Shared mem   resident_memory, 45 KB: counts of digit values, twice, and what CTAs send each
+ *              other; then the CTA's logits of one part of the row, up to 128 KB
+ * Roles        A cluster of 1, 2, 4 or 8 CTAs takes one row after the other. A thread has up to 32
+ *              neighbouring columns of each resident part. One thread plans the rows, two ahead.
+ *                load     Each warp has its logits of the first part copied to its own range of
+ *                         shared memory, and loads them as keys into registers. Then the next
+ *                         copy begins: of the second part, which stays in shared memory, or, if
+ *                         there is none, of the next row. The copy of the next row runs under
+ *                         all later steps. Each warp has a share of the streamed part brought to
+ *                         L2, and reads it from there whenever keys are counted, compared or
+ *                         written.
+ *                digits   The three digits of the k-th key, 12, 12 and 8 bits, are counted in
+ *                         shared memory and found by find_digit. Once the row takes all keys
+ *                         that begin with the digits found, the others are not needed.
+ *                compare  All keys are compared with the threshold, and each warp tells all CTAs
+ *                         how many keys it takes. Where so many keys share the digits found that
+ *                         they may well be equal, this step comes before the next digit, with
+ *                         the first of them as threshold: the number of keys equal to it shows
+ *                         whether all of them are.
+ *                write    The columns are written, in order.
+ *              Barriers of the CTA, per digit: the counts are complete, the digit is found. CTAs
+ *              of a cluster wait at mbarriers for each other's bytes: sums of groups, counts of
+ *              one group, counts of taken keys, first orders. A cluster of one CTA has barriers
+ *              there.
  * Roofline     Memory: the row once. Instructions come close: 12 per key. Counting takes two cycles
  *              of the SM per warp and key. One row: latency of two digits and their barriers. A
  *              streamed part: L2, four or five times, at 30 bytes per cycle and SM.
- * Numerics     Integers, exact; signs of differences of floats, exact, too. The result depends
+ * Numerics     Integers, exact; the signs of float differences are exact, too. The result depends
  *              neither on the number of CTAs nor on the order of atomics, which only count. Starts
  *              and ends are clamped to 0...N.
  * Source       Radix selection is widely used (RAFT, TensorRT-LLM, SGLang). Ours: keys in registers
@@ -43,10 +46,10 @@ namespace {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* Works out the row of a token. Behind the last token there is none. */
+/* Computes the fields of a token's row. Past the last token, the row has no columns. */
 template <bool IS_BF16, int NUM_RUNS>
 __device__ __forceinline__ void
-plan_row(const smla_top_k_params &p, uint32_t token, held_row *row)
+plan_row(const smla_top_k_params &p, uint32_t token, resident_row *row)
 {
     row->token = token;
     row->is_selected = false;
@@ -58,42 +61,42 @@ plan_row(const smla_top_k_params &p, uint32_t token, held_row *row)
     }
 }
 
-/* The place of the warp's logits in shared memory. */
+/* The address of the warp's range for logits in shared memory. */
 template <bool IS_BF16>
 __device__ __forceinline__ uint32_t
-find_place(const held_memory *shared)
+find_warp_logits(const resident_memory *shared)
 {
     constexpr uint32_t WARP_BYTES = SMLA_WARP_LANES * MOST_KEYS * logit_type<IS_BF16>::BYTES;
     return ptx_shared_address(shared->logits) + ptx_thread() / SMLA_WARP_LANES * WARP_BYTES;
 }
 
 __device__ __forceinline__ uint32_t
-find_row_barrier(const held_memory *shared)
+find_row_barrier(const resident_memory *shared)
 {
     return ptx_shared_address(&shared->row_barriers[ptx_thread() / SMLA_WARP_LANES]);
 }
 
-/* Begins to bring the warp's vectors of a part to shared memory, if columns of the row are
- * selected. All lanes call this when they have read what lay there. */
+/* Starts the copy of the warp's vectors of a part to shared memory, if columns of the row are
+ * selected. All lanes call this when they have read the former contents. */
 template <bool IS_BF16, int CTAS, int THREADS>
 __device__ __forceinline__ void
-start_copy(const held_row &row, int part, held_memory *shared)
+start_copy(const resident_row &row, int part, resident_memory *shared)
 {
-    __syncwarp(); /* all lanes have read */
+    __syncwarp(); /* all lanes have read the former contents */
     if (row.is_selected && threadIdx.x % SMLA_WARP_LANES == 0) {
         const uint32_t run = part * CTAS * THREADS + cluster_thread<CTAS, THREADS>();
-        copy_vectors(row, find_vectors(row, run), find_place<IS_BF16>(shared),
+        copy_vectors(row, find_vectors(row, run), find_warp_logits<IS_BF16>(shared),
                      find_row_barrier(shared));
     }
 }
 
-/* Waits for the logits of the warp's runs of a part, and takes this thread's. */
+/* Waits for the logits of the warp's runs of a part, and loads this thread's run. */
 template <bool IS_BF16, typename Keys>
 __device__ __forceinline__ void
-finish_copy(const held_row &row, uint32_t run, const held_memory *shared, uint32_t parity,
+finish_copy(const resident_row &row, uint32_t run, const resident_memory *shared, uint32_t parity,
             Keys *keys)
 {
-    const uint32_t memory = find_place<IS_BF16>(shared);
+    const uint32_t memory = find_warp_logits<IS_BF16>(shared);
     const uint32_t first_run = run - threadIdx.x % SMLA_WARP_LANES;
     ptx_mbarrier_wait(find_row_barrier(shared), parity);
     mend_ends<IS_BF16>(row, find_vectors(row, first_run), memory);
@@ -102,9 +105,10 @@ finish_copy(const held_row &row, uint32_t run, const held_memory *shared, uint32
 
 template <int CTAS>
 __device__ __forceinline__ void
-init_memory(held_memory *shared)
+init_memory(resident_memory *shared)
 {
-    if (threadIdx.x % SMLA_WARP_LANES == 0) { /* lanes of one warp would take turns */
+    /* One lane per warp, because lanes would run one after another. */
+    if (threadIdx.x % SMLA_WARP_LANES == 0) {
         ptx_mbarrier_init(find_row_barrier(shared), 1);
         ptx_fence_mbarrier_init();
     }
@@ -119,11 +123,11 @@ init_memory(held_memory *shared)
     if constexpr (CTAS > 1) {
         __syncwarp();
         ptx_cluster_arrive();
-        ptx_cluster_wait(); /* the barriers of all CTAs are there */
+        ptx_cluster_wait(); /* the mbarriers of all CTAs are initialised */
     }
 }
 
-/* Whether this is the thread that works out the rows. */
+/* Whether this is the thread that plans the rows. */
 template <int THREADS>
 __device__ __forceinline__ bool
 is_planner(void)
@@ -131,44 +135,46 @@ is_planner(void)
     return ptx_thread() == THREADS - 1;
 }
 
-/* Selects the columns of a row with more than k. A warp's place in shared memory is soon free for
- * the next row: if there is one part, when its logits are in registers. */
+/* Selects the columns of a row with more than k logits. The copy of the next row starts as soon as
+ * the warp's range of shared memory is free: with one part, when its logits are in registers. */
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __device__ __forceinline__ void
-select_columns(uint32_t k, held_memory *shared, uint32_t *state)
+select_columns(uint32_t k, resident_memory *shared, uint32_t *state)
 {
     thread_keys<IS_BF16, PARTS> keys;
-    keys.held.warp_steps = shared->warp_steps[0];
+    keys.resident.warp_steps = shared->warp_steps[0];
     taken_masks<PARTS> masks;
     {
-        const held_row &row = *find_row(shared, *state, 0);
+        const resident_row &row = *find_row(shared, *state, 0);
         const uint32_t run = cluster_thread<CTAS, THREADS>();
         const uint32_t *const counts = shared->counts[shared->half];
-        if constexpr (PARTS > HELD_PARTS) {
+        if constexpr (PARTS > RESIDENT_PARTS) {
             keys.streamed.row = &row;
             keys.streamed.shares = shared->shares;
-            keys.streamed.open(HELD_PARTS * CTAS * THREADS * logit_type<IS_BF16>::MOST_STEPS,
+            keys.streamed.open(RESIDENT_PARTS * CTAS * THREADS * logit_type<IS_BF16>::MOST_STEPS,
                                run / SMLA_WARP_LANES, CTAS * THREADS / SMLA_WARP_LANES);
         }
         finish_copy<IS_BF16>(row, run, shared, PARTS > 1 ? 0 : next_phase(state, ROW_PHASE),
-                             &keys.held);
+                             &keys.resident);
         if constexpr (PARTS > 1) {
             start_copy<IS_BF16, CTAS, THREADS>(row, 1, shared);
-            count_first_bits(keys.held, counts);
+            count_first_bits(keys.resident, counts);
             keys.parked.warp_steps = shared->warp_steps[1];
             keys.parked.memory = ptx_shared_address(shared->logits);
             finish_copy<IS_BF16>(row, CTAS * THREADS + run, shared, 1, &keys.parked);
             count_first_bits(keys.parked, counts);
         }
-        if constexpr (PARTS > HELD_PARTS) {
+        if constexpr (PARTS > RESIDENT_PARTS) {
             count_first_bits(keys.streamed, counts);
         }
         if constexpr (PARTS == 1) {
             start_copy<IS_BF16, CTAS, THREADS>(*find_row(shared, *state, 1), 0, shared);
-            count_first_bits(keys.held, counts);
+            count_first_bits(keys.resident, counts);
         }
     }
-    *state = ptx_forget(*state); /* the row's address is made anew, to spare registers */
+    /* Hide the value, so that the row's address is computed again; keeping it would cost
+     * registers. */
+    *state = ptx_forget(*state);
     choose_columns<IS_BF16, CTAS, THREADS, PARTS>(keys, k, shared, state, &masks);
     if constexpr (PARTS > 1) {
         start_copy<IS_BF16, CTAS, THREADS>(*find_row(shared, *state, 1), 0, shared);
@@ -176,22 +182,22 @@ select_columns(uint32_t k, held_memory *shared, uint32_t *state)
     write_taken<IS_BF16, CTAS, THREADS, PARTS>(keys, *find_row(shared, *state, 0), masks, shared);
 }
 
-/* What the kernels do, each CTA of the cluster for its part of every row. The last thread of the
- * CTA works out the rows, two ahead. */
+/* The body of the kernels: each CTA of the cluster handles its part of every row. The last thread
+ * of the CTA plans the rows, two ahead. */
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __device__ __forceinline__ void
-select_held_rows(const top_k_args &args)
+select_resident_rows(const top_k_args &args)
 {
-    constexpr int NUM_RUNS = CTAS * THREADS * HELD<PARTS>;
+    constexpr int NUM_RUNS = CTAS * THREADS * RESIDENT<PARTS>;
     extern __shared__ __align__(128) uint8_t memory[];
-    held_memory *const shared = (held_memory *)memory;
+    resident_memory *const shared = (resident_memory *)memory;
     const smla_top_k_params &p = args.p;
     uint32_t state = 0;
     clear_counts<THREADS>(shared->counts[0]);
     init_memory<CTAS>(shared);
-    __syncthreads(); /* the barriers are there, the first counts are clear */
+    __syncthreads(); /* the mbarriers are initialised, the first counts are clear */
     ptx_wait_for_grids();
-    if (threadIdx.x >= THREADS - 2) { /* one thread per row */
+    if (threadIdx.x >= THREADS - 2) { /* one thread for each of the first two rows */
         const uint32_t ahead = THREADS - 1 - threadIdx.x;
         plan_row<IS_BF16, NUM_RUNS>(p, (blockIdx.x + ahead * gridDim.x) / CTAS,
                                     &shared->rows[ahead]);
@@ -208,7 +214,7 @@ select_held_rows(const top_k_args &args)
         if (find_row(shared, state, 0)->is_selected) {
             select_columns<IS_BF16, CTAS, THREADS, PARTS>((uint32_t)p.k, shared, &state);
         } else {
-            const held_row &row = *find_row(shared, state, 0);
+            const resident_row &row = *find_row(shared, state, 0);
             start_copy<IS_BF16, CTAS, THREADS>(*find_row(shared, state, 1), 0, shared);
             __syncthreads(); /* the row after the next is planned */
             write_all<IS_BF16, CTAS, THREADS>(row.result, row.count, (uint32_t)p.k);

@@ -1,8 +1,8 @@
-/* held_stream.cuh: the end of a row that is too long for its cluster to hold.
+/* held_stream.cuh: the end of a row that is too long to be resident in its cluster.
  *
- * What lies behind the two parts that a cluster holds is the streamed part. It is cut into shares
- * of neighbouring vectors, one per warp, in the order of warps. A warp reads its share again
- * whenever keys are counted, compared or written: once from memory, then from L2.
+ * The streamed part is what follows the two resident parts of a row. It is cut into shares of
+ * neighbouring vectors, one per warp, in the order of warps. A warp reads its share again whenever
+ * keys are counted, compared or written: once from memory, then from L2.
  */
 #pragma once
 
@@ -11,9 +11,10 @@
 
 namespace {
 
-/* Taken are the keys in places before `place`, and the first `num_equal` of those in it. */
+/* The row takes the keys of lower order than `order`, and the first `num_equal` keys of this
+ * order. */
 typedef struct key_threshold {
-    uint32_t place;
+    uint32_t order;
     uint32_t num_equal;
 } key_threshold;
 
@@ -24,31 +25,32 @@ typedef struct key_counts {
 } key_counts;
 
 __device__ __forceinline__ uint32_t
-place_of(uint32_t key)
+order_of(uint32_t key)
 {
     return (int32_t)key < 0 ? ~key : key ^ 0x80000000u;
 }
 
-/* Vectors that a lane asks for before it uses the first of them. */
+/* Vectors that a lane loads before it uses the first of them. */
 constexpr uint32_t STREAM_BATCH = 2;
 
-/* The keys of a warp's share, of which a thread knows where to look it up, to spare registers. */
+/* The keys of a warp's share. A thread keeps only pointers to the row and the share, to spare
+ * registers. */
 template <bool IS_BF16> struct streamed_keys {
     using type = logit_type<IS_BF16>;
 
-    const held_row *row;  /* the row, in shared memory */
-    vector_range *shares; /* vectors of each warp of the CTA, in shared memory */
+    const resident_row *row; /* the row, in shared memory */
+    vector_range *shares;    /* the share of each warp of the CTA, in shared memory */
 
-    /* Works out the share of warp `warp` of `num_warps`, behind the first num_held vectors, and
-     * begins to bring it to L2. Shares are whole batches of all lanes, the last one, too; behind
-     * the row there are no logits. */
-    __device__ __forceinline__ void open(uint32_t num_held, uint32_t warp, uint32_t num_warps)
+    /* Computes the share of warp `warp` of `num_warps` after the first num_resident vectors, and
+     * starts to bring it to L2. All shares, the last one too, are whole batches of all lanes. Past
+     * the end of the row there are no logits. */
+    __device__ __forceinline__ void open(uint32_t num_resident, uint32_t warp, uint32_t num_warps)
     {
         constexpr uint32_t WHOLE = STREAM_BATCH * SMLA_WARP_LANES;
         const uint32_t num_vectors = row->num_vectors;
-        const uint32_t num_left = num_vectors < num_held ? 0 : num_vectors - num_held;
+        const uint32_t num_left = num_vectors < num_resident ? 0 : num_vectors - num_resident;
         const uint32_t batches = (num_left + num_warps * WHOLE - 1) / (num_warps * WHOLE);
-        const uint32_t first = num_held + warp * batches * WHOLE;
+        const uint32_t first = num_resident + warp * batches * WHOLE;
         if (threadIdx.x % SMLA_WARP_LANES == 0) {
             const uint32_t end = first < num_vectors ? first + batches * WHOLE : first;
             const uint32_t end_whole = min(end, row->end_whole);
@@ -61,7 +63,7 @@ template <bool IS_BF16> struct streamed_keys {
         __syncwarp();
     }
 
-    /* The logits of a vector of which only some are the row's. */
+    /* Loads the logits of a vector that belongs to the row only in part. */
     __device__ __forceinline__ void load_partial(uint32_t vector, uint32_t words[4]) const
     {
         const uint8_t *const from = row->vectors + (uint64_t)vector * VECTOR_BYTES;
@@ -79,14 +81,15 @@ template <bool IS_BF16> struct streamed_keys {
     }
 
     /* Calls use(vector, keys) for all vectors of the share, all lanes of the warp together, 32
-     * neighbouring vectors at a time. Elements that are none of the row's have the last key. */
+     * neighbouring vectors at a time. Elements outside the row get the last key. */
     template <typename Use> __device__ __forceinline__ void visit_vectors(const Use &use) const
     {
         const vector_range *const share = &shares[ptx_thread() / SMLA_WARP_LANES];
         const uint32_t end = row->end / type::PER_VECTOR; /* one past the last whole vector */
         uint32_t first = share->first + ptx_thread() % SMLA_WARP_LANES;
 #pragma unroll 1
-        for (; first < share->end; first += STREAM_BATCH * SMLA_WARP_LANES) { /* all lanes alike */
+        /* The same condition for all lanes. */
+        for (; first < share->end; first += STREAM_BATCH * SMLA_WARP_LANES) {
             uint32_t words[STREAM_BATCH][4];
 #pragma unroll
             for (uint32_t i = 0; i < STREAM_BATCH; i++) {
@@ -120,7 +123,8 @@ template <bool IS_BF16> struct streamed_keys {
         });
     }
 
-    /* The keys of a vector before the threshold and in its place, a bit for each. */
+    /* Finds the keys of a vector that are before the threshold, and those that equal it, as masks
+     * with a bit per key. */
     __device__ __forceinline__ void compare(uint32_t vector, const uint32_t *keys,
                                             const key_threshold &threshold, uint32_t *before,
                                             uint32_t *equal) const
@@ -129,14 +133,14 @@ template <bool IS_BF16> struct streamed_keys {
         *before = *equal = 0;
 #pragma unroll
         for (uint32_t i = 0; i < type::PER_VECTOR; i++) {
-            const uint32_t place = place_of(keys[i]);
+            const uint32_t order = order_of(keys[i]);
             const bool is_logit = vector * type::PER_VECTOR + i < end;
-            *before |= (place < threshold.place ? 1u : 0u) << i;
-            *equal |= (place == threshold.place && is_logit ? 1u : 0u) << i;
+            *before |= (order < threshold.order ? 1u : 0u) << i;
+            *equal |= (order == threshold.order && is_logit ? 1u : 0u) << i;
         }
     }
 
-    /* Counts the warp's keys, for all lanes. */
+    /* Counts the keys of the warp's share; all lanes get the result. */
     __device__ __forceinline__ key_counts count(const key_threshold &threshold) const
     {
         key_counts counts = {};

@@ -6,20 +6,22 @@
  * Shapes       logits [T, N] fp32 or bf16, values [T, K] alike, out, slots [T, K] int32, rows any
  *              stride apart; starts, ends, lens [T] int32, any stride
  * Shared mem   select_memory, 25 KB: counts of digit values, twice, and lists of candidates; then
- *              the keys of the CTA's part of the row, as much as fits
+ *              the keys of the CTA's part of the row, as many as fit
  * Roles        A cluster of 1, 2, 4 or 8 CTAs takes one row at a time, a warp a run of columns.
- *                load     logits -> keys in shared memory, counts of their first digit
- *                digit 0  found in the counts of all CTAs (find_digit)
- *                digit 1  counted of keys with digit 0; each warp lists its candidates: the keys
- *                         whose first digit is not too small
- *                digit 2  counted of candidates with digits 0 and 1; not of bf16
- *                place    each warp counts what it takes, and learns what warps before it take
- *                write    the columns, in order, by votes
- *              A warp with more candidates than its list has room for looks at all its keys again.
+ *                load     Each warp brings its logits to shared memory as keys, and counts their
+ *                         first digit.
+ *                digit 0  It is found in the counts of all CTAs (find_digit).
+ *                digit 1  Keys with digit 0 are counted. Each warp lists its candidates: the keys
+ *                         whose first digit is not too small.
+ *                digit 2  Candidates with digits 0 and 1 are counted, but not for bf16.
+ *                index    Each warp counts the keys that it takes, and learns how many earlier
+ *                         warps take.
+ *                write    The columns are written in order; votes give each its index.
+ *              A warp with more candidates than its list can hold reads all its keys again.
  *              Barriers (CTA, or cluster): counts are complete; group counts are complete; the
  *              digit is found; the warps' counts are complete; all CTAs have read them.
- * Roofline     Memory: the row once. Columns that shared memory has no room for are read from L2
- *              once more, by digit 1. One row: latency of three digits and their barriers.
+ * Roofline     Memory: the row once. Columns that do not fit in shared memory are read from L2 once
+ *              more, for digit 1. One row: latency of three digits and their barriers.
  * Numerics     Integers, exact. The result depends neither on the number of CTAs nor on the order
  *              of atomics, which only count. Starts and ends are clamped to 0...N.
  * Source       Radix selection is widely used (RAFT, TensorRT-LLM, SGLang). Ours: counts shared by
@@ -31,13 +33,13 @@
 
 namespace {
 
-/* What a warp looks at once digit 0 is known. */
+/* The keys that a warp reads after digit 0 is known: those of its list, or all. */
 typedef struct candidates {
     bool are_listed;
-    uint32_t count; /* entries of the list; or all elements of the warp */
+    uint32_t count; /* entries of the list, or all elements of the warp */
 } candidates;
 
-/* All keys above `key` are taken, and the first `num_equal` that equal it. */
+/* The row takes all keys above `key`, and the first `num_equal` keys equal to it. */
 typedef struct key_threshold {
     uint32_t key;
     uint32_t num_equal;
@@ -89,8 +91,8 @@ load_row(const row_part &part, uint32_t *counts)
     }
 }
 
-/* Counts a digit after the first, of keys that begin with `prefix`. Keys of no logit, which are the
- * smallest, may be counted with prefix 0; this moves no digit that is found. */
+/* Counts a later digit of keys that begin with `prefix`. Elements without a logit have the smallest
+ * key and may be counted with prefix 0; this changes no digit that is found. */
 template <bool IS_BF16, int DIGIT>
 __device__ __forceinline__ void
 count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
@@ -100,8 +102,8 @@ count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
     }
 }
 
-/* Appends the candidates of a step to the warp's list, in order. Returns the list's new length,
- * with entries beyond its room, which are not written. */
+/* Appends the candidates of a step to the warp's list, in order. Returns the new length, which also
+ * counts entries that found no room in the list. */
 template <bool IS_BF16>
 __device__ __forceinline__ uint32_t
 list_step(const uint32_t words[4], uint32_t step, uint32_t digit, uint16_t *list, uint32_t length)
@@ -117,14 +119,14 @@ list_step(const uint32_t words[4], uint32_t step, uint32_t digit, uint16_t *list
         return length;
     }
     const uint32_t sum = scan_lanes(__popc(found));
-    uint32_t place = length + sum - __popc(found);
+    uint32_t index = length + sum - __popc(found);
 #pragma unroll
     for (uint32_t i = 0; i < ELEMENTS; i++) {
         if ((found >> i & 1) != 0) {
-            if (place < LIST_ENTRIES) {
-                list[place] = (uint16_t)((step * SMLA_WARP_LANES + lane) * ELEMENTS + i);
+            if (index < LIST_ENTRIES) {
+                list[index] = (uint16_t)((step * SMLA_WARP_LANES + lane) * ELEMENTS + i);
             }
-            place++;
+            index++;
         }
     }
     return length + __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
@@ -157,7 +159,8 @@ count_and_list(const row_part &part, uint32_t digit, uint32_t *counts, uint16_t 
     return length <= LIST_ENTRIES ? candidates{true, length} : candidates{false, num_elements};
 }
 
-/* The key of entry `i` of the warp's candidates, and its element; key 0 behind the last one. */
+/* Returns the key of the warp's candidate `i`, and its element; the key is 0 past the last
+ * candidate. */
 template <bool IS_BF16>
 __device__ __forceinline__ uint32_t
 read_candidate(const row_part &part, const candidates &found, const uint16_t *list, uint32_t i,
@@ -193,7 +196,7 @@ count_last_digit(const row_part &part, const candidates &found, const uint16_t *
     }
 }
 
-/* The number of the warp's keys above the threshold, and of those that equal it. */
+/* Counts the warp's keys above the threshold, and those equal to it. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 count_taken(const row_part &part, const candidates &found, const uint16_t *list, uint32_t key,
@@ -230,7 +233,8 @@ count_taken(const row_part &part, const candidates &found, const uint16_t *list,
 
 /* ---- Threshold ----------------------------------------------------------------------------- */
 
-/* Once all keys that begin with `prefix` are taken, the threshold is the number below them. */
+/* Finds the threshold. Once the row takes all keys that begin with `prefix`, the threshold is the
+ * number below the smallest of them. */
 template <bool IS_BF16, int CTAS>
 __device__ __forceinline__ key_threshold
 find_threshold(const row_part &part, uint32_t k, select_memory *shared, candidates *found)
@@ -261,7 +265,7 @@ find_threshold(const row_part &part, uint32_t k, select_memory *shared, candidat
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* What warps before this one take: keys above the threshold, and keys that equal it. */
+/* Adds up how many keys earlier warps take: keys above the threshold, and keys equal to it. */
 template <int CTAS>
 __device__ __forceinline__ void
 sum_earlier_warps(const select_memory *shared, uint32_t warp, uint32_t before[2])
@@ -283,8 +287,9 @@ sum_earlier_warps(const select_memory *shared, uint32_t warp, uint32_t before[2]
     before[1] = __reduce_add_sync(ALL_LANES, equal);
 }
 
-/* Writes the columns that the warp takes, behind those of the warps before it. It takes `taken`
- * keys: above the threshold, and equal to it, of which the row takes the first num_equal. */
+/* Writes the columns that the warp takes, after those of earlier warps. `taken` counts the warp's
+ * keys above the threshold and those equal to it; of the latter the row takes the first
+ * num_equal. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 write_taken(const row_part &part, const candidates &found, const uint16_t *list,
@@ -305,11 +310,11 @@ write_taken(const row_part &part, const candidates &found, const uint16_t *list,
                                     &element);
         const uint32_t above_votes = __ballot_sync(ALL_LANES, key > threshold.key);
         const uint32_t equal_votes = __ballot_sync(ALL_LANES, key == threshold.key);
-        const uint32_t above_place = above + __popc(above_votes & lanes_before);
-        const uint32_t equal_place =
+        const uint32_t above_index = above + __popc(above_votes & lanes_before);
+        const uint32_t equal_index =
             min(equal + __popc(equal_votes & lanes_before), threshold.num_equal);
-        if (key > threshold.key || (key == threshold.key && equal_place < threshold.num_equal)) {
-            write_column<IS_BF16>(row, above_place + equal_place, start + element);
+        if (key > threshold.key || (key == threshold.key && equal_index < threshold.num_equal)) {
+            write_column<IS_BF16>(row, above_index + equal_index, start + element);
         }
         above += __popc(above_votes);
         equal = min(equal + __popc(equal_votes), threshold.num_equal);
@@ -318,7 +323,7 @@ write_taken(const row_part &part, const candidates &found, const uint16_t *list,
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The row of a token with more than k columns. */
+/* Selects the row of a token with more than k columns. */
 template <bool IS_BF16, int CTAS>
 __device__ __forceinline__ void
 select_columns(const top_k_args &args, const result_row &row, uint32_t count, select_memory *shared)
@@ -374,7 +379,7 @@ select_row(const top_k_args &args, int64_t token, select_memory *shared, int *sl
     }
 }
 
-/* What the kernels do, each CTA of the cluster for its part of every row. */
+/* The body of the kernels: each CTA of the cluster handles its part of every row. */
 template <bool IS_BF16, int CTAS>
 __device__ __forceinline__ void
 select_rows(const top_k_args &args)
@@ -387,7 +392,7 @@ select_rows(const top_k_args &args)
     for (int64_t token = blockIdx.x / CTAS; token < args.p.num_tokens; token += num_clusters) {
         select_row<IS_BF16, CTAS>(args, token, shared, &slot_half);
         if (token + num_clusters < args.p.num_tokens) {
-            sync_ctas<CTAS>(); /* the row is done; the next one takes its memory */
+            sync_ctas<CTAS>(); /* the row is done, and the next one may use its memory */
         }
     }
 }

@@ -12,18 +12,21 @@ enum { SMLA_MAX_ROW_CTAS = 8 }; /* the largest cluster that every Hopper GPU can
 /* Runs rows on clusters of 2, 4 or 8 CTAs. */
 cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int ctas);
 
-enum { SMLA_HELD_KEYS = 32 }; /* what a thread holds of one part of a row */
+enum { SMLA_RESIDENT_KEYS = 32 }; /* keys that a thread has of one part of a row */
 
-/* How a row is held: by a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or by one CTA of 512, in
- * one or two parts. Three parts: 8 CTAs hold two, and read the third again and again. */
-typedef struct smla_held_plan {
+/* How a row is resident: in a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or in one CTA of 512,
+ * in one or two parts. With three parts, two are resident in 8 CTAs, which read the third again and
+ * again. */
+typedef struct smla_resident_plan {
     int ctas;
     int threads;
     int parts;
-} smla_held_plan;
+} smla_resident_plan;
 
-/* Runs rows of at most SMLA_HELD_KEYS per thread and part, or of any length in three parts. */
-cudaError_t smla_cuda_launch_top_k_held(const smla_top_k_params *params, smla_held_plan plan);
+/* Runs rows of at most SMLA_RESIDENT_KEYS keys per thread and part, or rows of any length in three
+ * parts. */
+cudaError_t smla_cuda_launch_top_k_resident(const smla_top_k_params *params,
+                                            smla_resident_plan plan);
 
 #ifdef __cplusplus
 }

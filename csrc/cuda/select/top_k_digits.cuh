@@ -1,7 +1,8 @@
 /* top_k_digits.cuh: one digit of the k-th largest key, from the counts of all CTAs of a cluster.
  *
- * A key has three digits, of 11, 11 and 10 bits. Every CTA counts in its own shared memory, which
- * the others read after a barrier: first the sums of groups of counts, then one group's counts.
+ * A key has three digits, of 11, 11 and 10 bits. Every CTA counts in its own shared memory. After a
+ * barrier the other CTAs read these counts: first the sums of groups of values, then the counts of
+ * one group.
  */
 #pragma once
 
@@ -13,25 +14,25 @@ enum {
     NUM_VALUES = 2048, /* values that a digit may have */
     GROUP_VALUES = 32, /* digit values whose counts are shared as one sum first */
     NUM_GROUPS = NUM_VALUES / GROUP_VALUES,
-    LIST_ENTRIES = 256, /* candidates per warp */
+    LIST_ENTRIES = 256, /* most candidates of a warp's list */
     LIST_ELEMENTS = 1 << 16,
 };
 
 struct select_memory {
-    uint32_t counts[2][NUM_VALUES]; /* this CTA's counts; digits 0 and 2, digit 1 */
+    uint32_t counts[2][NUM_VALUES]; /* this CTA's counts: of digits 0 and 2, and of digit 1 */
     uint32_t group_counts[2][NUM_GROUPS];
-    uint32_t taken[NUM_WARPS][2]; /* keys above the threshold, keys that equal it */
+    uint32_t taken[NUM_WARPS][2]; /* each warp's keys above the threshold, and those equal to it */
     uint32_t digit;
-    uint32_t num_left;    /* how many keys are to be taken that begin with the digits found */
-    uint32_t digit_count; /* how many keys there are that begin with them */
+    uint32_t num_left;    /* how many keys are taken that begin with the digits found */
+    uint32_t digit_count; /* how many keys begin with the digits found */
     int32_t slot_counts[2][SLOT_COUNTS];
-    uint16_t lists[NUM_WARPS][LIST_ENTRIES]; /* the warp's elements that are candidates, in order */
+    uint16_t lists[NUM_WARPS][LIST_ENTRIES]; /* each warp's candidates, as elements in order */
     __align__(VECTOR_BYTES) uint8_t keys[];
 };
 
 /* ---- The cluster --------------------------------------------------------------------------- */
 
-/* Loads two words from the place in CTA `rank` that the pointer has in this one. */
+/* Loads two words of CTA `rank`, from the address that `from` has in this CTA. */
 template <int CTAS>
 __device__ __forceinline__ void
 load_pair_of(uint32_t rank, const uint32_t *from, uint32_t pair[2])
@@ -65,7 +66,7 @@ digit_of(uint32_t key)
     return DIGIT == 0 ? key >> 21 : DIGIT == 1 ? key >> 10 & 2047 : key & 1023;
 }
 
-/* The digits in front of one. */
+/* The digits before digit DIGIT, as one number. */
 template <int DIGIT>
 __device__ __forceinline__ uint32_t
 prefix_of(uint32_t key)
@@ -81,7 +82,7 @@ clear_counts(uint32_t *counts)
     *(uint4 *)(counts + 4 * threadIdx.x) = make_uint4(0, 0, 0, 0);
 }
 
-/* The sums of the counts of each group, for the other CTAs. Eight lanes share a group. */
+/* Adds the counts of each group, for the other CTAs. Eight threads share a group. */
 __device__ __forceinline__ void
 sum_groups(const uint32_t *counts, uint32_t *group_counts)
 {
@@ -95,8 +96,9 @@ sum_groups(const uint32_t *counts, uint32_t *group_counts)
     }
 }
 
-/* For one warp: finds the value of a digit, counting down from the largest, that the key number
- * `num_left` has. A lane has two groups of values, and then one value of the group that it is. */
+/* Finds the value of a digit of the key that is number `num_left`, counting down from the largest.
+ * A lane adds up two groups of values first. Then each lane has one value of the group found. One
+ * warp calls this. */
 template <int CTAS>
 __device__ __forceinline__ void
 search_digit(select_memory *shared, int half, uint32_t num_left)
@@ -135,8 +137,8 @@ search_digit(select_memory *shared, int half, uint32_t num_left)
     }
 }
 
-/* Finds a digit from the counts of all CTAs, and clears the other half of the counts for the next
- * one: no CTA reads that half any more. All threads call this when they have counted. */
+/* Finds a digit from the counts of all CTAs, and clears the other half of the counts, which no CTA
+ * reads any more, for the next digit. All threads call this when they have counted. */
 template <int CTAS>
 __device__ __forceinline__ void
 find_digit(select_memory *shared, int half, uint32_t num_left)

@@ -1,21 +1,20 @@
-/* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys a cluster holds in registers. The
- * kernel and its seven headings are in held_select.cuh.
- */
+/* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys are resident in a cluster. The
+ * kernel and its seven headings are in held_select.cuh. */
 #include "cuda/select/held_select.cuh"
 #include "cuda/select/top_k_clusters.h"
 
 namespace {
 
-/* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
+/* The size of the clusters is a constant of the kernel, so the launch needs no attribute for it. */
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __global__ void
 __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
     top_k_held_kernel(const __grid_constant__ top_k_args args)
 {
-    select_held_rows<IS_BF16, CTAS, THREADS, PARTS>(args);
+    select_resident_rows<IS_BF16, CTAS, THREADS, PARTS>(args);
 }
 
-/* How many clusters run at once. The SMs of a cluster are neighbours, of which some may be missing,
+/* How many clusters run at once. The SMs of a cluster are neighbours, and some SMs may be missing,
  * so only the driver knows. A cluster that waits for another would double the time. */
 cudaError_t
 count_clusters(const void *kernel, int ctas, int threads, int bytes, int *clusters)
@@ -29,12 +28,12 @@ count_clusters(const void *kernel, int ctas, int threads, int bytes, int *cluste
 
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 cudaError_t
-launch_held(const smla_top_k_params *p)
+launch_resident(const smla_top_k_params *p)
 {
     static uint64_t allowed;
-    static int most_clusters; /* the first device's; others are alike */
+    static int most_clusters; /* clusters of the first device; other devices are alike */
     const int bytes =
-        (int)sizeof(held_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
+        (int)sizeof(resident_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
     void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS, PARTS>;
     cudaError_t code =
         allow_shared_bytes((const void *)kernel, bytes, p->call.stream.device_id, &allowed);
@@ -50,7 +49,7 @@ launch_held(const smla_top_k_params *p)
     if (p->slots.out != NULL) {
         args.pages = page_table_of(p->slots.pages);
     }
-    /* As many rows for every cluster. */
+    /* Give every cluster the same number of rows. */
     const int64_t rounds = smla_count_parts(p->num_tokens, clusters > 0 ? clusters : 1);
     return smla_launch(kernel, args, smla_count_parts(p->num_tokens, rounds) * CTAS, THREADS, bytes,
                        p->call.stream, CTAS > 1);
@@ -58,32 +57,32 @@ launch_held(const smla_top_k_params *p)
 
 template <bool IS_BF16, int PARTS>
 cudaError_t
-launch_ctas(const smla_top_k_params *p, const smla_held_plan &plan)
+launch_ctas(const smla_top_k_params *p, const smla_resident_plan &plan)
 {
     if (plan.threads == 512) {
-        return launch_held<IS_BF16, 1, 512, PARTS>(p);
+        return launch_resident<IS_BF16, 1, 512, PARTS>(p);
     }
     switch (plan.ctas) {
-    case 1: return launch_held<IS_BF16, 1, 1024, PARTS>(p);
-    case 2: return launch_held<IS_BF16, 2, 1024, PARTS>(p);
-    case 4: return launch_held<IS_BF16, 4, 1024, PARTS>(p);
-    default: return launch_held<IS_BF16, 8, 1024, PARTS>(p);
+    case 1: return launch_resident<IS_BF16, 1, 1024, PARTS>(p);
+    case 2: return launch_resident<IS_BF16, 2, 1024, PARTS>(p);
+    case 4: return launch_resident<IS_BF16, 4, 1024, PARTS>(p);
+    default: return launch_resident<IS_BF16, 8, 1024, PARTS>(p);
     }
 }
 
 template <bool IS_BF16>
 cudaError_t
-launch_parts(const smla_top_k_params *p, const smla_held_plan &plan)
+launch_parts(const smla_top_k_params *p, const smla_resident_plan &plan)
 {
     return plan.parts == 1   ? launch_ctas<IS_BF16, 1>(p, plan)
            : plan.parts == 2 ? launch_ctas<IS_BF16, 2>(p, plan)
-                             : launch_held<IS_BF16, SMLA_MAX_ROW_CTAS, 1024, 3>(p);
+                             : launch_resident<IS_BF16, SMLA_MAX_ROW_CTAS, 1024, 3>(p);
 }
 
 } // namespace
 
 cudaError_t
-smla_cuda_launch_top_k_held(const smla_top_k_params *p, smla_held_plan plan)
+smla_cuda_launch_top_k_resident(const smla_top_k_params *p, smla_resident_plan plan)
 {
     return p->is_bf16 ? launch_parts<true>(p, plan) : launch_parts<false>(p, plan);
 }

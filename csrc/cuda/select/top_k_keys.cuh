@@ -1,12 +1,13 @@
 /* top_k_keys.cuh: logits as keys, and the part of a row that a warp has.
  *
- * A logit has a key, an integer that grows with it: NaN has key 1 << 16, which is below that of
- * -inf, and -0 has the key of 0. Key 0 belongs to no logit. The low 16 bits of the keys of bf16
- * logits are 0, so shared memory has the upper halves only. Keys have the size of logits.
+ * A logit has a key, an integer that grows with it. The key of NaN is 1 << 16, which is below that
+ * of -inf; -0 has the key of 0. Key 0 belongs to no logit. The low 16 bits of the keys of bf16
+ * logits are 0, so shared memory has only the upper halves. Stored keys are as large as logits.
  *
  * The row is cut into vectors of 16 bytes, aligned in memory, so its first and last vector may be
- * partial. Of these, elements that are no logits of the row are not read and have key 0. Each warp
- * of the cluster has as many neighbouring vectors as any other, in steps of one vector per lane.
+ * partial. Elements of these vectors that are no logits of the row are not read and have key 0.
+ * Each warp of the cluster has the same number of neighbouring vectors, in steps of one vector per
+ * lane.
  */
 #pragma once
 
@@ -18,13 +19,13 @@ enum {
     BLOCK_THREADS = 512,
     NUM_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
     VECTOR_BYTES = 16,
-    COPIES = 8, /* vectors per thread on their way from global memory */
-    BATCH = 4,  /* vectors per thread that are looked at together */
+    COPIES = 8, /* vectors per thread whose copies from global memory are under way */
+    BATCH = 4,  /* vectors per thread that are handled together */
 };
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* The key of fp32 bits. */
+/* The key of a logit, from its fp32 bits. */
 __device__ __forceinline__ uint32_t
 make_key(uint32_t bits)
 {
@@ -38,7 +39,7 @@ template <bool IS_BF16> struct logit_vector {
     static constexpr int ELEMENT_BYTES = IS_BF16 ? 2 : 4;
     static constexpr uint32_t ELEMENTS = VECTOR_BYTES / ELEMENT_BYTES;
 
-    /* Logits to keys, both as they lie in memory. */
+    /* Converts logits to keys, both as they lie in memory. */
     static __device__ __forceinline__ void encode(uint32_t words[4])
     {
 #pragma unroll
@@ -50,13 +51,13 @@ template <bool IS_BF16> struct logit_vector {
         }
     }
 
-    /* Key i of a vector of keys. */
+    /* Returns key i of a vector of keys. */
     static __device__ __forceinline__ uint32_t key(const uint32_t words[4], int i)
     {
         return !IS_BF16 ? words[i] : i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xFFFF0000u;
     }
 
-    /* The key of a logit in global memory. */
+    /* Loads logit i from global memory, and returns its key. */
     static __device__ __forceinline__ uint32_t load(const void *logits, uint64_t i)
     {
         return IS_BF16 ? make_key((uint32_t)__ldg((const uint16_t *)logits + i) << 16) & 0xFFFF0000u
@@ -66,15 +67,16 @@ template <bool IS_BF16> struct logit_vector {
 
 /* ---- The part of a warp -------------------------------------------------------------------- */
 
-/* Elements are counted from the row's first vector on. */
+/* The part of a row that a warp has. Elements are counted from the row's first vector on. */
 typedef struct row_part {
     const uint8_t *vectors; /* the row's first vector */
-    uint32_t begin;         /* the row's first logit: less than the elements of a vector */
+    uint32_t begin;         /* element of the row's first logit, which lies in the first vector */
     uint32_t end;           /* one past the row's last logit */
-    uint32_t first_vector;  /* the warp's first */
-    uint32_t num_steps;     /* the same for all warps of the cluster */
-    uint32_t memory_steps;  /* the first of them, whose keys are in shared memory */
-    uint32_t keys;          /* the address of the warp's first key in shared memory */
+    uint32_t first_vector;  /* the warp's first vector */
+    uint32_t num_steps;     /* steps of the warp, as many as any other warp of the cluster has */
+    /* The number of steps, from the first on, whose keys are in shared memory. */
+    uint32_t memory_steps;
+    uint32_t keys; /* the address of the warp's first key in shared memory */
 } row_part;
 
 template <bool IS_BF16>
@@ -120,7 +122,7 @@ is_whole(const row_part &part, uint32_t vector)
     return vector * ELEMENTS >= part.begin && (vector + 1) * ELEMENTS <= part.end;
 }
 
-/* The keys of a vector that is not whole, element by element. */
+/* Loads the keys of a partial vector, element by element. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 load_partial(const row_part &part, uint32_t vector, uint32_t words[4])
@@ -147,11 +149,12 @@ start_copy(const row_part &part, uint32_t step)
     if (step < part.memory_steps && is_whole<IS_BF16>(part, vector)) {
         ptx_cp_async_16(address_of(part, step), part.vectors + (uint64_t)vector * VECTOR_BYTES);
     }
-    ptx_cp_async_commit(); /* an empty group where nothing was copied keeps the count */
+    /* Where nothing is copied, an empty group keeps the count of groups right. */
+    ptx_cp_async_commit();
 }
 
-/* Turns the copied logits of a step into keys, in shared memory. Threads touch vectors of their own
- * only, until a barrier. */
+/* Converts the copied logits of a step to keys, in shared memory. Until a barrier, each thread
+ * accesses only vectors of its own. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 finish_copy(const row_part &part, uint32_t step, uint32_t words[4])
@@ -166,7 +169,8 @@ finish_copy(const row_part &part, uint32_t step, uint32_t words[4])
     ptx_store_shared_16(address_of(part, step), words);
 }
 
-/* Keys of steps that are not in shared memory, from L2. All loads start before one is used. */
+/* Loads the keys of steps that are not in shared memory, from L2. All loads start before the first
+ * is used. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 load_batch(const row_part &part, uint32_t step, uint32_t words[BATCH][4])
@@ -193,7 +197,7 @@ load_batch(const row_part &part, uint32_t step, uint32_t words[BATCH][4])
     }
 }
 
-/* The keys of BATCH steps; 0 behind the warp's last one. */
+/* Reads the keys of BATCH steps; keys past the warp's last step are 0. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
 read_batch(const row_part &part, uint32_t step, uint32_t words[BATCH][4])
@@ -207,7 +211,7 @@ read_batch(const row_part &part, uint32_t step, uint32_t words[BATCH][4])
     }
 }
 
-/* The key of the warp's element `at`. */
+/* Reads the key of the warp's element `at`. */
 template <bool IS_BF16>
 __device__ __forceinline__ uint32_t
 read_key(const row_part &part, uint32_t at)

@@ -8,7 +8,7 @@ namespace {
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 enum {
-    MAX_LAUNCH_ROWS = 1 << 24, /* rows that have clusters of their own */
+    MAX_LAUNCH_ROWS = 1 << 24, /* rows that get clusters of their own */
     STEP_BYTES = BLOCK_THREADS * VECTOR_BYTES,
 };
 
@@ -18,7 +18,8 @@ select_memory_bytes(int64_t steps)
     return (int)(sizeof(select_memory) + steps * STEP_BYTES);
 }
 
-/* The steps of each warp of a row of N columns, which may begin anywhere in a vector. */
+/* The number of steps of each warp, for rows of num_columns columns that begin anywhere in a
+ * vector. */
 static inline int64_t
 count_steps(const smla_top_k_params *p, int ctas)
 {
@@ -27,13 +28,12 @@ count_steps(const smla_top_k_params *p, int ctas)
     return smla_count_parts(num_vectors, (int64_t)ctas * BLOCK_THREADS);
 }
 
-/* How many steps of keys a CTA keeps. If two CTAs with all of their keys fit on an SM, it keeps
- * all. Else it keeps what leaves room for a second CTA. Where each CTA has an SM of its own, it
- * keeps what fits there. */
+/* How many steps of keys a CTA keeps in shared memory. A CTA that has an SM to itself keeps as many
+ * as fit. Otherwise it keeps as many as leave room for a second CTA on the SM. */
 static inline int64_t
 choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, int ctas)
 {
-    enum { RESERVED_BYTES = 1024 }; /* per CTA, by the driver */
+    enum { RESERVED_BYTES = 1024 }; /* shared memory per CTA that the driver takes */
     const bool has_own_sms = p->num_tokens * ctas <= device->num_sms;
     const int64_t room =
         has_own_sms ? device->max_shared_bytes : (device->max_shared_bytes - RESERVED_BYTES) / 2;
@@ -42,7 +42,7 @@ choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, 
     return steps < most ? steps : most < 0 ? 0 : most;
 }
 
-/* Starts a kernel for clusters of `ctas`. */
+/* Starts a kernel whose clusters have `ctas` CTAs. */
 static inline cudaError_t
 launch_top_k(void (*kernel)(top_k_args), const smla_top_k_params *p, int ctas, uint64_t *allowed)
 {

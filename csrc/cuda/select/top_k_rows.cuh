@@ -1,5 +1,5 @@
 /* top_k_rows.cuh: what the kernels of top_k_per_row share: the columns of a token, the row of
- * results, and the cluster of CTAs that makes it. / */
+ * results, and the cluster of CTAs that writes it. */
 #pragma once
 
 #include "cuda/index/slot_rows.cuh"
@@ -21,7 +21,7 @@ cluster_rank(void)
     }
 }
 
-/* A barrier of all threads of the cluster. All see what others wrote before. */
+/* Synchronises all threads of the cluster. Each sees what the others wrote before. */
 template <int CTAS>
 __device__ __forceinline__ void
 sync_ctas(void)
@@ -34,7 +34,7 @@ sync_ctas(void)
     }
 }
 
-/* The sum of the values of this lane and those below. */
+/* The sum of the values of this lane and of all lower lanes. */
 __device__ __forceinline__ uint32_t
 scan_lanes(uint32_t value)
 {
@@ -45,11 +45,13 @@ scan_lanes(uint32_t value)
 
 struct top_k_args {
     smla_top_k_params p;
-    page_table pages;      /* the slots' block table */
-    uint32_t memory_steps; /* steps per warp whose keys fit in shared memory; top_k.cuh alone */
+    page_table pages; /* the slots' block table */
+    /* Steps per warp whose keys fit in shared memory; only top_k.cuh uses it. */
+    uint32_t memory_steps;
 };
 
-/* The keys of the longest row, with those that a vector has before it. */
+/* The number of keys of the longest row, with the elements that its first vector may have before
+ * it. */
 inline int64_t
 count_row_keys(const smla_top_k_params *p)
 {
@@ -77,11 +79,11 @@ load_columns(const smla_top_k_params &p, int64_t token)
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* A row of the results. */
+/* A row of the results, and the logits that it comes from. */
 typedef struct result_row {
-    const uint8_t *logits; /* column 0 */
+    const uint8_t *logits; /* the row's first logit */
     int32_t *out;
-    uint8_t *values; /* NULL: none are wanted */
+    uint8_t *values; /* NULL if no values are wanted */
 } result_row;
 
 template <bool IS_BF16>
@@ -97,42 +99,42 @@ open_result(const smla_top_k_params &p, int64_t token, const token_columns &colu
 
 template <bool IS_BF16>
 __device__ __forceinline__ void
-copy_value(const result_row &row, uint32_t place, uint32_t column)
+copy_value(const result_row &row, uint32_t index, uint32_t column)
 {
     if constexpr (IS_BF16) {
-        ((uint16_t *)row.values)[place] = __ldg((const uint16_t *)row.logits + column);
+        ((uint16_t *)row.values)[index] = __ldg((const uint16_t *)row.logits + column);
     } else {
-        ((uint32_t *)row.values)[place] = __ldg((const uint32_t *)row.logits + column);
+        ((uint32_t *)row.values)[index] = __ldg((const uint32_t *)row.logits + column);
     }
 }
 
 template <bool IS_BF16>
 __device__ __forceinline__ void
-write_column(const result_row &row, uint32_t place, uint32_t column)
+write_column(const result_row &row, uint32_t index, uint32_t column)
 {
-    row.out[place] = (int32_t)column;
+    row.out[index] = (int32_t)column;
     if (row.values != nullptr) {
-        copy_value<IS_BF16>(row, place, column);
+        copy_value<IS_BF16>(row, index, column);
     }
 }
 
-/* The row of a token with at most k columns. */
+/* Writes the row of a token with at most k columns: all of them, then -1. */
 template <bool IS_BF16, int CTAS, int THREADS>
 __device__ __forceinline__ void
 write_all(const result_row &row, uint32_t count, uint32_t k)
 {
     const uint32_t first = cluster_rank<CTAS>() * THREADS + threadIdx.x;
 #pragma unroll 1
-    for (uint64_t place = first; place < k; place += CTAS * THREADS) {
-        if (place < count) {
-            write_column<IS_BF16>(row, (uint32_t)place, (uint32_t)place);
+    for (uint64_t index = first; index < k; index += CTAS * THREADS) {
+        if (index < count) {
+            write_column<IS_BF16>(row, (uint32_t)index, (uint32_t)index);
             continue;
         }
-        row.out[place] = -1;
+        row.out[index] = -1;
         if (row.values != nullptr && IS_BF16) {
-            ((uint16_t *)row.values)[place] = 0xFF80u;
+            ((uint16_t *)row.values)[index] = 0xFF80u;
         } else if (row.values != nullptr) {
-            ((uint32_t *)row.values)[place] = 0xFF800000u;
+            ((uint32_t *)row.values)[index] = 0xFF800000u;
         }
     }
 }

@@ -6,7 +6,7 @@
 
 namespace {
 
-/* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
+/* The size of the clusters is a constant of the kernel, so the launch needs no attribute for it. */
 template <bool IS_BF16, int CTAS>
 __global__ void
 __cluster_dims__(CTAS, 1, 1) __launch_bounds__(BLOCK_THREADS, 2)

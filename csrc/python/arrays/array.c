@@ -118,7 +118,7 @@ static int
 read_any(const smla_py_state *state, const char *op, smla_py_role role, smla_py_array *array)
 {
     PyObject *const object = array->object;
-    const smla_py_exchange *const known = smla_py_recall_exchange(state->shared, object);
+    const smla_py_exchange *const known = smla_py_look_up_exchange(state->shared, object);
     int status = SMLA_PY_NOT_THIS;
     if (known == NULL || known->api == NULL) {
         status = read_by_type(state, op, array);
@@ -127,7 +127,7 @@ read_any(const smla_py_state *state, const char *op, smla_py_role role, smla_py_
         status = smla_py_read_exchange_api(state, op, role, known, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
-        status = smla_py_meet_cupy(state, object);
+        status = smla_py_find_cupy(state, object);
         if (status == 0) {
             return smla_py_read_cupy(state, op, array);
         }

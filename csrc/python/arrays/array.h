@@ -86,16 +86,16 @@ typedef struct smla_py_stream {
 
 /* ---- One array ----------------------------------------------------------------------------- */
 
-/* Reads any object that holds an array. 0, or -1 with an exception set and nothing held. An array
- * in device memory may be deferred, and is then read by smla_py_settle_arrays. */
+/* Reads any object that holds an array. Returns 0, or -1 with an exception set and nothing to
+ * release. An array in device memory may be deferred; smla_py_resolve_stream_of then reads it. */
 int smla_py_acquire(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                     PyObject *object, smla_py_array *array);
 
 /* Decides the stream of a call by its arrays, and makes that stream wait for the work that their
  * producers have still to do. Then all device arrays can be used on the stream. 0, or -1 with an
  * exception set; in both cases the caller still has to release the arrays. */
-int smla_py_settle_arrays(const smla_py_state *state, const char *op, smla_py_array *arrays,
-                          int num_arrays, smla_py_stream *stream);
+int smla_py_resolve_stream_of(const smla_py_state *state, const char *op, smla_py_array *arrays,
+                              int num_arrays, smla_py_stream *stream);
 
 /* Sets `backend` and `is_capturing` of a CUDA stream, unless they are set already. */
 int smla_py_find_backend(const char *op, smla_py_stream *stream);

@@ -29,7 +29,7 @@ free_cupy(smla_py_cupy *cupy)
 }
 
 void
-smla_py_forget_cupy(smla_py_shared *shared)
+smla_py_clear_cupy(smla_py_shared *shared)
 {
     free_cupy(atomic_exchange(&shared->cupy, NULL));
 }
@@ -73,7 +73,7 @@ smla_py_is_cupy(const smla_py_state *state, PyObject *object)
 }
 
 int
-smla_py_meet_cupy(const smla_py_state *state, PyObject *object)
+smla_py_find_cupy(const smla_py_state *state, PyObject *object)
 {
     PyObject *name = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_module);
     PyObject *module = NULL;

@@ -66,17 +66,18 @@ PyObject *smla_py_new_descr(const smla_py_state *state, DLDataType dtype);
 /* cupy.c */
 bool smla_py_is_cupy(const smla_py_state *state, PyObject *object);
 
-/* Looks CuPy up if `object` comes from it. 0 = a CuPy array, else SMLA_PY_NOT_THIS. */
-int smla_py_meet_cupy(const smla_py_state *state, PyObject *object);
+/* Looks up what we use of CuPy, if `object` is CuPy's. Returns 0 for a CuPy array, else
+ * SMLA_PY_NOT_THIS. */
+int smla_py_find_cupy(const smla_py_state *state, PyObject *object);
 int smla_py_read_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle);
-void smla_py_forget_cupy(smla_py_shared *shared);
-void smla_py_forget_exchanges(smla_py_shared *shared);
+void smla_py_clear_cupy(smla_py_shared *shared);
+void smla_py_clear_exchanges(smla_py_shared *shared);
 
-/* What is known of the object's type; NULL for a type that was not met before. */
+/* Returns the facts of the object's type, or NULL for a type that was not seen before. */
 static inline const smla_py_exchange *
-smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object)
+smla_py_look_up_exchange(const smla_py_shared *shared, PyObject *object)
 {
     PyTypeObject *const type = Py_TYPE(object);
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
@@ -89,7 +90,7 @@ smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object)
     return NULL;
 }
 
-/* exchange_api.c: `known` is what smla_py_recall_exchange returns for the array's object. */
+/* exchange_api.c: `known` is what smla_py_look_up_exchange returns for the array's object. */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
                               const smla_py_exchange *known, smla_py_array *array);
 

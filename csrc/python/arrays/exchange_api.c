@@ -9,7 +9,7 @@
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
 static void
-forget_exchange(smla_py_exchange *known)
+clear_exchange(smla_py_exchange *known)
 {
     if (known != NULL) {
         Py_DECREF((PyObject *)known->type);
@@ -19,10 +19,10 @@ forget_exchange(smla_py_exchange *known)
 }
 
 void
-smla_py_forget_exchanges(smla_py_shared *shared)
+smla_py_clear_exchanges(smla_py_shared *shared)
 {
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
-        forget_exchange(atomic_exchange(&shared->exchanges[i], NULL));
+        clear_exchange(atomic_exchange(&shared->exchanges[i], NULL));
     }
 }
 
@@ -102,7 +102,7 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
             break;
         }
     }
-    forget_exchange(met);
+    clear_exchange(met);
 }
 
 /* The exchange API of a type that is not known yet, in the major version that we know. NULL without

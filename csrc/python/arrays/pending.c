@@ -177,8 +177,8 @@ smla_py_clear_shared(smla_py_state *state)
         Py_END_ALLOW_THREADS
         free_batch(batch);
     }
-    smla_py_forget_cupy(shared);
-    smla_py_forget_exchanges(shared);
+    smla_py_clear_cupy(shared);
+    smla_py_clear_exchanges(shared);
 }
 
 void

@@ -208,8 +208,8 @@ wait_for_tensor(const smla_py_state *state, const char *op, const smla_py_array 
 }
 
 int
-smla_py_settle_arrays(const smla_py_state *state, const char *op, smla_py_array *arrays,
-                      int num_arrays, smla_py_stream *stream)
+smla_py_resolve_stream_of(const smla_py_state *state, const char *op, smla_py_array *arrays,
+                          int num_arrays, smla_py_stream *stream)
 {
     int first = 0;
     while (first < num_arrays &&

@@ -101,10 +101,10 @@ smla_py_close(smla_py_call *call)
 }
 
 int
-smla_py_settle(smla_py_call *call, void **stream)
+smla_py_resolve_stream(smla_py_call *call, void **stream)
 {
-    const int status =
-        smla_py_settle_arrays(call->state, call->op, call->arrays, call->num_arrays, &call->stream);
+    const int status = smla_py_resolve_stream_of(call->state, call->op, call->arrays,
+                                                 call->num_arrays, &call->stream);
     *stream = call->stream.at.handle;
     return status;
 }

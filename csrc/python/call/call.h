@@ -1,7 +1,7 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
  * The call lives on its caller's stack. The steps are: open it, take its stream, add its arrays,
- * settle their order, allocate the missing results, run the core without the GIL, finish. Its
+ * resolve its stream, allocate the missing results, run the core without the GIL, finish. Its
  * caller then closes it, on success and on failure: that releases whatever was borrowed. What a
  * device still uses is released after the work. run.c does this for operators, builder_type.c for
  * a layer.
@@ -43,9 +43,9 @@ int smla_py_add_keys(smla_py_call *call, PyObject *keys);
 
 void smla_py_close(smla_py_call *call);
 
-/* Call this when all arrays of the caller are added. It decides the stream and orders the call on
- * it. Before, only an array's framework and device are known. */
-int smla_py_settle(smla_py_call *call, void **stream);
+/* Decides the stream of a call, and makes it wait for the arrays' producers. It is called when all
+ * arrays of the caller are added. Before, only an array's framework and device are known. */
+int smla_py_resolve_stream(smla_py_call *call, void **stream);
 
 /* Appends an absent array. */
 int smla_py_add_absent(smla_py_call *call, const char *name);

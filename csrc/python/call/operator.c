@@ -25,7 +25,7 @@ typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObj
 /* A parameter of the declaration. */
 typedef struct declared_param {
     PyObject *name; /* interned */
-    int place;      /* row in the operator's table */
+    int index;      /* row in the operator's table */
 } declared_param;
 
 typedef struct operator_object {
@@ -40,7 +40,8 @@ typedef struct operator_object {
     int num_positional;
     int num_required;
     declared_param params[SMLA_PY_MAX_PARAMS];
-    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* one per place; NULL = a call must give a value */
+    /* One per row of the table; NULL = a call must give a value. */
+    PyObject *defaults[SMLA_PY_MAX_PARAMS];
 } operator_object;
 
 /* ---- Calls --------------------------------------------------------------------------------- */
@@ -95,14 +96,14 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
     }
     memcpy(values, op->defaults, sizeof op->defaults);
     for (int i = 0; i < num_args; i++) {
-        values[op->params[i].place] = args[i];
+        values[op->params[i].index] = args[i];
     }
     for (Py_ssize_t i = 0; i < num_keywords; i++) {
         const int param = find_keyword(op, keywords, i, (int)num_args);
         if (param < 0) { /* unknown, or given by position, too */
             return false;
         }
-        PyObject **const value = &values[op->params[param].place];
+        PyObject **const value = &values[op->params[param].index];
         num_required += *value == NULL;
         *value = args[num_args + i];
     }
@@ -151,7 +152,7 @@ operator_vectorcall(PyObject *self, PyObject *const *args, size_t num_args_and_f
 
 /* The table row of a parameter, or -1 with an exception. */
 static int
-find_place(const smla_py_operator *in_c, PyObject *name)
+find_index(const smla_py_operator *in_c, PyObject *name)
 {
     for (int i = 0; i < in_c->num_params; i++) {
         if (smla_py_is_argument(&in_c->params[i]) &&
@@ -207,11 +208,11 @@ read_params(operator_object *op, PyObject *names, PyObject *defaults)
         }
         PyUnicode_InternInPlace(&name);
         param->name = name;
-        param->place = find_place(op->in_c, name);
-        if (param->place < 0) {
+        param->index = find_index(op->in_c, name);
+        if (param->index < 0) {
             return -1;
         }
-        PyObject **const value = &op->defaults[param->place];
+        PyObject **const value = &op->defaults[param->index];
         if (i >= op->num_positional && PyDict_Check(defaults)) {
             *value = find_default(defaults, name);
             if (*value == NULL && PyErr_Occurred() != NULL) {

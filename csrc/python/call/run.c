@@ -207,15 +207,15 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
 {
     static const DLDataType uint8 = {kDLUInt, 8, 1};
     const smla_py_param *const param = smla_py_find_workspace(op);
-    const int place = (int)(param - op->params);
-    smla_py_array *const workspace = &call->arrays[place];
+    const int index = (int)(param - op->params);
+    smla_py_array *const workspace = &call->arrays[index];
     scratch->bytes = workspace->object != NULL ? 0 : op->workspace_bytes(args);
     if (scratch->bytes == 0) {
         return 0;
     }
     const DLTensor *view = NULL;
     if (call->arrays[0].view.device.device_type == kDLCUDA) {
-        if (smla_py_allocate_result(call, place, uint8, 1, &scratch->bytes) < 0) {
+        if (smla_py_allocate_result(call, index, uint8, 1, &scratch->bytes) < 0) {
             return -1;
         }
         workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
@@ -246,7 +246,7 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
     smla_status status;
     plain_workspace scratch = {.bytes = 0};
     smla_py_unlocked unlocked;
-    if (smla_py_settle(call, &stream) < 0) {
+    if (smla_py_resolve_stream(call, &stream) < 0) {
         return NULL;
     }
     smla_py_set_pointer(args, &op->params[op->num_params - 1], stream);

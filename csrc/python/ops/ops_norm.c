@@ -98,7 +98,7 @@ static const smla_py_param inverse_params[] = {
 /* The storage of out is [G, T, values], that of the scales [G, columns, T rounded up]: a group is
  * an operand of a matrix product, and its scales are read by columns. */
 static int
-allocate_turned(smla_py_call *call, const void *args)
+allocate_rotated(smla_py_call *call, const void *args)
 {
     static const int groups_first[3] = {1, 0, 2};
     static const int columns_before_tokens[3] = {2, 0, 1};
@@ -143,6 +143,6 @@ const smla_py_operator smla_py_norm_operators[] = {
      SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
                    smla_fused_inv_rope_fp8_quant_args),
      .compute = compute_fused_inv_rope_fp8_quant,
-     .allocate = allocate_turned},
+     .allocate = allocate_rotated},
     {.name = NULL},
 };
