@@ -4,11 +4,11 @@
  * included alone. They need the C standard library and DLPack, nothing else. In the order of this
  * list they go from the simplest use to the rarest:
  *   status.h             every call returns a status and fills the caller's error
- *   kv_cache.h           write tokens into a paged cache, gather them back
+ *   cache.h           write tokens into a paged cache, gather them back
  *   indices.h            positions -> slots
- *   sparse_attention.h   attention -> merge, and the kernels that serve them
+ *   attention.h   attention -> merge, and the kernels that serve them
  *   absorption.h         kv_b_proj split, projections, per-tensor quantisation
- *   norm_rope.h          norms and RoPE around the attention of DeepSeek V4
+ *   norm.h          norms and RoPE around the attention of DeepSeek V4
  *   compressor.h         groups of tokens become rows of DeepSeek V4's compressed caches
  *   indexer.h            scores of keys, and the choice of the best
  *   step.h               the metadata builder and the forward pass of one layer
@@ -37,13 +37,13 @@
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H
 
-#include "sparse_mla/absorption.h"
+#include "sparse_mla/attention.h"
+#include "sparse_mla/cache.h"
 #include "sparse_mla/compressor.h"
+#include "sparse_mla/index.h"
 #include "sparse_mla/indexer.h"
-#include "sparse_mla/indices.h"
-#include "sparse_mla/kv_cache.h"
-#include "sparse_mla/norm_rope.h"
-#include "sparse_mla/sparse_attention.h"
+#include "sparse_mla/norm.h"
+#include "sparse_mla/projection.h"
 #include "sparse_mla/status.h"
 #include "sparse_mla/step.h"
 

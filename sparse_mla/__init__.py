@@ -16,7 +16,6 @@ Nothing is copied, and no framework is imported.
 from sparse_mla import backend, flash_mla, ops, v4
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
-from sparse_mla.ops.absorption import *
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
@@ -25,6 +24,7 @@ from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
+from sparse_mla.ops.projection import *
 
 __all__ = ["Tensor", "__version__", "flash_mla", "v4"]
 __all__ += backend.__all__

@@ -1,4 +1,4 @@
-"""grouped_output_projection (csrc/cpu/absorption, csrc/cuda/absorption)."""
+"""grouped_output_projection (csrc/cpu/projection, csrc/cuda/projection)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_close(got, value, magnitude, num_tokens: int, *, is_e4m3=True) -> Non
     assert ref.worst_ratio(got, value, bound(value, magnitude, unit)) <= 1
 
 
-# Up to so many tokens CUDA multiplies e4m3 without FP8 tensor cores (csrc/cuda/absorption).
+# Up to so many tokens CUDA multiplies e4m3 without FP8 tensor cores (csrc/cuda/projection).
 MOST_EXACT_TOKENS = 64
 
 # T, G, N, R. 8 x (4096 -> 1024) is V4-Flash's; N and R are as odd as they may be.

@@ -1,4 +1,4 @@
-"""convert_req_index_to_global_index, compared exactly (csrc/cpu/cache/index.c)."""
+"""convert_req_index_to_global_index, compared exactly (csrc/cpu/index/index.c)."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""lightning_indexer (csrc/ops/check_lightning.c, csrc/cpu/indexer): the bits of the two calls that
-it is made of, whatever the chunks, inside a workspace of bounded size."""
+"""lightning_indexer (csrc/ops/check_indexer_lightning.c, csrc/cpu/indexer): the bits of the two
+calls that it is made of, whatever the chunks, inside a workspace of bounded size."""
 
 from __future__ import annotations
 

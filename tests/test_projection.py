@@ -1,4 +1,4 @@
-"""Absorption: split_kv_b_proj, k_up_proj, v_up_proj (csrc/cpu/absorption/projection.c)."""
+"""Absorption: split_kv_b_proj, k_up_proj, v_up_proj (csrc/cpu/projection/projection.c)."""
 
 import cases
 import library

@@ -1,5 +1,5 @@
-"""top_k_per_row, compared exactly with a stable sort of integer keys (csrc/cpu/select,
-csrc/cuda/select)."""
+"""top_k_per_row, compared exactly with a stable sort of integer keys (csrc/cpu/topk,
+csrc/cuda/topk)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 #include "core/error.h"
 #include "core/operators.h"
 #include "core/params_compressor.h"
-#include "core/params_lightning.h"
-#include "sparse_mla/sparse_attention.h"
+#include "core/params_indexer_lightning.h"
+#include "sparse_mla/attention.h"
 
 #ifdef __cplusplus
 extern "C" {

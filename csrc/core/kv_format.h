@@ -70,7 +70,7 @@
 #pragma once
 
 #include "core/dltensor.h"
-#include "sparse_mla/kv_cache.h"
+#include "sparse_mla/cache.h"
 
 enum {
     SMLA_KV_LORA_RANK = 512,    /* latent values of a key, which are also its value */

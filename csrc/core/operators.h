@@ -5,7 +5,7 @@
  * has their CPU and CUDA functions. A line makes
  *   - the public entry point smla_<name> (ops/dispatch.c),
  *   - a slot of smla_backend (backend.h),
- *   - the declarations of smla_check_<name> (ops/check.h), smla_cpu_<name> (cpu/machine/cpu.h) and
+ *   - the declarations of smla_check_<name> (ops/check.h), smla_cpu_<name> (cpu/cpu.h) and
  *     smla_cuda_launch_<name> (cuda/host/cuda.h), each to be defined,
  *   - a name for tests that go through all operators. */
 #define SMLA_OPERATORS(X)      \

@@ -1,10 +1,10 @@
-/* params_lightning.h: what the backends read of lightning_indexer: the params of the two operators
+/* params_indexer_lightning.h: what the backends read of lightning_indexer: the params of the two operators
  * that it is made of.
  */
 #pragma once
 
 #include "core/params_indexer.h"
-#include "core/params_select.h"
+#include "core/params_topk.h"
 
 #ifdef __cplusplus
 extern "C" {

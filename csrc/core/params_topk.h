@@ -1,4 +1,4 @@
-/* params_select.h: what kernels read that choose keys by their logits. */
+/* params_topk.h: what kernels read that choose keys by their logits. */
 #pragma once
 
 #include "core/params.h"

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "cpu/attention/attention.h"
-#include "cpu/machine/cpu.h"
+#include "cpu/cpu.h"
 
 enum { CACHE_LINE_BYTES = 64 };
 

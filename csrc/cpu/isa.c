@@ -1,19 +1,19 @@
 /* isa.c: the table of instruction sets, and the choice among them. */
 #define _DEFAULT_SOURCE /* syscall */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
 
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/absorption/projection.h"
 #include "cpu/attention/attention.h"
 #include "cpu/cache/cache.h"
 #include "cpu/index/slot.h"
 #include "cpu/indexer/logits.h"
 #include "cpu/norm/norm.h"
-#include "cpu/select/select.h"
+#include "cpu/projection/projection.h"
+#include "cpu/topk/select.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
 #include <cpuid.h>

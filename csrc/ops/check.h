@@ -65,7 +65,8 @@ smla_status smla_check_attention_by(const smla_attention_rules *rules,
                                     smla_attention_plan *plan, const smla_backend **backend,
                                     smla_error *error);
 
-/* Checks the products of the scales of logits (check_scales.c), those on a device excepted. */
+/* Checks the products of the scales of logits, those on a device excepted:
+ * check_attention_scales.c. */
 smla_status smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
                                      const smla_attention_params *params, smla_error *error);
 

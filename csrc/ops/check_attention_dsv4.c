@@ -1,5 +1,5 @@
-/* check_dsv4.c: the argument rules of sparse_mla_dsv4. Its args become those of sparse_attention,
- * whose check does the rest.
+/* check_attention_dsv4.c: the argument rules of sparse_mla_dsv4. Its args become those of
+ * sparse_attention, whose check does the rest.
  */
 #include <float.h>
 

@@ -1,4 +1,6 @@
-/* check_scales.c: the rule of scales that are in range one by one, but not in their product. */
+/* check_attention_scales.c: the rule of scales that are in range one by one, but not in their
+ * product.
+ */
 #include <float.h>
 #include <math.h>
 

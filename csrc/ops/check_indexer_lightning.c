@@ -1,4 +1,6 @@
-/* check_lightning.c: the argument rules of lightning_indexer, and its cut of tokens into chunks. */
+/* check_indexer_lightning.c: the argument rules of lightning_indexer, and its cut of tokens into
+ * chunks.
+ */
 #include "ops/check.h"
 
 #include <assert.h>

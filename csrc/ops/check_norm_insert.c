@@ -1,5 +1,5 @@
-/* check_insert.c: the argument rules of fused_qnorm_rope_kv_insert. check_norm.c and check_cache.c
- * have those of its two halves.
+/* check_norm_insert.c: the argument rules of fused_qnorm_rope_kv_insert. check_norm.c and
+ * check_cache.c have those of its two halves.
  */
 #include "ops/check.h"
 

@@ -1,4 +1,4 @@
-/* check_absorption.c: the argument rules of absorption: the split of kv_b_proj, the projections,
+/* check_projection.c: the argument rules of absorption: the split of kv_b_proj, the projections,
  * and per-tensor quantisation. check.c has the others.
  */
 #include "ops/check.h"

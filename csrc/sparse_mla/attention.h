@@ -1,9 +1,9 @@
-/* sparse_attention.h: attention over the rows that a list of slots names, the merge of two results,
+/* attention.h: attention over the rows that a list of slots names, the merge of two results,
  * and which kernels there are. The conventions are in sparse_mla.h. */
-#ifndef SPARSE_MLA_SPARSE_ATTENTION_H
-#define SPARSE_MLA_SPARSE_ATTENTION_H
+#ifndef SPARSE_MLA_ATTENTION_H
+#define SPARSE_MLA_ATTENTION_H
 
-#include "sparse_mla/kv_cache.h"
+#include "sparse_mla/cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -121,4 +121,4 @@ SMLA_API int64_t smla_kernels(smla_kernel_info *rows, int64_t capacity);
 }
 #endif
 
-#endif /* SPARSE_MLA_SPARSE_ATTENTION_H */
+#endif /* SPARSE_MLA_ATTENTION_H */

@@ -1,7 +1,7 @@
-/* kv_cache.h: formats of cache rows, and calls that write tokens into a paged cache or gather them.
+/* cache.h: formats of cache rows, and calls that write tokens into a paged cache or gather them.
  * The conventions are in sparse_mla.h. */
-#ifndef SPARSE_MLA_KV_CACHE_H
-#define SPARSE_MLA_KV_CACHE_H
+#ifndef SPARSE_MLA_CACHE_H
+#define SPARSE_MLA_CACHE_H
 
 #include "sparse_mla/status.h"
 
@@ -131,4 +131,4 @@ SMLA_API smla_status smla_dequantize_and_gather_k_cache(const smla_gather_k_cach
 }
 #endif
 
-#endif /* SPARSE_MLA_KV_CACHE_H */
+#endif /* SPARSE_MLA_CACHE_H */

@@ -2,7 +2,7 @@
 #ifndef SPARSE_MLA_COMPRESSOR_H
 #define SPARSE_MLA_COMPRESSOR_H
 
-#include "sparse_mla/kv_cache.h"
+#include "sparse_mla/cache.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
-/* indices.h: lists of positions become lists of slots. The conventions are in sparse_mla.h. */
-#ifndef SPARSE_MLA_INDICES_H
-#define SPARSE_MLA_INDICES_H
+/* index.h: lists of positions become lists of slots. The conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_INDEX_H
+#define SPARSE_MLA_INDEX_H
 
 #include "sparse_mla/status.h"
 
@@ -102,4 +102,4 @@ SMLA_API smla_status smla_build_mixed_sparse_indices(const smla_mixed_indices_ar
 }
 #endif
 
-#endif /* SPARSE_MLA_INDICES_H */
+#endif /* SPARSE_MLA_INDEX_H */

@@ -1,9 +1,9 @@
-/* norm_rope.h: norms and RoPE around the attention of DeepSeek V4. The conventions are in
+/* norm.h: norms and RoPE around the attention of DeepSeek V4. The conventions are in
  * sparse_mla.h. */
-#ifndef SPARSE_MLA_NORM_ROPE_H
-#define SPARSE_MLA_NORM_ROPE_H
+#ifndef SPARSE_MLA_NORM_H
+#define SPARSE_MLA_NORM_H
 
-#include "sparse_mla/kv_cache.h"
+#include "sparse_mla/cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -83,4 +83,4 @@ SMLA_API smla_status smla_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8
 }
 #endif
 
-#endif /* SPARSE_MLA_NORM_ROPE_H */
+#endif /* SPARSE_MLA_NORM_H */

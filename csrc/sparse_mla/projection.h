@@ -1,7 +1,7 @@
-/* absorption.h: kv_b_proj as two matrices, the projections by them, and per-tensor quantisation.
+/* projection.h: kv_b_proj as two matrices, the projections by them, and per-tensor quantisation.
  * The conventions are in sparse_mla.h. */
-#ifndef SPARSE_MLA_ABSORPTION_H
-#define SPARSE_MLA_ABSORPTION_H
+#ifndef SPARSE_MLA_PROJECTION_H
+#define SPARSE_MLA_PROJECTION_H
 
 #include "sparse_mla/status.h"
 
@@ -76,4 +76,4 @@ SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor
 }
 #endif
 
-#endif /* SPARSE_MLA_ABSORPTION_H */
+#endif /* SPARSE_MLA_PROJECTION_H */

@@ -3,7 +3,7 @@
 #ifndef SPARSE_MLA_STEP_H
 #define SPARSE_MLA_STEP_H
 
-#include "sparse_mla/kv_cache.h"
+#include "sparse_mla/cache.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -25,7 +25,7 @@ from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 
 TOKENS, QUICK_TOKENS = (1, 16, 64, 128, 512, 2048, 8192), (1, 64, 2048)
-MOST_EXACT_TOKENS = 64  # csrc/cuda/absorption/projection_e4m3.cuh
+MOST_EXACT_TOKENS = 64  # csrc/cuda/projection/projection_e4m3.cuh
 
 
 def measure_projections(effort: CudaEffort) -> Table:

@@ -35,7 +35,6 @@ calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
 from sparse_mla.ops import (
-    absorption,
     attention,
     cache,
     compressor,
@@ -44,10 +43,9 @@ from sparse_mla.ops import (
     indexer,
     norm,
     planning,
+    projection,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
-from sparse_mla.ops.absorption import *
-from sparse_mla.ops.absorption import _split_kv_b_proj as _split_kv_b_proj
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plans as _attention_plans
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
@@ -58,9 +56,11 @@ from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
+from sparse_mla.ops.projection import *
+from sparse_mla.ops.projection import _split_kv_b_proj as _split_kv_b_proj
 
 __all__ = []
-__all__ += absorption.__all__
+__all__ += projection.__all__
 __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += compressor.__all__

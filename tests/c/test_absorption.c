@@ -3,7 +3,7 @@
 
 #include <float.h>
 
-#include "ops/quant_dims.h"
+#include "core/quant_dims.h"
 #include "reference.h"
 
 /* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */

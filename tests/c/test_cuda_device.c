@@ -20,7 +20,7 @@ static void test_free(void *memory);
 #undef free
 #undef slots
 #undef free_arrays
-#include "cuda/host/cuda_backend.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/cuda_backend.c" // NOLINT(bugprone-suspicious-include)
 
 /* ---- Operators that do nothing, in front of testing.h, which has a global `error` ----------- */
 

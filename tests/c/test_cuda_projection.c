@@ -1,4 +1,4 @@
-/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, how it calls
+/* test_cuda_projection.c: how csrc/cuda/projection/projection_cublas.c finds cuBLAS, how it calls
  * cuBLAS, and which products it leaves to a kernel. A fake cuBLAS in this file multiplies.
  */
 #define _GNU_SOURCE // NOLINT(cert-dcl51-cpp)
@@ -19,7 +19,7 @@ static char *test_getenv(const char *name);
 #define dladdr  test_dladdr
 #define lock    cublas_lock /* testing.h and runtime.h have these names, too */
 #define report  report_cublas
-#include "cuda/absorption/projection_cublas.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/projection/projection_cublas.c" // NOLINT(bugprone-suspicious-include)
 #undef dlopen
 #undef dlsym
 #undef dlerror

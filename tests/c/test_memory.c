@@ -16,7 +16,7 @@ static void test_free(void *memory);
 #define calloc        test_calloc
 #define aligned_alloc test_aligned_alloc
 #define free          test_free
-#include "cpu/machine/cpu_backend.c"    // NOLINT(bugprone-suspicious-include)
+#include "cpu/cpu_backend.c"            // NOLINT(bugprone-suspicious-include)
 #include "cpu/machine/thread_scratch.c" // NOLINT(bugprone-suspicious-include)
 #include "step/builder.c"               // NOLINT(bugprone-suspicious-include)
 #undef malloc

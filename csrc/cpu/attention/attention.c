@@ -17,7 +17,7 @@
 
 #include "core/fp_mode.h"
 #include "cpu/attention/attention.h"
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
 enum {

@@ -7,8 +7,8 @@
 #include <math.h>
 
 #include "core/fp_mode.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 

@@ -6,8 +6,8 @@
 #include "cpu/cache/cache.h"
 #include "core/fp_mode.h"
 #include "cpu/cache/slot_shares.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
 enum {

@@ -2,9 +2,9 @@
  *
  * Order is kept and nothing is compacted: an entry that names no key becomes -1 where it stands.
  */
+#include "cpu/cpu.h"
 #include "cpu/index/slot.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
 smla_status

@@ -5,9 +5,9 @@
  */
 #include <string.h>
 
+#include "cpu/cpu.h"
 #include "cpu/index/slot.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
 enum { MIN_PARALLEL_ENTRIES = 1 << 16 }; /* below, starting threads costs more than they save */

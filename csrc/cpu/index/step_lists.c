@@ -3,8 +3,8 @@
  *
  * A token's rows are written by one thread.
  */
+#include "cpu/cpu.h"
 #include "cpu/index/slot.h"
-#include "cpu/machine/cpu.h"
 #include "cpu/machine/threads.h"
 
 enum { MIN_PARALLEL_TOKENS = 256 }; /* below, starting threads costs more than they save */

@@ -2,8 +2,8 @@
  * writes it as a row of the indexer's cache.
  */
 #include "cpu/cache/cache.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 

@@ -11,9 +11,9 @@
 
 #include "core/fp_mode.h"
 #include "cpu/cache/cache.h"
+#include "cpu/cpu.h"
 #include "cpu/indexer/logits.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
 enum {

@@ -5,8 +5,8 @@
 
 #include <string.h>
 
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
 enum {

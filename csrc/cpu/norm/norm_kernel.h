@@ -258,8 +258,8 @@ normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float
     }
 }
 
-#include "cpu/norm/merge_kernel.h"
-#include "cpu/norm/pool_kernel.h"
+#include "cpu/attention/merge_kernel.h"
+#include "cpu/compressor/pool_kernel.h"
 
 const smla_norm_isa SMLA_NORM = {
     .save_state = save_state,

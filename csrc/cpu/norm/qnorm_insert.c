@@ -5,8 +5,8 @@
 
 #include "cpu/cache/cache.h"
 #include "cpu/cache/slot_shares.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 

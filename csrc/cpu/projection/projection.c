@@ -4,10 +4,10 @@
  * projections differ in which dimension of the weight is summed. The grouped output projection, by
  * groups instead of heads, may have e4m3 values with scales.
  */
-#include "cpu/absorption/projection.h"
+#include "cpu/projection/projection.h"
 #include "core/fp_mode.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
 static int64_t

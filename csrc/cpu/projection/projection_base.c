@@ -5,6 +5,6 @@
 
 enum { VECTORS = 2 }; /* vectors of outputs per step, which has 4 * VECTORS accumulators */
 
-#include "cpu/absorption/projection_fp32.h"
+#include "cpu/projection/projection_fp32.h"
 
-#include "cpu/absorption/projection_kernel.h"
+#include "cpu/projection/projection_kernel.h"

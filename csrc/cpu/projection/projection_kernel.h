@@ -37,9 +37,9 @@
 #include <string.h>
 
 #include "core/fp_mode.h"
-#include "cpu/absorption/projection.h"
+#include "core/projection_scale.h"
 #include "cpu/machine/narrow.h"
-#include "ops/projection_scale.h"
+#include "cpu/projection/projection.h"
 
 enum {
     OUTER_BLOCK = SMLA_PROJECTION_OUTER,

@@ -6,11 +6,11 @@
  * into pieces of rows. Pieces that are contiguous in x and in out go to cache_kernel.h.
  */
 #include "core/fp_mode.h"
+#include "core/quant_dims.h"
 #include "cpu/cache/cache.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/threads.h"
-#include "ops/quant_dims.h"
 
 /* ---- Pieces -------------------------------------------------------------------------------- */
 

@@ -9,11 +9,11 @@
 #include <limits.h>
 #include <string.h>
 
+#include "cpu/cpu.h"
 #include "cpu/index/slot.h"
-#include "cpu/machine/cpu.h"
-#include "cpu/machine/isa.h"
+#include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
-#include "cpu/select/select.h"
+#include "cpu/topk/select.h"
 
 enum {
     MIN_PARALLEL_LOGITS = 1 << 15, /* below, starting threads costs more than they save */

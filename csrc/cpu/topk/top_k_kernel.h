@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#include "cpu/select/select.h"
+#include "cpu/topk/select.h"
 
 enum { BLOCK = 32 };
 

@@ -1,8 +1,8 @@
 /* compressor.cu: the table of DeepSeek V4's compressor, and its launcher. The kernels and their
  * seven headings are in compressor.cuh.
  */
-#include "cuda/norm/compressor.cuh"
-#include "cuda/norm/compressor_parts.h"
+#include "cuda/compressor/compressor.cuh"
+#include "cuda/compressor/compressor_parts.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 /* compressor_sm90.cu: the compressor's long groups of 512 channels on Hopper, where two CTAs divide
  * the channels of a group. The kernels and their seven headings are in compressor.cuh.
  */
-#include "cuda/norm/compressor.cuh"
-#include "cuda/norm/compressor_parts.h"
+#include "cuda/compressor/compressor.cuh"
+#include "cuda/compressor/compressor_parts.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/machine/cpu.h"
+#include "cpu/cpu.h"
 #include "cuda/host/cuda.h"
 
 smla_status

@@ -15,10 +15,10 @@
  *              terms is 0. The last bit may differ from cuBLAS's, which sums in another order.
  * Source       The formula; the kernel is ours.
  */
+#include "core/projection_scale.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "ops/projection_scale.h"
 
 namespace {
 

@@ -21,7 +21,7 @@
  *              of a sum depends on k alone.
  * Source       DeepGEMM, for a sum per 128 values; the kernel is ours.
  */
-#include "cuda/absorption/projection_e4m3.cuh"
+#include "cuda/projection/projection_e4m3.cuh"
 
 namespace {
 

@@ -6,10 +6,10 @@
  */
 #pragma once
 
+#include "core/projection_scale.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "ops/projection_scale.h"
 
 enum {
     STEP_VALUES = SMLA_SCALE_TILE, /* bytes per row of a step */

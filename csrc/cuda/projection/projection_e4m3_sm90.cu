@@ -23,7 +23,7 @@
  * Source       DeepGEMM's sm90_fp8_gemm_1d2d, for adding a step's products to sums in registers;
  *              copies without tensor maps, which take any strides, are ours.
  */
-#include "cuda/absorption/projection_e4m3.cuh"
+#include "cuda/projection/projection_e4m3.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace {

@@ -20,11 +20,11 @@
  *              the same on every run. An empty x has scale 1e-10 / 448.
  * Source       dynamic_per_batched_tensor_quant of vLLM, for the formula.
  */
-#include "cuda/absorption/load_value.cuh"
+#include "core/quant_dims.h"
 #include "cuda/host/cuda.h"
+#include "cuda/projection/load_value.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "ops/quant_dims.h"
 
 namespace {
 

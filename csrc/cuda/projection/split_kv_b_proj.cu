@@ -12,8 +12,8 @@
  * Numerics     Every byte is what the CPU gives: products are fp32 and are rounded once. The NaN of
  *              inf * 0 has the sign that the device gives.
  */
-#include "cuda/absorption/load_value.cuh"
 #include "cuda/host/cuda.h"
+#include "cuda/projection/load_value.cuh"
 #include "cuda/ptx/launch.cuh"
 
 namespace {

@@ -2,7 +2,7 @@
  * k-th key, then masks and counts of the keys that each thread takes. */
 #pragma once
 
-#include "cuda/select/held_stream.cuh"
+#include "cuda/topk/held_stream.cuh"
 
 namespace {
 

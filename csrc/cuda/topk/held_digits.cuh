@@ -9,7 +9,7 @@
  */
 #pragma once
 
-#include "cuda/select/held_row.cuh"
+#include "cuda/topk/held_row.cuh"
 
 namespace {
 

@@ -27,7 +27,7 @@
  */
 #pragma once
 
-#include "cuda/select/top_k_rows.cuh"
+#include "cuda/topk/top_k_rows.cuh"
 
 namespace {
 

@@ -40,7 +40,7 @@
  */
 #pragma once
 
-#include "cuda/select/held_results.cuh"
+#include "cuda/topk/held_results.cuh"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/ptx/prefetch.cuh"
-#include "cuda/select/held_digits.cuh"
+#include "cuda/topk/held_digits.cuh"
 
 namespace {
 

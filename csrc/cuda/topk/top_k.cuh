@@ -29,7 +29,7 @@
  */
 #pragma once
 
-#include "cuda/select/top_k_digits.cuh"
+#include "cuda/topk/top_k_digits.cuh"
 
 namespace {
 

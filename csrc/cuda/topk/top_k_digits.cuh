@@ -6,7 +6,7 @@
  */
 #pragma once
 
-#include "cuda/select/top_k_keys.cuh"
+#include "cuda/topk/top_k_keys.cuh"
 
 namespace {
 

@@ -1,7 +1,7 @@
 /* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys are resident in a cluster. The
  * kernel and its seven headings are in held_select.cuh. */
-#include "cuda/select/held_select.cuh"
-#include "cuda/select/top_k_clusters.h"
+#include "cuda/topk/held_select.cuh"
+#include "cuda/topk/top_k_clusters.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 /* top_k_launch.cuh: how top_k.cuh's kernels are started: their shared memory and their grid. */
 #pragma once
 
-#include "cuda/select/top_k.cuh"
+#include "cuda/topk/top_k.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-/* ops_absorption.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
+/* ops_projection.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
 #include "python/call/operator.h"
 
 static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};

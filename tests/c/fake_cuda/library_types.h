@@ -1,4 +1,4 @@
-/* library_types.h: the part of CUDA's header that projection_cublas.c in csrc/cuda/absorption uses;
+/* library_types.h: the part of CUDA's header that projection_cublas.c in csrc/cuda/projection uses;
  * see cuda_runtime_api.h. */
 #pragma once
 
