@@ -1,5 +1,5 @@
 """Both sides of every rule: the last value that is accepted, the first that is refused, and the
-error text, which names the argument and its value (csrc/ops/check.c, rule.c, plan.c, builder.c,
+error text, which names the argument and its value (csrc/ops, rule.c, plan.c, builder.c,
 forward.c, csrc/cpu).
 
 Dtypes, shapes, ranks and overlaps use the table of test_views.py; other rules are listed here.

@@ -1,4 +1,4 @@
-"""A bad call raises one clear error and writes nothing; the next one works (csrc/ops/check.c).
+"""A bad call raises one clear error and writes nothing; the next one works (csrc/ops).
 
 Each row of the table changes one argument of a good call. It also names the arguments that the
 error text may blame: if two shapes disagree, the text may name either.

@@ -1,6 +1,6 @@
 /* params.h: the params of every operator, which kernels read. Compiles as C and as CUDA.
  *
- * check.c turns the caller's args into params; the layers below it validate nothing again. Sizes
+ * A check turns the caller's args into params; the layers below it validate nothing again. Sizes
  * are counts. Strides are in elements of the pointed-to type unless the name ends in _bytes. Sizes
  * and strides are int64. Shapes use the letters of sparse_mla.h.
  */

@@ -1,4 +1,5 @@
-/* rule.h: rules for arrays. check.c states the rules of each operator; rule.c enforces them.
+/* rule.h: rules for arrays. Files check_<family>.c state the rules of operators; rule.c enforces
+ * them.
  *
  * A checker lives on the stack of one call. Arrays pass through smla_require in the order of the
  * args struct, so the first wrong array is reported. smla_require_disjoint comes last, when all

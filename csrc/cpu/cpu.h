@@ -1,6 +1,6 @@
 /* cpu.h: the operators of the CPU backend; cpu_backend.c puts them into the table.
  *
- * Every function takes params that check.c has made. Only values inside arrays (slots, pages,
+ * Every function takes params that a check has made. Only values inside arrays (slots, pages,
  * request ids) are left to check, before anything is written. OpenMP shares out large work; no
  * result depends on the number of threads. The CUDA backend's checked mode calls the check
  * functions on host copies of its arrays.

@@ -1,4 +1,4 @@
-/* check.h: Args -> Params, one function per operator. Defined in check.c and check_<family>.c. */
+/* check.h: Args -> Params, one function per operator. Defined in check_<family>.c. */
 #pragma once
 
 #include "core/backend.h"
@@ -96,6 +96,18 @@ smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tens
 
 /* A block table that has been checked, or no table for NULL. */
 smla_page_table smla_page_table_of(const DLTensor *tensor, int64_t block_size);
+
+/* Checks an int32 table of page numbers [>= num_reqs, any]. */
+smla_status smla_require_table(smla_checker *checker, const char *name, const DLTensor *tensor,
+                               int64_t num_reqs, unsigned flags);
+
+/* Checks is_valid [>= num_tokens], which may be absent. */
+smla_status smla_require_is_valid(smla_checker *checker, const DLTensor *tensor,
+                                  int64_t num_tokens);
+
+/* Checks a number of `least` to INT32_MAX. */
+smla_status smla_require_number(const smla_checker *checker, const char *name, int64_t value,
+                                int64_t least);
 
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,

@@ -1,5 +1,5 @@
-/* check_index.c: the argument rules of the operators that build index lists for DeepSeek V4: top-k
- * of logits, top-k positions to slots, the rows of a prefill chunk, the mixed lists of a batch.
+/* check_index.c: the argument rules of the operators that build lists of keys: positions to slots or
+ * rows, the rows of a prefill chunk of DeepSeek V4, the mixed lists of its batch.
  */
 #include "ops/check.h"
 
@@ -17,27 +17,6 @@ require_lists(smla_checker *c, const char *name, const DLTensor *tensor, int64_t
                                         .ndim = 2,
                                         .shape = {num_rows, num_columns},
                                         .hint = hint});
-}
-
-static smla_status
-require_table(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_reqs,
-              unsigned flags)
-{
-    return require_lists(c, name, tensor, num_reqs, SMLA_ANY,
-                         flags | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                         "a row of page numbers per request");
-}
-
-static smla_status
-require_is_valid(smla_checker *c, const DLTensor *tensor, int64_t num_tokens)
-{
-    return smla_require(c, &(smla_rule){.name = "is_valid",
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_BOOL,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                                 SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_tokens}});
 }
 
 /* Checks query_start_loc [R + 1] and seq_lens [R]. */
@@ -79,12 +58,6 @@ require_columns(const smla_checker *c, const char *name, const DLTensor *tensor,
 
 /* ---- Numbers ------------------------------------------------------------------------------- */
 
-static smla_status
-require_number(const smla_checker *c, const char *name, int64_t value, int64_t least)
-{
-    return smla_require_count(c->op, name, value, least, INT32_MAX, c->error);
-}
-
 static int64_t
 round_up(int64_t value, int64_t unit)
 {
@@ -106,8 +79,8 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
     SMLA_TRY(smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, num_tokens,
                                  SMLA_RULE_MORE_ROWS, "an entry per row of `topk_indices`"));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
-    SMLA_TRY(require_number(&c, "block_size", args->block_size, 1));
-    SMLA_TRY(require_is_valid(&c, args->is_valid, num_tokens));
+    SMLA_TRY(smla_require_number(&c, "block_size", args->block_size, 1));
+    SMLA_TRY(smla_require_is_valid(&c, args->is_valid, num_tokens));
     SMLA_TRY(require_lists(&c, "out", args->out, num_tokens, topk, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
@@ -132,134 +105,65 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
     return SMLA_OK;
 }
 
-/* What belongs to slots_block_table must come with it, and not without it. */
-static smla_status
-require_slot_arguments(const smla_checker *c, const smla_top_k_args *args)
-{
-    const struct {
-        const char *name;
-        bool is_given;
-        bool is_needed;
-    } parts[] = {{"slots_block_size", args->slots_block_size != 0, true},
-                 {"req_id_per_token", args->req_id_per_token != NULL, true},
-                 {"is_valid", args->is_valid != NULL, false},
-                 {"slots", args->slots != NULL, true},
-                 {"lens", args->lens != NULL, true}};
-    const bool has_table = args->slots_block_table != NULL;
-    for (int i = 0; i < 5; i++) {
-        if (has_table ? parts[i].is_needed && !parts[i].is_given : parts[i].is_given) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must %s `slots_block_table`, %s",
-                             c->op, parts[i].name, has_table ? "come with" : "be left out without",
-                             has_table ? "got none" : "got one");
-        }
-    }
-    return SMLA_OK;
-}
-
-/* Checks the arrays of the slots, all of which are absent without slots_block_table. */
-static smla_status
-require_slots(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens)
-{
-    const unsigned flags = SMLA_RULE_OPTIONAL;
-    SMLA_TRY(require_slot_arguments(c, args));
-    SMLA_TRY(require_table(c, "slots_block_table", args->slots_block_table, 0, flags));
-    if (args->slots_block_table != NULL) {
-        SMLA_TRY(require_number(c, "slots_block_size", args->slots_block_size, 1));
-    }
-    SMLA_TRY(smla_require_vector(c, "req_id_per_token", args->req_id_per_token, num_tokens,
-                                 flags | SMLA_RULE_MORE_ROWS, "an entry per token"));
-    return require_is_valid(c, args->is_valid, num_tokens);
-}
-
-/* Checks an array [num_tokens, k] that is written. */
-static smla_status
-require_chosen(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtype,
-               int64_t num_tokens, int64_t k, unsigned flags)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = dtype,
-                                        .flags = flags | SMLA_RULE_OUTPUT,
-                                        .ndim = 2,
-                                        .shape = {num_tokens, k},
-                                        .hint = "`k` columns per token"});
-}
-
 smla_status
-smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens,
-                    unsigned dtype, smla_top_k_params *params)
+smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *args,
+                                             smla_convert_params *params,
+                                             const smla_backend **backend, smla_error *error)
 {
-    const unsigned optional = SMLA_RULE_OPTIONAL;
-    SMLA_TRY(require_number(c, "k", args->k, 1));
-    SMLA_TRY(require_slots(c, args, num_tokens));
-    SMLA_TRY(require_chosen(c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, args->k, 0));
+    smla_checker c;
+    smla_open_checker(&c, "convert_req_index_to_global_index", error);
     SMLA_TRY(
-        require_chosen(c, "slots", args->slots, SMLA_DTYPE_INT32, num_tokens, args->k, optional));
-    SMLA_TRY(
-        smla_require_vector(c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT | optional, NULL));
-    SMLA_TRY(require_chosen(c, "values", args->values, dtype, num_tokens, args->k, optional));
-    const smla_call call = smla_call_of(c, args->stream, NULL);
-    *params = (smla_top_k_params){
-        .call = call,
+        smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
+    const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
+                                           .tensor = args->topk_indices,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, SMLA_ANY},
+                                           .hint = "a row per entry of `req_id_per_token`"}));
+    const int64_t topk = smla_size(args->topk_indices, 1);
+    SMLA_TRY(smla_require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
+                                 SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
+                                 SMLA_ANY,
+                                 args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0, NULL));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, topk}}));
+    SMLA_TRY(smla_require_vector(&c, "counts", args->counts, num_tokens,
+                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_convert_params){
+        .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = num_tokens,
-        .k = args->k,
-        .is_bf16 = dtype == SMLA_DTYPE_BF16,
-        .starts = smla_data(args->starts),
-        .starts_stride = smla_stride(args->starts, 0),
-        .ends = smla_data(args->ends),
-        .ends_stride = smla_stride(args->ends, 0),
+        .topk = topk,
+        .num_reqs = smla_size(args->block_table, 0),
+        .num_blocks = smla_size(args->block_table, 1),
+        .num_prefills = args->prefill_workspace_starts == NULL
+                            ? 0
+                            : smla_size(args->prefill_workspace_starts, 0),
+        .block_size = args->block_size,
+        .req_id_per_token = smla_data(args->req_id_per_token),
+        .req_id_stride = smla_stride(args->req_id_per_token, 0),
+        .block_table = smla_data(args->block_table),
+        .block_table_stride_req = smla_stride(args->block_table, 0),
+        .block_table_stride_block = smla_stride(args->block_table, 1),
+        .topk_indices = smla_data(args->topk_indices),
+        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
+        .prefill_request_ids = smla_data(args->prefill_request_ids),
+        .prefill_request_ids_stride = smla_stride(args->prefill_request_ids, 0),
+        .prefill_workspace_starts = smla_data(args->prefill_workspace_starts),
+        .prefill_workspace_starts_stride = smla_stride(args->prefill_workspace_starts, 0),
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),
-        .values = smla_data(args->values),
-        .values_stride_token = smla_stride(args->values, 0),
-        .slots = {.call = call,
-                  .table = "slots_block_table",
-                  .num_tokens = num_tokens,
-                  .topk = args->k,
-                  .num_reqs =
-                      args->slots_block_table == NULL ? 0 : smla_size(args->slots_block_table, 0),
-                  .topk_indices = smla_data(args->out),
-                  .topk_indices_stride_token = smla_stride(args->out, 0),
-                  .req_id_per_token = smla_data(args->req_id_per_token),
-                  .req_id_stride = smla_stride(args->req_id_per_token, 0),
-                  .pages = smla_page_table_of(args->slots_block_table, args->slots_block_size),
-                  .is_valid = smla_data(args->is_valid),
-                  .is_valid_stride = smla_stride(args->is_valid, 0),
-                  .out = smla_data(args->slots),
-                  .out_stride_token = smla_stride(args->slots, 0),
-                  .lens = smla_data(args->lens),
-                  .lens_stride = smla_stride(args->lens, 0)},
+        .counts = smla_data(args->counts),
+        .counts_stride = smla_stride(args->counts, 0),
     };
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
-                         const smla_backend **backend, smla_error *error)
-{
-    static const char hint[] = "an entry per row of `logits`";
-    smla_checker c;
-    smla_open_checker(&c, "top_k_per_row", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "logits",
-                                           .tensor = args->logits,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    const int64_t num_tokens = smla_size(args->logits, 0);
-    const int64_t num_columns = smla_size(args->logits, 1);
-    if (num_columns > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `logits` must have at most %d columns, got %lld", c.op, INT32_MAX,
-                         (long long)num_columns);
-    }
-    SMLA_TRY(
-        smla_require_vector(&c, "starts", args->starts, num_tokens, SMLA_RULE_MORE_ROWS, hint));
-    SMLA_TRY(smla_require_vector(&c, "ends", args->ends, num_tokens, SMLA_RULE_MORE_ROWS, hint));
-    SMLA_TRY(smla_require_choice(&c, args, num_tokens, smla_dtype(args->logits), params));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    params->num_columns = num_columns;
-    params->logits = smla_data(args->logits);
-    params->logits_stride_token = smla_stride(args->logits, 0);
     return SMLA_OK;
 }
 
@@ -275,12 +179,12 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
     const int64_t num_tokens = smla_size(args->topk_indices, 0);
     SMLA_TRY(require_batch(&c, args->query_start_loc, args->seq_lens, &batch));
     SMLA_TRY(smla_require_vector(&c, "gather_lens", args->gather_lens, batch.num_reqs, 0, NULL));
-    SMLA_TRY(require_number(&c, "window", args->window, 1));
-    SMLA_TRY(require_number(&c, "ratio", args->ratio, 1));
-    SMLA_TRY(require_number(&c, "topk", args->topk, 0));
-    SMLA_TRY(require_number(&c, "M", args->M, 0));
-    SMLA_TRY(require_number(&c, "N", args->N, 0));
-    SMLA_TRY(require_number(&c, "align", args->align, 1));
+    SMLA_TRY(smla_require_number(&c, "window", args->window, 1));
+    SMLA_TRY(smla_require_number(&c, "ratio", args->ratio, 1));
+    SMLA_TRY(smla_require_number(&c, "topk", args->topk, 0));
+    SMLA_TRY(smla_require_number(&c, "M", args->M, 0));
+    SMLA_TRY(smla_require_number(&c, "N", args->N, 0));
+    SMLA_TRY(smla_require_number(&c, "align", args->align, 1));
     SMLA_TRY(require_columns(&c, "topk_indices", args->topk_indices, args->topk));
     const int64_t width = round_up(args->topk + args->window, args->align);
     SMLA_TRY(require_lists(&c, "out", args->out, num_tokens, width, SMLA_RULE_OUTPUT,
@@ -366,18 +270,18 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
                            SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(require_batch(&c, args->query_start_loc, args->seq_lens, &batch));
     SMLA_TRY(require_request_ids(&c, args, &sizes));
-    SMLA_TRY(require_table(&c, "swa_block_table", args->swa_block_table, batch.num_reqs, 0));
-    SMLA_TRY(require_number(&c, "swa_block_size", args->swa_block_size, 1));
+    SMLA_TRY(smla_require_table(&c, "swa_block_table", args->swa_block_table, batch.num_reqs, 0));
+    SMLA_TRY(smla_require_number(&c, "swa_block_size", args->swa_block_size, 1));
     const bool has_prefills = sizes.num_tokens > sizes.num_decode_tokens;
     const bool has_positions =
         (has_prefills && args->topk > 0) || (args->decode_indices_are_local != 0 &&
                                              sizes.decode_topk > 0 && sizes.num_decode_tokens > 0);
-    SMLA_TRY(require_table(&c, "compressed_block_table", args->compressed_block_table,
-                           batch.num_reqs, has_positions ? 0 : SMLA_RULE_OPTIONAL));
-    SMLA_TRY(require_number(&c, "compressed_block_size", args->compressed_block_size, 1));
-    SMLA_TRY(require_number(&c, "window", args->window, 1));
-    SMLA_TRY(require_number(&c, "ratio", args->ratio, 1));
-    SMLA_TRY(require_number(&c, "topk", args->topk, 0));
+    SMLA_TRY(smla_require_table(&c, "compressed_block_table", args->compressed_block_table,
+                                batch.num_reqs, has_positions ? 0 : SMLA_RULE_OPTIONAL));
+    SMLA_TRY(smla_require_number(&c, "compressed_block_size", args->compressed_block_size, 1));
+    SMLA_TRY(smla_require_number(&c, "window", args->window, 1));
+    SMLA_TRY(smla_require_number(&c, "ratio", args->ratio, 1));
+    SMLA_TRY(smla_require_number(&c, "topk", args->topk, 0));
     if (sizes.num_decode_tokens > 0 && smla_size(args->decode_swa_indices, 1) != args->window) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `decode_swa_indices` must have `window` (%lld) columns, got %lld",
@@ -388,7 +292,7 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
         SMLA_TRY(
             require_columns(&c, "prefill_topk_indices", args->prefill_topk_indices, args->topk));
     }
-    SMLA_TRY(require_is_valid(&c, args->is_valid, sizes.num_decode_tokens));
+    SMLA_TRY(smla_require_is_valid(&c, args->is_valid, sizes.num_decode_tokens));
     const int64_t topk = args->topk > sizes.decode_topk ? args->topk : sizes.decode_topk;
     const int64_t width = args->window + round_up(topk, 4);
     SMLA_TRY(require_lists(&c, "out", args->out, sizes.num_tokens, width, SMLA_RULE_OUTPUT,

@@ -1,5 +1,5 @@
 /* check_norm.c: the argument rules of the operators around DeepSeek V4's attention: norms and RoPE.
- * check.c has the others.
+ * check_parts.c has the shared ones.
  */
 #include <float.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 /* check_projection.c: the argument rules of absorption: the split of kv_b_proj, the projections,
- * and per-tensor quantisation. check.c has the others.
+ * and per-tensor quantisation. check_parts.c has the shared ones.
  */
 #include "ops/check.h"
 

@@ -1,4 +1,4 @@
-/* dispatch.c: the public entry points. Each copies the caller's args, lets check.c turn them into
+/* dispatch.c: the public entry points. Each copies the caller's args, lets a check turn them into
  * params, and passes the params to the backend of the device. Plans and sizes are estimated with
  * floating-point numbers, so asking for one sets the default mode as a call does.
  */

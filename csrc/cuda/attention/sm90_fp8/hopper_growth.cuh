@@ -141,7 +141,7 @@ move_references(const hopper_launch &launch, const thread_index &me, hopper_memo
         shared->shift_factor[head] = scale_of_shift(shift);
         mark_reference_jump(shared, state, shift >= REFERENCE_JUMP);
     }
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->rescaled), true);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
@@ -252,7 +252,7 @@ follow_references(const thread_index &me, hopper_memory<Shape> *shared, consumer
     const int other = me.group ^ 1;
     const int thread = SMLA_WARP_LANES * me.warp + me.lane;
     const uint32_t parity = (state->phase & GROWTH_PARITY) != 0;
-    ptx_mbarrier_wait(ptx_shared_address(&shared->moved), parity);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->rescaled), parity);
     if constexpr (WAITS) {
         wgmma_wait<0>();
     }

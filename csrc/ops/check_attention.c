@@ -1,4 +1,4 @@
-/* check.c: the argument rules of all operators but those of check_<family>.c. Args (arrays as the
+/* check_attention.c: the argument rules of attention and of merge_attn_states. Args (arrays as the
  * caller gave them) become params (flat sizes, strides, typed pointers). The layers below validate
  * nothing again.
  *
@@ -10,143 +10,6 @@
 #include <math.h>
 
 #include "core/rule.h"
-
-smla_float_type
-smla_float_type_of(const DLTensor *tensor)
-{
-    switch (smla_dtype(tensor)) {
-    case SMLA_DTYPE_BF16: return SMLA_FLOAT_BF16;
-    case SMLA_DTYPE_FP16: return SMLA_FLOAT_FP16;
-    case SMLA_DTYPE_FP32: return SMLA_FLOAT_FP32;
-    default: return SMLA_FLOAT_E4M3;
-    }
-}
-
-smla_call
-smla_call_of(const smla_checker *c, void *stream, const smla_kv_format_info *kv_format)
-{
-    return (smla_call){.op = c->op,
-                       .stream = {.device_id = c->device.device_id, .handle = stream},
-                       .kv_format = kv_format};
-}
-
-smla_status
-smla_finish_check(const smla_checker *c, const smla_backend **backend)
-{
-    SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
-    return smla_require_disjoint(c);
-}
-
-smla_status
-smla_require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
-                    unsigned flags, const char *hint)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {count},
-                                        .hint = hint});
-}
-
-smla_status
-smla_require_block_table(smla_checker *c, const DLTensor *tensor)
-{
-    return smla_require(c, &(smla_rule){.name = "block_table",
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {SMLA_ANY, SMLA_ANY},
-                                        .hint = "a row of page numbers per request"});
-}
-
-smla_page_table
-smla_page_table_of(const DLTensor *tensor, int64_t block_size)
-{
-    return (smla_page_table){
-        .block_table = smla_data(tensor),
-        .stride_req = smla_stride(tensor, 0),
-        .stride_block = smla_stride(tensor, 1),
-        .num_blocks = tensor == NULL ? 0 : smla_size(tensor, 1),
-        .block_size = block_size,
-    };
-}
-
-/* ---- Indices and attention ----------------------------------------------------------------- */
-
-smla_status
-smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *args,
-                                             smla_convert_params *params,
-                                             const smla_backend **backend, smla_error *error)
-{
-    smla_checker c;
-    smla_open_checker(&c, "convert_req_index_to_global_index", error);
-    SMLA_TRY(
-        smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
-    const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
-    SMLA_TRY(smla_require_block_table(&c, args->block_table));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
-                                           .tensor = args->topk_indices,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, SMLA_ANY},
-                                           .hint = "a row per entry of `req_id_per_token`"}));
-    const int64_t topk = smla_size(args->topk_indices, 1);
-    SMLA_TRY(smla_require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
-                                 SMLA_RULE_OPTIONAL, NULL));
-    SMLA_TRY(smla_require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
-                                 SMLA_ANY,
-                                 args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0, NULL));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, topk}}));
-    SMLA_TRY(smla_require_vector(&c, "counts", args->counts, num_tokens,
-                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
-    SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_convert_params){
-        .call = smla_call_of(&c, args->stream, NULL),
-        .num_tokens = num_tokens,
-        .topk = topk,
-        .num_reqs = smla_size(args->block_table, 0),
-        .num_blocks = smla_size(args->block_table, 1),
-        .num_prefills = args->prefill_workspace_starts == NULL
-                            ? 0
-                            : smla_size(args->prefill_workspace_starts, 0),
-        .block_size = args->block_size,
-        .req_id_per_token = smla_data(args->req_id_per_token),
-        .req_id_stride = smla_stride(args->req_id_per_token, 0),
-        .block_table = smla_data(args->block_table),
-        .block_table_stride_req = smla_stride(args->block_table, 0),
-        .block_table_stride_block = smla_stride(args->block_table, 1),
-        .topk_indices = smla_data(args->topk_indices),
-        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
-        .prefill_request_ids = smla_data(args->prefill_request_ids),
-        .prefill_request_ids_stride = smla_stride(args->prefill_request_ids, 0),
-        .prefill_workspace_starts = smla_data(args->prefill_workspace_starts),
-        .prefill_workspace_starts_stride = smla_stride(args->prefill_workspace_starts, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .counts = smla_data(args->counts),
-        .counts_stride = smla_stride(args->counts, 0),
-    };
-    return SMLA_OK;
-}
-
-smla_status
-smla_require_num_heads(const smla_checker *c, const char *name, int64_t num_heads)
-{
-    if (num_heads < 1 || num_heads > SMLA_MAX_HEADS) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have 1 to %d heads, got %lld",
-                         c->op, name, SMLA_MAX_HEADS, (long long)num_heads);
-    }
-    return SMLA_OK;
-}
 
 static smla_status
 check_num_splits(const smla_checker *c, int64_t num_splits)
@@ -304,18 +167,6 @@ require_query_scale(smla_checker *c, const smla_attention_rules *rules, const DL
                          given->value);
     }
     return SMLA_OK;
-}
-
-smla_status
-smla_require_state(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
-                   int64_t num_heads, unsigned flags)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {num_tokens, num_heads}});
 }
 
 static smla_status

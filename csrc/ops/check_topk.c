@@ -1,0 +1,133 @@
+/* check_topk.c: the argument rules of top_k_per_row. lightning_indexer shares them. */
+#include "ops/check.h"
+
+/* What belongs to slots_block_table must come with it, and not without it. */
+static smla_status
+require_slot_arguments(const smla_checker *c, const smla_top_k_args *args)
+{
+    const struct {
+        const char *name;
+        bool is_given;
+        bool is_needed;
+    } parts[] = {{"slots_block_size", args->slots_block_size != 0, true},
+                 {"req_id_per_token", args->req_id_per_token != NULL, true},
+                 {"is_valid", args->is_valid != NULL, false},
+                 {"slots", args->slots != NULL, true},
+                 {"lens", args->lens != NULL, true}};
+    const bool has_table = args->slots_block_table != NULL;
+    for (int i = 0; i < 5; i++) {
+        if (has_table ? parts[i].is_needed && !parts[i].is_given : parts[i].is_given) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must %s `slots_block_table`, %s",
+                             c->op, parts[i].name, has_table ? "come with" : "be left out without",
+                             has_table ? "got none" : "got one");
+        }
+    }
+    return SMLA_OK;
+}
+
+/* Checks the arrays of the slots, all of which are absent without slots_block_table. */
+static smla_status
+require_slots(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens)
+{
+    const unsigned flags = SMLA_RULE_OPTIONAL;
+    SMLA_TRY(require_slot_arguments(c, args));
+    SMLA_TRY(smla_require_table(c, "slots_block_table", args->slots_block_table, 0, flags));
+    if (args->slots_block_table != NULL) {
+        SMLA_TRY(smla_require_number(c, "slots_block_size", args->slots_block_size, 1));
+    }
+    SMLA_TRY(smla_require_vector(c, "req_id_per_token", args->req_id_per_token, num_tokens,
+                                 flags | SMLA_RULE_MORE_ROWS, "an entry per token"));
+    return smla_require_is_valid(c, args->is_valid, num_tokens);
+}
+
+/* Checks an array [num_tokens, k] that is written. */
+static smla_status
+require_chosen(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtype,
+               int64_t num_tokens, int64_t k, unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = dtype,
+                                        .flags = flags | SMLA_RULE_OUTPUT,
+                                        .ndim = 2,
+                                        .shape = {num_tokens, k},
+                                        .hint = "`k` columns per token"});
+}
+
+smla_status
+smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens,
+                    unsigned dtype, smla_top_k_params *params)
+{
+    const unsigned optional = SMLA_RULE_OPTIONAL;
+    SMLA_TRY(smla_require_number(c, "k", args->k, 1));
+    SMLA_TRY(require_slots(c, args, num_tokens));
+    SMLA_TRY(require_chosen(c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, args->k, 0));
+    SMLA_TRY(
+        require_chosen(c, "slots", args->slots, SMLA_DTYPE_INT32, num_tokens, args->k, optional));
+    SMLA_TRY(
+        smla_require_vector(c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT | optional, NULL));
+    SMLA_TRY(require_chosen(c, "values", args->values, dtype, num_tokens, args->k, optional));
+    const smla_call call = smla_call_of(c, args->stream, NULL);
+    *params = (smla_top_k_params){
+        .call = call,
+        .num_tokens = num_tokens,
+        .k = args->k,
+        .is_bf16 = dtype == SMLA_DTYPE_BF16,
+        .starts = smla_data(args->starts),
+        .starts_stride = smla_stride(args->starts, 0),
+        .ends = smla_data(args->ends),
+        .ends_stride = smla_stride(args->ends, 0),
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .values = smla_data(args->values),
+        .values_stride_token = smla_stride(args->values, 0),
+        .slots = {.call = call,
+                  .table = "slots_block_table",
+                  .num_tokens = num_tokens,
+                  .topk = args->k,
+                  .num_reqs =
+                      args->slots_block_table == NULL ? 0 : smla_size(args->slots_block_table, 0),
+                  .topk_indices = smla_data(args->out),
+                  .topk_indices_stride_token = smla_stride(args->out, 0),
+                  .req_id_per_token = smla_data(args->req_id_per_token),
+                  .req_id_stride = smla_stride(args->req_id_per_token, 0),
+                  .pages = smla_page_table_of(args->slots_block_table, args->slots_block_size),
+                  .is_valid = smla_data(args->is_valid),
+                  .is_valid_stride = smla_stride(args->is_valid, 0),
+                  .out = smla_data(args->slots),
+                  .out_stride_token = smla_stride(args->slots, 0),
+                  .lens = smla_data(args->lens),
+                  .lens_stride = smla_stride(args->lens, 0)},
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
+                         const smla_backend **backend, smla_error *error)
+{
+    static const char hint[] = "an entry per row of `logits`";
+    smla_checker c;
+    smla_open_checker(&c, "top_k_per_row", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "logits",
+                                           .tensor = args->logits,
+                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    const int64_t num_tokens = smla_size(args->logits, 0);
+    const int64_t num_columns = smla_size(args->logits, 1);
+    if (num_columns > INT32_MAX) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `logits` must have at most %d columns, got %lld", c.op, INT32_MAX,
+                         (long long)num_columns);
+    }
+    SMLA_TRY(
+        smla_require_vector(&c, "starts", args->starts, num_tokens, SMLA_RULE_MORE_ROWS, hint));
+    SMLA_TRY(smla_require_vector(&c, "ends", args->ends, num_tokens, SMLA_RULE_MORE_ROWS, hint));
+    SMLA_TRY(smla_require_choice(&c, args, num_tokens, smla_dtype(args->logits), params));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->num_columns = num_columns;
+    params->logits = smla_data(args->logits);
+    params->logits_stride_token = smla_stride(args->logits, 0);
+    return SMLA_OK;
+}
