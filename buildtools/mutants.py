@@ -47,7 +47,7 @@ SOURCES = (
     "sparse_mla/backend/*.py",
     "sparse_mla/v4/*.py",
 )
-COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
+COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
 FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
