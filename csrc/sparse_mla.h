@@ -3,15 +3,15 @@
  * This header includes all others that callers need. They are in sparse_mla/, and each can be
  * included alone. They need the C standard library and DLPack, nothing else. In the order of this
  * list they go from the simplest use to the rarest:
- *   status.h             every call returns a status and fills the caller's error
- *   cache.h           write tokens into a paged cache, gather them back
- *   indices.h            positions -> slots
+ *   status.h      every call returns a status and fills the caller's error
+ *   cache.h       write tokens into a paged cache, gather them back
+ *   index.h       positions -> slots
  *   attention.h   attention -> merge, and the kernels that serve them
- *   absorption.h         kv_b_proj split, projections, per-tensor quantisation
- *   norm.h          norms and RoPE around the attention of DeepSeek V4
- *   compressor.h         groups of tokens become rows of DeepSeek V4's compressed caches
- *   indexer.h            scores of keys, and the choice of the best
- *   step.h               the metadata builder and the forward pass of one layer
+ *   projection.h  kv_b_proj split, projections, per-tensor quantisation
+ *   norm.h        norms and RoPE around the attention of DeepSeek V4
+ *   compressor.h  groups of tokens become rows of DeepSeek V4's compressed caches
+ *   indexer.h     scores of keys, and the choice of the best
+ *   step.h        the metadata builder and the forward pass of one layer
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
