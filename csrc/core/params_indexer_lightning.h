@@ -1,5 +1,5 @@
-/* params_indexer_lightning.h: what the backends read of lightning_indexer: the params of the two operators
- * that it is made of.
+/* params_indexer_lightning.h: what the backends read of lightning_indexer: the params of the two
+ * operators that it is made of.
  */
 #pragma once
 

@@ -320,26 +320,12 @@ find_source(const smla_v4_builder *b, const smla_v4_build_args *args, int group)
 }
 
 static smla_status
-require_table(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_reqs,
-              unsigned flags)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags =
-                                            flags | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {num_reqs, SMLA_ANY},
-                                        .hint = "a row of page numbers per request"});
-}
-
-static smla_status
 check_tables(const smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
 {
     const int64_t num_reqs = args->batch.num_reqs;
     smla_checker c;
     smla_open_checker(&c, build_op, error);
-    SMLA_TRY(require_table(&c, "block_table", args->block_table, num_reqs, 0));
+    SMLA_TRY(smla_require_table(&c, "block_table", args->block_table, num_reqs, 0));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "slot_mapping",
                                            .tensor = args->slot_mapping,
                                            .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
@@ -349,10 +335,10 @@ check_tables(const smla_v4_builder *b, const smla_v4_build_args *args, smla_erro
                                            .hint = "a slot per token"}));
     for (int i = 0; i < SMLA_MAX_STEP_GROUPS; i++) {
         const bool is_index = i == SMLA_V4_MAX_RATIOS;
-        SMLA_TRY(require_table(&c, is_index ? "index" : "compressed", args->compressed_tables[i],
-                               num_reqs, SMLA_RULE_OPTIONAL));
-        SMLA_TRY(require_table(&c, is_index ? "index_states" : "states", args->state_tables[i],
-                               num_reqs, SMLA_RULE_OPTIONAL));
+        SMLA_TRY(smla_require_table(&c, is_index ? "index" : "compressed",
+                                    args->compressed_tables[i], num_reqs, SMLA_RULE_OPTIONAL));
+        SMLA_TRY(smla_require_table(&c, is_index ? "index_states" : "states", args->state_tables[i],
+                                    num_reqs, SMLA_RULE_OPTIONAL));
     }
     const smla_backend *backend;
     SMLA_TRY(smla_find_backend(build_op, c.device, &backend, error));

@@ -1,8 +1,8 @@
 /* turn_kernel.h: RoPE of a head, for one instruction set.
  *
  * Computes     rotate_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
- *                                 of 128 values the scale is the smallest power of two with
- *                                 448 scale >= max(amax, 1e-10), and a byte is e4m3(x / scale)
+ *                                   of 128 values the scale is the smallest power of two with
+ *                                   448 scale >= max(amax, 1e-10), and a byte is e4m3(x / scale)
  *              rotate_to_bf16       bf16 of RoPE by the angles, or by their negatives
  *              rotate_index_head    the same by the angles, for a head of 128 values
  * Shapes       heads [512], or [128] of the indexer, of bf16, contiguous
@@ -13,7 +13,8 @@
  * Numerics     fp32, each operation rounded: there is no FMA. A product with a power of two stands
  *              for the division, because both are exact. A rotated value that is NaN is the
  *              positive quiet NaN; values that RoPE does not rotate keep their bits, or their sign
- * as e4m3. Source       fused_inv_rope_fp8_quant of vLLM, for the formulas.
+ *              as e4m3.
+ * Source       fused_inv_rope_fp8_quant of vLLM, for the formulas.
  *
  * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_ROTATE).
  */

@@ -43,8 +43,8 @@
  */
 #pragma once
 
-#include "cuda/norm/compressor_tokens.cuh"
-#include "cuda/norm/state_pool.cuh"
+#include "cuda/compressor/compressor_tokens.cuh"
+#include "cuda/compressor/state_pool.cuh"
 
 namespace {
 

@@ -11,7 +11,7 @@
  *              win, and their row may hold parts of several.
  * Source       The compressor kernels of DeepSeek V4 in vLLM, for the operator.
  */
-#include "cuda/norm/partial_states.cuh"
+#include "cuda/compressor/partial_states.cuh"
 
 namespace {
 

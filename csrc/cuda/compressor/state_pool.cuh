@@ -1,6 +1,6 @@
 /* state_pool.cuh: the softmax of DeepSeek V4's compressor over the states of a group, channel by
- * channel. params_compressor.h has the order of operations, and csrc/cpu/compressor/pool_kernel.h has the
- * same operations. */
+ * channel. params_compressor.h has the order of operations, and csrc/cpu/compressor/pool_kernel.h
+ * has the same operations. */
 #pragma once
 
 #include "core/backend.h"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/cache/row_encoder.cuh"
-#include "cuda/norm/partial_states.cuh"
+#include "cuda/compressor/partial_states.cuh"
 #include "cuda/norm/rms_norm.cuh"
 #include "cuda/norm/rope.cuh"
 

@@ -2,7 +2,7 @@
  * closed group saves. compressor.cuh has the seven headings. */
 #pragma once
 
-#include "cuda/norm/compressor_row.cuh"
+#include "cuda/compressor/compressor_row.cuh"
 #include "cuda/ptx/prefetch.cuh"
 
 namespace {
