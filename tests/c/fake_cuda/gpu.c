@@ -111,7 +111,7 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
     return cudaSuccess;
 }
 
-#define LAUNCHER(name)                                                  \
+#define ATTEND(name)                                                    \
     cudaError_t smla_attend_##name(const smla_attention_params *params, \
                                    const smla_attention_start *start)   \
     {                                                                   \
@@ -119,34 +119,34 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
         return attend(params, smla_attend_##name);                      \
     }
 
-LAUNCHER(sm90_small_32)
-LAUNCHER(sm90_small_16)
-LAUNCHER(sm90_small_64)
-LAUNCHER(sm90_small_v4_32)
-LAUNCHER(sm90_small_v4_16)
-LAUNCHER(sm90_small_v4_64)
-LAUNCHER(sm90_fp8_64)
-LAUNCHER(sm90_fp8_32)
-LAUNCHER(sm90_fp8_16)
-LAUNCHER(sm90_v4_64)
-LAUNCHER(sm90_v4_32)
-LAUNCHER(sm90_v4_16)
-LAUNCHER(sm90_bf16_64)
-LAUNCHER(sm90_bf16_512_64)
-LAUNCHER(sm90_512_64)
-LAUNCHER(sm80_fp8_64)
-LAUNCHER(sm80_fp8_32)
-LAUNCHER(sm80_fp8_16)
-LAUNCHER(sm80_bf16_64)
-LAUNCHER(sm80_bf16_32)
-LAUNCHER(sm80_bf16_16)
-LAUNCHER(sm80_bf16_512_64)
-LAUNCHER(sm80_bf16_512_32)
-LAUNCHER(sm80_bf16_512_16)
-LAUNCHER(sm80_mixed_16)
-LAUNCHER(sm80_512_64)
-LAUNCHER(sm80_512_32)
-LAUNCHER(sm80_512_16)
+ATTEND(sm90_small_32)
+ATTEND(sm90_small_16)
+ATTEND(sm90_small_64)
+ATTEND(sm90_small_v4_32)
+ATTEND(sm90_small_v4_16)
+ATTEND(sm90_small_v4_64)
+ATTEND(sm90_fp8_64)
+ATTEND(sm90_fp8_32)
+ATTEND(sm90_fp8_16)
+ATTEND(sm90_v4_64)
+ATTEND(sm90_v4_32)
+ATTEND(sm90_v4_16)
+ATTEND(sm90_bf16_64)
+ATTEND(sm90_bf16_512_64)
+ATTEND(sm90_512_64)
+ATTEND(sm80_fp8_64)
+ATTEND(sm80_fp8_32)
+ATTEND(sm80_fp8_16)
+ATTEND(sm80_bf16_64)
+ATTEND(sm80_bf16_32)
+ATTEND(sm80_bf16_16)
+ATTEND(sm80_bf16_512_64)
+ATTEND(sm80_bf16_512_32)
+ATTEND(sm80_bf16_512_16)
+ATTEND(sm80_mixed_16)
+ATTEND(sm80_512_64)
+ATTEND(sm80_512_32)
+ATTEND(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
