@@ -1,6 +1,6 @@
 """FP8 rows of which some are a hundred times the others, on the GPU.
 
-Where references jump, Hopper's kernel takes the large keys of a list first (large_keys.cuh). So
+Where references jump, Hopper's kernel takes the large keys of a list first (outlier_keys.cuh). So
 keys must neither be lost nor taken twice, wherever the large ones stand, however many they are, and
 results may not depend on times or on other tokens.
 """

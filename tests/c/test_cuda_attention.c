@@ -1,9 +1,9 @@
-/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, for
+/* test_cuda_attention.c: which kernels csrc/cuda/attention/table/run_attention.c starts for a call, for
  * which of its tokens, and which calls it refuses. No kernel runs; their launchers record calls.
  */
-#include "cuda/attention/kernels.c"       // NOLINT(bugprone-suspicious-include)
-#include "cuda/attention/run_attention.c" // NOLINT(bugprone-suspicious-include)
-#include "cuda/attention/schedule.c"      // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/kernels.c"       // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/run_attention.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/schedule.c"      // NOLINT(bugprone-suspicious-include)
 
 smla_status
 smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)

@@ -1,9 +1,9 @@
-/* test_cuda_schedule.c: the plans of csrc/cuda/attention/schedule.c and the table of kernels.c, for
+/* test_cuda_schedule.c: the plans of csrc/cuda/attention/table/schedule.c and the table of kernels.c, for
  * devices that the machine need not have. A plan is compared with the best of all plans, which a
  * model of the estimated times finds without short cuts.
  */
-#include "cuda/attention/kernels.c"  // NOLINT(bugprone-suspicious-include)
-#include "cuda/attention/schedule.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/kernels.c"  // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/schedule.c" // NOLINT(bugprone-suspicious-include)
 
 #include "fake_cuda/launchers.h"
 
@@ -42,17 +42,17 @@ test_table(void)
          SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
         {"sm90_small_v4_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
          SMLA_ROWS_V4, 33, 64, 256, 64, 1, 232448},
-        {"sm90_fp8_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_FP8,
+        {"sm90_fp8_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 128, 1, 232448},
-        {"sm90_fp8_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_FP8,
+        {"sm90_fp8_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_FP8,
          17, 32, 0, 128, 1, 232448},
-        {"sm90_fp8_16", "attention_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_FP8, 1,
+        {"sm90_fp8_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_FP8, 1,
          16, 0, 128, 1, 232448},
-        {"sm90_v4_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_V4, 33,
+        {"sm90_v4_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_V4, 33,
          64, 0, 128, 1, 232448},
-        {"sm90_v4_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_V4, 17,
+        {"sm90_v4_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_V4, 17,
          32, 0, 128, 1, 232448},
-        {"sm90_v4_16", "attention_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_V4, 1,
+        {"sm90_v4_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_V4, 1,
          16, 0, 128, 1, 232448},
         {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},

@@ -1,5 +1,5 @@
 /* norm.h: the kernels of norms and of RoPE. norm_kernel.h is compiled once per instruction set into
- * a smla_norm_isa, and turn_kernel.h into a smla_rotate_isa.
+ * a smla_norm_isa, and rotate_kernel.h into a smla_rotate_isa.
  */
 #pragma once
 

@@ -1,5 +1,5 @@
-/* turn_avx2.c: RoPE on AVX2. */
+/* rotate_avx2.c: RoPE on AVX2. */
 #define SMLA_ROTATE     smla_rotate_avx2
 #define SMLA_SIMD_WIDTH 8
 
-#include "cpu/norm/turn_kernel.h"
+#include "cpu/norm/rotate_kernel.h"

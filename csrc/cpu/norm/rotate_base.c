@@ -1,5 +1,5 @@
-/* turn_base.c: RoPE on any machine: 128-bit vectors (SSE2, NEON). */
+/* rotate_base.c: RoPE on any machine: 128-bit vectors (SSE2, NEON). */
 #define SMLA_ROTATE     smla_rotate_base
 #define SMLA_SIMD_WIDTH 4
 
-#include "cpu/norm/turn_kernel.h"
+#include "cpu/norm/rotate_kernel.h"

@@ -1,4 +1,4 @@
-/* turn_kernel.h: RoPE of a head, for one instruction set.
+/* rotate_kernel.h: RoPE of a head, for one instruction set.
  *
  * Computes     rotate_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
  *                                   of 128 values the scale is the smallest power of two with

@@ -2,7 +2,7 @@
  * 64 keys lie in one page or keys are flat, and cp.async elsewhere. */
 #pragma once
 
-#include "cuda/indexer/logits_works.cuh"
+#include "cuda/indexer/logits_work_items.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
 
 namespace {

@@ -11,7 +11,7 @@
  */
 #pragma once
 
-#include "cuda/indexer/logits_works.cuh"
+#include "cuda/indexer/logits_work_items.cuh"
 #include "cuda/ptx/widen_e4m3.cuh"
 
 namespace {

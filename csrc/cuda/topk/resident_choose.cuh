@@ -1,8 +1,8 @@
-/* held_choose.cuh: chooses the columns of a row that a cluster takes. It finds the digits of the
+/* resident_choose.cuh: chooses the columns of a row that a cluster takes. It finds the digits of the
  * k-th key, then masks and counts of the keys that each thread takes. */
 #pragma once
 
-#include "cuda/topk/held_stream.cuh"
+#include "cuda/topk/resident_stream.cuh"
 
 namespace {
 

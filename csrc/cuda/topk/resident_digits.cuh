@@ -1,4 +1,4 @@
-/* held_digits.cuh: one digit of the k-th largest key of a row, from the counts of all CTAs of a
+/* resident_digits.cuh: one digit of the k-th largest key of a row, from the counts of all CTAs of a
  * cluster.
  *
  * A key has three digits, of 12, 12 and 8 bits. Every CTA counts the values of a digit in its own
@@ -9,7 +9,7 @@
  */
 #pragma once
 
-#include "cuda/topk/held_row.cuh"
+#include "cuda/topk/resident_row.cuh"
 
 namespace {
 

@@ -1,7 +1,7 @@
-/* held_results.cuh: writes the columns that a cluster takes of a row, in order. */
+/* resident_results.cuh: writes the columns that a cluster takes of a row, in order. */
 #pragma once
 
-#include "cuda/topk/held_choose.cuh"
+#include "cuda/topk/resident_choose.cuh"
 
 namespace {
 

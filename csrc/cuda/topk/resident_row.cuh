@@ -1,4 +1,4 @@
-/* held_row.cuh: a row of logits that a cluster keeps in its registers and shared memory, on Hopper.
+/* resident_row.cuh: a row of logits that a cluster keeps in its registers and shared memory, on Hopper.
  *
  * A logit x has a key: the bits of the float 0 - x. So large logits have small floats, both zeros
  * have the same key, and every NaN has the key 0x7FFFFFFF, which comes last. A key costs one
@@ -10,7 +10,7 @@
  *     order      0x007FFFFF ... 0x7FFFFFFE  0x80000000 ...      0xFFFFFFFF
  *
  * The row is cut into vectors of 16 bytes, aligned in memory, so its first and last vector may be
- * partial. One or two parts of the row are resident (held_stream.cuh reads the third). Of each
+ * partial. One or two parts of the row are resident (resident_stream.cuh reads the third). Of each
  * resident part, every thread of the cluster has a run of 1, 2, 4 or 8 neighbouring vectors, in the
  * order of threads: the first thread's second run follows the last thread's first run. Each warp
  * has its own range of shared memory, to which bulk copies bring its vectors of one part in order.

@@ -1,4 +1,4 @@
-/* held_select.cuh: top_k_per_row of rows whose keys a cluster keeps in its registers, or in its
+/* resident_select.cuh: top_k_per_row of rows whose keys a cluster keeps in its registers, or in its
  * registers and its shared memory. Of longer rows it keeps the beginning.
  *
  * Computes     what top_k.cuh computes
@@ -40,7 +40,7 @@
  */
 #pragma once
 
-#include "cuda/topk/held_results.cuh"
+#include "cuda/topk/resident_results.cuh"
 
 namespace {
 

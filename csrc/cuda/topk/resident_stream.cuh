@@ -1,4 +1,4 @@
-/* held_stream.cuh: the end of a row that is too long to be resident in its cluster.
+/* resident_stream.cuh: the end of a row that is too long to be resident in its cluster.
  *
  * The streamed part is what follows the two resident parts of a row. It is cut into shares of
  * neighbouring vectors, one per warp, in the order of warps. A warp reads its share again whenever
@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/ptx/prefetch.cuh"
-#include "cuda/topk/held_digits.cuh"
+#include "cuda/topk/resident_digits.cuh"
 
 namespace {
 

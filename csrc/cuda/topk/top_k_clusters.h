@@ -1,4 +1,4 @@
-/* top_k_clusters.h: the launchers of top_k_sm90.cu and top_k_held_sm90.cu, for top_k.cu. */
+/* top_k_clusters.h: the launchers of top_k_sm90.cu and top_k_resident_sm90.cu, for top_k.cu. */
 #pragma once
 
 #include "cuda/host/cuda.h"

@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/table/kernels.h"
 
 #include "../testing.h"
 

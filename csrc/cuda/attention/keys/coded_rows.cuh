@@ -8,7 +8,7 @@
  */
 #pragma once
 
-#include "cuda/attention/key_rows.cuh"
+#include "cuda/attention/keys/key_rows.cuh"
 
 /* ---- A chunk ------------------------------------------------------------------------------- */
 

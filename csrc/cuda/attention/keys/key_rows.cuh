@@ -13,7 +13,7 @@
 #pragma once
 
 #include "core/numeric.h"
-#include "cuda/attention/key_source.cuh"
+#include "cuda/attention/keys/key_source.cuh"
 
 enum {
     KEYS = SMLA_SM80_KEYS,

@@ -4,7 +4,7 @@
  */
 #pragma once
 
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/table/kernels.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
@@ -48,14 +48,14 @@ typedef struct attention_launch {
     int32_t split_step[2];    /* columns from the start of a split (segment) to the next one's */
     int32_t column_stride;    /* columns from a chunk of a split to its next (interleave_splits) */
     int32_t extra_turn;       /* number of the split that begins the extra list */
-    int32_t num_segments;     /* segments per item where items may be cut (cut_works.cuh), else 1 */
+    int32_t num_segments;     /* segments per item where items may be cut (cut_work_items.cuh), else 1 */
     bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
     bool out_is_paired;       /* every row of out is aligned to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
     float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
     smla_partial_rows partials; /* unused with one split, unless items are cut */
     list_facts lists[2];
-    uint64_t *arrivals; /* where items may be cut: a word per item (cut_works.cuh) */
+    uint64_t *arrivals; /* where items may be cut: a word per item (cut_work_items.cuh) */
     int32_t slot_heads; /* rows per slot of partial rows: the most heads that an item may have */
     int32_t tile_heads; /* heads per tile of the kernel */
     int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
@@ -106,7 +106,7 @@ are_lists_aligned(const smla_attention_params *params)
     return are_aligned;
 }
 
-/* A work item, or a part of one (works.cuh). */
+/* A work item, or a part of one (work_items.cuh). */
 typedef struct work_item {
     int32_t token;
     int32_t split;        /* number of the split, or of the first segment if the item may be cut */

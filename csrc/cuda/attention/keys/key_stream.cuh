@@ -16,7 +16,7 @@
  */
 #pragma once
 
-#include "cuda/attention/attend.cuh"
+#include "cuda/attention/sm80/attend.cuh"
 
 enum {
     GATHER_WARPS = 4,

@@ -18,8 +18,8 @@
  */
 #pragma once
 
-#include "cuda/attention/coded_rows.cuh"
-#include "cuda/attention/softmax.cuh"
+#include "cuda/attention/keys/coded_rows.cuh"
+#include "cuda/attention/partials/softmax.cuh"
 #include "cuda/ptx/numeric.cuh"
 
 enum {

@@ -4,9 +4,9 @@
  */
 #pragma once
 
-#include "cuda/attention/one_key.cuh"
-#include "cuda/attention/softmax.cuh"
-#include "cuda/attention/works.cuh"
+#include "cuda/attention/keys/one_key.cuh"
+#include "cuda/attention/partials/softmax.cuh"
+#include "cuda/attention/tiles/work_items.cuh"
 #include "cuda/ptx/numeric.cuh"
 
 enum {

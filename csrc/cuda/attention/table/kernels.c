@@ -10,7 +10,7 @@
  */
 #include <stdio.h>
 
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/table/kernels.h"
 
 /* A kernel for calls with at least `least` heads. A CTA takes `heads` of them. */
 #define ROW(file, stem, rows, least, heads, ...) \
@@ -26,7 +26,7 @@
         .shared_bytes = SMLA_SM90_SHARED_BYTES, __VA_ARGS__)
 
 #define SM90_FP8(rows, stem, least, heads, cost, start)                                  \
-    SM90("attention_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
+    SM90("attention_fp8_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = cost, .cta_cost = start, .start_cost = 12, .leaves_halves = true)
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes

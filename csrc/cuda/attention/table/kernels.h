@@ -154,7 +154,7 @@ smla_columns_of_split(const smla_attention_params *params)
 /* The kernels for Hopper take all shared memory that a CTA can have. */
 enum {
     SMLA_SM90_SHARED_BYTES = 232448,
-    SMLA_SM90_KEYS = 128, /* keys per step of attention_sm90.cu */
+    SMLA_SM90_KEYS = 128, /* keys per step of attention_fp8_sm90.cu */
 };
 
 /* attention_small_sm90.cu: the most keys per CTA, which are all in shared memory at once. */
@@ -168,7 +168,7 @@ smla_attention_launcher smla_attend_sm90_small_v4_64;
 smla_attention_launcher smla_attend_sm90_small_v4_32;
 smla_attention_launcher smla_attend_sm90_small_v4_16;
 
-/* attention_sm90.cu */
+/* attention_fp8_sm90.cu */
 smla_attention_launcher smla_attend_sm90_fp8_64;
 smla_attention_launcher smla_attend_sm90_fp8_32;
 smla_attention_launcher smla_attend_sm90_fp8_16;

@@ -1,7 +1,7 @@
 /* run_attention.c: runs attention as its plan says, in one launch or two. If a launch has splits,
  * the combine kernel then folds their partial rows, which lie in the caller's workspace.
  */
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/table/kernels.h"
 
 /* The error when no kernel fits. It lists the kernels that there are. */
 static smla_status

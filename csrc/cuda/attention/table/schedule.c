@@ -4,7 +4,7 @@
  */
 #include <stdatomic.h>
 
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/table/kernels.h"
 
 /* What a schedule depends on. */
 typedef struct split_problem {
@@ -98,7 +98,7 @@ max_parts(const split_problem *problem)
            count_tiles(problem, problem->whole);
 }
 
-/* The costs below are in sixteenths of attention_sm90.cu's time for 128 keys in 64 heads. */
+/* The costs below are in sixteenths of attention_fp8_sm90.cu's time for 128 keys in 64 heads. */
 
 /* The cost of the combine kernel, and of the partial rows that it reads. */
 static int64_t

@@ -1,4 +1,4 @@
-/* cut_works.cuh: cuts long work items where other items are short, in launches of at most one item
+/* cut_work_items.cuh: cuts long work items where other items are short, in launches of at most one item
  * per SM, for the large kernels for FP8 rows.
  *
  * Such a launch takes as long as its longest item, while SMs with shorter items or without any are
@@ -26,8 +26,8 @@
  */
 #pragma once
 
-#include "cuda/attention/key_stream.cuh"
-#include "cuda/attention/work_order.cuh"
+#include "cuda/attention/keys/key_stream.cuh"
+#include "cuda/attention/tiles/work_order.cuh"
 
 enum {
     SEGMENT_ALIGN = 128, /* columns; so an item's first step lies in its head */

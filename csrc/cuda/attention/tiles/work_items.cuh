@@ -1,10 +1,10 @@
-/* works.cuh: work items, which kernels call items for short. A work item is what a CTA of an
+/* work_items.cuh: work items, which kernels call items for short. A work item is what a CTA of an
  * attention kernel takes at a time: one head tile of one split of one token, or a part of that. The
  * file also prepares the launches of these kernels.
  */
 #pragma once
 
-#include "cuda/attention/key_rows.cuh"
+#include "cuda/attention/keys/key_rows.cuh"
 
 /* ---- Work items by number ------------------------------------------------------------------- */
 
@@ -60,7 +60,7 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 
 /* ---- Parts of work items -------------------------------------------------------------------- */
 
-/* Where a launch may cut work items (cut_works.cuh), a word describes each part of an item: the
+/* Where a launch may cut work items (cut_work_items.cuh), a word describes each part of an item: the
  * item's number, the part's segments, the part's number and the number of parts, and the number of
  * the item's first piece. The first part of an item is its head. The others are pieces, numbered
  * over all items. */

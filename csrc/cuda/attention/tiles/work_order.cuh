@@ -21,7 +21,7 @@
  */
 #pragma once
 
-#include "cuda/attention/attend.cuh"
+#include "cuda/attention/sm80/attend.cuh"
 
 enum {
     NUM_ROUNDS = 4,      /* the most rounds that are ordered */
@@ -98,7 +98,7 @@ start_order(const attention_launch &launch, item_order *order)
 /* The CTA's n-th work item, counted from 0, or -1 behind the last one. Item 0 may be empty
  * (find_numbered_item). n may be one more than the last item's. With an order, callers pass
  * wait_for_order before they ask for n above 0. Where items may be cut, they pass it for any n, and
- * the result is the word of a part (works.cuh). */
+ * the result is the word of a part (work_items.cuh). */
 static __device__ __forceinline__ int
 nth_item(bool is_ordered, int num_items, const item_order *order, int n)
 {

@@ -24,7 +24,7 @@
  *                               before its first step, so they know its last step, and mark it in
  *                               is_key. An item without keys is one step without keys.
  *                               For rows of codes there are 8, in pairs that share a quarter
- *                               (hopper_coded_gather.cuh). CTAs have 512 threads then.
+ *                               (coded_gather.cuh). CTAs have 512 threads then.
  *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per
  *                               group. A group scores its own block for all heads, and adds 256 of
  *                               the 512 values of both blocks. Its own weights come from registers,
@@ -45,7 +45,7 @@
  *              begun                128 threads of group 0: all its scores are under way | group 1,
  *                                   before its own scores
  *              references_ready[group]  128 threads of the group: references are those of its
- *                                   block (hopper_bf16_products.cuh) | the other group
+ *                                   block (bf16_products.cuh) | the other group
  *              probs_ready[group]   128 threads of the group: its weights | the other group
  *              query_full           128 threads, gather warps or group 1 | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
@@ -88,9 +88,9 @@
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
  *              References that seldom move and the order of the groups' products are ours.
  */
-#include "cuda/attention/sm90_bf16/hopper_bf16_lists.cuh"
-#include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
-#include "cuda/attention/sm90_bf16/hopper_bf16_results.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_lists.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_products.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_results.cuh"
 
 /* ---- Consumers: a work item ---------------------------------------------------------------- */
 

@@ -1,9 +1,9 @@
-/* hopper_bf16.cuh: what all roles of attention_bf16_sm90.cu share: shared memory, the kernel's
+/* bf16_common.cuh: what all roles of attention_bf16_sm90.cu share: shared memory, the kernel's
  * argument, and what a consumer thread keeps. The kernel's file explains them.
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
 
 enum {
     TILE_HEADS = 64,
@@ -21,7 +21,7 @@ enum {
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
 
 /* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may
- * have rows of codes (hopper_coded_gather.cuh). */
+ * have rows of codes (coded_gather.cuh). */
 template <bool ROPE_, bool CODED_> struct key_kind {
     static constexpr bool ROPE = ROPE_;
     static constexpr bool CODED = CODED_;

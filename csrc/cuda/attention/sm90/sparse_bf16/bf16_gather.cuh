@@ -1,4 +1,4 @@
-/* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu. Ahead of the consumers, they
+/* bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu. Ahead of the consumers, they
  * bring queries and, by index, cache rows to shared memory.
  *
  * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. A load
@@ -9,7 +9,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
 
 enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,

@@ -1,9 +1,9 @@
-/* hopper_bf16_lists.cuh: how the gather warps of attention_bf16_sm90.cu go through items, lists and
+/* bf16_lists.cuh: how the gather warps of attention_bf16_sm90.cu go through items, lists and
  * steps.
  */
 #pragma once
 
-#include "cuda/attention/sm90_bf16/hopper_coded_gather.cuh"
+#include "cuda/attention/sm90/sparse_bf16/coded_gather.cuh"
 
 enum { BF16_COUNT_LOADS = 16 }; /* indices per lane counted at once: those of 2048 columns */
 

@@ -1,9 +1,9 @@
-/* hopper_bf16_products.cuh: the loop of attention_bf16_sm90.cu: scores of a block of keys, their
+/* bf16_products.cuh: the loop of attention_bf16_sm90.cu: scores of a block of keys, their
  * references, weights, and values of both groups' blocks.
  */
 #pragma once
 
-#include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
 
 /* If the exponent of a weight is above this, the reference of its head moves. */
 #define MAX_EXPONENT 40.0f

@@ -1,9 +1,9 @@
-/* hopper_bf16_results.cuh: the results of an item of attention_bf16_sm90.cu: rows, or partial
+/* bf16_results.cuh: the results of an item of attention_bf16_sm90.cu: rows, or partial
  * rows.
  */
 #pragma once
 
-#include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
 
 /* Stores the group's sums and maxima of all heads. */
 template <bool MAXIMA>

@@ -1,4 +1,4 @@
-/* hopper_coded_gather.cuh: how the gather warps of attention_bf16_sm90.cu bring keys of codes: e4m3
+/* coded_gather.cuh: how the gather warps of attention_bf16_sm90.cu bring keys of codes: e4m3
  * or e2m1, with a scale byte for 16, 32 or 64 values. They become bf16 in shared memory, exactly
  * unless they are subnormal. So the consumers need not know what the cache holds.
  *
@@ -19,7 +19,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_bf16/hopper_bf16_gather.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_gather.cuh"
 
 enum {
     HALF_PIECES = PIECES / 2,

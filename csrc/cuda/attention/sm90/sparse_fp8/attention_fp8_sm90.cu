@@ -1,4 +1,4 @@
-/* attention_sm90.cu: sparse MLA attention over FP8 rows for Hopper, with wgmma.
+/* attention_fp8_sm90.cu: sparse MLA attention over FP8 rows for Hopper, with wgmma.
  *
  * Computes     the same as attention_sm80.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as operand A in registers and heads as dimension N
@@ -16,18 +16,18 @@
  *              or after the first item those that level the loads (work_order.cuh). Where an SM
  *              would be idle, a CTA without items runs ahead through the code (count_ctas). Where
  *              lists differ in length and there are no more items than SMs, long items are cut,
- *              and CTAs with short items take the pieces (cut_works.cuh).
+ *              and CTAs with short items take the pieces (cut_work_items.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
  *                               (key_stream.cuh), and takes outlier keys first where references
- *                               jump (large_keys.cuh). It brings 4 rows of every granule, one bulk
+ *                               jump (outlier_keys.cuh). It brings 4 rows of every granule, one bulk
  *                               copy per row, and for fp8_v4 a copy of 8 bytes for its scales. It
  *                               runs ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
  *                               blocks, a group finds the scores, adds values of the other group's
  *                               older block while its own scores become weights, and adds values
  *                               of its own block. It has all heads and 256 of the 512 values. Where
- *                               weights exceed f16, references move first (hopper_growth.cuh).
+ *                               weights exceed f16, references move first (fp8_growth.cuh).
  *              mbarriers        arrivals | waiting threads
  *              full[granule]    128 gather threads and the bytes they announce (fp8_v4: and 16
  *                               threads' scales) | consumers
@@ -79,15 +79,15 @@
  *              by 2^-11, if small by 2^-25 E. A query row's bits depend on its query, keys,
  *              num_splits, H and the device, not on T. Where the plan chooses num_splits, they
  *              also depend on the lengths of all lists, as items may be cut. Where references
- *              jump, they also depend on whether rows are evenly spaced (large_keys.cuh).
+ *              jump, they also depend on whether rows are evenly spaced (outlier_keys.cuh).
  * Source       Ours are: keys as A from registers, the granule ring, the order of the two
  *              warpgroups, references that move only where they must, between two blocks, and
  *              outlier keys first. Online softmax is FlashAttention's, warp roles are CUTLASS's.
  */
-#include "cuda/attention/sm90_fp8/hopper_gather.cuh"
-#include "cuda/attention/sm90_fp8/hopper_query.cuh"
-#include "cuda/attention/sm90_fp8/hopper_scores.cuh"
-#include "cuda/attention/sm90_fp8/hopper_values.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_gather.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_query.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_scores.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_values.cuh"
 
 /* ---- Consumers: a work item ---------------------------------------------------------------- */
 

@@ -1,14 +1,14 @@
-/* hopper.cuh: what all warp roles of attention_sm90.cu share: template parameters, shared memory,
- * kernel argument, work items, consumer state. attention_sm90.cu explains them. */
+/* fp8_common.cuh: what all warp roles of attention_fp8_sm90.cu share: template parameters, shared memory,
+ * kernel argument, work items, consumer state. attention_fp8_sm90.cu explains them. */
 #pragma once
 
 #include <stddef.h>
 
-#include "cuda/attention/attend.cuh"
-#include "cuda/attention/cut_works.cuh"
-#include "cuda/attention/key_stream.cuh"
-#include "cuda/attention/sm90_fp8/ring_rows.cuh"
-#include "cuda/attention/work_order.cuh"
+#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/tiles/cut_work_items.cuh"
+#include "cuda/attention/keys/key_stream.cuh"
+#include "cuda/attention/sm90/sparse_fp8/ring_rows.cuh"
+#include "cuda/attention/tiles/work_order.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
@@ -74,7 +74,7 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     /* Indices per lane that gather warps load at once; fewer heads have no registers for eight. */
     static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
     static constexpr bool COUNTS_APART = HEADS == 64 && !MAXIMA; /* maxima leave no register */
-    static constexpr bool OUTLIERS_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* see large_keys.cuh */
+    static constexpr bool OUTLIERS_FIRST = HEADS == 64 && !Row::IS_SPLIT; /* see outlier_keys.cuh */
     /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
      * heads that takes as many multiplications as scaling the values, and too many registers. */
     static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
@@ -108,7 +108,7 @@ template <typename Shape> struct hopper_memory {
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t probs_ready[2];
     uint64_t values_added[2];
-    uint64_t rescaled; /* as the next: see hopper_growth.cuh */
+    uint64_t rescaled; /* as the next: see fp8_growth.cuh */
     uint64_t probs_ready_again;
     uint64_t query_full;
     uint64_t query_free;

@@ -1,9 +1,9 @@
-/* hopper_gather.cuh: the gather warps of attention_sm90.cu. They turn indices into cache rows, and
+/* fp8_gather.cuh: the gather warps of attention_fp8_sm90.cu. They turn indices into cache rows, and
  * copy these to granules of the ring, ahead of the consumers.
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/large_keys.cuh"
+#include "cuda/attention/sm90/sparse_fp8/outlier_keys.cuh"
 
 /* ---- Gather -------------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* hopper_growth.cuh: how attention_sm90.cu moves its references where weights exceed f16.
+/* fp8_growth.cuh: how attention_fp8_sm90.cu moves its references where weights exceed f16.
  *
  * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g turns the scores of blocks
  * g, g + 2, ... into weights (it weighs them). It tells the other group (`probs_ready`) before
@@ -22,8 +22,8 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper_scores.cuh"
-#include "cuda/attention/sm90_fp8/large_keys.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_scores.cuh"
+#include "cuda/attention/sm90/sparse_fp8/outlier_keys.cuh"
 
 /* 2^-shift, where shift is an integer that is not negative, or infinite. With ptx_exp2 instead, the
  * kernel spills 12 bytes. */

@@ -1,9 +1,9 @@
-/* hopper_query.cuh: how consumers begin an item of attention_sm90.cu: they store its query in
+/* fp8_query.cuh: how consumers begin an item of attention_fp8_sm90.cu: they store its query in
  * shared memory, permuted and scaled, and find the powers of two that are its units.
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 

@@ -1,9 +1,9 @@
-/* hopper_scores.cuh: the first product of attention_sm90.cu: the scores of a block of keys, and how
+/* fp8_scores.cuh: the first product of attention_fp8_sm90.cu: the scores of a block of keys, and how
  * they become weights in shared memory and sums of weights.
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
 
 /* A new reference minus the maximum rounded up, as an exponent: in an item's last step, and where
  * at most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */

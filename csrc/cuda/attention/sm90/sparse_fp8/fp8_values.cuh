@@ -1,10 +1,10 @@
-/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and the results
+/* fp8_values.cuh: the second product of attention_fp8_sm90.cu, values times weights, and the results
  * of an item: rows, partial rows, or a mark for the fallback.
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper_growth.cuh"
-#include "cuda/attention/sm90_fp8/hopper_query.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_growth.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_query.cuh"
 
 /* ---- Consumers: values --------------------------------------------------------------------- */
 

@@ -1,8 +1,8 @@
-/* large_keys.cuh: takes outlier keys, which are much larger than the others, first where references
+/* outlier_keys.cuh: takes outlier keys, which are much larger than the others, first where references
  * jump.
  *
  * A few rows of a cache may be a hundred times the others. Then some head has a new maximum in two
- * of three blocks, all through the list, and each time references move (hopper_growth.cuh). But
+ * of three blocks, all through the list, and each time references move (fp8_growth.cuh). But
  * nobody needs keys in the order of their list. So when a reference has jumped, the gather warps
  * look at the scales of the keys that are left. The keys whose scales are much larger than usual
  * come next. After them, references seldom move again.
@@ -20,7 +20,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
 
 /* By how much a reference, an exponent, moves in a jump. Without outlier keys it hardly ever moves
  * so far. */

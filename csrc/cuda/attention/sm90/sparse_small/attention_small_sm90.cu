@@ -1,9 +1,9 @@
 /* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all
  * keys of a split are in shared memory at once.
  *
- * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
+ * Computes     as attention_fp8_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as A in registers and heads as N
- * Shapes       as attention_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
+ * Shapes       as attention_fp8_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
  * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions per
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
@@ -39,7 +39,7 @@
  *              of 32 heads and 256 keys: the query is stored after 2.0 us, the weights 4.3 us
  *              later; values take 2.8 us and partial rows 0.5 us (README.md). 128 CTAs of 64 heads
  *              wait 8 us for their rows, which are twice as many.
- * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
+ * Numerics     as attention_fp8_sm90.cu, but the reference is the maximum of all keys of the split, so
  *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
@@ -49,7 +49,7 @@
  *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 in this unit once
  *              it is known (keep_small_rope). An item with one key leaves that key's value in fp32.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
- * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
+ * Source       as attention_fp8_sm90.cu; split-KV decoding (Flash-Decoding)
  */
 #include "cuda/attention/sm90_small/small_products.cuh"
 

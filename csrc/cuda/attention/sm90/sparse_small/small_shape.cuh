@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_fp8/hopper.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
 
 enum {
     SMALL_KEYS = SMLA_SM90_SMALL_KEYS,
