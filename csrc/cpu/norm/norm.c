@@ -56,7 +56,7 @@ smla_cpu_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *p, smla_error *error)
 
 /* The place of column `column` of a group's scales, in elements of 4 bytes. */
 static int64_t
-place_of_scale(const smla_inverse_rope_params *p, int64_t token, int64_t group, int64_t column)
+offset_of_scale(const smla_inverse_rope_params *p, int64_t token, int64_t group, int64_t column)
 {
     return token * p->scale_stride_token + group * p->scale_stride_group +
            column * p->scale_stride_column;
@@ -72,11 +72,11 @@ store_scales(const smla_inverse_rope_params *p, int64_t token, int64_t group, in
         word |= smla_float_bits(scales[i]) >> 23 << 8 * i;
         if (!p->scales_are_packed) {
             const int64_t column = head * SMLA_OUTPUT_SCALES + i;
-            ((float *)p->out_scale)[place_of_scale(p, token, group, column)] = scales[i];
+            ((float *)p->out_scale)[offset_of_scale(p, token, group, column)] = scales[i];
         }
     }
     if (p->scales_are_packed) {
-        ((uint32_t *)p->out_scale)[place_of_scale(p, token, group, head)] = word;
+        ((uint32_t *)p->out_scale)[offset_of_scale(p, token, group, head)] = word;
     }
 }
 
@@ -115,7 +115,7 @@ rotate_back(const smla_rotate_isa *rotate, const smla_inverse_rope_params *p, in
     }
     float scales[SMLA_OUTPUT_SCALES];
     const int64_t column = head * (p->scales_are_packed ? 1 : SMLA_OUTPUT_SCALES);
-    fetch_lines(p, x, (uint8_t *)p->out + out, place_of_scale(p, token, group, column));
+    fetch_lines(p, x, (uint8_t *)p->out + out, offset_of_scale(p, token, group, column));
     rotate->rotate_back_to_e4m3(x, cos_sin, (uint8_t *)p->out + out, scales);
     store_scales(p, token, group, head, scales);
 }
@@ -130,7 +130,7 @@ clear_scales(const smla_inverse_rope_params *p)
          row++) {
         for (int64_t group = 0; group < num_groups; group++) {
             for (int64_t column = 0; column < num_columns; column++) {
-                ((uint32_t *)p->out_scale)[place_of_scale(p, row, group, column)] = 0;
+                ((uint32_t *)p->out_scale)[offset_of_scale(p, row, group, column)] = 0;
             }
         }
     }

@@ -31,11 +31,11 @@ __launch_bounds__(SAVE_THREADS) save_kernel(const __grid_constant__ save_args ar
 {
     ptx_wait_for_grids();
     const smla_partial_states_params &p = args.p;
-    const int64_t num_works = p.rows.num_tokens * args.num_pieces.divisor;
+    const int64_t num_work_items = p.rows.num_tokens * args.num_pieces.divisor;
     const int64_t step = (int64_t)gridDim.x * (SAVE_THREADS / SMLA_WARP_LANES);
     int64_t work =
         (int64_t)blockIdx.x * (SAVE_THREADS / SMLA_WARP_LANES) + threadIdx.x / SMLA_WARP_LANES;
-    for (; work < num_works; work += step) {
+    for (; work < num_work_items; work += step) {
         const int64_t token = smla_divide(work, args.num_pieces);
         const int64_t piece = work - token * args.num_pieces.divisor;
         const int64_t position = position_of(p, token);
@@ -57,8 +57,8 @@ smla_cuda_launch_save_partial_states(const smla_partial_states_params *params,
     const save_args args = {*params, smla_make_divisor(params->ratio),
                             smla_make_divisor(params->rows.kv.block_size),
                             smla_make_divisor(params->width / PIECE)};
-    const int64_t num_works = params->rows.num_tokens * args.num_pieces.divisor;
+    const int64_t num_work_items = params->rows.num_tokens * args.num_pieces.divisor;
     return smla_launch(has_aligned_states(*params) ? save_kernel<true> : save_kernel<false>, args,
-                       smla_count_parts(num_works, SAVE_THREADS / SMLA_WARP_LANES), SAVE_THREADS, 0,
-                       params->call.stream);
+                       smla_count_parts(num_work_items, SAVE_THREADS / SMLA_WARP_LANES),
+                       SAVE_THREADS, 0, params->call.stream);
 }

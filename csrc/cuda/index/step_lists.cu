@@ -136,7 +136,7 @@ clear_row(const smla_step_lists_params &p, int64_t row)
 
 /* The number of work items of the grid: one per token, then one per 256 rows behind the tokens. */
 __host__ __device__ __forceinline__ int64_t
-count_works(const smla_step_lists_params &p)
+count_work_items(const smla_step_lists_params &p)
 {
     return p.num_tokens + (p.num_rows - p.num_tokens + BLOCK_THREADS - 1) / BLOCK_THREADS;
 }
@@ -146,7 +146,7 @@ __launch_bounds__(BLOCK_THREADS) step_lists_kernel(const __grid_constant__ step_
 {
     ptx_wait_for_grids();
     const smla_step_lists_params &p = args.p;
-    const int64_t num_work_items = count_works(p);
+    const int64_t num_work_items = count_work_items(p);
     for (int64_t work = blockIdx.x; work < num_work_items; work += gridDim.x) {
         if (work < p.num_tokens) {
             const step_token token = read_token(p, work);
@@ -175,5 +175,6 @@ smla_cuda_launch_fill_step_lists(const smla_step_lists_params *p, const smla_cud
         args.tables[i].state_pages = page_table_of(g.state_pages);
         args.tables[i].ratio = smla_make_divisor(g.ratio);
     }
-    return smla_launch(step_lists_kernel, args, count_works(*p), BLOCK_THREADS, 0, p->call.stream);
+    return smla_launch(step_lists_kernel, args, count_work_items(*p), BLOCK_THREADS, 0,
+                       p->call.stream);
 }

@@ -48,7 +48,7 @@ static_assert(HEAD_LANES == 16 && VECTOR == 2 * ROPE_PAIRS, "a lane turns its ve
 struct query_args {
     smla_index_query_params p;
     smla_divisor head_work_items; /* work items per token, one per warp */
-    int64_t num_works;
+    int64_t num_work_items;
     bool angles_are_aligned;
 };
 
@@ -256,7 +256,7 @@ __launch_bounds__(BLOCK_THREADS) query_kernel(const __grid_constant__ query_args
     ptx_wait_for_grids();
     const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
     int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
-    for (; work < args.num_works; work += step) {
+    for (; work < args.num_work_items; work += step) {
         const int64_t token = smla_divide(work, args.head_work_items);
         const int64_t part = work - token * args.head_work_items.divisor;
         quantize_heads<IS_FP4, ALIGNED>(args, token, part * WARP_HEADS);
@@ -280,13 +280,13 @@ smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *param
     query_args args = {};
     args.p = *params;
     args.head_work_items = smla_make_divisor(smla_count_parts(params->num_heads, WARP_HEADS));
-    args.num_works = params->num_tokens * args.head_work_items.divisor;
+    args.num_work_items = params->num_tokens * args.head_work_items.divisor;
     args.angles_are_aligned = rope_is_aligned(params->rope);
     const bool aligned = is_aligned(params);
     void (*const kernel)(query_args) =
         params->out_scale == NULL
             ? (aligned ? query_kernel<false, true> : query_kernel<false, false>)
             : (aligned ? query_kernel<true, true> : query_kernel<true, false>);
-    return smla_launch(kernel, args, smla_count_parts(args.num_works, BLOCK_WARPS), BLOCK_THREADS,
-                       0, params->call.stream);
+    return smla_launch(kernel, args, smla_count_parts(args.num_work_items, BLOCK_WARPS),
+                       BLOCK_THREADS, 0, params->call.stream);
 }

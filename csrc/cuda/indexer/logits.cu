@@ -407,7 +407,7 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
     ptx_wait_for_grids();
     head_group *const groups = (head_group *)memory;
     float *const weights = (float *)(groups + args.block_tokens * args.chunk_groups);
-    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
+    for (int64_t number = blockIdx.x; number < args.num_work_items; number += gridDim.x) {
         const logits_work_item work = find_work_item(args, number, args.block_tokens);
         if (args.head_chunks == 1) {
             bring_heads<IS_HALF>(args, work, 0, groups, weights);
@@ -484,7 +484,7 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     const int64_t num_sms = device->num_sms;
     args.chunk_columns = choose_chunk(params->num_columns, token_blocks,
                                       WORK_ITEMS_PER_SM * num_sms, LEAST_CHUNK, MOST_CHUNK);
-    args.num_works = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
+    args.num_work_items = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
     args.q_is_aligned = are_queries_aligned(params);
     const int bytes = args.block_tokens * args.chunk_groups *
                       (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
@@ -501,6 +501,6 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
         allow_shared_bytes((const void *)kernel, MOST_SHARED_BYTES, params->call.stream.device_id,
                            &allowed[kind][column]);
     return code != cudaSuccess ? code
-                               : smla_launch(kernel, args, args.num_works, BLOCK_THREADS, bytes,
-                                             params->call.stream);
+                               : smla_launch(kernel, args, args.num_work_items, BLOCK_THREADS,
+                                             bytes, params->call.stream);
 }

@@ -23,7 +23,7 @@ typedef struct logits_args {
     smla_divisor page_keys;
     /* Blocks of tokens; work items of the same chunk follow each other. */
     smla_divisor token_blocks;
-    int64_t num_works;
+    int64_t num_work_items;
     int64_t chunk_columns;
     int32_t head_chunks;  /* parts of the heads that fit in shared memory (logits.cu) */
     int32_t chunk_groups; /* groups of eight heads per part */
@@ -158,12 +158,12 @@ relu(float x)
     return ptx_max_nan(x, 0.0f);
 }
 
-/* The columns per work item for about `num_works` work items. */
+/* The columns per work item for about `num_work_items` work items. */
 static inline int64_t
-choose_chunk(int64_t num_columns, int64_t token_blocks, int64_t num_works, int64_t least,
+choose_chunk(int64_t num_columns, int64_t token_blocks, int64_t num_work_items, int64_t least,
              int64_t most)
 {
-    const int64_t chunks = smla_count_parts(num_works, token_blocks);
+    const int64_t chunks = smla_count_parts(num_work_items, token_blocks);
     const int64_t columns = smla_count_parts(smla_count_parts(num_columns, chunks), least) * least;
     return columns < least ? least : columns > most ? most : columns;
 }

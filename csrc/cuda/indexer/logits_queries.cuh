@@ -315,7 +315,7 @@ fill_work_items(const sm90_args &all)
 {
     const logits_args &args = all.args;
 #pragma unroll 1
-    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
+    for (int64_t number = blockIdx.x; number < args.num_work_items; number += gridDim.x) {
         const int64_t chunk = smla_divide(number, all.blocks);
         const logits_part part =
             part_of_block<Shape>(all, (int32_t)(number - chunk * all.plan.token_blocks));

@@ -441,7 +441,8 @@ launch_heads(const smla_logits_params *p)
     }
     args->chunk_columns = choose_chunk(p->num_columns, plan.token_blocks, 4 * num_sms, FILL_COLUMNS,
                                        MOST_FILL_COLUMNS);
-    args->num_works = plan.token_blocks * smla_count_parts(p->num_columns, args->chunk_columns);
+    args->num_work_items =
+        plan.token_blocks * smla_count_parts(p->num_columns, args->chunk_columns);
     all.plan = plan;
     const bool is_regular = num_reqs > 0 && p->num_tokens % num_reqs == 0;
     all.guess_tokens = smla_make_divisor(is_regular ? plan.req_tokens : 1);

@@ -1,5 +1,5 @@
-/* logits_work_items.cuh: how the kernel of logits_sm90.cu shares its work, and what it keeps in shared
- * memory. logits_keys.cuh and logits_queries.cuh have the warps that fill this memory, and
+/* logits_work_items.cuh: how the kernel of logits_sm90.cu shares its work, and what it keeps in
+ * shared memory. logits_keys.cuh and logits_queries.cuh have the warps that fill this memory, and
  * logits_sm90.cu has the headings. */
 #pragma once
 

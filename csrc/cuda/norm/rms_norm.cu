@@ -184,9 +184,9 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? 4 : 3)
     ptx_wait_for_grids();
     const smla_q_kv_norm_params &p = args.p;
     const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
-    const int64_t num_works = args.is_split ? 2 * p.num_tokens : p.num_tokens;
+    const int64_t num_work_items = args.is_split ? 2 * p.num_tokens : p.num_tokens;
     int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
-    for (; work < num_works; work += step) {
+    for (; work < num_work_items; work += step) {
         const bool has_q = work < p.num_tokens;
         const bool has_kv = !args.is_split || !has_q;
         const int64_t token = has_q ? work : work - p.num_tokens;
@@ -224,9 +224,9 @@ smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params,
     const int64_t num_tokens = params->num_tokens;
     const int64_t num_sms = device->num_sms;
     const norm_args args = {*params, num_tokens < SM_TOKENS * num_sms};
-    const int64_t num_works = args.is_split ? 2 * num_tokens : num_tokens;
+    const int64_t num_work_items = args.is_split ? 2 * num_tokens : num_tokens;
     const bool aligned = is_aligned(params->rows[0]) && is_aligned(params->rows[1]);
     return smla_launch(aligned ? norm_kernel<true> : norm_kernel<false>, args,
-                       smla_count_parts(num_works, BLOCK_WARPS), BLOCK_THREADS, 0,
+                       smla_count_parts(num_work_items, BLOCK_WARPS), BLOCK_THREADS, 0,
                        params->call.stream);
 }

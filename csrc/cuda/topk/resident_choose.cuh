@@ -1,5 +1,5 @@
-/* resident_choose.cuh: chooses the columns of a row that a cluster takes. It finds the digits of the
- * k-th key, then masks and counts of the keys that each thread takes. */
+/* resident_choose.cuh: chooses the columns of a row that a cluster takes. It finds the digits of
+ * the k-th key, then masks and counts of the keys that each thread takes. */
 #pragma once
 
 #include "cuda/topk/resident_stream.cuh"

@@ -1,4 +1,5 @@
-/* resident_row.cuh: a row of logits that a cluster keeps in its registers and shared memory, on Hopper.
+/* resident_row.cuh: a row of logits that a cluster keeps in its registers and shared memory, on
+ * Hopper.
  *
  * A logit x has a key: the bits of the float 0 - x. So large logits have small floats, both zeros
  * have the same key, and every NaN has the key 0x7FFFFFFF, which comes last. A key costs one

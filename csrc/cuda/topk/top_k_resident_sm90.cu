@@ -1,5 +1,5 @@
-/* top_k_resident_sm90.cu: top_k_per_row on Hopper, of rows whose keys are resident in a cluster. The
- * kernel and its seven headings are in resident_select.cuh. */
+/* top_k_resident_sm90.cu: top_k_per_row on Hopper, of rows whose keys are resident in a cluster.
+ * The kernel and its seven headings are in resident_select.cuh. */
 #include "cuda/topk/resident_select.cuh"
 #include "cuda/topk/top_k_clusters.h"
 
@@ -9,7 +9,7 @@ namespace {
 template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __global__ void
 __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
-    top_k_held_kernel(const __grid_constant__ top_k_args args)
+    top_k_resident_kernel(const __grid_constant__ top_k_args args)
 {
     select_resident_rows<IS_BF16, CTAS, THREADS, PARTS>(args);
 }
@@ -34,7 +34,7 @@ launch_resident(const smla_top_k_params *p)
     static int most_clusters; /* clusters of the first device; other devices are alike */
     const int bytes =
         (int)sizeof(resident_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
-    void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS, PARTS>;
+    void (*const kernel)(top_k_args) = top_k_resident_kernel<IS_BF16, CTAS, THREADS, PARTS>;
     cudaError_t code =
         allow_shared_bytes((const void *)kernel, bytes, p->call.stream.device_id, &allowed);
     int clusters = __atomic_load_n(&most_clusters, __ATOMIC_RELAXED);

@@ -48,11 +48,12 @@ typedef struct attention_launch {
     int32_t split_step[2];    /* columns from the start of a split (segment) to the next one's */
     int32_t column_stride;    /* columns from a chunk of a split to its next (interleave_splits) */
     int32_t extra_turn;       /* number of the split that begins the extra list */
-    int32_t num_segments;     /* segments per item where items may be cut (cut_work_items.cuh), else 1 */
-    bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
-    bool out_is_paired;       /* every row of out is aligned to 4 bytes */
-    float scale_log2;         /* softmax_scale * log2(e) */
-    float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
+    int32_t
+        num_segments;   /* segments per item where items may be cut (cut_work_items.cuh), else 1 */
+    bool q_is_aligned;  /* every row of q_nope and q_pe is aligned to 16 bytes */
+    bool out_is_paired; /* every row of out is aligned to 4 bytes */
+    float scale_log2;   /* softmax_scale * log2(e) */
+    float wgmma_scale_log2;     /* scale_log2 * WGMMA_CORRECTION */
     smla_partial_rows partials; /* unused with one split, unless items are cut */
     list_facts lists[2];
     uint64_t *arrivals; /* where items may be cut: a word per item (cut_work_items.cuh) */

@@ -38,9 +38,9 @@ typedef struct key_stream {
     const int32_t *at; /* address of the lane's next index */
     int32_t left;      /* columns from `at` to the list's end */
     uint32_t next;     /* the index at `at`, loaded ahead */
-    uint32_t held;     /* a key that waits for its step; only lanes below num_held have one */
+    uint32_t waiting;  /* a key that waits for its step; only lanes below num_waiting have one */
     uint32_t over;     /* a key that waits for the step behind that one */
-    int32_t num_held;
+    int32_t num_waiting;
     int32_t to_come; /* keys of the warp that are still in the list */
 } key_stream;
 
@@ -61,9 +61,9 @@ open_stream(const attention_launch &launch, const work_item &item, int list, int
     key_stream stream;
     stream.at = keys.indices + item.token * keys.indices_stride_token + column;
     stream.left = columns.end - column;
-    stream.held = NO_INDEX;
+    stream.waiting = NO_INDEX;
     stream.over = NO_INDEX;
-    stream.num_held = 0;
+    stream.num_waiting = 0;
     stream.to_come = num_keys;
     return stream;
 }
@@ -238,17 +238,17 @@ template <bool APART>
 static __device__ __forceinline__ void
 hold_keys(key_stream *stream, uint32_t are_keys, uint32_t index, int lane)
 {
-    const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
+    const int rank = (lane - stream->num_waiting) & (SMLA_WARP_LANES - 1);
     const int from_lane = APART ? find_nth_bit_apart(are_keys, rank) : find_nth_bit(are_keys, rank);
     const uint32_t shuffled = __shfl_sync(0xFFFFFFFFu, index, from_lane);
     if (rank < __popc(are_keys)) {
-        if (lane >= stream->num_held) {
-            stream->held = shuffled;
+        if (lane >= stream->num_waiting) {
+            stream->waiting = shuffled;
         } else {
             stream->over = shuffled;
         }
     }
-    stream->num_held += __popc(are_keys);
+    stream->num_waiting += __popc(are_keys);
 }
 
 /* Takes the keys among the lanes' next indices, as far as `wanted` has their bits, behind the keys
@@ -260,9 +260,9 @@ take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane,
           uint32_t wanted = 0xFFFFFFFFu)
 {
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit) & wanted;
-    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
-        stream->held = stream->next;
-        stream->num_held = SMLA_WARP_LANES;
+    if (is_key == 0xFFFFFFFFu && stream->num_waiting == 0) {
+        stream->waiting = stream->next;
+        stream->num_waiting = SMLA_WARP_LANES;
     } else {
         hold_keys<APART>(stream, is_key, stream->next, lane);
     }
@@ -276,9 +276,9 @@ take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane,
 static __device__ __forceinline__ uint32_t
 hand_out_step(key_stream *stream, int lane)
 {
-    const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
-    stream->held = stream->over;
-    stream->num_held = max(stream->num_held - SMLA_WARP_LANES, 0);
+    const uint32_t index = lane < stream->num_waiting ? stream->waiting : NO_INDEX;
+    stream->waiting = stream->over;
+    stream->num_waiting = max(stream->num_waiting - SMLA_WARP_LANES, 0);
     return index;
 }
 
@@ -290,7 +290,7 @@ static __device__ __forceinline__ uint32_t
 take_step(const attention_launch &launch, int list, key_stream *stream, int lane)
 {
 #pragma unroll 1
-    while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
+    while (stream->num_waiting < SMLA_WARP_LANES && stream->to_come > 0) {
         take_keys<APART>(stream, launch.lists[list].index_limit, launch.column_stride, lane);
     }
     return hand_out_step(stream, lane);

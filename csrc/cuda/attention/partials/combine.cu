@@ -19,8 +19,8 @@
  *              row with one key is right to 2^-22 before it is rounded.
  * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
  */
-#include "cuda/attention/table/kernels.h"
 #include "cuda/attention/partials/softmax.cuh"
+#include "cuda/attention/table/kernels.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"

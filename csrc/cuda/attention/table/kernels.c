@@ -25,7 +25,7 @@
     ROW(file, stem, rows, least, heads, .arch = 90, .ctas_per_sm = 1, \
         .shared_bytes = SMLA_SM90_SHARED_BYTES, __VA_ARGS__)
 
-#define SM90_FP8(rows, stem, least, heads, cost, start)                                  \
+#define SM90_FP8(rows, stem, least, heads, cost, start)                                      \
     SM90("attention_fp8_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = cost, .cta_cost = start, .start_cost = 12, .leaves_halves = true)
 

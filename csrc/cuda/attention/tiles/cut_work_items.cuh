@@ -1,5 +1,5 @@
-/* cut_work_items.cuh: cuts long work items where other items are short, in launches of at most one item
- * per SM, for the large kernels for FP8 rows.
+/* cut_work_items.cuh: cuts long work items where other items are short, in launches of at most one
+ * item per SM, for the large kernels for FP8 rows.
  *
  * Such a launch takes as long as its longest item, while SMs with shorter items or without any are
  * idle. Here the longest items are cut. An item's own CTA keeps the head of the item, and each

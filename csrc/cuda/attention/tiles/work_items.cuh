@@ -60,9 +60,9 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 
 /* ---- Parts of work items -------------------------------------------------------------------- */
 
-/* Where a launch may cut work items (cut_work_items.cuh), a word describes each part of an item: the
- * item's number, the part's segments, the part's number and the number of parts, and the number of
- * the item's first piece. The first part of an item is its head. The others are pieces, numbered
+/* Where a launch may cut work items (cut_work_items.cuh), a word describes each part of an item:
+ * the item's number, the part's segments, the part's number and the number of parts, and the number
+ * of the item's first piece. The first part of an item is its head. The others are pieces, numbered
  * over all items. */
 enum {
     NUM_SEGMENTS = 16, /* segments per item, with equal numbers of columns */

@@ -40,7 +40,7 @@ typedef struct coded_keys {
     const uint8_t *row[SMLA_WARP_LANES];                       /* NULL if there is no key */
     const int32_t *at[SMLA_WARP_LANES]; /* field of the lane's key_stream, as the next three */
     int32_t left[SMLA_WARP_LANES];
-    uint32_t held[SMLA_WARP_LANES];
+    uint32_t waiting[SMLA_WARP_LANES];
     uint32_t over[SMLA_WARP_LANES];
     int32_t slot[SMLA_WARP_LANES];
 } coded_keys;
@@ -66,7 +66,7 @@ park_stream(const key_stream &stream, volatile coded_keys *to)
     const int lane = gather_lane();
     to->at[lane] = stream.at;
     to->left[lane] = stream.left;
-    to->held[lane] = stream.held;
+    to->waiting[lane] = stream.waiting;
     to->over[lane] = stream.over;
 }
 
@@ -77,7 +77,7 @@ take_back_stream(const volatile coded_keys *from, key_stream *stream)
         (int)(ptx_thread() % SMLA_WARP_LANES); /* recomputed here, to save a register */
     stream->at = from->at[lane];
     stream->left = from->left[lane];
-    stream->held = from->held[lane];
+    stream->waiting = from->waiting[lane];
     stream->over = from->over[lane];
 }
 

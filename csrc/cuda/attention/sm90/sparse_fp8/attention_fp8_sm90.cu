@@ -20,9 +20,9 @@
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
  *                               (key_stream.cuh), and takes outlier keys first where references
- *                               jump (outlier_keys.cuh). It brings 4 rows of every granule, one bulk
- *                               copy per row, and for fp8_v4 a copy of 8 bytes for its scales. It
- *                               runs ahead, and first brings a quarter of a new query.
+ *                               jump (outlier_keys.cuh). It brings 4 rows of every granule, one
+ *                               bulk copy per row, and for fp8_v4 a copy of 8 bytes for its
+ *                               scales. It runs ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
  *                               blocks, a group finds the scores, adds values of the other group's
  *                               older block while its own scores become weights, and adds values
@@ -107,7 +107,7 @@ clear_out(consumer<Shape> *state)
 /* Waits until the item's keys are counted, and adds its number of steps to state->phase. */
 template <typename Shape>
 static __device__ __forceinline__ void
-take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
+take_steps(fp8_memory<Shape> *shared, consumer<Shape> *state)
 {
     const uint32_t turn = (state->phase & QUERY_PARITY) != 0;
     ptx_mbarrier_wait(ptx_shared_address(&shared->counted), turn);
@@ -118,11 +118,11 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
  * products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
+consume_steps(const fp8_launch &launch, fp8_memory<Shape> *shared, consumer<Shape> *state,
               work_item *next)
 {
     const thread_index me = find_thread_index();
-    const hopper_addresses at = find_addresses(shared, me.group);
+    const fp8_addresses at = find_addresses(shared, me.group);
     bool has_other = me.group == 1;
     const weight_tiles weights = {find_weights(shared, me.group),
                                   find_weights(shared, me.group ^ 1)};
@@ -180,7 +180,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
  * the other group also has one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
+begin_items(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     const thread_index me = find_thread_index_again();
     const bool may_be_cut = launch.base.num_segments > 1;
@@ -217,7 +217,7 @@ begin_items(const hopper_launch &launch, hopper_memory<Shape> *shared)
  * begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
-consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
+consume(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
     state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_thread_index().group;
@@ -242,12 +242,12 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
  * together, and not one after the other where they are needed. */
 template <typename Shape>
 static __device__ __forceinline__ void
-start(const hopper_launch &launch, hopper_memory<Shape> *shared)
+start(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     const int thread = (int)threadIdx.x;
     const int warp = thread / SMLA_WARP_LANES;
-    static_assert(offsetof(hopper_launch, base.params.kv_scale) <=
-                      CONSTANT_LINE * HOPPER_THREADS / SMLA_WARP_LANES,
+    static_assert(offsetof(fp8_launch, base.params.kv_scale) <=
+                      CONSTANT_LINE * FP8_THREADS / SMLA_WARP_LANES,
                   "a line for each warp");
     const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
     if (thread == CONSUMER_THREADS) {
@@ -286,7 +286,7 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
 /* Ends all mbarriers except `planned`, because run_fallback reuses the memory of many of them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-end_barriers(hopper_memory<Shape> *shared)
+end_barriers(fp8_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody waits at an mbarrier any more */
@@ -309,10 +309,10 @@ end_barriers(hopper_memory<Shape> *shared)
 
 template <typename Shape>
 __global__ void
-__launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hopper_launch launch)
+__launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
-    hopper_memory<Shape> *const shared = (hopper_memory<Shape> *)memory;
+    fp8_memory<Shape> *const shared = (fp8_memory<Shape> *)memory;
     start(launch, shared);
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<GATHER_REGISTERS>();
@@ -322,7 +322,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
         consume(launch, shared);
         end_barriers(shared);
         typedef shared_memory<typename Shape::Portable> portable_memory;
-        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, fallback_bits),
+        static_assert(sizeof(portable_memory) <= offsetof(fp8_memory<Shape>, fallback_bits),
                       "marks outlive the rest");
         run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
                      (portable_memory *)shared);
@@ -386,7 +386,7 @@ find_span(const smla_key_list *list, row_span *span)
 /* The number of CTAs for a number of items: more than one per SM where a CTA has too few fallback
  * bits. */
 static int64_t
-count_hopper_ctas(const attention_launch &launch, int64_t num_items)
+count_fp8_ctas(const attention_launch &launch, int64_t num_items)
 {
     const int64_t num_ctas = count_ctas(launch, num_items);
     return smla_count_parts(num_items, num_ctas) > MAX_ITEMS
@@ -405,19 +405,19 @@ is_pair_dense(const smla_attention_params *params)
 
 template <int ROW, int HEADS, bool MAXIMA>
 static cudaError_t
-launch_hopper(const smla_attention_params *params, const smla_attention_start *start,
-              const row_span spans[2])
+launch_fp8(const smla_attention_params *params, const smla_attention_start *start,
+           const row_span spans[2])
 {
-    typedef hopper<ROW, HEADS, MAXIMA> Shape;
-    constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
+    typedef fp8_shape<ROW, HEADS, MAXIMA> Shape;
+    constexpr int SHARED_BYTES = (int)sizeof(fp8_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
-    const cudaError_t code = prepare_attention((const void *)attend_hopper<Shape>, SHARED_BYTES,
-                                               HEADS, params, &allowed);
+    const cudaError_t code =
+        prepare_attention((const void *)attend_fp8<Shape>, SHARED_BYTES, HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
     }
-    hopper_launch launch = {};
+    fp8_launch launch = {};
     launch.base = make_launch<HEADS>(params);
     if (start->interleaves) {
         interleave_splits(&launch.base);
@@ -434,9 +434,9 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
                             (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
     allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
-    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_items);
+    const int64_t num_ctas = count_fp8_ctas(launch.base, launch.num_items);
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
-    return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
+    return smla_launch(attend_fp8<Shape>, launch, num_ctas, FP8_THREADS, SHARED_BYTES,
                        params->call.stream, false, start->deferred);
 }
 
@@ -452,8 +452,8 @@ launch_tile(const smla_attention_params *params, const smla_attention_start *sta
     if (!fits) {
         return launch_portable<ROW, HEADS>(params, start);
     }
-    return params->max_logits == NULL ? launch_hopper<ROW, HEADS, false>(params, start, spans)
-                                      : launch_hopper<ROW, HEADS, true>(params, start, spans);
+    return params->max_logits == NULL ? launch_fp8<ROW, HEADS, false>(params, start, spans)
+                                      : launch_fp8<ROW, HEADS, true>(params, start, spans);
 }
 
 cudaError_t

@@ -1,13 +1,13 @@
-/* fp8_common.cuh: what all warp roles of attention_fp8_sm90.cu share: template parameters, shared memory,
- * kernel argument, work items, consumer state. attention_fp8_sm90.cu explains them. */
+/* fp8_common.cuh: what all warp roles of attention_fp8_sm90.cu share: template parameters, shared
+ * memory, kernel argument, work items, consumer state. attention_fp8_sm90.cu explains them. */
 #pragma once
 
 #include <stddef.h>
 
-#include "cuda/attention/sm80/attend.cuh"
-#include "cuda/attention/tiles/cut_work_items.cuh"
 #include "cuda/attention/keys/key_stream.cuh"
+#include "cuda/attention/sm80/attend.cuh"
 #include "cuda/attention/sm90/sparse_fp8/ring_rows.cuh"
+#include "cuda/attention/tiles/cut_work_items.cuh"
 #include "cuda/attention/tiles/work_order.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -26,7 +26,7 @@ enum {
     CONSUMER_WARPS = CTA_WARPS,
     CONSUMER_THREADS = CTA_THREADS,
     GROUP_THREADS = 128,
-    HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
+    FP8_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
     MAX_ITEMS = 512,    /* the most items per CTA: each has a bit of fallback_bits */
@@ -48,7 +48,7 @@ enum {
 };
 
 static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
-static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
+static_assert(FP8_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave: 168 each");
 
 /* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
@@ -61,7 +61,7 @@ template <typename Row> struct ring_granule {
     uint32_t reference_jump; /* mark of a block's first granule (mark_reference_jump) */
 };
 
-template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
+template <int ROW, int HEADS_, bool MAXIMA_> struct fp8_shape {
     typedef ring_row<ROW> Row;
     typedef ring_granule<Row> Granule;
     static constexpr int HEADS = HEADS_;
@@ -91,7 +91,7 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
         Portable;
 };
 
-template <typename Shape> struct hopper_memory {
+template <typename Shape> struct fp8_memory {
     alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) typename Shape::Granule ring[Shape::GRANULES];
@@ -133,7 +133,7 @@ typedef struct row_span {
 } row_span;
 
 /* The argument of the kernel. */
-typedef struct hopper_launch {
+typedef struct fp8_launch {
     row_span lists[2];
     int32_t num_items;
     float headroom;      /* upper limit of find_row_headroom */
@@ -143,14 +143,14 @@ typedef struct hopper_launch {
     bool query_is_dense; /* a token's heads are contiguous, both parts of each head together */
     bool is_ordered;     /* CTAs take items in the order of work_order.cuh */
     attention_launch base;
-} hopper_launch;
+} fp8_launch;
 
 /* ---- Work items ---------------------------------------------------------------------------- */
 
 /* The CTA's next work item, whole even if the CTA has a part of it; no heads: there is none. */
 template <typename Shape>
 static __device__ __forceinline__ work_item
-find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
+find_next(const fp8_launch &launch, const fp8_memory<Shape> *shared)
 {
     const int idx =
         nth_item(launch.is_ordered, launch.num_items, &shared->order, shared->item_idx + 1);
@@ -166,7 +166,7 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 /* Makes `next` the current item. Other threads see it after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_item(const hopper_launch &launch, const work_item &next, hopper_memory<Shape> *shared)
+begin_item(const fp8_launch &launch, const work_item &next, fp8_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x); /* recomputed: keeping it costs a register */
     if (thread == 0) {
@@ -191,7 +191,7 @@ begin_item(const hopper_launch &launch, const work_item &next, hopper_memory<Sha
  * before they freed its query. */
 template <typename Shape>
 static __device__ __forceinline__ void
-publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
+publish_steps(const list_steps &steps, uint32_t turn, fp8_memory<Shape> *shared)
 {
     shared->num_steps[turn] = steps.main + steps.extra;
     ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
@@ -230,19 +230,19 @@ find_thread_index_again(void)
 }
 
 /* Addresses in shared memory; each call of find_addresses recomputes them. */
-typedef struct hopper_addresses {
+typedef struct fp8_addresses {
     uint32_t ring;
     uint32_t empty; /* barrier of the first granule */
     uint32_t probs_ready;
     uint32_t values_added;
     uint32_t probs; /* weights of the own group */
-} hopper_addresses;
+} fp8_addresses;
 
 template <typename Shape>
-static __device__ __forceinline__ hopper_addresses
-find_addresses(hopper_memory<Shape> *shared, int group)
+static __device__ __forceinline__ fp8_addresses
+find_addresses(fp8_memory<Shape> *shared, int group)
 {
-    hopper_addresses at;
+    fp8_addresses at;
     at.ring = (uint32_t)ptx_forget((int)ptx_shared_address(shared->ring));
     at.empty = at.ring + (uint32_t)offsetof(typename Shape::Granule, empty);
     at.probs_ready = ptx_shared_address(shared->probs_ready);
@@ -326,7 +326,7 @@ find_granule(int first, int i)
 /* Marks the current item for the fallback if `needs_fallback`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-mark_for_fallback(hopper_memory<Shape> *shared, bool needs_fallback)
+mark_for_fallback(fp8_memory<Shape> *shared, bool needs_fallback)
 {
     const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
     ptx_store_shared_1_if(ptx_shared_address(&shared->needs_fallback[warp]), 1, needs_fallback);
@@ -349,7 +349,7 @@ find_key_masks(const thread_index &me, uint32_t key_bits)
 /* Waits for the rows of the warp's granule in the own block. Returns the granule's address. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-wait_for_rows(const hopper_addresses &at, const thread_index &me, const consumer<Shape> &state)
+wait_for_rows(const fp8_addresses &at, const thread_index &me, const consumer<Shape> &state)
 {
     const int granule = find_granule<Shape>(state.own, me.warp);
     ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(typename Shape::Granule, full),
@@ -552,21 +552,21 @@ mark_item(int number, int thread, uint32_t fallback_bits[MAX_ITEMS / 32])
  * fallback_bits, which is free. An item is `num_parts` head tiles of the portable code. */
 template <typename Portable>
 static __device__ __forceinline__ void
-run_fallback(const hopper_launch &hopper, int num_parts, const uint32_t *fallback_bits,
+run_fallback(const fp8_launch &all, int num_parts, const uint32_t *fallback_bits,
              const item_order *order, shared_memory<Portable> *shared)
 {
-    const attention_launch &launch = hopper.base;
+    const attention_launch &launch = all.base;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
     for (int number = 0;; number++) {
-        const int found = nth_item(hopper.is_ordered, hopper.num_items, order, number);
+        const int found = nth_item(all.is_ordered, all.num_items, order, number);
         if (found < 0) {
             break;
         }
         const bool is_part = launch.num_segments > 1;
         const int idx = is_part ? item_of_part(found) : found;
-        if (idx >= hopper.num_items || !(fallback_bits[number / 32] >> number % 32 & 1)) {
+        if (idx >= all.num_items || !(fallback_bits[number / 32] >> number % 32 & 1)) {
             continue;
         }
         const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);

@@ -113,7 +113,7 @@ static __device__ __forceinline__ void
 copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from,
           const key_offset &key, uint32_t is_key)
 {
-    typedef hopper_memory<Shape> memory;
+    typedef fp8_memory<Shape> memory;
     typedef typename Shape::Row Row;
     /* All lanes have the same slot; the shuffle tells the compiler so. */
     const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0);
@@ -170,8 +170,8 @@ copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from
 /* All gather warps count the keys of an item. For a launch's first item, consumers do it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-count_keys_of(const hopper_launch &launch, const work_item &item, uint32_t turn,
-              hopper_memory<Shape> *shared)
+count_keys_of(const fp8_launch &launch, const work_item &item, uint32_t turn,
+              fp8_memory<Shape> *shared)
 {
     const key_stream stream =
         open_stream(launch.base, item, 0, find_gather_warp(), find_gather_lane(), 0);
@@ -188,7 +188,7 @@ count_keys_of(const hopper_launch &launch, const work_item &item, uint32_t turn,
  * after it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
+count_parts_of(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
 #pragma unroll 1
     for (uint32_t n = is_first_cut(launch.base, shared->order) ? 0 : 1; n < 2; n++) {
@@ -205,8 +205,8 @@ count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
 /* Gathers a step of an item. Lane l has the index of the warp's key l % 4 in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_step(const hopper_launch &launch, const work_item &item, int list, uint32_t index,
-            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
+gather_step(const fp8_launch &launch, const work_item &item, int list, uint32_t index,
+            uint32_t turn, fp8_memory<Shape> *shared, gather_state *state)
 {
     typedef typename Shape::Row Row;
     key_offset key =
@@ -238,12 +238,12 @@ gather_step(const hopper_launch &launch, const work_item &item, int list, uint32
  * the next granule, when that is free. In step 0 num_steps may not be known yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-look_for_outlier_keys(const hopper_launch &launch, int n, int32_t step, int32_t end,
-                      const hopper_memory<Shape> *shared, const gather_state &state,
+look_for_outlier_keys(const fp8_launch &launch, int n, int32_t step, int32_t end,
+                      const fp8_memory<Shape> *shared, const gather_state &state,
                       key_stream *stream, outlier_keys *outliers)
 {
     static_assert(LOOKAHEAD * 128 <= GATHER_KEYS * Shape::Row::PITCH, "a granule has the room");
-    const uint32_t ring = (uint32_t)offsetof(hopper_memory<Shape>, ring);
+    const uint32_t ring = (uint32_t)offsetof(fp8_memory<Shape>, ring);
     const uint32_t offset = state.slot * Shape::GRANULE_BYTES;
     if (step > 0 && step <= end - MIN_STEPS && outliers->chunk >= LOOKAHEAD &&
         launch.lists[0].pitch != 0 &&
@@ -263,8 +263,8 @@ look_for_outlier_keys(const hopper_launch &launch, int n, int32_t step, int32_t 
 /* Gathers steps [begin, end) of one list of the CTA's item n, after its keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_list(const hopper_launch &launch, const work_item &item, int n, int list, int32_t begin,
-            int32_t end, hopper_memory<Shape> *shared, gather_state *state)
+gather_list(const fp8_launch &launch, const work_item &item, int n, int list, int32_t begin,
+            int32_t end, fp8_memory<Shape> *shared, gather_state *state)
 {
     if (begin == end) {
         return;
@@ -295,9 +295,9 @@ gather_list(const hopper_launch &launch, const work_item &item, int n, int list,
  * nobody multiplies any more. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_query(const hopper_launch &launch, const work_item &item, uint32_t base)
+fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
 {
-    typedef hopper_memory<Shape> memory;
+    typedef fp8_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
     constexpr int HEAD_BYTES = Shape::Row::HEAD_BYTES;
     const smla_attention_params &params = launch.base.params;
@@ -336,7 +336,7 @@ fetch_query(const hopper_launch &launch, const work_item &item, uint32_t base)
  * meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-begin_launch(const hopper_launch &launch, const work_item &item, hopper_memory<Shape> *shared,
+begin_launch(const fp8_launch &launch, const work_item &item, fp8_memory<Shape> *shared,
              gather_state *state)
 {
     uint32_t index = load_first(launch.base, item, 0, find_gather_warp(), find_gather_lane());
@@ -347,11 +347,11 @@ begin_launch(const hopper_launch &launch, const work_item &item, hopper_memory<S
     bool has_step = is_key == 0xFFFFFFFFu;
     if (!has_step) {
         wait_for_order(launch.base.num_segments > 1,
-                       state->base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                       state->base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned));
         if (is_first_cut(launch.base, shared->order)) {
             return false;
         }
-        ptx_mbarrier_wait(state->base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
+        ptx_mbarrier_wait(state->base + (uint32_t)offsetof(fp8_memory<Shape>, counted), 0);
         has_step =
             find_count(&shared->num_keys[0], 0, find_gather_warp()) == (int32_t)__popc(is_key);
         const int lane = find_gather_lane();
@@ -375,14 +375,14 @@ begin_launch(const hopper_launch &launch, const work_item &item, hopper_memory<S
  * counted before the loop. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
+gather(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
     gather_state state;
     /* the shuffles keep ptxas from computing the address again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
     state.rows =
-        state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
+        state.base + (uint32_t)offsetof(fp8_memory<Shape>, ring) +
         __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * Shape::Row::PITCH);
     state.slot = 0;
     state.parity = 1;
@@ -391,12 +391,12 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
     bool has_begun = begin_launch<Shape>(launch, item, shared, &state);
     wait_for_order(launch.base.num_segments > 1,
-                   state.base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                   state.base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned));
     if (__builtin_expect(has_parts(launch.base, shared->order), false)) {
         count_parts_of(launch, shared);
         item = find_ordered_item(launch.base, nth_item(true, 0, &shared->order, 0), Shape::HEADS);
     }
-    ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
+    ptx_mbarrier_wait(state.base + (uint32_t)offsetof(fp8_memory<Shape>, counted), 0);
 #pragma unroll 1
     for (int n = 0;; n++) {
         const uint32_t turn = (uint32_t)n & 1;
@@ -419,8 +419,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
             if (part == (Shape::HEADS == 64 && now > 0 ? FIRST_STEP : EXTRA_LIST) &&
                 launch.base.num_segments == 1) {
                 wait_for_order(launch.is_ordered,
-                               state.base +
-                                   (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                               state.base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned));
                 const int ahead =
                     nth_item(launch.is_ordered, launch.num_items, &shared->order, now + 1);
                 if (ahead >= 0) {
@@ -435,7 +434,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         }
         item = find_ordered_item(launch.base, idx, Shape::HEADS);
         has_begun = false;
-        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
+        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(fp8_memory<Shape>, query_free), turn);
         if (ptx_elect()) { /* consumers are done with the item before, which used this element */
             shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
         }

@@ -39,7 +39,7 @@ scale_of_shift(float shift)
  * compiler so. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-load_has_grown(const hopper_memory<Shape> *shared, int group)
+load_has_grown(const fp8_memory<Shape> *shared, int group)
 {
     const volatile uint32_t *const has_grown = shared->has_grown;
     return has_grown[group];
@@ -55,7 +55,7 @@ is_any(uint32_t has_grown)
  * under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-scale_out(const hopper_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
+scale_out(const fp8_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
 {
     const uint32_t from = ptx_shared_address(shared->shift_factor + 2 * me.column);
 #pragma unroll
@@ -118,7 +118,7 @@ leave_half_maxima(const consumer<Shape> &state, const thread_index &me, uint32_t
  * follow. */
 template <typename Shape>
 static __device__ __forceinline__ void
-move_references(const hopper_launch &launch, const thread_index &me, hopper_memory<Shape> *shared,
+move_references(const fp8_launch &launch, const thread_index &me, fp8_memory<Shape> *shared,
                 const consumer<Shape> &state)
 {
     uint16_t (*const row_maxima)[Shape::HEADS] =
@@ -149,7 +149,7 @@ move_references(const hopper_launch &launch, const thread_index &me, hopper_memo
  * So the weight of an absent key is 2^-shift. Returns the sums of exp_chunk. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_again(uint32_t probs, const thread_index &me, const hopper_memory<Shape> *shared,
+weigh_again(uint32_t probs, const thread_index &me, const fp8_memory<Shape> *shared,
             consumer<Shape> *state, float (&sums)[Shape::CHUNKS][4])
 {
     constexpr int CHUNKS = Shape::CHUNKS;
@@ -174,7 +174,7 @@ weigh_again(uint32_t probs, const thread_index &me, const hopper_memory<Shape> *
 /* Scales the warp's sums by 2^-shift, and subtracts `shift` from its maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
-scale_sums(const thread_index &me, hopper_memory<Shape> *shared)
+scale_sums(const thread_index &me, fp8_memory<Shape> *shared)
 {
     const int warp = 4 * me.group + me.warp;
     const auto scale = [=](int slot) {
@@ -201,8 +201,8 @@ scale_sums(const thread_index &me, hopper_memory<Shape> *shared)
  * its own. All shuffles come together, because nothing else hides latencies here. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_again(const float (&sums)[Shape::CHUNKS][4], const thread_index &me,
-          hopper_memory<Shape> *shared, const consumer<Shape> &state)
+add_again(const float (&sums)[Shape::CHUNKS][4], const thread_index &me, fp8_memory<Shape> *shared,
+          const consumer<Shape> &state)
 {
     constexpr int CHUNKS = Shape::CHUNKS;
     float half[CHUNKS];
@@ -227,8 +227,8 @@ add_again(const float (&sums)[Shape::CHUNKS][4], const thread_index &me,
  * into the group's `out` may be under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-raise_references(const hopper_launch &launch, const hopper_addresses &at, const thread_index &me,
-                 hopper_memory<Shape> *shared, consumer<Shape> *state)
+raise_references(const fp8_launch &launch, const fp8_addresses &at, const thread_index &me,
+                 fp8_memory<Shape> *shared, consumer<Shape> *state)
 {
     move_references(launch, me, shared, *state);
     float sums[Shape::CHUNKS][4];
@@ -247,7 +247,7 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
  * a wait for them. */
 template <bool WAITS, typename Shape>
 static __device__ __forceinline__ void
-follow_references(const thread_index &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
+follow_references(const thread_index &me, fp8_memory<Shape> *shared, consumer<Shape> *state)
 {
     const int other = me.group ^ 1;
     const int thread = SMLA_WARP_LANES * me.warp + me.lane;

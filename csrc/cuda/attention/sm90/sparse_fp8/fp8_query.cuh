@@ -26,7 +26,7 @@ query_head(const thread_index &me, int j)
  * little code, because they wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_query(const smla_attention_params &params, const work_item &item, hopper_memory<Shape> *shared)
+copy_query(const smla_attention_params &params, const work_item &item, fp8_memory<Shape> *shared)
 {
     constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
     constexpr int HEAD_PIECES = Shape::Row::HEAD_BYTES / 16;
@@ -51,7 +51,7 @@ copy_query(const smla_attention_params &params, const work_item &item, hopper_me
  * everything waits for it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-read_query(const work_item &item, const thread_index &me, const hopper_memory<Shape> *shared,
+read_query(const work_item &item, const thread_index &me, const fp8_memory<Shape> *shared,
            query_part<Shape::Row::QUERY_TILES> *part)
 {
 #pragma unroll
@@ -68,7 +68,7 @@ read_query(const work_item &item, const thread_index &me, const hopper_memory<Sh
 
 template <typename Shape>
 static __device__ __forceinline__ void
-wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
+wait_for_query(fp8_memory<Shape> *shared, const consumer<Shape> &state)
 {
     ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
 }
@@ -100,7 +100,7 @@ find_head_max(const uint32_t (&words)[TILES][4])
  * a tile without a twin before it, has dimensions 16c + 0...15. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
+store_query_words(fp8_memory<Shape> *shared, int tile, int head, int first, int column,
                   const uint32_t words[4])
 {
 #pragma unroll
@@ -112,7 +112,7 @@ store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, i
 
 template <typename Shape>
 static __device__ __forceinline__ void
-store_nope(hopper_memory<Shape> *shared, int head, int piece,
+store_nope(fp8_memory<Shape> *shared, int head, int piece,
            const uint32_t (&part)[Shape::Row::QUERY_TILES][4], float factor)
 {
     constexpr int TILES = Shape::Row::NOPE_TILES;
@@ -135,8 +135,7 @@ store_nope(hopper_memory<Shape> *shared, int head, int piece,
 
 template <typename Shape>
 static __device__ __forceinline__ void
-store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[4],
-           uint32_t factors)
+store_rope(fp8_memory<Shape> *shared, int head, int piece, const uint32_t part[4], uint32_t factors)
 {
     uint32_t words[4];
 #pragma unroll
@@ -176,7 +175,7 @@ find_scale_max(const thread_index &me, uint32_t granule)
 /* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_weights(const thread_index &me, hopper_memory<Shape> *shared)
+clear_weights(const thread_index &me, fp8_memory<Shape> *shared)
 {
 #pragma unroll
     for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
@@ -190,7 +189,7 @@ clear_weights(const thread_index &me, hopper_memory<Shape> *shared)
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_query_max(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
-                  hopper_memory<Shape> *shared, uint32_t head_max[2])
+                  fp8_memory<Shape> *shared, uint32_t head_max[2])
 {
     uint32_t top = 0;
 #pragma unroll
@@ -237,7 +236,7 @@ find_key_exponent(uint32_t scale_max)
 template <typename Shape>
 static __device__ __forceinline__ int
 store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
-               const uint32_t head_max[2], hopper_memory<Shape> *shared)
+               const uint32_t head_max[2], fp8_memory<Shape> *shared)
 {
     const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
     bool needs_fallback;
@@ -261,10 +260,10 @@ store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES>
  * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const thread_index &me, const work_item &next,
-            hopper_memory<Shape> *shared, consumer<Shape> *state)
+store_query(const fp8_launch &launch, const thread_index &me, const work_item &next,
+            fp8_memory<Shape> *shared, consumer<Shape> *state)
 {
-    const hopper_addresses at = find_addresses(shared, me.group);
+    const fp8_addresses at = find_addresses(shared, me.group);
     query_part<Shape::Row::QUERY_TILES> part;
     if (launch.fetches_query) {
         wait_for_query(shared, *state);

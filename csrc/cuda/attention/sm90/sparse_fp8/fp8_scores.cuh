@@ -1,5 +1,5 @@
-/* fp8_scores.cuh: the first product of attention_fp8_sm90.cu: the scores of a block of keys, and how
- * they become weights in shared memory and sums of weights.
+/* fp8_scores.cuh: the first product of attention_fp8_sm90.cu: the scores of a block of keys, and
+ * how they become weights in shared memory and sums of weights.
  */
 #pragma once
 
@@ -26,7 +26,7 @@ find_scale_pair(uint32_t granule, int tile, int row)
  * which values are multiplied. Marks the item for the fallback if a scale is too large. */
 template <typename Shape>
 static __device__ __forceinline__ scale_pairs
-take_scales(hopper_memory<Shape> *shared, const thread_index &me, uint32_t granule)
+take_scales(fp8_memory<Shape> *shared, const thread_index &me, uint32_t granule)
 {
     typedef typename Shape::Row Row;
     scale_pairs pairs;
@@ -58,7 +58,7 @@ take_scales(hopper_memory<Shape> *shared, const thread_index &me, uint32_t granu
  * item for the fallback if one of them does not fit. */
 template <typename Shape>
 static __device__ __forceinline__ void
-keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
+keep_rope(fp8_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
 {
     const uint32_t unit = smla_float_bits(*(const volatile float *)&shared->inv_key_unit);
     mark_for_fallback(shared, is_rope_large(find_rope_top(words), 127 - (int)(unit >> 23)));
@@ -89,7 +89,7 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_firs
  * descriptor of the query's tiles. The last products are still under way on return. */
 template <typename Shape>
 static __device__ __forceinline__ void
-score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thread_index &me,
+score_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_index &me,
             uint64_t query, consumer<Shape> *state)
 {
     typedef typename Shape::Row Row;
@@ -215,7 +215,7 @@ ends_pair(int chunk)
  * bits. */
 template <typename Shape>
 static __device__ __forceinline__ float
-find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
+find_row_headroom(const fp8_launch &launch, const consumer<Shape> &state)
 {
     /* recomputed, because ptxas would keep a comparison of meet_other_block, and has no register */
     const int steps = ptx_forget((int)(state.phase / ONE_STEP));
@@ -229,7 +229,7 @@ find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
  * the RoPE part of the scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
-join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
+join_scores(const fp8_memory<Shape> *shared, const consumer<Shape> &state,
             float (&joined)[Shape::HEADS / 2])
 {
 #pragma unroll
@@ -254,7 +254,7 @@ join_scores(const hopper_memory<Shape> *shared, const consumer<Shape> &state,
 /* Finds reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_references(const hopper_launch &launch, const thread_index &me, hopper_memory<Shape> *shared,
+find_references(const fp8_launch &launch, const thread_index &me, fp8_memory<Shape> *shared,
                 consumer<Shape> *state)
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
@@ -291,7 +291,7 @@ find_references(const hopper_launch &launch, const thread_index &me, hopper_memo
  * Its weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_exponents(hopper_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
+find_exponents(fp8_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const float scale = *(const volatile float *)&shared->score_scale;
@@ -351,8 +351,8 @@ store_weights(uint32_t probs, const thread_index &me, int chunk, const float e[8
  * before anybody multiplies these weights. NaN is not too large. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const thread_index &me,
-            int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
+weigh_chunk(const fp8_launch &launch, const fp8_addresses &at, const thread_index &me, int chunk,
+            fp8_memory<Shape> *shared, consumer<Shape> *state)
 {
     const float *const x = &state->scores[8 * chunk];
     const int warp = 4 * me.group + me.warp;
@@ -390,7 +390,7 @@ weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const threa
 
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_sums(const thread_index &me, hopper_memory<Shape> *shared)
+clear_sums(const thread_index &me, fp8_memory<Shape> *shared)
 {
     const int warp = 4 * me.group + me.warp;
 #pragma unroll

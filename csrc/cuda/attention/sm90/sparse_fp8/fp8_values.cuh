@@ -1,5 +1,5 @@
-/* fp8_values.cuh: the second product of attention_fp8_sm90.cu, values times weights, and the results
- * of an item: rows, partial rows, or a mark for the fallback.
+/* fp8_values.cuh: the second product of attention_fp8_sm90.cu, values times weights, and the
+ * results of an item: rows, partial rows, or a mark for the fallback.
  */
 #pragma once
 
@@ -24,7 +24,7 @@ has_rope_values(const value_addresses &addresses)
     constexpr int TABLE_BYTES = Shape::Row::NUM_SCALES * TILE_BYTES;
     constexpr uint32_t LAST = TABLE_BYTES - TILE_BYTES;
     static_assert(offsetof(typename Shape::Granule, scales) % TABLE_BYTES == 0 &&
-                      offsetof(hopper_memory<Shape>, ring) % TABLE_BYTES == 0,
+                      offsetof(fp8_memory<Shape>, ring) % TABLE_BYTES == 0,
                   "the table's first address ends with zeros");
     return Shape::Row::ROPE_IS_VALUE &&
            __any_sync(0xFFFFFFFFu,
@@ -33,7 +33,7 @@ has_rope_values(const value_addresses &addresses)
 
 template <typename Shape>
 static __device__ __forceinline__ value_addresses
-find_values(const hopper_addresses &at, const thread_index &me)
+find_values(const fp8_addresses &at, const thread_index &me)
 {
     typedef typename Shape::Row Row;
     const int tile = Row::NUM_SCALES == 8 ? 4 * me.group + me.warp : 2 * me.group + (me.warp >> 1);
@@ -139,7 +139,7 @@ typedef struct weight_tiles {
 /* The descriptor of a group's weights in shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ uint64_t
-find_weights(hopper_memory<Shape> *shared, int group)
+find_weights(fp8_memory<Shape> *shared, int group)
 {
     return wgmma_descriptor(ptx_shared_address(shared->probs[group]), 8 * Shape::PROB_BYTES,
                             Shape::PROBS_SWIZZLE);
@@ -164,7 +164,7 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
  * After an item's last scores, the next query may replace this one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const thread_index &me,
+meet_other_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_index &me,
                  int other, consumer<Shape> *state)
 {
     const value_addresses addresses = find_values<Shape>(at, me);
@@ -193,8 +193,8 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
  * the group can mark its next block meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-publish_weights(const hopper_addresses &at, const thread_index &me, const consumer<Shape> &state,
-                hopper_memory<Shape> *shared)
+publish_weights(const fp8_addresses &at, const thread_index &me, const consumer<Shape> &state,
+                fp8_memory<Shape> *shared)
 {
     bool has_grown = false;
 #pragma unroll
@@ -222,7 +222,7 @@ batch_of_chunk(int chunk)
  * weights meanwhile. `has_other` is false in group 0's first step, where probs[1] is zero. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopper_addresses &at,
+add_blocks(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_addresses &at,
            const thread_index &me, const weight_tiles &weights, int other, bool has_other,
            consumer<Shape> *state)
 {
@@ -286,7 +286,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
  * reference. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *row_max)
+add_up_head(const fp8_memory<Shape> *shared, int head, float *sum, float *row_max)
 {
     *sum = 0.0f;
     *row_max = -INFINITY;
@@ -306,8 +306,7 @@ add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *row
  * load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_sinks(const smla_attention_params &params, const thread_index &me,
-            hopper_memory<Shape> *shared)
+leave_sinks(const smla_attention_params &params, const thread_index &me, fp8_memory<Shape> *shared)
 {
     const int head = SMLA_WARP_LANES * me.warp + me.lane;
     if (params.attn_sink != NULL && head < shared->current_item.num_heads) {
@@ -323,7 +322,7 @@ leave_sinks(const smla_attention_params &params, const thread_index &me,
  * lse comes later (leave_heads). */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *shared)
+find_factors(const fp8_launch &launch, int group, fp8_memory<Shape> *shared)
 {
     const smla_attention_params &params = launch.base.params;
     const int head = ptx_forget((int)threadIdx.x) % GROUP_THREADS;
@@ -355,7 +354,7 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
 /* A head's reference, sum and maximum, as leave_head takes them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_head_state(const hopper_memory<Shape> *shared, int head, float *reference, float *sum,
+find_head_state(const fp8_memory<Shape> *shared, int head, float *reference, float *sum,
                 float *row_max)
 {
     *reference = shared->reference[head];
@@ -367,7 +366,7 @@ find_head_state(const hopper_memory<Shape> *shared, int head, float *reference, 
  * 0 do this, because that group is the first to have written its results. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_heads(const hopper_launch &launch, const work_item &item, const hopper_memory<Shape> *shared)
+leave_heads(const fp8_launch &launch, const work_item &item, const fp8_memory<Shape> *shared)
 {
     const int head = ptx_forget((int)threadIdx.x);
     if (head < item.num_heads) {
@@ -385,8 +384,8 @@ leave_heads(const hopper_launch &launch, const work_item &item, const hopper_mem
  * meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
-               const hopper_addresses &at, const thread_index &me, consumer<Shape> *state)
+add_last_block(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_addresses &at,
+               const thread_index &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
     const value_addresses addresses = find_values<Shape>(at, me);
@@ -460,7 +459,7 @@ trade_halves(const thread_index &me, uint32_t words[4])
 template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
 write_out(uint16_t *to, int64_t stride_head, int num_heads, const thread_index &me,
-          hopper_memory<Shape> *shared, const consumer<Shape> &state)
+          fp8_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const int first_head = 2 * me.column;
     const bool has_rope =
@@ -498,7 +497,7 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const thread_index &
  * aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_out(const hopper_launch &launch, const work_item &item, const hopper_memory<Shape> *shared)
+copy_out(const fp8_launch &launch, const work_item &item, const fp8_memory<Shape> *shared)
 {
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
@@ -513,7 +512,7 @@ copy_out(const hopper_launch &launch, const work_item &item, const hopper_memory
  * weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-is_marked_for_fallback(const hopper_memory<Shape> *shared)
+is_marked_for_fallback(const fp8_memory<Shape> *shared)
 {
     uint32_t flags[2];
     static_assert(CONSUMER_WARPS == sizeof flags, "a byte for each warp");
@@ -527,7 +526,7 @@ is_marked_for_fallback(const hopper_memory<Shape> *shared)
  * Each warp has every eighth head. Not inlined, so that other items do not jump over it. */
 template <typename Shape>
 static __device__ __noinline__ void
-finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
+finish_only_key(const attention_launch &launch, fp8_memory<Shape> *shared)
 {
     const work_item item = shared->current_item;
     const int thread = ptx_forget((int)threadIdx.x);
@@ -559,7 +558,7 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
 /* Writes the results of an item, or marks it for run_fallback. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
+finish_row(const fp8_launch &launch, fp8_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const work_item item = shared->current_item;
     if (has_only_key(shared->item_idx & 1, shared)) {

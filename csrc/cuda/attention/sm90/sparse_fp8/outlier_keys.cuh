@@ -1,5 +1,5 @@
-/* outlier_keys.cuh: takes outlier keys, which are much larger than the others, first where references
- * jump.
+/* outlier_keys.cuh: takes outlier keys, which are much larger than the others, first where
+ * references jump.
  *
  * A few rows of a cache may be a hundred times the others. Then some head has a new maximum in two
  * of three blocks, all through the list, and each time references move (fp8_growth.cuh). But
@@ -48,7 +48,7 @@ mark_of_step(int item_idx, int32_t left)
 /* Consumers: if is_on, tells the gather warps that a reference has jumped at the group's block. */
 template <typename Shape>
 static __device__ __forceinline__ void
-mark_reference_jump(hopper_memory<Shape> *shared, const consumer<Shape> &state, bool is_on)
+mark_reference_jump(fp8_memory<Shape> *shared, const consumer<Shape> &state, bool is_on)
 {
     if (Shape::OUTLIERS_FIRST && is_on) {
         uint8_t *const reference_jump = (uint8_t *)&shared->ring->reference_jump + state.own;
@@ -88,7 +88,7 @@ typedef struct outlier_keys {
  * lane's address `to`. The word is 0 where there is no key. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_scales(const hopper_launch &launch, const key_stream &stream, uint32_t to)
+fetch_scales(const fp8_launch &launch, const key_stream &stream, uint32_t to)
 {
     const row_span &span = launch.lists[0];
     const int32_t stride = ptx_forget(launch.base.column_stride);
@@ -139,7 +139,7 @@ find_bound(uint32_t levels)
  * at `to`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-take_outlier_keys(const hopper_launch &launch, uint32_t to, int lane, key_stream *stream,
+take_outlier_keys(const fp8_launch &launch, uint32_t to, int lane, key_stream *stream,
                   outlier_keys *outliers)
 {
     stream->over = NO_INDEX;
@@ -186,7 +186,7 @@ take_other_step(const attention_launch &launch, int list, key_stream *stream,
                 outlier_keys *outliers, int lane)
 {
 #pragma unroll 1
-    while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
+    while (stream->num_waiting < SMLA_WARP_LANES && stream->to_come > 0) {
         const uint32_t taken =
             __shfl_sync(0xFFFFFFFFu, outliers->taken, outliers->chunk & (SMLA_WARP_LANES - 1));
         const uint32_t others = outliers->chunk < LOOKAHEAD ? ~taken : 0xFFFFFFFFu;

@@ -3,7 +3,8 @@
  *
  * Computes     as attention_fp8_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as A in registers and heads as N
- * Shapes       as attention_fp8_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
+ * Shapes       as attention_fp8_sm90.cu; a split has at most SMLA_SM90_SMALL_KEYS columns of both
+ *              lists
  * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions per
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
@@ -39,9 +40,10 @@
  *              of 32 heads and 256 keys: the query is stored after 2.0 us, the weights 4.3 us
  *              later; values take 2.8 us and partial rows 0.5 us (README.md). 128 CTAs of 64 heads
  *              wait 8 us for their rows, which are twice as many.
- * Numerics     as attention_fp8_sm90.cu, but the reference is the maximum of all keys of the split, so
- *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
- *              to the largest scale of the warp's keys, values to that of all keys of the split.
+ * Numerics     as attention_fp8_sm90.cu, but the reference is the maximum of all keys of the split,
+ *              so no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are
+ *              relative to the largest scale of the warp's keys, values to that of all keys of the
+ *              split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
  *              where that might be felt, with scales above 2^9, the fallback runs. A NaN among
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
@@ -51,7 +53,7 @@
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_fp8_sm90.cu; split-KV decoding (Flash-Decoding)
  */
-#include "cuda/attention/sm90_small/small_products.cuh"
+#include "cuda/attention/sm90/sparse_small/small_products.cuh"
 
 /* How registers are shared out. With fewer than 64 heads, some are left to the combine kernel. */
 template <bool IS_FULL> struct small_registers {

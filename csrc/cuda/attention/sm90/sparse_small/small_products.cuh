@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_small/small_fetch.cuh"
+#include "cuda/attention/sm90/sparse_small/small_fetch.cuh"
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 

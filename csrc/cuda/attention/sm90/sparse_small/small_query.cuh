@@ -2,7 +2,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90_small/small_shape.cuh"
+#include "cuda/attention/sm90/sparse_small/small_shape.cuh"
 
 /* What a lane has of the query: a head in each query part, `head` in the first part and PART_HEADS
  * more in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8
