@@ -3,13 +3,26 @@
 
 #include "core/error.h"
 #include "core/operators.h"
-#include "core/params_compressor.h"
-#include "core/params_indexer_lightning.h"
+#include "core/params.h"
 #include "sparse_mla/attention.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Declared here, so that an edit of one family's params compiles no other family again. */
+#define SMLA_DECLARE_PARAMS(name, args_type, params_type, family) \
+    typedef struct params_type params_type;
+
+SMLA_OPERATORS(SMLA_DECLARE_PARAMS)
+typedef struct smla_projection_params smla_projection_params;
+typedef struct smla_step_lists_params smla_step_lists_params;
+typedef struct smla_attention_params smla_attention_params;
+typedef struct smla_attention_shape smla_attention_shape;
+typedef struct smla_attention_run smla_attention_run;
+typedef struct smla_attention_plan smla_attention_plan;
+typedef struct smla_index_map smla_index_map;
+typedef struct smla_rope smla_rope;
 
 /* Device memory that the host writes anew for every step: the builder's metadata. The host fills
  * the memory that `begin_write` lends. Then `end_write` sends all of it in the order of a stream.

@@ -1,5 +1,5 @@
 /* lightning_chunk.c: the chunks of lightning_indexer. */
-#include "core/params_indexer_lightning.h"
+#include "core/params_indexer.h"
 
 #include <assert.h>
 

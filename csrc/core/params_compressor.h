@@ -1,4 +1,4 @@
-/* params_compressor.h: the params of DeepSeek V4's compressor. params.h has the rules for params.
+/* params_compressor.h: the params of DeepSeek V4's compressor.
  *
  * A group of r positions becomes one compressed row. Every backend pools the states of a group in
  * the same order, in fp32, each operation rounded, so that all give the same bytes. For each
@@ -12,7 +12,8 @@
  */
 #pragma once
 
-#include "core/params.h"
+#include "core/params_cache.h"
+#include "core/params_rope.h"
 
 enum {
     SMLA_POOL_SLICES = 4,

@@ -1,7 +1,7 @@
 /* params_topk.h: what kernels read that choose keys by their logits. */
 #pragma once
 
-#include "core/params.h"
+#include "core/params_index.h"
 
 typedef struct smla_top_k_params {
     smla_call call;

@@ -7,6 +7,7 @@
 
 #include "core/numeric.h"
 #include "core/params.h"
+#include "core/params_projection.h"
 
 /* Where the scale of a tile, values 128 tile to 128 tile + 127, of a token's row lies: fp32, or an
  * int32 with the exponents of four tiles. */

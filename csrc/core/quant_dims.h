@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_projection.h"
 
 static inline int64_t
 smla_count_elements(const smla_quant_params *p)

@@ -2,6 +2,7 @@
  * kernels on the caller's stream, and turns the error code of the launch into a status. Nothing
  * waits for the device, except in checked mode (SPARSE_MLA_CHECK=1).
  */
+#include "core/params_all.h"
 #include "cuda/host/cuda.h"
 
 /* ---- One call of an operator --------------------------------------------------------------- */

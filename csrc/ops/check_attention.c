@@ -9,6 +9,7 @@
 
 #include <math.h>
 
+#include "core/params_attention.h"
 #include "core/rule.h"
 
 static smla_status

@@ -3,6 +3,7 @@
  */
 #include <float.h>
 
+#include "core/params_attention.h"
 #include "ops/check.h"
 
 /* The formats whose dtype and last dimension no other format has. */

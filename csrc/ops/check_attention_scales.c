@@ -4,6 +4,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "core/params_attention.h"
 #include "ops/check.h"
 
 smla_status

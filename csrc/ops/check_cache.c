@@ -1,4 +1,5 @@
 /* check_cache.c: the argument rules of operators that write cache rows or read them back. */
+#include "core/params_cache.h"
 #include "core/rule.h"
 #include "ops/check.h"
 

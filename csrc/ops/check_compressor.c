@@ -1,4 +1,7 @@
 /* check_compressor.c: the argument rules of save_partial_states and compress_norm_rope_store. */
+#include "core/params_cache.h"
+#include "core/params_compressor.h"
+#include "core/params_rope.h"
 #include "ops/check.h"
 
 /* ---- Parts --------------------------------------------------------------------------------- */

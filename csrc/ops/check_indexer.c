@@ -4,6 +4,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "core/params_indexer.h"
 #include "ops/check.h"
 
 /* The number of heads has no upper limit, because nothing here is sized by it. */

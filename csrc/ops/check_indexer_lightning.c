@@ -1,6 +1,7 @@
 /* check_indexer_lightning.c: the argument rules of lightning_indexer, and its cut of tokens into
  * chunks.
  */
+#include "core/params_indexer.h"
 #include "ops/check.h"
 
 #include <assert.h>

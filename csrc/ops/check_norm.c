@@ -4,6 +4,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "core/params_norm.h"
 #include "ops/check.h"
 
 /* ---- Parts --------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* check_norm_insert.c: the argument rules of fused_qnorm_rope_kv_insert. check_norm.c and
  * check_cache.c have those of its two halves.
  */
+#include "core/params_norm.h"
 #include "ops/check.h"
 
 /* Checks q and q_out, of which one is written. T is the number of rows of the written one. */

@@ -1,6 +1,7 @@
 /* check_projection.c: the argument rules of absorption: the split of kv_b_proj, the projections,
  * and per-tensor quantisation. check_parts.c has the shared ones.
  */
+#include "core/params_projection.h"
 #include "ops/check.h"
 
 static smla_status

@@ -1,4 +1,5 @@
 /* check_topk.c: the argument rules of top_k_per_row. lightning_indexer shares them. */
+#include "core/params_topk.h"
 #include "ops/check.h"
 
 /* What belongs to slots_block_table must come with it, and not without it. */

@@ -8,6 +8,7 @@
 
 #include "core/args.h"
 #include "core/entry.h"
+#include "core/params_all.h"
 #include "ops/check.h"
 
 /* Whatever is generic about calls finds their header first in their params. */

@@ -11,6 +11,7 @@
 
 #include "core/args.h"
 #include "core/entry.h"
+#include "core/params_attention.h"
 #include "core/rule.h"
 #include "step/arena.h"
 #include "step/batch.h"

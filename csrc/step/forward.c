@@ -10,6 +10,7 @@
  */
 #include "core/args.h"
 #include "core/entry.h"
+#include "core/params_attention.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
 #include "step/builder.h"

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "core/entry.h"
+#include "core/params_attention.h"
 #include "core/rule.h"
 #include "ops/check.h"
 #include "step/arena.h"

@@ -9,6 +9,7 @@
 
 #include "core/backend.h"
 #include "core/dltensor.h"
+#include "core/params_step.h"
 #include "sparse_mla/step.h"
 #include "step/batch.h"
 

@@ -7,6 +7,7 @@
  * with libFuzzer, test_fuzz_check.c without.
  */
 #include "core/args.h"
+#include "core/params_all.h"
 #include "ops/check.h"
 
 #include "operators.h"

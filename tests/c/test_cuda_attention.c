@@ -1,5 +1,5 @@
-/* test_cuda_attention.c: which kernels csrc/cuda/attention/table/run_attention.c starts for a call, for
- * which of its tokens, and which calls it refuses. No kernel runs; their launchers record calls.
+/* test_cuda_attention.c: which kernels run_attention.c starts for a call, for which of its
+ * tokens, and which calls it refuses. No kernel runs; their launchers record calls.
  */
 #include "cuda/attention/table/kernels.c"       // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/table/run_attention.c" // NOLINT(bugprone-suspicious-include)

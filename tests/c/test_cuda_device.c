@@ -9,6 +9,8 @@ static void *test_malloc(size_t size);
 static void test_free(void *memory);
 
 #define getenv test_getenv
+#include "core/params_all.h"
+
 #include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
 #undef getenv
 #define malloc      test_malloc

@@ -1,4 +1,4 @@
-/* test_cuda_schedule.c: the plans of csrc/cuda/attention/table/schedule.c and the table of kernels.c, for
+/* test_cuda_schedule.c: the plans of schedule.c and the table of kernels.c, for
  * devices that the machine need not have. A plan is compared with the best of all plans, which a
  * model of the estimated times finds without short cuts.
  */

@@ -2,6 +2,7 @@
  * rounded once to fp32; a product of three is rounded twice, in a fixed order. Scales here are ones
  * for which any other order gives other bits.
  */
+#include "core/params_attention.h"
 #include "ops/check.h"
 
 #include "operators.h"

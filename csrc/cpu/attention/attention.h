@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_attention.h"
 
 enum {
     SMLA_HEAD_ALIGN = 16, /* states and scratch have a multiple of this many heads: whole vectors */

@@ -13,6 +13,7 @@
 
 #include "core/backend.h"
 #include "core/numeric.h"
+#include "core/params_attention.h"
 #include "cpu/index/slot.h"
 
 enum {

@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "core/fp_mode.h"
+#include "core/params_attention.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_cache.h"
 #include "cpu/machine/threads.h"
 
 enum {

@@ -2,6 +2,7 @@
  *
  * Order is kept and nothing is compacted: an entry that names no key becomes -1 where it stands.
  */
+#include "core/params_index.h"
 #include "cpu/cpu.h"
 #include "cpu/index/slot.h"
 #include "cpu/isa.h"

@@ -5,6 +5,7 @@
  */
 #include <string.h>
 
+#include "core/params_index.h"
 #include "cpu/cpu.h"
 #include "cpu/index/slot.h"
 #include "cpu/isa.h"

@@ -3,6 +3,7 @@
  *
  * A token's rows are written by one thread.
  */
+#include "core/params_step.h"
 #include "cpu/cpu.h"
 #include "cpu/index/slot.h"
 #include "cpu/machine/threads.h"

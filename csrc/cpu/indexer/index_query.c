@@ -1,6 +1,7 @@
 /* index_query.c: fused_indexer_q_rope_quant. norm_kernel.h rotates a head, and cache_kernel.h
  * writes it as a row of the indexer's cache.
  */
+#include "core/params_indexer.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"

@@ -1,5 +1,6 @@
 /* lightning.c: lightning_indexer. The logits of a chunk are still in a cache when top-k reads them.
  */
+#include "core/params_indexer.h"
 #include "cpu/cpu.h"
 
 enum { ROW_ALIGNMENT = 64 }; /* elements: rows of logits begin at a cache line */

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "core/fp_mode.h"
+#include "core/params_indexer.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cpu.h"
 #include "cpu/indexer/logits.h"

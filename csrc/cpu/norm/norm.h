@@ -4,6 +4,8 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_compressor.h"
+#include "core/params_norm.h"
 
 /* What the slices of a pool have so far, by channel; params_compressor.h says what that is. */
 typedef struct smla_pool {

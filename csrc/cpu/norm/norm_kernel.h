@@ -8,8 +8,8 @@
  *              one core of a Zen 3 with AVX2 (2026-11-24), before and after values were taken as
  *              duos: normalize 512 values 339 -> 146, normalize_head 292 -> 130. About 80 of
  *              normalize's wait for the chain from the sum to the factor.
- * Numerics     fp32. params.h has the order of a row's sum, which is that of every backend. Each
- *              operation is rounded: there is no FMA. A result that is NaN is the positive quiet
+ * Numerics     fp32. params_norm.h has the order of a row's sum, which is that of every backend.
+ *              Each operation is rounded: there is no FMA. A result that is NaN is the positive quiet
  *              NaN, except that values which RoPE does not rotate keep their sign as e4m3.
  * Source       fused_q_kv_rmsnorm and the fused insert of vLLM, for the formulas.
  *
@@ -53,7 +53,7 @@ add_neighbours(vfloat a, vfloat b)
     return (vfloat)even_lanes((vuint)a, (vuint)b) + (vfloat)odd_lanes((vuint)a, (vuint)b);
 }
 
-/* The sum of squares, in the order that params.h gives. */
+/* The sum of squares, in the order that params_norm.h gives. */
 SMLA_INLINE float
 sum_squares(const uint8_t *x, smla_float_type type, int64_t size)
 {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_projection.h"
 
 enum {
     SMLA_PROJECTION_TOKENS = 64, /* tokens that share one unpacking of the weight */

@@ -1,5 +1,6 @@
 /* split_kv_b_proj.c: splits kv_b_proj into W_UK and W_UV. */
 #include "core/numeric.h"
+#include "core/params_projection.h"
 #include "cpu/cpu.h"
 #include "cpu/machine/threads.h"
 

@@ -9,6 +9,7 @@
 #include <limits.h>
 #include <string.h>
 
+#include "core/params_topk.h"
 #include "cpu/cpu.h"
 #include "cpu/index/slot.h"
 #include "cpu/isa.h"

@@ -14,6 +14,7 @@
  *              keeps its sign.
  * Source       the row formats of vLLM and FlashMLA.
  */
+#include "core/params_cache.h"
 #include "cuda/cache/row_decoder.cuh"
 
 namespace {

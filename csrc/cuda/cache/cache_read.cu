@@ -26,6 +26,7 @@
  * Source       cp_gather_and_upconvert_fp8_kv_cache of vLLM, for what is computed. The schedule
  *              that needs no lengths on the host is ours.
  */
+#include "core/params_cache.h"
 #include "cuda/cache/row_decoder.cuh"
 
 namespace {

@@ -2,6 +2,7 @@
  * conversion of values of any type to bf16. */
 #pragma once
 
+#include "core/params_cache.h"
 #include "cuda/cache/cache_rows.cuh"
 
 namespace {

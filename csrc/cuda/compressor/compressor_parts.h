@@ -1,6 +1,7 @@
 /* compressor_parts.h: the launcher of compressor_sm90.cu, for compressor.cu. */
 #pragma once
 
+#include "core/params_compressor.h"
 #include "cuda/host/cuda.h"
 
 #ifdef __cplusplus

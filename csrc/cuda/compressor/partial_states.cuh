@@ -2,6 +2,7 @@
  * compressor. */
 #pragma once
 
+#include "core/params_compressor.h"
 #include "cuda/cache/cache_slots.cuh"
 
 namespace {

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "core/numeric.h"
+#include "core/params_compressor.h"
 
 namespace {
 

@@ -8,6 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/params_cache.h"
+#include "core/params_compressor.h"
+#include "core/params_indexer.h"
 #include "cpu/cpu.h"
 #include "cuda/host/cuda.h"
 

@@ -23,6 +23,7 @@
  *              int32. The order is kept. A count is a sum of integers, the same in any order.
  * Source       convert_req_index_to_global_index of vLLM, for the rules.
  */
+#include "core/params_index.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 

@@ -2,6 +2,7 @@
  * that a token of a batch sees. csrc/cpu/index/ has the same rules. */
 #pragma once
 
+#include "core/params_index.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 

@@ -24,6 +24,7 @@
  * Source       The metadata builders of vLLM's DeepSeek V4 backend, for their results; one launch
  *              for all lists of a step is ours.
  */
+#include "core/params_step.h"
 #include "cuda/index/slot.cuh"
 
 namespace {

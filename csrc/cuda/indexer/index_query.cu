@@ -22,6 +22,7 @@
  */
 #include <float.h>
 
+#include "core/params_indexer.h"
 #include "cuda/host/cuda.h"
 #include "cuda/norm/rope.cuh"
 #include "cuda/ptx/e2m1.cuh"

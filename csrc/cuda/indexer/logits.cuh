@@ -9,6 +9,7 @@
 
 #include <math.h>
 
+#include "core/params_indexer.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"

@@ -23,6 +23,7 @@
  *              is not rotated.
  * Source       fused_inv_rope_fp8_quant of vLLM, for the operator.
  */
+#include "core/params_norm.h"
 #include "cuda/host/cuda.h"
 #include "cuda/norm/rope.cuh"
 #include "cuda/ptx/launch.cuh"

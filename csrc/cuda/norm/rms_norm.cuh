@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_norm.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_rope.h"
 
 enum { ROPE_PAIRS = 4 }; /* pairs per thread: 8 values, 16 bytes of bf16 */
 

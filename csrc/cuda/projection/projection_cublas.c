@@ -25,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/params_projection.h"
 #include "cuda/host/cuda.h"
 
 /* ---- cuBLAS, as far as it is needed -------------------------------------------------------- */

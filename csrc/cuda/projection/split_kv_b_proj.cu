@@ -12,6 +12,7 @@
  * Numerics     Every byte is what the CPU gives: products are fp32 and are rounded once. The NaN of
  *              inf * 0 has the sign that the device gives.
  */
+#include "core/params_projection.h"
 #include "cuda/host/cuda.h"
 #include "cuda/projection/load_value.cuh"
 #include "cuda/ptx/launch.cuh"

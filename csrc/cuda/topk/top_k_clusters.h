@@ -1,6 +1,7 @@
 /* top_k_clusters.h: the launchers of top_k_sm90.cu and top_k_resident_sm90.cu, for top_k.cu. */
 #pragma once
 
+#include "core/params_topk.h"
 #include "cuda/host/cuda.h"
 
 #ifdef __cplusplus

@@ -2,6 +2,7 @@
  * results, and the cluster of CTAs that writes it. */
 #pragma once
 
+#include "core/params_topk.h"
 #include "cuda/index/slot_rows.cuh"
 
 namespace {

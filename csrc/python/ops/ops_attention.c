@@ -1,4 +1,5 @@
 /* ops_attention.c: positions to slots, attention over slots, merge of partial results. */
+#include "core/params_attention.h"
 #include "ops/dispatch.h"
 #include "python/call/operator.h"
 

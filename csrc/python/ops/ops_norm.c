@@ -1,4 +1,5 @@
 /* ops_norm.c: norms and RoPE around DeepSeek V4's attention. */
+#include "core/params_norm.h"
 #include "python/call/operator.h"
 
 static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};

@@ -3,6 +3,7 @@
  * are those of the CPU backend, and are done when their launch returns. buildtools/graph.py makes
  * an extension of it, which tests/fake_gpu.py loads. Python calls the functions at the end.
  */
+#include "core/params_all.h"
 #include "cuda/attention/table/kernels.h"
 
 static cudaError_t write_launch(smla_stream stream);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_attention.h"
 
 static inline smla_attention_shape
 shape_of(const smla_attention_params *params)

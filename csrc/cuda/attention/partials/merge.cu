@@ -20,6 +20,7 @@
  *              takes the larger lse off first, because that difference is exact where it matters.
  * Source       vLLM's merge_attn_states, for the convention of +inf.
  */
+#include "core/params_attention.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"

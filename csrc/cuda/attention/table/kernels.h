@@ -4,6 +4,7 @@
  */
 #pragma once
 
+#include "core/params_attention.h"
 #include "cuda/host/cuda.h"
 
 #ifdef __cplusplus

@@ -388,7 +388,7 @@ template <typename Keys, typename Weights>
 static __device__ __forceinline__ void
 add_values(bf16_consumer *state, Weights weights, uint64_t values)
 {
-    if constexpr (Keys::THREADS == HOPPER_THREADS) {
+    if constexpr (!Keys::CODED) {
         wgmma_bf16_rows_first(state->out, weights, values);
     } else {
         wgmma_bf16_rows_first_128<0>(state->out, weights, values);

@@ -1,0 +1,154 @@
+/* params_attention.h: the params of attention, its plan, and the params of merge_attn_states. */
+#pragma once
+
+#include "core/params.h"
+
+/* With this map, attention itself turns positions inside a request into slots, by the rules of
+ * convert_req_index_to_global_index. This saves a call of that operator and the memory of its
+ * output. R and W are as in smla_convert_params. */
+typedef struct smla_index_map {
+    const int32_t *block_table; /* [R, W]; NULL: indices are slots already */
+    int64_t block_table_stride_req;
+    int64_t block_table_stride_block;
+    int64_t num_reqs;                /* R */
+    int64_t num_blocks;              /* W */
+    const int32_t *req_id_per_token; /* [T], contiguous */
+} smla_index_map;
+
+/* A list of keys. Attention takes a main list and an optional extra list. The keys of token t are
+ * in columns begin[t] to end[t] - 1 of its row of `indices`. A negative index is no key. */
+typedef struct smla_key_list {
+    smla_kv_view kv;
+    const int32_t *indices; /* [T, K]; NULL: column j has index j (dense attention) */
+    int64_t indices_stride_token;
+    int64_t topk;       /* K */
+    const int32_t *end; /* topk_length: [T], clamped to 0...K; NULL: K */
+    int64_t end_stride;
+    smla_index_map map;   /* turns positions into slots; the page size is kv.block_size */
+    const int32_t *begin; /* [T], clamped to 0...K; NULL: 0 */
+    int64_t begin_stride;
+    /* Columns of the main list, if end[t] counts them too (sparse_mla_dsv4); 0 in a main list. They
+     * are subtracted before end[t] is clamped. */
+    int64_t end_offset;
+} smla_key_list;
+
+/* Whether a list needs a kernel that serves dense columns and `begin`. */
+static inline bool
+smla_has_ranges(const smla_key_list *list)
+{
+    return list->indices == NULL || list->begin != NULL;
+}
+
+/* The call stands last, because launches copy this struct, and Hopper's kernels fetch all that they
+ * read of it in 64-byte lines. */
+typedef struct smla_attention_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int num_splits;         /* 1...64 */
+    int num_lists;          /* 1 or 2 */
+    const uint16_t *q_nope; /* [T, H, 512] bf16 */
+    int64_t q_nope_stride_token;
+    int64_t q_nope_stride_head;
+    const uint16_t *q_pe; /* [T, H, 64] bf16 */
+    int64_t q_pe_stride_token;
+    int64_t q_pe_stride_head;
+    smla_key_list lists[2]; /* main, extra */
+    const float *attn_sink; /* [H] or NULL */
+    int64_t attn_sink_stride;
+    float softmax_scale;
+    uint16_t *out; /* [T, H, 512] bf16 */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    float *lse; /* [T, H] or NULL */
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+    float *max_logits; /* [T, H] or NULL */
+    int64_t max_logits_stride_token;
+    int64_t max_logits_stride_head;
+    bool empty_lse_is_plus_inf; /* lse of a row without keys: +inf, not -inf */
+    /* Hopper's kernels for FP8 rows read nothing from here on. attention_fp8_sm90.cu fetches the
+     * rest of their arguments early. */
+    smla_given_scale kv_scale[2]; /* main, extra: of formats with a scale of the cache, else 1 */
+    smla_given_scale q_scale; /* multiplies logits; 1 for a bf16 query, but in sparse_mla_dsv4 */
+    smla_given_scale logit_divisor; /* divides logits; 1 but in sparse_mla_dsv4 */
+    const uint8_t *q_e4m3;          /* [T, H, 512] e4m3 with the strides of q_nope; NULL: bf16 */
+    void *workspace;
+    int64_t workspace_bytes;
+    const char *workspace_name; /* the workspace argument's name, for errors */
+    smla_call call;
+} smla_attention_params;
+
+/* What q . k is multiplied with, besides the kv_scale of the key's cache, where the scales' memory
+ * can be read. CUDA's find_scale_log2 computes the same. */
+static inline float
+smla_read_logit_scale(const smla_attention_params *params)
+{
+    return params->softmax_scale * smla_read_scale(&params->q_scale) /
+           smla_read_scale(&params->logit_divisor);
+}
+
+/* The shape of attention: all that the workspace size and the number of splits depend on. */
+typedef struct smla_attention_shape {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t topk;
+    int64_t extra_topk;
+    int num_splits; /* 0 = the plan chooses */
+    int32_t device_id;
+    /* The formats of the main and the extra list. The main format is NULL while it is not known:
+     * the choice of a split count does not need it, and the workspace size covers all formats. */
+    const smla_kv_format_info *formats[2];
+    bool has_ranges;      /* smla_has_ranges of at least one list */
+    bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
+} smla_attention_shape;
+
+/* A launch of attention for all tokens of a call, or for some of them. */
+typedef struct smla_attention_run {
+    const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
+    int64_t num_tokens;
+    int num_splits;
+    /* Bytes of workspace for the partial rows of a launch that cuts long works by itself. Every
+     * caller that asked for the workspace size has them. 0: the launch cuts no works. */
+    int64_t cut_bytes;
+    /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
+     * caller says how many splits there are, each has a range of columns. */
+    bool interleaves;
+} smla_attention_run;
+
+/* How a backend runs attention of a shape. The check asks the backend for the plan once per call,
+ * and sparse_attention of the backend takes it as an argument. */
+typedef struct smla_attention_plan {
+    int64_t workspace_bytes; /* what attention_workspace_size returns */
+    int num_runs;            /* 1, or 2: the first tokens and the rest */
+    smla_attention_run runs[2];
+} smla_attention_plan;
+
+/* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
+static inline int64_t
+smla_split_columns(int64_t topk, int num_splits)
+{
+    const int64_t columns = (topk + num_splits - 1) / num_splits;
+    return (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN;
+}
+
+typedef struct smla_merge_params {
+    smla_call call;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t value_dim;
+    smla_float_type type;  /* element type of out_a, out_b and out: bf16 or fp32 */
+    const void *out_in[2]; /* [T, H, V] */
+    int64_t out_in_stride_token[2];
+    int64_t out_in_stride_head[2];
+    const float *lse_in[2]; /* [T, H] */
+    int64_t lse_in_stride_token[2];
+    int64_t lse_in_stride_head[2];
+    const float *attn_sink; /* [H] or NULL */
+    int64_t attn_sink_stride;
+    void *out; /* [T, H, V] */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    float *lse; /* [T, H] */
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+} smla_merge_params;

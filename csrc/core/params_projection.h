@@ -1,0 +1,72 @@
+/* params_projection.h: the params of projections, and of what prepares their operands. */
+#pragma once
+
+#include "core/params.h"
+
+typedef struct smla_split_kv_b_proj_params {
+    smla_call call;
+    int64_t num_heads;
+    int64_t nope_dim;   /* Pn */
+    int64_t value_dim;  /* Pv */
+    const void *weight; /* element (l, o) of [512, H * (Pn + Pv)] */
+    smla_float_type type;
+    int64_t stride_in;  /* along l */
+    int64_t stride_out; /* along o */
+    const float *scale; /* one per 128 x 128 block, or NULL */
+    int64_t scale_stride_in;
+    int64_t scale_stride_out;
+    uint16_t *w_uk; /* [512, H, Pn] bf16 */
+    int64_t w_uk_stride_in;
+    int64_t w_uk_stride_head;
+    uint16_t *w_uv; /* [512, H, Pv] bf16 */
+    int64_t w_uv_stride_in;
+    int64_t w_uv_stride_head;
+} smla_split_kv_b_proj_params;
+
+/* The scales of two e4m3 operands. A sum over 128 values of k is multiplied in fp32 by
+ * x_scale * w_scale, a product that is rounded first. */
+typedef struct smla_projection_scales {
+    const void *x;    /* [T, H, k / 128] fp32, or [T, H, k / 512] int32 */
+    bool x_is_packed; /* four exponents per int32, the first in its low byte */
+    int64_t x_stride_token;
+    int64_t x_stride_head;
+    int64_t x_stride_column;
+    const float *w; /* [H, n / 128, k / 128] */
+    int64_t w_stride_head;
+    int64_t w_stride_outer;
+    int64_t w_stride_inner;
+} smla_projection_scales;
+
+/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): the up projections, which differ in the strides of w, and
+ * the output projection, whose heads are groups and whose rows of w are contiguous. */
+typedef struct smla_projection_params {
+    smla_call call;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t inner_dim; /* k */
+    int64_t outer_dim; /* n */
+    bool is_e4m3;  /* x and w are e4m3 with `scales`, k is a multiple of 128, w_stride_inner 1 */
+    const void *x; /* [T, H, k] bf16 | e4m3 */
+    int64_t x_stride_token;
+    int64_t x_stride_head;
+    const void *w; /* bf16 | e4m3 */
+    int64_t w_stride_inner;
+    int64_t w_stride_head;
+    int64_t w_stride_outer;
+    smla_projection_scales scales;
+    uint16_t *out; /* [T, H, n] bf16 */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+} smla_projection_params;
+
+typedef struct smla_quant_params {
+    smla_call call;
+    int ndim;
+    int64_t shape[SMLA_MAX_RANK];
+    int64_t x_strides[SMLA_MAX_RANK];
+    int64_t out_strides[SMLA_MAX_RANK];
+    const void *x;
+    smla_float_type type;
+    uint8_t *out;
+    float *scale;
+} smla_quant_params;
