@@ -1,6 +1,6 @@
-/* test_cuda_schedule.c: the plans of schedule.c and the table of kernels.c, for
- * devices that the machine need not have. A plan is compared with the best of all plans, which a
- * model of the estimated times finds without short cuts.
+/* test_cuda_schedule.c: the plans of schedule.c and the table of kernels.c, for devices that the
+ * machine need not have. A plan is compared with the best of all plans, which a model of the
+ * estimated times finds without short cuts.
  */
 #include "cuda/attention/table/kernels.c"  // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/table/schedule.c" // NOLINT(bugprone-suspicious-include)

@@ -9,8 +9,8 @@
  *              duos: normalize 512 values 339 -> 146, normalize_head 292 -> 130. About 80 of
  *              normalize's wait for the chain from the sum to the factor.
  * Numerics     fp32. params_norm.h has the order of a row's sum, which is that of every backend.
- *              Each operation is rounded: there is no FMA. A result that is NaN is the positive quiet
- *              NaN, except that values which RoPE does not rotate keep their sign as e4m3.
+ *              Each operation is rounded: there is no FMA. A result that is NaN is the positive
+ *              quiet NaN, except that values which RoPE does not rotate keep their sign as e4m3.
  * Source       fused_q_kv_rmsnorm and the fused insert of vLLM, for the formulas.
  *
  * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_NORM).

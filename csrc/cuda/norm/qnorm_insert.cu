@@ -17,9 +17,9 @@
  *              253 us at 4.3 TB/s. A lane runs about 80 instructions per vector, of which 32 bytes
  *              move; in that time 132 SMs of 128 lanes at 1.75 GHz run 220.
  * Numerics     fp32, each operation rounded: the bytes of the CPU. params_norm.h has the order of
- *              the sum. A value that RMSNorm or RoPE makes NaN is the positive quiet NaN. A token with
- *              a bad position is not rotated, and one with a bad slot is not written. Of tokens
- *              with one slot the last of 32 wins, as in cache_insert.cu.
+ *              the sum. A value that RMSNorm or RoPE makes NaN is the positive quiet NaN. A token
+ *              with a bad position is not rotated, and one with a bad slot is not written. Of
+ *              tokens with one slot the last of 32 wins, as in cache_insert.cu.
  * Source       The fused insert of vLLM for DeepSeek V4, for the operator.
  */
 #include "cuda/cache/cache_slots.cuh"
