@@ -10,7 +10,8 @@
  *   projection.h  kv_b_proj split, projections, per-tensor quantisation
  *   norm.h        norms and RoPE around the attention of DeepSeek V4
  *   compressor.h  groups of tokens become rows of DeepSeek V4's compressed caches
- *   indexer.h     scores of keys, and the choice of the best
+ *   topk.h        the choice of the best keys by their scores
+ *   indexer.h     scores of keys, and scores and choice in one call
  *   step.h        the metadata builder and the forward pass of one layer
  *
  * Conventions
@@ -46,5 +47,6 @@
 #include "sparse_mla/projection.h"
 #include "sparse_mla/status.h"
 #include "sparse_mla/step.h"
+#include "sparse_mla/topk.h"
 
 #endif /* SPARSE_MLA_H */

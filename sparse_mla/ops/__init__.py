@@ -44,6 +44,7 @@ from sparse_mla.ops import (
     norm,
     planning,
     projection,
+    topk,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
 from sparse_mla.ops.attention import *
@@ -58,6 +59,7 @@ from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
 from sparse_mla.ops.projection import _split_kv_b_proj as _split_kv_b_proj
+from sparse_mla.ops.topk import *
 
 __all__ = []
 __all__ += projection.__all__
@@ -69,3 +71,4 @@ __all__ += index.__all__
 __all__ += indexer.__all__
 __all__ += norm.__all__
 __all__ += planning.__all__
+__all__ += topk.__all__

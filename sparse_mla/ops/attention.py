@@ -1,4 +1,4 @@
-"""Turns positions into slots, attends to slots, and merges partial results."""
+"""Attends to slots, and merges partial results."""
 
 from __future__ import annotations
 
@@ -10,110 +10,10 @@ from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
     "attention_workspace_size",
-    "convert_req_index_to_global_index",
     "merge_attn_states",
     "sparse_attention",
     "sparse_mla_dsv4",
 ]
-
-
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: Literal[False] = False,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: Literal[True],
-    out: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]: ...
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: bool = False,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result]: ...
-@operator(_results.slots)
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: bool = False,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result]:
-    """Turn positions inside each request into slots of the cache, or rows of the workspace.
-
-    Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`;
-    for a token with `prefill_request_ids[t] = i >= 0` it is row `prefill_workspace_starts[i] + p`.
-    Negative positions, positions beyond the table and negative table entries give -1. The order of
-    the entries is kept.
-
-    Parameters
-    ----------
-    req_id_per_token : [T] int32
-        An id outside 0 to R - 1 is a ValueError on the CPU, and gives a row of -1 on CUDA.
-    block_table : [R, W] int32
-    topk_indices : [T, K] int32
-        Positions from an indexer, -1 = none.
-    block_size : int
-        Tokens per page.
-    prefill_request_ids : [T] int32, optional
-        Number of the prefill request of each token, -1 for decode tokens.
-    prefill_workspace_starts : [prefills] int32, with prefill_request_ids
-        First workspace row of each prefill request.
-    valid_counts : bool
-        Whether to return the number of entries >= 0 of each token too.
-    out : [T, K] int32, optional
-    stream : int handle or stream object, optional
-
-    Returns
-    -------
-    out [T, K] int32, or (out, counts [T] int32) with `valid_counts`.
-
-    Raises
-    ------
-    TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        A `block_size` below 1, a bad request id (CPU), `prefill_request_ids` without its starts.
-        `help(sparse_mla.ops)` lists the errors that every operator raises.
-
-    Source: vLLM's triton_convert_req_index_to_global_index.
-
-    Examples
-    --------
-    >>> import numpy as np, sparse_mla
-    >>> table, topk = np.array([[5, 7]], np.int32), np.array([[0, 64, -1, 500]], np.int32)
-    >>> ids = np.zeros(1, np.int32)
-    >>> sparse_mla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
-    [[320, 448, -1, -1]]
-    """
 
 
 @overload

@@ -1,5 +1,5 @@
-"""Chooses keys by their logits, and builds the index lists of DeepSeek V4's attention: windows of
-the last tokens, compressed rows.
+"""Turns positions into slots, and builds the index lists of DeepSeek V4's attention: windows of the
+last tokens, compressed rows.
 
 Compressed row j of a request stands for its tokens up to position `(j + 1) * ratio - 1`. An indexer
 chooses rows by their number j, a position in the request's compressed cache.
@@ -7,7 +7,7 @@ chooses rows by their number j, a position in the request's compressed cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from sparse_mla import _results
 from sparse_mla._types import Like, Result, overload
@@ -17,8 +17,107 @@ __all__ = [
     "build_mixed_sparse_indices",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
-    "top_k_per_row",
+    "convert_req_index_to_global_index",
 ]
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: Literal[False] = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: bool = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]: ...
+@operator(_results.slots)
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: bool = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]:
+    """Turn positions inside each request into slots of the cache, or rows of the workspace.
+
+    Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`;
+    for a token with `prefill_request_ids[t] = i >= 0` it is row `prefill_workspace_starts[i] + p`.
+    Negative positions, positions beyond the table and negative table entries give -1. The order of
+    the entries is kept.
+
+    Parameters
+    ----------
+    req_id_per_token : [T] int32
+        An id outside 0 to R - 1 is a ValueError on the CPU, and gives a row of -1 on CUDA.
+    block_table : [R, W] int32
+    topk_indices : [T, K] int32
+        Positions from an indexer, -1 = none.
+    block_size : int
+        Tokens per page.
+    prefill_request_ids : [T] int32, optional
+        Number of the prefill request of each token, -1 for decode tokens.
+    prefill_workspace_starts : [prefills] int32, with prefill_request_ids
+        First workspace row of each prefill request.
+    valid_counts : bool
+        Whether to return the number of entries >= 0 of each token too.
+    out : [T, K] int32, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out [T, K] int32, or (out, counts [T] int32) with `valid_counts`.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A `block_size` below 1, a bad request id (CPU), `prefill_request_ids` without its starts.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's triton_convert_req_index_to_global_index.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> table, topk = np.array([[5, 7]], np.int32), np.array([[0, 64, -1, 500]], np.int32)
+    >>> ids = np.zeros(1, np.int32)
+    >>> sparse_mla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
+    [[320, 448, -1, -1]]
+    """
 
 
 @operator(_results.global_topk)
@@ -76,137 +175,6 @@ def compute_global_topk_indices_and_lens(
     >>> out, lens = sparse_mla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
     >>> out.tolist(), lens.tolist()
     ([[27, 24, -1, -1]], [2])
-    """
-
-
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: None = None,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: Array,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result, Result]: ...
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: Array | None = None,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result, Result]: ...
-@operator(_results.top_k)
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: Array | None = None,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result, Result]:
-    """Choose the k keys of each token that have the largest logits, exactly.
-
-    Token t chooses among columns `starts[t]` to `ends[t] - 1` of its row, both clamped to 0 to N.
-    It takes all of them where there are at most k, else the k largest. Of equal logits the smaller
-    column wins; -0 equals 0, and NaN is below -inf. A row of `out` has the columns in ascending
-    order, counted from `starts[t]`, then -1. The result is the same in every run and on every
-    device, and does not depend on other rows.
-
-    Parameters
-    ----------
-    logits : [T, N] fp32 or bf16
-        Rows may be any stride apart. N is below 2**31.
-    starts, ends : [>= T] int32
-        A token whose start is not below its end has no keys.
-    k : int
-        At least 1; may be larger than N.
-    slots_block_table : [R, W] int32, optional
-        The block table of the attention's cache. With it the call returns slots, too: what
-        `compute_global_topk_indices_and_lens` makes of `out`, in the same launch.
-    slots_block_size : int, optional
-        Rows per page of the attention's cache, with `slots_block_table`.
-    req_id_per_token : [>= T] int32, optional
-        The row of `slots_block_table` of each token, with that table. An id outside 0 to R - 1 of a
-        valid token is a ValueError on the CPU, and gives a row without slots on CUDA.
-    is_valid : [>= T] bool or uint8, optional
-        False for padding, whose rows of `slots` are -1, of length 0. `out` does not depend on it.
-    out : [T, k] int32, optional
-    slots : [T, k] int32, optional
-    lens : [T] int32, optional
-    values : [T, k] dtype of logits, optional
-        Receives the chosen logits, bit for bit, then -inf: for a top-k over several devices.
-    stream : int handle or stream object, optional
-
-    Returns
-    -------
-    out; with `slots_block_table` (out, slots, lens): `extra_indices` and `extra_topk_length` of
-    `sparse_attention`.
-
-    Raises
-    ------
-    TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        A `k` below 1; `slots_block_table` without `slots_block_size` or `req_id_per_token`, or what
-        belongs to it without the table; a bad request id (CPU).
-        `help(sparse_mla.ops)` lists the errors that every operator raises.
-
-    Source: the top-k of vLLM's sparse indexer (top_k_per_row), here with an order and a rule for
-    equal logits.
-
-    Examples
-    --------
-    >>> import numpy as np, sparse_mla
-    >>> logits = np.array([[1, 3, np.nan, 3, 0, -0.0, 2]], np.float32)
-    >>> start, end = np.array([0], np.int32), np.array([7], np.int32)
-    >>> sparse_mla.top_k_per_row(logits, start, end, k=3).tolist()
-    [[1, 3, 6]]
-    >>> out, slots, lens = sparse_mla.top_k_per_row(
-    ...     logits, start, end, k=3, slots_block_table=np.array([[6, 1]], np.int32),
-    ...     slots_block_size=4, req_id_per_token=np.zeros(1, np.int32))
-    >>> slots.tolist(), lens.tolist()
-    ([[25, 27, 6]], [3])
     """
 
 

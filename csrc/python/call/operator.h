@@ -107,9 +107,10 @@ typedef struct smla_py_operator {
 extern const smla_py_operator smla_py_cache_operators[];
 extern const smla_py_operator smla_py_attention_operators[];
 extern const smla_py_operator smla_py_index_operators[];
-extern const smla_py_operator smla_py_absorption_operators[];
-extern const smla_py_operator smla_py_norm_operators[];
+extern const smla_py_operator smla_py_topk_operators[];
 extern const smla_py_operator smla_py_indexer_operators[];
+extern const smla_py_operator smla_py_norm_operators[];
+extern const smla_py_operator smla_py_projection_operators[];
 extern const smla_py_operator smla_py_compressor_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */

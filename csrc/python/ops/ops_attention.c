@@ -1,45 +1,7 @@
-/* ops_attention.c: positions to slots, attention over slots, merge of partial results. */
+/* ops_attention.c: attention over slots, and the merge of partial results. */
 #include "core/params_attention.h"
 #include "ops/dispatch.h"
 #include "python/call/operator.h"
-
-static const DLDataType int32 = {kDLInt, 32, 1};
-
-/* ---- Positions to slots -------------------------------------------------------------------- */
-
-SMLA_PY_COMPUTE(convert_req_index_to_global_index)
-
-enum { CONVERT_TOPK = 2, CONVERT_OUT = 5, CONVERT_COUNTS };
-
-static const smla_py_param convert_params[] = {
-    {"req_id_per_token", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, req_id_per_token)},
-    {"block_table", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, block_table)},
-    [CONVERT_TOPK] = {"topk_indices", SMLA_PY_INPUT,
-                      offsetof(smla_convert_req_index_args, topk_indices)},
-    {"prefill_request_ids", SMLA_PY_OPTIONAL,
-     offsetof(smla_convert_req_index_args, prefill_request_ids)},
-    {"prefill_workspace_starts", SMLA_PY_OPTIONAL,
-     offsetof(smla_convert_req_index_args, prefill_workspace_starts)},
-    [CONVERT_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_convert_req_index_args, out)},
-    [CONVERT_COUNTS] = {"counts", SMLA_PY_ASKED_RESULT,
-                        offsetof(smla_convert_req_index_args, counts)},
-    {"block_size", SMLA_PY_INT, offsetof(smla_convert_req_index_args, block_size)},
-    {"valid_counts", SMLA_PY_ASK, 0},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_convert_req_index_args, stream)},
-};
-
-static int
-allocate_converted(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    if (!smla_py_has_rank(call, CONVERT_TOPK, 2)) {
-        return 0;
-    }
-    const int64_t *const shape = call->arrays[CONVERT_TOPK].shape;
-    if (smla_py_allocate_result(call, CONVERT_OUT, int32, 2, shape) < 0) {
-        return -1;
-    }
-    return call->asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
-}
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
@@ -286,10 +248,6 @@ allocate_merged(smla_py_call *call, const void *Py_UNUSED(args))
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_attention_operators[] = {
-    {.name = "convert_req_index_to_global_index",
-     SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
-     .compute = compute_convert_req_index_to_global_index,
-     .allocate = allocate_converted},
     {.name = "sparse_attention",
      SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
      .compute = compute_sparse_attention,

@@ -1,4 +1,4 @@
-/* ops_index.c: the choice of keys, and the index lists of DeepSeek V4. */
+/* ops_index.c: positions become slots, and the index lists of DeepSeek V4. */
 #include "python/call/operator.h"
 
 static const DLDataType int32 = {kDLInt, 32, 1};
@@ -26,6 +26,42 @@ round_up(int64_t value, int64_t unit)
     return (value + unit - 1) / unit * unit;
 }
 
+/* ---- Positions to slots -------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(convert_req_index_to_global_index)
+
+enum { CONVERT_TOPK = 2, CONVERT_OUT = 5, CONVERT_COUNTS };
+
+static const smla_py_param convert_params[] = {
+    {"req_id_per_token", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, req_id_per_token)},
+    {"block_table", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, block_table)},
+    [CONVERT_TOPK] = {"topk_indices", SMLA_PY_INPUT,
+                      offsetof(smla_convert_req_index_args, topk_indices)},
+    {"prefill_request_ids", SMLA_PY_OPTIONAL,
+     offsetof(smla_convert_req_index_args, prefill_request_ids)},
+    {"prefill_workspace_starts", SMLA_PY_OPTIONAL,
+     offsetof(smla_convert_req_index_args, prefill_workspace_starts)},
+    [CONVERT_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_convert_req_index_args, out)},
+    [CONVERT_COUNTS] = {"counts", SMLA_PY_ASKED_RESULT,
+                        offsetof(smla_convert_req_index_args, counts)},
+    {"block_size", SMLA_PY_INT, offsetof(smla_convert_req_index_args, block_size)},
+    {"valid_counts", SMLA_PY_ASK, 0},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_convert_req_index_args, stream)},
+};
+
+static int
+allocate_converted(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    if (!smla_py_has_rank(call, CONVERT_TOPK, 2)) {
+        return 0;
+    }
+    const int64_t *const shape = call->arrays[CONVERT_TOPK].shape;
+    if (smla_py_allocate_result(call, CONVERT_OUT, int32, 2, shape) < 0) {
+        return -1;
+    }
+    return call->asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
+}
+
 /* ---- Top-k positions to slots -------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(compute_global_topk_indices_and_lens)
@@ -51,45 +87,6 @@ allocate_global_topk(smla_py_call *call, const void *Py_UNUSED(args))
                : allocate_lists(call, GLOBAL_OUT, GLOBAL_LENS,
                                 smla_py_call_dim(call, GLOBAL_TOPK, 0),
                                 smla_py_call_dim(call, GLOBAL_TOPK, 1));
-}
-
-/* ---- The largest logits -------------------------------------------------------------------- */
-
-SMLA_PY_COMPUTE(top_k_per_row)
-
-enum { TOP_K_LOGITS, TOP_K_OUT = 6, TOP_K_SLOTS, TOP_K_LENS };
-
-static const smla_py_param top_k_params[] = {
-    [TOP_K_LOGITS] = {"logits", SMLA_PY_INPUT, offsetof(smla_top_k_args, logits)},
-    {"starts", SMLA_PY_INPUT, offsetof(smla_top_k_args, starts)},
-    {"ends", SMLA_PY_INPUT, offsetof(smla_top_k_args, ends)},
-    {"slots_block_table", SMLA_PY_ASKING, offsetof(smla_top_k_args, slots_block_table)},
-    {"req_id_per_token", SMLA_PY_OPTIONAL, offsetof(smla_top_k_args, req_id_per_token)},
-    {"is_valid", SMLA_PY_OPTIONAL, offsetof(smla_top_k_args, is_valid)},
-    [TOP_K_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_top_k_args, out)},
-    [TOP_K_SLOTS] = {"slots", SMLA_PY_ASKED_OUTPUT, offsetof(smla_top_k_args, slots)},
-    [TOP_K_LENS] = {"lens", SMLA_PY_ASKED_OUTPUT, offsetof(smla_top_k_args, lens)},
-    {"values", SMLA_PY_WORKSPACE, offsetof(smla_top_k_args, values)},
-    {"k", SMLA_PY_INT, offsetof(smla_top_k_args, k)},
-    {"slots_block_size", SMLA_PY_SIZE, offsetof(smla_top_k_args, slots_block_size)},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_top_k_args, stream)},
-};
-
-/* Allocates nothing for a number that the core refuses. */
-static int
-allocate_top_k(smla_py_call *call, const void *args)
-{
-    const smla_top_k_args *const a = args;
-    const int64_t shape[2] = {smla_py_call_dim(call, TOP_K_LOGITS, 0), a->k};
-    if (!smla_py_has_rank(call, TOP_K_LOGITS, 2) || a->k < 1 || a->k > INT32_MAX) {
-        return 0;
-    }
-    if (!call->asks) {
-        return smla_py_allocate_result(call, TOP_K_OUT, int32, 2, shape);
-    }
-    return smla_py_allocate_result(call, TOP_K_SLOTS, int32, 2, shape) < 0
-               ? -1
-               : allocate_lists(call, TOP_K_OUT, TOP_K_LENS, shape[0], shape[1]);
 }
 
 /* ---- Workspace rows of a prefill chunk ----------------------------------------------------- */
@@ -193,14 +190,14 @@ allocate_mixed(smla_py_call *call, const void *args)
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_index_operators[] = {
+    {.name = "convert_req_index_to_global_index",
+     SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
+     .compute = compute_convert_req_index_to_global_index,
+     .allocate = allocate_converted},
     {.name = "compute_global_topk_indices_and_lens",
      SMLA_PY_TABLE(global_topk_params, smla_topk_slots_args, smla_topk_slots_args),
      .compute = compute_compute_global_topk_indices_and_lens,
      .allocate = allocate_global_topk},
-    {.name = "top_k_per_row",
-     SMLA_PY_TABLE(top_k_params, smla_top_k_args, smla_top_k_args),
-     .compute = compute_top_k_per_row,
-     .allocate = allocate_top_k},
     {.name = "combine_topk_swa_indices",
      SMLA_PY_TABLE(combine_params, smla_combine_topk_swa_args, smla_combine_topk_swa_args),
      .compute = compute_combine_topk_swa_indices,

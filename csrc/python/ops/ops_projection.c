@@ -175,7 +175,7 @@ allocate_quantized(smla_py_call *call, const void *Py_UNUSED(args))
 
 /* ---- List ---------------------------------------------------------------------------------- */
 
-const smla_py_operator smla_py_absorption_operators[] = {
+const smla_py_operator smla_py_projection_operators[] = {
     {.name = "_split_kv_b_proj",
      .title = "split_kv_b_proj",
      SMLA_PY_TABLE(split_params, smla_split_kv_b_proj_args, split_args),
