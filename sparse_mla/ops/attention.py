@@ -202,6 +202,29 @@ def sparse_attention(
     >>> out, lse = sparse_mla.sparse_attention(q, kv, slots, softmax_scale=1 / 576)
     >>> out.shape, round(float(lse[0, 0]), 4)
     ((1, 16, 512), 1.6931)
+
+    PyTorch
+    -------
+    Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, kv = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 16, 576), (9, 576)))
+    >>> slots = torch.tensor([[0, 3, -1]], dtype=torch.int32)
+    >>> out, lse = smla.sparse_attention(q, kv, slots, softmax_scale=1 / 576)
+    >>> out.shape, round(lse[0, 0].item(), 4)
+    (torch.Size([1, 16, 512]), 1.6931)
+
+    JAX
+    ---
+    Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, kv = (jnp.ones(shape, jnp.bfloat16) for shape in ((1, 16, 576), (9, 576)))
+    >>> out, lse = smla.sparse_attention(q, kv, jnp.array([[0, 3, -1]]), softmax_scale=1 / 576)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((1, 16, 512), 1.6931)
     """
 
 
@@ -299,6 +322,31 @@ def sparse_mla_dsv4(
     ...     extra_kv=cache, extra_indices=slots[:, 2:], extra_topk_length=lens - 2)
     >>> out.shape, (out == same).all().item()
     ((2, 9, 512), True)
+
+    PyTorch
+    -------
+    Attention over the two caches of a DeepSeek V4 layer: `sparse_mla.sparse_mla_dsv4`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, cache = torch.zeros(1, 16, 512).bfloat16(), torch.ones(9, 512).bfloat16()
+    >>> slots, lens = torch.tensor([[0, -1, 3, 4]]).int(), torch.tensor([4]).int()
+    >>> smla.sparse_mla_dsv4(
+    ...     q, cache, None, slots, 4 * cache, lens, None, bmm1_scale=0.04, window=2)[0, 0, 0].item()
+    3.0
+
+    JAX
+    ---
+    Attention over the two caches of a DeepSeek V4 layer: `sparse_mla.sparse_mla_dsv4`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, cache = jnp.zeros((1, 16, 512), jnp.bfloat16), jnp.ones((9, 512), jnp.bfloat16)
+    >>> slots, lens = jnp.array([[0, -1, 3, 4]]), jnp.array([4])
+    >>> out = smla.sparse_mla_dsv4(
+    ...     q, cache, slots, 4 * cache, lens, None, bmm1_scale=0.04, window=2)
+    >>> float(out[0, 0, 0])
+    3.0
     """
 
 
@@ -389,6 +437,28 @@ def merge_attn_states(
     >>> import numpy as np, sparse_mla
     >>> ones, zero = np.ones((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
     >>> out, lse = sparse_mla.merge_attn_states(ones, zero, 3 * ones, zero)
+    >>> out[0, 0, 0].item(), round(lse.item(), 4)
+    (2.0, 0.6931)
+
+    PyTorch
+    -------
+    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
+    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
+    >>> out[0, 0, 0].item(), round(lse.item(), 4)
+    (2.0, 0.6931)
+
+    JAX
+    ---
+    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> ones, zero = jnp.ones((1, 1, 4)), jnp.zeros((1, 1))
+    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
     >>> out[0, 0, 0].item(), round(lse.item(), 4)
     (2.0, 0.6931)
     """

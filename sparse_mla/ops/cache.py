@@ -97,6 +97,33 @@ def concat_and_cache_mla(
     >>> _ = sparse_mla.concat_and_cache_mla(latent, rope, cache, np.array([65]))
     >>> cache.any(axis=2).sum(), int(cache[1, 1, 0])
     (np.int64(1), 126)
+
+    PyTorch
+    -------
+    New tokens to their slots: `sparse_mla.concat_and_cache_mla`. Writes `kv_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 656), dtype=torch.uint8)
+    >>> write = torch.compile(smla.concat_and_cache_mla, backend="aot_eager")
+    >>> write(torch.ones(1, 512), torch.ones(1, 64), cache, torch.tensor([65])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 1, 0].item()
+    (0, 126)
+
+    JAX
+    ---
+    The cache after `sparse_mla.concat_and_cache_mla`, in place of a donated `kv_cache`.
+
+    Returns: A new array, the shape and dtype of kv_cache.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> write = jax.jit(smla.concat_and_cache_mla, donate_argnums=2)
+    >>> cache = jnp.zeros((2, 64, 656), jnp.uint8)
+    >>> cache = write(jnp.ones((1, 512)), jnp.ones((1, 64)), cache, jnp.array([65]))
+    >>> int(cache[0].sum()), int(cache[1, 1, 0])
+    (0, 126)
     """
 
 
@@ -162,6 +189,30 @@ def gather_kv_cache(
     >>> _ = sparse_mla.gather_kv_cache(cache, np.array([[3]], np.int32), one, one - 6, out=out)
     >>> out[:, 0].astype(int).tolist()
     [0, 1, 1, 1, 1, 1, 1, 1, 0]
+
+    PyTorch
+    -------
+    Rows of some requests to a flat workspace: `sparse_mla.gather_kv_cache`. Writes `out`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.ones((4, 64, 576), dtype=torch.bfloat16)
+    >>> out, page, seven, one = cache.new_zeros(9, 576), *torch.tensor([3, 7, 1]).int()[:, None]
+    >>> smla.gather_kv_cache(cache, page[None], seven, one, out=out)[:, 0].int().tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+
+    JAX
+    ---
+    `out` after `sparse_mla.gather_kv_cache`, in place of a donated `out`.
+
+    Returns: A new array, the shape and dtype of out.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache, out = jnp.ones((4, 64, 576), jnp.bfloat16), jnp.zeros((9, 576), jnp.bfloat16)
+    >>> out = smla.gather_kv_cache(cache, jnp.array([[3]]), jnp.array([7]), jnp.array([1]), out=out)
+    >>> out[:, 0].astype(int).tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
     """
 
 
@@ -207,6 +258,24 @@ def dequantize_kv_cache(
     --------
     >>> import numpy as np, sparse_mla
     >>> sparse_mla.dequantize_kv_cache(np.zeros((2, 64, 656), np.uint8)).shape
+    (2, 64, 576)
+
+    PyTorch
+    -------
+    Every value of a cache as floats, for inspection: `sparse_mla.dequantize_kv_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> smla.dequantize_kv_cache(torch.zeros((2, 64, 656), dtype=torch.uint8)).shape
+    torch.Size([2, 64, 576])
+
+    JAX
+    ---
+    Every value of a cache as floats, for inspection: `sparse_mla.dequantize_kv_cache`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> smla.dequantize_kv_cache(jnp.zeros((2, 64, 656), jnp.uint8)).shape
     (2, 64, 576)
     """
 
@@ -269,6 +338,31 @@ def quantize_and_insert_k_cache(
     >>> page = cache[1].reshape(-1)  # 64 rows of 576 bytes, then 64 rows of 8 scales
     >>> page[576:578].tolist(), page[64 * 576 + 8 :][:8].tolist()
     ([120, 120], [120, 120, 120, 120, 120, 120, 120, 0])
+
+    PyTorch
+    -------
+    Whole keys to their slots: `sparse_mla.quantize_and_insert_k_cache`. Writes `k_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 584), dtype=torch.uint8)
+    >>> smla.quantize_and_insert_k_cache(torch.ones(1, 512), cache, torch.tensor([64])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 0, 0].item()
+    (0, 120)
+
+    JAX
+    ---
+    The cache after `sparse_mla.quantize_and_insert_k_cache`, in place of a donated `k_cache`.
+
+    Returns: A new array, the shape and dtype of k_cache.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache = jnp.zeros((2, 64, 584), jnp.uint8)
+    >>> cache = smla.quantize_and_insert_k_cache(jnp.ones((1, 512)), cache, jnp.array([64]))
+    >>> int(cache[0].sum()), int(cache[1, 0, 0])
+    (0, 120)
     """
 
 
@@ -324,6 +418,31 @@ def indexer_k_quant_and_cache(
     >>> _ = sparse_mla.indexer_k_quant_and_cache(k, cache, np.array([5]), **how)
     >>> cache[1, 64:66].tolist(), cache[1, 4 * 64 + 4 :][:4].tolist()
     ([102, 102], [128, 128, 128, 128])
+
+    PyTorch
+    -------
+    The indexer's keys to their slots: `sparse_mla.indexer_k_quant_and_cache`. Writes `k_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 132), dtype=torch.uint8)
+    >>> smla.indexer_k_quant_and_cache(torch.ones(1, 128), cache, torch.tensor([64])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 0, 0].item()
+    (0, 120)
+
+    JAX
+    ---
+    The cache after `sparse_mla.indexer_k_quant_and_cache`, in place of a donated `k_cache`.
+
+    Returns: A new array, the shape and dtype of k_cache.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache = jnp.zeros((2, 64, 132), jnp.uint8)
+    >>> cache = smla.indexer_k_quant_and_cache(jnp.ones((1, 128)), cache, jnp.array([64]))
+    >>> int(cache[0].sum()), int(cache[1, 0, 0])
+    (0, 120)
     """
 
 
@@ -392,4 +511,31 @@ def dequantize_and_gather_k_cache(
     >>> _ = sparse_mla.dequantize_and_gather_k_cache(out, cache, lens, three, table, 4, 1)
     >>> out[0, :, 0].astype(int).tolist()
     [0, 7, 0, 1, 0]
+
+    PyTorch
+    -------
+    The last rows of requests to a part of `out`: `sparse_mla.dequantize_and_gather_k_cache`. Writes
+    `out`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.ones((4, 64, 512), dtype=torch.bfloat16)
+    >>> out, table, seven = cache.new_zeros(1, 9, 512), *torch.tensor([[3], [7]]).int()
+    >>> _ = smla.dequantize_and_gather_k_cache(out, cache, seven, None, table[None], 64, 1)
+    >>> out[0, :, 0].int().tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+
+    JAX
+    ---
+    `out` after `sparse_mla.dequantize_and_gather_k_cache`, in place of a donated `out`.
+
+    Returns: A new array, the shape and dtype of out.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache, out = jnp.ones((4, 64, 512), jnp.bfloat16), jnp.zeros((1, 9, 512), jnp.bfloat16)
+    >>> table, seven = jnp.array([[3]]), jnp.array([7])
+    >>> out = smla.dequantize_and_gather_k_cache(out, cache, seven, None, table, 64, 1)
+    >>> out[0, :, 0].astype(int).tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
     """

@@ -135,6 +135,26 @@ def k_up_proj(
     >>> q, w = np.ones((1, 2, 4), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
     >>> sparse_mla.k_up_proj(q, w)[0, 0, 0].item()
     4.0
+
+    PyTorch
+    -------
+    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 4), (512, 2, 4)))
+    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
+    4.0
+
+    JAX
+    ---
+    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
+    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
+    4.0
     """
 
 
@@ -170,6 +190,26 @@ def v_up_proj(
     >>> import numpy as np, ml_dtypes, sparse_mla
     >>> x, w = np.ones((1, 2, 512), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
     >>> sparse_mla.v_up_proj(x, w).shape
+    (1, 2, 4)
+
+    PyTorch
+    -------
+    The latent output projected up: `sparse_mla.v_up_proj`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 512), (512, 2, 4)))
+    >>> smla.v_up_proj(x, w).shape
+    torch.Size([1, 2, 4])
+
+    JAX
+    ---
+    The latent output projected up: `sparse_mla.v_up_proj`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> x, w = jnp.ones((1, 2, 512), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
+    >>> smla.v_up_proj(x, w).shape
     (1, 2, 4)
     """
 
@@ -236,6 +276,28 @@ def grouped_output_projection(
     >>> ones = np.ones((3, 2, 8), ml_dtypes.bfloat16)
     >>> sparse_mla.grouped_output_projection(ones, None, ones[:2, [0] * 4], None).shape
     (3, 2, 4)
+
+    PyTorch
+    -------
+    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> o, weight = (torch.ones(shape).bfloat16() for shape in ((3, 2, 8), (2, 4, 8)))
+    >>> z = smla.grouped_output_projection(o, None, weight, None)
+    >>> z.shape, z[0, 0, 0].item()
+    (torch.Size([3, 2, 4]), 8.0)
+
+    JAX
+    ---
+    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> o, weight = jnp.ones((3, 2, 8), jnp.bfloat16), jnp.ones((2, 4, 8), jnp.bfloat16)
+    >>> z = smla.grouped_output_projection(o, None, weight, None)
+    >>> z.shape, z[0, 0, 0].item()
+    ((3, 2, 4), 8.0)
     """
 
 
@@ -270,6 +332,26 @@ def dynamic_per_tensor_quant(
     --------
     >>> import numpy as np, sparse_mla
     >>> out, scale = sparse_mla.dynamic_per_tensor_quant(np.array([0.5, -2.0], np.float32))
+    >>> out.tolist(), round(scale.item() * 448, 4)
+    ([112.0, -448.0], 2.0)
+
+    PyTorch
+    -------
+    A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> out, scale = smla.dynamic_per_tensor_quant(torch.tensor([0.5, -2.0]))
+    >>> out.tolist(), round(scale.item() * 448, 4)
+    ([112.0, -448.0], 2.0)
+
+    JAX
+    ---
+    An array as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> out, scale = smla.dynamic_per_tensor_quant(jnp.array([0.5, -2.0]))
     >>> out.tolist(), round(scale.item() * 448, 4)
     ([112.0, -448.0], 2.0)
     """

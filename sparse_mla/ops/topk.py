@@ -137,4 +137,36 @@ def top_k_per_row(
     ...     slots_block_size=4, req_id_per_token=np.zeros(1, np.int32))
     >>> slots.tolist(), lens.tolist()
     ([[25, 27, 6]], [3])
+
+    PyTorch
+    -------
+    The keys with the largest logits: `sparse_mla.top_k_per_row`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> start, end, page, ids = (torch.tensor(x).int() for x in ([0], [4], [[3]], [0]))
+    >>> logits = torch.tensor([[1.0, 3.0, float("nan"), 3.0]])
+    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
+    [[1, 3]]
+    >>> _, slots, lens = smla.top_k_per_row(
+    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
+    ...     req_id_per_token=ids)
+    >>> slots.tolist(), lens.tolist()
+    ([[13, 15]], [2])
+
+    JAX
+    ---
+    The keys with the largest logits: `sparse_mla.top_k_per_row`. There is no `values` here.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> start, end, page, ids = (jnp.array(x) for x in ([0], [4], [[3]], [0]))
+    >>> logits = jnp.array([[1.0, 3.0, jnp.nan, 3.0]])
+    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
+    [[1, 3]]
+    >>> _, slots, lens = smla.top_k_per_row(
+    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
+    ...     req_id_per_token=ids)
+    >>> slots.tolist(), lens.tolist()
+    ([[13, 15]], [2])
     """
