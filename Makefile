@@ -30,10 +30,10 @@ ifeq ($(VARIANT),sanitize)
 ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 else ifeq ($(VARIANT),thread)
-# ThreadSanitizer sees Python's locks, because they are calls of pthreads. tests/test_threads.py has
+# ThreadSanitizer sees Python's locks, because they are calls of pthreads. tests/calls/test_threads.py has
 # the Python tests that call the library from several threads. A forked child may start threads.
 ENVIRONMENT += TSAN_OPTIONS=die_after_fork=0 LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
-ARGS := $(or $(ARGS),tests/test_threads.py)
+ARGS := $(or $(ARGS),tests/calls/test_threads.py)
 endif
 
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')

@@ -1,4 +1,4 @@
-"""Installs wheels in fresh virtual environments and runs tests/installed.py there.
+"""Installs wheels in fresh virtual environments and runs tests/kit/installed.py there.
 
     python check_install.py [WHEEL…]
 
@@ -37,7 +37,7 @@ def check(framework, wheels):
     outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     for wheel in wheels:
         subprocess.run([*install, str(wheel)], check=True)
-        command = [str(folder / "bin/python"), "-P", str(ROOT / "tests/installed.py")]
+        command = [str(folder / "bin/python"), "-P", str(ROOT / "tests/kit/installed.py")]
         print(wheel.name, flush=True)
         subprocess.run([*command, *([framework] if framework else [])], env=outside, check=True)
 

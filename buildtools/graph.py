@@ -429,8 +429,8 @@ def add_extension(graph, archive, version):
 
 
 def add_fake_gpu(graph, glue):
-    """Links the extension once more, for tests/fake_gpu.py: csrc/cuda's host files run on a CUDA
-    runtime made of plain memory, and the CPU's kernels replace CUDA's. cuBLAS is left out."""
+    """Links the extension once more, for tests/kit/fake_gpu.py: csrc/cuda's host files run on a
+    CUDA runtime made of plain memory, and the CPU's kernels replace CUDA's. cuBLAS is left out."""
     flags = ["-DSMLA_HAVE_CUDA=1", "-isystem", "tests/c/fake_cuda"]
     core = [source for source in c_files(*CORE, "csrc/cuda") if suffix(source) != "cublas"]
     core.append(Path("tests/c/fake_cuda/gpu.c"))
@@ -444,7 +444,7 @@ def add_fake_gpu(graph, glue):
 
 
 def add_ranges(graph, archive):
-    """Links the library of tests/test_ranges.py."""
+    """Links the library of tests/attention/test_ranges.py."""
     ranges = graph.compile(Path("tests/c/ranges/ranges.c"))
     return graph.add("link", BUILD / "tests" / "ranges.so", [ranges, archive], TEST_SHARED)
 

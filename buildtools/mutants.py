@@ -6,11 +6,11 @@
     make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
 This works on a copy in build/mutants, without CUDA: CUDA's kernels are left out, and its host code
-is tested by tests/c/test_cuda_*.c and tests/test_fake_gpu.py. Each fault is built. The C programs
-whose bytes it changes are run, and pytest is run if it changes the extension or the package. The
-tests that caught an earlier fault of the same file go first, then the tests that share a word with
-the file's name, then the short ones. A test that runs far longer than it did without a fault counts
-as having noticed the fault.
+is tested by tests/c/test_cuda_*.c and tests/arrays/test_fake_gpu.py. Each fault is built. The C
+programs whose bytes it changes are run, and pytest is run if it changes the extension or the
+package. The tests that caught an earlier fault of the same file go first, then the tests that share
+a word with the file's name, then the short ones. A test that runs far longer than it did without a
+fault counts as having noticed the fault.
 
 A fault takes three lines in a list: `@ file function`, `- ` the code, `+ ` the fault. In
 tests/equivalent_mutants.txt, the list of faults that no test can notice, a fourth line `= ` says
@@ -48,7 +48,7 @@ SOURCES = (
     "sparse_mla/v4/*.py",
 )
 COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
-FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
+FAKE_GPU = ("arrays/test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
 
@@ -163,11 +163,11 @@ class Suite:
             ]
 
         self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
-        files = [path.name for path in selected("tests", "test_*.py")]
         # test_mutants.py compares the list of explained faults with the text of the source, not
         # with what the source does.
         left_out = ("test_gpu_", "test_mutants")
-        self.files = [name for name in files if not name.startswith(left_out)]
+        files = [p for p in selected("tests", "*/test_*.py") if not p.name.startswith(left_out)]
+        self.files = [f"{path.parent.name}/{path.name}" for path in files]
         self.seconds = {}
         self.bytes = {}
         self.objects = set()
@@ -259,7 +259,7 @@ class Suite:
         record = WORK / "baseline.json"
         paths = {f"tests/c/{stem}.c": stem for stem in self.programs}
         paths |= {f"tests/{name}": name for name in self.files}
-        is_test = re.compile(r"tests/(c/)?test_\w+\.(c|py)").fullmatch
+        is_test = re.compile(r"tests/\w+/test_\w+\.(c|py)").fullmatch
         is_text = re.compile(r"docs/|.*\.(md|txt)$").match
         rest = {n: digest for n, digest in digests.items() if not (is_test(n) or is_text(n))}
         known = json.loads(record.read_text()) if record.exists() else {}
@@ -278,7 +278,8 @@ class Suite:
         self.seconds.update(dict.fromkeys(files, 0.0))
         report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if files else ()
         for case in report:
-            self.seconds[case.get("classname").split(".")[1] + ".py"] += float(case.get("time"))
+            name = "/".join(case.get("classname").split(".")[1:3]) + ".py"
+            self.seconds[name] += float(case.get("time"))
         known["tests"].update({path: digests[path] for path in paths})
         record.write_text(json.dumps(known))
 
@@ -299,7 +300,7 @@ class Suite:
             passed = (self.run_pytest if is_pytest else self.run_programs)(names, limit=limit)
             if not passed and is_pytest:
                 by = first_failure()
-                if match := re.match(r"tests/(\w+\.py)", by):
+                if match := re.match(r"tests/(\w+/\w+\.py)", by):
                     self.catchers.setdefault(fault.path, set()).add(match[1])
                 return "caught", by
             if not passed:
@@ -311,7 +312,7 @@ class Suite:
         words = set(Path(path).stem.strip("_").split("_"))
 
         def is_close(name):
-            return bool(words & set(name.removesuffix(".py").split("_")))
+            return bool(words & set(Path(name).stem.split("_")))
 
         programs = sorted(programs, key=self.seconds.get)
         files = sorted(files, key=self.seconds.get)

@@ -37,7 +37,7 @@ class SupportsDLPack(Protocol):
         """DLPack's numbers of the device type and of the device."""
 
 
-# The names that the calls and configs below take. tests/test_typing.py compares them with C's.
+# The names that calls and configs take. tests/package/test_typing.py compares them with C's.
 KvFormat = Literal[
     "auto",
     "bfloat16",

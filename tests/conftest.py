@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 # The reference multiplies many small matrices, where NumPy's BLAS threads only disturb each other
@@ -22,11 +23,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already run in parallel
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+sys.path.insert(0, str(Path(__file__).parent / "kit"))
+
 import device
 import helpers
 import pytest
 
-collect_ignore_glob = [] if device.ON_CUDA else ["test_gpu_*.py"]
+sys.path[:0] = helpers.FOLDERS
+
+collect_ignore_glob = [] if device.ON_CUDA else ["*/test_gpu_*.py"]
 
 REQUIRED = [name for name in os.environ.get("SMLA_REQUIRE", "").split(",") if name]
 OPTIONAL = [name for name in helpers.FRAMEWORKS if name != "numpy"]

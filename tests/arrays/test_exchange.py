@@ -12,6 +12,7 @@ import pytest
 import reference as ref
 from helpers import (
     ALL_FRAMEWORKS,
+    BESIDE_TESTS,
     Guarded,
     assert_same_bits,
     assert_within_bounds,
@@ -258,8 +259,7 @@ print(Meta.met, sys.getrefcount(Array) - before)
 
 def test_a_type_that_two_calls_meet_at_once_is_remembered_once():
     """Otherwise one type could take the places of all, and be kept as often."""
-    tests = os.path.dirname(__file__)
-    assert printed_by_python("-c", MET_TWICE, tests).split() == ["2", "1"]
+    assert printed_by_python("-c", BESIDE_TESTS + MET_TWICE).split() == ["2", "1"]
 
 
 # --- what cannot be exported or written ----------------------------------------------------------

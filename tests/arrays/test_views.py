@@ -1208,7 +1208,7 @@ def outcome_of(example: Example, given: dict) -> Any:
     except (TypeError, ValueError, BufferError) as error:
         text = str(error)
         for hint in (": pass np.ascontiguousarray of it", ": pass its .contiguous()"):
-            text = text.removesuffix(hint)  # the frameworks' own: tests/test_exchange.py
+            text = text.removesuffix(hint)  # the frameworks' own: tests/arrays/test_exchange.py
         return Refused(type(error), text)
 
 

@@ -18,7 +18,7 @@ from test_v4_attention import Keys, V4Inputs
 
 DATA: dict[str, np.ndarray] = {}
 for version in ("v32", "v4"):
-    DATA |= np.load(Path(__file__).parent / "fixtures" / f"flash_mla_{version}_small.npz")
+    DATA |= np.load(Path(__file__).parents[1] / "fixtures" / f"flash_mla_{version}_small.npz")
 CASES = sorted({key.split("/")[0] for key in DATA})
 ROUNDS_SCALED_KEYS = {"decode_h64_f32scale"}
 

@@ -34,7 +34,7 @@ def test_attention(name):
 def test_one_key_is_its_value():
     """test_attention.py, which runs above, has the other cases of one key."""
     summary = run_portable(
-        "-m", "pytest", "-q", *WITHOUT, "tests/test_gpu_growth.py", "-k", "one_key"
+        "-m", "pytest", "-q", *WITHOUT, "tests/attention/test_gpu_growth.py", "-k", "one_key"
     )
     assert " passed" in summary
     assert " skipped" not in summary

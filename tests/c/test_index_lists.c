@@ -1,5 +1,5 @@
 /* test_index_lists.c: the index lists of DeepSeek V4 through the C API: examples by hand, with red
- * zones beside every row. tests/test_index_lists.py compares random batches with a reference.
+ * zones beside every row. tests/index/test_index_lists.py compares random batches with a reference.
  */
 #include "instruction_sets.h"
 

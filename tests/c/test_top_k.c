@@ -1,5 +1,5 @@
 /* test_top_k.c: top_k_per_row through the C API: examples by hand, with red zones beside every row.
- * tests/test_top_k.py compares random rows with a reference.
+ * tests/topk/test_top_k.py compares random rows with a reference.
  */
 #include "instruction_sets.h"
 

@@ -12,7 +12,7 @@ import row_formats
 from helpers import assert_same_bf16, assert_same_bits
 from library import sparse_mla
 
-FOLDER = Path(__file__).parent / "fixtures" / "formats"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "formats"
 SUMS = dict(reversed(line.split("  ")) for line in (FOLDER / "SHA256SUMS").read_text().splitlines())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference as ref
-from helpers import assert_same_bits
+from helpers import FOLDERS, assert_same_bits
 
 import sparse_mla
 
@@ -125,7 +125,7 @@ def test_a_signal_ends_a_long_call(name, alarm):
 
 def test_ctrl_c_ends_a_script(tmp_path):
     script = tmp_path / "script.py"
-    folders = [str(Path(sparse_mla.__file__).parents[1]), str(Path(__file__).parent)]
+    folders = [str(Path(sparse_mla.__file__).parents[1]), *FOLDERS]
     script.write_text(
         f"import signal, sys; sys.path[:0] = {folders!r}\n"
         # A shell that runs its children in the background lets them ignore Ctrl-C.

@@ -17,7 +17,7 @@ import sparse_mla
 from sparse_mla._bench import run as bench
 from sparse_mla._bench import timing
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run_command(*arguments, **options):

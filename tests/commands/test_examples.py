@@ -17,7 +17,7 @@ from helpers import FRAMEWORKS, find_framework, require, run_python
 
 import sparse_mla
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(
     path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)
 )

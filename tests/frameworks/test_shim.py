@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import find_framework, printed_by_python, run_python
 
-SHIM = Path(__file__).parents[1] / "shim"
+SHIM = Path(__file__).parents[2] / "shim"
 without_flash_mla = pytest.mark.skipif(
     find_spec("flash_mla") is not None, reason="FlashMLA is installed here, and comes first"
 )

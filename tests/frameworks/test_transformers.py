@@ -14,7 +14,7 @@ from helpers import find_framework
 
 pytestmark = pytest.mark.transformers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = ["--layers=2", "--heads=8", "--topk=48", "--prompts=4", "--longest=203", "--new-tokens=5"]
 SMALL += ["--tokens-per-step=64", f"--device={device.NAME}"]
 LIMITS = {"num_pages": 12, "max_num_seqs": 3, "max_num_batched_tokens": 100, "max_model_len": 150}

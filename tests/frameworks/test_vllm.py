@@ -24,7 +24,7 @@ from library import sparse_mla
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GROUP = "vllm.general_plugins"
 PREFIX = "model.layers.0.self_attn.attn"
 TOPK = 48

@@ -1,4 +1,4 @@
-"""The index lists of DeepSeek V4, compared exactly with tests/reference_index.py
+"""The index lists of DeepSeek V4, compared exactly with tests/kit/reference_index.py
 (csrc/cpu/index/index_lists.c, csrc/cuda/index)."""
 
 from __future__ import annotations

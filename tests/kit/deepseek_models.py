@@ -17,7 +17,7 @@ def load_example():
     """examples/deepseek_v32.py as a module."""
     find_framework("transformers")
     spec = importlib.util.spec_from_file_location(
-        "deepseek_v32_example", Path(__file__).parent.parent / "examples/deepseek_v32.py"
+        "deepseek_v32_example", Path(__file__).parents[2] / "examples/deepseek_v32.py"
     )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

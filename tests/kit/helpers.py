@@ -20,7 +20,10 @@ import reference as ref
 
 import sparse_mla
 
-BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
+TESTS = Path(__file__).parents[1]
+# Tests import the kit, and other tests, by their names alone.
+FOLDERS = [str(TESTS / "kit"), *sorted({str(path.parent) for path in TESTS.glob("*/test_*.py")})]
+BUILD = TESTS.parent / "build" / sparse_mla.build_info()["flags"]
 RED_ZONE_BYTES = 256
 RED = 0x5C
 NO_NAN = 0x7F  # poison that is no NaN: floats of this byte are 3.4e38, far above any result
@@ -222,7 +225,7 @@ def printed_by_python(*arguments, **environment) -> str:
 
 
 # Put in front of another Python's script, this lets it import the modules of these tests.
-BESIDE_TESTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+BESIDE_TESTS = f"import sys; sys.path[:0] = {FOLDERS!r}\n"
 
 
 # --- buffers -------------------------------------------------------------------------------------
@@ -482,7 +485,7 @@ def mode_after(mode: int, run) -> int:
 
 def run_examples(page: str, word: str) -> None:
     """Runs those Python blocks of a page below docs/ that contain `word`."""
-    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    text = (TESTS.parent / "docs" / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     chosen = [block for block in blocks if word in block]
     assert chosen, f"no example with {word} in {page}"

@@ -1,8 +1,8 @@
 """Checks an installed sparse_mla as users meet it. buildtools/check_install.py makes environments
 for it; by hand, the Python of an environment runs it:
 
-    bin/python -P tests/installed.py          without a framework
-    bin/python -P tests/installed.py torch    beside PyTorch, which has computed before; or jax
+    bin/python -P tests/kit/installed.py          without a framework
+    bin/python -P tests/kit/installed.py torch    beside PyTorch, which has computed before; or jax
 
 It runs the README's Python blocks, the demo, and the C examples against the package's own library,
 found in both of the documented ways. The process must have one OpenMP library at most, and none
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
 

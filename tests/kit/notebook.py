@@ -1,6 +1,6 @@
 """Runs a notebook in a new kernel, as Jupyter would, and prints what its cells print.
 
-    python tests/notebook.py examples/quickstart.ipynb
+    python tests/kit/notebook.py examples/quickstart.ipynb
 
 The kernel's working folder is a temporary one and holds the kernel's sockets, so no port is opened.
 A cell that raises ends the run with its traceback.

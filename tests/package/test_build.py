@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from helpers import require
 
-BUILDTOOLS = Path(__file__).parents[1] / "buildtools"
+BUILDTOOLS = Path(__file__).parents[2] / "buildtools"
 
 
 def load(name: str):

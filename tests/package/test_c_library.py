@@ -15,7 +15,7 @@ from helpers import printed_by_python, run_python
 
 import sparse_mla
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples" / "c").glob("*.c"))
 FLAGS = sparse_mla.build_info()["flags"]
 

@@ -231,7 +231,7 @@ def test_tab_completion_offers_the_public_names(name):
 
 # --- pages ---------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS_OF_PAGES = ("docs", "benchmarks", "csrc")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

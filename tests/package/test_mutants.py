@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "buildtools"))
+sys.path.append(str(Path(__file__).parents[2] / "buildtools"))
 import faults
 import mutants
 
@@ -227,9 +227,9 @@ class FakeSuite(mutants.Suite):
 
     def __init__(self, changed=(), breaks=(), builds=True):
         self.programs = ["test_plan", "test_slow", "test_quick"]
-        self.files = ["test_rest.py", "test_plan.py"]
+        self.files = ["step/test_rest.py", "step/test_plan.py"]
         self.seconds = {"test_plan": 9, "test_slow": 8, "test_quick": 0.1}
-        self.seconds |= {"test_rest.py": 1, "test_plan.py": 5}
+        self.seconds |= {"step/test_rest.py": 1, "step/test_plan.py": 5}
         self.bytes = dict.fromkeys([*self.programs, "_C.abi3", "libsparse_mla"], 0)
         self.catchers = {}
         self.changed, self.breaks, self.builds, self.ran = changed, breaks, builds, []
@@ -256,16 +256,21 @@ EVERYTHING = ("test_plan", "test_slow", "test_quick", "_C.abi3")
         ("csrc/plan.c", FakeSuite(builds=False), "not built", ""),
         ("csrc/plan.c", FakeSuite(), "explained", ""),
         ("csrc/plan.c", FakeSuite(["test_slow"]), "survived", "test_slow"),
-        ("csrc/plan.c", FakeSuite(["_C.abi3"]), "survived", "test_plan.py test_rest.py"),
+        ("csrc/plan.c", FakeSuite(["_C.abi3"]), "survived", "step/test_plan.py step/test_rest.py"),
         ("csrc/plan.c", FakeSuite(EVERYTHING, ["test_plan"]), "caught", "test_quick test_plan"),
         (
             "csrc/plan.c",
-            FakeSuite(EVERYTHING, ["test_rest.py"]),
+            FakeSuite(EVERYTHING, ["step/test_rest.py"]),
             "caught",
-            "test_quick test_plan test_plan.py test_slow test_rest.py",
+            "test_quick test_plan step/test_plan.py test_slow step/test_rest.py",
         ),
-        ("sparse_mla/_plan.py", FakeSuite(builds=False), "survived", "test_plan.py test_rest.py"),
-        ("sparse_mla/ops.py", FakeSuite(), "survived", "test_rest.py test_plan.py"),
+        (
+            "sparse_mla/_plan.py",
+            FakeSuite(builds=False),
+            "survived",
+            "step/test_plan.py step/test_rest.py",
+        ),
+        ("sparse_mla/ops.py", FakeSuite(), "survived", "step/test_rest.py step/test_plan.py"),
     ],
 )
 def test_the_tests_of_a_fault(path, suite, outcome, ran, monkeypatch):
@@ -277,14 +282,14 @@ def test_the_tests_of_a_fault(path, suite, outcome, ran, monkeypatch):
 
 
 def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
-    monkeypatch.setattr(mutants, "first_failure", lambda: "tests/test_rest.py::test_a[b]")
-    suite = FakeSuite(["_C.abi3"], ["test_rest.py"])
-    for ran in (["test_plan.py", "test_rest.py"], ["test_rest.py"]):
+    monkeypatch.setattr(mutants, "first_failure", lambda: "tests/step/test_rest.py::test_a[b]")
+    suite = FakeSuite(["_C.abi3"], ["step/test_rest.py"])
+    for ran in (["step/test_plan.py", "step/test_rest.py"], ["step/test_rest.py"]):
         suite.ran.clear()
         assert suite.judge(SimpleNamespace(path="csrc/plan.c"))[0] == "caught"
         assert suite.ran == ran
     suite.judge(SimpleNamespace(path="csrc/other.c"))
-    assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"
+    assert suite.ran[1:] == ["step/test_rest.py", "step/test_plan.py"], "of that file alone"
 
 
 @pytest.mark.parametrize(
@@ -383,7 +388,7 @@ def test_the_table_counts_what_compiles():
 
 
 def test_explanations_are_of_faults_that_exist():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     explained = mutants.read_list(root / mutants.EXPLAINED)
     found = {
         fault.key

@@ -12,7 +12,7 @@ from helpers import require
 
 require("setuptools")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ADDRESSES = ("SPARSE_MLA_PROJECT_URL", "GITHUB_SERVER_URL", "GITHUB_REPOSITORY")
 URL = "https://example.org/owner/name"
 TARGET = re.compile(r"(!?)\[([^\]]*)\]\(([^)]*)\)")

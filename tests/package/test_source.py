@@ -15,7 +15,7 @@ import pytest
 
 import sparse_mla
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
 PYTHON = ("sparse_mla", "tests", "buildtools", "examples")

@@ -15,9 +15,8 @@ import sparse_mla
 from sparse_mla import _C, _types, ops
 from sparse_mla.v4 import config as v4
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-CALLS = HERE / "typing"
+ROOT = Path(__file__).parents[2]
+CALLS = ROOT / "tests" / "typing"
 EXAMPLES_WITH_TORCH = [ROOT / "examples" / name for name in ("cuda_graph.py", "deepseek_v32.py")]
 PACKAGE = Path(sparse_mla.__file__).parent.parent
 

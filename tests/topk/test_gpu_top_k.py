@@ -1,5 +1,5 @@
 """top_k_per_row on a GPU: grids and rows of every size, for which clusters of every size, rows in
-shared memory and rows beyond it are chosen. tests/test_top_k.py runs on the GPU, too."""
+shared memory and rows beyond it are chosen. tests/topk/test_top_k.py runs on the GPU, too."""
 
 from __future__ import annotations
 

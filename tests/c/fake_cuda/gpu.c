@@ -1,7 +1,7 @@
 /* gpu.c: a GPU made of plain memory, for Python's tests of what the extension does with streams,
  * events and arrays on a device. The host files of csrc/cuda run unchanged, on runtime.h. Kernels
  * are those of the CPU backend, and are done when their launch returns. buildtools/graph.py makes
- * an extension of it, which tests/fake_gpu.py loads. Python calls the functions at the end.
+ * an extension of it, which tests/kit/fake_gpu.py loads. Python calls the functions at the end.
  */
 #include "core/params_all.h"
 #include "cuda/attention/table/kernels.h"

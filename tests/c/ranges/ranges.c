@@ -1,6 +1,6 @@
 /* ranges.c: attention on lists that no public operator makes yet: dense columns, a `begin` per
  * token, positions that a block table maps to slots. buildtools/graph.py makes a library of it,
- * whose only function tests/test_ranges.py calls on either device.
+ * whose only function tests/attention/test_ranges.py calls on either device.
  */
 #include <string.h>
 
