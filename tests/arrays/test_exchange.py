@@ -232,7 +232,6 @@ def test_a_jax_write_is_refused_and_leaves_the_array(jax):
 # same thread, so that it happens each time.
 MET_TWICE = """
 import sys
-sys.path.insert(0, sys.argv[1])
 import numpy as np, sparse_mla
 from exchange_producer import Exchanged
 
