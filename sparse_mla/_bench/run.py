@@ -16,19 +16,10 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import (
-    attention,
-    calls,
-    memory,
-    noise,
-    plot,
-    projection,
-    subnormal,
-    top_k,
-    v4,
-)
-from sparse_mla._bench.summary import summarise
-from sparse_mla._bench.timing import Effort, Table
+from sparse_mla._bench.common import noise, plot
+from sparse_mla._bench.common.summary import summarise
+from sparse_mla._bench.common.timing import Effort, Table
+from sparse_mla._bench.cpu import attention, calls, memory, projection, subnormal, top_k, v4
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
@@ -235,26 +226,24 @@ def what_cuda_lacks() -> str:
 
 def find_rows(options: argparse.Namespace) -> Any:
     """The rows of the inputs' table, read before anything is measured to report errors early."""
-    from sparse_mla._bench.cuda_sent import Rows
+    from sparse_mla._bench.cuda.sent import Rows
 
     return Rows.of(options)
 
 
 def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
-    from sparse_mla._bench import (
-        cuda_attention,
-        cuda_calls,
-        cuda_helpers,
-        cuda_lightning,
-        cuda_logits,
-        cuda_memory,
-        cuda_projection,
-        cuda_sent,
-        cuda_top_k,
-        cuda_v4,
-    )
-    from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
-    from sparse_mla._bench.peer import find_peer
+    from sparse_mla._bench.common.peer import find_peer
+    from sparse_mla._bench.cuda import attention as cuda_attention
+    from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import helpers as cuda_helpers
+    from sparse_mla._bench.cuda import lightning as cuda_lightning
+    from sparse_mla._bench.cuda import logits as cuda_logits
+    from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import projection as cuda_projection
+    from sparse_mla._bench.cuda import sent as cuda_sent
+    from sparse_mla._bench.cuda import top_k as cuda_top_k
+    from sparse_mla._bench.cuda import v4 as cuda_v4
+    from sparse_mla._bench.cuda.timing import CudaEffort, describe_error, torch
 
     torch.manual_seed(0)
     effort = CudaEffort.of(options.quick, options.best)
@@ -283,8 +272,8 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
 
 
 def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
-    from sparse_mla._bench.cuda_timing import CudaEffort, torch
-    from sparse_mla._bench.peer import find_peer
+    from sparse_mla._bench.common.peer import find_peer
+    from sparse_mla._bench.cuda.timing import CudaEffort, torch
 
     peer, version = find_peer()
     facts = torch.cuda.get_device_properties(0)

@@ -12,18 +12,15 @@ import pytest
 from helpers import find_framework, require, run_python
 
 import sparse_mla
-from sparse_mla._bench import (
-    cuda_attention,
-    cuda_inputs,
-    cuda_judge,
-    cuda_kinds,
-    cuda_sent,
-    cuda_sides,
-    cuda_timing,
-    peer,
-    summary,
-)
-from sparse_mla._bench.cuda_kinds import KINDS
+from sparse_mla._bench.common import peer, summary
+from sparse_mla._bench.cuda import attention as cuda_attention
+from sparse_mla._bench.cuda import inputs as cuda_inputs
+from sparse_mla._bench.cuda import judge as cuda_judge
+from sparse_mla._bench.cuda import kinds as cuda_kinds
+from sparse_mla._bench.cuda import sent as cuda_sent
+from sparse_mla._bench.cuda import sides as cuda_sides
+from sparse_mla._bench.cuda import timing as cuda_timing
+from sparse_mla._bench.cuda.kinds import KINDS
 
 NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK = 5, 2, 3, 256
 NUM_SPARE = 4096

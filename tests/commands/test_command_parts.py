@@ -21,18 +21,9 @@ from helpers import require
 import sparse_mla
 from sparse_mla import __main__ as command
 from sparse_mla import _info, _judge
-from sparse_mla._bench import (
-    attention,
-    compressor,
-    index_lists,
-    memory,
-    noise,
-    plot,
-    projection,
-    timing,
-    top_k,
-)
 from sparse_mla._bench import run as bench
+from sparse_mla._bench.common import compressor, index_lists, noise, plot, timing
+from sparse_mla._bench.cpu import attention, memory, projection, top_k
 from sparse_mla._demo import engine, model, scheduler
 from sparse_mla._demo import memory as demo_memory
 from sparse_mla._demo import run as demo
@@ -349,20 +340,18 @@ def test_bench_starts_over_with_its_threads(monkeypatch):
 @pytest.fixture
 def cuda_tables(monkeypatch):
     """CUDA tables that need no GPU. Returns the list to which a measured table adds its name."""
-    from sparse_mla._bench import (
-        cuda_attention,
-        cuda_calls,
-        cuda_helpers,
-        cuda_lightning,
-        cuda_logits,
-        cuda_memory,
-        cuda_projection,
-        cuda_sent,
-        cuda_timing,
-        cuda_top_k,
-        cuda_v4,
-        peer,
-    )
+    from sparse_mla._bench.common import peer
+    from sparse_mla._bench.cuda import attention as cuda_attention
+    from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import helpers as cuda_helpers
+    from sparse_mla._bench.cuda import lightning as cuda_lightning
+    from sparse_mla._bench.cuda import logits as cuda_logits
+    from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import projection as cuda_projection
+    from sparse_mla._bench.cuda import sent as cuda_sent
+    from sparse_mla._bench.cuda import timing as cuda_timing
+    from sparse_mla._bench.cuda import top_k as cuda_top_k
+    from sparse_mla._bench.cuda import v4 as cuda_v4
 
     measured = []
 
@@ -558,7 +547,8 @@ def test_bench_visits_every_core():
 @pytest.mark.parametrize("best", [False, True])
 def test_bench_times_the_host(best, monkeypatch):
     """Each side's rounds; the fastest one is looked for on every core."""
-    from sparse_mla._bench import cuda_calls, cuda_timing
+    from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import timing as cuda_timing
 
     moves, calls = [], []
     if hasattr(os, "sched_setaffinity"):

@@ -15,7 +15,7 @@ from helpers import find_framework, printed_by_python, require, run_python
 
 import sparse_mla
 from sparse_mla._bench import run as bench
-from sparse_mla._bench import timing
+from sparse_mla._bench.common import timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,7 +203,8 @@ def test_bench_plots_the_cpu_s_rates(tmp_path):
 def test_the_device_s_judge_agrees_with_the_reference(kv_format, monkeypatch):
     framework = find_framework("torch")
     torch = framework.module
-    from sparse_mla._bench import cuda_inputs, cuda_judge
+    from sparse_mla._bench.cuda import inputs as cuda_inputs
+    from sparse_mla._bench.cuda import judge as cuda_judge
 
     monkeypatch.setattr(cuda_inputs, "DEVICE", "cpu")
     torch.manual_seed(0)

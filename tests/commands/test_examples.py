@@ -58,7 +58,7 @@ def test_example(path):
     command = [str(path)]
     if path.suffix == ".ipynb":
         require("nbclient")
-        command.insert(0, str(ROOT / "tests" / "notebook.py"))
+        command.insert(0, str(ROOT / "tests" / "kit" / "notebook.py"))
     folders = [str(LIBRARY), os.environ.get("LD_LIBRARY_PATH", "")]
     done = run_python(*command, LD_LIBRARY_PATH=os.pathsep.join(filter(None, folders)))
     if path.name in NEEDS_A_GPU and not device.ON_CUDA and done.returncode:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.moves import Move
+from sparse_mla._bench.common.moves import Move
 from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
 DIM, ROW_BYTES, BLOCK_SIZE = KV_LORA_RANK, V4_ROW_BYTES, 64

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.moves import Move
+from sparse_mla._bench.common.moves import Move
 
 NUM_REQUESTS = 32
 CONTEXT = 65536

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any
 
-from sparse_mla._bench.cuda_timing import Array, describe_error
+from sparse_mla._bench.cuda.timing import Array, describe_error
 from sparse_mla._rows import KEY_DIM
 
 

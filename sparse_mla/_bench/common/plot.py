@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from sparse_mla._bench.summary import inputs_of
+from sparse_mla._bench.common.summary import inputs_of
 
 WIDTH_INCHES, PANEL_INCHES = 7.2, 5.2
 RateRow = tuple[str, str, float, float | None]  # table, row, our rate, the other one's

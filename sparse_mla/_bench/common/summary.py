@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sparse_mla._bench.timing import Table
+from sparse_mla._bench.common.timing import Table
 
 COLUMNS = ["cache", "H", "requests", "flat µs", "slowest µs", "× flat", "which"]
 PEER_COLUMNS = ["FlashMLA ÷ ours: flat", "slowest", "least", "which"]

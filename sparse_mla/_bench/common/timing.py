@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from sparse_mla._bench.noise import describe_spreads, spread_of, sum_up_spreads
+from sparse_mla._bench.common.noise import describe_spreads, spread_of, sum_up_spreads
 
 SETTLE_SECONDS = 0.02  # until the other side's OpenMP threads sleep; idle ones spin for a while
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._bench.common.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16, Fractions, exact_rows, judge_row
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 if TYPE_CHECKING:
-    from sparse_mla._bench.composition import Composition
+    from sparse_mla._bench.common.composition import Composition
 
 TOPK = 2048
 NUM_SLOTS = 16384
@@ -60,7 +60,7 @@ def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) ->
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
-    from sparse_mla._bench.composition import Composition, prepare  # imports PyTorch
+    from sparse_mla._bench.common.composition import Composition, prepare  # imports PyTorch
 
     dtype = prepare(num_threads)
     title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {num_threads} threads"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._bench.common.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
@@ -35,7 +35,7 @@ def find_frameworks() -> dict[str, tuple[Convert, Convert]]:
     NumPy's there."""
     frameworks: dict[str, tuple[Convert, Convert]] = {"NumPy": (np.asarray, np.asarray)}
     if find_spec("torch") is not None:
-        from sparse_mla._bench.composition import from_numpy
+        from sparse_mla._bench.common.composition import from_numpy
 
         frameworks["PyTorch"] = (from_numpy, from_numpy)
     if find_spec("jax") is not None:

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench import compressor
-from sparse_mla._bench.attention import TOPK
-from sparse_mla._bench.index_lists import make_moves
-from sparse_mla._bench.moves import Move
-from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._bench.common import compressor
+from sparse_mla._bench.common.index_lists import make_moves
+from sparse_mla._bench.common.moves import Move
+from sparse_mla._bench.common.timing import Effort, Table, interleave
+from sparse_mla._bench.cpu.attention import TOPK
 from sparse_mla._judge import BF16, SCALE_TILE, upconvert_rows
 from sparse_mla._rows import (
     BF16_ROW_BYTES,

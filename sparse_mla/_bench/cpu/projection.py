@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._bench.common.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16, SCALE_TILE
 
 GROUPS, INNER, OUTER = 8, 4096, 1024
@@ -93,7 +93,7 @@ def make_peer(torch: Any, o: Any, weight: Any) -> Callable[[], object]:
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
-    from sparse_mla._bench.composition import from_numpy, prepare, torch
+    from sparse_mla._bench.common.composition import from_numpy, prepare, torch
 
     dtype = prepare(num_threads)
     has_torch = dtype is not None

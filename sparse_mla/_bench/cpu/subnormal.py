@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.timing import Effort, Table
+from sparse_mla._bench.common.timing import Effort, Table
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES, row_of
 from sparse_mla._types import KvFormat

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._bench.common.timing import Effort, Table, interleave
 
 SHAPES = ((16, 32768, 512), (16, 32768, 2048), (1, 131072, 2048))  # rows, columns, k
 QUICK_SHAPES = SHAPES[:1]
@@ -77,7 +77,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     columns = ["rows", "k", "logits", "chosen", "µs", "argpartition µs", "ratio"]
     torch: Any = None
     if find_spec("torch") is not None:
-        from sparse_mla._bench.composition import from_numpy, torch
+        from sparse_mla._bench.common.composition import from_numpy, torch
 
         torch.set_num_threads(num_threads)
         columns += ["PyTorch topk µs", "ratio"]

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.attention import NUM_JUDGED_TOKENS, make_table, measure_row
-from sparse_mla._bench.timing import Effort, Table
+from sparse_mla._bench.common.timing import Effort, Table
+from sparse_mla._bench.cpu.attention import NUM_JUDGED_TOKENS, make_table, measure_row
 from sparse_mla._judge import BF16, Fractions, judge_row
 from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
@@ -23,7 +23,7 @@ FULL, QUICK = (1, 32), (1, 8)  # numbers of tokens
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
-    from sparse_mla._bench.composition import V4Composition, prepare  # imports PyTorch
+    from sparse_mla._bench.common.composition import V4Composition, prepare  # imports PyTorch
 
     dtype = prepare(num_threads)
     title = f"DeepSeek V4, {NUM_SLOTS} rows in each cache, {num_threads} threads"

@@ -1,6 +1,6 @@
 """sparse_attention on a CUDA device compared with FlashMLA and with the floor; errors come first.
 
-Logits are flat and every entry is valid; `cuda_kinds.py` has other inputs. Decode rotates over more
+Logits are flat and every entry is valid; `kinds.py` has other inputs. Decode rotates over more
 inputs than the L2 cache can hold. Prefill's queries alone are larger than the L2 cache.
 """
 
@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparse_mla._bench.cuda_inputs import (
+from sparse_mla._bench.common.peer import Peer
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.inputs import (
     ROW_BYTES,
     Inputs,
     Requests,
@@ -19,7 +21,7 @@ from sparse_mla._bench.cuda_inputs import (
     make_requests,
     upconvert,
 )
-from sparse_mla._bench.cuda_sides import (
+from sparse_mla._bench.cuda.sides import (
     Side,
     finite,
     make_ours,
@@ -30,7 +32,7 @@ from sparse_mla._bench.cuda_sides import (
     show_us,
     tell_failures,
 )
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
@@ -39,8 +41,6 @@ from sparse_mla._bench.cuda_timing import (
     l2_bytes,
     torch,
 )
-from sparse_mla._bench.peer import Peer
-from sparse_mla._bench.timing import Table
 from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
 
 MAX_INPUT_SETS = 128

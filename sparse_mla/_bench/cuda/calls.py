@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.calls import Convert, make_attention, make_write
-from sparse_mla._bench.composition import from_numpy
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.composition import from_numpy
+from sparse_mla._bench.common.noise import spread_of, stay, visiting_cores
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cpu.calls import Convert, make_attention, make_write
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
@@ -24,8 +26,6 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
-from sparse_mla._bench.noise import spread_of, stay, visiting_cores
-from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 from sparse_mla._types import ConcatFormat

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sparse_mla
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
@@ -17,7 +18,6 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.timing import Table
 from sparse_mla._rows import V4_ROW_BYTES
 
 TOKENS = (1, 17, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparse_mla._bench.cuda_timing import DEVICE, Array, memory_bytes, torch
+from sparse_mla._bench.cuda.timing import DEVICE, Array, memory_bytes, torch
 from sparse_mla._rows import BF16_ROW_BYTES, FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK, ROPE_BYTES
 
 BLOCK_SIZE = 64

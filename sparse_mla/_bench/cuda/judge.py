@@ -6,8 +6,8 @@ The formulas are those of `_judge.py`, plus what the accuracy promise allows a G
 
 from __future__ import annotations
 
-from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs, split_rows
-from sparse_mla._bench.cuda_timing import Array, torch
+from sparse_mla._bench.cuda.inputs import FP8_ROW_BYTES, Inputs, split_rows
+from sparse_mla._bench.cuda.timing import Array, torch
 from sparse_mla._judge import Fractions
 
 NUM_JUDGED_TOKENS = 4

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs, decode_rows, encode_keys
-from sparse_mla._bench.cuda_timing import Array, torch
+from sparse_mla._bench.cuda.inputs import FP8_ROW_BYTES, Inputs, decode_rows, encode_keys
+from sparse_mla._bench.cuda.timing import Array, torch
 
 ROW_SHARE = 0.02  # share of a kind's entries that select a changed row
 SPARE_SHARE = 0.05  # spare slots per entry, enough for every kind: two changes, and some more

@@ -6,8 +6,9 @@ from __future__ import annotations
 from functools import partial
 
 import sparse_mla
-from sparse_mla._bench.cuda_logits import Work, make_prefill
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.logits import Work, make_prefill
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     PEAK_BYTES,
     Array,
@@ -15,7 +16,6 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.timing import Table
 
 TOPK = 2048
 SHAPES = ((2048, 8192, 64), (4096, 32768, 64), (4096, 32768, 32))  # tokens, keys, heads

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any
 
 import sparse_mla
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     PEAK_BYTES,
     PEAK_FLOPS,
@@ -20,7 +21,6 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.timing import Table
 
 BLOCK_SIZE, DIM = 64, 128
 FP8_ROW, FP4_ROW = DIM + 4, DIM // 2 + 4  # bytes of a key

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sparse_mla
-from sparse_mla._bench import compressor
-from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common import compressor
+from sparse_mla._bench.common.index_lists import make_moves
+from sparse_mla._bench.common.moves import Move
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.inputs import BLOCK_SIZE, make_cache
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     PEAK_BYTES,
     Array,
@@ -21,9 +24,6 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
-from sparse_mla._bench.index_lists import make_moves
-from sparse_mla._bench.moves import Move
-from sparse_mla._bench.timing import Table
 from sparse_mla._rows import (
     BF16_ROW_BYTES,
     FP8_ROW_BYTES,

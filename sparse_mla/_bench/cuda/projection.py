@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from sparse_mla._bench.composition import from_numpy
-from sparse_mla._bench.cuda_timing import (
-    DEVICE,
-    PEAK_BYTES,
-    PEAK_FLOPS,
-    CudaEffort,
-    interleave_flushed,
-    torch,
-)
-from sparse_mla._bench.projection import (
+from sparse_mla._bench.common.composition import from_numpy
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cpu.projection import (
     COARSE,
     FINE,
     GROUPS,
@@ -21,7 +14,14 @@ from sparse_mla._bench.projection import (
     Inputs,
     make_peer,
 )
-from sparse_mla._bench.timing import Table
+from sparse_mla._bench.cuda.timing import (
+    DEVICE,
+    PEAK_BYTES,
+    PEAK_FLOPS,
+    CudaEffort,
+    interleave_flushed,
+    torch,
+)
 from sparse_mla._judge import BF16
 
 TOKENS, QUICK_TOKENS = (1, 16, 64, 128, 512, 2048, 8192), (1, 64, 2048)

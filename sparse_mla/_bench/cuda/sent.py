@@ -1,4 +1,4 @@
-"""The table of inputs as engines send them. Each kind of `cuda_kinds.py` is measured in turn with
+"""The table of inputs as engines send them. Each kind of `kinds.py` is measured in turn with
 the flat input of the same shape and with FlashMLA. The L2 cache is flushed before each replay."""
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparse_mla._bench.cuda_inputs import ROW_BYTES, Inputs, make_requests
-from sparse_mla._bench.cuda_kinds import KINDS, SPARE_SHARE, num_lists
-from sparse_mla._bench.cuda_sides import (
+from sparse_mla._bench.common.peer import Peer
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.inputs import ROW_BYTES, Inputs, make_requests
+from sparse_mla._bench.cuda.kinds import KINDS, SPARE_SHARE, num_lists
+from sparse_mla._bench.cuda.sides import (
     Side,
     finite,
     make_ours,
@@ -22,9 +24,7 @@ from sparse_mla._bench.cuda_sides import (
     show_us,
     tell_failures,
 )
-from sparse_mla._bench.cuda_timing import CudaEffort, describe_error
-from sparse_mla._bench.peer import Peer
-from sparse_mla._bench.timing import Table
+from sparse_mla._bench.cuda.timing import CudaEffort, describe_error
 
 TOPK = 2048
 MIN_SPARE = 4096  # slots, because the share of changed rows varies with few entries

@@ -1,5 +1,5 @@
 """Two sides of a row, ours and FlashMLA's: their calls, their errors, and their times by both
-methods of `cuda_timing.py`."""
+methods of `timing.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import sparse_mla
-from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs
-from sparse_mla._bench.cuda_judge import judge
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.peer import Peer, read_attend, read_decode
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.inputs import FP8_ROW_BYTES, Inputs
+from sparse_mla._bench.cuda.judge import judge
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
@@ -21,8 +23,6 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
-from sparse_mla._bench.peer import Peer, read_attend, read_decode
-from sparse_mla._bench.timing import Table
 
 
 @dataclass

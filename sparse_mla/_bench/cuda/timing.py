@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-from sparse_mla._bench.noise import spread_of
+from sparse_mla._bench.common.noise import spread_of
 
 torch: Any = import_module("torch") if find_spec("torch") is not None else None
 Array = Any

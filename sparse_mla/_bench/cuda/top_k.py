@@ -3,16 +3,16 @@ compare a kind of logits with random ones: no kind may take more than 1.3 times 
 
 from __future__ import annotations
 
-from sparse_mla._bench.composition import from_numpy
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.composition import from_numpy
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cpu.top_k import KINDS, Inputs
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     PEAK_BYTES,
     CudaEffort,
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.timing import Table
-from sparse_mla._bench.top_k import KINDS, Inputs
 
 SHAPES = (  # rows, columns, k
     (64, 32768, 512),

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import sparse_mla
-from sparse_mla._bench.cuda_judge import judge_token, spread_tokens
-from sparse_mla._bench.cuda_sides import show_ratio, show_us
-from sparse_mla._bench.cuda_timing import (
+from sparse_mla._bench.common.peer import Peer, read_decode
+from sparse_mla._bench.common.timing import Table
+from sparse_mla._bench.cuda.judge import judge_token, spread_tokens
+from sparse_mla._bench.cuda.sides import show_ratio, show_us
+from sparse_mla._bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
@@ -19,8 +21,6 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.peer import Peer, read_decode
-from sparse_mla._bench.timing import Table
 from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
 WINDOW, BLOCK_SIZE, ROW_BYTES, DIM = 128, 64, V4_ROW_BYTES, KV_LORA_RANK

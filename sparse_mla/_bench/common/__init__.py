@@ -1,0 +1,1 @@
+"""What tables of both devices share."""

@@ -1,0 +1,1 @@
+"""CPU: tables that are measured on the host."""

@@ -1,0 +1,1 @@
+"""CUDA: tables that are measured on a GPU, with PyTorch."""
