@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparse_mla import _results
 from sparse_mla._types import (
     ConcatFormat,
     Float,
@@ -45,7 +44,7 @@ def concat_and_cache_mla(
     kv_cache_dtype: ConcatFormat | None = None,
     stream: Stream = None,
 ) -> Written: ...
-@operator(_results.none)  # type: ignore[misc] # it takes either name of the format
+@operator  # type: ignore[misc] # it takes either name of the format
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -100,7 +99,7 @@ def concat_and_cache_mla(
     """
 
 
-@operator(_results.none)
+@operator
 def gather_kv_cache(
     kv_cache: Array,
     block_table: Array,
@@ -165,7 +164,7 @@ def gather_kv_cache(
     """
 
 
-@operator(_results.dequantized)
+@operator
 def dequantize_kv_cache(
     kv_cache: Like[Result],
     *,
@@ -211,7 +210,7 @@ def dequantize_kv_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def quantize_and_insert_k_cache(
     k: Array,
     k_cache: Written,
@@ -272,7 +271,7 @@ def quantize_and_insert_k_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def indexer_k_quant_and_cache(
     k: Array,
     k_cache: Written,
@@ -327,7 +326,7 @@ def indexer_k_quant_and_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def dequantize_and_gather_k_cache(
     out: Written,
     k_cache: Array,
