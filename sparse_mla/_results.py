@@ -1,13 +1,13 @@
 """What operators return, for frameworks that must know it before the call: shapes and dtypes.
 
-Each function here is the rule of an operator of sparse_mla.ops. Sizes may be symbolic. A rule
-checks only what a result's shape depends on, with the error texts of the C core; the call itself
-checks everything.
+The rules are the rows of each operator's table in C (csrc/python/call/result_row.h), by which the
+call itself makes its results. Here the rows are read with sizes that may be symbolic. What the rows
+need of a call is checked with the error texts of the C core; the call itself checks everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,30 +17,11 @@ from sparse_mla import _C
 # Last dimension of a cache -> number of values in each of its keys.
 HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows.items()}
 
-KV_LORA_RANK = 512  # values that attention gives each head
+# The names that an option takes, by its kind in the operator's table.
+NAMES = {"floats": ("float32", "bfloat16"), "scales": ("fp32", "ue8m0x4")}
 
 # Shape and dtype; and strides where a new result is not contiguous.
 Result = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, tuple[Any, ...]]
-
-
-class Given:
-    """The arguments of a call, by their names in the operator's table."""
-
-    def __init__(self, op: str, values: Mapping[str, Any]) -> None:
-        self.op = op
-        self.values = values
-
-    def sizes(self, name: str, *ranks: int) -> tuple[Any, ...]:
-        """The shape of an array, which must have one of these ranks if any are named."""
-        shape: Sequence[Any] = self.values[name].shape
-        if ranks and len(shape) not in ranks:
-            wanted = " or ".join(str(rank) for rank in ranks)
-            text = f"{self.op}: `{name}` must have {wanted} dimensions, got {len(shape)}"
-            raise ValueError(text)
-        return tuple(shape)
-
-    def dtype(self, name: str) -> str:
-        return str(self.values[name].dtype).removeprefix("torch.")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -50,195 +31,182 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Rule = Callable[[Given], tuple[Result, ...]]
+class Rules:
+    """The rows of one operator. They are read here once, because PyTorch's compiler traces what
+    follows, and cannot trace an attribute of C."""
+
+    def __init__(self, operator: Any) -> None:
+        self.op: str = operator.__name__
+        self.kinds: dict[str, str] = dict(operator.table)
+        self.limits = operator.limits
+        self.rows = operator.results
+
+    def results(self, values: Mapping[str, Any]) -> dict[str, Result]:
+        """Shape and dtype of each result that a call may have, in the table's order.
+
+        `values` are the call's arguments by their names in the operator's table.
+        """
+        given = _Given(self, values)
+        given.check_limits()
+        found: dict[str, Result] = {}
+        for name, when, dtype, dims, order, multiple in self.rows:
+            if name not in found and given.holds(*when):
+                shape = given.shape(dims)
+                result = shape, given.dtype(*dtype)
+                found[name] = (*result, _strides(shape, order, multiple)) if multiple else result
+        return found
 
 
-def none(given: Given) -> tuple[Result, ...]:
-    """The rule of operators that return an array of the caller only."""
-    return ()
+def _round_up(value: Any, unit: Any) -> Any:
+    return -(-value // unit) * unit
 
 
-def _head_size(given: Given, name: str, row: Any) -> int:
-    for known, head_size in HEAD_SIZES.items():
-        if known == row:  # no lookup in the dict, because `row` may be symbolic
+def _strides(shape: tuple[Any, ...], order: tuple[int, ...], multiple: int) -> tuple[Any, ...]:
+    """Those of a result whose dimension k is dimension order[k] of its storage."""
+    room = (_round_up(shape[0], multiple), *shape[1:])
+    strides = list(shape)
+    step: Any = 1
+    for place in (2, 1, 0):
+        k = order.index(place)
+        strides[k] = step
+        step = step * room[k]
+    return tuple(strides)
+
+
+class _Given:
+    """The arguments of a call, as the rows name them."""
+
+    def __init__(self, rules: Rules, values: Mapping[str, Any]) -> None:
+        self.op, self.kinds, self.limits = rules.op, rules.kinds, rules.limits
+        self.values = values
+
+    def error(self, name: str, words: str) -> ValueError:
+        return ValueError(f"{self.op}: `{name}` must {words}")
+
+    # --- limits ----------------------------------------------------------------------------------
+
+    def check_limits(self) -> None:
+        """Other kinds of limits are left to the call."""
+        for kind, name, least, most in self.limits:
+            if kind == "ndim":
+                self.check_ndim(name, least, most)
+            elif kind == "value" and not least <= self.values[name] <= most:
+                raise self.error(name, f"be {least} to {most}, got {self.values[name]}")
+
+    def check_ndim(self, name: str, least: int, most: int) -> None:
+        array = self.array(name)
+        if array is not None and not least <= len(array.shape) <= most:
+            ranks = " or ".join(str(ndim) for ndim in range(least, most + 1))
+            raise self.error(name, f"have {ranks} dimensions, got {len(array.shape)}")
+
+    # --- conditions ------------------------------------------------------------------------------
+
+    def array(self, name: str) -> Any:
+        """An array, or None. A pair may be given in one, under the name of its first array."""
+        value = self.values.get(name)
+        if self.kinds[name] == "pair" and isinstance(value, (tuple, list)):
+            return value[0]
+        if self.kinds[name] == "second" and value is None:
+            rows = list(self.kinds)
+            whole = self.values[rows[rows.index(name) - 1]]
+            return whole[1] if isinstance(whole, (tuple, list)) else None
+        return value
+
+    def holds(self, kind: str, name: str = "", value: Any = None) -> bool:
+        if kind == "given":
+            return self.array(name) is not None
+        if kind == "asked":
+            return self.is_asked()
+        if kind == "ndim":
+            return len(self.array(name).shape) == value
+        if kind == "split pages":
+            is_split = self.values[value] in _C.SPLIT_KV_FORMATS
+            return is_split and len(self.array(name).shape) == 2
+        if kind == "scales":
+            return self.named(name) == value
+        return True
+
+    def is_asked(self) -> bool:
+        """Whether an option asks for more results, or the caller gives one of them."""
+        for name, kind in self.kinds.items():
+            value = self.values.get(name)
+            if value is not None and (kind == "asked output" or (kind == "ask" and value)):
+                return True
+        return False
+
+    def named(self, name: str) -> str:
+        """An option that takes one of a few names."""
+        names, value = NAMES[self.kinds[name]], self.values[name]
+        if value not in names:
+            raise self.error(name, f'be "{names[0]}" or "{names[1]}", got {value!r}')
+        return str(value)
+
+    def dtype(self, source: str, name: str) -> str:
+        if source == "array":
+            return str(self.values[name].dtype).removeprefix("torch.")
+        return self.named(name) if source == "option" else name
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def shape(self, dims: tuple[tuple[tuple[Any, ...], ...], ...]) -> tuple[Any, ...]:
+        if dims and dims[0][0][1] == "whole shape":
+            return tuple(self.array(dims[0][0][2]).shape)
+        return tuple(self.dim(steps) for steps in dims)
+
+    def dim(self, steps: tuple[tuple[Any, ...], ...]) -> Any:
+        value: Any = 0
+        for kind, *number in steps:
+            by = self.number(*number)
+            if kind == "add":
+                value = value + by
+            elif kind == "multiply":
+                value = value * by
+            elif kind == "divide":
+                if value % by != 0:
+                    array, option = steps[0][2], number[1]
+                    text = f"have a multiple of {by} heads (`{option}`), got {value}"
+                    raise self.error(array, text)
+                value = value // by
+            elif kind == "round up":
+                value = _round_up(value, by)
+            else:
+                value = max(value, by)
+        return value
+
+    def number(self, kind: str, *of: Any) -> Any:
+        if kind == "constant":
+            return of[0]
+        if kind == "value":
+            return self.values[of[0]]
+        if kind == "page keys":
+            return self.page_keys(*of)
+        if kind == "key values":
+            return self.key_values(*of)
+        array = self.array(of[0])
+        if array is None and kind == "size":
+            raise self.error(of[0], "be given, got none")
+        return 0 if array is None else array.shape[of[1]]
+
+    def page_keys(self, option: str, cache: str) -> Any:
+        """The keys of each page [pages, bytes]."""
+        if self.values[option] is None:
+            kv_format = self.values["kv_format"]
+            pages = f"pages of {kv_format}" if kv_format in _C.SPLIT_KV_FORMATS else "pages"
+            shape = list(self.array(cache).shape)
+            text = (
+                f"come with block_size= for {pages} as [pages, bytes], got none for shape {shape}"
+            )
+            raise self.error(cache, text)
+        return self.values[option]
+
+    def key_values(self, cache: str, option: str) -> int:
+        """The values of a key, by the last dimension of its cache or by its format."""
+        if self.holds("split pages", cache, option):
+            (head_size,) = _C.KV_FORMATS[self.values[option]].values()
             return head_size
-    wanted = " or ".join(map(str, HEAD_SIZES))
-    text = f"{given.op}: `{name}` must have a last dimension of {wanted}, got {row}"
-    raise ValueError(text)
-
-
-def dequantized(given: Given) -> tuple[Result, ...]:
-    dtype = given.values["dtype"]
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
-    sizes = given.sizes("kv_cache", 2, 3, 4)
-    kv_format, block_size = given.values["kv_format"], given.values["block_size"]
-    if len(sizes) == 2 and kv_format in _C.SPLIT_KV_FORMATS:
-        if block_size is None:
-            text = f"{given.op}: `kv_cache` must come with block_size= for pages of {kv_format}"
-            raise ValueError(f"{text} as [pages, bytes], got none for shape {list(sizes)}")
-        (head_size,) = _C.KV_FORMATS[kv_format].values()
-        return (((sizes[0], block_size, head_size), dtype),)
-    head_size = _head_size(given, "kv_cache", sizes[-1])
-    return (((*(sizes[:1] if len(sizes) == 2 else sizes[:2]), head_size), dtype),)
-
-
-def slots(given: Given) -> tuple[Result, ...]:
-    """(out, counts)."""
-    sizes = given.sizes("topk_indices", 2)
-    return (sizes, "int32"), (sizes[:1], "int32")
-
-
-def global_topk(given: Given) -> tuple[Result, ...]:
-    """(out, lens)."""
-    sizes = given.sizes("topk_indices", 2)
-    return (sizes, "int32"), (sizes[:1], "int32")
-
-
-def _chosen(given: Given, num_tokens: Any) -> tuple[Result, ...]:
-    """(out, slots, lens)."""
-    k = given.values["k"]
-    if k < 1:
-        raise ValueError(f"{given.op}: `k` must be 1 to {2**31 - 1}, got {k}")
-    return ((num_tokens, k), "int32"), ((num_tokens, k), "int32"), ((num_tokens,), "int32")
-
-
-def top_k(given: Given) -> tuple[Result, ...]:
-    """(out, slots, lens)."""
-    return _chosen(given, given.sizes("logits", 2)[0])
-
-
-def lightning(given: Given) -> tuple[Result, ...]:
-    """(out, slots, lens)."""
-    return _chosen(given, given.sizes("q", 3)[0])
-
-
-def combined(given: Given) -> tuple[Result, ...]:
-    """(out, lens)."""
-    num_tokens = given.sizes("topk_indices", 2)[0]
-    align = given.values["align"]
-    if align < 1:
-        raise ValueError(f"{given.op}: `align` must be 1 to {2**31 - 1}, got {align}")
-    width = -(-(given.values["topk"] + given.values["window"]) // align) * align
-    return ((num_tokens, width), "int32"), ((num_tokens,), "int32")
-
-
-def mixed(given: Given) -> tuple[Result, ...]:
-    """(out, lens)."""
-    values = given.values
-    decode, compressed, prefill = (
-        (0, 0) if values[name] is None else given.sizes(name, 2)
-        for name in (
-            "decode_swa_indices",
-            "decode_compressed_indices",
-            "prefill_topk_indices",
-        )
-    )
-    num_tokens = decode[0] + prefill[0]
-    if values["prefill_topk_indices"] is None:
-        (num_tokens,) = given.sizes("req_id_per_token", 1)
-    width = values["window"] + -(-max(values["topk"], compressed[1]) // 4) * 4
-    return ((num_tokens, width), "int32"), ((num_tokens,), "int32")
-
-
-def attended(given: Given) -> tuple[Result, ...]:
-    """(out, lse, max_logits)."""
-    heads = given.sizes("q", 3)[:2]
-    return ((*heads, KV_LORA_RANK), "bfloat16"), (heads, "float32"), (heads, "float32")
-
-
-def attended_dsv4(given: Given) -> tuple[Result, ...]:
-    return (((*given.sizes("query", 3)[:2], KV_LORA_RANK), "bfloat16"),)
-
-
-def merged(given: Given) -> tuple[Result, ...]:
-    """(out, lse)."""
-    sizes = given.sizes("out_a", 3)
-    return (sizes, given.dtype("out_a")), (sizes[:2], "float32")
-
-
-def latents(given: Given) -> tuple[Result, ...]:
-    return (((*given.sizes("q_nope", 3)[:2], KV_LORA_RANK), "bfloat16"),)
-
-
-def projected_values(given: Given) -> tuple[Result, ...]:
-    columns = given.sizes("W_UV", 3)[2]
-    return (((*given.sizes("x", 3)[:2], columns), "bfloat16"),)
-
-
-def grouped(given: Given) -> tuple[Result, ...]:
-    outputs = given.sizes("weight", 3)[1]
-    return (((*given.sizes("o", 3)[:2], outputs), "bfloat16"),)
-
-
-def quantized(given: Given) -> tuple[Result, ...]:
-    """(out, scale)."""
-    return (given.sizes("x"), "float8_e4m3fn"), ((), "float32")
-
-
-def normalized(given: Given) -> tuple[Result, ...]:
-    """(q_out, kv_out)."""
-    return (given.sizes("q", 2), "bfloat16"), (given.sizes("kv", 2), "bfloat16")
-
-
-def inserted(given: Given) -> tuple[Result, ...]:
-    """q_out, where it is new."""
-    is_bf16 = given.values["q_scale_inv"] is None
-    return ((given.sizes("q", 3), "bfloat16" if is_bf16 else "float8_e4m3fn"),)
-
-
-def turned_back(given: Given) -> tuple[Result, ...]:
-    """(out, out_scale)."""
-    tokens, heads = given.sizes("o", 3)[:2]
-    groups, layout = given.values["groups"], given.values["scale_layout"]
-    if not 1 <= groups <= 128:
-        raise ValueError(f"{given.op}: `groups` must be 1 to 128, got {groups}")
-    if heads % groups != 0:
-        rule = f"have a multiple of {groups} heads (`groups`)"
-        raise ValueError(f"{given.op}: `o` must {rule}, got {heads}")
-    if layout not in ("fp32", "ue8m0x4"):
-        raise ValueError(f'{given.op}: `scale_layout` must be "fp32" or "ue8m0x4", got {layout!r}')
-    quantizes = given.values["quantize"] or given.values.get("out_scale") is not None
-    values = heads // groups * KV_LORA_RANK
-    columns = heads // groups * (4 if layout == "fp32" else 1)
-    rows = (tokens + 3) // 4 * 4
-    return (
-        (
-            (tokens, groups, values),
-            "float8_e4m3fn" if quantizes else "bfloat16",
-            (values, tokens * values, 1),
-        ),
-        (
-            (tokens, groups, columns),
-            "float32" if layout == "fp32" else "int32",
-            (1, columns * rows, rows),
-        ),
-    )
-
-
-def index_query(given: Given) -> tuple[Result, ...]:
-    """(out, out_weights, out_scale)."""
-    heads = given.sizes("q", 3)[:2]
-    is_fp4 = given.values["use_fp4"] or given.values.get("out_scale") is not None
-    out = ((*heads, 64), "uint8") if is_fp4 else ((*heads, 128), "float8_e4m3fn")
-    return out, (heads, "float32"), ((*heads, 4), "uint8")
-
-
-def logits(given: Given) -> tuple[Result, ...]:
-    dtype = given.values["dtype"]
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
-    tokens = given.sizes("q", 3)[0]
-    keys, scales = given.values["k_cache"], given.values.get("k_scale")
-    if isinstance(keys, (tuple, list)):
-        keys, scales = keys
-    if scales is not None:
-        return (((tokens, keys.shape[0]), dtype),)
-    if given.values["block_table"] is None:
-        raise ValueError(f"{given.op}: `block_table` must be given, got none")
-    pages = given.sizes("block_table", 2)[1]
-    block_size = given.values["block_size"] if len(keys.shape) == 2 else keys.shape[1]
-    if block_size is None:
-        text = f"{given.op}: `k_cache` must come with block_size= for pages as [pages, bytes]"
-        raise ValueError(f"{text}, got none for shape {list(keys.shape)}")
-    return (((tokens, pages * block_size), dtype),)
+        row = self.array(cache).shape[-1]
+        for known, head_size in HEAD_SIZES.items():
+            if known == row:  # no lookup in the dict, because `row` may be symbolic
+                return head_size
+        wanted = " or ".join(map(str, HEAD_SIZES))
+        raise self.error(cache, f"have a last dimension of {wanted}, got {row}")

@@ -281,13 +281,18 @@ smla_py_find_kv_format(const char *text, size_t length)
     return SMLA_KV_INFER;
 }
 
+const char *
+smla_py_scale_layout_name(int32_t layout)
+{
+    return layout == SMLA_SCALES_FP32 ? "fp32" : "ue8m0x4";
+}
+
 int32_t
 smla_py_find_scale_layout(const char *text, size_t length)
 {
-    static const char *const names[] = {[SMLA_SCALES_FP32] = "fp32",
-                                        [SMLA_SCALES_UE8M0X4] = "ue8m0x4"};
     for (int32_t i = SMLA_SCALES_FP32; i <= SMLA_SCALES_UE8M0X4; i++) {
-        if (length == strlen(names[i]) && memcmp(text, names[i], length) == 0) {
+        const char *const name = smla_py_scale_layout_name(i);
+        if (length == strlen(name) && memcmp(text, name, length) == 0) {
             return i;
         }
     }

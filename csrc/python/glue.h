@@ -155,6 +155,8 @@ void smla_py_describe_kv_formats(char text[SMLA_PY_FORMATS_TEXT]);
 /* The name of a scale layout -> smla_scale_layout; SMLA_SCALES_INFER for any other text. */
 int32_t smla_py_find_scale_layout(const char *text, size_t length);
 
+const char *smla_py_scale_layout_name(int32_t layout);
+
 #define SMLA_PY_SCALE_LAYOUT_NAMES "\"fp32\" or \"ue8m0x4\""
 
 /* The dtype that a name means; false for any other text. */

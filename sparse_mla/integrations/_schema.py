@@ -33,6 +33,7 @@ class Schema:
         self.operator = operator
         self.name: str = operator.__name__
         self.rows: dict[str, str] = dict(operator.table)  # name → kind
+        self.rules = _results.Rules(operator)
         self.signature = inspect.signature(operator)
         self.parameters = self.signature.parameters
         self.defaults = {
@@ -63,8 +64,7 @@ class Schema:
 
     def results(self, values: Mapping[str, Any]) -> dict[str, _results.Result]:
         """Shape and dtype of each result that a call with these arguments may have."""
-        rule: _results.Rule = self.operator.results
-        return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
+        return self.rules.results(values)
 
     def maybe_writes(self, values: Mapping[str, Any]) -> bool:
         """Whether a call writes its arrays of kind "input, maybe output", as its table in C says:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sparse_mla import _C, _results
+from sparse_mla import _C
 from sparse_mla._types import KvFormat, Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -97,7 +97,7 @@ def sparse_attention(
     workspace: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Result, ...]: ...
-@operator(_results.attended)
+@operator
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
     kv: Array,
@@ -232,7 +232,7 @@ def sparse_attention(
 _attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
 
 
-@operator(_results.attended_dsv4)
+@operator
 def sparse_mla_dsv4(
     query: Like[Result],
     swa_kv_cache: Array,
@@ -350,7 +350,7 @@ def sparse_mla_dsv4(
     """
 
 
-@operator()
+@operator
 def attention_workspace_size(
     num_tokens: int,
     num_heads: int,
@@ -390,7 +390,7 @@ def attention_workspace_size(
 _attention_plans = _C.Operator(vars(attention_workspace_size)["__wrapped__"], "_attention_plans")
 
 
-@operator(_results.merged)
+@operator
 def merge_attn_states(
     out_a: Like[Result],
     lse_a: Array,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparse_mla import _results
 from sparse_mla._types import (
     ConcatFormat,
     Float,
@@ -45,7 +44,7 @@ def concat_and_cache_mla(
     kv_cache_dtype: ConcatFormat | None = None,
     stream: Stream = None,
 ) -> Written: ...
-@operator(_results.none)  # type: ignore[misc] # it takes either name of the format
+@operator  # type: ignore[misc] # it takes either name of the format
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -127,7 +126,7 @@ def concat_and_cache_mla(
     """
 
 
-@operator(_results.none)
+@operator
 def gather_kv_cache(
     kv_cache: Array,
     block_table: Array,
@@ -216,7 +215,7 @@ def gather_kv_cache(
     """
 
 
-@operator(_results.dequantized)
+@operator
 def dequantize_kv_cache(
     kv_cache: Like[Result],
     *,
@@ -280,7 +279,7 @@ def dequantize_kv_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def quantize_and_insert_k_cache(
     k: Array,
     k_cache: Written,
@@ -366,7 +365,7 @@ def quantize_and_insert_k_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def indexer_k_quant_and_cache(
     k: Array,
     k_cache: Written,
@@ -446,7 +445,7 @@ def indexer_k_quant_and_cache(
     """
 
 
-@operator(_results.none)
+@operator
 def dequantize_and_gather_k_cache(
     out: Written,
     k_cache: Array,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparse_mla import _results
 from sparse_mla._types import KvFormat, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -12,7 +11,7 @@ __all__ = [
 ]
 
 
-@operator(_results.none)
+@operator
 def save_partial_states(
     kv: Array,
     score: Array,
@@ -95,7 +94,7 @@ def save_partial_states(
     """
 
 
-@operator(_results.none)
+@operator
 def compress_norm_rope_store(
     state: Array,
     block_table: Array,

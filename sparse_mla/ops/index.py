@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sparse_mla import _results
 from sparse_mla._types import Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -60,7 +59,7 @@ def convert_req_index_to_global_index(
     out: Array | None = None,
     stream: Stream = None,
 ) -> Result | tuple[Result, Result]: ...
-@operator(_results.slots)
+@operator
 def convert_req_index_to_global_index(
     req_id_per_token: Like[Result],
     block_table: Array,
@@ -140,7 +139,7 @@ def convert_req_index_to_global_index(
     """
 
 
-@operator(_results.global_topk)
+@operator
 def compute_global_topk_indices_and_lens(
     topk_indices: Like[Result],
     req_id_per_token: Array,
@@ -220,7 +219,7 @@ def compute_global_topk_indices_and_lens(
     """
 
 
-@operator(_results.combined)
+@operator
 def combine_topk_swa_indices(
     topk_indices: Like[Result],
     query_start_loc: Array,
@@ -317,7 +316,7 @@ def combine_topk_swa_indices(
     """
 
 
-@operator(_results.mixed)
+@operator
 def build_mixed_sparse_indices(
     decode_swa_indices: Array | None,
     decode_compressed_indices: Array | None,

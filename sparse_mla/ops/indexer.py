@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sparse_mla import _results
 from sparse_mla._types import Float, KvFormat, Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -62,7 +61,7 @@ def fused_indexer_q_rope_quant(
     out_scale: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Result, ...]: ...
-@operator(_results.index_query)
+@operator
 def fused_indexer_q_rope_quant(
     q: Like[Result],
     weights: Array,
@@ -165,7 +164,7 @@ def fused_indexer_q_rope_quant(
     """
 
 
-@operator(_results.logits)
+@operator
 def indexer_logits(
     q: Like[Result],
     weights: Array,
@@ -351,7 +350,7 @@ def lightning_indexer(
     workspace: Array | None = None,
     stream: Stream = None,
 ) -> Result | tuple[Result, Result, Result]: ...
-@operator(_results.lightning)
+@operator
 def lightning_indexer(
     q: Like[Result],
     weights: Array,
@@ -479,7 +478,7 @@ def lightning_indexer(
     """
 
 
-@operator()
+@operator
 def lightning_indexer_workspace_size(
     num_tokens: int,
     max_context: int,

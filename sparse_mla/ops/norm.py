@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparse_mla import _C, _results
+from sparse_mla import _C
 from sparse_mla._types import KvFormat, Like, Result, ScaleLayout, Written, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -158,7 +158,7 @@ def _magnitude(yarn: Mapping[str, float], key: str) -> float:
     return 1.0 if factor <= 1 else 0.1 * yarn[key] * math.log(factor) + 1.0
 
 
-@operator(_results.normalized)
+@operator
 def fused_q_kv_rmsnorm(
     q: Like[Result],
     kv: Array,
@@ -236,7 +236,7 @@ def fused_q_kv_rmsnorm(
     """
 
 
-@operator(_results.inserted)
+@operator
 def fused_qnorm_rope_kv_insert(
     q: Like[Result],
     kv: Array,
@@ -394,7 +394,7 @@ def fused_inv_rope_fp8_quant(
     out_scale: Array | None = None,
     stream: Stream = None,
 ) -> Result | tuple[Result, Result]: ...
-@operator(_results.turned_back)
+@operator
 def fused_inv_rope_fp8_quant(
     o: Like[Result],
     positions: Array,

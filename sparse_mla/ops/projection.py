@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sparse_mla import _results
 from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -73,7 +72,7 @@ def split_kv_b_proj(
     return _split_kv_b_proj(matrix, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
 
 
-@operator()
+@operator
 def _split_kv_b_proj(
     weight: Like[Result],
     weight_scale_inv: Array | None,
@@ -102,7 +101,7 @@ def _layer_weight(layer: Callable[[Any], Any]) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-@operator(_results.latents)
+@operator
 def k_up_proj(
     q_nope: Like[Result], W_UK: Array, *, out: Array | None = None, stream: Stream = None
 ) -> Result:
@@ -158,7 +157,7 @@ def k_up_proj(
     """
 
 
-@operator(_results.projected_values)
+@operator
 def v_up_proj(
     x: Like[Result], W_UV: Array, *, out: Array | None = None, stream: Stream = None
 ) -> Result:
@@ -214,7 +213,7 @@ def v_up_proj(
     """
 
 
-@operator(_results.grouped)
+@operator
 def grouped_output_projection(
     o: Like[Result],
     o_scale: Array | None,
@@ -301,7 +300,7 @@ def grouped_output_projection(
     """
 
 
-@operator(_results.quantized)
+@operator
 def dynamic_per_tensor_quant(
     x: Like[Result], *, out: Array | None = None, stream: Stream = None
 ) -> tuple[Result, Result]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparse_mla import _results
 from sparse_mla._types import Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
@@ -60,7 +59,7 @@ def top_k_per_row(
     values: Array | None = None,
     stream: Stream = None,
 ) -> Result | tuple[Result, Result, Result]: ...
-@operator(_results.top_k)
+@operator
 def top_k_per_row(
     logits: Like[Result],
     starts: Array,

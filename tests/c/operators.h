@@ -5,7 +5,7 @@
 
 #include <stddef.h>
 
-#include "core/operators.h"
+#include "operator_numbers.h"
 #include "testing.h"
 
 enum {
@@ -502,17 +502,7 @@ CALL(compress, smla_compress_norm_rope_store)
 CALL(lightning, smla_lightning_indexer)
 
 #undef CALL
-#define AT_FIELD(member, field)                      offsetof(any_args, member.field)
-
-#define NUMBER(name, args_type, params_type, family) OP_##name,
-
-enum {
-    SMLA_OPERATORS(NUMBER) SMLA_PROJECTIONS(NUMBER) OP_sparse_attention,
-    OP_sparse_mla_dsv4,
-    NUM_OPERATORS,
-};
-
-#undef NUMBER
+#define AT_FIELD(member, field) offsetof(any_args, member.field)
 
 static const operator_case operators[NUM_OPERATORS] = {
     [OP_concat_and_cache_mla] = {"concat_and_cache_mla",

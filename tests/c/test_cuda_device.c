@@ -257,6 +257,7 @@ smla_cpu_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *err
 /* ---- Devices ------------------------------------------------------------------------------- */
 
 #include "fake_cuda/runtime.h"
+#include "operator_numbers.h"
 
 static cudaError_t
 launch_nothing(const char *name)
@@ -623,35 +624,40 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-#define NUMBER(name, args_type, params_type, family) OP_##name,
-#define NAME(name, args_type, params_type, family)   [OP_##name] = #name,
+/* The CUDA backend's calls: the operators, and what the builder's metadata needs. */
+enum { CALL_fill_step_lists = NUM_OPERATORS, NUM_CALLS };
 
-enum {
-    SMLA_OPERATORS(NUMBER) OP_fill_step_lists,
-    OP_projection,
-    OP_projection_e4m3,
-    OP_sparse_attention,
-    NUM_OPERATORS,
+#define NAME(name, args_type, params_type, family) [OP_##name] = #name,
+
+static const char *const call_names[NUM_CALLS] = {
+    SMLA_OPERATORS(NAME) SMLA_PROJECTIONS(NAME)[OP_sparse_attention] = "sparse_attention",
+    [OP_sparse_mla_dsv4] = "sparse_mla_dsv4",
+    [CALL_fill_step_lists] = "MetadataBuilder.build",
 };
 
-static const char *const operator_names[NUM_OPERATORS] = {
-    SMLA_OPERATORS(NAME)[OP_fill_step_lists] = "MetadataBuilder.build",
-    [OP_projection] = "k_up_proj",
-    [OP_projection_e4m3] = "grouped_output_projection",
-    [OP_sparse_attention] = "sparse_attention",
-};
-
-static const char *const launch_names[NUM_OPERATORS] = {
+static const char *const launch_names[NUM_CALLS] = {
     SMLA_LAUNCHED_OPERATORS(NAME)[OP_lightning_indexer] =
         "top_k_per_row", /* logits are not asked for */
-    [OP_fill_step_lists] = "fill_step_lists",
-    [OP_projection] = "project",
-    [OP_projection_e4m3] = "e4m3_project",
+    [OP_k_up_proj] = "project",
+    [OP_v_up_proj] = "project",
+    [OP_grouped_output_projection] = "e4m3_project",
     [OP_sparse_attention] = "attention",
+    [OP_sparse_mla_dsv4] = "attention",
+    [CALL_fill_step_lists] = "fill_step_lists",
 };
 
+#undef NAME
+
+/* Whether a call starts its kernels itself, rather than through a launcher with a device. */
+static bool
+starts_kernels(int i)
+{
+    return i == OP_sparse_attention || i == OP_sparse_mla_dsv4 || i == OP_k_up_proj ||
+           i == OP_v_up_proj;
+}
+
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {
+static const int num_reads_of[NUM_CALLS] = {
     [OP_concat_and_cache_mla] = 1,
     [OP_quantize_and_insert_k_cache] = 1,
     [OP_indexer_k_quant_and_cache] = 1,
@@ -677,7 +683,7 @@ static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
     const smla_backend *const b = &smla_cuda_backend;
-    const smla_call call = {.op = operator_names[i], .stream = stream};
+    const smla_call call = {.op = call_names[i], .stream = stream};
     const smla_cache_write_params write = {.call = call,
                                            .num_tokens = count,
                                            .slot_mapping = device_zeros,
@@ -777,9 +783,10 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_save_partial_states: return b->save_partial_states(&save, &error);
     case OP_compress_norm_rope_store: return b->compress_norm_rope_store(&compress, &error);
     case OP_lightning_indexer: return b->lightning_indexer(&lightning, &error);
-    case OP_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
-    case OP_projection: return b->projection(&project, &error);
-    case OP_projection_e4m3: return b->projection(&project_e4m3, &error);
+    case OP_k_up_proj:
+    case OP_v_up_proj: return b->projection(&project, &error);
+    case OP_grouped_output_projection: return b->projection(&project_e4m3, &error);
+    case CALL_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
     default: return b->sparse_attention(&attention, &plan, &error);
     }
 }
@@ -793,7 +800,7 @@ test_operators(void)
     begin();
     cpu_status = SMLA_OK;
     EXPECT_OK(call_operator(OP_concat_and_cache_mla, stream, 1));
-    for (int i = 0; i < NUM_OPERATORS; i++) {
+    for (int i = 0; i < NUM_CALLS; i++) {
         char calls[256];
         char text[128];
         snprintf(calls, sizeof calls,
@@ -804,29 +811,27 @@ test_operators(void)
         launch_device = NULL;
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
-        const bool is_launched =
-            i != OP_sparse_attention && i != OP_projection && i != OP_projection_e4m3;
+        const bool is_launched = !starts_kernels(i) && i != OP_grouped_output_projection;
         EXPECT(launch_device == (is_launched ? smla_cuda_find_device(1) : NULL));
         if (i != OP_dynamic_per_tensor_quant) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
         }
         launch_code = cudaErrorUnknown;
-        snprintf(text, sizeof text, "%s: %s failed: a text (code 999)", operator_names[i],
-                 i == OP_sparse_attention || i == OP_projection ? "a kernel"
-                                                                : "cudaLaunchKernelExC");
+        snprintf(text, sizeof text, "%s: %s failed: a text (code 999)", call_names[i],
+                 starts_kernels(i) ? "a kernel" : "cudaLaunchKernelExC");
         EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         EXPECT_CALLS(calls);
         launch_code = cudaSuccess;
         snprintf(text, sizeof text, "%s: `stream` must be a stream of the arrays' device",
-                 operator_names[i]);
+                 call_names[i]);
         EXPECT_FAIL(call_operator(i, foreign, 1), SMLA_ERROR_VALUE, text);
         EXPECT_EQ(count_calls(launch_names[i]), 0);
         EXPECT_EQ(fake.current, 0);
-        snprintf(text, sizeof text, "%s: the CUDA device must be one of", operator_names[i]);
+        snprintf(text, sizeof text, "%s: the CUDA device must be one of", call_names[i]);
         EXPECT_FAIL(call_operator(i, (smla_stream){2, NULL}, 1), SMLA_ERROR_RUNTIME, text);
         fail_call("cuCtxPushCurrent", 0, cudaErrorUnknown);
-        snprintf(text, sizeof text, "%s: cuCtxPushCurrent failed", operator_names[i]);
+        snprintf(text, sizeof text, "%s: cuCtxPushCurrent failed", call_names[i]);
         EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         EXPECT_EQ(count_calls(launch_names[i]), 0);
         EXPECT_EQ(fake.current, 0);
@@ -919,7 +924,7 @@ test_old_device(void)
 {
     begin();
     fake.capability = 75;
-    for (int i = 0; i < NUM_OPERATORS; i++) {
+    for (int i = 0; i < NUM_CALLS; i++) {
         EXPECT_FAIL(call_operator(i, (smla_stream){0, NULL}, 1), SMLA_ERROR_RUNTIME,
                     "must have compute capability 8.0 or newer, got 7.5 (cuda:0)");
         EXPECT_EQ(count_calls(launch_names[i]), 0);
@@ -954,7 +959,7 @@ test_checked_operators(void)
     begin();
     EXPECT_OK(call_operator(OP_sparse_attention, stream, 1));
     set_env("SPARSE_MLA_CHECK", "1");
-    for (int i = 0; i < NUM_OPERATORS; i++) {
+    for (int i = 0; i < NUM_CALLS; i++) {
         const int num_reads = num_reads_of[i];
         char text[128];
         forget_calls();
@@ -978,7 +983,7 @@ test_checked_operators(void)
         /* errors of earlier work, of the copies, and of the call's own kernels */
         for (int n = 0; n < 2 + num_reads; n++) {
             forget_calls();
-            snprintf(text, sizeof text, "%s: %s failed: a text (code 700)", operator_names[i],
+            snprintf(text, sizeof text, "%s: %s failed: a text (code 700)", call_names[i],
                      n == 0               ? "cudaStreamSynchronize, before the call,"
                      : n == 1 + num_reads ? "a kernel of this call"
                                           : "cudaStreamSynchronize");
@@ -989,7 +994,7 @@ test_checked_operators(void)
         }
         for (int n = 0; n < num_reads; n++) {
             fail_call("copy to host", n, cudaErrorIllegalAddress);
-            snprintf(text, sizeof text, "%s: cudaMemcpyAsync failed", operator_names[i]);
+            snprintf(text, sizeof text, "%s: cudaMemcpyAsync failed", call_names[i]);
             EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         }
         /* a failed launch is reported as such, and the stream is not waited for */

@@ -309,7 +309,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
-    ours = {"", "._C", "._compiled", "._flash_arrays", "._format_names", "._results", "._types"}
+    ours = {"", "._C", "._compiled", "._flash_arrays", "._format_names", "._types"}
     ours |= {".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
     names = "_declare", "attention", "cache", "compressor", "facts", "index"

@@ -66,22 +66,21 @@ int smla_py_allocate_ordered(smla_py_call *call, int i, DLDataType dtype, const 
 PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,
                          const int *results, int num_results);
 
+static inline bool
+smla_py_has_dim(const smla_py_call *call, int i, int dim)
+{
+    return call->arrays[i].object != NULL && dim < call->arrays[i].view.ndim;
+}
+
 /* The size of a dimension of array `i`; 0 where there is none. */
 static inline int64_t
 smla_py_call_dim(const smla_py_call *call, int i, int dim)
 {
-    const smla_py_array *const array = &call->arrays[i];
-    return array->object != NULL && dim < array->view.ndim ? array->shape[dim] : 0;
+    return smla_py_has_dim(call, i, dim) ? call->arrays[i].shape[dim] : 0;
 }
 
 static inline bool
 smla_py_has_rank(const smla_py_call *call, int i, int ndim)
 {
     return call->arrays[i].object != NULL && call->arrays[i].view.ndim == ndim;
-}
-
-static inline bool
-smla_py_is_head_count(int64_t num_heads)
-{
-    return num_heads >= 1 && num_heads <= SMLA_MAX_HEADS;
 }

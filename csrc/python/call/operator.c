@@ -431,6 +431,18 @@ operator_table(PyObject *self, void *Py_UNUSED(closure))
     return table;
 }
 
+static PyObject *
+operator_results(PyObject *self, void *Py_UNUSED(closure))
+{
+    return smla_py_list_results(((const operator_object *)self)->in_c);
+}
+
+static PyObject *
+operator_limits(PyObject *self, void *Py_UNUSED(closure))
+{
+    return smla_py_list_limits(((const operator_object *)self)->in_c);
+}
+
 static PyMethodDef operator_methods[] = {
     {"__reduce__", operator_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -446,6 +458,8 @@ static PyMemberDef operator_members[] = {
 static PyGetSetDef operator_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {"table", operator_table, NULL, "Name and kind of each row of its table (operator.h).", NULL},
+    {"results", operator_results, NULL, "The rows of its results (result_row.h).", NULL},
+    {"limits", operator_limits, NULL, "What those rows need of a call (result_row.h).", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "python/call/call.h"
+#include "python/call/result_row.h"
 
 /* The kind of a table row. The values of smla_py_role are kinds of arrays, too. */
 typedef enum smla_py_kind {
@@ -75,10 +76,14 @@ typedef struct smla_py_operator {
     bool (*writes_first)(PyObject *const *values);
     /* Whether the values of a call let it write its arrays of kind SMLA_PY_MAYBE_INOUT. */
     bool (*maybe_writes)(PyObject *const *values);
-    /* Allocates the results that the caller left out. If a malformed input leaves a result's shape
-     * unknown, the result stays absent, because the core reports the input first. NULL = the
-     * operator has no results to allocate. */
-    int (*allocate)(smla_py_call *call, const void *args);
+    /* The results that a call makes where its caller left them out, in the table's order, and what
+     * their rows need of a call (result_row.h). */
+    const smla_py_result_row *results;
+    int num_results;
+    const smla_py_limit *limits;
+    int num_limits;
+    /* Checks options that the core does not know, before results are made. NULL = there are none. */
+    int (*check_options)(const smla_py_call *call, const void *args);
     /* Bytes of workspace that a call needs, once its other arrays are set. NULL = no workspace. */
     int64_t (*workspace_bytes)(const void *args);
     /* For operators without arrays, instead of the functions above. */
@@ -95,6 +100,10 @@ typedef struct smla_py_operator {
     .num_params = (int)SMLA_PY_AT_MOST(SMLA_PY_MAX_PARAMS, SMLA_PY_COUNT(table)), \
     .args_bytes = SMLA_PY_AT_MOST(SMLA_PY_MAX_ARGS_BYTES, sizeof(args)),          \
     .core_bytes = sizeof(core)
+
+/* The fields of an operator that makes results. */
+#define SMLA_PY_RESULTS(rows) .results = (rows), .num_results = SMLA_PY_COUNT(rows)
+#define SMLA_PY_LIMITS(rows)  .limits = (rows), .num_limits = SMLA_PY_COUNT(rows)
 
 /* Defines compute_<name>, the core's operator as smla_py_operator.compute. */
 #define SMLA_PY_COMPUTE(name)                                              \
@@ -115,6 +124,14 @@ extern const smla_py_operator smla_py_compressor_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);
+
+/* Allocates the results that the caller left out. If a malformed input leaves a result's shape or
+ * dtype unknown, the result stays absent, because the core reports the input first. result_row.c */
+int smla_py_allocate_results(smla_py_call *call, const smla_py_operator *op, const void *args);
+
+/* New tuples: the rows of an operator's results, and their limits. result_row.c */
+PyObject *smla_py_list_results(const smla_py_operator *op);
+PyObject *smla_py_list_limits(const smla_py_operator *op);
 
 /* Runs one call. values[i] belongs to row i, and is ignored where the row is no argument. */
 PyObject *smla_py_run(const smla_py_state *state, const smla_py_operator *op,

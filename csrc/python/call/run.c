@@ -251,7 +251,10 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
         return NULL;
     }
     smla_py_set_pointer(args, &op->params[op->num_params - 1], stream);
-    if (op->allocate != NULL && op->allocate(call, args) < 0) {
+    if (op->check_options != NULL && op->check_options(call, args) < 0) {
+        return NULL;
+    }
+    if (smla_py_allocate_results(call, op, args) < 0) {
         return NULL;
     }
     const int num_results = set_arrays(call, op, args, results);

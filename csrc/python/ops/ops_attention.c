@@ -16,12 +16,12 @@ attend_plus_inf(const void *args, smla_error *error)
     return smla_sparse_attention(&a, error);
 }
 
-enum { ATTENTION_Q, ATTENTION_KV = 2, ATTENTION_OUT = 12, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
+enum { ATTENTION_Q, ATTENTION_OUT = 12, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
 
 static const smla_py_param attention_params[] = {
     [ATTENTION_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_sparse_attention_args, q)},
     {"q_pe", SMLA_PY_SECOND, offsetof(smla_sparse_attention_args, q_pe)},
-    [ATTENTION_KV] = {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
+    {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
     {"indices", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, indices)},
     {"topk_length", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, topk_length)},
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, attn_sink)},
@@ -47,24 +47,23 @@ static const smla_py_param attention_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_sparse_attention_args, stream)},
 };
 
-static int
-allocate_attention(smla_py_call *call, const void *args)
-{
-    const smla_sparse_attention_args *const a = args;
-    const smla_kv_format_info *const format =
-        smla_format_of_cache(&call->arrays[ATTENTION_KV].view, a->kv_format);
-    const int64_t shape[3] = {smla_py_call_dim(call, ATTENTION_Q, 0),
-                              smla_py_call_dim(call, ATTENTION_Q, 1), format->value_dim};
-    if (!smla_py_has_rank(call, ATTENTION_Q, 3) || !smla_py_is_head_count(shape[1])) {
-        return 0;
-    }
-    if (smla_py_allocate_result(call, ATTENTION_OUT, smla_py_bf16, 3, shape) < 0 ||
-        smla_py_allocate_result(call, ATTENTION_LSE, smla_py_fp32, 2, shape) < 0) {
-        return -1;
-    }
-    return call->asks ? smla_py_allocate_result(call, ATTENTION_MAX_LOGITS, smla_py_fp32, 2, shape)
-                      : 0;
-}
+static const smla_py_result_row attention_results[] = {
+    {.result = ATTENTION_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1),
+              SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
+    {.result = ATTENTION_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1)}},
+    {.result = ATTENTION_MAX_LOGITS,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1)}},
+};
+
+static const smla_py_limit attention_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, ATTENTION_Q, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, ATTENTION_Q, 1, SMLA_MAX_HEADS},
+};
 
 /* 0 if the call needs no workspace or if its arrays are malformed: the call itself words that error
  * better. */
@@ -125,16 +124,17 @@ static const smla_py_param dsv4_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_sparse_mla_dsv4_args, stream)},
 };
 
-static int
-allocate_dsv4(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    const int64_t shape[3] = {smla_py_call_dim(call, DSV4_QUERY, 0),
-                              smla_py_call_dim(call, DSV4_QUERY, 1), SMLA_V4_HEAD_DIM};
-    if (!smla_py_has_rank(call, DSV4_QUERY, 3) || !smla_py_is_head_count(shape[1])) {
-        return 0;
-    }
-    return smla_py_allocate_result(call, DSV4_OUT, smla_py_bf16, 3, shape);
-}
+static const smla_py_result_row dsv4_results[] = {
+    {.result = DSV4_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(DSV4_QUERY, 0), SMLA_PY_SIZE(DSV4_QUERY, 1),
+              SMLA_PY_NUMBER(SMLA_V4_HEAD_DIM)}},
+};
+
+static const smla_py_limit dsv4_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, DSV4_QUERY, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, DSV4_QUERY, 1, SMLA_MAX_HEADS},
+};
 
 static int64_t
 dsv4_workspace_bytes(const void *args)
@@ -230,20 +230,16 @@ static const smla_py_param merge_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_states_args, stream)},
 };
 
-static int
-allocate_merged(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    const DLDataType dtype = call->arrays[MERGE_OUT_A].view.dtype;
-    const bool is_state = (dtype.code == smla_py_bf16.code && dtype.bits == smla_py_bf16.bits) ||
-                          (dtype.code == smla_py_fp32.code && dtype.bits == smla_py_fp32.bits);
-    if (!smla_py_has_rank(call, MERGE_OUT_A, 3) || !is_state) {
-        return 0;
-    }
-    const int64_t *const shape = call->arrays[MERGE_OUT_A].shape;
-    return smla_py_allocate_result(call, MERGE_OUT, dtype, 3, shape) < 0
-               ? -1
-               : smla_py_allocate_result(call, MERGE_LSE, smla_py_fp32, 2, shape);
-}
+static const smla_py_result_row merge_results[] = {
+    {.result = MERGE_OUT,
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = MERGE_OUT_A},
+     .dims = {SMLA_PY_ALL_SIZES(MERGE_OUT_A)}},
+    {.result = MERGE_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(MERGE_OUT_A, 0), SMLA_PY_SIZE(MERGE_OUT_A, 1)}},
+};
+
+static const smla_py_limit merge_limits[] = {{SMLA_PY_LIMIT_NDIM, MERGE_OUT_A, 3, 3}};
 
 /* ---- List ---------------------------------------------------------------------------------- */
 
@@ -251,18 +247,21 @@ const smla_py_operator smla_py_attention_operators[] = {
     {.name = "sparse_attention",
      SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
      .compute = compute_sparse_attention,
-     .allocate = allocate_attention,
+     SMLA_PY_RESULTS(attention_results),
+     SMLA_PY_LIMITS(attention_limits),
      .workspace_bytes = attention_workspace_bytes},
     {.name = "_attention_plus_inf",
      .title = "sparse_attention",
      SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
      .compute = attend_plus_inf,
-     .allocate = allocate_attention,
+     SMLA_PY_RESULTS(attention_results),
+     SMLA_PY_LIMITS(attention_limits),
      .workspace_bytes = attention_workspace_bytes},
     {.name = "sparse_mla_dsv4",
      SMLA_PY_TABLE(dsv4_params, smla_sparse_mla_dsv4_args, smla_sparse_mla_dsv4_args),
      .compute = compute_sparse_mla_dsv4,
-     .allocate = allocate_dsv4,
+     SMLA_PY_RESULTS(dsv4_results),
+     SMLA_PY_LIMITS(dsv4_limits),
      .workspace_bytes = dsv4_workspace_bytes},
     {.name = "attention_workspace_size",
      SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
@@ -276,6 +275,7 @@ const smla_py_operator smla_py_attention_operators[] = {
     {.name = "merge_attn_states",
      SMLA_PY_TABLE(merge_params, smla_merge_attn_states_args, smla_merge_attn_states_args),
      .compute = compute_merge_attn_states,
-     .allocate = allocate_merged},
+     SMLA_PY_RESULTS(merge_results),
+     SMLA_PY_LIMITS(merge_limits)},
     {.name = NULL},
 };

@@ -34,37 +34,48 @@ typedef struct dequantize_args {
 
 SMLA_PY_COMPUTE(dequantize_kv_cache)
 
+enum {
+    DEQUANTIZE_CACHE,
+    DEQUANTIZE_OUT = 2,
+    DEQUANTIZE_FORMAT,
+    DEQUANTIZE_BLOCK,
+    DEQUANTIZE_DTYPE
+};
+
 static const smla_py_param dequantize_params[] = {
-    {"kv_cache", SMLA_PY_INPUT, offsetof(dequantize_args, core.kv_cache)},
+    [DEQUANTIZE_CACHE] = {"kv_cache", SMLA_PY_INPUT, offsetof(dequantize_args, core.kv_cache)},
     {"kv_scale", SMLA_PY_SCALE, offsetof(dequantize_args, core.kv_scale)},
-    {"out", SMLA_PY_RESULT, offsetof(dequantize_args, core.out)},
-    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(dequantize_args, core.kv_format)},
-    {"block_size", SMLA_PY_SIZE, offsetof(dequantize_args, core.block_size)},
-    {"dtype", SMLA_PY_FLOATS, offsetof(dequantize_args, dtype)},
+    [DEQUANTIZE_OUT] = {"out", SMLA_PY_RESULT, offsetof(dequantize_args, core.out)},
+    [DEQUANTIZE_FORMAT] = {"kv_format", SMLA_PY_KV_FORMAT,
+                           offsetof(dequantize_args, core.kv_format)},
+    [DEQUANTIZE_BLOCK] = {"block_size", SMLA_PY_SIZE, offsetof(dequantize_args, core.block_size)},
+    [DEQUANTIZE_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(dequantize_args, dtype)},
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(dequantize_args, core.stream)},
 };
 
-static int
-allocate_dequantized(smla_py_call *call, const void *args)
-{
-    enum { KV_CACHE, KV_SCALE, OUT };
-    const dequantize_args *const a = args;
-    const DLTensor *const cache = &call->arrays[KV_CACHE].view;
-    const int ndim = cache->ndim;
-    if (ndim < 2 || ndim > 4) {
-        return 0;
-    }
-    const smla_kv_format_info *const format = smla_format_of_cache(cache, a->core.kv_format);
-    const bool is_flat = ndim == 2 && format->layout == SMLA_PAGE_ROWS;
-    const int64_t tokens = ndim == 2 ? a->core.block_size : smla_py_call_dim(call, KV_CACHE, 1);
-    const int64_t page_bytes = smla_py_call_dim(call, KV_CACHE, 1);
-    if (ndim == 2 && !is_flat && (tokens < 1 || tokens > page_bytes / format->row_bytes)) {
-        return 0; /* the core reports it */
-    }
-    int64_t shape[3] = {smla_py_call_dim(call, KV_CACHE, 0), tokens, format->head_dim};
-    shape[1] = is_flat ? format->head_dim : shape[1];
-    return smla_py_allocate_result(call, OUT, a->dtype, is_flat ? 2 : 3, shape);
-}
+#define DEQUANTIZED_DTYPE {.source = SMLA_PY_DTYPE_OF_OPTION, .row = DEQUANTIZE_DTYPE}
+#define DEQUANTIZED_KEY \
+    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_KEY_VALUES, DEQUANTIZE_CACHE, DEQUANTIZE_FORMAT)}
+
+/* Of split pages [pages, bytes], of a flat cache, and of pages whose shape tells their size. */
+static const smla_py_result_row dequantize_results[] = {
+    {.result = DEQUANTIZE_OUT,
+     .when = {SMLA_PY_IF_SPLIT_PAGES, DEQUANTIZE_CACHE, DEQUANTIZE_FORMAT},
+     .dtype = DEQUANTIZED_DTYPE,
+     .dims = {SMLA_PY_SIZE(DEQUANTIZE_CACHE, 0),
+              {{SMLA_PY_ADD, SMLA_PY_PAGE_KEYS, DEQUANTIZE_BLOCK, DEQUANTIZE_CACHE}},
+              DEQUANTIZED_KEY}},
+    {.result = DEQUANTIZE_OUT,
+     .when = {SMLA_PY_IF_NDIM, DEQUANTIZE_CACHE, 2},
+     .dtype = DEQUANTIZED_DTYPE,
+     .dims = {SMLA_PY_SIZE(DEQUANTIZE_CACHE, 0), DEQUANTIZED_KEY}},
+    {.result = DEQUANTIZE_OUT,
+     .dtype = DEQUANTIZED_DTYPE,
+     .dims = {SMLA_PY_SIZE(DEQUANTIZE_CACHE, 0), SMLA_PY_SIZE(DEQUANTIZE_CACHE, 1),
+              DEQUANTIZED_KEY}},
+};
+
+static const smla_py_limit dequantize_limits[] = {{SMLA_PY_LIMIT_NDIM, DEQUANTIZE_CACHE, 2, 4}};
 
 SMLA_PY_COMPUTE(quantize_and_insert_k_cache)
 
@@ -116,7 +127,8 @@ const smla_py_operator smla_py_cache_operators[] = {
     {.name = "dequantize_kv_cache",
      SMLA_PY_TABLE(dequantize_params, smla_dequantize_kv_cache_args, dequantize_args),
      .compute = compute_dequantize_kv_cache,
-     .allocate = allocate_dequantized},
+     SMLA_PY_RESULTS(dequantize_results),
+     SMLA_PY_LIMITS(dequantize_limits)},
     {.name = "quantize_and_insert_k_cache",
      SMLA_PY_TABLE(insert_params, smla_insert_k_cache_args, smla_insert_k_cache_args),
      .compute = compute_quantize_and_insert_k_cache},

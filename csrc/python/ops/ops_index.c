@@ -1,31 +1,6 @@
 /* ops_index.c: positions become slots, and the index lists of DeepSeek V4. */
 #include "python/call/operator.h"
 
-static const DLDataType int32 = {kDLInt, 32, 1};
-
-/* Allocates index lists [tokens, width] and their lengths, unless the caller gave them. */
-static int
-allocate_lists(smla_py_call *call, int out, int lens, int64_t num_tokens, int64_t width)
-{
-    const int64_t shape[2] = {num_tokens, width};
-    return smla_py_allocate_result(call, out, int32, 2, shape) < 0
-               ? -1
-               : smla_py_allocate_result(call, lens, int32, 1, shape);
-}
-
-/* Whether sizes are so small that an array of them can exist. */
-static bool
-is_size(int64_t value)
-{
-    return value >= 0 && value <= INT32_MAX;
-}
-
-static int64_t
-round_up(int64_t value, int64_t unit)
-{
-    return (value + unit - 1) / unit * unit;
-}
-
 /* ---- Positions to slots -------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(convert_req_index_to_global_index)
@@ -49,18 +24,16 @@ static const smla_py_param convert_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_convert_req_index_args, stream)},
 };
 
-static int
-allocate_converted(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    if (!smla_py_has_rank(call, CONVERT_TOPK, 2)) {
-        return 0;
-    }
-    const int64_t *const shape = call->arrays[CONVERT_TOPK].shape;
-    if (smla_py_allocate_result(call, CONVERT_OUT, int32, 2, shape) < 0) {
-        return -1;
-    }
-    return call->asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
-}
+static const smla_py_result_row convert_results[] = {
+    {.result = CONVERT_OUT,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_ALL_SIZES(CONVERT_TOPK)}},
+    {.result = CONVERT_COUNTS,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(CONVERT_TOPK, 0)}},
+};
+
+static const smla_py_limit convert_limits[] = {{SMLA_PY_LIMIT_NDIM, CONVERT_TOPK, 2, 2}};
 
 /* ---- Top-k positions to slots -------------------------------------------------------------- */
 
@@ -79,21 +52,25 @@ static const smla_py_param global_topk_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_topk_slots_args, stream)},
 };
 
-static int
-allocate_global_topk(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    return !smla_py_has_rank(call, GLOBAL_TOPK, 2)
-               ? 0
-               : allocate_lists(call, GLOBAL_OUT, GLOBAL_LENS,
-                                smla_py_call_dim(call, GLOBAL_TOPK, 0),
-                                smla_py_call_dim(call, GLOBAL_TOPK, 1));
-}
+static const smla_py_result_row global_topk_results[] = {
+    {.result = GLOBAL_OUT, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_ALL_SIZES(GLOBAL_TOPK)}},
+    {.result = GLOBAL_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(GLOBAL_TOPK, 0)}},
+};
+
+static const smla_py_limit global_topk_limits[] = {{SMLA_PY_LIMIT_NDIM, GLOBAL_TOPK, 2, 2}};
 
 /* ---- Workspace rows of a prefill chunk ----------------------------------------------------- */
 
 SMLA_PY_COMPUTE(combine_topk_swa_indices)
 
-enum { COMBINE_TOPK, COMBINE_OUT = 4, COMBINE_LENS };
+enum {
+    COMBINE_TOPK,
+    COMBINE_OUT = 4,
+    COMBINE_LENS,
+    COMBINE_WINDOW,
+    COMBINE_COLUMNS = 8,
+    COMBINE_ALIGN = 11
+};
 
 static const smla_py_param combine_params[] = {
     [COMBINE_TOPK] = {"topk_indices", SMLA_PY_INPUT,
@@ -103,28 +80,32 @@ static const smla_py_param combine_params[] = {
     {"gather_lens", SMLA_PY_INPUT, offsetof(smla_combine_topk_swa_args, gather_lens)},
     [COMBINE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_combine_topk_swa_args, out)},
     [COMBINE_LENS] = {"lens", SMLA_PY_OUTPUT, offsetof(smla_combine_topk_swa_args, lens)},
-    {"window", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, window)},
+    [COMBINE_WINDOW] = {"window", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, window)},
     {"ratio", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, ratio)},
-    {"topk", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, topk)},
+    [COMBINE_COLUMNS] = {"topk", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, topk)},
     {"M", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, M)},
     {"N", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, N)},
-    {"align", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, align)},
+    [COMBINE_ALIGN] = {"align", SMLA_PY_INT, offsetof(smla_combine_topk_swa_args, align)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_combine_topk_swa_args, stream)},
 };
 
-/* Allocates nothing for numbers that the core refuses. */
-static int
-allocate_combined(smla_py_call *call, const void *args)
-{
-    const smla_combine_topk_swa_args *const a = args;
-    const bool is_good = smla_py_has_rank(call, COMBINE_TOPK, 2) && is_size(a->window) &&
-                         is_size(a->align - 1) && is_size(a->align) && a->topk >= 0 &&
-                         a->topk <= smla_py_call_dim(call, COMBINE_TOPK, 1);
-    return !is_good ? 0
-                    : allocate_lists(call, COMBINE_OUT, COMBINE_LENS,
-                                     smla_py_call_dim(call, COMBINE_TOPK, 0),
-                                     round_up(a->topk + a->window, a->align));
-}
+static const smla_py_result_row combine_results[] = {
+    {.result = COMBINE_OUT,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(COMBINE_TOPK, 0),
+              {{SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_COLUMNS, 0},
+               {SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_WINDOW, 0},
+               {SMLA_PY_ROUND_UP, SMLA_PY_VALUE_OF, COMBINE_ALIGN, 0}}}},
+    {.result = COMBINE_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(COMBINE_TOPK, 0)}},
+};
+
+static const smla_py_limit combine_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, COMBINE_TOPK, 2, 2},
+    {SMLA_PY_LIMIT_VALUE, COMBINE_WINDOW, 1, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, COMBINE_COLUMNS, 0, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, COMBINE_ALIGN, 1, INT32_MAX},
+    {SMLA_PY_LIMIT_COLUMNS, COMBINE_COLUMNS, COMBINE_TOPK, 0},
+};
 
 /* ---- Slots of a mixed batch ---------------------------------------------------------------- */
 
@@ -136,7 +117,9 @@ enum {
     MIXED_PREFILL = 3,
     MIXED_REQ_IDS = 6,
     MIXED_OUT = 10,
-    MIXED_LENS
+    MIXED_LENS,
+    MIXED_WINDOW = 14,
+    MIXED_TOPK = 16
 };
 
 static const smla_py_param mixed_params[] = {
@@ -161,31 +144,47 @@ static const smla_py_param mixed_params[] = {
     {"swa_block_size", SMLA_PY_INT, offsetof(smla_mixed_indices_args, swa_block_size)},
     {"compressed_block_size", SMLA_PY_INT,
      offsetof(smla_mixed_indices_args, compressed_block_size)},
-    {"window", SMLA_PY_INT, offsetof(smla_mixed_indices_args, window)},
+    [MIXED_WINDOW] = {"window", SMLA_PY_INT, offsetof(smla_mixed_indices_args, window)},
     {"ratio", SMLA_PY_INT, offsetof(smla_mixed_indices_args, ratio)},
-    {"topk", SMLA_PY_INT, offsetof(smla_mixed_indices_args, topk)},
+    [MIXED_TOPK] = {"topk", SMLA_PY_INT, offsetof(smla_mixed_indices_args, topk)},
     {"decode_indices_are_local", SMLA_PY_FLAG,
      offsetof(smla_mixed_indices_args, decode_indices_are_local)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_mixed_indices_args, stream)},
 };
 
-/* Allocates nothing for numbers that the core refuses. */
-static int
-allocate_mixed(smla_py_call *call, const void *args)
-{
-    const smla_mixed_indices_args *const a = args;
-    const int64_t num_decode_tokens = smla_py_call_dim(call, MIXED_SWA, 0);
-    const int64_t num_tokens = call->arrays[MIXED_PREFILL].object == NULL
-                                   ? smla_py_call_dim(call, MIXED_REQ_IDS, 0)
-                                   : num_decode_tokens + smla_py_call_dim(call, MIXED_PREFILL, 0);
-    const int64_t decode_topk = smla_py_call_dim(call, MIXED_COMPRESSED, 1);
-    const bool is_good = is_size(a->window) && is_size(a->topk) && is_size(decode_topk) &&
-                         num_tokens <= smla_py_call_dim(call, MIXED_REQ_IDS, 0);
-    const int64_t topk = a->topk > decode_topk ? a->topk : decode_topk;
-    return !is_good ? 0
-                    : allocate_lists(call, MIXED_OUT, MIXED_LENS, num_tokens,
-                                     a->window + round_up(topk, 4));
-}
+/* With prefills the lists of both parts tell the number of tokens, else the request ids. */
+#define MIXED_BOTH                                   \
+    {{SMLA_PY_ADD, SMLA_PY_SIZE_OR_0, MIXED_SWA, 0}, \
+     {SMLA_PY_ADD, SMLA_PY_SIZE_OF, MIXED_PREFILL, 0}}
+#define MIXED_COLUMNS                                            \
+    {{SMLA_PY_ADD, SMLA_PY_VALUE_OF, MIXED_TOPK, 0},             \
+     {SMLA_PY_RAISE_TO, SMLA_PY_SIZE_OR_0, MIXED_COMPRESSED, 1}, \
+     {SMLA_PY_ROUND_UP, SMLA_PY_CONSTANT, 0, 4},                 \
+     {SMLA_PY_ADD, SMLA_PY_VALUE_OF, MIXED_WINDOW, 0}}
+
+static const smla_py_result_row mixed_results[] = {
+    {.result = MIXED_OUT,
+     .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0},
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {MIXED_BOTH, MIXED_COLUMNS}},
+    {.result = MIXED_OUT,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(MIXED_REQ_IDS, 0), MIXED_COLUMNS}},
+    {.result = MIXED_LENS,
+     .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0},
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {MIXED_BOTH}},
+    {.result = MIXED_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(MIXED_REQ_IDS, 0)}},
+};
+
+static const smla_py_limit mixed_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, MIXED_SWA, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, MIXED_COMPRESSED, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, MIXED_PREFILL, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, MIXED_REQ_IDS, 1, 1},
+    {SMLA_PY_LIMIT_VALUE, MIXED_WINDOW, 1, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, MIXED_TOPK, 0, INT32_MAX},
+};
 
 /* ---- List ---------------------------------------------------------------------------------- */
 
@@ -193,18 +192,22 @@ const smla_py_operator smla_py_index_operators[] = {
     {.name = "convert_req_index_to_global_index",
      SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
      .compute = compute_convert_req_index_to_global_index,
-     .allocate = allocate_converted},
+     SMLA_PY_RESULTS(convert_results),
+     SMLA_PY_LIMITS(convert_limits)},
     {.name = "compute_global_topk_indices_and_lens",
      SMLA_PY_TABLE(global_topk_params, smla_topk_slots_args, smla_topk_slots_args),
      .compute = compute_compute_global_topk_indices_and_lens,
-     .allocate = allocate_global_topk},
+     SMLA_PY_RESULTS(global_topk_results),
+     SMLA_PY_LIMITS(global_topk_limits)},
     {.name = "combine_topk_swa_indices",
      SMLA_PY_TABLE(combine_params, smla_combine_topk_swa_args, smla_combine_topk_swa_args),
      .compute = compute_combine_topk_swa_indices,
-     .allocate = allocate_combined},
+     SMLA_PY_RESULTS(combine_results),
+     SMLA_PY_LIMITS(combine_limits)},
     {.name = "build_mixed_sparse_indices",
      SMLA_PY_TABLE(mixed_params, smla_mixed_indices_args, smla_mixed_indices_args),
      .compute = compute_build_mixed_sparse_indices,
-     .allocate = allocate_mixed},
+     SMLA_PY_RESULTS(mixed_results),
+     SMLA_PY_LIMITS(mixed_limits)},
     {.name = NULL},
 };

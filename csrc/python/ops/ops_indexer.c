@@ -3,10 +3,6 @@
  */
 #include "python/call/operator.h"
 
-static const DLDataType int32 = {kDLInt, 32, 1};
-static const DLDataType uint8 = {kDLUInt, 8, 1};
-static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
-
 /* ---- Queries ------------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(fused_indexer_q_rope_quant)
@@ -27,23 +23,26 @@ static const smla_py_param query_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_index_query_args, stream)},
 };
 
-static int
-allocate_query(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    const int64_t num_heads = smla_py_call_dim(call, QUERY_Q, 1);
-    const bool is_fp4 = call->asks || call->arrays[QUERY_SCALE].object != NULL;
-    const int64_t values[3] = {smla_py_call_dim(call, QUERY_Q, 0), num_heads,
-                               is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM};
-    const int64_t scales[3] = {values[0], num_heads, 4};
-    if (!smla_py_has_rank(call, QUERY_Q, 3)) {
-        return 0;
-    }
-    if (smla_py_allocate_result(call, QUERY_OUT, is_fp4 ? uint8 : e4m3, 3, values) < 0 ||
-        smla_py_allocate_result(call, QUERY_WEIGHTS, smla_py_fp32, 2, values) < 0) {
-        return -1;
-    }
-    return is_fp4 ? smla_py_allocate_result(call, QUERY_SCALE, uint8, 3, scales) : 0;
-}
+/* FP4, two values per byte, for a call that asks for the scales of its blocks. */
+static const smla_py_result_row query_results[] = {
+    {.result = QUERY_OUT,
+     .when = {.kind = SMLA_PY_IF_ASKED},
+     .dtype = SMLA_PY_MAKES_UINT8,
+     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
+              SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM / 2)}},
+    {.result = QUERY_OUT,
+     .dtype = SMLA_PY_MAKES_E4M3,
+     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
+              SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM)}},
+    {.result = QUERY_WEIGHTS,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1)}},
+    {.result = QUERY_SCALE,
+     .dtype = SMLA_PY_MAKES_UINT8,
+     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1), SMLA_PY_NUMBER(4)}},
+};
+
+static const smla_py_limit query_limits[] = {{SMLA_PY_LIMIT_NDIM, QUERY_Q, 3, 3}};
 
 /* ---- Logits -------------------------------------------------------------------------------- */
 
@@ -54,7 +53,15 @@ typedef struct logits_args {
     DLDataType dtype;
 } logits_args;
 
-enum { LOGITS_Q, LOGITS_K = 2, LOGITS_K_SCALE, LOGITS_TABLE = 5, LOGITS_OUT = 9 };
+enum {
+    LOGITS_Q,
+    LOGITS_K = 2,
+    LOGITS_K_SCALE,
+    LOGITS_TABLE = 5,
+    LOGITS_OUT = 9,
+    LOGITS_DTYPE = 11,
+    LOGITS_BLOCK = 13
+};
 
 static const smla_py_param logits_params[] = {
     [LOGITS_Q] = {"q", SMLA_PY_INPUT, offsetof(logits_args, core.q)},
@@ -68,45 +75,38 @@ static const smla_py_param logits_params[] = {
     {"q_scale", SMLA_PY_OPTIONAL, offsetof(logits_args, core.q_scale)},
     [LOGITS_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(logits_args, core.out)},
     {"clean", SMLA_PY_UNLESS, offsetof(logits_args, core.leaves_rest)},
-    {"dtype", SMLA_PY_FLOATS, offsetof(logits_args, dtype)},
+    [LOGITS_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(logits_args, dtype)},
     {"kv_format", SMLA_PY_KV_FORMAT, offsetof(logits_args, core.kv_format)},
-    {"block_size", SMLA_PY_SIZE, offsetof(logits_args, core.block_size)},
+    [LOGITS_BLOCK] = {"block_size", SMLA_PY_SIZE, offsetof(logits_args, core.block_size)},
     {"stream", SMLA_PY_STREAM, offsetof(logits_args, core.stream)},
 };
 
-/* As many columns as a request's pages have keys, or as there are flat keys. -1: the arrays are
- * malformed. */
-static int64_t
-count_columns(const DLTensor *k_cache, const DLTensor *k_scale, const DLTensor *block_table,
-              int64_t block_size)
-{
-    int64_t num_columns = -1;
-    if (k_cache == NULL || k_cache->ndim < 2) {
-        return -1;
-    }
-    if (k_scale != NULL) {
-        return k_cache->ndim == 2 ? k_cache->shape[0] : -1;
-    }
-    const int64_t page_keys = k_cache->ndim == 2 ? block_size : k_cache->shape[1];
-    const bool is_known = block_table != NULL && block_table->ndim == 2 && page_keys <= INT32_MAX;
-    return is_known && !__builtin_mul_overflow(block_table->shape[1], page_keys, &num_columns)
-               ? num_columns
-               : -1;
-}
+#define LOGITS_MADE_DTYPE {.source = SMLA_PY_DTYPE_OF_OPTION, .row = LOGITS_DTYPE}
 
-static int
-allocate_logits(smla_py_call *call, const void *args)
-{
-    const logits_args *const a = args;
-    const int64_t shape[2] = {smla_py_call_dim(call, LOGITS_Q, 0),
-                              count_columns(smla_py_view(&call->arrays[LOGITS_K]),
-                                            smla_py_view(&call->arrays[LOGITS_K_SCALE]),
-                                            smla_py_view(&call->arrays[LOGITS_TABLE]),
-                                            a->core.block_size)};
-    return !smla_py_has_rank(call, LOGITS_Q, 3) || shape[1] < 0
-               ? 0
-               : smla_py_allocate_result(call, LOGITS_OUT, a->dtype, 2, shape);
-}
+/* A column for each flat key, or for each key that the pages of a request have room for: pages
+ * [pages, bytes], or pages whose shape tells their size. */
+static const smla_py_result_row logits_results[] = {
+    {.result = LOGITS_OUT,
+     .when = {SMLA_PY_IF_GIVEN, LOGITS_K_SCALE, 0},
+     .dtype = LOGITS_MADE_DTYPE,
+     .dims = {SMLA_PY_SIZE(LOGITS_Q, 0), SMLA_PY_SIZE(LOGITS_K, 0)}},
+    {.result = LOGITS_OUT,
+     .when = {SMLA_PY_IF_NDIM, LOGITS_K, 2},
+     .dtype = LOGITS_MADE_DTYPE,
+     .dims = {SMLA_PY_SIZE(LOGITS_Q, 0),
+              {{SMLA_PY_ADD, SMLA_PY_SIZE_OF, LOGITS_TABLE, 1},
+               {SMLA_PY_MULTIPLY, SMLA_PY_PAGE_KEYS, LOGITS_BLOCK, LOGITS_K}}}},
+    {.result = LOGITS_OUT,
+     .dtype = LOGITS_MADE_DTYPE,
+     .dims = {SMLA_PY_SIZE(LOGITS_Q, 0),
+              {{SMLA_PY_ADD, SMLA_PY_SIZE_OF, LOGITS_TABLE, 1},
+               {SMLA_PY_MULTIPLY, SMLA_PY_SIZE_OF, LOGITS_K, 1}}}},
+};
+
+static const smla_py_limit logits_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, LOGITS_Q, 3, 3},
+    {SMLA_PY_LIMIT_NDIM, LOGITS_TABLE, 2, 2},
+};
 
 /* ---- Logits and top-k ---------------------------------------------------------------------- */
 
@@ -118,7 +118,8 @@ enum {
     LIGHTNING_K_SCALE,
     LIGHTNING_OUT = 11,
     LIGHTNING_SLOTS,
-    LIGHTNING_LENS
+    LIGHTNING_LENS,
+    LIGHTNING_TOP_K = 16
 };
 
 /* `values` is a second array of the workspace's kind, so it stands behind the workspace. */
@@ -141,7 +142,7 @@ static const smla_py_param lightning_params[] = {
     [LIGHTNING_LENS] = {"lens", SMLA_PY_ASKED_OUTPUT, offsetof(smla_lightning_indexer_args, lens)},
     {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_lightning_indexer_args, workspace)},
     {"values", SMLA_PY_WORKSPACE, offsetof(smla_lightning_indexer_args, values)},
-    {"k", SMLA_PY_INT, offsetof(smla_lightning_indexer_args, k)},
+    [LIGHTNING_TOP_K] = {"k", SMLA_PY_INT, offsetof(smla_lightning_indexer_args, k)},
     {"dtype", SMLA_PY_FLOATS, offsetof(smla_lightning_indexer_args, dtype)},
     {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_lightning_indexer_args, kv_format)},
     {"block_size", SMLA_PY_SIZE, offsetof(smla_lightning_indexer_args, block_size)},
@@ -150,22 +151,40 @@ static const smla_py_param lightning_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_lightning_indexer_args, stream)},
 };
 
-/* Allocates nothing for a number that the core refuses. */
-static int
-allocate_chosen(smla_py_call *call, const void *args)
+static const smla_py_result_row lightning_results[] = {
+    {.result = LIGHTNING_OUT,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0), SMLA_PY_VALUE(LIGHTNING_TOP_K)}},
+    {.result = LIGHTNING_SLOTS,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0), SMLA_PY_VALUE(LIGHTNING_TOP_K)}},
+    {.result = LIGHTNING_LENS,
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0)}},
+};
+
+static const smla_py_limit lightning_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, LIGHTNING_Q, 3, 3},
+    {SMLA_PY_LIMIT_VALUE, LIGHTNING_TOP_K, 1, INT32_MAX},
+};
+
+/* The columns of the logits, as in the rows above. -1: the arrays are malformed. */
+static int64_t
+count_columns(const DLTensor *k_cache, const DLTensor *k_scale, const DLTensor *block_table,
+              int64_t block_size)
 {
-    const smla_lightning_indexer_args *const a = args;
-    const int64_t shape[2] = {smla_py_call_dim(call, LIGHTNING_Q, 0), a->k};
-    if (!smla_py_has_rank(call, LIGHTNING_Q, 3) || a->k < 1 || a->k > INT32_MAX) {
-        return 0;
-    }
-    if (smla_py_allocate_result(call, LIGHTNING_OUT, int32, 2, shape) < 0) {
+    int64_t num_columns = -1;
+    if (k_cache == NULL || k_cache->ndim < 2) {
         return -1;
     }
-    return !call->asks ? 0
-           : smla_py_allocate_result(call, LIGHTNING_SLOTS, int32, 2, shape) < 0
-               ? -1
-               : smla_py_allocate_result(call, LIGHTNING_LENS, int32, 1, shape);
+    if (k_scale != NULL) {
+        return k_cache->ndim == 2 ? k_cache->shape[0] : -1;
+    }
+    const int64_t page_keys = k_cache->ndim == 2 ? block_size : k_cache->shape[1];
+    const bool is_known = block_table != NULL && block_table->ndim == 2 && page_keys <= INT32_MAX;
+    return is_known && !__builtin_mul_overflow(block_table->shape[1], page_keys, &num_columns)
+               ? num_columns
+               : -1;
 }
 
 /* 0 for malformed arguments: the call itself words that error better. */
@@ -217,15 +236,18 @@ const smla_py_operator smla_py_indexer_operators[] = {
     {.name = "fused_indexer_q_rope_quant",
      SMLA_PY_TABLE(query_params, smla_index_query_args, smla_index_query_args),
      .compute = compute_fused_indexer_q_rope_quant,
-     .allocate = allocate_query},
+     SMLA_PY_RESULTS(query_results),
+     SMLA_PY_LIMITS(query_limits)},
     {.name = "indexer_logits",
      SMLA_PY_TABLE(logits_params, smla_indexer_logits_args, logits_args),
      .compute = compute_indexer_logits,
-     .allocate = allocate_logits},
+     SMLA_PY_RESULTS(logits_results),
+     SMLA_PY_LIMITS(logits_limits)},
     {.name = "lightning_indexer",
      SMLA_PY_TABLE(lightning_params, smla_lightning_indexer_args, smla_lightning_indexer_args),
      .compute = compute_lightning_indexer,
-     .allocate = allocate_chosen,
+     SMLA_PY_RESULTS(lightning_results),
+     SMLA_PY_LIMITS(lightning_limits),
      .workspace_bytes = lightning_workspace_bytes},
     {.name = "lightning_indexer_workspace_size",
      SMLA_PY_TABLE(lightning_size_params, smla_lightning_workspace_args,

@@ -2,9 +2,6 @@
 #include "core/params_norm.h"
 #include "python/call/operator.h"
 
-static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
-static const DLDataType int32 = {kDLInt, 32, 1};
-
 /* ---- RMSNorm ------------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(fused_q_kv_rmsnorm)
@@ -22,18 +19,15 @@ static const smla_py_param norm_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_fused_q_kv_rmsnorm_args, stream)},
 };
 
-static int
-allocate_normalized(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    if (!smla_py_has_rank(call, NORM_Q, 2) || !smla_py_has_rank(call, NORM_KV, 2)) {
-        return 0;
-    }
-    const int64_t *const q = call->arrays[NORM_Q].shape;
-    const int64_t *const kv = call->arrays[NORM_KV].shape;
-    return smla_py_allocate_result(call, NORM_Q_OUT, smla_py_bf16, 2, q) < 0
-               ? -1
-               : smla_py_allocate_result(call, NORM_KV_OUT, smla_py_bf16, 2, kv);
-}
+static const smla_py_result_row norm_results[] = {
+    {.result = NORM_Q_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(NORM_Q)}},
+    {.result = NORM_KV_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(NORM_KV)}},
+};
+
+static const smla_py_limit norm_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, NORM_Q, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, NORM_KV, 2, 2},
+};
 
 /* ---- Queries and keys ---------------------------------------------------------------------- */
 
@@ -65,23 +59,21 @@ writes_queries(PyObject *const *values)
 }
 
 /* q_out is new where it is quantised. */
-static int
-allocate_queries(smla_py_call *call, const void *args)
-{
-    const smla_qnorm_insert_args *const a = args;
-    const bool quantizes =
-        call->arrays[QNORM_SCALE_INV].object != NULL || a->q_scale_inv.value != 0;
-    if (!quantizes || !smla_py_has_rank(call, QNORM_Q, 3)) {
-        return 0;
-    }
-    return smla_py_allocate_result(call, QNORM_Q_OUT, e4m3, 3, call->arrays[QNORM_Q].shape);
-}
+static const smla_py_result_row qnorm_results[] = {
+    {.result = QNORM_Q_OUT,
+     .when = {SMLA_PY_IF_GIVEN, QNORM_SCALE_INV, 0},
+     .dtype = SMLA_PY_MAKES_E4M3,
+     .dims = {SMLA_PY_ALL_SIZES(QNORM_Q)}},
+    {.result = QNORM_Q_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(QNORM_Q)}},
+};
+
+static const smla_py_limit qnorm_limits[] = {{SMLA_PY_LIMIT_NDIM, QNORM_Q, 3, 3}};
 
 /* ---- Inverse RoPE -------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(fused_inv_rope_fp8_quant)
 
-enum { INVERSE_O, INVERSE_OUT = 3, INVERSE_SCALE };
+enum { INVERSE_O, INVERSE_OUT = 3, INVERSE_SCALE, INVERSE_GROUPS, INVERSE_LAYOUT };
 
 static const smla_py_param inverse_params[] = {
     [INVERSE_O] = {"o", SMLA_PY_INPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, o)},
@@ -90,43 +82,54 @@ static const smla_py_param inverse_params[] = {
     [INVERSE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, out)},
     [INVERSE_SCALE] = {"out_scale", SMLA_PY_ASKED_OUTPUT,
                        offsetof(smla_fused_inv_rope_fp8_quant_args, out_scale)},
-    {"groups", SMLA_PY_INT, offsetof(smla_fused_inv_rope_fp8_quant_args, groups)},
-    {"scale_layout", SMLA_PY_SCALES, offsetof(smla_fused_inv_rope_fp8_quant_args, scale_layout)},
+    [INVERSE_GROUPS] = {"groups", SMLA_PY_INT,
+                        offsetof(smla_fused_inv_rope_fp8_quant_args, groups)},
+    [INVERSE_LAYOUT] = {"scale_layout", SMLA_PY_SCALES,
+                        offsetof(smla_fused_inv_rope_fp8_quant_args, scale_layout)},
     {"quantize", SMLA_PY_ASK, 0},
     {"stream", SMLA_PY_STREAM, offsetof(smla_fused_inv_rope_fp8_quant_args, stream)},
 };
 
 /* The storage of out is [G, T, values], that of the scales [G, columns, T rounded up]: a group is
  * an operand of a matrix product, and its scales are read by columns. */
-static int
-allocate_rotated(smla_py_call *call, const void *args)
-{
-    static const int groups_first[3] = {1, 0, 2};
-    static const int columns_before_tokens[3] = {2, 0, 1};
-    const smla_fused_inv_rope_fp8_quant_args *const a = args;
-    const int64_t num_tokens = smla_py_call_dim(call, INVERSE_O, 0);
-    const int64_t num_heads = smla_py_call_dim(call, INVERSE_O, 1);
-    if (!smla_py_has_rank(call, INVERSE_O, 3) || !smla_py_is_head_count(num_heads) ||
-        a->groups < 1 || num_heads % a->groups != 0) {
-        return 0;
-    }
-    const int64_t heads = num_heads / a->groups;
-    const bool quantizes = call->asks || call->arrays[INVERSE_SCALE].object != NULL;
-    const int64_t values[3] = {a->groups, num_tokens, heads * SMLA_V4_HEAD_DIM};
-    if (smla_py_allocate_ordered(call, INVERSE_OUT, quantizes ? e4m3 : smla_py_bf16, values,
-                                 groups_first, num_tokens) < 0) {
-        return -1;
-    }
-    if (!quantizes) {
-        return 0;
-    }
-    const bool is_packed = a->scale_layout == SMLA_SCALES_UE8M0X4;
-    const int64_t rows =
-        (num_tokens + SMLA_SCALE_ROW_ALIGN - 1) / SMLA_SCALE_ROW_ALIGN * SMLA_SCALE_ROW_ALIGN;
-    const int64_t scales[3] = {a->groups, heads * (is_packed ? 1 : SMLA_OUTPUT_SCALES), rows};
-    return smla_py_allocate_ordered(call, INVERSE_SCALE, is_packed ? int32 : smla_py_fp32, scales,
-                                    columns_before_tokens, num_tokens);
-}
+#define INVERSE_STORAGE       {.order = {1, 0, 2}, .multiple = 1}
+#define INVERSE_SCALE_STORAGE {.order = {2, 0, 1}, .multiple = SMLA_SCALE_ROW_ALIGN}
+/* A group's dimension, with so many values or scales per head. */
+#define INVERSE_GROUP(per_head)                                         \
+    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_SIZE_OF, INVERSE_O, 1),          \
+     SMLA_PY_STEP(SMLA_PY_DIVIDE, SMLA_PY_VALUE_OF, INVERSE_GROUPS, 0), \
+     SMLA_PY_STEP(SMLA_PY_MULTIPLY, SMLA_PY_CONSTANT, 0, per_head)}
+
+static const smla_py_result_row inverse_results[] = {
+    {.result = INVERSE_OUT,
+     .when = {.kind = SMLA_PY_IF_ASKED},
+     .dtype = SMLA_PY_MAKES_E4M3,
+     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
+              INVERSE_GROUP(SMLA_V4_HEAD_DIM)},
+     .storage = INVERSE_STORAGE},
+    {.result = INVERSE_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
+              INVERSE_GROUP(SMLA_V4_HEAD_DIM)},
+     .storage = INVERSE_STORAGE},
+    {.result = INVERSE_SCALE,
+     .when = {SMLA_PY_IF_SCALES, INVERSE_LAYOUT, SMLA_SCALES_UE8M0X4},
+     .dtype = SMLA_PY_MAKES_INT32,
+     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS), INVERSE_GROUP(1)},
+     .storage = INVERSE_SCALE_STORAGE},
+    {.result = INVERSE_SCALE,
+     .when = {SMLA_PY_IF_SCALES, INVERSE_LAYOUT, SMLA_SCALES_FP32},
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
+              INVERSE_GROUP(SMLA_OUTPUT_SCALES)},
+     .storage = INVERSE_SCALE_STORAGE},
+};
+
+static const smla_py_limit inverse_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, INVERSE_O, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, INVERSE_O, 1, SMLA_MAX_HEADS},
+    {SMLA_PY_LIMIT_VALUE, INVERSE_GROUPS, 1, SMLA_MAX_HEADS},
+};
 
 /* ---- List ---------------------------------------------------------------------------------- */
 
@@ -134,16 +137,19 @@ const smla_py_operator smla_py_norm_operators[] = {
     {.name = "fused_q_kv_rmsnorm",
      SMLA_PY_TABLE(norm_params, smla_fused_q_kv_rmsnorm_args, smla_fused_q_kv_rmsnorm_args),
      .compute = compute_fused_q_kv_rmsnorm,
-     .allocate = allocate_normalized},
+     SMLA_PY_RESULTS(norm_results),
+     SMLA_PY_LIMITS(norm_limits)},
     {.name = "fused_qnorm_rope_kv_insert",
      SMLA_PY_TABLE(qnorm_params, smla_qnorm_insert_args, smla_qnorm_insert_args),
      .compute = compute_fused_qnorm_rope_kv_insert,
      .writes_first = writes_queries,
-     .allocate = allocate_queries},
+     SMLA_PY_RESULTS(qnorm_results),
+     SMLA_PY_LIMITS(qnorm_limits)},
     {.name = "fused_inv_rope_fp8_quant",
      SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
                    smla_fused_inv_rope_fp8_quant_args),
      .compute = compute_fused_inv_rope_fp8_quant,
-     .allocate = allocate_rotated},
+     SMLA_PY_RESULTS(inverse_results),
+     SMLA_PY_LIMITS(inverse_limits)},
     {.name = NULL},
 };

@@ -1,8 +1,6 @@
 /* ops_projection.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
 #include "python/call/operator.h"
 
-static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
-
 /* ---- Split --------------------------------------------------------------------------------- */
 
 typedef struct split_args {
@@ -14,22 +12,25 @@ typedef struct split_args {
 
 SMLA_PY_COMPUTE(split_kv_b_proj)
 
+enum { SPLIT_WEIGHT, SPLIT_W_UK = 2, SPLIT_W_UV, SPLIT_HEADS, SPLIT_NOPE_DIM, SPLIT_VALUE_DIM };
+
 static const smla_py_param split_params[] = {
-    {"weight", SMLA_PY_INPUT, offsetof(split_args, core.weight)},
+    [SPLIT_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(split_args, core.weight)},
     {"weight_scale_inv", SMLA_PY_OPTIONAL, offsetof(split_args, core.weight_scale_inv)},
-    {"W_UK", SMLA_PY_RESULT, offsetof(split_args, core.w_uk)},
-    {"W_UV", SMLA_PY_RESULT, offsetof(split_args, core.w_uv)},
-    {"num_heads", SMLA_PY_INT, offsetof(split_args, num_heads)},
-    {"qk_nope_head_dim", SMLA_PY_INT, offsetof(split_args, nope_dim)},
-    {"v_head_dim", SMLA_PY_INT, offsetof(split_args, value_dim)},
+    [SPLIT_W_UK] = {"W_UK", SMLA_PY_RESULT, offsetof(split_args, core.w_uk)},
+    [SPLIT_W_UV] = {"W_UV", SMLA_PY_RESULT, offsetof(split_args, core.w_uv)},
+    [SPLIT_HEADS] = {"num_heads", SMLA_PY_INT, offsetof(split_args, num_heads)},
+    [SPLIT_NOPE_DIM] = {"qk_nope_head_dim", SMLA_PY_INT, offsetof(split_args, nope_dim)},
+    [SPLIT_VALUE_DIM] = {"v_head_dim", SMLA_PY_INT, offsetof(split_args, value_dim)},
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(split_args, core.stream)},
 };
 
 /* The shapes of the results come from numbers of the caller. Check that these fit the weight before
  * memory is allocated for them. */
 static int
-check_weight_shape(const smla_py_call *call, const split_args *a)
+check_weight_shape(const smla_py_call *call, const void *args)
 {
+    const split_args *const a = args;
     const struct {
         const char *name;
         int64_t value;
@@ -45,9 +46,10 @@ check_weight_shape(const smla_py_call *call, const split_args *a)
         }
     }
     const int64_t wanted = a->num_heads * (a->nope_dim + a->value_dim);
-    const int64_t rows = smla_py_call_dim(call, 0, 0);
-    const int64_t columns = smla_py_call_dim(call, 0, 1);
-    if (smla_py_has_rank(call, 0, 2) && !(rows == SMLA_KV_LORA_RANK && columns == wanted) &&
+    const int64_t rows = smla_py_call_dim(call, SPLIT_WEIGHT, 0);
+    const int64_t columns = smla_py_call_dim(call, SPLIT_WEIGHT, 1);
+    if (smla_py_has_rank(call, SPLIT_WEIGHT, 2) &&
+        !(rows == SMLA_KV_LORA_RANK && columns == wanted) &&
         !(rows == wanted && columns == SMLA_KV_LORA_RANK)) {
         PyErr_Format(PyExc_ValueError,
                      "%s: `weight` must have shape [%d, %lld] or [%lld, %d] (%lld heads x (%lld + "
@@ -60,68 +62,58 @@ check_weight_shape(const smla_py_call *call, const split_args *a)
     return 0;
 }
 
-static int
-allocate_weights(smla_py_call *call, const void *args)
-{
-    enum { WEIGHT = 0, W_UK = 2, W_UV };
-    const split_args *const a = args;
-    if (check_weight_shape(call, a) < 0) {
-        return -1;
-    }
-    if (!smla_py_has_rank(call, WEIGHT, 2)) {
-        return 0;
-    }
-    const int64_t w_uk[3] = {SMLA_KV_LORA_RANK, a->num_heads, a->nope_dim};
-    const int64_t w_uv[3] = {SMLA_KV_LORA_RANK, a->num_heads, a->value_dim};
-    return smla_py_allocate_result(call, W_UK, smla_py_bf16, 3, w_uk) < 0
-               ? -1
-               : smla_py_allocate_result(call, W_UV, smla_py_bf16, 3, w_uv);
-}
+static const smla_py_result_row split_results[] = {
+    {.result = SPLIT_W_UK,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
+              SMLA_PY_VALUE(SPLIT_NOPE_DIM)}},
+    {.result = SPLIT_W_UV,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
+              SMLA_PY_VALUE(SPLIT_VALUE_DIM)}},
+};
+
+static const smla_py_limit split_limits[] = {{SMLA_PY_LIMIT_NDIM, SPLIT_WEIGHT, 2, 2}};
 
 /* ---- Up projections ------------------------------------------------------------------------ */
 
 SMLA_PY_COMPUTE(k_up_proj)
 
+enum { UP_X, UP_W, UP_OUT };
+
 static const smla_py_param k_up_params[] = {
-    {"q_nope", SMLA_PY_INPUT, offsetof(smla_k_up_proj_args, q_nope)},
-    {"W_UK", SMLA_PY_INPUT, offsetof(smla_k_up_proj_args, w_uk)},
-    {"out", SMLA_PY_OUTPUT, offsetof(smla_k_up_proj_args, out)},
+    [UP_X] = {"q_nope", SMLA_PY_INPUT, offsetof(smla_k_up_proj_args, q_nope)},
+    [UP_W] = {"W_UK", SMLA_PY_INPUT, offsetof(smla_k_up_proj_args, w_uk)},
+    [UP_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_k_up_proj_args, out)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_k_up_proj_args, stream)},
 };
 
 SMLA_PY_COMPUTE(v_up_proj)
 
 static const smla_py_param v_up_params[] = {
-    {"x", SMLA_PY_INPUT, offsetof(smla_v_up_proj_args, x)},
-    {"W_UV", SMLA_PY_INPUT, offsetof(smla_v_up_proj_args, w_uv)},
-    {"out", SMLA_PY_OUTPUT, offsetof(smla_v_up_proj_args, out)},
+    [UP_X] = {"x", SMLA_PY_INPUT, offsetof(smla_v_up_proj_args, x)},
+    [UP_W] = {"W_UV", SMLA_PY_INPUT, offsetof(smla_v_up_proj_args, w_uv)},
+    [UP_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_v_up_proj_args, out)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_v_up_proj_args, stream)},
 };
 
-/* Allocates out [T, H, width] for x [T, H, ...] and a weight. */
-static int
-allocate_projected(smla_py_call *call, int64_t width)
-{
-    enum { X, W, OUT };
-    const int64_t shape[3] = {smla_py_call_dim(call, X, 0), smla_py_call_dim(call, X, 1), width};
-    if (!smla_py_has_rank(call, X, 3) || !smla_py_has_rank(call, W, 3) ||
-        !smla_py_is_head_count(shape[1])) {
-        return 0;
-    }
-    return smla_py_allocate_result(call, OUT, smla_py_bf16, 3, shape);
-}
+static const smla_py_result_row k_up_results[] = {
+    {.result = UP_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1), SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
+};
 
-static int
-allocate_latents(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    return allocate_projected(call, SMLA_KV_LORA_RANK);
-}
+static const smla_py_result_row v_up_results[] = {
+    {.result = UP_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1), SMLA_PY_SIZE(UP_W, 2)}},
+};
 
-static int
-allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    return allocate_projected(call, smla_py_call_dim(call, 1, 2));
-}
+static const smla_py_limit up_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, UP_X, 3, 3},
+    {SMLA_PY_LIMIT_NDIM, UP_W, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, UP_X, 1, SMLA_MAX_HEADS},
+};
 
 /* ---- Output projection --------------------------------------------------------------------- */
 
@@ -139,39 +131,36 @@ static const smla_py_param grouped_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_grouped_output_projection_args, stream)},
 };
 
-static int
-allocate_grouped(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    const int64_t shape[3] = {smla_py_call_dim(call, GROUPED_O, 0),
-                              smla_py_call_dim(call, GROUPED_O, 1),
-                              smla_py_call_dim(call, GROUPED_WEIGHT, 1)};
-    if (!smla_py_has_rank(call, GROUPED_O, 3) || !smla_py_has_rank(call, GROUPED_WEIGHT, 3) ||
-        !smla_py_is_head_count(shape[1])) {
-        return 0;
-    }
-    return smla_py_allocate_result(call, GROUPED_OUT, smla_py_bf16, 3, shape);
-}
+static const smla_py_result_row grouped_results[] = {
+    {.result = GROUPED_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(GROUPED_O, 0), SMLA_PY_SIZE(GROUPED_O, 1),
+              SMLA_PY_SIZE(GROUPED_WEIGHT, 1)}},
+};
+
+static const smla_py_limit grouped_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, GROUPED_O, 3, 3},
+    {SMLA_PY_LIMIT_NDIM, GROUPED_WEIGHT, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, GROUPED_O, 1, SMLA_MAX_HEADS},
+};
 
 /* ---- Quantisation -------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(dynamic_per_tensor_quant)
 
+enum { QUANT_X, QUANT_OUT, QUANT_SCALE };
+
 static const smla_py_param quant_params[] = {
-    {"x", SMLA_PY_INPUT, offsetof(smla_dynamic_per_tensor_quant_args, x)},
-    {"out", SMLA_PY_OUTPUT, offsetof(smla_dynamic_per_tensor_quant_args, out)},
-    {"scale", SMLA_PY_RESULT, offsetof(smla_dynamic_per_tensor_quant_args, scale)},
+    [QUANT_X] = {"x", SMLA_PY_INPUT, offsetof(smla_dynamic_per_tensor_quant_args, x)},
+    [QUANT_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_dynamic_per_tensor_quant_args, out)},
+    [QUANT_SCALE] = {"scale", SMLA_PY_RESULT, offsetof(smla_dynamic_per_tensor_quant_args, scale)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_dynamic_per_tensor_quant_args, stream)},
 };
 
-static int
-allocate_quantized(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    enum { X, OUT, SCALE };
-    const smla_py_array *const x = &call->arrays[X];
-    return smla_py_allocate_result(call, OUT, e4m3, x->view.ndim, x->shape) < 0
-               ? -1
-               : smla_py_allocate_result(call, SCALE, smla_py_fp32, 0, NULL);
-}
+static const smla_py_result_row quant_results[] = {
+    {.result = QUANT_OUT, .dtype = SMLA_PY_MAKES_E4M3, .dims = {SMLA_PY_ALL_SIZES(QUANT_X)}},
+    {.result = QUANT_SCALE, .dtype = SMLA_PY_MAKES_FP32}, /* no dimension */
+};
 
 /* ---- List ---------------------------------------------------------------------------------- */
 
@@ -180,24 +169,29 @@ const smla_py_operator smla_py_projection_operators[] = {
      .title = "split_kv_b_proj",
      SMLA_PY_TABLE(split_params, smla_split_kv_b_proj_args, split_args),
      .compute = compute_split_kv_b_proj,
-     .allocate = allocate_weights},
+     SMLA_PY_RESULTS(split_results),
+     SMLA_PY_LIMITS(split_limits),
+     .check_options = check_weight_shape},
     {.name = "k_up_proj",
      SMLA_PY_TABLE(k_up_params, smla_k_up_proj_args, smla_k_up_proj_args),
      .compute = compute_k_up_proj,
-     .allocate = allocate_latents},
+     SMLA_PY_RESULTS(k_up_results),
+     SMLA_PY_LIMITS(up_limits)},
     {.name = "v_up_proj",
      SMLA_PY_TABLE(v_up_params, smla_v_up_proj_args, smla_v_up_proj_args),
      .compute = compute_v_up_proj,
-     .allocate = allocate_values},
+     SMLA_PY_RESULTS(v_up_results),
+     SMLA_PY_LIMITS(up_limits)},
     {.name = "grouped_output_projection",
      SMLA_PY_TABLE(grouped_params, smla_grouped_output_projection_args,
                    smla_grouped_output_projection_args),
      .compute = compute_grouped_output_projection,
-     .allocate = allocate_grouped},
+     SMLA_PY_RESULTS(grouped_results),
+     SMLA_PY_LIMITS(grouped_limits)},
     {.name = "dynamic_per_tensor_quant",
      SMLA_PY_TABLE(quant_params, smla_dynamic_per_tensor_quant_args,
                    smla_dynamic_per_tensor_quant_args),
      .compute = compute_dynamic_per_tensor_quant,
-     .allocate = allocate_quantized},
+     SMLA_PY_RESULTS(quant_results)},
     {.name = NULL},
 };

@@ -80,11 +80,11 @@ def measure(effort: Effort, num_threads: int) -> Table:
                 measure_row(
                     table,
                     {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
-                    flop,
-                    make_attention(q, kv, indices),
-                    peer,
-                    partial(judge, q=q, kv=kv, indices=indices),
-                    effort,
+                    flop=flop,
+                    ours=make_attention(q, kv, indices),
+                    peer=peer,
+                    judge_results=partial(judge, q=q, kv=kv, indices=indices),
+                    effort=effort,
                 )
     return table
 
@@ -98,6 +98,7 @@ def make_table(title: str, labels: list[str], has_peer: bool) -> Table:
 def measure_row(
     table: Table,
     labels: dict[str, object],
+    *,
     flop: int,
     ours: Callable[[], tuple],
     peer: Composition | None,

@@ -228,7 +228,7 @@ def make_last_gather(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
 
     def gather() -> object:
         return sparse_mla.dequantize_and_gather_k_cache(
-            out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0
+            out, k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE, offset=0
         )
 
     def is_right() -> bool:
@@ -259,7 +259,14 @@ def make_format_moves(rng: np.random.Generator, name: KvFormat) -> list[Move]:
 
     def gather() -> object:
         return sparse_mla.dequantize_and_gather_k_cache(
-            out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0, kv_format=name
+            out,
+            k_cache,
+            seq_lens,
+            None,
+            block_table,
+            block_size=BLOCK_SIZE,
+            offset=0,
+            kv_format=name,
         )
 
     def is_right() -> bool:

@@ -44,11 +44,11 @@ def measure(effort: Effort, num_threads: int) -> Table:
             measure_row(
                 table,
                 labels | {"H": num_heads, "T": num_tokens},
-                4 * num_tokens * num_heads * (WINDOW + topk) * DIM,
-                make_attention(q, caches, indices),
-                peer,
-                partial(judge, q=q, caches=caches, indices=indices),
-                effort,
+                flop=4 * num_tokens * num_heads * (WINDOW + topk) * DIM,
+                ours=make_attention(q, caches, indices),
+                peer=peer,
+                judge_results=partial(judge, q=q, caches=caches, indices=indices),
+                effort=effort,
             )
     return table
 

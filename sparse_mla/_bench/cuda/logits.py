@@ -33,7 +33,7 @@ MORE_TOKENS = (2, 3, 4)  # per request, of 64 x 32768
 QUICK = 1  # rows of each kind
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Work:
     """A call with its inputs. Token t sees lens[t] keys from first[t] on."""
 
@@ -103,7 +103,17 @@ def make_prefill(num_tokens: int, num_keys: int, heads: int) -> Work:
         return lambda: module.fp8_mqa_logits(q, (keys, scales), weights, first, lens)
 
     name = f"prefill {num_tokens} x {num_keys}"
-    return Work(name, q, weights, keys, scales, lens, first, call, peer)
+    return Work(
+        name=name,
+        q=q,
+        weights=weights,
+        keys=keys,
+        scales=scales,
+        lens=lens,
+        first=first,
+        call=call,
+        peer=peer,
+    )
 
 
 def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Work:
@@ -148,8 +158,17 @@ def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Wor
         return run
 
     name = f"decode {num_reqs} x {context}" + (f", {next_n} tokens" if next_n > 1 else "")
-    kept = peer if next_n == 1 else None
-    return Work(name, q, weights, keys, scales, lens, req.long() * context, call, kept)
+    return Work(
+        name=name,
+        q=q,
+        weights=weights,
+        keys=keys,
+        scales=scales,
+        lens=lens,
+        first=req.long() * context,
+        call=call,
+        peer=peer if next_n == 1 else None,
+    )
 
 
 def quantise_fp4(x: Array) -> tuple[Array, Array, Array]:
@@ -188,16 +207,16 @@ def make_fp4_decode(num_reqs: int, context: int, heads: int) -> Work:
         return sparse_mla.indexer_logits(codes, weights, cache, lens, **given)
 
     return Work(
-        f"decode {num_reqs} x {context}, MXFP4",
-        q.view(num_reqs, heads, DIM),
-        weights,
-        values.view(count, DIM),
-        torch.ones(count, device=DEVICE),
-        lens,
-        torch.arange(num_reqs, device=DEVICE) * context,
-        call,
-        None,
-        FP4_ROW,
+        name=f"decode {num_reqs} x {context}, MXFP4",
+        q=q.view(num_reqs, heads, DIM),
+        weights=weights,
+        keys=values.view(count, DIM),
+        scales=torch.ones(count, device=DEVICE),
+        lens=lens,
+        first=torch.arange(num_reqs, device=DEVICE) * context,
+        call=call,
+        peer=None,
+        row_bytes=FP4_ROW,
     )
 
 

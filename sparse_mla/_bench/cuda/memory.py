@@ -178,7 +178,7 @@ def move_inserts() -> Iterator[Move]:
 
         def gather(cache=cache, out=out, name=name) -> object:
             return sparse_mla.dequantize_and_gather_k_cache(
-                out, cache, lengths, None, table, BLOCK_SIZE, 0, kv_format=name
+                out, cache, lengths, None, table, block_size=BLOCK_SIZE, offset=0, kv_format=name
             )
 
         def is_gathered(k=k, cache=cache, out=out, name=name, data_bytes=data_bytes) -> bool:

@@ -56,7 +56,15 @@ def measure_top_k(effort: CudaEffort) -> Table:
 
             seconds = interleave_flushed({"ours": [inputs.call], "torch": [topk]}, effort)
             random_seconds = random_seconds or seconds["ours"]
-            add_row(table, shape, kind, is_right, inputs.num_bytes, seconds, random_seconds)
+            add_row(
+                table,
+                shape,
+                kind,
+                is_right=is_right,
+                num_bytes=inputs.num_bytes,
+                seconds=seconds,
+                random_seconds=random_seconds,
+            )
     return table
 
 
@@ -64,6 +72,7 @@ def add_row(
     table: Table,
     shape: tuple[int, int, int],
     kind: str,
+    *,
     is_right: bool,
     num_bytes: int,
     seconds: dict[str, float],

@@ -79,7 +79,15 @@ def measure_v4(effort: CudaEffort, peer: Peer | None) -> Table:
             widths = [topk] if query_len == PREFILL_TOKENS else [WINDOW, topk]
             inputs = make_inputs(num_reqs * query_len, heads, widths)
             KINDS[kind](inputs)
-            add_row(table, effort, peer, num_reqs, kind, inputs, caches[-len(widths) :])
+            add_row(
+                table,
+                effort,
+                peer,
+                num_reqs=num_reqs,
+                kind=kind,
+                inputs=inputs,
+                caches=caches[-len(widths) :],
+            )
     return table
 
 
@@ -141,6 +149,7 @@ def add_row(
     table: Table,
     effort: CudaEffort,
     peer: Peer | None,
+    *,
     num_reqs: int,
     kind: str,
     inputs: Inputs,
