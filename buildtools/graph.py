@@ -116,7 +116,7 @@ FLAGS_BY_MACHINE = {
 ISA_DEFINES = {"x86_64": ["-DSMLA_HAVE_X86_ISA=1"], "aarch64": ["-DSMLA_HAVE_ARM_ISA=1"]}
 ISA_FLAGS = {"base": KERNEL, **FLAGS_BY_MACHINE.get(MACHINE, {})}
 # These folders' kernels round every product, so that all machines give the same bytes.
-WITHOUT_FMA = {"norm"}
+WITHOUT_FMA = {"norm", "rope"}
 FOREIGN_ISAS = set().union(*FLAGS_BY_MACHINE.values()) - set(ISA_FLAGS)
 
 

@@ -8,7 +8,8 @@
  *   index.h       positions -> slots
  *   attention.h   attention -> merge, and the kernels that serve them
  *   projection.h  kv_b_proj split, projections, per-tensor quantisation
- *   norm.h        norms and RoPE around the attention of DeepSeek V4
+ *   norm.h        norms around the attention of DeepSeek V4
+ *   rope.h        RoPE of what attention returns
  *   compressor.h  groups of tokens become rows of DeepSeek V4's compressed caches
  *   topk.h        the choice of the best keys by their scores
  *   indexer.h     scores of keys, and scores and choice in one call
@@ -45,6 +46,7 @@
 #include "sparse_mla/indexer.h"
 #include "sparse_mla/norm.h"
 #include "sparse_mla/projection.h"
+#include "sparse_mla/rope.h"
 #include "sparse_mla/status.h"
 #include "sparse_mla/step.h"
 #include "sparse_mla/topk.h"

@@ -25,6 +25,7 @@ from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
+from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 
 __all__ = ["Tensor", "__version__", "flash_mla", "v4"]

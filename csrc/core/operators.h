@@ -31,7 +31,7 @@
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params, norm)               \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params, norm)          \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params,      \
-      norm)                                                                                        \
+      rope)                                                                                        \
     X(save_partial_states, smla_partial_states_args, smla_partial_states_params, compressor)       \
     X(compress_norm_rope_store, smla_compress_args, smla_compress_params, compressor)              \
     X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params, indexer)         \

@@ -1,4 +1,4 @@
-/* params_rope.h: the positions of tokens and the angles that RoPE rotates by. */
+/* params_rope.h: the params of RoPE: positions, angles, and what rotates back and quantizes. */
 #pragma once
 
 #include "core/params.h"
@@ -12,3 +12,31 @@ typedef struct smla_rope {
     const float *cos_sin; /* [max_pos, 64]: 32 cosines, then 32 sines */
     int64_t cos_sin_stride_pos;
 } smla_rope;
+
+enum {
+    SMLA_OUTPUT_TILE = 128,   /* values per scale of fused_inv_rope_fp8_quant */
+    SMLA_OUTPUT_SCALES = 4,   /* 512 / 128 */
+    SMLA_SCALE_ROW_ALIGN = 4, /* rows of out_scale up to a multiple of this are written */
+};
+
+#define SMLA_OUTPUT_FLOOR 1e-10f /* the least amax of a tile of fused_inv_rope_fp8_quant */
+
+typedef struct smla_inverse_rope_params {
+    smla_call call;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t group_heads; /* H / G */
+    const uint16_t *o;   /* [T, H, 512] bf16 */
+    int64_t o_stride_token;
+    int64_t o_stride_head;
+    smla_rope rope;
+    void *out; /* [T, G, group_heads * 512] e4m3; bf16 if out_scale is NULL */
+    int64_t out_stride_token;
+    int64_t out_stride_group;
+    void *out_scale; /* [scale_rows, G, group_heads * 4] fp32, or [..., group_heads] int32; NULL */
+    bool scales_are_packed; /* four exponents per int32 */
+    int64_t scale_rows;     /* T, or more: then up to 3 rows of zeros follow */
+    int64_t scale_stride_token;
+    int64_t scale_stride_group;
+    int64_t scale_stride_column;
+} smla_inverse_rope_params;

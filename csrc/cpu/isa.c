@@ -13,6 +13,7 @@
 #include "cpu/indexer/logits.h"
 #include "cpu/norm/norm.h"
 #include "cpu/projection/projection.h"
+#include "cpu/rope/rotate.h"
 #include "cpu/topk/select.h"
 
 #if defined(SMLA_HAVE_X86_ISA)

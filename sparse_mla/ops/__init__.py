@@ -44,6 +44,7 @@ from sparse_mla.ops import (
     norm,
     planning,
     projection,
+    rope,
     topk,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
@@ -59,6 +60,7 @@ from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
 from sparse_mla.ops.projection import _split_kv_b_proj as _split_kv_b_proj
+from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 
 __all__ = []
@@ -70,5 +72,6 @@ __all__ += facts.__all__
 __all__ += index.__all__
 __all__ += indexer.__all__
 __all__ += norm.__all__
+__all__ += rope.__all__
 __all__ += planning.__all__
 __all__ += topk.__all__

@@ -1,4 +1,5 @@
-"""rope_table, fused_q_kv_rmsnorm and fused_inv_rope_fp8_quant (csrc/cpu/norm, csrc/cuda/norm)."""
+"""rope_table, fused_q_kv_rmsnorm and fused_inv_rope_fp8_quant (csrc/cpu/norm, csrc/cpu/rope and
+those of csrc/cuda)."""
 
 import itertools
 import math

@@ -258,7 +258,7 @@ def test_kernels_are_the_dispatch_rows():
 
 
 ROOMS = """
-    status.h cache.h index.h attention.h projection.h norm.h compressor.h topk.h
+    status.h cache.h index.h attention.h projection.h norm.h rope.h compressor.h topk.h
     indexer.h step.h
 """
 HEADERS = ["sparse_mla.h", *(f"sparse_mla/{room}" for room in ROOMS.split())]
@@ -313,7 +313,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     ours |= {".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
     names = "_declare", "attention", "cache", "compressor", "facts", "index"
-    names += "indexer", "norm", "planning", "projection", "topk"
+    names += "indexer", "norm", "planning", "projection", "rope", "topk"
     ours |= {f".ops.{name}" for name in names}
     ours |= {".v4", *(f".v4.{name}" for name in ("builder", "config", "facts", "layer"))}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}

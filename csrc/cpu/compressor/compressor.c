@@ -11,6 +11,7 @@
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 #include "cpu/norm/norm.h"
+#include "cpu/rope/rotate.h"
 
 enum { FLOATS_PER_LINE = 16 }; /* a cache line has 64 bytes */
 

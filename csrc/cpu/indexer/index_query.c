@@ -6,7 +6,7 @@
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"
-#include "cpu/norm/norm.h"
+#include "cpu/rope/rotate.h"
 
 enum { PARALLEL_HEADS = 256 }; /* fewer heads run on one thread */
 

@@ -23,7 +23,7 @@
 #include "core/numeric.h"
 #include "cpu/machine/quads.h"
 #include "cpu/norm/norm.h"
-#include "cpu/norm/rope.h"
+#include "cpu/rope/rope.h"
 
 enum {
     SUM_VECTORS = SMLA_NORM_SUMS / 8 / WIDTH, /* vectors with sums of eight neighbours */

@@ -9,6 +9,7 @@
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
+#include "cpu/rope/rotate.h"
 
 enum { PARALLEL_HEADS = 64 }; /* fewer heads run on one thread */
 

@@ -2,4 +2,4 @@
 #define SMLA_ROTATE     smla_rotate_base
 #define SMLA_SIMD_WIDTH 4
 
-#include "cpu/norm/rotate_kernel.h"
+#include "cpu/rope/rotate_kernel.h"

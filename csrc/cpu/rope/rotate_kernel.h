@@ -24,8 +24,8 @@
 
 #include "cpu/machine/bytes_avx2.h"
 #include "cpu/machine/quads.h"
-#include "cpu/norm/norm.h"
-#include "cpu/norm/rope.h"
+#include "cpu/rope/rope.h"
+#include "cpu/rope/rotate.h"
 
 enum {
     HEAD_DUOS = SMLA_V4_HEAD_DIM / DUO,

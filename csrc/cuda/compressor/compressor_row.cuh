@@ -5,7 +5,7 @@
 #include "cuda/cache/row_encoder.cuh"
 #include "cuda/compressor/partial_states.cuh"
 #include "cuda/norm/rms_norm.cuh"
-#include "cuda/norm/rope.cuh"
+#include "cuda/rope/rope.cuh"
 
 namespace {
 

@@ -24,10 +24,10 @@
 
 #include "core/params_indexer.h"
 #include "cuda/host/cuda.h"
-#include "cuda/norm/rope.cuh"
 #include "cuda/ptx/e2m1.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
+#include "cuda/rope/rope.cuh"
 
 namespace {
 

@@ -25,7 +25,7 @@
 #include "cuda/cache/cache_slots.cuh"
 #include "cuda/cache/row_encoder.cuh"
 #include "cuda/norm/rms_norm.cuh"
-#include "cuda/norm/rope.cuh"
+#include "cuda/rope/rope.cuh"
 
 namespace {
 

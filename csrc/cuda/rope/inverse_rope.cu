@@ -25,9 +25,9 @@
  */
 #include "core/params_norm.h"
 #include "cuda/host/cuda.h"
-#include "cuda/norm/rope.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
+#include "cuda/rope/rope.cuh"
 
 namespace {
 

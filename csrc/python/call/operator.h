@@ -119,6 +119,7 @@ extern const smla_py_operator smla_py_index_operators[];
 extern const smla_py_operator smla_py_topk_operators[];
 extern const smla_py_operator smla_py_indexer_operators[];
 extern const smla_py_operator smla_py_norm_operators[];
+extern const smla_py_operator smla_py_rope_operators[];
 extern const smla_py_operator smla_py_projection_operators[];
 extern const smla_py_operator smla_py_compressor_operators[];
 

@@ -12,9 +12,9 @@ const smla_py_operator *
 smla_py_find_operator(const char *name, size_t length)
 {
     static const smla_py_operator *const lists[] = {
-        smla_py_cache_operators,      smla_py_attention_operators,  smla_py_index_operators,
-        smla_py_topk_operators,       smla_py_indexer_operators,    smla_py_norm_operators,
-        smla_py_compressor_operators, smla_py_projection_operators,
+        smla_py_cache_operators, smla_py_attention_operators,  smla_py_index_operators,
+        smla_py_topk_operators,  smla_py_indexer_operators,    smla_py_norm_operators,
+        smla_py_rope_operators,  smla_py_compressor_operators, smla_py_projection_operators,
     };
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {

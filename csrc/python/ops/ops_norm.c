@@ -1,4 +1,4 @@
-/* ops_norm.c: norms and RoPE around DeepSeek V4's attention. */
+/* ops_norm.c: norms around DeepSeek V4's attention. */
 #include "core/params_norm.h"
 #include "python/call/operator.h"
 
@@ -69,68 +69,6 @@ static const smla_py_result_row qnorm_results[] = {
 
 static const smla_py_limit qnorm_limits[] = {{SMLA_PY_LIMIT_NDIM, QNORM_Q, 3, 3}};
 
-/* ---- Inverse RoPE -------------------------------------------------------------------------- */
-
-SMLA_PY_COMPUTE(fused_inv_rope_fp8_quant)
-
-enum { INVERSE_O, INVERSE_OUT = 3, INVERSE_SCALE, INVERSE_GROUPS, INVERSE_LAYOUT };
-
-static const smla_py_param inverse_params[] = {
-    [INVERSE_O] = {"o", SMLA_PY_INPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, o)},
-    {"positions", SMLA_PY_INPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, positions)},
-    {"cos_sin", SMLA_PY_INPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, cos_sin)},
-    [INVERSE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_fused_inv_rope_fp8_quant_args, out)},
-    [INVERSE_SCALE] = {"out_scale", SMLA_PY_ASKED_OUTPUT,
-                       offsetof(smla_fused_inv_rope_fp8_quant_args, out_scale)},
-    [INVERSE_GROUPS] = {"groups", SMLA_PY_INT,
-                        offsetof(smla_fused_inv_rope_fp8_quant_args, groups)},
-    [INVERSE_LAYOUT] = {"scale_layout", SMLA_PY_SCALES,
-                        offsetof(smla_fused_inv_rope_fp8_quant_args, scale_layout)},
-    {"quantize", SMLA_PY_ASK, 0},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_fused_inv_rope_fp8_quant_args, stream)},
-};
-
-/* The storage of out is [G, T, values], that of the scales [G, columns, T rounded up]: a group is
- * an operand of a matrix product, and its scales are read by columns. */
-#define INVERSE_STORAGE       {.order = {1, 0, 2}, .multiple = 1}
-#define INVERSE_SCALE_STORAGE {.order = {2, 0, 1}, .multiple = SMLA_SCALE_ROW_ALIGN}
-/* A group's dimension, with so many values or scales per head. */
-#define INVERSE_GROUP(per_head)                                         \
-    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_SIZE_OF, INVERSE_O, 1),          \
-     SMLA_PY_STEP(SMLA_PY_DIVIDE, SMLA_PY_VALUE_OF, INVERSE_GROUPS, 0), \
-     SMLA_PY_STEP(SMLA_PY_MULTIPLY, SMLA_PY_CONSTANT, 0, per_head)}
-
-static const smla_py_result_row inverse_results[] = {
-    {.result = INVERSE_OUT,
-     .when = {.kind = SMLA_PY_IF_ASKED},
-     .dtype = SMLA_PY_MAKES_E4M3,
-     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
-              INVERSE_GROUP(SMLA_V4_HEAD_DIM)},
-     .storage = INVERSE_STORAGE},
-    {.result = INVERSE_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
-              INVERSE_GROUP(SMLA_V4_HEAD_DIM)},
-     .storage = INVERSE_STORAGE},
-    {.result = INVERSE_SCALE,
-     .when = {SMLA_PY_IF_SCALES, INVERSE_LAYOUT, SMLA_SCALES_UE8M0X4},
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS), INVERSE_GROUP(1)},
-     .storage = INVERSE_SCALE_STORAGE},
-    {.result = INVERSE_SCALE,
-     .when = {SMLA_PY_IF_SCALES, INVERSE_LAYOUT, SMLA_SCALES_FP32},
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(INVERSE_O, 0), SMLA_PY_VALUE(INVERSE_GROUPS),
-              INVERSE_GROUP(SMLA_OUTPUT_SCALES)},
-     .storage = INVERSE_SCALE_STORAGE},
-};
-
-static const smla_py_limit inverse_limits[] = {
-    {SMLA_PY_LIMIT_NDIM, INVERSE_O, 3, 3},
-    {SMLA_PY_LIMIT_HEADS, INVERSE_O, 1, SMLA_MAX_HEADS},
-    {SMLA_PY_LIMIT_VALUE, INVERSE_GROUPS, 1, SMLA_MAX_HEADS},
-};
-
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_norm_operators[] = {
@@ -145,11 +83,5 @@ const smla_py_operator smla_py_norm_operators[] = {
      .writes_first = writes_queries,
      SMLA_PY_RESULTS(qnorm_results),
      SMLA_PY_LIMITS(qnorm_limits)},
-    {.name = "fused_inv_rope_fp8_quant",
-     SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
-                   smla_fused_inv_rope_fp8_quant_args),
-     .compute = compute_fused_inv_rope_fp8_quant,
-     SMLA_PY_RESULTS(inverse_results),
-     SMLA_PY_LIMITS(inverse_limits)},
     {.name = NULL},
 };

@@ -1,0 +1,42 @@
+/* rope.h: RoPE of what attention returns. The conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_ROPE_H
+#define SPARSE_MLA_ROPE_H
+
+#include "sparse_mla/cache.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How the scales of 128 values each are stored. They are powers of two. */
+typedef enum smla_scale_layout {
+    SMLA_SCALES_INFER = 0,   /* the dtype of the array decides */
+    SMLA_SCALES_FP32 = 1,    /* one fp32 per scale */
+    SMLA_SCALES_UE8M0X4 = 2, /* four exponents (2^(e - 127)) per int32, the first in its low byte */
+} smla_scale_layout;
+
+/* Turns the last 64 values of every head back to position 0, then quantises all 512: per 128 values
+ * the scale is the smallest power of two with 448 scale >= max(amax, 1e-10), and a byte is
+ * e4m3(x / scale). A bad position is an error on the CPU; CUDA does not turn that token. Rows of
+ * out_scale from T on, up to the next multiple of 4, become 0. */
+typedef struct smla_fused_inv_rope_fp8_quant_args {
+    size_t struct_size;
+    const DLTensor *o;         /* [T, H, 512] bf16 */
+    const DLTensor *positions; /* [>= T] int64 | int32 */
+    const DLTensor *cos_sin;   /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *out;       /* out [T, G, H / G * 512] e4m3 | uint8; bf16 without out_scale */
+    const DLTensor *out_scale; /* out [>= T, G, H / G * 4] fp32 | [>= T, G, H / G] int32; optional:
+                                * without it the turned values are rounded to bf16 */
+    int64_t groups;            /* G, which divides H */
+    int32_t scale_layout;      /* smla_scale_layout */
+    void *stream;
+} smla_fused_inv_rope_fp8_quant_args;
+
+SMLA_API smla_status smla_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *args,
+                                                   smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_ROPE_H */

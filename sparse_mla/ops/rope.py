@@ -1,0 +1,287 @@
+"""RoPE: tables of angles, and the rotation of what attention returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from sparse_mla import _C
+from sparse_mla._types import Like, Result, ScaleLayout, overload
+from sparse_mla.ops._declare import Array, Stream, operator
+
+__all__ = [
+    "fused_inv_rope_fp8_quant",
+    "rope_table",
+]
+
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}  # defaults
+BLOCK = 1 << 14  # positions that are computed at a time
+
+
+def rope_table(
+    max_pos: int | None = None,
+    R: int = 64,
+    base: float = 10000.0,
+    yarn: Mapping[str, float] | None = None,
+    *,
+    fp32_angles: bool = False,
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The cosines and sines of RoPE for positions 0 to max_pos - 1.
+
+    Pair i turns by the angle t * f_i at position t, with f_i = base**(-2 i / R). YaRN slows down
+    the pairs that turn less than `beta_fast` times in `orig_max_pos` positions: those that turn
+    less than `beta_slow` times by `factor`, those between in part. It also multiplies the table by
+    g(factor, mscale) / g(factor, mscale_all_dim), where g(s, a) = 0.1 a ln(s) + 1.
+
+    Parameters
+    ----------
+    max_pos : int, optional
+        The number of positions. None means `orig_max_pos * factor` of `yarn`.
+    R : int
+        Values that RoPE turns, an even number.
+    base : float
+    yarn : dict, optional
+        {"factor", "orig_max_pos"} and, where they differ, {"beta_fast": 32, "beta_slow": 1,
+        "mscale": 1, "mscale_all_dim": 0}.
+    fp32_angles : bool
+        DeepSeek V4's table: f_i is rounded to fp32, the angle is an fp32 product, and YaRN does not
+        multiply the table. Otherwise angles are fp64.
+
+    Returns
+    -------
+    NumPy array [max_pos, R] fp32: R / 2 cosines, then R / 2 sines, each rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An option that is no number, an odd R, a `base` of 1 or less, a `factor` below 1, a key that
+        `yarn` does not have, neither `max_pos` nor `yarn`.
+
+    Source: YaRN (arXiv:2309.00071), with the names of DeepSeek's configurations.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> [round(float(x), 6) for x in sparse_mla.rope_table(2, R=4)[1]]
+    [0.540302, 0.99995, 0.841471, 0.01]
+    """
+    size = _number("R", R, int)
+    if size < 2 or size % 2 != 0:
+        raise ValueError(f"rope_table: `R` must be even and at least 2, got {R}")
+    if not 1 < _number("base", base, float) < math.inf:
+        raise ValueError(f"rope_table: `base` must be finite and above 1, got {base}")
+    scaling = None if yarn is None else _read_yarn(yarn)
+    if max_pos is None:
+        if scaling is None:
+            raise ValueError("rope_table: `max_pos` must be given without `yarn`, got None")
+        max_pos = round(scaling["orig_max_pos"] * scaling["factor"])
+    if not 0 <= _number("max_pos", max_pos, int) < 2**31:
+        raise ValueError(f"rope_table: `max_pos` must be 0 to {2**31 - 1}, got {max_pos}")
+    return _C.call_exactly(lambda: _compute_table(max_pos, size, float(base), scaling, fp32_angles))
+
+
+def _compute_table(
+    max_pos: int, size: int, base: float, scaling: dict[str, float] | None, fp32_angles: bool
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    frequencies = base ** (-np.arange(0, size, 2) / size)
+    magnitude = 1.0
+    if scaling is not None:
+        frequencies = _slow_down(frequencies, base, scaling)
+        if not fp32_angles:
+            magnitude = _magnitude(scaling, "mscale") / _magnitude(scaling, "mscale_all_dim")
+    angle_type = np.float32 if fp32_angles else np.float64
+    table = np.empty((max_pos, size), np.float32)
+    for start in range(0, max_pos, BLOCK):
+        rows = table[start : start + BLOCK]
+        positions = np.arange(start, start + len(rows)).astype(angle_type)
+        angles = np.multiply.outer(positions, frequencies.astype(angle_type)).astype(np.float64)
+        rows[:, : size // 2] = magnitude * np.cos(angles)
+        rows[:, size // 2 :] = magnitude * np.sin(angles)
+    return table
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    """`value`, if it is a number of this kind; a bool is none."""
+    good = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, good):
+        wanted = "an int" if kind is int else "a number"
+        raise TypeError(f"rope_table: `{name}` must be {wanted}, got {type(value).__name__}")
+    return value
+
+
+def _read_yarn(yarn: Mapping[str, float]) -> dict[str, float]:
+    """YaRN's numbers, with the defaults of those that are left out."""
+    if not isinstance(yarn, Mapping):
+        raise TypeError(f"rope_table: `yarn` must be None or a dict, got {type(yarn).__name__}")
+    known = ("factor", "orig_max_pos", *YARN)
+    for key in yarn:
+        if key not in known:
+            raise ValueError(f"rope_table: `yarn` must have keys of {', '.join(known)}, got {key}")
+    for key in known[:2]:
+        if key not in yarn:
+            raise ValueError(f"rope_table: `yarn` must have the key {key}, got {sorted(yarn)}")
+    scaling = YARN | {key: float(_number(f"yarn[{key!r}]", yarn[key], float)) for key in yarn}
+    limits = {"factor": 1.0, "orig_max_pos": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+    for key, value in scaling.items():
+        least = limits.get(key)
+        good = value > 0 if least is None else value >= least
+        if not (good and math.isfinite(value)):
+            rule = "positive" if least is None else f"at least {least:g}"
+            raise ValueError(
+                f"rope_table: `yarn[{key!r}]` must be finite and {rule}, got {value:g}"
+            )
+    return scaling
+
+
+def _slow_down(frequencies: Any, base: float, yarn: Mapping[str, float]) -> Any:
+    """YaRN's frequencies."""
+    size = 2 * len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns this often in `orig_max_pos` positions, as a real number."""
+        return size * math.log(yarn["orig_max_pos"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(pair_of(yarn["beta_fast"])), 0)
+    high = float(min(math.ceil(pair_of(yarn["beta_slow"])), size - 1))
+    high += 0.001 if high == low else 0.0
+    ramp = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
+    return frequencies / yarn["factor"] * ramp + frequencies * (1 - ramp)
+
+
+def _magnitude(yarn: Mapping[str, float], key: str) -> float:
+    factor = yarn["factor"]
+    return 1.0 if factor <= 1 else 0.1 * yarn[key] * math.log(factor) + 1.0
+
+
+@overload
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: Literal[True] = True,
+    out: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: Literal[False],
+    out: Array | None = None,
+    out_scale: None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: bool = True,
+    out: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]: ...
+@operator
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: bool = True,
+    out: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]:
+    """Turn the output of attention back to position 0 and quantise it for the output projection.
+
+    The last 64 values of every head are pairs (2i, 2i + 1), which turn by the negative angles of
+    the token's position: (a, b) -> (a cos + b sin, b cos - a sin), each product rounded to fp32,
+    then the sum. Per 128 of a head's 512 values, without a rounding before it::
+
+        scale = the smallest power of two with 448 * scale >= max(amax, 1e-10)
+        out = e4m3(x / scale)
+
+    NaN is left out of amax, and an infinity counts as FLT_MAX. A turned value that is NaN is
+    positive. All devices give the same bytes.
+
+    Parameters
+    ----------
+    o : [T, H, 512] bf16
+        Tokens and heads any stride apart: H may be a slice of more heads.
+    positions : [>= T] int64 or int32
+        A position that `cos_sin` lacks is a ValueError on the CPU. CUDA does not turn that token.
+    cos_sin : [max_pos, 64] fp32
+        32 cosines, then 32 sines: `rope_table`.
+    groups : int
+        G, which divides H. Group g has heads g * H / G and on.
+    scale_layout : "fp32" or "ue8m0x4"
+        "ue8m0x4" packs the exponents (scale = 2**(e - 127)) of a head's four scales into an int32,
+        the first into its low byte.
+    quantize : bool
+        False gives `out` as bf16, rounded once, and no scales, unless `out_scale` is given.
+    out : [T, G, H / G * 512] float8_e4m3fn, uint8, or without scales bf16, optional
+    out_scale : [>= T, G, H / G * 4] fp32, or [>= T, G, H / G] int32 for "ue8m0x4", optional
+        Any positive strides. Rows from T on, up to the next multiple of 4, become 0.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, out_scale), or out without quantisation. A new `out` is stored as [G, T, values], and a
+    new `out_scale` as [G, columns, T rounded up to 4], whose columns from T on are 0. JAX's arrays
+    are contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        `groups` that do not divide H, H outside 1 to 128, a position outside the table (CPU).
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's fused_inv_rope_fp8_quant; DeepGEMM, for the order of the scales.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> o, table = np.ones((3, 4, 512), ml_dtypes.bfloat16), sparse_mla.rope_table(8)
+    >>> positions = np.array([0, 5, 7])
+    >>> out, scale = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, groups=2)
+    >>> out.shape, scale.shape, scale.strides, scale[0, 0, 0].item()
+    ((3, 2, 1024), (3, 2, 8), (4, 128, 16), 0.00390625)
+
+    PyTorch
+    -------
+    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> o, table = torch.ones(3, 4, 512).bfloat16(), torch.from_numpy(sparse_mla.rope_table(8))
+    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, torch.tensor([0, 5, 7]), table, groups=2)
+    >>> out.shape, scale.stride(), scale[0, 0, 0].item()
+    (torch.Size([3, 2, 1024]), (1, 32, 4), 0.00390625)
+
+    JAX
+    ---
+    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> o, table = jnp.ones((3, 4, 512), jnp.bfloat16), jnp.asarray(sparse_mla.rope_table(8))
+    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, jnp.array([0, 5, 7]), table, groups=2)
+    >>> out.shape, scale.shape, scale[0, 0, 0].item()
+    ((3, 2, 1024), (3, 2, 8), 0.00390625)
+    """
