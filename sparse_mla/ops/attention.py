@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from sparse_mla import _C
 from sparse_mla._types import KvFormat, Like, Result, overload
@@ -16,32 +16,39 @@ __all__ = [
 ]
 
 
+class _AttentionOptions(TypedDict, total=False):
+    """The keywords of sparse_attention that its overloads share. tests/test_typing.py compares them
+    with the declaration."""
+
+    softmax_scale: Required[float]
+    topk_length: Array | None
+    attn_sink: Array | None
+    extra_kv: Array | None
+    extra_indices: Array | None
+    extra_topk_length: Array | None
+    q_scale: float | Array
+    kv_scale: float | Array
+    extra_kv_scale: float | Array
+    num_splits: int
+    kv_format: KvFormat | None
+    extra_kv_format: KvFormat | None
+    block_size: int | None
+    extra_block_size: int | None
+    out: Array | None
+    lse: Array | None
+    workspace: Array | None
+    stream: Stream
+
+
 @overload
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
     kv: Array,
     indices: Array,
     *,
-    softmax_scale: float,
-    topk_length: Array | None = None,
-    attn_sink: Array | None = None,
-    extra_kv: Array | None = None,
-    extra_indices: Array | None = None,
-    extra_topk_length: Array | None = None,
-    q_scale: float | Array = 1.0,
-    kv_scale: float | Array = 1.0,
-    extra_kv_scale: float | Array = 1.0,
-    num_splits: int = 0,
-    kv_format: KvFormat | None = None,
-    extra_kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    extra_block_size: int | None = None,
     return_max_logits: Literal[False] = False,
-    out: Array | None = None,
-    lse: Array | None = None,
     max_logits: None = None,
-    workspace: Array | None = None,
-    stream: Stream = None,
+    **options: Unpack[_AttentionOptions],
 ) -> tuple[Result, Result]: ...
 @overload
 def sparse_attention(
@@ -49,26 +56,9 @@ def sparse_attention(
     kv: Array,
     indices: Array,
     *,
-    softmax_scale: float,
-    topk_length: Array | None = None,
-    attn_sink: Array | None = None,
-    extra_kv: Array | None = None,
-    extra_indices: Array | None = None,
-    extra_topk_length: Array | None = None,
-    q_scale: float | Array = 1.0,
-    kv_scale: float | Array = 1.0,
-    extra_kv_scale: float | Array = 1.0,
-    num_splits: int = 0,
-    kv_format: KvFormat | None = None,
-    extra_kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    extra_block_size: int | None = None,
     return_max_logits: Literal[True],
-    out: Array | None = None,
-    lse: Array | None = None,
     max_logits: Array | None = None,
-    workspace: Array | None = None,
-    stream: Stream = None,
+    **options: Unpack[_AttentionOptions],
 ) -> tuple[Result, Result, Result]: ...
 @overload
 def sparse_attention(
@@ -76,26 +66,9 @@ def sparse_attention(
     kv: Array,
     indices: Array,
     *,
-    softmax_scale: float,
-    topk_length: Array | None = None,
-    attn_sink: Array | None = None,
-    extra_kv: Array | None = None,
-    extra_indices: Array | None = None,
-    extra_topk_length: Array | None = None,
-    q_scale: float | Array = 1.0,
-    kv_scale: float | Array = 1.0,
-    extra_kv_scale: float | Array = 1.0,
-    num_splits: int = 0,
-    kv_format: KvFormat | None = None,
-    extra_kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    extra_block_size: int | None = None,
     return_max_logits: bool = False,
-    out: Array | None = None,
-    lse: Array | None = None,
     max_logits: Array | None = None,
-    workspace: Array | None = None,
-    stream: Stream = None,
+    **options: Unpack[_AttentionOptions],
 ) -> tuple[Result, ...]: ...
 @operator
 def sparse_attention(

@@ -8,6 +8,7 @@ import tracemalloc
 
 import cases
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from dlpack_producer import CUDA, READ_ONLY, Consumed, Producer, assert_returned
@@ -28,12 +29,12 @@ def has_gpu() -> bool:
 
 
 def expected() -> list[np.ndarray]:
-    return [np.array(x) for x in cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
+    return [np.array(x) for x in operators.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
 
 
 def with_producer(name, op="sparse_attention", **options):
     """A good call whose argument `name` comes from a hand-made producer."""
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     producer = Producer(call.get(name), **options)
     call.set(name, producer)
     return call, producer
@@ -98,7 +99,7 @@ def test_null_strides_mean_compact(name, versioned):
 
 def test_strides_are_honoured():
     want = expected()
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     wide = np.zeros((3, 8, 600), ref.BF16)
     wide[:, ::2, 10:586] = call.args["q"]
     producer = call.args["q"] = Producer(wide[:, ::2, 10:586])
@@ -174,7 +175,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_tensors_are_given_back(name):
     argument, options, error = REFUSED[name]
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     before = {n: x.copy() for n, x in call.arrays().items()}
     producer = Producer(call.get(argument), **options)
     call.set(argument, producer)
@@ -202,7 +203,7 @@ def test_refused_tensors_are_given_back(name):
     ],
 )
 def test_a_refused_dtype_is_named(code, bits, name):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     producer = Producer(call.get("indices"), fields={"code": code, "bits": bits})
     call.set("indices", producer)
     with pytest.raises(TypeError, match=rf"`indices` must be int32, got {name}\b(?!.*code)"):
@@ -211,7 +212,7 @@ def test_a_refused_dtype_is_named(code, bits, name):
 
 @pytest.mark.parametrize(("offset", "text"), [(1, "1 byte off"), (3, "3 bytes off")])
 def test_a_misaligned_address_is_told_in_bytes(offset, text):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.set("indices", Producer(call.get("indices"), fields={"byte_offset": offset}))
     with pytest.raises(ValueError, match=f"aligned to 4 bytes, got an address that is {text}$"):
         call.run(sparse_mla)
@@ -220,7 +221,7 @@ def test_a_misaligned_address_is_told_in_bytes(offset, text):
 @pytest.mark.skipif(has_gpu(), reason="a GPU would run on this pointer")
 def test_a_device_that_this_build_lacks():
     """All arrays are on cuda:0, without backend or GPU: RuntimeError, all tensors given back."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     producers = [Producer(x, device=(CUDA, 0)) for x in call.arrays().values()]
     for name, producer in zip(call.arrays(), producers, strict=True):
         call.set(name, producer)
@@ -239,7 +240,7 @@ def test_read_only_inputs_are_fine():
 
 @pytest.mark.parametrize("versioned", [True, False])
 def test_a_consumed_capsule_is_refused(versioned):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     producer = call.args["q"] = Consumed(call.args["q"], versioned=versioned)
     with pytest.raises(BufferError, match=r"sparse_attention: `q` "):
         call.run(sparse_mla)
@@ -263,7 +264,7 @@ class Strange:
 
 @pytest.mark.parametrize("result", [None, 3, b"dltensor", np.zeros(3)], ids=lambda x: str(type(x)))
 def test_dlpack_that_gives_no_capsule(result):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.args["q"] = Strange(result)
     with pytest.raises((TypeError, BufferError), match=r"sparse_attention: `q` "):
         call.run(sparse_mla)
@@ -272,14 +273,14 @@ def test_dlpack_that_gives_no_capsule(result):
 @pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, MemoryError])
 def test_dlpack_that_raises(error):
     """The producer's error passes, or becomes a BufferError about the argument, with its text."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.args["q"] = Strange(error("the moon is full"))
     with pytest.raises((BufferError, error), match=r"the moon is full"):
         call.run(sparse_mla)
 
 
 def test_interrupts_pass_through():
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
 
     class Interrupted(Strange):
         def __dlpack__(self, **_):
@@ -293,7 +294,7 @@ def test_interrupts_pass_through():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_device_that_raises(error):
     """An interrupt passes through. After another error the device is taken from the capsule."""
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     want = call.run(sparse_mla)
 
     class Nowhere(Producer):
@@ -313,7 +314,7 @@ def test_a_device_that_raises(error):
 @pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
 def test_every_argument_is_given_back_when_one_is_bad(bad):
     """Arguments come from producers and one has a wrong rank: each deleter runs exactly once."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     producers = {}
     for name, x in call.arrays().items():
         producers[name] = Producer(x[..., None] if name == bad else x)
@@ -325,12 +326,12 @@ def test_every_argument_is_given_back_when_one_is_bad(bad):
     assert producers[bad].consumed >= 1
 
 
-@pytest.mark.parametrize("op", list(cases.GOOD_CALLS))
+@pytest.mark.parametrize("op", list(operators.GOOD_CALLS))
 def test_every_operator_gives_everything_back(op):
-    want = cases.GOOD_CALLS[op]()
+    want = operators.GOOD_CALLS[op]()
     result = want.run(sparse_mla)
     result = result if isinstance(result, tuple) else (result,)
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     producers = {name: Producer(x) for name, x in call.arrays().items()}
     for name, producer in producers.items():
         call.set(name, producer)

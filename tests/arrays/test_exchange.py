@@ -8,6 +8,7 @@ import sys
 
 import cases
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from helpers import (
@@ -45,22 +46,22 @@ def test_attention_gives_the_same_bits(framework, name):
 
 def moved(call, framework):
     """The call with every input array moved, and without output arrays that can be left out."""
-    for name in cases.RESULTS:
-        if call.op not in cases.WRITTEN:
+    for name in operators.RESULTS:
+        if call.op not in operators.WRITTEN:
             call.kwargs.pop(name, None)
     for name in call.arrays():
         call.set(name, framework.put(call.get(name)))
     return call
 
 
-RETURNING = [op for op in cases.GOOD_CALLS if op not in cases.WRITTEN]
+RETURNING = [op for op in operators.GOOD_CALLS if op not in operators.WRITTEN]
 
 
 @each_framework
 @pytest.mark.parametrize("op", RETURNING)
 def test_operators_give_the_same_bits(framework, op):
-    want = moved(cases.GOOD_CALLS[op](), find_framework("numpy")).run(sparse_mla)
-    got = moved(cases.GOOD_CALLS[op](), framework).run(sparse_mla)
+    want = moved(operators.GOOD_CALLS[op](), find_framework("numpy")).run(sparse_mla)
+    got = moved(operators.GOOD_CALLS[op](), framework).run(sparse_mla)
     single = not isinstance(want, tuple)
     for result, array in zip(*(((x,) if single else x) for x in (got, want)), strict=True):
         if np.ndim(array):
@@ -74,13 +75,13 @@ WRITABLE = [name for name in ALL_FRAMEWORKS if name.values[0] != "jax"]
 @pytest.mark.parametrize("framework", WRITABLE, indirect=True)
 @pytest.mark.parametrize(
     "op",
-    [*cases.WRITTEN, "sparse_attention", "fused_inv_rope_fp8_quant"],
+    [*operators.WRITTEN, "sparse_attention", "fused_inv_rope_fp8_quant"],
 )
 def test_outputs_are_written_in_place(framework, op):
     """The same object comes back at the same address, and its memory holds the result."""
-    call, plain = cases.GOOD_CALLS[op](), cases.GOOD_CALLS[op]()
+    call, plain = operators.GOOD_CALLS[op](), operators.GOOD_CALLS[op]()
     plain.run(sparse_mla)
-    names = cases.given_results(call)
+    names = operators.given_results(call)
     for name in call.arrays():
         call.set(name, framework.put(call.get(name)))
     outputs = [call.get(name) for name in names]
@@ -220,7 +221,7 @@ def test_a_jax_array_over_two_devices_is_no_array(jax):
 @pytest.mark.jax
 def test_a_jax_write_is_refused_and_leaves_the_array(jax):
     """The cache is an output of the cache write, so it cannot be an immutable array."""
-    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    call = operators.GOOD_CALLS["concat_and_cache_mla"]()
     cache = jax.numpy.zeros((3, 4, 656), jax.numpy.uint8)
     call.args["kv_cache"] = cache
     with pytest.raises(BufferError, match=r"concat_and_cache_mla: `kv_cache` .*jax"):
@@ -267,7 +268,7 @@ def test_a_type_that_two_calls_meet_at_once_is_remembered_once():
 @pytest.mark.jax
 @pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
 def test_jax_output(jax, name):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.kwargs[name] = jax.numpy.array(call.kwargs[name])
     with pytest.raises(BufferError, match=f"sparse_attention: `{name}` .*jax"):
         call.run(sparse_mla)
@@ -297,7 +298,7 @@ def test_jax_tracer_gets_a_helping_text(jax):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["q", "out", "lse"])
 def test_requires_grad(torch, name):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     put = find_framework("torch").put
     for each in call.arrays():
         call.set(each, put(call.get(each)))
@@ -312,8 +313,8 @@ def test_requires_grad(torch, name):
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_parameters_are_taken_while_gradients_are_off(torch, mode):
     put = find_framework("torch").put
-    want = moved(cases.GOOD_CALLS["k_up_proj"](), find_framework("torch")).run(sparse_mla)
-    call = cases.GOOD_CALLS["k_up_proj"]()
+    want = moved(operators.GOOD_CALLS["k_up_proj"](), find_framework("torch")).run(sparse_mla)
+    call = operators.GOOD_CALLS["k_up_proj"]()
     for name in call.arrays():
         call.set(name, torch.nn.Parameter(put(call.get(name))))
     with getattr(torch, mode)():
@@ -324,7 +325,7 @@ def test_parameters_are_taken_while_gradients_are_off(torch, mode):
 
 
 def attention_in_torch():
-    call = moved(cases.GOOD_CALLS["sparse_attention"](), find_framework("torch"))
+    call = moved(operators.GOOD_CALLS["sparse_attention"](), find_framework("torch"))
     q, kv, indices = (call.args[name] for name in ("q", "kv", "indices"))
     return lambda *arrays: sparse_mla.sparse_attention(*arrays, softmax_scale=0.1), (q, kv, indices)
 
@@ -492,7 +493,7 @@ def test_no_mark_before_dynamo():
 
 @pytest.mark.parametrize("name", ["q", "indices", "out"])
 def test_masked_arrays_are_refused(name):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.set(name, np.ma.masked_array(call.get(name)))
     with pytest.raises(TypeError, match=rf"`{name}` must be an array without a mask, .*filled"):
         call.run(sparse_mla)
@@ -559,7 +560,7 @@ def test_other_dtypes_are_refused(dtype):
 
 @pytest.mark.torch
 def test_torch_sparse_and_conj_are_refused(torch):
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.args["lse_a"] = torch.zeros(3, 4).to_sparse()
     with pytest.raises((BufferError, TypeError), match=r"merge_attn_states: `lse_a`"):
         call.run(sparse_mla)
@@ -571,7 +572,7 @@ def test_torch_sparse_and_conj_are_refused(torch):
 )
 def test_torch_imaginary_parts_of_a_conjugate_are_refused(torch, view):
     """Memory holds the values of such a view with the opposite sign."""
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.args["lse_a"] = view(torch.zeros(3, 4, dtype=torch.complex64).conj().imag)
     assert call.args["lse_a"].is_neg()
     with pytest.raises(BufferError, match=r"merge_attn_states: `lse_a` .* the negative bit"):
@@ -579,12 +580,12 @@ def test_torch_imaginary_parts_of_a_conjugate_are_refused(torch, view):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_the_negative_bit_is_refused_in_every_array(torch, op):
     """Whatever its dtype and strides: an input, an output, a part of a pair."""
     framework = find_framework("torch")
-    for name in cases.GOOD_CALLS[op]().arrays():
-        call = cases.GOOD_CALLS[op]()
+    for name in operators.GOOD_CALLS[op]().arrays():
+        call = operators.GOOD_CALLS[op]()
         for other in call.arrays():
             call.set(other, framework.put(call.get(other)))
         plain = call.get(name)
@@ -610,7 +611,7 @@ def test_the_negative_bit_of_every_dtype(torch, dtype, rank):
     """Of every rank, of a parameter, of a subclass, of a tensor made in inference mode, of one
     without elements, of a part and of a detached tensor. The same without the bit passes: its shape
     is refused then."""
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     subclass = type("Subclass", (torch.Tensor,), {})
     with torch.inference_mode():
         inferred = torch.zeros((2,) * rank).to(getattr(torch, dtype))
@@ -636,7 +637,7 @@ def test_the_negative_bit_of_every_dtype(torch, dtype, rank):
 def test_the_negative_bit_without_the_exchange_api(torch):
     """A tensor that comes through __dlpack__, as those of older versions do."""
     old = type("Old", (torch.Tensor,), {"__dlpack_c_exchange_api__": None, "__module__": "torch"})
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     plain = torch.zeros(3, 4).as_subclass(old)
     call.args["lse_a"] = plain
     call.run(sparse_mla)
@@ -657,7 +658,7 @@ def test_tensors_without_plain_memory_are_refused(torch, kind):
         "quantized": lambda: torch.quantize_per_tensor(plain, 0.5, 0, torch.qint8),
         "sparse": lambda: plain.to_sparse_csr(),
     }[kind]()
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.args["lse_a"] = tensor
     with pytest.raises((BufferError, TypeError, ValueError), match="merge_attn_states: `lse_a`"):
         call.run(sparse_mla)
@@ -696,14 +697,14 @@ def test_the_negative_bit_is_refused_by_the_drop_in(torch, negative):
 
 @pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
 def test_read_only_numpy_output(name):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.kwargs[name].flags.writeable = False
     with pytest.raises(BufferError, match=f"sparse_attention: `{name}` .*(read-only|writ)"):
         call.run(sparse_mla)
 
 
 def test_read_only_numpy_cache():
-    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    call = operators.GOOD_CALLS["concat_and_cache_mla"]()
     call.args["kv_cache"].flags.writeable = False
     with pytest.raises(BufferError, match=r"concat_and_cache_mla: `kv_cache`"):
         call.run(sparse_mla)
@@ -711,7 +712,7 @@ def test_read_only_numpy_cache():
 
 
 def test_read_only_numpy_inputs_are_fine():
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     want = [np.array(x) for x in call.run(sparse_mla)]
     for name, x in call.arrays().items():
         if name not in ("out", "lse", "max_logits"):
@@ -723,7 +724,7 @@ def test_read_only_numpy_inputs_are_fine():
 @pytest.mark.parametrize("name", ["indices", "topk_length", "attn_sink", "lse"])
 def test_foreign_byte_order(name):
     """A big-endian array has the wrong dtype; its bytes are not read as if they were native."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.set(name, call.get(name).astype(call.get(name).dtype.newbyteorder(">")))
     with pytest.raises((TypeError, BufferError), match=f"sparse_attention: `{name}` "):
         call.run(sparse_mla)
@@ -731,7 +732,7 @@ def test_foreign_byte_order(name):
 
 def test_numpy_subclasses_and_masked_memory():
     """Objects of a subclass of ndarray are arrays; object arrays are not."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     want = [np.array(x) for x in call.run(sparse_mla)]
 
     class Mine(np.ndarray):
@@ -746,7 +747,7 @@ def test_numpy_subclasses_and_masked_memory():
 
 
 def test_uint16_is_never_silently_bf16():
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.args["q"] = call.args["q"].view(np.uint16)
     with pytest.raises(TypeError, match=r"sparse_attention: `q` must .*, got .*uint16"):
         call.run(sparse_mla)
@@ -779,7 +780,7 @@ def resident_peak() -> int:
 
 def test_inputs_are_not_kept():
     """After the call nothing refers to the arguments; results have their own memory."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     for name in ("out", "lse", "max_logits"):
         del call.kwargs[name]
     out, _, _ = call.run(sparse_mla)
@@ -793,7 +794,7 @@ def test_inputs_are_not_kept():
 
 def test_outputs_that_overlap_are_refused():
     """out over q, lse over max_logits: one clear error, nothing written."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     buffer = Guarded((3, 4, 576), ref.BF16)
     buffer.array[...] = call.args["q"]
     call.args["q"], call.kwargs["out"] = buffer.array, buffer.array[..., :512]
@@ -801,7 +802,7 @@ def test_outputs_that_overlap_are_refused():
     with pytest.raises(ValueError, match=r"sparse_attention: `out` must .*, got"):
         call.run(sparse_mla)
     assert_same_bits(buffer.storage, before)
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.kwargs["max_logits"] = call.kwargs["lse"]
     with pytest.raises(ValueError, match=r"sparse_attention: `lse` must .*`max_logits`"):
         call.run(sparse_mla)

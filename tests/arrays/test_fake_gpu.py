@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import cases
 import engine
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import test_v4_attend as attend
@@ -988,11 +989,11 @@ def test_the_device_that_is_not_there(package, gpu):
 # --- every operator ------------------------------------------------------------------------------
 
 
-def moved(op: str, put) -> cases.Call:
+def moved(op: str, put) -> operators.Call:
     """A call without the outputs that can be left out, with its arrays moved by `put`."""
-    call = cases.GOOD_CALLS[op]()
-    for name in cases.RESULTS:
-        if op not in cases.WRITTEN:
+    call = operators.GOOD_CALLS[op]()
+    for name in operators.RESULTS:
+        if op not in operators.WRITTEN:
             call.kwargs.pop(name, None)
     if op == "sparse_attention":
         call.kwargs["num_splits"] = 3
@@ -1005,7 +1006,7 @@ def in_a_tuple(results) -> tuple:
     return results if isinstance(results, tuple) else (results,)
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_operators(package, gpu, op):
     """Results have the CPU's bits, because the fake GPUs run the CPU's kernels."""
     want = in_a_tuple(moved(op, np.asarray).run(sparse_mla))
@@ -1017,7 +1018,7 @@ def test_operators(package, gpu, op):
         assert_same_bits(x.array if isinstance(x, Producer) else read(x), y, op)
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_operators_whose_launch_fails(package, gpu, op):
     """Everything that was taken for the call is given back."""
     memory = gpu.num_memory
@@ -1034,7 +1035,7 @@ def test_operators_whose_launch_fails(package, gpu, op):
     assert gpu.num_memory == memory
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_operators_without_memory(package, gpu, op):
     """Memory runs out at each result and at the workspace in turn."""
     num_results = 0
@@ -1052,28 +1053,8 @@ def test_operators_without_memory(package, gpu, op):
                 assert x.outstanding == 0
         assert gpu.num_memory == memory
     gpu.fail(None, -1)
-    assert num_results == {
-        "concat_and_cache_mla": 0,
-        "gather_kv_cache": 0,
-        "quantize_and_insert_k_cache": 0,
-        "fused_qnorm_rope_kv_insert": 0,
-        "save_partial_states": 0,
-        "compress_norm_rope_store": 0,
-        "indexer_k_quant_and_cache": 0,
-        "dequantize_and_gather_k_cache": 0,
-        "sparse_attention": 4,
-        "merge_attn_states": 2,
-        "compute_global_topk_indices_and_lens": 2,
-        "top_k_per_row": 3,
-        "lightning_indexer": 4,
-        "combine_topk_swa_indices": 2,
-        "build_mixed_sparse_indices": 2,
-        "dynamic_per_tensor_quant": 2,
-        "split_kv_b_proj": 2,
-        "fused_q_kv_rmsnorm": 2,
-        "fused_inv_rope_fp8_quant": 2,
-        "fused_indexer_q_rope_quant": 3,
-    }.get(op, 1)
+    facts = operators.FACTS[op]
+    assert num_results == facts.num_results + facts.takes_workspace
 
 
 def test_a_workspace_of_the_call_s_own_lives_until_the_work_is_over(package, gpu):

@@ -7,6 +7,7 @@ import device
 import gpu
 import library
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from dlpack_producer import CUDA, Producer
@@ -17,7 +18,7 @@ import sparse_mla
 
 each_framework = pytest.mark.parametrize("gpu_framework", GPU_FRAMEWORKS, indirect=True)
 writable = pytest.mark.parametrize("gpu_framework", GPU_FRAMEWORKS[:2], indirect=True)
-RETURNING = [op for op in CALLS if op not in cases.WRITTEN]
+RETURNING = [op for op in CALLS if op not in operators.WRITTEN]
 
 
 # --- one result for all --------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_results_are_written_in_place(gpu_framework, op):
     allocated result has."""
     want = outcome(moved(CALLS[op]()))
     call = moved(CALLS[op](), gpu_framework, keep_results=True)
-    names = cases.given_results(call)
+    names = operators.given_results(call)
     given = [call.get(name) for name in names]
     before = [gpu_framework.address(x) for x in given]
     results = as_tuple(call.run(sparse_mla))
@@ -81,7 +82,7 @@ def test_jax_with_torch_s_memory_for_results(jax):
     """The inputs are JAX's arrays, the results given torch tensors: the call allocates nothing."""
     want = outcome(moved(CALLS["sparse_attention"]()))
     call = moved(CALLS["sparse_attention"](), find_framework("jax", "cuda"), keep_results=True)
-    for name in cases.given_results(call):
+    for name in operators.given_results(call):
         call.set(name, gpu.put(np.zeros(call.get(name).shape, call.get(name).dtype)))
     results = call.run(sparse_mla)
     assert all(TORCH.owns(x) for x in results)
@@ -263,7 +264,7 @@ def test_unknown_producers(op):
             call.set(name, Unknown(x))
     results = as_tuple(call.run(sparse_mla))
     torch.cuda.synchronize()
-    if op in cases.WRITTEN:
+    if op in operators.WRITTEN:
         results = tuple(x.x for x in results)
     else:
         assert all(isinstance(x, sparse_mla.Tensor) for x in results)
@@ -283,7 +284,7 @@ def test_unknown_producers_inside_a_capture():
 
     def run():
         if torch.cuda.is_current_stream_capturing():
-            for name in ("workspace", *cases.given_results(call)):
+            for name in ("workspace", *operators.given_results(call)):
                 kwargs = {**call.kwargs, "workspace": workspace}
                 del kwargs[name]
                 with pytest.raises(ValueError, match=rf"`{name}` must be given .*\d+ bytes"):

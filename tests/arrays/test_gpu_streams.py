@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cases
 import gpu
 import numpy as np
+import operators
 import pytest
 from gpu import (
     CALLS,
@@ -169,7 +170,7 @@ def test_cupy_stream_as_argument(cupy):
 # --- several frameworks in one call --------------------------------------------------------------
 
 
-def half_cupy(cupy) -> cases.Call:
+def half_cupy(cupy) -> operators.Call:
     """merge_attn_states of a torch state and a CuPy state."""
     call = moved(CALLS["merge_attn_states"]())
     for name in ("out_b", "lse_b"):

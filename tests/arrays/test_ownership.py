@@ -25,6 +25,7 @@ from typing import Any
 import cases
 import engine
 import numpy as np
+import operators
 import pytest
 from dlpack_producer import DTYPES, Producer, api
 from exchange_producer import POISON, Exchanged, LikeTorch, NoLoans
@@ -157,7 +158,7 @@ def test_a_loan_is_no_share(type_, is_always_writable):
     """The exchange API lends arrays for a call. It shares those that the call writes and that might
     be read-only, and those that a builder keeps. Where a framework's table has no function for
     loans, all arrays are shared."""
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     arguments = {name: type_(x) for name, x in call.arrays().items()}
     workspace, block_table = (type_(x) for x in (np.zeros((16, 576), cases.ref.BF16), table()))
 
@@ -183,31 +184,17 @@ def test_a_loan_is_no_share(type_, is_always_writable):
 # --- results -------------------------------------------------------------------------------------
 
 
+# The operators that make results of a framework, with the number of their results.
 RESULTS = {
-    # operator -> how many results a call without outputs makes
-    "convert_req_index_to_global_index": 1,
-    "compute_global_topk_indices_and_lens": 2,
-    "top_k_per_row": 3,
-    "combine_topk_swa_indices": 2,
-    "build_mixed_sparse_indices": 2,
-    "sparse_attention": 3,
-    "sparse_mla_dsv4": 1,
-    "merge_attn_states": 2,
-    "k_up_proj": 1,
-    "v_up_proj": 1,
-    "grouped_output_projection": 1,
-    "dynamic_per_tensor_quant": 2,
-    "fused_q_kv_rmsnorm": 2,
-    "fused_inv_rope_fp8_quant": 2,
-    "fused_indexer_q_rope_quant": 3,
-    "indexer_logits": 1,
-    "lightning_indexer": 3,
+    op: operators.FACTS[op].num_results
+    for op in operators.GOOD_CALLS
+    if operators.FACTS[op].num_results > 0
 }
 
 
-def without_outputs(op: str) -> cases.Call:
-    call = cases.GOOD_CALLS[op]()
-    for name in cases.RESULTS:
+def without_outputs(op: str) -> operators.Call:
+    call = operators.GOOD_CALLS[op]()
+    for name in operators.RESULTS:
         call.kwargs.pop(name, None)
     for name, x in call.arrays().items():
         call.set(name, Exchanged(x))
@@ -218,8 +205,8 @@ def without_outputs(op: str) -> cases.Call:
 def test_a_framework_s_memory_for_results(op):
     """The framework allocates each result once, the call writes every byte of it, and returns it as
     the framework's own object."""
-    want = cases.GOOD_CALLS[op]()
-    for name in cases.RESULTS:
+    want = operators.GOOD_CALLS[op]()
+    for name in operators.RESULTS:
         want.kwargs.pop(name, None)
     want = want.run(sparse_mla)
     allocated = Exchanged.allocated
@@ -237,7 +224,7 @@ def test_a_framework_s_memory_for_results(op):
 
 def test_results_are_of_the_framework_of_the_first_array_that_is_given():
     """The first argument may be None."""
-    call = cases.GOOD_CALLS["build_mixed_sparse_indices"]()
+    call = operators.GOOD_CALLS["build_mixed_sparse_indices"]()
     for name in ("decode_swa_indices", "decode_compressed_indices", "decode_compressed_lens"):
         call.args[name] = None
     for name in ("out", "lens"):
@@ -254,26 +241,7 @@ def test_results_are_of_the_framework_of_the_first_array_that_is_given():
 def test_results_of_a_call_that_fails_go_back(op):
     """The call allocates its results before the core refuses the call, and must give them back."""
     call = without_outputs(op)
-    bad = {
-        "convert_req_index_to_global_index": ("block_table", np.zeros(3, np.int32)),
-        "compute_global_topk_indices_and_lens": ("block_table", np.zeros(3, np.int32)),
-        "top_k_per_row": ("slots_block_table", np.zeros(3, np.int32)),
-        "combine_topk_swa_indices": ("seq_lens", np.zeros(3, np.int32)),
-        "build_mixed_sparse_indices": ("swa_block_table", np.zeros(3, np.int32)),
-        "sparse_attention": ("attn_sink", np.zeros(1, np.float32)),
-        "sparse_mla_dsv4": ("sinks", np.zeros(1, np.float32)),
-        "merge_attn_states": ("lse_b", np.zeros((3, 5), np.float32)),
-        "k_up_proj": ("W_UK", np.zeros((512, 5, 128), cases.ref.BF16)),
-        "v_up_proj": ("W_UV", np.zeros((512, 5, 128), cases.ref.BF16)),
-        "grouped_output_projection": ("weight_scale", np.zeros((2, 1, 2), np.float32)),
-        "dynamic_per_tensor_quant": ("out", np.zeros((3, 41), np.uint8)),
-        "fused_q_kv_rmsnorm": ("kv_weight", np.zeros(511, np.float32)),
-        "fused_inv_rope_fp8_quant": ("positions", np.zeros(2, np.int64)),
-        "fused_indexer_q_rope_quant": ("positions", np.zeros(2, np.int64)),
-        "indexer_logits": ("context_lens", np.zeros(2, np.int32)),
-        "lightning_indexer": ("context_lens", np.zeros(2, np.int32)),
-    }
-    name, x = bad[op]
+    name, x = operators.FACTS[op].refused
     if name == "out":
         call.kwargs.setdefault(name, None)
     call.set(name, Exchanged(x))

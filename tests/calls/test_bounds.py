@@ -17,6 +17,7 @@ import dlpack_producer
 import engine
 import ml_dtypes
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from dlpack_producer import Producer
@@ -657,7 +658,7 @@ LIST_NUMBERS = {
 
 def index_lists(op: str, **numbers) -> None:
     """A call without tokens, whose lists may have any width."""
-    good = cases.GOOD_CALLS[op]()
+    good = operators.GOOD_CALLS[op]()
     empty = np.zeros((0, 3), np.int32)
     for name in ("topk_indices", "decode_swa_indices", "prefill_topk_indices"):
         if name in good.args:

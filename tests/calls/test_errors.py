@@ -7,9 +7,9 @@ error text may blame: if two shapes disagree, the text may name either.
 import re
 import sys
 
-import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from helpers import assert_error_text, assert_same_bits
@@ -706,7 +706,7 @@ ROWS = [pytest.param(op, *row, id=f"{op}: {row[0]}") for op, rows in TABLE.items
 def test_bad_call(op, name, argument, bend, error, others, request):
     if name in VALUE_ROWS:
         request.getfixturevalue("checked")
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     good = call.args.get(argument, call.kwargs.get(argument))
     bad = bend(good)
     call.set(argument, bad)
@@ -730,9 +730,9 @@ def test_bad_call(op, name, argument, bend, error, others, request):
 # --- the call itself -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_too_few_too_many_and_unknown_arguments(op):
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     run = getattr(sparse_mla, op)
     with pytest.raises(TypeError):
         run(*list(call.args.values())[:-1], **call.kwargs)
@@ -744,10 +744,10 @@ def test_too_few_too_many_and_unknown_arguments(op):
         run()
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 @pytest.mark.parametrize("stream", ["main", 1.5, object()])
 def test_bad_streams(op, stream):
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     call.kwargs["stream"] = stream
     with pytest.raises(TypeError, match=r"`stream` must .*, got"):
         call.run(sparse_mla)
@@ -755,7 +755,7 @@ def test_bad_streams(op, stream):
 
 @pytest.mark.parametrize("stream", [2**64, 2**70, -(2**63) - 1])
 def test_streams_beyond_a_handle(stream):
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.kwargs["stream"] = stream
     with pytest.raises((ValueError, TypeError), match=r"`stream` must .*, got"):
         call.run(sparse_mla)
@@ -771,14 +771,14 @@ class Protocol:
 
 @pytest.mark.parametrize("answer", [5, (0,), (0, "x"), (0, 5, 0), [0, 5]], ids=str)
 def test_answers_of_the_stream_protocol_that_are_none(answer):
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.kwargs["stream"] = Protocol(answer)
     with pytest.raises(TypeError, match=r"`stream` must be None, an int .*, got Protocol"):
         call.run(sparse_mla)
 
 
 def test_the_stream_protocol_answers_version_and_handle():
-    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call = operators.GOOD_CALLS["merge_attn_states"]()
     call.kwargs["stream"] = Protocol((2**70, 0))
     call.run(sparse_mla)
     call.kwargs["stream"] = Protocol((0, 2**70))
@@ -786,9 +786,9 @@ def test_the_stream_protocol_answers_version_and_handle():
         call.run(sparse_mla)
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_stream_none_is_the_default(op):
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     call.kwargs["stream"] = None
     call.run(sparse_mla)
 
@@ -820,7 +820,7 @@ def test_pages_that_overlap_cannot_be_written():
     """With a page stride below the page's size, two slots would share bytes."""
     raw = np.zeros(3 * 2624, np.uint8)
     cache = np.lib.stride_tricks.as_strided(raw, (3, 4, 656), (1312, 656, 1))
-    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    call = operators.GOOD_CALLS["concat_and_cache_mla"]()
     call.args["kv_cache"] = cache
     with pytest.raises(ValueError, match=r"concat_and_cache_mla: `kv_cache` must .*, got"):
         call.run(sparse_mla)
@@ -846,7 +846,7 @@ HINTS = [
     ("argument", "bend", "hint"), [row[1:] for row in HINTS], ids=[row[0] for row in HINTS]
 )
 def test_plausible_mistakes_are_told_what_to_do(argument, bend, hint):
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     call.set(argument, bend(call.args.get(argument, call.kwargs.get(argument))))
     with pytest.raises((TypeError, ValueError)) as info:
         call.run(sparse_mla)

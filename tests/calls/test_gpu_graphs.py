@@ -8,6 +8,7 @@ import engine
 import gpu
 import library
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from gpu import CALLS, as_tuple, assert_same_values, capture, inputs, moved, outcome, torch, turned
@@ -16,7 +17,7 @@ from helpers import assert_within_bounds
 import sparse_mla
 
 
-def overwrite(call: cases.Call, other: cases.Call) -> None:
+def overwrite(call: operators.Call, other: operators.Call) -> None:
     """Copies another call's input values into the input arrays of the captured call."""
     for name, x in inputs(call).items():
         x.copy_(other.get(name))
@@ -30,7 +31,9 @@ def check_replays(op, call, replay, results) -> None:
         overwrite(call, moved(other))
         for x in results:
             bits = device.as_torch(x).reshape(-1).view(torch.uint8)
-            bits.fill_(0 if op in cases.WRITTEN else 0xFF)  # an array written in place keeps some
+            bits.fill_(
+                0 if op in operators.WRITTEN else 0xFF
+            )  # an array written in place keeps some
         torch.cuda.synchronize()
         replay()
         torch.cuda.synchronize()
@@ -51,7 +54,7 @@ def test_torch_graph(op, keep_results):
 @pytest.mark.parametrize("op", CALLS)
 def test_cupy_graph(op, keep_results, cupy):
     plain = moved(CALLS[op](), keep_results=keep_results)
-    call = cases.Call(plain.op, dict(plain.args), dict(plain.kwargs))
+    call = operators.Call(plain.op, dict(plain.args), dict(plain.kwargs))
     for name, x in {**call.args, **call.kwargs}.items():
         if isinstance(x, torch.Tensor):
             call.set(name, cupy.from_dlpack(x))

@@ -6,6 +6,7 @@ import os
 import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import reference_plan as plan
@@ -263,12 +264,12 @@ def try_call(run) -> None:
         assert str(error), "an exception without text"
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 @given(data=st.data())
 def test_one_or_two_arguments_are_anything(op, data):
     """A good call with one or two arguments replaced by anything gives a result or the exception of
     a rule."""
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     names = [*call.args, *call.kwargs, "workspace" if op == "sparse_attention" else "out"]
     if not device.ON_CUDA:  # on CUDA an integer would be used as the address of a stream
         names.append("stream")
@@ -277,7 +278,7 @@ def test_one_or_two_arguments_are_anything(op, data):
     try_call(lambda: call.run(sparse_mla))
 
 
-@pytest.mark.parametrize("op", [*cases.GOOD_CALLS, "dequantize_kv_cache", "split_kv_b_proj"])
+@pytest.mark.parametrize("op", [*operators.GOOD_CALLS, "dequantize_kv_cache", "split_kv_b_proj"])
 @given(
     args=st.lists(anything, max_size=5),
     kwargs=st.dictionaries(

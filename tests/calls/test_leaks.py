@@ -10,6 +10,7 @@ import compiled
 import engine
 import ml_dtypes
 import numpy as np
+import operators
 import pytest
 from dlpack_producer import Producer
 from helpers import FLOAT_MODES, assert_keeps_nothing, mode_after
@@ -25,9 +26,9 @@ def resident() -> int:
         return int(statm.read().split()[1]) * PAGE
 
 
-def bad_call(op) -> cases.Call:
+def bad_call(op) -> operators.Call:
     """A call that fails after it has acquired its arrays: the last one has a wrong dtype."""
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     name = list(call.arrays())[-1]
     call.set(name, np.zeros(call.get(name).shape, np.int16))
     return call
@@ -42,13 +43,13 @@ def run_failing(call) -> None:
 
 
 CALLS = {
-    "good": (cases.GOOD_CALLS.__getitem__, lambda call: call.run(sparse_mla)),
+    "good": (operators.GOOD_CALLS.__getitem__, lambda call: call.run(sparse_mla)),
     "bad": (lambda op: lambda: bad_call(op), run_failing),
 }
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_reference_counts(op, kind):
     """500 calls leave the reference counts of their arguments, and of a dtype, a type, a string and
     a small integer, as they were."""
@@ -67,7 +68,7 @@ def test_reference_counts(op, kind):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_traced_memory(op, kind):
     """After the first 100 calls, 500 more leave no allocations of Python's or NumPy's behind."""
     make, run = CALLS[kind]
@@ -243,10 +244,10 @@ def assert_lets_go(call, calls: list[tuple[tuple, dict]]) -> None:
     assert_keeps_nothing(run, calls=20)
 
 
-@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+@pytest.mark.parametrize("op", operators.FRAMEWORK_CALLS)
 def test_a_wrong_argument_leaves_nothing(op):
     """Every argument in turn, arrays and options, between good ones."""
-    call = cases.FRAMEWORK_CALLS[op]()
+    call = operators.FRAMEWORK_CALLS[op]()
     operator = getattr(sparse_mla, op)
     names = {*dict(operator.table), "stream"} & {*operator.__wrapped__.__annotations__}
     good = call.args | call.kwargs
@@ -254,9 +255,9 @@ def test_a_wrong_argument_leaves_nothing(op):
         assert_lets_go(operator, [((), good | {name: wrong}) for wrong in WRONG])
 
 
-@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+@pytest.mark.parametrize("op", operators.FRAMEWORK_CALLS)
 def test_a_call_that_does_not_fit_leaves_nothing(op):
-    call = cases.FRAMEWORK_CALLS[op]()
+    call = operators.FRAMEWORK_CALLS[op]()
     good = list((call.args | call.kwargs).items())
     args, first = tuple(x for _, x in good), dict(good[:1])
     bad = [((), dict(good[1:])), ((), dict(good) | {"color": 1}), (args * 9, {}), (args, first)]
@@ -288,10 +289,10 @@ def test_a_wrong_argument_of_the_compiled_module_leaves_nothing(name):
 # --- what a call leaves of the thread's floating-point mode --------------------------------------
 
 
-@pytest.mark.parametrize("op", cases.FRAMEWORK_CALLS)
+@pytest.mark.parametrize("op", operators.FRAMEWORK_CALLS)
 def test_an_operator_leaves_the_floating_point_mode(op):
     """A good call, and calls with a wrong argument at each place."""
-    call = cases.FRAMEWORK_CALLS[op]()
+    call = operators.FRAMEWORK_CALLS[op]()
     good, operator = call.args | call.kwargs, getattr(sparse_mla, op)
     wrongs = [(name, wrong) for name in good for wrong in (Failing(), WRONG[-8])]
     runs = [lambda: operator(**good), lambda: operator(None)]

@@ -4,21 +4,21 @@ import os
 import re
 import subprocess
 
-import cases
 import device
+import operators
 import pytest
 from helpers import BESIDE_TESTS, BUILD, run_python
 
 import sparse_mla
 
-# Every operator that cases.py knows, a call that fails, then a step on path "separate".
+# Every operator that operators.py knows, a call that fails, then a step on path "separate".
 CALLS = """
-import cases, device, engine, library
+import cases, device, engine, library, operators
 import numpy as np
 sparse_mla = library.sparse_mla
-for name, make in cases.GOOD_CALLS.items():
+for name, make in operators.GOOD_CALLS.items():
     make().run(sparse_mla)
-call = cases.GOOD_CALLS["sparse_attention"]()
+call = operators.GOOD_CALLS["sparse_attention"]()
 call.set("indices", call.get("indices").astype(np.int64))
 try:
     call.run(sparse_mla)
@@ -50,9 +50,9 @@ def find(lines, op):
 
 
 def test_every_operator_has_its_line(lines):
-    operators = {name for name in cases.GOOD_CALLS if hasattr(sparse_mla, name)}
-    assert len(operators) > 20
-    assert operators <= {line["op"] for line in lines}
+    names = {name for name in operators.GOOD_CALLS if hasattr(sparse_mla, name)}
+    assert len(names) > 20
+    assert names <= {line["op"] for line in lines}
 
 
 def test_a_line_names_device_arrays_kernel_and_time(lines):

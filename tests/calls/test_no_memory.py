@@ -15,6 +15,7 @@ import cases
 import device
 import engine
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import test_v4_attend as attend
@@ -72,11 +73,11 @@ def bound(call, package=sparse_mla):
 # --- operators -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_operators(op):
-    call = cases.GOOD_CALLS[op]()
+    call = operators.GOOD_CALLS[op]()
     for name in ("out", "lse", "max_logits", "lens"):
-        if op not in cases.WRITTEN:
+        if op not in operators.WRITTEN:
             call.kwargs.pop(name, None)
     arrays = list(call.arrays().values())
     run = bound(call)
@@ -90,7 +91,7 @@ def test_operators(op):
 
 def test_a_query_in_two_parts():
     """The two parts are in a list, which the call copies to a tuple."""
-    call = cases.GOOD_CALLS["sparse_attention"]()
+    call = operators.GOOD_CALLS["sparse_attention"]()
     for name in ("out", "lse", "max_logits"):
         call.kwargs.pop(name, None)
     q = call.args["q"]

@@ -12,6 +12,7 @@ import device
 import engine
 import ml_dtypes
 import numpy as np
+import operators
 import pytest
 import test_v4_attend as attend
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
@@ -25,7 +26,7 @@ RED = 0xA5
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
 
-# --- calls that take more memory than those of cases.py ------------------------------------------
+# --- calls that take more memory than those of good_calls.py -------------------------------------
 
 
 def normal(*shape, dtype=np.float32) -> np.ndarray:
@@ -82,13 +83,13 @@ def refused():
 
 
 def small(op):
-    call = cases.FRAMEWORK_CALLS[op]()
+    call = operators.FRAMEWORK_CALLS[op]()
     return lambda: call.run(sparse_mla)
 
 
 def calls():
     return {
-        **{op: small(op) for op in cases.FRAMEWORK_CALLS},
+        **{op: small(op) for op in operators.FRAMEWORK_CALLS},
         "split_kv_b_proj": lambda: sparse_mla.split_kv_b_proj(
             normal(512, 2 * 256, dtype=BF16), num_heads=2, qk_nope_head_dim=128, v_head_dim=128
         ),

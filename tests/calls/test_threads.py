@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cases
 import engine
 import numpy as np
+import operators
 import pytest
 from dlpack_producer import Producer
 from helpers import BESIDE_TESTS, assert_same_bits, find_framework, printed_by_python
@@ -43,13 +44,13 @@ def as_tuple(x) -> tuple:
     return x if isinstance(x, tuple) else (x,)
 
 
-@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("op", operators.GOOD_CALLS)
 def test_every_operator_from_many_threads(op):
-    want = [np.array(x) for x in as_tuple(cases.GOOD_CALLS[op]().run(sparse_mla))]
+    want = [np.array(x) for x in as_tuple(operators.GOOD_CALLS[op]().run(sparse_mla))]
 
     def work(_):
         for _ in range(20):
-            got = as_tuple(cases.GOOD_CALLS[op]().run(sparse_mla))
+            got = as_tuple(operators.GOOD_CALLS[op]().run(sparse_mla))
             for x, y in zip(got, want, strict=True):
                 assert_same_bits(np.asarray(x), y, op)
 
@@ -70,11 +71,11 @@ def test_shared_inputs_from_many_threads():
 
 
 def test_errors_in_some_threads_do_not_reach_others():
-    want = [np.array(x) for x in cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
+    want = [np.array(x) for x in operators.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
 
     def work(i):
         for _ in range(30):
-            call = cases.GOOD_CALLS["sparse_attention"]()
+            call = operators.GOOD_CALLS["sparse_attention"]()
             if i % 2:
                 call.args["indices"] = call.args["indices"].astype(np.int64)
                 with pytest.raises(TypeError, match=r"`indices` must be int32, got int64"):
@@ -244,8 +245,8 @@ def test_the_gil_is_released():
 
 FORK = """
 import os, signal
-import cases, sparse_mla
-call = cases.GOOD_CALLS["sparse_attention"]().run
+import operators, sparse_mla
+call = operators.GOOD_CALLS["sparse_attention"]().run
 call(sparse_mla)
 child = os.fork()
 if child == 0:
@@ -266,8 +267,8 @@ OPENMP_LIBRARIES = """
 import importlib
 for name in {names}:
     importlib.import_module(name)
-import cases, sparse_mla
-cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)
+import operators, sparse_mla
+operators.GOOD_CALLS["sparse_attention"]().run(sparse_mla)
 maps = [line.split()[-1] for line in open("/proc/self/maps")]
 print(*sorted({{path for path in maps if "libgomp" in path or "omp.so" in path}}), sep="\\n")
 """

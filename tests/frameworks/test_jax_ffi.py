@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from helpers import (
@@ -23,7 +24,7 @@ from test_leaks import resident
 import sparse_mla
 
 pytestmark = pytest.mark.jax
-CALLS = cases.FRAMEWORK_CALLS
+CALLS = operators.FRAMEWORK_CALLS
 RESULTS = ("out", "lse", "max_logits")
 
 
@@ -39,16 +40,16 @@ def smla(place):
         yield device.import_quietly("sparse_mla.integrations.jax")
 
 
-def plain(op: str) -> cases.Call:
+def plain(op: str) -> operators.Call:
     """A good call without arrays for results, so that the results are new."""
     call = CALLS[op]()
-    for name in cases.RESULTS:
-        if name != cases.WRITTEN.get(op):
+    for name in operators.RESULTS:
+        if name != operators.WRITTEN.get(op):
             call.kwargs.pop(name, None)
     return call
 
 
-def moved(op: str, place) -> cases.Call:
+def moved(op: str, place) -> operators.Call:
     call = plain(op)
     for name, x in call.arrays().items():
         call.set(name, place.put(x))
@@ -56,14 +57,14 @@ def moved(op: str, place) -> cases.Call:
     return call
 
 
-def split_options(call: cases.Call) -> tuple[dict, dict]:
+def split_options(call: operators.Call) -> tuple[dict, dict]:
     """(arrays, options): the arguments of a program, and the values that are fixed in it."""
     given = {**call.args, **call.kwargs}
     arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
     return arrays, {name: x for name, x in given.items() if name not in arrays}
 
 
-def jitted(jax, function, call: cases.Call, **jit_options):
+def jitted(jax, function, call: operators.Call, **jit_options):
     """-> the call's arrays, and a compiled program that takes them."""
     arrays, options = split_options(call)
     return arrays, jax.jit(lambda arrays: function(**arrays, **options), **jit_options)
@@ -180,9 +181,9 @@ def test_arrays_that_the_program_lays_out_itself(place, smla):
 # --- what is written -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", cases.WRITTEN)
+@pytest.mark.parametrize("op", operators.WRITTEN)
 def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
-    jax, name = place.module, cases.WRITTEN[op]
+    jax, name = place.module, operators.WRITTEN[op]
     call = moved(op, place)
     before = np.array(call.get(name))
     want = plain(op).run(sparse_mla)
@@ -567,10 +568,10 @@ def test_call_sites_of_another_making(place, smla, attributes, text):
 
 
 def test_signatures_are_the_operators_less_what_jax_arrays_cannot_be(smla):
-    immutable = {"stream", "workspace", "workspace_buffer", "values", *cases.RESULTS}
+    immutable = {"stream", "workspace", "workspace_buffer", "values", *operators.RESULTS}
     for op in CALLS:
         theirs = inspect.signature(getattr(sparse_mla, op)).parameters
-        want = [p for p in theirs if p not in immutable or p == cases.WRITTEN.get(op)]
+        want = [p for p in theirs if p not in immutable or p == operators.WRITTEN.get(op)]
         assert list(inspect.signature(getattr(smla, op)).parameters) == want
 
 

@@ -12,6 +12,7 @@ import sys
 import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 from helpers import assert_error_text, assert_same_bits, find_framework, run_examples
@@ -29,7 +30,7 @@ quiet = pytest.mark.filterwarnings(
     "ignore:TensorFloat32",  # inductor's advice on a GPU
 )
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, quiet])]
-RESULTS = cases.RESULTS
+RESULTS = operators.RESULTS
 
 
 @pytest.fixture
@@ -44,53 +45,17 @@ def smla(place):
     return device.import_quietly("sparse_mla.integrations.torch")
 
 
-CALLS = cases.FRAMEWORK_CALLS
-OVERLOADS = [
-    (op, overload)
-    for op, overloads in {
-        "concat_and_cache_mla": ["default"],
-        "gather_kv_cache": ["default"],
-        "quantize_and_insert_k_cache": ["default"],
-        "indexer_k_quant_and_cache": ["default"],
-        "dequantize_and_gather_k_cache": ["default"],
-        "dequantize_kv_cache": ["default"],
-        "convert_req_index_to_global_index": [
-            "default",
-            "valid_counts",
-            "out",
-            "valid_counts_out",
-        ],
-        "compute_global_topk_indices_and_lens": ["default", "out"],
-        "top_k_per_row": ["default", "slots_block_table", "out"],
-        "combine_topk_swa_indices": ["default", "out"],
-        "build_mixed_sparse_indices": ["default", "out"],
-        "sparse_attention": ["default", "return_max_logits", "out"],
-        "sparse_mla_dsv4": ["default", "out"],
-        "merge_attn_states": ["default", "out"],
-        "k_up_proj": ["default", "out"],
-        "v_up_proj": ["default", "out"],
-        "grouped_output_projection": ["default", "out"],
-        "dynamic_per_tensor_quant": ["default", "out"],
-        "fused_q_kv_rmsnorm": ["default", "out"],
-        "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
-        "fused_indexer_q_rope_quant": ["default", "use_fp4", "out"],
-        "indexer_logits": ["default", "out"],
-        "lightning_indexer": ["default", "slots_block_table", "out"],
-        "fused_qnorm_rope_kv_insert": ["default"],
-        "save_partial_states": ["default"],
-        "compress_norm_rope_store": ["default"],
-    }.items()
-    for overload in overloads
-]
+CALLS = operators.FRAMEWORK_CALLS
+OVERLOADS = [(op, name) for op in CALLS for name in ("default", *operators.FACTS[op].overloads)]
 
 
-def moved(op: str, place, *, keep_results: bool = False) -> cases.Call:
+def moved(op: str, place, *, keep_results: bool = False) -> operators.Call:
     """A good call with tensors; with `keep_results` the caller gives the result tensors."""
     call = CALLS[op]()
     if op == "dynamic_per_tensor_quant":
         call.kwargs["out"] = np.zeros((3, 40), np.uint8)
     for name in RESULTS:
-        if not keep_results and op not in cases.WRITTEN:
+        if not keep_results and op not in operators.WRITTEN:
             call.kwargs.pop(name, None)
     for name, x in {**call.args, **call.kwargs}.items():
         if isinstance(x, np.ndarray):
@@ -443,20 +408,7 @@ def test_bad_values_reach_the_kernels(place, smla, how):
     assert call.args["kv_cache"].any().item() == device.ON_CUDA
 
 
-RANKS = {
-    "dequantize_kv_cache": "kv_cache",
-    "convert_req_index_to_global_index": "topk_indices",
-    "compute_global_topk_indices_and_lens": "topk_indices",
-    "top_k_per_row": "logits",
-    "combine_topk_swa_indices": "topk_indices",
-    "build_mixed_sparse_indices": "decode_swa_indices",
-    "sparse_attention": "q",
-    "sparse_mla_dsv4": "query",
-    "merge_attn_states": "out_a",
-    "k_up_proj": "q_nope",
-    "v_up_proj": "W_UV",
-    "grouped_output_projection": "o",
-}
+RANKS = {op: facts.shape_of for op, facts in operators.FACTS.items() if facts.shape_of}
 
 
 @pytest.mark.parametrize("op", RANKS)

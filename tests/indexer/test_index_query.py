@@ -1,8 +1,8 @@
 """fused_indexer_q_rope_quant (csrc/cpu/norm, csrc/cuda/indexer): every byte and every weight."""
 
-import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import row_formats as rows
@@ -211,13 +211,13 @@ def test_scales_ask_for_fp4():
 
 
 def test_texts():
-    call = cases.GOOD_CALLS["fused_indexer_q_rope_quant"]()
+    call = operators.GOOD_CALLS["fused_indexer_q_rope_quant"]()
     for name, bad, text in (
         ("q", call.args["q"][:, :0], "`q` must have at least one head, got 0"),
         ("softmax_scale", np.inf, "`softmax_scale` must be finite, got inf"),
         ("head_scale", np.nan, "`head_scale` must be finite, got nan"),
     ):
-        call = cases.GOOD_CALLS["fused_indexer_q_rope_quant"]()
+        call = operators.GOOD_CALLS["fused_indexer_q_rope_quant"]()
         call.set(name, bad)
         with pytest.raises(ValueError, match=name) as info:
             call.run(sparse_mla)
@@ -230,7 +230,7 @@ def test_texts():
 )
 def test_a_product_of_scales_beyond_a_float_is_refused(softmax_scale, head_scale):
     """Its weights would be infinite, NaN for weights of 0, or 0."""
-    call = cases.GOOD_CALLS["fused_indexer_q_rope_quant"]()
+    call = operators.GOOD_CALLS["fused_indexer_q_rope_quant"]()
     call.set("softmax_scale", softmax_scale)
     call.set("head_scale", head_scale)
     with pytest.raises(ValueError, match="head_scale") as info:
@@ -245,7 +245,7 @@ def test_a_product_of_scales_beyond_a_float_is_refused(softmax_scale, head_scale
     [(1e200, 1e-200, 1.0), (0.0, 1e-300, 0.0), (2.0**-126, 1.0, 2.0**-126)],
 )
 def test_only_the_product_of_scales_must_be_a_float(softmax_scale, head_scale, product):
-    got, want = (cases.GOOD_CALLS["fused_indexer_q_rope_quant"]() for _ in range(2))
+    got, want = (operators.GOOD_CALLS["fused_indexer_q_rope_quant"]() for _ in range(2))
     for call, scales in ((got, (softmax_scale, head_scale)), (want, (product, 1.0))):
         call.set("softmax_scale", scales[0])
         call.set("head_scale", scales[1])

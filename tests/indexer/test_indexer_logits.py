@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import reference_indexer as indexer
@@ -434,7 +434,7 @@ def test_against_the_operators_that_write():
 
 def test_texts():
     def text_of(change, **options) -> str:
-        call = cases.GOOD_CALLS["indexer_logits"]()
+        call = operators.GOOD_CALLS["indexer_logits"]()
         change(call.args)
         for name, value in options.items():
             call.set(name, value)

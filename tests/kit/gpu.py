@@ -8,6 +8,7 @@ from __future__ import annotations
 import cases
 import device
 import numpy as np
+import operators
 import reference as ref
 from helpers import assert_same_bits, find_framework
 
@@ -18,7 +19,7 @@ torch = TORCH.module
 put, get = TORCH.put, TORCH.get
 
 DELAY_CYCLES = 100_000_000  # for torch.cuda._sleep: about 50 ms, far longer than any call
-RESULTS = cases.RESULTS  # keywords for the caller's arrays
+RESULTS = operators.RESULTS  # keywords for the caller's arrays
 
 
 def as_tuple(x) -> tuple:
@@ -40,7 +41,7 @@ def assert_same_values(got, want, what: str = "") -> None:
 # --- good calls ----------------------------------------------------------------------------------
 
 
-def split_attention() -> cases.Call:
+def split_attention() -> operators.Call:
     """Attention whose lists are split and combined: two launches and a workspace."""
     rng = np.random.default_rng(9)
     args = {
@@ -56,15 +57,15 @@ def split_attention() -> cases.Call:
         "lse": np.zeros((3, 24), np.float32),
         "max_logits": np.zeros((3, 24), np.float32),
     }
-    return cases.Call("sparse_attention", args, kwargs)
+    return operators.Call("sparse_attention", args, kwargs)
 
 
-CALLS = {**cases.GOOD_CALLS, "sparse_attention in 5 splits": split_attention}
+CALLS = {**operators.GOOD_CALLS, "sparse_attention in 5 splits": split_attention}
 
 
-def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Call:
+def moved(call: operators.Call, framework=TORCH, *, keep_results=False) -> operators.Call:
     """The call with its arrays in a framework; arrays for results are dropped if they can be."""
-    if not keep_results and call.op not in cases.WRITTEN:
+    if not keep_results and call.op not in operators.WRITTEN:
         for name in RESULTS:
             call.kwargs.pop(name, None)
     for name, x in {**call.args, **call.kwargs}.items():
@@ -73,21 +74,21 @@ def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Cal
     return call
 
 
-def inputs(call: cases.Call) -> dict:
+def inputs(call: operators.Call) -> dict:
     """The arrays that the call reads."""
-    written = {*RESULTS, cases.WRITTEN.get(call.op)}
+    written = {*RESULTS, operators.WRITTEN.get(call.op)}
     pairs = {**call.args, **call.kwargs}.items()
     return {name: x for name, x in pairs if hasattr(x, "__dlpack__") and name not in written}
 
 
-def outcome(call: cases.Call) -> list[np.ndarray]:
+def outcome(call: operators.Call) -> list[np.ndarray]:
     """Runs the call eagerly on the GPU; returns its results in NumPy."""
     results = call.run(sparse_mla)
     torch.cuda.synchronize()  # the call may use another stream
     return values(results)
 
 
-def turned(call: cases.Call, by: int) -> cases.Call:
+def turned(call: operators.Call, by: int) -> operators.Call:
     """The call with other values: arrays of floats and bytes are rolled along dimension 0."""
     for name, x in inputs(call).items():
         if x.dtype not in (np.int32, np.int64):
@@ -105,7 +106,7 @@ def delay(stream=None, *, times: int = 1) -> None:
             torch.cuda._sleep(DELAY_CYCLES)
 
 
-def come_late(call: cases.Call, stream) -> cases.Call:
+def come_late(call: operators.Call, stream) -> operators.Call:
     """The call on arrays of zeros, which `stream` overwrites with the real values after a delay.
 
     Work that does not wait for `stream` reads zeros.

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import reference as ref
 from device import DEVICE, HostCopy, Journey, address, host
+from operators import FACTS, FRAMEWORK_CALLS
 
 import sparse_mla as package
 
@@ -57,27 +58,7 @@ class Operator:
                 assert np.array_equal(memory, after), f"{self.name}: memory unlike the CPU's"
 
 
-EXACT = (
-    "concat_and_cache_mla",
-    "gather_kv_cache",
-    "convert_req_index_to_global_index",
-    "compute_global_topk_indices_and_lens",
-    "top_k_per_row",
-    "combine_topk_swa_indices",
-    "build_mixed_sparse_indices",
-    "dequantize_kv_cache",
-    "quantize_and_insert_k_cache",
-    "indexer_k_quant_and_cache",
-    "dequantize_and_gather_k_cache",
-    "dynamic_per_tensor_quant",
-    "split_kv_b_proj",
-    "fused_q_kv_rmsnorm",
-    "fused_inv_rope_fp8_quant",
-    "fused_qnorm_rope_kv_insert",
-    "fused_indexer_q_rope_quant",
-    "save_partial_states",
-    "compress_norm_rope_store",
-)
+EXACT = ("split_kv_b_proj", *(op for op, facts in FACTS.items() if facts.is_exact))
 
 
 PROJECTIONS = ("k_up_proj", "v_up_proj", "grouped_output_projection")
@@ -85,17 +66,10 @@ PROJECTIONS = ("k_up_proj", "v_up_proj", "grouped_output_projection")
 
 def is_decided(name, args) -> bool:
     """Whether the result is unique. It is not if two tokens go to one slot: either may win."""
-    place = {
-        "concat_and_cache_mla": 3,
-        "quantize_and_insert_k_cache": 2,
-        "indexer_k_quant_and_cache": 2,
-        "fused_qnorm_rope_kv_insert": 5,
-        "save_partial_states": 5,
-        "compress_norm_rope_store": 4,
-    }.get(name)
-    if place is None:
+    slots_name = FACTS[name].slots if name in FACTS else None
+    if slots_name is None:
         return True
-    slots = np.asarray(args[place])
+    slots = np.asarray(args[FACTS[name].positional.split().index(slots_name)])
     slots = slots[slots >= 0]
     return len(np.unique(slots)) == len(slots)
 
@@ -226,15 +200,7 @@ class V4Library:
 class Library:
     """The package; its functions and classes that take arrays are replaced by those above."""
 
-    operators = (
-        *EXACT,
-        "sparse_attention",
-        "sparse_mla_dsv4",
-        "merge_attn_states",
-        *PROJECTIONS,
-        "indexer_logits",
-        "lightning_indexer",
-    )
+    operators = ("split_kv_b_proj", *FRAMEWORK_CALLS)
 
     def __init__(self) -> None:
         vars(self).update({name: Operator(name) for name in self.operators})

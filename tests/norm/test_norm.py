@@ -7,6 +7,7 @@ import math
 import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import reference_norm as norm
@@ -237,14 +238,14 @@ def test_norm_extremes(eps):
 def test_an_eps_is_checked_as_the_float_that_is_used(op):
     """Between 0 and the least normal float32 it would be 0 in some modes of the processor."""
     for eps in (5e-324, 1e-46, 1e-40, np.nextafter(2.0**-126, 0) * (1 - 2.0**-24)):
-        call = cases.GOOD_CALLS[op]()
+        call = operators.GOOD_CALLS[op]()
         call.set("eps", float(eps))
         with pytest.raises(ValueError, match="eps") as info:
             call.run(sparse_mla)
         rule = "`eps` must be 0 or a normal float32 (at least 1.17549e-38)"
         assert str(info.value) == f"{op}: {rule}, got {eps:g}"
     for eps in (0.0, -0.0, 2.0**-126, np.nextafter(2.0**-126, 0)):  # the last one is rounded up
-        call = cases.GOOD_CALLS[op]()
+        call = operators.GOOD_CALLS[op]()
         call.set("eps", float(eps))
         call.run(sparse_mla)
 

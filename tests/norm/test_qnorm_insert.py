@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import cases
 import device
 import numpy as np
+import operators
 import pytest
 import reference as ref
 import reference_norm as norm
@@ -436,8 +436,8 @@ def test_read_only_queries():
 
 
 def test_a_good_call_gives_the_reference():
-    """The call of cases.py, which the tests of frameworks and GPUs run."""
-    call = cases.GOOD_CALLS["fused_qnorm_rope_kv_insert"]()
+    """The call of good_calls.py, which the tests of frameworks and GPUs run."""
+    call = operators.GOOD_CALLS["fused_qnorm_rope_kv_insert"]()
     want = norm.queries(call.args["q"], call.args["positions"], call.args["cos_sin"], 1e-6)
     q_out, cache = call.run(sparse_mla)
     assert_same_bits(ref.bits16(q_out[:, :4]), ref.bf16_encode(want))

@@ -12,111 +12,17 @@ from pathlib import Path
 
 import pytest
 from helpers import printed_by_python
+from operators import FACTS
 
 import sparse_mla
 
-# name -> (positional, keyword-only) parameters; a trailing "=" marks one that has a default
-OPERATORS = {
-    "concat_and_cache_mla": ("kv_c k_pe kv_cache slot_mapping", "kv_cache_dtype= stream="),
-    "gather_kv_cache": (
-        "kv_cache block_table seq_lens workspace_starts",
-        "out seq_starts= kv_scale= kv_format= block_size= stream=",
-    ),
-    "convert_req_index_to_global_index": (
-        "req_id_per_token block_table topk_indices",
-        "block_size prefill_request_ids= prefill_workspace_starts= valid_counts= out= stream=",
-    ),
-    "compute_global_topk_indices_and_lens": (
-        "topk_indices req_id_per_token block_table block_size is_valid",
-        "out= lens= stream=",
-    ),
-    "top_k_per_row": (
-        "logits starts ends",
-        "k slots_block_table= slots_block_size= req_id_per_token= is_valid= out= slots= lens= "
-        "values= stream=",
-    ),
-    "combine_topk_swa_indices": (
-        "topk_indices query_start_loc seq_lens gather_lens window ratio topk M N",
-        "align= out= lens= stream=",
-    ),
-    "build_mixed_sparse_indices": (
-        "decode_swa_indices decode_compressed_indices decode_compressed_lens prefill_topk_indices "
-        "query_start_loc seq_lens req_id_per_token swa_block_table swa_block_size "
-        "compressed_block_table compressed_block_size window ratio topk",
-        "decode_indices_are_local= is_valid= out= lens= stream=",
-    ),
-    "sparse_attention": (
-        "q kv indices",
-        "softmax_scale topk_length= attn_sink= extra_kv= extra_indices= extra_topk_length= "
-        "q_scale= kv_scale= extra_kv_scale= num_splits= kv_format= extra_kv_format= block_size= "
-        "extra_block_size= return_max_logits= out= lse= max_logits= workspace= stream=",
-    ),
-    "sparse_mla_dsv4": (
-        "query swa_kv_cache workspace_buffer sparse_indices compressed_kv_cache sparse_topk_lens "
-        "seq_lens",
-        "bmm1_scale bmm2_scale= sinks= window= cum_seq_lens_q= max_q_len= out= stream=",
-    ),
-    "attention_workspace_size": (
-        "num_tokens num_heads topk",
-        "extra_topk= num_splits= device",
-    ),
-    "merge_attn_states": ("out_a lse_a out_b lse_b", "attn_sink= out= lse= stream="),
-    "split_kv_b_proj": (
-        "weight",
-        "num_heads qk_nope_head_dim v_head_dim weight_scale_inv=",
-    ),
-    "k_up_proj": ("q_nope W_UK", "out= stream="),
-    "v_up_proj": ("x W_UV", "out= stream="),
-    "grouped_output_projection": ("o o_scale weight weight_scale", "out= stream="),
-    "dynamic_per_tensor_quant": ("x", "out= stream="),
-    "rope_table": ("max_pos= R= base= yarn=", "fp32_angles="),
-    "fused_q_kv_rmsnorm": ("q kv q_weight kv_weight", "eps q_out= kv_out= stream="),
-    "fused_qnorm_rope_kv_insert": (
-        "q kv positions cos_sin cache slot_mapping",
-        "eps q_out= q_scale_inv= kv_scale= kv_format= block_size= stream=",
-    ),
-    "save_partial_states": ("kv score ape positions state slot_mapping", "stream="),
-    "compress_norm_rope_store": (
-        "state block_table req_id_per_token positions slot_mapping cache kv_slot_mapping "
-        "norm_weight cos_sin",
-        "eps ratio kv= score= ape= kv_scale= kv_format= block_size= stream=",
-    ),
-    "fused_inv_rope_fp8_quant": (
-        "o positions cos_sin",
-        "groups scale_layout= quantize= out= out_scale= stream=",
-    ),
-    "fused_indexer_q_rope_quant": (
-        "q weights positions cos_sin",
-        "softmax_scale head_scale use_fp4= out= out_weights= out_scale= stream=",
-    ),
-    "indexer_logits": (
-        "q weights k_cache context_lens",
-        "block_table= req_id_per_token= starts= q_scale= clean= dtype= kv_format= block_size= "
-        "out= stream=",
-    ),
-    "lightning_indexer": (
-        "q weights k_cache context_lens",
-        "k block_table= req_id_per_token= starts= q_scale= dtype= kv_format= block_size= "
-        "slots_block_table= slots_block_size= is_valid= out= slots= lens= values= "
-        "max_logits_bytes= workspace= stream=",
-    ),
-    "lightning_indexer_workspace_size": (
-        "num_tokens max_context",
-        "k dtype= max_logits_bytes= device",
-    ),
-    "dequantize_kv_cache": ("kv_cache", "kv_scale= kv_format= block_size= dtype="),
-    "quantize_and_insert_k_cache": (
-        "k k_cache slot_mapping",
-        "kv_scale= kv_format= block_size= stream=",
-    ),
-    "indexer_k_quant_and_cache": ("k k_cache slot_mapping", "kv_format= block_size= stream="),
-    "dequantize_and_gather_k_cache": (
-        "out k_cache seq_lens gather_lens block_table block_size offset",
-        "kv_scale= kv_format= stream=",
-    ),
+# name -> (positional, keyword-only) parameters, as operators.Facts writes them
+FUNCTIONS = {
+    "split_kv_b_proj": ("weight", "num_heads qk_nope_head_dim v_head_dim weight_scale_inv="),
+    "rope_table": ("max_pos= R=64 base=10000.0 yarn=", "fp32_angles=False"),
     "split_decodes_and_prefills": (
         "query_start_loc num_actual_tokens",
-        "decode_threshold= require_uniform=",
+        "decode_threshold=1 require_uniform=False",
     ),
     "split_prefill_chunks": ("seq_lens workspace_tokens", ""),
     "get_prefill_workspace_size": ("max_model_len", ""),
@@ -125,66 +31,32 @@ OPERATORS = {
     "get_include": ("", ""),
     "get_library_dir": ("", ""),
 }
-DEFAULTS = {
-    ("sparse_attention", "num_splits"): 0,
-    ("sparse_attention", "return_max_logits"): False,
-    ("sparse_mla_dsv4", "bmm2_scale"): 1.0,
-    ("sparse_mla_dsv4", "window"): 128,
-    ("attention_workspace_size", "extra_topk"): 0,
-    ("attention_workspace_size", "num_splits"): 0,
-    ("convert_req_index_to_global_index", "valid_counts"): False,
-    ("combine_topk_swa_indices", "align"): 128,
-    ("build_mixed_sparse_indices", "decode_indices_are_local"): False,
-    ("split_decodes_and_prefills", "decode_threshold"): 1,
-    ("split_decodes_and_prefills", "require_uniform"): False,
-    ("dequantize_kv_cache", "dtype"): "float32",
-    ("rope_table", "R"): 64,
-    ("rope_table", "base"): 10000.0,
-    ("rope_table", "fp32_angles"): False,
-    ("fused_inv_rope_fp8_quant", "scale_layout"): "fp32",
-    ("fused_inv_rope_fp8_quant", "quantize"): True,
-    ("fused_indexer_q_rope_quant", "use_fp4"): False,
-    ("indexer_logits", "clean"): True,
-    ("indexer_logits", "dtype"): "float32",
-    ("lightning_indexer", "dtype"): "float32",
-    ("lightning_indexer", "max_logits_bytes"): 2**29,
-    ("lightning_indexer_workspace_size", "dtype"): "float32",
-    ("lightning_indexer_workspace_size", "max_logits_bytes"): 2**29,
-    ("dequantize_kv_cache", "kv_scale"): 1.0,
-    ("gather_kv_cache", "kv_scale"): 1.0,
-    ("sparse_attention", "q_scale"): 1.0,
-    ("sparse_attention", "kv_scale"): 1.0,
-    ("sparse_attention", "extra_kv_scale"): 1.0,
-    ("quantize_and_insert_k_cache", "kv_scale"): 1.0,
-    ("fused_qnorm_rope_kv_insert", "kv_scale"): 1.0,
-    ("compress_norm_rope_store", "kv_scale"): 1.0,
-    ("dequantize_and_gather_k_cache", "kv_scale"): 1.0,
-}
+FUNCTIONS |= {op: (facts.positional, facts.keywords) for op, facts in FACTS.items()}
 ROOT = Path(sparse_mla.__file__).parent
 
 
 def parameter_text(parameter: inspect.Parameter) -> str:
-    return parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=")
+    """The name, "name=" for one whose default is None, or "name=1.0"."""
+    if parameter.default is inspect.Parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={'' if parameter.default is None else parameter.default}"
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_signature(name):
     parameters = inspect.signature(getattr(sparse_mla, name)).parameters.values()
     keyword_only = [parameter_text(p) for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [parameter_text(p) for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    want_positional, want_keywords = (text.split() for text in OPERATORS[name])
+    want_positional, want_keywords = (text.split() for text in FUNCTIONS[name])
     assert positional == want_positional
     assert keyword_only == want_keywords
-    for parameter in parameters:
-        if parameter.default is not inspect.Parameter.empty:
-            assert parameter.default == DEFAULTS.get((name, parameter.name)), parameter
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "want"),
     [
         ("MetadataBuilder", "__init__", "self config workspace="),
-        ("MetadataBuilder", "build", "self common common_prefix_len= fast_build="),
+        ("MetadataBuilder", "build", "self common common_prefix_len=0 fast_build=False"),
         ("SparseMLA", "__init__", "self config kv_b_proj= weight_scale_inv="),
         (
             "SparseMLA",

@@ -108,6 +108,19 @@ def test_signatures_are_the_declared_ones(name):
         assert parameter.annotation is not parameter.empty
 
 
+def test_overloads_of_attention_share_the_declared_keywords():
+    parameters = inspect.signature(sparse_mla.sparse_attention).parameters.values()
+    declared = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    shared = ops.attention._AttentionOptions
+    options = {name: hint.__forward_arg__ for name, hint in shared.__annotations__.items()}
+    required = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    for name in required:
+        options[name] = re.sub(r"^Required\[(.*)\]$", r"\1", options[name])
+        assert options[name] != shared.__annotations__[name].__forward_arg__, "not required"
+    of_overloads = {"return_max_logits": "bool", "max_logits": "Array | None"}
+    assert options | of_overloads == declared
+
+
 def test_ipython_shows_the_declared_signature():
     oinspect = require("IPython.core.oinspect")
     shown = oinspect.Inspector(theme_name="nocolor").info(sparse_mla.sparse_attention)

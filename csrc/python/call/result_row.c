@@ -45,13 +45,14 @@ read_page_keys(const row_reader *reader, const smla_py_step *step)
 static int64_t
 read_number(const row_reader *reader, const smla_py_step *step)
 {
+    const smla_py_call *const call = reader->call;
     switch (step->number_kind) {
     case SMLA_PY_CONSTANT: return step->number;
     case SMLA_PY_SIZE_OF:
-        return smla_py_has_dim(reader->call, step->row, step->number)
-                   ? smla_py_call_dim(reader->call, step->row, step->number)
+        return smla_py_has_dim(call, step->row, step->number)
+                   ? call->arrays[step->row].shape[step->number]
                    : UNKNOWN;
-    case SMLA_PY_SIZE_OR_0: return smla_py_call_dim(reader->call, step->row, step->number);
+    case SMLA_PY_SIZE_OR_0: return smla_py_call_dim(call, step->row, step->number);
     case SMLA_PY_PAGE_KEYS: return read_page_keys(reader, step);
     case SMLA_PY_KEY_VALUES: return format_of(reader, step->row, step->number)->head_dim;
     default: return read_value(reader, step->row);
@@ -76,13 +77,10 @@ take_step(smla_py_step_kind kind, int64_t value, int64_t number)
 static int64_t
 compute_dim(const row_reader *reader, const smla_py_step *steps)
 {
-    int64_t value = 0;
-    for (int i = 0; i < SMLA_PY_MAX_STEPS && steps[i].kind != SMLA_PY_NO_STEP; i++) {
+    int64_t value = read_number(reader, steps); /* the first step adds it to 0 */
+    for (int i = 1; i < SMLA_PY_MAX_STEPS && steps[i].kind != SMLA_PY_NO_STEP && value >= 0; i++) {
         const int64_t number = read_number(reader, &steps[i]);
         value = number < 0 ? UNKNOWN : take_step(steps[i].kind, value, number);
-        if (value < 0) {
-            return UNKNOWN;
-        }
     }
     return value;
 }
@@ -234,15 +232,23 @@ int
 smla_py_allocate_results(smla_py_call *call, const smla_py_operator *op, const void *args)
 {
     const row_reader reader = {.call = call, .op = op, .args = args};
-    int status = keeps_limits(&reader) ? 0 : 1;
-    for (int i = 0; i < op->num_results && status == 0; i++) {
+    bool is_checked = false; /* no limit counts for a call that gives all results */
+    for (int i = 0; i < op->num_results; i++) {
         const smla_py_result_row *const row = &op->results[i];
-        if (call->arrays[row->result].object == NULL && is_made(&reader, row->result) &&
-            holds(&reader, &row->when)) {
-            status = allocate_row(&reader, row);
+        if (call->arrays[row->result].object != NULL || !is_made(&reader, row->result) ||
+            !holds(&reader, &row->when)) {
+            continue;
+        }
+        if (!is_checked && !keeps_limits(&reader)) {
+            return 0;
+        }
+        is_checked = true;
+        const int status = allocate_row(&reader, row);
+        if (status != 0) {
+            return status < 0 ? -1 : 0;
         }
     }
-    return status < 0 ? -1 : 0;
+    return 0;
 }
 
 /* ---- Rows for Python ----------------------------------------------------------------------- */
