@@ -25,6 +25,8 @@ from sparse_mla._bench import (
 )
 from sparse_mla._bench.cuda_kinds import KINDS
 
+pytestmark = pytest.mark.frameworks
+
 NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK = 5, 2, 3, 256
 NUM_SPARE = 4096
 DEVICE_BYTES = 1 << 24  # the cache gets a quarter of them

@@ -15,6 +15,8 @@ from helpers import printed_by_python
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 # name -> (positional, keyword-only) parameters; a trailing "=" marks one that has a default
 OPERATORS = {
     "concat_and_cache_mla": ("kv_c k_pe kv_cache slot_mapping", "kv_cache_dtype= stream="),

@@ -15,6 +15,8 @@ import sparse_mla
 from sparse_mla import _C, _types, ops
 from sparse_mla.v4 import config as v4
 
+pytestmark = pytest.mark.frameworks
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CALLS = HERE / "typing"
