@@ -11,6 +11,7 @@
 PYTHON ?= python3
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 60
+JOBS ?= $(shell nproc)
 FUZZ_CORPUS := tests/fixtures/fuzz_corpus.tar.gz
 VENV := .venv
 ARGS ?=
@@ -36,6 +37,9 @@ ENVIRONMENT += TSAN_OPTIONS=die_after_fork=0 LD_PRELOAD="$$(gcc -print-file-name
 ARGS := $(or $(ARGS),tests/calls/test_threads.py)
 endif
 
+# Two tests at a time; ARGS='-n 0' asks for one, ARGS='-n 8' for eight. ThreadSanitizer has its own.
+BESIDE := $(if $(filter thread,$(VARIANT)),,-n 2 --dist worksteal)
+
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 
@@ -44,9 +48,9 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja itself is parallel, and two builds of one folder wait for each other
-.PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu \
-    memcheck racecheck synccheck sanitize coverage measure mutants fuzz fuzz-corpus lint format \
-    frameworks vllm lib install-lib wheel release check-install clean
+.PHONY: help environment toolkit build demo bench test test-python test-c test-c-aarch64 \
+    examples-c test-gpu memcheck racecheck synccheck sanitize coverage measure mutants fuzz \
+    fuzz-corpus lint format frameworks vllm lib install-lib wheel release check-install clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -54,7 +58,8 @@ help: ## this list
 # These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
 # unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
 # wherever there is a compiler for it.
-demo bench test test-c examples-c: WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
+demo bench test test-python test-c examples-c: \
+    WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
 
 # ---- Environment and build ---------------------------------------------------------------------
 
@@ -103,8 +108,10 @@ bench: build ## the benchmark tables, beside PyTorch after `make frameworks`
 
 # ---- Tests -------------------------------------------------------------------------------------
 
-test: test-c examples-c build ## C tests, C examples, then the Python tests
-	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
+test: test-c examples-c test-python ## C tests, C examples, then the Python tests
+
+test-python: build ## the Python tests alone; without the libraries of test-c some are skipped
+	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(BESIDE) $(ARGS)
 
 test-c: environment ## the C tests alone
 	@$(WITH_CUDA) $(PY) setup.py -q ninja --targets=tests,lib
@@ -180,7 +187,8 @@ fuzz-corpus: fuzz ## keeps the fewest of the inputs that make fuzz has found
 
 # Assertions stay on (-UNDEBUG), because clang-tidy learns from them. OpenMP is off, because
 # clang-tidy comes without an omp.h. It reads only the files that the build compiles as C; for
-# nvcc's files, nvcc's own warnings are errors with WERROR=1.
+# nvcc's files, nvcc's own warnings are errors with WERROR=1. compile_commands.json has the flags of
+# the latest build, which may be another one that runs beside this.
 TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp \
     --extra-arg=-Wno-unknown-warning-option # GCC's spelling of a limit of frames
 
@@ -191,8 +199,10 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # clang-format leaves long comments alone
 	@echo clang-tidy
-	@sed -n 's/.*"file": "\(.*\)".*/\1/p' compile_commands.json | sort | \
-	    xargs -n 1 -P "$$(nproc)" $(VENV)/bin/clang-tidy --quiet -p . $(TIDY_FLAGS)
+	@mkdir -p build/lint
+	@$(PY) -m ninja -f build/$(VARIANT)/build.ninja -t compdb cc > build/lint/compile_commands.json
+	@sed -n 's/.*"file": "\(.*\)".*/\1/p' build/lint/compile_commands.json | sort | \
+	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_FLAGS)
 	$(ENVIRONMENT) $(PY) -m mypy.stubtest sparse_mla --mypy-config-file pyproject.toml \
 	    --allowlist buildtools/stubtest.txt --ignore-unused-allowlist
 

@@ -3,11 +3,13 @@ A free-threaded CPython has no stable ABI, and gets an extension for its version
 
     python setup.py build_ext --inplace       build what `pip install .` builds, in the source tree
     python setup.py ninja --targets=lib       build other targets of the graph: lib, tests, fuzz
+    JOBS=1 python setup.py …                  compile one file at a time
 
 Metadata and requirements are in pyproject.toml, the package's page in buildtools/page.py; sources,
 flags and variants in buildtools/graph.py.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,8 @@ def run_ninja(distribution, *targets):
         ninja = [sys.executable, "-m", "ninja", "-f", path]
         database = subprocess.check_output([*ninja, "-t", "compdb", "cc"])
         Path("compile_commands.json").write_bytes(database)
+        if jobs := os.environ.get("JOBS"):
+            ninja += ["-j", jobs]
         if status := subprocess.run([*ninja, *targets]).returncode:
             sys.exit(status)
 

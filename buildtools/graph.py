@@ -9,7 +9,8 @@ which has its own folder under build/. WERROR=1 turns warnings into errors. SPAR
 the CUDA toolkit, see toolkit.py. SPARSE_MLA_CUDA_ARCHS="80 90a" chooses the architectures that it
 compiles for. SPARSE_MLA_GLIBC=2.28 links for that version of glibc, with ziglang. ALLOW_SPILLS=1
 lets kernels use local memory. FULL_API=1 builds the extension for this version of CPython alone, as
-a free-threaded CPython always gets it.
+a free-threaded CPython always gets it. Where ccache is installed, it keeps objects for later
+builds, unless CCACHE_DISABLE=1 is set.
 """
 
 import contextlib
@@ -98,6 +99,7 @@ MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
 # Fuzzing tests the checks that come before the kernels. Clang would take minutes to compile the
 # kernels with instrumentation.
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
+FAST = ("release", "aarch64")  # kernels have all calls inlined: csrc/cpu/machine/simd.h
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
 AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c"
 AVX512BF16 = f"{AVX512} -mavx512vbmi -mavx512bf16"
@@ -163,6 +165,21 @@ def alias_of_multiarch():
     alias.unlink(missing_ok=True)
     alias.symlink_to(Path("/usr/include", sysconfig.get_config_var("MULTIARCH")))
     return folder
+
+
+def alias_of_dlpack():
+    """A folder with DLPack's header, whose name is the same in every environment. ccache finds an
+    object again only where all options are the same."""
+    folder = BUILD / "headers"
+    folder.mkdir(parents=True, exist_ok=True)
+    alias = folder / "dlpack"
+    alias.unlink(missing_ok=True)
+    alias.symlink_to(package_include("tvm_ffi", "include/dlpack"))
+    return folder
+
+
+def compiler_cache():
+    return ["ccache"] if shutil.which("ccache") else []
 
 
 def public_headers():
@@ -297,7 +314,13 @@ def nvcc_command(cuda, include):
     command = [sys.executable, "buildtools/ptxas.py", f"--title=nvcc {cuda.version}"]
     command += ["--strict"] if is_on("WERROR") else []
     command += ["--allow-spills"] if is_on("ALLOW_SPILLS") or VARIANT != "release" else []
-    command += ["$report", cuda.nvcc, *CUDA_FLAGS.split(), *CUDA_VARIANTS[VARIANT].split()]
+    command += [
+        "$report",
+        *compiler_cache(),
+        cuda.nvcc,
+        *CUDA_FLAGS.split(),
+        *CUDA_VARIANTS[VARIANT].split(),
+    ]
     command += ["-Werror=all-warnings"] if is_on("WERROR") else []
     return shlex.join(map(str, [*command, *include]))
 
@@ -313,7 +336,8 @@ class Graph:
         openmp, threads = openmp_flags(self.cc)
         self.stack = stack_flags(self.cc)
         flags = [*COMMON_FLAGS.split(), *VARIANTS[VARIANT].split()]
-        dlpack = ["-isystem", str(package_include("tvm_ffi", "include"))]
+        flags += [] if VARIANT in FAST else ["-DSMLA_FREE_INLINING=1"]
+        dlpack = ["-isystem", str(alias_of_dlpack())]
         flags += dlpack
         flags += ISA_DEFINES.get(MACHINE, [])
         flags += ["-DSMLA_HAVE_CUDA=1"] if self.cuda else []
@@ -327,7 +351,7 @@ class Graph:
         self.writer = Writer(file, width=1000)
         self.writer.variable("builddir", str(BUILD))
         self.writer.variable("cc", f"{self.cc} {shlex.join(flags)} {cflags}")
-        self.compile_rule("cc", f"$cc {' '.join(openmp)}")
+        self.compile_rule("cc", " ".join([*compiler_cache(), "$cc", *openmp]))
         linker, more_libs = linker_for_glibc(self.cc)
         libs += more_libs
         self.rule("link", f"{linker} -o $out $in $extra {ldflags} {shlex.join(libs)}")

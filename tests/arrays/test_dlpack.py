@@ -16,6 +16,8 @@ from helpers import ALL_FRAMEWORKS, assert_same_bits
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 
 def has_gpu() -> bool:
     """Whether there is a driver that finds a GPU."""

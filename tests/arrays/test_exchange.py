@@ -24,6 +24,8 @@ from helpers import (
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 CASES = ["h17_k63", "page3_bf16", "extra_same", "q_pair", "no_indices", "topk_length_bf16"]
 each_framework = pytest.mark.parametrize("framework", ALL_FRAMEWORKS, indirect=True)
 

@@ -34,6 +34,8 @@ from test_views import TABLE, int32
 import sparse_mla
 from sparse_mla import _C
 
+pytestmark = pytest.mark.frameworks
+
 # --- whether an argument is held -----------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ from helpers import assert_same_bits
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 VERSIONED = b"dltensor_versioned"
 
 

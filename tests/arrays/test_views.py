@@ -28,6 +28,8 @@ from helpers import RED
 import sparse_mla
 from sparse_mla import _C, ops
 
+pytestmark = pytest.mark.frameworks
+
 # --- the table -----------------------------------------------------------------------------------
 
 # The rules of an array argument are some of these words:

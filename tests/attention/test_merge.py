@@ -8,6 +8,8 @@ import reference as ref
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 DTYPES = {"bf16": ref.BF16, "fp32": np.dtype(np.float32)}
 
 

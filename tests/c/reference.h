@@ -31,23 +31,28 @@ decode(unsigned magnitude, int mantissa_bits, int bias)
 
 /* The nearest e4m3 code; ties go to even. Values grow with their codes, so the nearest code is the
  * last one whose value is not above |x|, which is found by halving, or the one behind it. Numbers
- * beyond the largest value get the largest code. */
+ * beyond the largest value get the largest code. The values are computed once, because ldexp is
+ * slow under an emulator. */
 static inline uint8_t
 nearest_e4m3(double x)
 {
     if (isnan(x)) {
         return signbit(x) ? 0xFF : 0x7F;
     }
-    const unsigned largest = 0x7E;
+    enum { largest = 0x7E };
+    static double values[largest + 1];
+    for (unsigned code = 1; values[largest] == 0.0 && code <= largest; code++) {
+        values[code] = decode(code, 3, 7);
+    }
     unsigned code = 0;
     for (unsigned step = 64; step > 0; step /= 2) {
-        if (code + step <= largest && decode(code + step, 3, 7) <= fabs(x)) {
+        if (code + step <= largest && values[code + step] <= fabs(x)) {
             code += step;
         }
     }
     if (code < largest) {
-        const double below = fabs(x) - decode(code, 3, 7);
-        const double above = decode(code + 1, 3, 7) - fabs(x);
+        const double below = fabs(x) - values[code];
+        const double above = values[code + 1] - fabs(x);
         code += above < below || (above == below && code % 2 == 1);
     }
     return (uint8_t)(signbit(x) ? code | 0x80u : code);

@@ -7,6 +7,8 @@ import reference as ref
 from helpers import Guarded, assert_same_bf16, assert_same_bits
 from library import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 FORMATS = ["fp8", "bf16", "bf16_512"]
 LAYOUTS = ["paged", "mqa", "flat", "padded", "interleaved", "token_stride"]
 

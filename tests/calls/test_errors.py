@@ -17,6 +17,8 @@ from library import sparse_mla
 
 import sparse_mla as package
 
+pytestmark = pytest.mark.frameworks
+
 BF16 = ref.BF16
 
 

@@ -14,6 +14,8 @@ from helpers import FOLDERS, assert_same_bits
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 SECONDS = 0.3  # from a call's start to its signal
 SLOTS = 4096
 

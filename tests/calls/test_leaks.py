@@ -18,6 +18,8 @@ from helpers import FLOAT_MODES, assert_keeps_nothing, mode_after
 import sparse_mla
 from sparse_mla import _C
 
+pytestmark = pytest.mark.frameworks
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -11,6 +11,8 @@ from helpers import BESIDE_TESTS, BUILD, run_python
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 # Every operator that operators.py knows, a call that fails, then a step on path "separate".
 CALLS = """
 import cases, device, engine, library, operators

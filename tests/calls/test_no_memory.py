@@ -24,6 +24,8 @@ from helpers import assert_keeps_nothing, require
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 api = require("_testcapi")
 
 # The allocation that fails may be one of Python's own clean-up, which then gives this warning.

@@ -19,6 +19,8 @@ import sparse_mla
 from sparse_mla import _C, _results, ops
 from sparse_mla.integrations import _schema
 
+pytestmark = pytest.mark.frameworks
+
 OPERATORS = [value for value in vars(sparse_mla).values() if isinstance(value, _C.Operator)]
 ATTENTION = sparse_mla.sparse_attention
 

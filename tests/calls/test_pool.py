@@ -6,6 +6,8 @@ import os
 import pytest
 from helpers import BESIDE_TESTS, printed_by_python
 
+pytestmark = pytest.mark.frameworks
+
 # NumPy's BLAS starts threads, too; it must not have any here.
 POOL = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}
 

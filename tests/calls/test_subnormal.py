@@ -66,6 +66,7 @@ def run(case: subnormal.Case, kind: str | None) -> tuple[dict[str, Any], Any]:
 # --- the caller's mode ---------------------------------------------------------------------------
 
 
+@pytest.mark.frameworks
 def test_a_mode_is_set_and_given_back():
     tiny, one, bit = np.float32(1e-40), np.float32(1), np.float32(2.0**-30)
     for mode in FLOATING_POINT_MODES:
@@ -89,6 +90,7 @@ def test_results_do_not_depend_on_the_mode(title, isa, monkeypatch):
             assert outcome(case, arguments, mode) == want, (kind, mode)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("mode", FLOATING_POINT_MODES)
 def test_results_do_not_depend_on_the_mode_of_a_thread(mode):
     """Threads that are nobody's, all in one mode, call at the same time."""
@@ -100,6 +102,7 @@ def test_results_do_not_depend_on_the_mode_of_a_thread(mode):
         assert x == y, case.title
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("title", TABLE)
 def test_no_operator_depends_on_the_mode(title):
     """All operators, those of index lists and plans included."""

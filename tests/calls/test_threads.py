@@ -16,6 +16,8 @@ from helpers import BESIDE_TESTS, assert_same_bits, find_framework, printed_by_p
 import sparse_mla
 from sparse_mla import _C
 
+pytestmark = pytest.mark.frameworks
+
 NUM_THREADS = 16
 
 

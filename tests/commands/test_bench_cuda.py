@@ -22,6 +22,8 @@ from sparse_mla._bench.cuda import sides as cuda_sides
 from sparse_mla._bench.cuda import timing as cuda_timing
 from sparse_mla._bench.cuda.kinds import KINDS
 
+pytestmark = pytest.mark.frameworks
+
 NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK = 5, 2, 3, 256
 NUM_SPARE = 4096
 DEVICE_BYTES = 1 << 24  # the cache gets a quarter of them

@@ -29,6 +29,8 @@ from sparse_mla._demo import memory as demo_memory
 from sparse_mla._demo import run as demo
 from sparse_mla.ops import index
 
+pytestmark = pytest.mark.frameworks
+
 # --- info ----------------------------------------------------------------------------------------
 
 H100 = {"device": "cuda", "arch": "sm_90", "available": True}

@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import resource
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from helpers import find_framework, printed_by_python, require, run_python
 import sparse_mla
 from sparse_mla._bench import run as bench
 from sparse_mla._bench.common import timing
+
+pytestmark = pytest.mark.frameworks
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,10 +77,12 @@ def test_info_names_what_there_is():
 
 
 def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
-    """The bench takes 25 s on two cores, with PyTorch and JAX installed."""
-    start = time.monotonic()
+    """The bench takes 25 s on two cores, with PyTorch and JAX installed. A minute of two cores is
+    counted in CPU seconds, which a test that runs beside this one does not change."""
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_command("bench", "--device", "cpu", "--quick", "--json")
-    seconds = time.monotonic() - start
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "progress is for terminals"
     results = json.loads(done.stdout)
@@ -93,7 +97,7 @@ def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
     assert all(0 < s["median"] <= s["worst"] for s in results["spread"].values())
     assert re.match(r"other programs keep \d+\.\d of \d+ cores busy", results["host"])
     if sparse_mla.build_info()["flags"] == "release":
-        assert seconds < 60
+        assert cpu_seconds < 2 * 60
 
 
 def test_bench_shows_its_progress_on_a_terminal(monkeypatch, capsys):

@@ -15,6 +15,8 @@ from sparse_mla import _judge
 from sparse_mla._demo import memory
 from sparse_mla._demo import run as demo
 
+pytestmark = pytest.mark.frameworks
+
 
 def demo_options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

@@ -17,6 +17,8 @@ from helpers import FRAMEWORKS, find_framework, require, run_python
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(
     path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)

@@ -6,6 +6,8 @@ import reference as ref
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 OP = "convert_req_index_to_global_index"
 
 

@@ -192,7 +192,7 @@ def planned(*arguments: str, **environment: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("target", ["demo", "bench", "test", "test-c", "examples-c"])
+@pytest.mark.parametrize("target", ["demo", "bench", "test", "test-python", "test-c", "examples-c"])
 def test_targets_that_run_here_build_for_here(target):
     assert all("SPARSE_MLA_CUDA=here " in line for line in planned(target))
     for lines in (

@@ -30,7 +30,10 @@ MODULES = ["sparse_mla", "sparse_mla.flash_mla", "sparse_mla.v4"] + [
     f"sparse_mla.integrations.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name)
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # PyTorch
+]
 
 # ARRAY finds annotations of a framework's arrays; other parameters are ints, names, layers. "cache"
 # in a description stands for the shapes that help(sparse_mla.ops) lists.

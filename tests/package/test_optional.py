@@ -7,6 +7,8 @@ import device
 import pytest
 from helpers import FRAMEWORKS, find_framework, require
 
+pytestmark = pytest.mark.frameworks
+
 PACKAGES = {
     "a module is missing": "import nothing_of_this_name",
     "a part of itself is missing": "import optional_package.nothing",

@@ -16,6 +16,8 @@ from operators import FACTS
 
 import sparse_mla
 
+pytestmark = pytest.mark.frameworks
+
 # name -> (positional, keyword-only) parameters, as operators.Facts writes them
 FUNCTIONS = {
     "split_kv_b_proj": ("weight", "num_heads qk_nope_head_dim v_head_dim weight_scale_inv="),

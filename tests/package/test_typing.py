@@ -15,6 +15,8 @@ import sparse_mla
 from sparse_mla import _C, _types, ops
 from sparse_mla.v4 import config as v4
 
+pytestmark = pytest.mark.frameworks
+
 ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "tests" / "typing"
 EXAMPLES_WITH_TORCH = [ROOT / "examples" / name for name in ("cuda_graph.py", "deepseek_v32.py")]
