@@ -1,5 +1,5 @@
-/* rotate.h: the kernels of RoPE, and where a token's angles are. rotate_kernel.h is compiled once per
- * instruction set into a smla_rotate_isa.
+/* rotate.h: the kernels of RoPE, and where a token's angles are. rotate_kernel.h is compiled once
+ * per instruction set into a smla_rotate_isa.
  */
 #pragma once
 
