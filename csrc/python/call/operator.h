@@ -82,7 +82,7 @@ typedef struct smla_py_operator {
     int num_results;
     const smla_py_limit *limits;
     int num_limits;
-    /* Checks options that the core does not know, before results are made. NULL = there are none. */
+    /* Checks options that the core does not know, before results are made. NULL = it has none. */
     int (*check_options)(const smla_py_call *call, const void *args);
     /* Bytes of workspace that a call needs, once its other arrays are set. NULL = no workspace. */
     int64_t (*workspace_bytes)(const void *args);
