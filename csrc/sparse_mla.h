@@ -12,6 +12,7 @@
  *   compressor.h  groups of tokens become rows of DeepSeek V4's compressed caches
  *   indexer.h     scores of keys, and the choice of the best
  *   step.h        the metadata builder and the forward pass of one layer
+ *   v4_step.h     the same for DeepSeek V4
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
@@ -46,5 +47,6 @@
 #include "sparse_mla/projection.h"
 #include "sparse_mla/status.h"
 #include "sparse_mla/step.h"
+#include "sparse_mla/v4_step.h"
 
 #endif /* SPARSE_MLA_H */
