@@ -14,6 +14,7 @@
  *   topk.h        the choice of the best keys by their scores
  *   indexer.h     scores of keys, and scores and choice in one call
  *   step.h        the metadata builder and the forward pass of one layer
+ *   v4_step.h     the same for DeepSeek V4
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
@@ -50,5 +51,6 @@
 #include "sparse_mla/status.h"
 #include "sparse_mla/step.h"
 #include "sparse_mla/topk.h"
+#include "sparse_mla/v4_step.h"
 
 #endif /* SPARSE_MLA_H */

@@ -8,6 +8,7 @@ from numpy import ndarray
 
 __version__: str
 KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
+CONFIG_FIELDS: dict[str, dict[str, tuple[str, int, int]]]  # plan -> name: kind, least, most
 SPLIT_KV_FORMATS: tuple[str, ...]  # names of formats in split pages
 CONCAT_KV_FORMATS: tuple[str, ...]  # names of formats that concat_and_cache_mla writes
 
@@ -55,102 +56,12 @@ class Operator:
     def limits(self) -> tuple[tuple[str, str, int, int], ...]: ...
 
 @final
-class Builder:
-    def __new__(
-        cls,
-        num_heads: int,
-        block_size: int,
-        topk_tokens: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        decode_threshold: int,
-        min_heads_for_bf16_prefill: int,
-        prefill_workspace_tokens: int,
-        kv_cache_dtype: str,
-        path: str | None,
-        device: str,
-        workspace: Any,
-        /,
-    ) -> Builder: ...
+class Step:
+    def __new__(cls, plan: str, config: dict[str, Any], workspace: Any, /) -> Step: ...
     @property
     def workspace_bytes(self) -> int: ...
-    def build(
-        self,
-        query_start_loc_cpu: Any,
-        seq_lens_cpu: Any,
-        block_table: Any,
-        num_reqs: int,
-        num_actual_tokens: int,
-        /,
-    ) -> dict[str, Any]: ...
-    def forward(
-        self,
-        q: Any,
-        kv_cache: Any,
-        topk_indices: Any,
-        attn_sink: Any,
-        out: Any,
-        lse: Any,
-        softmax_scale: float,
-        generation: int,
-        stream: Any,
-        /,
-    ) -> tuple[Any, Any]: ...
-
-@final
-class V4Builder:
-    def __new__(
-        cls,
-        num_heads: int,
-        window: int,
-        topk_tokens: int,
-        block_size: int,
-        swa_block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        decode_threshold: int,
-        prefill_chunk_size: int,
-        scales: tuple[float, float, float],
-        compress_ratios: tuple[int, ...],
-        state_block_sizes: tuple[int, ...],
-        kv_cache_dtype: str,
-        compressed_kv_cache_dtype: str,
-        path: str | None,
-        device: str,
-        workspace: Any,
-        /,
-    ) -> V4Builder: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    def build(
-        self,
-        query_start_loc_cpu: Any,
-        seq_lens_cpu: Any,
-        block_table: Any,
-        slot_mapping: Any,
-        compressed: tuple[Any, ...],
-        states: tuple[Any, ...],
-        num_reqs: int,
-        num_actual_tokens: int,
-        max_seq_len: int,
-        /,
-    ) -> dict[str, Any]: ...
-    def attend(
-        self,
-        q: Any,
-        swa: Any,
-        compressed: Any,
-        topk_indices: Any,
-        attn_sink: Any,
-        out: Any,
-        lse: Any,
-        compress_ratio: int,
-        generation: int,
-        stream: Any,
-        /,
-    ) -> tuple[Any, Any]: ...
+    def build(self, batch: Any, /, **arguments: Any) -> dict[Any, Any]: ...
+    def layer(self, **arguments: Any) -> tuple[Any, Any]: ...
     @classmethod
     def warm_up(
         cls, q: Any, out: Any, lse: Any, num_heads: int, stream: Any, /

@@ -69,8 +69,7 @@ int smla_py_init_arrays(smla_py_state *state);
 
 /* The module's types. */
 extern PyType_Spec smla_py_tensor_spec;
-extern PyType_Spec smla_py_builder_spec;
-extern PyType_Spec smla_py_v4_builder_spec;
+extern PyType_Spec smla_py_step_spec;
 extern PyType_Spec smla_py_operator_spec;
 
 /* Clear waits for pending work and releases the arrays that are kept for it. Free comes last. */

@@ -5,7 +5,7 @@
 
 #include "core/fp_mode.h"
 #include "core/kv_format.h"
-#include "python/arrays/array.h"
+#include "python/step/step.h"
 
 /* ---- Planning ------------------------------------------------------------------------------ */
 
@@ -220,6 +220,15 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* Adds a new object, and drops the reference; NULL stands for an exception. */
+static int
+add_new(PyObject *module, const char *name, PyObject *object)
+{
+    const int status = object == NULL ? -1 : PyModule_AddObjectRef(module, name, object);
+    Py_XDECREF(object);
+    return status;
+}
+
 static int
 add_kv_format(PyObject *formats, const smla_kv_format_info *row)
 {
@@ -247,9 +256,7 @@ add_kv_formats(PyObject *module)
             Py_CLEAR(formats);
         }
     }
-    const int status = formats == NULL ? -1 : PyModule_AddObjectRef(module, "KV_FORMATS", formats);
-    Py_XDECREF(formats);
-    return status;
+    return add_new(module, "KV_FORMATS", formats);
 }
 
 /* Adds a tuple of the names of the formats in a set. */
@@ -268,11 +275,9 @@ add_format_names(PyObject *module, const char *name, smla_kv_set rows)
         }
         Py_XDECREF(text);
     }
-    PyObject *tuple = names == NULL ? NULL : PyList_AsTuple(names);
-    const int status = tuple == NULL ? -1 : PyModule_AddObjectRef(module, name, tuple);
-    Py_XDECREF(tuple);
+    PyObject *const tuple = names == NULL ? NULL : PyList_AsTuple(names);
     Py_XDECREF(names);
-    return status;
+    return add_new(module, name, tuple);
 }
 
 /* The formats in split pages. */
@@ -305,12 +310,12 @@ module_exec(PyObject *module)
     smla_py_state *state = PyModule_GetState(module);
     if (smla_py_init_shared(state) < 0 || smla_py_init_arrays(state) < 0 ||
         add_type(module, &smla_py_tensor_spec, &state->tensor_type) < 0 ||
-        add_type(module, &smla_py_builder_spec, NULL) < 0 ||
-        add_type(module, &smla_py_v4_builder_spec, NULL) < 0 ||
+        add_type(module, &smla_py_step_spec, NULL) < 0 ||
         add_type(module, &smla_py_operator_spec, NULL) < 0) {
         return -1;
     }
     if (add_kv_formats(module) < 0 ||
+        add_new(module, "CONFIG_FIELDS", smla_py_config_fields()) < 0 ||
         add_format_names(module, "SPLIT_KV_FORMATS", find_split_formats()) < 0 ||
         add_format_names(module, "CONCAT_KV_FORMATS", SMLA_KV_CONCAT) < 0 ||
         PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||

@@ -3,30 +3,49 @@
  */
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-typedef struct smla_arena_row {
-    size_t field;  /* offset of the array's `int32_t *` in a struct of such pointers */
-    int64_t count; /* entries; 0 for an array that this plan does not need */
-} smla_arena_row;
+enum { SMLA_MAX_ARENA_ROWS = 32 };
 
-static inline int64_t
-smla_arena_bytes(const smla_arena_row *rows, int num_rows)
+/* The rows of a table refer to one struct of pointers. */
+typedef struct smla_arena {
+    int num_rows;
+    struct {
+        size_t field;  /* offset of the array's `int32_t *` in the struct */
+        int64_t count; /* entries; 0 for an array that this plan does not need */
+    } rows[SMLA_MAX_ARENA_ROWS];
+} smla_arena;
+
+static inline void
+smla_add_array(smla_arena *arena, size_t field, int64_t count)
 {
-    int64_t count = 0;
-    for (int i = 0; i < num_rows; i++) {
-        count += rows[i].count;
+    arena->rows[arena->num_rows].field = field;
+    arena->rows[arena->num_rows++].count = count;
+}
+
+/* The bytes of all arrays; -1 if they are more than int64_t can say. */
+static inline int64_t
+smla_arena_bytes(const smla_arena *arena)
+{
+    int64_t bytes = 0;
+    for (int i = 0; i < arena->num_rows; i++) {
+        int64_t more;
+        if (__builtin_mul_overflow(arena->rows[i].count, (int64_t)sizeof(int32_t), &more) ||
+            __builtin_add_overflow(bytes, more, &bytes)) {
+            return -1;
+        }
     }
-    return count * (int64_t)sizeof(int32_t);
+    return bytes;
 }
 
 /* Sets the pointers in `arrays` to their places in `memory`. */
 static inline void
-smla_cut_arena(const smla_arena_row *rows, int num_rows, int32_t *memory, void *arrays)
+smla_cut_arena(const smla_arena *arena, int32_t *memory, void *arrays)
 {
-    for (int i = 0; i < num_rows; i++) {
-        memcpy((char *)arrays + rows[i].field, &memory, sizeof memory);
-        memory += rows[i].count;
+    for (int i = 0; i < arena->num_rows; i++) {
+        memcpy((char *)arrays + arena->rows[i].field, &memory, sizeof memory);
+        memory += arena->rows[i].count;
     }
 }

@@ -1,20 +1,10 @@
-/* batch.c: what a builder demands of a batch, and the request ids of its tokens. */
+/* batch.c: what a builder demands of a batch, and the arrays that follow from it alone. */
 #include "step/batch.h"
 
 #include <string.h>
 
 #include "core/rule.h"
-#include "step/plan.h"
-
-smla_status
-smla_check_config_counts(const char *op, const smla_config_count *counts, size_t num_counts,
-                         smla_error *error)
-{
-    for (size_t i = 0; i < num_counts; i++) {
-        SMLA_TRY(smla_require_count(op, counts[i].name, counts[i].value, 1, counts[i].most, error));
-    }
-    return SMLA_OK;
-}
+#include "step/chunks.h"
 
 static smla_status
 check_counts(const char *op, const smla_batch_limits *limits, const smla_batch *batch,
@@ -102,4 +92,21 @@ smla_fill_req_ids(const smla_batch_limits *limits, const smla_batch *batch,
     const int64_t used = batch->query_start_loc[batch->num_reqs];
     memset(req_id_per_token + used, 0,
            (size_t)(limits->max_num_batched_tokens - used) * sizeof *req_id_per_token);
+}
+
+void
+smla_fill_chunks(const smla_batch *batch, int64_t first_req, const int64_t *ends,
+                 int64_t num_chunks, smla_prefill_chunk *chunks)
+{
+    int64_t req = 0;
+    for (int64_t i = 0; i < num_chunks; i++) {
+        smla_prefill_chunk *const chunk = &chunks[i];
+        *chunk = (smla_prefill_chunk){.req_start = req,
+                                      .req_end = ends[i],
+                                      .token_start = batch->query_start_loc[first_req + req],
+                                      .token_end = batch->query_start_loc[first_req + ends[i]]};
+        for (; req < ends[i]; req++) {
+            chunk->tot_seqlen += batch->seq_lens[first_req + req];
+        }
+    }
 }

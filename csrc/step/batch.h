@@ -1,8 +1,9 @@
-/* batch.h: the batch of a step as a scheduler gives it, and the rules that every builder has for it
- * and for the counts of a config. Defined in batch.c. */
+/* batch.h: the batch of a step as a scheduler gives it, and the rules that every builder has for
+ * it. Defined in batch.c. */
 #pragma once
 
 #include "core/backend.h"
+#include "sparse_mla/step.h"
 
 /* The largest batch that a builder has buffers for. */
 typedef struct smla_batch_limits {
@@ -18,17 +19,16 @@ typedef struct smla_batch {
     const int32_t *seq_lens;        /* [num_reqs] */
     int64_t num_reqs;
     int64_t num_actual_tokens; /* padding behind the last query included */
+    void *stream;
 } smla_batch;
 
-/* A count of a builder's config, which must be 1 to `most`. */
-typedef struct smla_config_count {
-    const char *name;
-    int64_t value;
-    int64_t most;
-} smla_config_count;
-
-smla_status smla_check_config_counts(const char *op, const smla_config_count *counts,
-                                     size_t num_counts, smla_error *error);
+/* The batch in a plan's args of a build. The args of all plans have these fields. */
+#define SMLA_BATCH_OF(args)                                       \
+    ((smla_batch){.query_start_loc = (args)->query_start_loc_cpu, \
+                  .seq_lens = (args)->seq_lens_cpu,               \
+                  .num_reqs = (args)->num_reqs,                   \
+                  .num_actual_tokens = (args)->num_actual_tokens, \
+                  .stream = (args)->stream})
 
 /* Checks the counts, query_start_loc and seq_lens of a batch. */
 smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,
@@ -42,3 +42,7 @@ smla_status smla_check_batch_order(const char *op, const smla_batch_limits *limi
 /* Writes the request of each token, and 0 for the other entries up to max_num_batched_tokens. */
 void smla_fill_req_ids(const smla_batch_limits *limits, const smla_batch *batch,
                        int32_t *req_id_per_token);
+
+/* Describes the chunks of prefills that end at `ends`. The batch's first prefill is first_req. */
+void smla_fill_chunks(const smla_batch *batch, int64_t first_req, const int64_t *ends,
+                      int64_t num_chunks, smla_prefill_chunk *chunks);

@@ -25,11 +25,17 @@ refresh the engine's arrays, `build` a batch of the captured shape (padded with 
 0, slots -1 and indices -1), and replay on the stream of that build.
 """
 
-from sparse_mla.backend.batch import CommonAttentionMetadata
-from sparse_mla.backend.builder import Chunk, Decode, Metadata, MetadataBuilder, Prefill
-from sparse_mla.backend.config import Config
 from sparse_mla.backend.facts import Backend
 from sparse_mla.backend.layer import SparseMLA
+from sparse_mla.steps.common import CommonAttentionMetadata
+from sparse_mla.steps.v32 import (
+    Chunk,
+    Config,
+    Decode,
+    Metadata,
+    MetadataBuilder,
+    Prefill,
+)
 
 __all__ = [
     "Backend",

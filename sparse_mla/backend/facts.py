@@ -6,48 +6,9 @@ from typing import ClassVar
 
 from sparse_mla import _C
 from sparse_mla._types import ConcatFormat
-from sparse_mla.backend.builder import MetadataBuilder
-from sparse_mla.backend.config import HEAD_SIZE, KV_CACHE_DTYPES
 from sparse_mla.backend.layer import SparseMLA
-
-
-class CommonFacts:
-    """The facts that hold for the backend of any model."""
-
-    supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
-    supported_kernel_block_sizes: ClassVar[str] = "any"
-    is_mla: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = True
-    accept_output_buffer: ClassVar[bool] = True
-    cudagraph_support: ClassVar[str] = "UNIFORM_BATCH"
-
-    @staticmethod
-    def supports_compute_capability(major: int, minor: int) -> bool:
-        """Whether GPUs of this compute capability are served.
-
-        Parameters
-        ----------
-        major, minor : int
-            9 and 0 for Hopper.
-
-        Returns
-        -------
-        bool: True for 8.0 and newer in a build with CUDA (`build_info()["cuda"]` names the
-        toolkit). False for all in a CPU-only build ("none: ...").
-
-        Raises
-        ------
-        TypeError
-            An argument that does not compare with a number.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.Backend.supports_compute_capability(7, 5)
-        False
-        """
-        has_cuda = not _C.build_info()["cuda"].startswith("none")
-        return has_cuda and (major, minor) >= (8, 0)
+from sparse_mla.steps.common import CommonFacts
+from sparse_mla.steps.v32 import HEAD_SIZE, KV_CACHE_DTYPES, MetadataBuilder
 
 
 class Backend(CommonFacts):

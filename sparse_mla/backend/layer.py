@@ -8,9 +8,8 @@ from sparse_mla import ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
-from sparse_mla.backend._words import show, wrong_type
-from sparse_mla.backend.builder import Metadata
-from sparse_mla.backend.config import Config
+from sparse_mla.steps.common import show, wrong_type
+from sparse_mla.steps.v32 import Config, Metadata
 
 Array = Any
 
@@ -135,16 +134,16 @@ class SparseMLA:
         if not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step"
             raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
-        return metadata._builder.forward(
-            q,
-            kv_cache,
-            topk_indices,
-            attn_sink,
-            out,
-            lse,
-            self.config.softmax_scale,
-            metadata._generation,
-            stream,
+        return metadata._step.layer(
+            q=q,
+            kv_cache=kv_cache,
+            topk_indices=topk_indices,
+            attn_sink=attn_sink,
+            out=out,
+            lse=lse,
+            softmax_scale=self.config.softmax_scale,
+            generation=metadata._generation,
+            stream=stream,
         )
 
     def k_up_proj(

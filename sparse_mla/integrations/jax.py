@@ -42,9 +42,9 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
-from sparse_mla.backend._words import as_int
 from sparse_mla.integrations._schema import ASKED, GIVEN, READ, Schema
 from sparse_mla.ops import OPERATORS
+from sparse_mla.steps.common import as_int
 
 if TYPE_CHECKING:
     from sparse_mla.ops import *  # noqa: F403 - the same functions with fewer arguments

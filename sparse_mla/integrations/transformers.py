@@ -61,7 +61,7 @@ from sparse_mla.integrations._v32_indexer import (
     QuantizedIndexer,
     Step,
 )
-from sparse_mla.v4.config import INDEX_CACHE_DTYPES
+from sparse_mla.steps.v4 import INDEX_CACHE_DTYPES
 
 __all__ = ["ModelRunner"]
 

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmCommonMetadata
 
 import sparse_mla
-from sparse_mla.backend.config import HEAD_SIZE
+from sparse_mla.steps.v32 import HEAD_SIZE
 
 __all__ = [
     "SparseMLABackend",

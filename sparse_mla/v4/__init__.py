@@ -32,9 +32,16 @@ usually max_model_len: the lists of layers without an indexer are as wide as it 
 (4, 128)
 """
 
-from sparse_mla.backend.batch import CommonAttentionMetadata
-from sparse_mla.v4.builder import Chunk, Decode, LayerMetadata, Metadata, MetadataBuilder, Prefill
-from sparse_mla.v4.config import Config
+from sparse_mla.steps.common import CommonAttentionMetadata
+from sparse_mla.steps.v4 import (
+    Chunk,
+    Config,
+    Decode,
+    LayerMetadata,
+    Metadata,
+    MetadataBuilder,
+    Prefill,
+)
 from sparse_mla.v4.facts import Backend
 from sparse_mla.v4.layer import Caches, SparseMLA, Weights
 

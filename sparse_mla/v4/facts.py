@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from sparse_mla import _C
 from sparse_mla._types import CompressedDtypeV4, IndexFormat
-from sparse_mla.backend.facts import CommonFacts
-from sparse_mla.v4.builder import MetadataBuilder
-from sparse_mla.v4.config import (
+from sparse_mla.steps.common import CommonFacts
+from sparse_mla.steps.v4 import (
     COMPRESSED_DTYPES,
     HEAD_SIZE,
     INDEX_CACHE_DTYPES,
     KV_CACHE_DTYPES,
     SYNONYMS,
+    MetadataBuilder,
 )
 from sparse_mla.v4.layer import SparseMLA
 

@@ -9,9 +9,8 @@ from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
-from sparse_mla.backend._words import ShortRepr, check_int, wrong_type
-from sparse_mla.v4.builder import Metadata
-from sparse_mla.v4.config import Config
+from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
+from sparse_mla.steps.v4 import Config, Metadata
 
 Array = Any
 
@@ -213,19 +212,19 @@ class SparseMLA:
         if not isinstance(caches, Caches):
             raise wrong_type("SparseMLA.attend", "caches", "a sparse_mla.v4.Caches", caches)
         if metadata is None:
-            return _C.V4Builder.warm_up(q, out, lse, self.config.num_heads, stream)
+            return _C.Step.warm_up(q, out, lse, self.config.num_heads, stream)
         if not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step, or None"
             raise wrong_type("SparseMLA.attend", "metadata", wanted, metadata)
-        return metadata._builder.attend(
-            q,
-            caches.swa,
-            caches.compressed if self.compress_ratio > 1 else None,
-            topk_indices,
-            self.weights.attn_sink,
-            out,
-            lse,
-            max(self.compress_ratio, 1),
-            metadata._generation,
-            stream,
+        return metadata._step.layer(
+            q=q,
+            swa=caches.swa,
+            compressed=caches.compressed if self.compress_ratio > 1 else None,
+            topk_indices=topk_indices,
+            attn_sink=self.weights.attn_sink,
+            out=out,
+            lse=lse,
+            compress_ratio=max(self.compress_ratio, 1),
+            generation=metadata._generation,
+            stream=stream,
         )

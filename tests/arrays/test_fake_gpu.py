@@ -1392,9 +1392,9 @@ def test_builds_that_fail(gpu, cupy, monkeypatch, call):
 def test_the_builder_of_c_takes_what_python_gives(package):
     core = package.ops.facts._C
     with pytest.raises(TypeError, match=r"^MetadataBuilder: takes positional arguments only"):
-        core.Builder(1, path="mixed")
+        core.Step("v32", {}, workspace=None)
     with pytest.raises(TypeError):
-        core.Builder(1, 2)
+        core.Step("v32", {})
 
 
 def test_cpu_features_name_no_gpu(package):

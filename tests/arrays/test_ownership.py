@@ -1,4 +1,4 @@
-"""How long arrays are held (csrc/python/: array.c, builder_type.c, tensor.c).
+"""How long arrays are held (csrc/python/: array.c, step_build.c, tensor.c).
 
 A call holds its arguments until it ends, with a result or with an error. A builder holds its
 workspace until it is gone, and the block table of a step until the next build. The memory of a
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cases
+import compiled
 import engine
 import numpy as np
 import operators
@@ -374,7 +375,8 @@ def test_views_hold_the_tensor_itself():
 
 
 def make_builder(workspace=None, path="separate"):
-    return _C.Builder(2, 4, 6, 4, 8, 16, 1, 32, 0, "fp8_ds_mla", path, "cpu", workspace)
+    config = compiled.make_v32().step[1] | {"prefill_workspace_tokens": 0, "path": path}
+    return _C.Step("v32", config, workspace)
 
 
 def table() -> np.ndarray:
@@ -382,7 +384,7 @@ def table() -> np.ndarray:
 
 
 def build(builder, block_table, starts=(0, 1, 4), lens=(9, 12)):
-    return builder.build(starts, lens, block_table, 2, 4)
+    return compiled.build(builder, starts, lens, block_table, 2, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -461,16 +463,14 @@ def test_a_builder_is_let_go_by_any_thread():
 
 
 def make_v4_builder(workspace=None):
-    counts = (2, 3, 4, 32, 4, 4, 8, 16, 1, 4)
-    scales = (0.1, 1.0, 1.0)
-    names = ("fp8_v4", "fp8_v4", "separate", "cpu")
-    return _C.V4Builder(*counts, scales, (4, 16), (4, 8), *names, workspace)
+    return _C.Step(*compiled.make_v4().step[:2], workspace)
 
 
 def build_v4(builder, arrays, lens=(9, 12)):
     table, slots, *tables = arrays
-    compressed, states = (*tables[:2], tables[2]), (tables[3], None, None)
-    return builder.build((0, 1, 4), lens, table, slots, compressed, states, 2, 4, 12)
+    more = {"slot_mapping": slots, "max_seq_len": 12, "compressed": tuple(tables[:2])}
+    more |= {"index": tables[2], "states": (tables[3], None), "index_states": None}
+    return compiled.build(builder, (0, 1, 4), lens, table, 2, 4, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)

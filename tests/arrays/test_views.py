@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import cases
+import compiled
 import engine
 import numpy as np
 import pytest
@@ -521,16 +522,13 @@ def step(path: str, fp8: bool) -> Example:
         arrays["workspace"] = np.zeros((16, 576), ref.BF16)
 
     def run(given: dict) -> Any:
-        builder = _C.Builder(
-            config.num_heads, config.block_size, config.topk_tokens, config.max_num_seqs,
-            config.max_num_batched_tokens, config.max_model_len, config.decode_threshold,
-            config.min_heads_for_bf16_prefill, 0, config.kv_cache_dtype, path, "cpu",
-            given.get("workspace"),
-        )  # fmt: skip
+        builder = _C.Step("v32", vars(config) | {"path": path}, given.get("workspace"))
         planned = [given[name] for name in ("query_start_loc_cpu", "seq_lens_cpu", "block_table")]
-        plan = builder.build(*planned, 4, 7)
+        plan = compiled.build(builder, *planned, 4, 7)
         names = ("q", "kv_cache", "topk_indices", "attn_sink", "out", "lse")
-        results = builder.forward(*(given[n] for n in names), 0.1, plan["generation"], None)
+        results = compiled.forward(
+            builder, *(given[n] for n in names), 0.1, plan["generation"], None
+        )
         return plan, results
 
     return Example(arrays, run)
@@ -1009,8 +1007,8 @@ def test_every_array_of_every_operator_has_a_row():
         "call_exactly",
         "xla_handlers",
     }
-    members = {n for n in vars(_C.Builder) if not n.startswith("_")}
-    assert members == {"build", "forward", "workspace_bytes"}
+    members = {n for n in vars(_C.Step) if not n.startswith("_")}
+    assert members == {"build", "layer", "warm_up", "workspace_bytes"}
 
 
 def test_tables_name_arrays_that_examples_have():

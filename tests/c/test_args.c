@@ -104,6 +104,21 @@ test_null(void)
     EXPECT_EQ(smla_split_prefill_chunks(NULL, 1, 9, NULL, NULL, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_split_decodes_and_prefills(NULL, 1, 1, 1, 1, NULL, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_builder_workspace_bytes(NULL), 0);
+    smla_v4_builder *v4_builder = NULL;
+    const smla_v4_config v4_config = {.struct_size = sizeof v4_config};
+    EXPECT_FAIL(smla_v4_builder_create(NULL, &v4_builder, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder: `struct_size` must");
+    EXPECT_FAIL(smla_v4_builder_create(&v4_config, NULL, &error), SMLA_ERROR_VALUE,
+                "`builder` must");
+    EXPECT_FAIL(smla_v4_builder_build(NULL, NULL, NULL, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `builder` must");
+    EXPECT_FAIL(smla_v4_attend(NULL, &error), SMLA_ERROR_VALUE, "attend: `struct_size` must");
+    const smla_v4_attend_args attend = {.struct_size = sizeof attend};
+    EXPECT_FAIL(smla_v4_attend(&attend, &error), SMLA_ERROR_VALUE,
+                "attend: `builder` must have built a step, got none");
+    EXPECT_EQ(smla_v4_builder_workspace_bytes(NULL), 0);
+    smla_v4_builder_destroy(NULL);
+    EXPECT(v4_builder == NULL);
     EXPECT(builder == NULL);
     EXPECT_EQ(smla_kernels(NULL, 0), smla_kernels(NULL, -5));
     EXPECT(smla_kernels(NULL, 0) >= 1);

@@ -18,7 +18,7 @@ static void test_free(void *memory);
 #define free          test_free
 #include "cpu/cpu_backend.c"            // NOLINT(bugprone-suspicious-include)
 #include "cpu/machine/thread_scratch.c" // NOLINT(bugprone-suspicious-include)
-#include "step/builder.c"               // NOLINT(bugprone-suspicious-include)
+#include "step/engine.c"                // NOLINT(bugprone-suspicious-include)
 #undef malloc
 #undef calloc
 #undef aligned_alloc

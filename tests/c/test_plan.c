@@ -343,9 +343,118 @@ test_config_errors(void)
 #undef EXPECT_REFUSED
 }
 
+/* ---- DeepSeek V4 --------------------------------------------------------------------------- */
+
+static smla_v4_config
+make_v4_config(void)
+{
+    return (smla_v4_config){.struct_size = sizeof(smla_v4_config),
+                            .num_heads = 2,
+                            .window = 3,
+                            .topk_tokens = 4,
+                            .block_size = 32,
+                            .swa_block_size = 4,
+                            .max_num_seqs = 4,
+                            .max_num_batched_tokens = 8,
+                            .max_model_len = 40,
+                            .num_ratios = 2,
+                            .compress_ratios = {4, 16},
+                            .state_block_sizes = {4, 8},
+                            .softmax_scale = 1,
+                            .kv_format = SMLA_KV_FP8_V4,
+                            .compressed_kv_format = SMLA_KV_FP8_V4,
+                            .path = SMLA_PATH_SEPARATE,
+                            .device = cpu};
+}
+
+/* A decode and two prefills, of which one at a time has the workspace. */
+static void
+test_v4_metadata(void)
+{
+    smla_v4_config config = make_v4_config();
+    config.prefill_chunk_size = 1;
+    smla_v4_builder *builder = NULL;
+    const smla_v4_metadata *m = NULL;
+    EXPECT_OK(smla_v4_builder_create(&config, &builder, &error));
+    EXPECT_EQ(smla_v4_builder_workspace_bytes(builder), (10 + 3 + 8) * 1024);
+    const array *table = ARRAY(int32, 3, 5);
+    const array *slots = ARRAY(int64, 6);
+    memset(table->tensor.data, 0, 3 * 5 * sizeof(int32_t));
+    memset(slots->tensor.data, 0, 6 * sizeof(int64_t));
+    const int32_t seq_lens[] = {33, 9, 3};
+    smla_v4_build_args args = {.struct_size = sizeof args,
+                               .num_reqs = 3,
+                               .num_actual_tokens = 6,
+                               .max_seq_len = 33,
+                               .query_start_loc_cpu = STARTS(1, 2, 3),
+                               .seq_lens_cpu = seq_lens,
+                               .slot_mapping = &slots->tensor,
+                               .block_table = &table->tensor,
+                               .compressed_tables = {&table->tensor}};
+    EXPECT_OK(smla_v4_builder_build(builder, &args, &m, &error));
+    EXPECT_EQ((int)m->path, SMLA_PATH_SEPARATE);
+    EXPECT_EQ(m->split.num_prefills, 2);
+    EXPECT_EQ(m->decode_query_len, 1);
+    const int32_t positions[] = {32, 7, 8, 0, 1, 2};
+    EXPECT(memcmp(m->positions, positions, sizeof positions) == 0);
+    const int32_t gather_lens[] = {3, 4, 3};
+    EXPECT(memcmp(m->gather_lens, gather_lens, sizeof gather_lens) == 0);
+    const int32_t swa_lens[] = {3, 3, 3, 1, 2, 3};
+    EXPECT(memcmp(m->swa_lens, swa_lens, sizeof swa_lens) == 0);
+    const smla_prefill_chunk wanted[] = {{0, 1, 1, 3, 9}, {1, 2, 3, 6, 3}};
+    EXPECT_EQ(m->num_chunks, 2);
+    EXPECT(memcmp(m->chunks, wanted, sizeof wanted) == 0);
+    EXPECT_EQ(m->num_groups, 3); /* two ratios and the indexer of ratio 4 */
+    EXPECT(m->groups[0].ratio == 4 && m->groups[1].ratio == 0 && m->groups[2].ratio == 4);
+    EXPECT(m->groups[0].indices == NULL && m->groups[0].state_slot_mapping == NULL);
+    const int32_t complete[] = {8, 2, 2, 0, 0, 0};
+    EXPECT(memcmp(m->groups[0].context_lens, complete, sizeof complete) == 0);
+    /* A build that is refused leaves the step. */
+    args.max_seq_len = 32;
+    EXPECT_FAIL(smla_v4_builder_build(builder, &args, NULL, &error), SMLA_ERROR_VALUE,
+                "`max_seq_len` must be at least the longest request (33), got 32");
+    EXPECT_EQ(m->num_actual_tokens, 6);
+    smla_v4_builder_destroy(builder);
+}
+
+/* A caller of an older version has a shorter config. */
+static void
+test_v4_config(void)
+{
+    smla_v4_builder *builder = NULL;
+    smla_v4_config config = make_v4_config();
+    config.struct_size = offsetof(smla_v4_config, workspace);
+    EXPECT_OK(smla_v4_builder_create(&config, &builder, &error));
+    EXPECT_EQ(smla_v4_builder_workspace_bytes(builder), 4 * (10 + 3 + 8) * 1024);
+    smla_v4_builder_destroy(builder);
+    builder = NULL;
+#define EXPECT_REFUSED(part)                                                                \
+    EXPECT_FAIL(smla_v4_builder_create(&config, &builder, &error), SMLA_ERROR_VALUE, part); \
+    EXPECT(builder == NULL);                                                                \
+    config = make_v4_config()
+    config = make_v4_config();
+    config.window = 0;
+    EXPECT_REFUSED("MetadataBuilder: `window` must be 1 to 1073741823, got 0");
+    config.num_ratios = 5;
+    EXPECT_REFUSED("`num_ratios` must be 0 to 4, got 5");
+    config.compress_ratios[1] = 4;
+    EXPECT_REFUSED("`compress_ratios` must be different, got 4 twice");
+    config.state_block_sizes[1] = 0;
+    EXPECT_REFUSED("`state_block_sizes` must be 1 to 2147483647, got 0");
+    config.q_scale = -1;
+    EXPECT_REFUSED("`q_scale` must be");
+    config.path = SMLA_PATH_MIXED;
+    EXPECT_REFUSED("`path` must be \"direct\" or \"separate\", got 1");
+    config.kv_format = SMLA_KV_FP4_V41;
+    EXPECT_REFUSED("`kv_format` must be a format of keys of 512 values that attention takes");
+#undef EXPECT_REFUSED
+}
+
 int
 main(void)
 {
+    RUN(test_v4_metadata);
+    RUN(test_v4_config);
     RUN(test_split);
     RUN(test_split_errors);
     RUN(test_chunks);

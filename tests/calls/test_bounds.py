@@ -1,5 +1,5 @@
 """Both sides of every rule: the last value that is accepted, the first that is refused, and the
-error text, which names the argument and its value (csrc/ops, rule.c, plan.c, builder.c,
+error text, which names the argument and its value (csrc/ops, rule.c, chunks.c, engine.c,
 forward.c, csrc/cpu).
 
 Dtypes, shapes, ranks and overlaps use the table of test_views.py; other rules are listed here.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import compiled
 import dlpack_producer
 import engine
 import ml_dtypes
@@ -1502,15 +1503,19 @@ LIMITS = {
 
 
 def builder(path=None, dtype="fp8_ds_mla", workspace=None, device="cpu", **changes):
-    return _C.Builder(*(LIMITS | changes).values(), dtype, path, device, workspace)
+    names = {"kv_cache_dtype": dtype, "path": path, "device": device}
+    return _C.Step("v32", LIMITS | names | changes, workspace)
 
 
-def test_a_builder_takes_all_of_its_arguments_and_no_more():
-    all_of_them = (*LIMITS.values(), "fp8_ds_mla", None, "cpu", None)
-    for args in (all_of_them[:-1], (*all_of_them, None), ()):
-        rule = f"takes {len(all_of_them)} positional arguments, got {len(args)}"
+def test_a_builder_takes_all_fields_of_its_config():
+    config = LIMITS | {"kv_cache_dtype": "fp8_ds_mla", "path": None, "device": "cpu"}
+    _C.Step("v32", config | {"more": 1}, None)
+    for name in config:
+        rule = f"`config` must have a value of '{name}', got none"
         with refuses(f"MetadataBuilder: {rule}", TypeError):
-            _C.Builder(*args)
+            _C.Step("v32", {key: x for key, x in config.items() if key != name}, None)
+    with refuses('MetadataBuilder: `plan` must be a plan of a step, got "v31"'):
+        _C.Step("v31", config, None)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -1575,7 +1580,7 @@ def test_paths_serve_their_caches(dtype):
 def test_heads_that_choose_the_path(heads, path):
     for least, moved in ((0, 0), (32, 0), (heads, None), (heads + 1, None)):
         made = builder(num_heads=heads, min_heads_for_bf16_prefill=least)
-        plan = made.build([0, 1], [1], np.zeros((1, 1), np.int32), 1, 1)
+        plan = compiled.build(made, [0, 1], [1], np.zeros((1, 1), np.int32), 1, 1)
         wanted = path if moved == 0 else ("separate" if least == heads else "mixed")
         assert plan["path"] == wanted
 
@@ -1597,7 +1602,7 @@ def build(lens=(1, 1), seq_lens=None, *, tokens=None, table=(3, 4), num_reqs=Non
     made = builder(**({"path": "separate"} | options))
     num_reqs = len(lens) if num_reqs is None else num_reqs
     tokens = starts[-1] if tokens is None else tokens
-    return made.build(starts, seq_lens, np.zeros(table, np.int32), num_reqs, tokens)
+    return compiled.build(made, starts, seq_lens, np.zeros(table, np.int32), num_reqs, tokens)
 
 
 BUILDS = {
@@ -1752,16 +1757,17 @@ def test_a_step_is_the_latest_one():
     made = builder("mixed")
     batch = example.batch
     plans = [
-        made.build(batch.query_start_loc, batch.seq_lens, batch.block_table, 1, 1) for _ in range(2)
+        compiled.build(made, batch.query_start_loc, batch.seq_lens, batch.block_table, 1, 1)
+        for _ in range(2)
     ]
     arguments = (example.q, example.fp8_cache, example.topk_indices, None, None, None)
     assert [plan["generation"] for plan in plans] == [1, 2]
     for bad in (1, 3):
         rule = "must come from its builder's latest build (number 2), got that of build"
         with refuses(f"forward: `metadata` {rule} {bad}"):
-            made.forward(*arguments, 0.1, bad, None)
+            compiled.forward(made, *arguments, 0.1, bad, None)
     for scale in (np.inf, HALF_STEP):
         with refuses(f"forward: `softmax_scale` must be finite, got {scale:g}"):
-            made.forward(*arguments, scale, 2, None)
-    made.forward(*arguments, np.nextafter(HALF_STEP, 0), 2, None)
-    made.forward(*arguments, 0.1, 2, None)
+            compiled.forward(made, *arguments, scale, 2, None)
+    compiled.forward(made, *arguments, np.nextafter(HALF_STEP, 0), 2, None)
+    compiled.forward(made, *arguments, 0.1, 2, None)

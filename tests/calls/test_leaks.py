@@ -204,7 +204,7 @@ WRONG = (
 # What every call may refer to.
 COMMON = (
     *(np.dtype(x) for x in ("float32", "uint8", "int32", "int64", "bool", ml_dtypes.bfloat16)),
-    *(np.ndarray, _C.Tensor, _C.Builder, _C.V4Builder, _C.Operator, object, Failing, 512, 1, "cpu"),
+    *(np.ndarray, _C.Tensor, _C.Step, _C.Operator, object, Failing, 512, 1, "cpu"),
     *(ValueError, TypeError, ZeroDivisionError, "bfloat16", (), None, True, False, ...),
 )
 
@@ -280,10 +280,14 @@ def with_wrong_items(good: tuple) -> list[tuple[tuple, dict]]:
     return [(args, {}) for args in bad]
 
 
-@pytest.mark.parametrize("name", compiled.make_calls())
+def make_calls() -> dict[str, compiled.Call]:
+    return compiled.make_calls() | compiled.make_named_calls()
+
+
+@pytest.mark.parametrize("name", make_calls())
 def test_a_wrong_argument_of_the_compiled_module_leaves_nothing(name):
     """A builder can be used again afterwards."""
-    call, good = compiled.make_calls()[name]
+    call, good = make_calls()[name]
     assert_lets_go(call, [*with_wrong_items(good), (good, {"color": 1})])
     call(*good)
 
@@ -304,9 +308,9 @@ def test_an_operator_leaves_the_floating_point_mode(op):
             assert mode_after(mode, lambda run=run: fails(run)) == mode
 
 
-@pytest.mark.parametrize("name", compiled.make_calls())
+@pytest.mark.parametrize("name", make_calls())
 def test_the_compiled_module_leaves_the_floating_point_mode(name):
-    call, good = compiled.make_calls()[name]
+    call, good = make_calls()[name]
     bad = [args for args, _ in with_wrong_items(good)][:: max(len(good), 1)]
     for mode in FLOAT_MODES.values():
         for args in (good, *bad, good):

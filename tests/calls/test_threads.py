@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import cases
+import compiled
 import engine
 import numpy as np
 import operators
@@ -129,9 +130,8 @@ class Used:
     """A builder, one step, and the errors that a second thread got."""
 
     def __init__(self) -> None:
-        self.builder = _C.Builder(
-            2, 4, 6, 4, 8, 16, 1, 32, 0, "fp8_ds_mla", "separate", "cpu", None
-        )  # fmt: skip
+        config = compiled.make_v32().step[1] | {"prefill_workspace_tokens": 0}
+        self.builder = _C.Step("v32", config, None)
         batch = cases.make_batch([1, 3], [9, 12], block_size=4)
         self.lengths = batch.query_start_loc, batch.seq_lens
         self.table = batch.block_table
@@ -142,7 +142,7 @@ class Used:
     def build(self, table=None, starts=None):
         starts = self.lengths[0] if starts is None else starts
         table = self.table if table is None else table
-        plan = self.builder.build(starts, self.lengths[1], table, 2, 4)
+        plan = compiled.build(self.builder, starts, self.lengths[1], table, 2, 4)
         self.generation = plan["generation"]
         return plan
 
@@ -150,7 +150,7 @@ class Used:
         step = self.step
         q = step.q if q is None else q
         arrays = q, step.fp8_cache, step.topk_indices, None, None, lse
-        return self.builder.forward(*arrays, 0.1, self.generation, None)
+        return compiled.forward(self.builder, *arrays, 0.1, self.generation, None)
 
     def meddle(self) -> None:
         for work in (self.build, self.forward):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cases
 import numpy as np
 import reference as ref
 
+import sparse_mla
 from sparse_mla import _C
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -26,45 +28,155 @@ def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
     """A declaration of the operator of this name."""
 
 
-def make_calls() -> dict[str, Call]:
-    """By the name in the stub, a function and the arguments of a good call. Its step is one decode
-    and a prefill of three tokens."""
-    rng = np.random.default_rng(3)
-    q = cases.random_bf16(rng, 4, 2, 576)
-    limits = (4, 8, 16, 1)  # requests, tokens, tokens of a request, tokens of a decode
-    workspace = np.zeros((16, 576), ref.BF16)
-    config = (2, 4, 6, *limits, 32, 16, "fp8_ds_mla", "separate", "cpu", workspace)
-    builder = _C.Builder(*config)
-    plan = ((0, 1, 4), int32(9, 12), table(), 2, 4)
-    forward = (
-        *(q, cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656), np.zeros((4, 6), np.int32)),
-        *(np.zeros(2, np.float32), np.zeros((4, 2, 512), ref.BF16), np.zeros((4, 2), np.float32)),
-        *(0.1, builder.build(*plan)["generation"], 0),
-    )
-    v4_workspace = np.zeros((4 * (4 + 3 + 8), 512), ref.BF16)
-    v4_config = (
-        *(2, 3, 4, 32, 4, *limits, 4, (0.1, 1.0, 1.0), (4, 16), (4, 8)),
-        *("fp8_v4", "fp8_v4", "separate", "cpu", v4_workspace),
-    )
-    v4_builder = _C.V4Builder(*v4_config)
-    slots = np.arange(4)
-    tables = (table(), table(), None), (table(), None, None)
-    v4_plan = ((0, 1, 4), int32(9, 12), table(), slots, *tables, 2, 4, 12)
-    attend = (
-        *(q[..., :512].copy(), np.zeros((5, 4, 584), np.uint8), np.zeros((5, 8, 584), np.uint8)),
-        *(np.zeros((4, 4), np.int32), np.zeros(2, np.float32)),
-        *(np.zeros((4, 2, 512), ref.BF16), np.zeros((4, 2), np.float32)),
-        *(4, v4_builder.build(*v4_plan)["generation"], 0),
-    )
-    warm_up = (*(attend[i] for i in (0, 5, 6)), 2, 0)
+# --- steps ---------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """Arguments of good calls of a step: one decode, and a prefill of three tokens."""
+
+    step: tuple[str, dict[str, Any], np.ndarray]
+    batch: dict[str, Any]
+    layer: dict[str, Any]  # without the generation
+
+
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 16}
+
+
+def make_batch() -> dict[str, Any]:
     return {
-        "Builder": (_C.Builder, config),
-        "Builder.forward": (builder.forward, forward),
-        "Builder.build": (_C.Builder(*config).build, plan),
-        "V4Builder": (_C.V4Builder, v4_config),
-        "V4Builder.attend": (v4_builder.attend, attend),
-        "V4Builder.build": (_C.V4Builder(*v4_config).build, v4_plan),
-        "V4Builder.warm_up": (_C.V4Builder.warm_up, warm_up),
+        "query_start_loc_cpu": (0, 1, 4),
+        "seq_lens_cpu": int32(9, 12),
+        "block_table": table(),
+        "num_reqs": 2,
+        "num_actual_tokens": 4,
+    }
+
+
+def make_results() -> dict[str, Any]:
+    return {
+        "attn_sink": np.zeros(2, np.float32),
+        "out": np.zeros((4, 2, 512), ref.BF16),
+        "lse": np.zeros((4, 2), np.float32),
+        "stream": 0,
+    }
+
+
+def make_v32() -> Example:
+    rng = np.random.default_rng(3)
+    config = sparse_mla.Config(
+        2,
+        softmax_scale=0.1,
+        block_size=4,
+        topk_tokens=6,
+        prefill_workspace_tokens=16,
+        kv_cache_dtype="fp8_ds_mla",
+        path="separate",
+        **LIMITS,
+    )
+    layer = {
+        "q": cases.random_bf16(rng, 4, 2, 576),
+        "kv_cache": cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656),
+        "topk_indices": np.zeros((4, 6), np.int32),
+        "softmax_scale": 0.1,
+    }
+    step = ("v32", vars(config), np.zeros((16, 576), ref.BF16))
+    return Example(step, make_batch(), layer | make_results())
+
+
+def make_v4() -> Example:
+    config = sparse_mla.v4.Config(
+        2,
+        softmax_scale=0.1,
+        window=3,
+        topk_tokens=4,
+        block_size=32,
+        swa_block_size=4,
+        compress_ratios=(4, 16),
+        state_block_sizes={4: 4, 16: 8},
+        path="separate",
+        **LIMITS,
+    )
+    batch = make_batch() | {
+        "slot_mapping": np.arange(4),
+        "max_seq_len": 12,
+        "compressed": (table(), table()),
+        "index": None,
+        "states": (table(), None),
+        "index_states": None,
+    }
+    layer = {
+        "q": cases.random_bf16(np.random.default_rng(3), 4, 2, 512),
+        "swa": np.zeros((5, 4, 584), np.uint8),
+        "compressed": np.zeros((5, 8, 584), np.uint8),
+        "topk_indices": np.zeros((4, 4), np.int32),
+        "compress_ratio": 4,
+    }
+    step = ("v4", vars(config), np.zeros((4 * (4 + 3 + 8), 512), ref.BF16))
+    return Example(step, batch, layer | make_results())
+
+
+BATCH = tuple(make_batch())
+FORWARD = (
+    *("q", "kv_cache", "topk_indices", "attn_sink", "out", "lse"),
+    *("softmax_scale", "generation", "stream"),
+)
+
+
+def build(step: Any, *values: Any, **more: Any) -> dict[str, Any]:
+    """Builds a step; `values` are the batch's, in the order of BATCH."""
+    return step.build(None, **dict(zip(BATCH, values, strict=True)), **more)
+
+
+def forward(step: Any, *values: Any) -> Any:
+    """Runs a layer of DeepSeek-V3.2; `values` are in the order of FORWARD."""
+    return step.layer(**dict(zip(FORWARD, values, strict=True)))
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def named(call: Callable[..., Any], arguments: dict[str, Any]) -> Call:
+    """The call with its keywords as positional arguments, for tests that replace one of them."""
+    names = [*arguments, "more"]
+
+    def run(*values: Any, **others: Any) -> Any:
+        return call(**dict(zip(names, values, strict=False)), **others)
+
+    return run, tuple(arguments.values())
+
+
+def make_named_calls() -> dict[str, Call]:
+    """Calls of steps that take their arguments by name."""
+    calls: dict[str, Call] = {}
+    for plan, example in (("v32", make_v32()), ("v4", make_v4())):
+        _, config, workspace = example.step
+        builder = _C.Step(*example.step)
+        generation = builder.build(None, **example.batch)["generation"]
+
+        def create(plan=plan, workspace=workspace, **config: Any) -> Any:
+            return _C.Step(plan, config, workspace)
+
+        fields = {name: config[name] for name in _C.CONFIG_FIELDS[plan]}
+        other = _C.Step(*example.step)  # its builds leave the layer's step as it is
+        calls |= {
+            f"{plan}, config": named(create, fields),
+            f"{plan}, build": named(partial(other.build, None), example.batch),
+            f"{plan}, layer": named(builder.layer, example.layer | {"generation": generation}),
+        }
+    return calls
+
+
+def make_calls() -> dict[str, Call]:
+    """By the name in the stub, a function and the arguments of a good call."""
+    example = make_v32()
+    builder = _C.Step(*example.step)
+    layer = example.layer | {"generation": builder.build(None, **example.batch)["generation"]}
+    warm_up = (*(make_v4().layer[name] for name in ("q", "out", "lse")), 2, 0)
+    return {
+        "Step": (_C.Step, example.step),
+        "Step.build": (partial(_C.Step(*example.step).build, **example.batch), (None,)),
+        "Step.layer": (partial(builder.layer, **layer), ()),
+        "Step.warm_up": (_C.Step.warm_up, warm_up),
         "Operator": (_C.Operator, (k_up_proj, "k_up_proj")),
         "split_decodes_and_prefills": (_C.split_decodes_and_prefills, (int32(0, 1, 4), 4, 1, True)),
         "split_prefill_chunks": (_C.split_prefill_chunks, (int32(9, 12), 20)),

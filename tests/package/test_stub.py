@@ -104,7 +104,7 @@ def owner(name: str) -> Any:
         return make_tensor()
     if kind == "Operator":
         return sparse_mla.k_up_proj
-    if kind in ("Builder", "V4Builder") and attribute != "__new__":
+    if kind == "Step" and attribute != "__new__":
         return CALLS[kind][0](*CALLS[kind][1])
     return getattr(_C, kind) if kind else _C
 
@@ -181,6 +181,7 @@ def declared_parameters(node: ast.FunctionDef) -> list[tuple[str, str, str | Non
         (x.arg, "keyword", None if d is None else ast.unparse(d))
         for x, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)
     ]
+    found += [(a.kwarg.arg, "keywords", None)] if a.kwarg is not None else []
     return [row for row in found if row[0] not in ("self", "cls")]
 
 
@@ -188,6 +189,7 @@ KINDS = {
     inspect.Parameter.POSITIONAL_ONLY: "positional-only",
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
     inspect.Parameter.KEYWORD_ONLY: "keyword",
+    inspect.Parameter.VAR_KEYWORD: "keywords",
 }
 # Slots, whose signatures are Python's own.
 SLOTS = {"Tensor.__len__", "Tensor.__getitem__", "Tensor.__buffer__"}
@@ -224,7 +226,7 @@ def test_results_have_their_types(name):
     assert is_of(declaration(name).returns, call(*args))
 
 
-OTHERS = {"int": 2.5, "float": "0.1", "str": 7, "bool": None, "tuple": [1], "None": None}
+OTHERS = {"dict": 3, "int": 2.5, "float": "0.1", "str": 7, "bool": None, "tuple": [1], "None": None}
 
 
 def refuses(call, args) -> bool:
@@ -265,6 +267,31 @@ def test_parameters_have_their_types(name):
                     assert refuses(call, put((*value[:j], "x", *value[j + 1 :]))), (text, i)
         if base == "float":
             assert not refuses(call, put(1)), "an int is a float to type checkers"
+
+
+NAMED = compiled.make_named_calls()
+FIELDS = [*_C.CONFIG_FIELDS["v32"]]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_steps_take_by_name_has_its_types(name):
+    """The numbers and tuples of configs, builds and layers, which no signature shows."""
+    call, args = NAMED[name]
+    is_config = name.endswith("config")
+    call(*args)
+    for i, value in enumerate(args):
+        put = lambda x, i=i: (*args[:i], x, *args[i + 1 :])  # noqa: E731
+        if isinstance(value, (int, float, tuple, dict)):
+            wrong = {int: 2.5, float: "0.1", tuple: 1, dict: 3}[type(value)]
+            assert refuses(call, put(wrong)), (i, value)
+        if isinstance(value, (int, float)) and value != 0:  # a stream may be None
+            is_optional = name == "v32, config" and FIELDS[i] == "prefill_workspace_tokens"
+            assert refuses(call, put(None)) is not is_optional, (i, value)
+        if isinstance(value, float):
+            assert not refuses(call, put(1)), "an int is a float to type checkers"
+    for few in (args[:-1], args[:1]):
+        assert refuses(call, few), "all of them must be given"
+    assert refuses(call, (*args, 1)) is not is_config, "a config may have more, calls may not"
 
 
 # --- the methods of Tensor and Operator ----------------------------------------------------------

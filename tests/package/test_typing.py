@@ -97,7 +97,7 @@ def test_literals_are_the_names_of_formats():
     assert {*get_args(_types.CacheDtypeV4)} == {*v4.SYNONYMS, *v4.KV_CACHE_DTYPES}
     assert {*get_args(_types.CompressedDtypeV4)} == {*v4.SYNONYMS, *v4.COMPRESSED_DTYPES}
     assert {*get_args(_types.PathV4)} == {*v4.PATHS}
-    assert {*get_args(_types.Path)} == {*sparse_mla.backend.config.PATHS}
+    assert {*get_args(_types.Path)} == {*sparse_mla.steps.v32.PATHS}
     assert {*get_args(_types.FlashFormat)} == {*sparse_mla.flash_mla.KV_FORMATS}
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import cases
+import compiled
 import device
 import engine
 import library
@@ -314,12 +315,14 @@ def test_decode_num_splits(name, path):
     has_parts = path in ("separate", "direct")
     tokens = decodes if has_parts else sum(lens)
     want = min(4, max(1, 64 // tokens)) if tokens else 1
-    made = _C.Builder(
-        2, 4, 1024, 70, 128, 64, 1, 32, 0, "bfloat16" if path == "bf16" else "fp8_ds_mla",
-        path, "cpu", None,
-    )  # fmt: skip
+    limits = {"max_num_seqs": 70, "max_num_batched_tokens": 128, "max_model_len": 64}
+    config = compiled.make_v32().step[1] | limits
+    config |= {"topk_tokens": 1024, "path": path, "prefill_workspace_tokens": None}
+    config["kv_cache_dtype"] = "bfloat16" if path == "bf16" else "fp8_ds_mla"
+    made = _C.Step("v32", config, None)
     starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    plan = made.build(starts, lens, np.zeros((len(lens), 16), np.int32), len(lens), sum(lens))
+    table = np.zeros((len(lens), 16), np.int32)
+    plan = compiled.build(made, starts, lens, table, len(lens), sum(lens))
     assert plan["decode_num_splits"] == want
     if has_parts and decodes:
         config = engine.config(sparse_mla, path=path, topk_tokens=1024, max_num_seqs=70)

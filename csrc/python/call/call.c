@@ -12,6 +12,8 @@ smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
     call->op = op;
     call->stream = (smla_py_stream){.backend = NULL};
     call->asks = false;
+    call->step = NULL;
+    call->is_busy = NULL;
     call->num_arrays = 0;
 }
 
@@ -97,6 +99,9 @@ smla_py_close(smla_py_call *call)
 {
     while (call->num_arrays > 0) {
         smla_py_release_array(&call->arrays[--call->num_arrays]);
+    }
+    if (call->is_busy != NULL) {
+        atomic_flag_clear(call->is_busy);
     }
 }
 

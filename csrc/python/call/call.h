@@ -3,10 +3,12 @@
  * The call lives on its caller's stack. The steps are: open it, take its stream, add its arrays,
  * resolve its stream, allocate the missing results, run the core without the GIL, finish. Its
  * caller then closes it, on success and on failure: that releases whatever was borrowed. What a
- * device still uses is released after the work. run.c does this for operators, builder_type.c for
- * a layer.
+ * device still uses is released after the work. run.c does this for operators and
+ * layers.
  */
 #pragma once
+
+#include <stdatomic.h>
 
 #include "core/kv_format.h"
 #include "core/rule.h"
@@ -21,7 +23,9 @@ typedef struct smla_py_call {
     const smla_py_state *state;
     const char *op;
     smla_py_stream stream;
-    bool asks; /* the caller wants the optional result */
+    bool asks;            /* the caller wants the optional result */
+    const void *step;     /* a layer: its smla_py_step, which the call has for itself */
+    atomic_flag *is_busy; /* the step's lock, or NULL */
     int num_arrays;
     smla_py_array arrays[SMLA_MAX_ARRAYS];
 } smla_py_call;

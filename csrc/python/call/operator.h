@@ -29,25 +29,31 @@ typedef enum smla_py_kind {
      * writes_first of the operator says no: then as SMLA_PY_OUTPUT. */
     SMLA_PY_OVER_FIRST,
     SMLA_PY_WORKSPACE, /* None or written; not returned */
+    SMLA_PY_TABLE,     /* a build: None, or read until the next build */
+    SMLA_PY_TABLES,    /* a build: a tuple of tables, for fields that follow each other */
     /* arrays without an argument in Python */
     SMLA_PY_SECOND, /* second array of a pair */
     SMLA_PY_RESULT, /* always new */
     SMLA_PY_ASKED_RESULT,
     /* options */
-    SMLA_PY_INT,       /* int64_t */
-    SMLA_PY_INT32,     /* int32_t */
-    SMLA_PY_FLAG,      /* int32_t: 1 where the argument is true */
-    SMLA_PY_UNLESS,    /* int32_t: 1 where the argument is false */
-    SMLA_PY_SIZE,      /* int64_t: None, which is 0, or at least 1 */
-    SMLA_PY_FLOAT,     /* double */
-    SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
-    SMLA_PY_FLOATS,    /* DLDataType: "float32" or "bfloat16" */
-    SMLA_PY_SCALES,    /* int32_t: the name of a scale layout */
-    SMLA_PY_DEVICE,    /* DLDevice */
-    SMLA_PY_ASK,       /* no field: whether to return the asked output or result */
-    SMLA_PY_STREAM,    /* void *; the last row where there are arrays */
+    SMLA_PY_INT,        /* int64_t */
+    SMLA_PY_INT32,      /* int32_t */
+    SMLA_PY_FLAG,       /* int32_t: 1 where the argument is true */
+    SMLA_PY_UNLESS,     /* int32_t: 1 where the argument is false */
+    SMLA_PY_SIZE,       /* int64_t: None, which is 0, or at least 1 */
+    SMLA_PY_FLOAT,      /* double */
+    SMLA_PY_KV_FORMAT,  /* int32_t: None or the name of a cache format */
+    SMLA_PY_FLOATS,     /* DLDataType: "float32" or "bfloat16" */
+    SMLA_PY_SCALES,     /* int32_t: the name of a scale layout */
+    SMLA_PY_DEVICE,     /* DLDevice */
+    SMLA_PY_STARTS,     /* a build: a copy of host integers, one more than requests */
+    SMLA_PY_LENGTHS,    /* a build: the same, one per request */
+    SMLA_PY_GENERATION, /* no field: the number of the step's latest build */
+    SMLA_PY_ASK,        /* no field: whether to return the asked output or result */
+    SMLA_PY_STREAM,     /* void *; the last row where there are arrays */
     /* as SMLA_PY_STREAM, but without an argument: always the stream of the arrays */
     SMLA_PY_ARRAYS_STREAM,
+    SMLA_PY_STEP, /* a layer's step, without an argument; before its generation */
 } smla_py_kind;
 
 /* A table row. Arrays come first; arrays that are read come before arrays that are only written. */
@@ -82,6 +88,8 @@ typedef struct smla_py_operator {
     int num_results;
     const smla_py_limit *limits;
     int num_limits;
+    /* Makes the results instead, where a row cannot say their sizes. NULL = the rows do. */
+    int (*allocate)(smla_py_call *call, const void *args);
     /* Checks options that the core does not know, before results are made. NULL = it has none. */
     int (*check_options)(const smla_py_call *call, const void *args);
     /* Bytes of workspace that a call needs, once its other arrays are set. NULL = no workspace. */

@@ -36,32 +36,32 @@ format_of(const row_reader *reader, int cache, int option)
 
 /* A page has at least a byte per key. */
 static int64_t
-read_page_keys(const row_reader *reader, const smla_py_step *step)
+read_page_keys(const row_reader *reader, const smla_py_term *term)
 {
-    const int64_t keys = read_value(reader, step->row);
-    return keys < 1 || keys > smla_py_call_dim(reader->call, step->number, 1) ? UNKNOWN : keys;
+    const int64_t keys = read_value(reader, term->row);
+    return keys < 1 || keys > smla_py_call_dim(reader->call, term->number, 1) ? UNKNOWN : keys;
 }
 
 static int64_t
-read_number(const row_reader *reader, const smla_py_step *step)
+read_number(const row_reader *reader, const smla_py_term *term)
 {
     const smla_py_call *const call = reader->call;
-    switch (step->number_kind) {
-    case SMLA_PY_CONSTANT: return step->number;
+    switch (term->number_kind) {
+    case SMLA_PY_CONSTANT: return term->number;
     case SMLA_PY_SIZE_OF:
-        return smla_py_has_dim(call, step->row, step->number)
-                   ? call->arrays[step->row].shape[step->number]
+        return smla_py_has_dim(call, term->row, term->number)
+                   ? call->arrays[term->row].shape[term->number]
                    : UNKNOWN;
-    case SMLA_PY_SIZE_OR_0: return smla_py_call_dim(call, step->row, step->number);
-    case SMLA_PY_PAGE_KEYS: return read_page_keys(reader, step);
-    case SMLA_PY_KEY_VALUES: return format_of(reader, step->row, step->number)->head_dim;
-    default: return read_value(reader, step->row);
+    case SMLA_PY_SIZE_OR_0: return smla_py_call_dim(call, term->row, term->number);
+    case SMLA_PY_PAGE_KEYS: return read_page_keys(reader, term);
+    case SMLA_PY_KEY_VALUES: return format_of(reader, term->row, term->number)->head_dim;
+    default: return read_value(reader, term->row);
     }
 }
 
-/* What a step makes of the value before it. Neither `value` nor `number` is negative. */
+/* What a term makes of the value before it. Neither `value` nor `number` is negative. */
 static int64_t
-take_step(smla_py_step_kind kind, int64_t value, int64_t number)
+take_term(smla_py_term_kind kind, int64_t value, int64_t number)
 {
     switch (kind) {
     case SMLA_PY_ADD: return __builtin_add_overflow(value, number, &value) ? UNKNOWN : value;
@@ -75,12 +75,12 @@ take_step(smla_py_step_kind kind, int64_t value, int64_t number)
 }
 
 static int64_t
-compute_dim(const row_reader *reader, const smla_py_step *steps)
+compute_dim(const row_reader *reader, const smla_py_term *terms)
 {
-    int64_t value = read_number(reader, steps); /* the first step adds it to 0 */
-    for (int i = 1; i < SMLA_PY_MAX_STEPS && steps[i].kind != SMLA_PY_NO_STEP && value >= 0; i++) {
-        const int64_t number = read_number(reader, &steps[i]);
-        value = number < 0 ? UNKNOWN : take_step(steps[i].kind, value, number);
+    int64_t value = read_number(reader, terms); /* the first term adds it to 0 */
+    for (int i = 1; i < SMLA_PY_MAX_TERMS && terms[i].kind != SMLA_PY_NO_TERM && value >= 0; i++) {
+        const int64_t number = read_number(reader, &terms[i]);
+        value = number < 0 ? UNKNOWN : take_term(terms[i].kind, value, number);
     }
     return value;
 }
@@ -197,7 +197,7 @@ allocate_stored(smla_py_call *call, const smla_py_result_row *row, DLDataType dt
     for (int i = 0; i < SMLA_PY_MAX_RESULT_DIMS; i++) {
         storage[order[i]] = shape[i];
     }
-    storage[order[0]] = take_step(SMLA_PY_ROUND_UP, shape[0], row->storage.multiple);
+    storage[order[0]] = take_term(SMLA_PY_ROUND_UP, shape[0], row->storage.multiple);
     return smla_py_allocate_ordered(call, row->result, dtype, storage, order, shape[0]);
 }
 
@@ -205,7 +205,7 @@ allocate_stored(smla_py_call *call, const smla_py_result_row *row, DLDataType dt
 static int
 allocate_row(const row_reader *reader, const smla_py_result_row *row)
 {
-    const smla_py_step *const first = row->dims[0];
+    const smla_py_term *const first = row->dims[0];
     int64_t shape[SMLA_PY_MAX_RESULT_DIMS];
     DLDataType dtype;
     int ndim = 0;
@@ -217,7 +217,7 @@ allocate_row(const row_reader *reader, const smla_py_result_row *row)
         return smla_py_allocate_result(reader->call, row->result, dtype, array->view.ndim,
                                        array->shape);
     }
-    for (; ndim < SMLA_PY_MAX_RESULT_DIMS && row->dims[ndim]->kind != SMLA_PY_NO_STEP; ndim++) {
+    for (; ndim < SMLA_PY_MAX_RESULT_DIMS && row->dims[ndim]->kind != SMLA_PY_NO_TERM; ndim++) {
         shape[ndim] = compute_dim(reader, row->dims[ndim]);
         if (shape[ndim] < 0) {
             return 1;
@@ -259,41 +259,41 @@ name_of(const smla_py_operator *op, int row)
     return op->params[row].name;
 }
 
-/* (step, number, *what the number is of) */
+/* (term, number, *what the number is of) */
 static PyObject *
-list_step(const smla_py_operator *op, const smla_py_step *step)
+list_term(const smla_py_operator *op, const smla_py_term *term)
 {
     static const char *const kinds[] = {
         [SMLA_PY_ADD] = "add",           [SMLA_PY_MULTIPLY] = "multiply",
         [SMLA_PY_DIVIDE] = "divide",     [SMLA_PY_ROUND_UP] = "round up",
         [SMLA_PY_RAISE_TO] = "raise to",
     };
-    const char *const kind = kinds[step->kind];
-    const char *const name = name_of(op, step->row);
-    switch (step->number_kind) {
-    case SMLA_PY_CONSTANT: return Py_BuildValue("(ssi)", kind, "constant", step->number);
-    case SMLA_PY_SIZE_OF: return Py_BuildValue("(sssi)", kind, "size", name, step->number);
-    case SMLA_PY_SIZE_OR_0: return Py_BuildValue("(sssi)", kind, "size or 0", name, step->number);
+    const char *const kind = kinds[term->kind];
+    const char *const name = name_of(op, term->row);
+    switch (term->number_kind) {
+    case SMLA_PY_CONSTANT: return Py_BuildValue("(ssi)", kind, "constant", term->number);
+    case SMLA_PY_SIZE_OF: return Py_BuildValue("(sssi)", kind, "size", name, term->number);
+    case SMLA_PY_SIZE_OR_0: return Py_BuildValue("(sssi)", kind, "size or 0", name, term->number);
     case SMLA_PY_VALUE_OF: return Py_BuildValue("(sss)", kind, "value", name);
     case SMLA_PY_PAGE_KEYS:
-        return Py_BuildValue("(ssss)", kind, "page keys", name, name_of(op, step->number));
+        return Py_BuildValue("(ssss)", kind, "page keys", name, name_of(op, term->number));
     case SMLA_PY_KEY_VALUES:
-        return Py_BuildValue("(ssss)", kind, "key values", name, name_of(op, step->number));
+        return Py_BuildValue("(ssss)", kind, "key values", name, name_of(op, term->number));
     default: return Py_BuildValue("(sss)", kind, "whole shape", name);
     }
 }
 
 static PyObject *
-list_steps(const smla_py_operator *op, const smla_py_step *steps)
+list_terms(const smla_py_operator *op, const smla_py_term *terms)
 {
     int count = 0;
-    while (count < SMLA_PY_MAX_STEPS && steps[count].kind != SMLA_PY_NO_STEP) {
+    while (count < SMLA_PY_MAX_TERMS && terms[count].kind != SMLA_PY_NO_TERM) {
         count++;
     }
     PyObject *list = PyTuple_New(count);
     for (int i = 0; list != NULL && i < count; i++) {
-        PyObject *step = list_step(op, &steps[i]);
-        if (step == NULL || PyTuple_SetItem(list, i, step) < 0) { /* steals */
+        PyObject *term = list_term(op, &terms[i]);
+        if (term == NULL || PyTuple_SetItem(list, i, term) < 0) { /* steals */
             Py_CLEAR(list);
         }
     }
@@ -304,13 +304,13 @@ static PyObject *
 list_dims(const smla_py_operator *op, const smla_py_result_row *row)
 {
     int ndim = 0;
-    while (ndim < SMLA_PY_MAX_RESULT_DIMS && row->dims[ndim]->kind != SMLA_PY_NO_STEP) {
+    while (ndim < SMLA_PY_MAX_RESULT_DIMS && row->dims[ndim]->kind != SMLA_PY_NO_TERM) {
         ndim++;
     }
     PyObject *dims = PyTuple_New(ndim);
     for (int i = 0; dims != NULL && i < ndim; i++) {
-        PyObject *steps = list_steps(op, row->dims[i]);
-        if (steps == NULL || PyTuple_SetItem(dims, i, steps) < 0) { /* steals */
+        PyObject *terms = list_terms(op, row->dims[i]);
+        if (terms == NULL || PyTuple_SetItem(dims, i, terms) < 0) { /* steals */
             Py_CLEAR(dims);
         }
     }

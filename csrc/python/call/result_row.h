@@ -10,7 +10,7 @@
 
 enum {
     SMLA_PY_MAX_RESULT_DIMS = 3,
-    SMLA_PY_MAX_STEPS = 4,
+    SMLA_PY_MAX_TERMS = 4,
 };
 
 /* A number that a shape depends on. `row` is a row of the operator's table. */
@@ -24,23 +24,23 @@ typedef enum smla_py_number_kind {
     SMLA_PY_WHOLE_SHAPE = 7, /* no number: the result has all dimensions of array `row` */
 } smla_py_number_kind;
 
-/* What a step does with its number and the value of the steps before it, which begins as 0. */
-typedef enum smla_py_step_kind {
-    SMLA_PY_NO_STEP = 0,
+/* What a term does with its number and the value of the terms before it, which begins as 0. */
+typedef enum smla_py_term_kind {
+    SMLA_PY_NO_TERM = 0,
     SMLA_PY_ADD = 1,
     SMLA_PY_MULTIPLY = 2,
     SMLA_PY_DIVIDE = 3,   /* a remainder is an error of the array whose heads are divided */
     SMLA_PY_ROUND_UP = 4, /* up to a multiple of the number */
     SMLA_PY_RAISE_TO = 5, /* the larger of the two */
-} smla_py_step_kind;
+} smla_py_term_kind;
 
-/* A dimension is computed in steps. It has at least one. */
-typedef struct smla_py_step {
-    smla_py_step_kind kind;
+/* A dimension is computed term by term. It has at least one. */
+typedef struct smla_py_term {
+    smla_py_term_kind kind;
     smla_py_number_kind number_kind;
     int row;
     int number;
-} smla_py_step;
+} smla_py_term;
 
 typedef enum smla_py_condition_kind {
     SMLA_PY_ALWAYS = 0,
@@ -79,7 +79,7 @@ typedef struct smla_py_storage {
 typedef struct smla_py_result_row {
     int result; /* its row in the operator's table */
     smla_py_result_dtype dtype;
-    smla_py_step dims[SMLA_PY_MAX_RESULT_DIMS][SMLA_PY_MAX_STEPS];
+    smla_py_term dims[SMLA_PY_MAX_RESULT_DIMS][SMLA_PY_MAX_TERMS];
     smla_py_condition when;
     smla_py_storage storage;
 } smla_py_result_row;
@@ -108,10 +108,10 @@ typedef struct smla_py_limit {
 #define SMLA_PY_MAKES_INT32 {SMLA_PY_FIXED_DTYPE, 0, {kDLInt, 32, 1}}
 #define SMLA_PY_MAKES_UINT8 {SMLA_PY_FIXED_DTYPE, 0, {kDLUInt, 8, 1}}
 
-#define SMLA_PY_STEP(kind, number_kind, row, number) {kind, number_kind, row, number}
+#define SMLA_PY_TERM(kind, number_kind, row, number) {kind, number_kind, row, number}
 
-/* Dimensions of one step; the last stands for all dimensions of a result. */
-#define SMLA_PY_SIZE(array, dim) {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_SIZE_OF, array, dim)}
-#define SMLA_PY_VALUE(option)    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_VALUE_OF, option, 0)}
-#define SMLA_PY_NUMBER(value)    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_CONSTANT, 0, value)}
-#define SMLA_PY_ALL_SIZES(array) {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_WHOLE_SHAPE, array, 0)}
+/* Dimensions of one term; the last stands for all dimensions of a result. */
+#define SMLA_PY_SIZE(array, dim) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, array, dim)}
+#define SMLA_PY_VALUE(option)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_VALUE_OF, option, 0)}
+#define SMLA_PY_NUMBER(value)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_CONSTANT, 0, value)}
+#define SMLA_PY_ALL_SIZES(array) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_WHOLE_SHAPE, array, 0)}

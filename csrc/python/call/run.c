@@ -5,6 +5,7 @@
 #include "python/call/operator.h"
 #include "python/call/scratch.h"
 #include "python/call/unlocked.h"
+#include "python/step/step.h"
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
@@ -92,6 +93,8 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_SCALES: return parse_scales(op, param->name, object, field);
     case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
     case SMLA_PY_ASK: return smla_py_parse_flag(object, &call->asks);
+    case SMLA_PY_STEP: return smla_py_take_step(call, object, field);
+    case SMLA_PY_GENERATION: return smla_py_check_generation(call, object);
     case SMLA_PY_STREAM: return smla_py_take_stream(call, object);
     default: return 0;
     }
@@ -254,7 +257,8 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
     if (op->check_options != NULL && op->check_options(call, args) < 0) {
         return NULL;
     }
-    if (smla_py_allocate_results(call, op, args) < 0) {
+    if ((op->allocate != NULL ? op->allocate(call, args)
+                              : smla_py_allocate_results(call, op, args)) < 0) {
         return NULL;
     }
     const int num_results = set_arrays(call, op, args, results);

@@ -55,7 +55,7 @@ static const smla_py_param dequantize_params[] = {
 
 #define DEQUANTIZED_DTYPE {.source = SMLA_PY_DTYPE_OF_OPTION, .row = DEQUANTIZE_DTYPE}
 #define DEQUANTIZED_KEY \
-    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_KEY_VALUES, DEQUANTIZE_CACHE, DEQUANTIZE_FORMAT)}
+    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_KEY_VALUES, DEQUANTIZE_CACHE, DEQUANTIZE_FORMAT)}
 
 /* Of split pages [pages, bytes], of a flat cache, and of pages whose shape tells their size. */
 static const smla_py_result_row dequantize_results[] = {

@@ -29,9 +29,9 @@ static const smla_py_param inverse_params[] = {
 #define INVERSE_SCALE_STORAGE {.order = {2, 0, 1}, .multiple = SMLA_SCALE_ROW_ALIGN}
 /* A group's dimension, with so many values or scales per head. */
 #define INVERSE_GROUP(per_head)                                         \
-    {SMLA_PY_STEP(SMLA_PY_ADD, SMLA_PY_SIZE_OF, INVERSE_O, 1),          \
-     SMLA_PY_STEP(SMLA_PY_DIVIDE, SMLA_PY_VALUE_OF, INVERSE_GROUPS, 0), \
-     SMLA_PY_STEP(SMLA_PY_MULTIPLY, SMLA_PY_CONSTANT, 0, per_head)}
+    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, INVERSE_O, 1),          \
+     SMLA_PY_TERM(SMLA_PY_DIVIDE, SMLA_PY_VALUE_OF, INVERSE_GROUPS, 0), \
+     SMLA_PY_TERM(SMLA_PY_MULTIPLY, SMLA_PY_CONSTANT, 0, per_head)}
 
 static const smla_py_result_row inverse_results[] = {
     {.result = INVERSE_OUT,

@@ -1,60 +1,128 @@
-"""A step's plan, and the builder that makes it."""
+"""DeepSeek-V3.2's step: its config, its plan of a step, and the builder that makes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
-from sparse_mla.backend._words import ShortRepr, wrong_type
-from sparse_mla.backend.batch import CommonAttentionMetadata
-from sparse_mla.backend.config import Config
-
-Array = Any
-AnyMetadata = TypeVar("AnyMetadata")
-
-# Fields that every builder's step hands over as they are.
-_STEP_FIELDS = (
-    *("path", "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"),
-    "req_id_per_token",
+from sparse_mla._format_names import takes_both
+from sparse_mla._types import ConcatFormat, Path
+from sparse_mla.steps.common import (
+    Builder,
+    CommonAttentionMetadata,
+    ShortRepr,
+    StepMetadata,
+    check_common,
+    check_fields,
+    make_metadata,
 )
 
+Array = Any
 
-def check_common(common: CommonAttentionMetadata) -> tuple[int, int, int]:
-    """num_reqs, num_actual_tokens and max_seq_len of what `build` was given."""
-    if not isinstance(common, CommonAttentionMetadata):
-        wanted = "a CommonAttentionMetadata"
-        raise wrong_type("MetadataBuilder.build", "common", wanted, common)
-    # None of these is None any more: CommonAttentionMetadata fills in what its caller left out.
-    sizes = (common.num_reqs, common.num_actual_tokens, common.max_seq_len)
-    return cast(tuple[int, int, int], sizes)
+PATHS = ("mixed", "separate", "bf16", "direct")
+HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # values of a key, its RoPE part included
+# "auto" is bfloat16.
+KV_CACHE_DTYPES = (
+    "auto", *(name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values())
+)  # fmt: skip
 
 
-def make_metadata(
-    kind: type[AnyMetadata],
-    common: CommonAttentionMetadata,
-    builder: object,
-    step: dict[str, Any],
-    **fields: object,
-) -> AnyMetadata:
-    """Metadata of a step, with what every builder knows of it and these fields."""
-    # A frozen dataclass would set its fields one by one, which takes three times as long.
-    metadata = object.__new__(kind)
-    metadata.__dict__.update(
-        {name: step[name] for name in _STEP_FIELDS},
-        num_reqs=common.num_reqs,
-        num_actual_tokens=common.num_actual_tokens,
-        max_query_len=common.max_query_len,
-        max_seq_len=common.max_seq_len,
-        query_start_loc=common.query_start_loc,
-        slot_mapping=common.slot_mapping,
-        block_table=common.block_table,
-        _builder=builder,
-        _generation=step["generation"],
-        **fields,
-    )
-    return metadata
+@takes_both
+@dataclass(frozen=True)
+class Config:
+    """What a model and an engine fix once.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads on this device, 1 to 128.
+    softmax_scale : float
+        Multiplies q . k.
+    kv_lora_rank, qk_rope_head_dim : int
+        512 and 64, the only sizes that there are kernels for.
+    qk_nope_head_dim, v_head_dim : int
+        Pn and Pv of the absorbed projections.
+    kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
+        `kv_format` is the same option, and the same attribute.
+    block_size : int
+        Tokens per page.
+    topk_tokens : int
+        K, the columns that topk_indices has at most.
+    max_num_seqs, max_num_batched_tokens, max_model_len : int
+        The largest batch; every persistent buffer is sized by them.
+    decode_threshold : int
+        Query tokens that a decode has at most: 1 + the number of speculative tokens.
+    min_heads_for_bf16_prefill : int
+        With an FP8 cache and fewer heads the path is "mixed". With more heads it is "separate", or
+        "direct" in some steps, see help(sparse_mla.backend).
+    prefill_workspace_tokens : int, optional
+        Rows of the bf16 workspace of path "separate"; None = 5 * max_model_len.
+    path : "mixed", "separate", "bf16" or "direct", optional
+        Forces a path; a path that cannot serve the cache is a ValueError.
+    device : str
+        "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too. The builder's buffers and all
+        arrays of a step are on this device. `MetadataBuilder` finds out whether this build and this
+        machine have it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value of the wrong type, or out of range; the text names it.
+
+    Source: vLLM's VllmConfig and AttentionSpec, what the sparse MLA backend reads of them.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
+    >>> config = sparse_mla.Config(16, softmax_scale=192**-0.5, kv_format="fp8_ds_mla", **limits)
+    >>> config.topk_tokens, config.kv_cache_dtype, config.kv_format
+    (2048, 'fp8_ds_mla', 'fp8_ds_mla')
+    """
+
+    num_heads: int
+    _: KW_ONLY
+    softmax_scale: float
+    kv_lora_rank: int = field(default=512, metadata={"only": 512})
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = field(default=64, metadata={"only": 64})
+    v_head_dim: int = 128
+    kv_cache_dtype: ConcatFormat = "auto"
+    block_size: int = 64
+    topk_tokens: int = 2048
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    decode_threshold: int = 1
+    min_heads_for_bf16_prefill: int = 32
+    prefill_workspace_tokens: int | None = None
+    path: Path | None = None
+    device: str = "cpu"
+    if TYPE_CHECKING:
+        kv_format: ConcatFormat = "auto"  # the same option
+
+    def __post_init__(self) -> None:
+        check_fields(self, "v32")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            rule = " or ".join(map(repr, KV_CACHE_DTYPES))
+            raise ValueError(
+                f"Config: `kv_cache_dtype` must be {rule}, got {self.kv_cache_dtype!r}"
+            )
+        served = ("bf16",) if self.kv_cache_dtype != "fp8_ds_mla" else tuple(set(PATHS) - {"bf16"})
+        if self.path is not None and self.path not in PATHS:
+            rule = ", ".join(map(repr, PATHS))
+            raise ValueError(f"Config: `path` must be None or one of {rule}, got {self.path!r}")
+        if self.path is not None and self.path not in served:
+            rule = " or ".join(repr(path) for path in PATHS if path in served)
+            raise ValueError(
+                f"Config: `path` must be {rule} for a {self.kv_cache_dtype} cache, "
+                f"got {self.path!r}"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,7 +216,7 @@ class Prefill(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Metadata(ShortRepr):
+class Metadata(StepMetadata):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
     again.
 
@@ -197,24 +265,9 @@ class Metadata(ShortRepr):
     ('mixed', 1, [0, 1, 1, 1, 1])
     """
 
-    path: str
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    block_size: int
-    topk_tokens: int
-    query_start_loc: Array
-    slot_mapping: Array
-    block_table: Array
-    req_id_per_token: Array
     decode: Decode | None
     prefill: Prefill | None
-    _builder: _C.Builder = field(repr=False)
+    _step: _C.Step = field(repr=False)
     _generation: int = field(repr=False)
 
 
@@ -235,7 +288,7 @@ def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
     return Prefill(lens, step["prefill_request_ids"], starts, chunks)
 
 
-class MetadataBuilder:
+class MetadataBuilder(Builder):
     """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
     Only one thread may use it at a time; a second one gets a RuntimeError.
@@ -271,32 +324,7 @@ class MetadataBuilder:
     """
 
     def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
-        if not isinstance(config, Config):
-            raise wrong_type("MetadataBuilder", "config", "a Config", config)
-        self.config = config
-        self._builder = _C.Builder(
-            config.num_heads,
-            config.block_size,
-            config.topk_tokens,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-            config.decode_threshold,
-            config.min_heads_for_bf16_prefill,
-            config.prefill_workspace_tokens or 0,
-            config.kv_cache_dtype,
-            config.path,
-            config.device,
-            workspace,
-        )
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the prefill workspace, 0 where the path needs none."""
-        return self._builder.workspace_bytes
-
-    def __repr__(self) -> str:
-        return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"
+        self._create("v32", config, Config, "a Config", workspace)
 
     @names_integration()
     def build(
@@ -355,7 +383,8 @@ class MetadataBuilder:
         >>> metadata.path, metadata.num_decodes, metadata.prefill.chunks[0].tokens_slice
         ('separate', 1, slice(1, 5, None))
         """
-        num_reqs, num_actual_tokens, _ = check_common(common)
+        check_common(common)
+        num_actual_tokens: Any = common.num_actual_tokens
         shape = getattr(common.slot_mapping, "shape", None)
         if shape is None:
             got = type(common.slot_mapping).__name__
@@ -365,13 +394,7 @@ class MetadataBuilder:
                 f"MetadataBuilder.build: `slot_mapping` must have at least num_actual_tokens = "
                 f"{num_actual_tokens} entries, got shape {list(shape)}"
             )
-        step = self._builder.build(
-            common.query_start_loc_cpu,
-            common.seq_lens_cpu,
-            common.block_table,
-            num_reqs,
-            num_actual_tokens,
-        )
+        step = self._step.build(common)
         decode = prefill = None
         if step["decode_query_len"]:
             decode = Decode(step["decode_query_len"], step["decode_num_splits"])
@@ -380,7 +403,7 @@ class MetadataBuilder:
         return make_metadata(
             Metadata,
             common,
-            self._builder,
+            self,
             step,
             block_size=self.config.block_size,
             topk_tokens=self.config.topk_tokens,

@@ -1,7 +1,7 @@
-/* plan.c: the arithmetic of a step. It splits decodes from prefills, and packs prefills into chunks
- * that fit the workspace. It computes with host integers only; builder.c keeps the results.
+/* chunks.c: the arithmetic of a step. It splits decodes from prefills, and cuts prefills into
+ * chunks that share the workspace. It computes with host integers only; engine.c keeps the results.
  */
-#include "step/plan.h"
+#include "step/chunks.h"
 
 #include "core/rule.h"
 
@@ -135,6 +135,16 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
     }
     *num_chunks = count;
     return SMLA_OK;
+}
+
+int64_t
+smla_split_by_count(int64_t num_reqs, int64_t size, int64_t *ends)
+{
+    int64_t count = 0;
+    for (int64_t req = 0; req < num_reqs; req = ends[count++]) {
+        ends[count] = num_reqs - req < size ? num_reqs : req + size;
+    }
+    return count;
 }
 
 int64_t

@@ -1,5 +1,5 @@
-/* v4_attend.c: the attention of one DeepSeek V4 layer in the step that the builder planned,
- * composed of the public operators.
+/* layer_v4.c: the attention of one DeepSeek V4 layer in the step that the builder planned, composed
+ * of the public operators.
  *
  *   decodes    attention over the sliding window's cache, and over the compressed cache: the rows
  *              that the indexer chose, or all complete groups
@@ -10,18 +10,15 @@
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
-#include "core/entry.h"
-#include "core/rule.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
-#include "step/v4_builder.h"
+#include "step/layers/layer.h"
+#include "step/plans/plan_v4.h"
 
 static const char op[] = "attend";
 
-static const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
-static const DLDataType uint8_type = {.code = kDLUInt, .bits = 8, .lanes = 1};
-
 typedef struct attend_call {
+    smla_layer layer;
     const smla_v4_attend_args *args;
     const smla_v4_builder *b;
     int group;         /* the layer's ratio in the config; -1: the sliding window only */
@@ -29,7 +26,6 @@ typedef struct attend_call {
     smla_view indices; /* [T, K] slots of compressed rows; not used without a group */
     smla_view lens;    /* [T] */
     smla_view scratch; /* attention workspace */
-    smla_error *error;
 } attend_call;
 
 /* ---- Checks -------------------------------------------------------------------------------- */
@@ -37,7 +33,7 @@ typedef struct attend_call {
 static int64_t
 layer_block_size(const attend_call *call)
 {
-    return call->b->config.block_size / call->args->ratio;
+    return call->b->config.block_size / call->args->compress_ratio;
 }
 
 static smla_status
@@ -45,136 +41,73 @@ check_layer(attend_call *call)
 {
     const smla_v4_attend_args *const args = call->args;
     const smla_v4_builder *const b = call->b;
-    if (b == NULL || !b->is_built) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `builder` must have built a step, got none", op);
-    }
-    call->group = args->ratio == 1 ? -1 : smla_v4_find_ratio(&b->config, args->ratio);
-    if (args->ratio != 1 && call->group < 0) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
+    SMLA_TRY(smla_require_step(&call->layer));
+    call->group =
+        args->compress_ratio == 1 ? -1 : smla_v4_find_ratio(&b->config, args->compress_ratio);
+    if (args->compress_ratio != 1 && call->group < 0) {
+        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
                          "%s: `compress_ratio` must be 1 or one of the config, got %lld", op,
-                         (long long)args->ratio);
+                         (long long)args->compress_ratio);
     }
-    if (call->group >= 0 && !b->metadata.has_group[call->group]) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
+    if (call->group >= 0 && b->metadata.groups[call->group].ratio == 0) {
+        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
                          "%s: `metadata` must have a compressed block table of ratio %lld, got "
                          "none: give it to MetadataBuilder.build",
-                         op, (long long)args->ratio);
+                         op, (long long)args->compress_ratio);
     }
-    call->is_indexed = args->ratio == SMLA_V4_INDEXED_RATIO;
+    call->is_indexed = args->compress_ratio == SMLA_V4_INDEXED_RATIO;
     return SMLA_OK;
+}
+
+static smla_status
+check_cache(smla_checker *c, const smla_cache_rule *rule)
+{
+    smla_kv_view kv;
+    SMLA_TRY(smla_require_kv(c, rule, &kv));
+    return kv.format->head_dim == SMLA_V4_HEAD_DIM
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must have keys of %d values, got %d", op, rule->name,
+                           SMLA_V4_HEAD_DIM, kv.format->head_dim);
 }
 
 static smla_status
 check_caches(smla_checker *c, const attend_call *call)
 {
-    const smla_v4_attend_args *const args = call->args;
     const smla_v4_config *const config = &call->b->config;
-    smla_kv_view kv;
-    SMLA_TRY(smla_require_kv(c,
-                             &(smla_cache_rule){.name = "caches.swa",
-                                                .tensor = args->swa_cache,
-                                                .kv_format = config->kv_format,
-                                                .block_size = config->swa_block_size,
-                                                .formats = SMLA_KV_ATTENTION},
-                             &kv));
-    if (kv.format->head_dim != SMLA_V4_HEAD_DIM) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `caches.swa` must have keys of %d values, got %d", op,
-                         SMLA_V4_HEAD_DIM, kv.format->head_dim);
-    }
-    if (call->group < 0) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(smla_require_kv(c,
-                             &(smla_cache_rule){.name = "caches.compressed",
-                                                .tensor = args->compressed,
-                                                .kv_format = config->compressed_kv_format,
-                                                .block_size = layer_block_size(call),
-                                                .formats = SMLA_KV_EXTRA},
-                             &kv));
-    if (kv.format->head_dim != SMLA_V4_HEAD_DIM) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `caches.compressed` must have keys of %d values, got %d", op,
-                         SMLA_V4_HEAD_DIM, kv.format->head_dim);
-    }
-    return SMLA_OK;
+    SMLA_TRY(check_cache(c, &(smla_cache_rule){.name = "caches.swa",
+                                               .tensor = call->args->swa_cache,
+                                               .kv_format = config->kv_format,
+                                               .block_size = config->swa_block_size,
+                                               .formats = SMLA_KV_ATTENTION}));
+    return call->group < 0
+               ? SMLA_OK
+               : check_cache(c, &(smla_cache_rule){.name = "caches.compressed",
+                                                   .tensor = call->args->compressed,
+                                                   .kv_format = config->compressed_kv_format,
+                                                   .block_size = layer_block_size(call),
+                                                   .formats = SMLA_KV_EXTRA});
 }
 
 static smla_status
 check_topk(smla_checker *c, const attend_call *call)
 {
     const DLTensor *const topk = call->args->topk_indices;
-    const smla_v4_builder *const b = call->b;
     if (!call->is_indexed) {
         return topk == NULL ? SMLA_OK
                             : smla_fail(c->error, SMLA_ERROR_VALUE,
                                         "%s: `topk_indices` must be None for a layer without an "
                                         "indexer (compress ratio %lld), got an array",
-                                        op, (long long)call->args->ratio);
+                                        op, (long long)call->args->compress_ratio);
     }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "topk_indices",
-                                          .tensor = topk,
-                                          .dtypes = SMLA_DTYPE_INT32,
-                                          .flags = SMLA_RULE_MORE_ROWS,
-                                          .ndim = 2,
-                                          .shape = {b->metadata.num_actual_tokens, SMLA_ANY}}));
-    if (smla_size(topk, 1) > b->config.topk_tokens) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `topk_indices` must have at most topk_tokens = %lld columns, got "
-                         "%lld",
-                         op, (long long)b->config.topk_tokens, (long long)smla_size(topk, 1));
-    }
-    return SMLA_OK;
-}
-
-/* Checks the outputs, and that nothing which is written shares memory with another array. */
-static smla_status
-check_outputs(smla_checker *c, const attend_call *call)
-{
-    const smla_v4_attend_args *const args = call->args;
-    const smla_v4_builder *const b = call->b;
-    const int64_t num_tokens = b->metadata.num_actual_tokens;
-    const int64_t num_heads = b->config.num_heads;
-    const bool has_workspace = b->config.path == SMLA_PATH_SEPARATE && b->metadata.num_chunks > 0;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "attn_sink",
-                                          .tensor = args->attn_sink,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                                   SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 1,
-                                          .shape = {num_heads},
-                                          .hint = "at least a sink per head"}));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = args->out,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
-                                                   SMLA_RULE_MORE_HEADS,
-                                          .ndim = 3,
-                                          .shape = {num_tokens, num_heads, SMLA_V4_HEAD_DIM}}));
-    SMLA_TRY(smla_require_state(c, "lse", args->lse, num_tokens, num_heads,
-                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
-    SMLA_TRY(smla_require_block_table(c, &b->swa_table.tensor));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
-                                          .tensor = has_workspace ? &b->workspace.tensor : NULL,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_V4_HEAD_DIM}}));
-    const smla_backend *backend;
-    SMLA_TRY(smla_finish_check(c, &backend));
-    if (backend != b->backend || c->device.device_id != b->config.device.device_id) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q` must be on the device of the config, got another one", op);
-    }
-    return SMLA_OK;
+    return smla_require_topk(&call->layer, c, topk, call->b->config.topk_tokens);
 }
 
 static smla_status
 check_attend(attend_call *call)
 {
     smla_checker c;
-    smla_open_checker(&c, op, call->error);
+    smla_open_checker(&c, op, call->layer.error);
     SMLA_TRY(check_layer(call));
     const smla_v4_config *const config = &call->b->config;
     const DLTensor *const q = call->args->q;
@@ -182,35 +115,19 @@ check_attend(attend_call *call)
                                 call->b->metadata.num_actual_tokens, config->num_heads,
                                 SMLA_RULE_MORE_ROWS));
     if (smla_dtype(q) == SMLA_DTYPE_BF16 && config->q_scale != 1) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
+        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
                          "%s: `q` must be float8_e4m3fn for a config with q_scale = %g, got "
                          "bfloat16",
                          op, config->q_scale);
     }
     SMLA_TRY(check_caches(&c, call));
     SMLA_TRY(check_topk(&c, call));
-    return check_outputs(&c, call);
-}
-
-/* ---- Views --------------------------------------------------------------------------------- */
-
-/* Makes a view [count] of int32 in the builder's memory. */
-static const DLTensor *
-view_vector(const attend_call *call, smla_view *view, const int32_t *data, int64_t count)
-{
-    smla_make_view(view, (void *)(uintptr_t)data, int32_type, call->b->config.device, 1, &count);
-    return &view->tensor;
-}
-
-/* Makes a view [rows, columns] of int32 in the builder's memory. */
-static const DLTensor *
-view_lists(const attend_call *call, smla_view *view, const int32_t *data, int64_t rows,
-           int64_t columns, int64_t stride)
-{
-    const int64_t shape[2] = {rows, columns};
-    smla_make_view(view, (void *)(uintptr_t)data, int32_type, call->b->config.device, 2, shape);
-    view->strides[0] = stride;
-    return &view->tensor;
+    return smla_require_results(&call->layer, &c,
+                                &(smla_layer_results){.attn_sink = call->args->attn_sink,
+                                                      .out = call->args->out,
+                                                      .lse = call->args->lse,
+                                                      .block_table = &call->b->swa_table.tensor,
+                                                      .may_have_more_heads = true});
 }
 
 /* The scale of a cache, if its format has one. */
@@ -260,9 +177,10 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
     args.kv_format = b->config.kv_format;
     args.block_size = b->config.swa_block_size;
     args.kv_scale = scale_of(call, b->config.kv_format);
-    args.indices = view_lists(call, &swa_indices, b->lists.swa_indices + start * window,
-                              end - start, window, window);
-    args.topk_length = view_vector(call, &swa_lens, b->lists.swa_lens + start, end - start);
+    args.indices = smla_view_rows(&call->layer, &swa_indices, b->made.swa_indices + start * window,
+                                  end - start, window, window);
+    args.topk_length =
+        smla_view_vector(&call->layer, &swa_lens, b->made.swa_lens + start, end - start);
     if (call->group >= 0) {
         args.extra_kv = call->args->compressed;
         args.extra_kv_format = b->config.compressed_kv_format;
@@ -271,7 +189,7 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
         args.extra_indices = smla_slice_rows(&indices, &call->indices.tensor, start, end);
         args.extra_topk_length = smla_slice_rows(&lens, &call->lens.tensor, start, end);
     }
-    return smla_sparse_attention(&args, call->error);
+    return smla_sparse_attention(&args, call->layer.error);
 }
 
 /* ---- Lists of compressed rows -------------------------------------------------------------- */
@@ -286,7 +204,8 @@ find_slots(const attend_call *call, const DLTensor *rows, int64_t start, int64_t
     const smla_topk_slots_args args = {
         .struct_size = sizeof args,
         .topk_indices = smla_slice_rows(&in, rows, start, end),
-        .req_id_per_token = view_vector(call, &req_ids, b->step.req_id_per_token + start, count),
+        .req_id_per_token =
+            smla_view_vector(&call->layer, &req_ids, b->sent.req_id_per_token + start, count),
         .block_table = &b->compressed_tables[call->group].tensor,
         .block_size = layer_block_size(call),
         .is_valid = &is_valid.tensor,
@@ -294,9 +213,11 @@ find_slots(const attend_call *call, const DLTensor *rows, int64_t start, int64_t
         .lens = smla_slice_rows(&lens, &call->lens.tensor, start, end),
         .stream = call->args->stream,
     };
-    smla_make_view(&is_valid, (uint8_t *)b->lists.is_valid + start, uint8_type, b->config.device, 1,
+    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
+    smla_make_view(&is_valid, (uint8_t *)b->made.is_valid + start, bytes, b->config.device, 1,
                    &count);
-    return count == 0 ? SMLA_OK : smla_compute_global_topk_indices_and_lens(&args, call->error);
+    return count == 0 ? SMLA_OK
+                      : smla_compute_global_topk_indices_and_lens(&args, call->layer.error);
 }
 
 /* The rows that tokens attend to by their numbers: [T, K]. Those of decodes are slots already if
@@ -307,13 +228,13 @@ view_rows(const attend_call *call, smla_view *view)
     const smla_v4_builder *const b = call->b;
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     if (call->group < 0) {
-        return view_lists(call, view, b->lists.swa_indices, num_tokens, 0, 1);
+        return smla_view_rows(&call->layer, view, b->made.swa_indices, num_tokens, 0, 1);
     }
     if (call->is_indexed) {
         return smla_slice_rows(view, call->args->topk_indices, 0, num_tokens);
     }
-    return view_lists(call, view, b->lists.groups[call->group].indices, num_tokens,
-                      b->metadata.widths[call->group], b->columns[call->group]);
+    return smla_view_rows(&call->layer, view, b->made.groups[call->group].indices, num_tokens,
+                          b->metadata.groups[call->group].width, b->columns[call->group]);
 }
 
 /* Attends of tokens [start, end), all decodes or none, over the caches. */
@@ -328,11 +249,13 @@ attend_tokens(attend_call *call, int64_t start, int64_t end)
         const DLTensor *const numbers = view_rows(call, &rows);
         if (are_slots) {
             smla_slice_rows(&call->indices, numbers, 0, num_tokens);
-            view_vector(call, &call->lens, b->lists.groups[call->group].lens, num_tokens);
+            smla_view_vector(&call->layer, &call->lens, b->made.groups[call->group].lens,
+                             num_tokens);
         } else {
             const int64_t columns = smla_size(numbers, 1);
-            view_lists(call, &call->indices, b->indices, num_tokens, columns, columns);
-            view_vector(call, &call->lens, b->index_lens, num_tokens);
+            smla_view_rows(&call->layer, &call->indices, b->made.indices, num_tokens, columns,
+                           columns);
+            smla_view_vector(&call->layer, &call->lens, b->made.index_lens, num_tokens);
             SMLA_TRY(find_slots(call, numbers, start, end));
         }
     }
@@ -348,12 +271,19 @@ typedef struct chunk_views {
     smla_view gather_lens;
 } chunk_views;
 
+/* A chunk's first request in the batch. */
+static int64_t
+first_request(const attend_call *call, const smla_prefill_chunk *chunk)
+{
+    return call->b->metadata.split.num_decodes + chunk->req_start;
+}
+
 /* The workspace of a chunk: [requests, M, 512]. */
 static const DLTensor *
-view_workspace(const attend_call *call, smla_view *view, const smla_v4_chunk *chunk,
+view_workspace(const attend_call *call, smla_view *view, const smla_prefill_chunk *chunk,
                const smla_v4_rows *rows)
 {
-    const DLTensor *const memory = &call->b->workspace.tensor;
+    const DLTensor *const memory = &call->b->step.workspace.tensor;
     const int64_t shape[3] = {chunk->req_end - chunk->req_start, rows->request_rows,
                               SMLA_V4_HEAD_DIM};
     smla_make_view(view, smla_data(memory), memory->dtype, call->b->config.device, 3, shape);
@@ -364,20 +294,20 @@ view_workspace(const attend_call *call, smla_view *view, const smla_v4_chunk *ch
 
 /* The gather of a chunk's rows of the sliding window. */
 static smla_gather_k_cache_args
-window_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_views *views)
+window_gather(const attend_call *call, const smla_prefill_chunk *chunk, chunk_views *views)
 {
     const smla_v4_builder *const b = call->b;
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
+    const int64_t first = first_request(call, chunk);
     const int64_t count = chunk->req_end - chunk->req_start;
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
         .out = view_workspace(call, &views->workspace, chunk, &rows),
         .k_cache = call->args->swa_cache,
-        .seq_lens = view_vector(call, &views->lens, b->step.seq_lens + chunk->req_start, count),
+        .seq_lens = smla_view_vector(&call->layer, &views->lens, b->sent.seq_lens + first, count),
         .gather_lens =
-            view_vector(call, &views->gather_lens, b->step.gather_lens + chunk->req_start, count),
-        .block_table =
-            smla_slice_rows(&views->table, &b->swa_table.tensor, chunk->req_start, chunk->req_end),
+            smla_view_vector(&call->layer, &views->gather_lens, b->sent.gather_lens + first, count),
+        .block_table = smla_slice_rows(&views->table, &b->swa_table.tensor, first, first + count),
         .block_size = b->config.swa_block_size,
         .offset = rows.window_start,
         .kv_scale = scale_of(call, b->config.kv_format),
@@ -388,19 +318,20 @@ window_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_views *
 
 /* The gather of a chunk's compressed rows. */
 static smla_gather_k_cache_args
-compressed_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_views *views)
+compressed_gather(const attend_call *call, const smla_prefill_chunk *chunk, chunk_views *views)
 {
     const smla_v4_builder *const b = call->b;
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
+    const int64_t first = first_request(call, chunk);
     const int64_t count = chunk->req_end - chunk->req_start;
-    const int32_t *const lens = b->step.compressed_lens[call->group] + chunk->req_start;
+    const int32_t *const lens = b->sent.compressed_lens[call->group] + first;
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
         .out = view_workspace(call, &views->workspace, chunk, &rows),
         .k_cache = call->args->compressed,
-        .seq_lens = view_vector(call, &views->lens, lens, count),
+        .seq_lens = smla_view_vector(&call->layer, &views->lens, lens, count),
         .block_table = smla_slice_rows(&views->table, &b->compressed_tables[call->group].tensor,
-                                       chunk->req_start, chunk->req_end),
+                                       first, first + count),
         .block_size = layer_block_size(call),
         .kv_scale = scale_of(call, b->config.compressed_kv_format),
         .kv_format = b->config.compressed_kv_format,
@@ -409,38 +340,40 @@ compressed_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_vie
 }
 
 static smla_status
-gather_chunk(const attend_call *call, const smla_v4_chunk *chunk,
+gather_chunk(const attend_call *call, const smla_prefill_chunk *chunk,
              smla_status (*gather)(const smla_gather_k_cache_args *args, smla_error *error))
 {
     chunk_views views;
     const smla_gather_k_cache_args window = window_gather(call, chunk, &views);
-    SMLA_TRY(gather(&window, call->error));
+    SMLA_TRY(gather(&window, call->layer.error));
     if (call->group < 0) {
         return SMLA_OK;
     }
     const smla_gather_k_cache_args compressed = compressed_gather(call, chunk, &views);
-    return gather(&compressed, call->error);
+    return gather(&compressed, call->layer.error);
 }
 
 /* Names the workspace rows of a chunk's tokens, in the builder's buffer. */
 static smla_status
-combine_rows(const attend_call *call, const smla_v4_chunk *chunk, const DLTensor *out,
+combine_rows(const attend_call *call, const smla_prefill_chunk *chunk, const DLTensor *out,
              const DLTensor *lens)
 {
     smla_view rows, topk, starts, seq_lens, gather_lens;
     const smla_v4_builder *const b = call->b;
-    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
+    const int64_t first = first_request(call, chunk);
     const int64_t count = chunk->req_end - chunk->req_start;
-    const int64_t first = chunk->req_start;
     const DLTensor *const numbers = view_rows(call, &rows);
     const smla_combine_topk_swa_args args = {
         .struct_size = sizeof args,
         .topk_indices = smla_slice_rows(&topk, numbers, chunk->token_start, chunk->token_end),
-        .query_start_loc = view_vector(call, &starts, b->step.query_start_loc + first, count + 1),
-        .seq_lens = view_vector(call, &seq_lens, b->step.seq_lens + first, count),
-        .gather_lens = view_vector(call, &gather_lens, b->step.gather_lens + first, count),
+        .query_start_loc =
+            smla_view_vector(&call->layer, &starts, b->sent.query_start_loc + first, count + 1),
+        .seq_lens = smla_view_vector(&call->layer, &seq_lens, b->sent.seq_lens + first, count),
+        .gather_lens =
+            smla_view_vector(&call->layer, &gather_lens, b->sent.gather_lens + first, count),
         .window = b->config.window,
-        .ratio = call->args->ratio,
+        .ratio = call->args->compress_ratio,
         .topk = smla_size(numbers, 1),
         .M = sizes.request_rows,
         .N = sizes.window_start,
@@ -449,78 +382,71 @@ combine_rows(const attend_call *call, const smla_v4_chunk *chunk, const DLTensor
         .lens = lens,
         .stream = call->args->stream,
     };
-    return smla_combine_topk_swa_indices(&args, call->error);
+    return smla_combine_topk_swa_indices(&args, call->layer.error);
 }
 
 static smla_status
-attend_chunk(const attend_call *call, const smla_v4_chunk *chunk)
+attend_chunk(const attend_call *call, const smla_prefill_chunk *chunk)
 {
     smla_view views[3];
     smla_view page, out, lens, rows;
     const smla_v4_builder *const b = call->b;
     const int64_t num_tokens = chunk->token_end - chunk->token_start;
-    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const int64_t columns = smla_size(view_rows(call, &rows), 1) + b->config.window;
     const int64_t width =
         (columns + SMLA_V4_LIST_ALIGN - 1) / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN;
-    view_lists(call, &out, b->indices, num_tokens, width, width);
-    view_vector(call, &lens, b->index_lens, num_tokens);
+    smla_view_rows(&call->layer, &out, b->made.indices, num_tokens, width, width);
+    smla_view_vector(&call->layer, &lens, b->made.index_lens, num_tokens);
     SMLA_TRY(gather_chunk(call, chunk, smla_dequantize_and_gather_k_cache));
     SMLA_TRY(combine_rows(call, chunk, &out.tensor, &lens.tensor));
     smla_sparse_attention_args args =
         attention_of(call, chunk->token_start, chunk->token_end, views);
-    args.kv = smla_slice_rows(&page, &b->workspace.tensor, 0,
+    args.kv = smla_slice_rows(&page, &b->step.workspace.tensor, 0,
                               (chunk->req_end - chunk->req_start) * sizes.request_rows);
     args.kv_format = SMLA_KV_BFLOAT16;
     args.indices = &out.tensor;
     args.topk_length = &lens.tensor;
-    return smla_sparse_attention(&args, call->error);
+    return smla_sparse_attention(&args, call->layer.error);
 }
 
 /* ---- A layer ------------------------------------------------------------------------------- */
 
 static smla_status
-run(attend_call *call)
+run(void *given)
 {
-    const smla_v4_builder *const b = call->b;
-    const smla_v4_metadata *const m = &b->metadata;
-    const int64_t num_chunks = b->config.path == SMLA_PATH_SEPARATE ? m->num_chunks : 0;
+    attend_call *const call = given;
+    const smla_v4_metadata *const m = &call->b->metadata;
+    const int64_t num_chunks = m->path == SMLA_PATH_SEPARATE ? m->num_chunks : 0;
+    smla_view_scratch(&call->layer, &call->scratch);
     for (int64_t i = 0; i < num_chunks; i++) {
-        SMLA_TRY(gather_chunk(call, &b->chunks[i], smla_check_gather_k_values));
+        SMLA_TRY(gather_chunk(call, &m->chunks[i], smla_check_gather_k_values));
     }
     SMLA_TRY(attend_tokens(call, 0, m->split.num_decode_tokens));
     for (int64_t i = 0; i < num_chunks; i++) {
-        SMLA_TRY(attend_chunk(call, &b->chunks[i]));
+        SMLA_TRY(attend_chunk(call, &m->chunks[i]));
     }
     /* The tokens left are the prefills of path "direct", or else padding. */
     const int64_t done =
-        num_chunks > 0 ? b->chunks[num_chunks - 1].token_end : m->split.num_decode_tokens;
+        num_chunks > 0 ? m->chunks[num_chunks - 1].token_end : m->split.num_decode_tokens;
     return attend_tokens(call, done, m->num_actual_tokens);
 }
 
 static smla_status
-run_attend(const smla_v4_attend_args *args, smla_error *error)
+run_attend(const void *given, smla_error *error)
 {
-    attend_call call = {.args = args, .b = args->builder, .error = error};
+    const smla_v4_attend_args *const args = given;
+    const smla_step *const step = (const smla_step *)args->builder;
+    attend_call call = {.layer = {.op = op, .step = step, .stream = args->stream, .error = error},
+                        .args = args,
+                        .b = args->builder};
     SMLA_TRY(check_attend(&call));
-    const smla_v4_builder *const b = call.b;
-    if (b->metadata.num_actual_tokens == 0) {
-        return SMLA_OK;
-    }
-    smla_make_view(&call.scratch, b->scratch, uint8_type, b->config.device, 1, &b->scratch_bytes);
-    const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
-    SMLA_TRY(b->backend->begin_use(op, b->mirror, stream, error));
-    const smla_status status = run(&call);
-    /* Also after an error, because calls that were started before it read the metadata. */
-    const smla_status ended =
-        b->backend->end_use(op, b->mirror, stream, status == SMLA_OK ? error : NULL);
-    return status == SMLA_OK ? ended : status;
+    return smla_run_layer(&call.layer, run, &call);
 }
 
 smla_status
 smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
 {
-    smla_entry entry;
-    smla_enter(&entry, op);
-    return smla_leave(&entry, run_attend(args, error));
+    smla_v4_attend_args known;
+    return smla_enter_layer(op, args, &known, sizeof known, run_attend, error);
 }

@@ -1,7 +1,7 @@
-/* v4_warm_up.c: the results of a DeepSeek V4 layer that is called without a step, as engines do to
+/* warm_up.c: the results of a DeepSeek V4 layer that is called without a step, as engines do to
  * warm up: zeros. No builder takes part.
  */
-#include "python/step_object.h"
+#include "python/step/step.h"
 
 enum { WARM_Q, WARM_OUT, WARM_LSE };
 
@@ -76,7 +76,7 @@ run_warm_up(smla_py_call *call, int64_t num_heads)
 }
 
 PyObject *
-smla_py_v4_warm_up(PyObject *type, PyObject *const *args, Py_ssize_t num_args)
+smla_py_warm_up(PyObject *type, PyObject *const *args, Py_ssize_t num_args)
 {
     static const char op[] = "attend";
     int64_t num_heads = 0;

@@ -1,20 +1,192 @@
-"""A DeepSeek V4 step's plan, and the builder that makes it."""
+"""DeepSeek V4's step: its config, its plan of a step, and the builder that makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
-from sparse_mla.backend._words import ShortRepr, wrong_type
-from sparse_mla.backend.batch import CommonAttentionMetadata
-from sparse_mla.backend.builder import check_common, make_metadata
-from sparse_mla.v4.config import INDEXED_RATIO, Config
+from sparse_mla._format_names import takes_both
+from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
+from sparse_mla.steps.common import (
+    Builder,
+    CommonAttentionMetadata,
+    ShortRepr,
+    StepMetadata,
+    check_common,
+    check_fields,
+    check_int,
+    make_metadata,
+    set_fields,
+    wrong_type,
+)
 
 Array = Any
 Tables = Mapping[int, Array]
+
+HEAD_SIZE = 512
+INDEXED_RATIO = 4  # its layers have an indexer
+PATHS = ("direct", "separate")
+SYNONYMS = dict.fromkeys(("auto", "fp8", "fp8_ds_mla"), "fp8_v4")
+# What the compressed cache may hold, then what the sliding window's cache may, too.
+COMPRESSED_DTYPES = tuple(
+    name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values()
+)
+KV_CACHE_DTYPES = tuple(name for name in COMPRESSED_DTYPES if not name.startswith("fp4"))
+INDEX_CACHE_DTYPES = tuple(
+    name for name, rows in _C.KV_FORMATS.items() if max(rows.values()) < HEAD_SIZE
+)
+
+
+def _check_name(name: str, value: object, allowed: Sequence[str]) -> str:
+    found = SYNONYMS.get(value, value) if isinstance(value, str) else value
+    if found not in allowed:
+        rule = ", ".join(map(repr, allowed))
+        raise ValueError(f"Config: `{name}` must be one of {rule}, got {value!r}")
+    return str(found)
+
+
+@takes_both
+@dataclass(frozen=True)
+class Config:
+    """What a model and an engine fix once.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads on this device, 1 to 128.
+    softmax_scale : float
+        Multiplies q . k.
+    window : int
+        Tokens that a query sees in the sliding window, itself included.
+    compress_ratios : sequence of int
+        The ratios of the model's layers, at most four different ones above 1. Repetitions are left
+        out, and so are ratios up to 1, which mean layers without compressed rows.
+    topk_tokens : int
+        Compressed rows that an indexer chooses at most.
+    index_n_heads, o_groups : int
+        Heads of the indexer, and groups of the output projection.
+    kv_cache_dtype : str
+        Format of the sliding window's cache: "fp8_v4" ("auto", "fp8" and "fp8_ds_mla" mean it),
+        "bfloat16", "fp8_e4m3", "fp8_v41", "fp8_v41_split" or "fp8_nope".
+    compressed_kv_cache_dtype : str, optional
+        Format of the compressed caches: one of those, "fp4_v41" or "fp4_v41_split". None: the same.
+    index_cache_dtype : "fp8_index" or "mxfp4_index"
+        `kv_format`, `compressed_kv_format` and `index_kv_format` are the same options, and the same
+        attributes.
+    q_scale, kv_scale : float
+        The scale of e4m3 queries, and that of "fp8_e4m3" caches.
+    block_size, swa_block_size : int
+        Tokens per page of the compressed caches (a multiple of every ratio), and of the sliding
+        window's.
+    state_block_sizes : dict of int
+        Tokens per page of the compressors' states, for every ratio.
+    max_num_seqs, max_num_batched_tokens, max_model_len : int
+        The largest batch; every persistent buffer is sized by them.
+    decode_threshold : int
+        Query tokens that a decode has at most: 1 + the number of speculative tokens.
+    prefill_chunk_size : int
+        Prefills that share the workspace of path "separate" at a time.
+    path : "direct" or "separate", optional
+        How prefills run, see help(sparse_mla.v4). None is "direct".
+    device : str
+        "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value of the wrong type, or out of range; the text names it.
+
+    Source: vLLM's VllmConfig, and the settings of DeepSeek V4's attention in it.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
+    >>> config = sparse_mla.v4.Config(64, compress_ratios=[1, 4, 128, 4], **limits)
+    >>> config.compress_ratios, config.kv_cache_dtype, config.compressed_kv_cache_dtype
+    ((4, 128), 'fp8_v4', 'fp8_v4')
+    >>> config.kv_format, config.compressed_kv_format, config.index_kv_format
+    ('fp8_v4', 'fp8_v4', 'fp8_index')
+    """
+
+    num_heads: int
+    _: KW_ONLY
+    softmax_scale: float = HEAD_SIZE**-0.5
+    window: int = 128
+    compress_ratios: Sequence[int] = (4, 128)
+    topk_tokens: int = 512
+    index_n_heads: int = 64
+    o_groups: int = 8
+    kv_cache_dtype: CacheDtypeV4 = "fp8_v4"
+    compressed_kv_cache_dtype: CompressedDtypeV4 | None = None
+    index_cache_dtype: IndexFormat = "fp8_index"
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
+    block_size: int = 256
+    swa_block_size: int = 64
+    state_block_sizes: Mapping[int, int] = field(default_factory=lambda: {4: 4, 128: 8}, hash=False)
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    decode_threshold: int = 1
+    prefill_chunk_size: int = 4
+    path: PathV4 | None = None
+    device: str = "cpu"
+    if TYPE_CHECKING:  # the same options
+        kv_format: CacheDtypeV4 = "fp8_v4"
+        compressed_kv_format: CompressedDtypeV4 | None = None
+        index_kv_format: IndexFormat = "fp8_index"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "v4")
+        self._check_ratios()
+        self._check_formats()
+        if self.path is not None and self.path not in PATHS:
+            rule = " or ".join(map(repr, PATHS))
+            raise ValueError(f"Config: `path` must be None, {rule}, got {self.path!r}")
+
+    def _check_ratios(self) -> None:
+        if isinstance(self.compress_ratios, str) or not hasattr(self.compress_ratios, "__iter__"):
+            raise wrong_type("Config", "compress_ratios", "a sequence", self.compress_ratios)
+        found = {check_int("Config", "compress_ratios", r, 0) for r in self.compress_ratios}
+        ratios = tuple(sorted(ratio for ratio in found if ratio > 1))
+        if len(ratios) > 4:
+            raise ValueError(
+                f"Config: `compress_ratios` must be at most 4 above 1, got {len(ratios)}"
+            )
+        if not isinstance(self.state_block_sizes, Mapping):
+            raise wrong_type("Config", "state_block_sizes", "a dict", self.state_block_sizes)
+        for ratio in ratios:
+            if self.block_size % ratio:
+                raise ValueError(
+                    f"Config: `block_size` must be a multiple of the compress ratio {ratio}, got "
+                    f"{self.block_size}"
+                )
+            if ratio not in self.state_block_sizes:
+                raise ValueError(
+                    f"Config: `state_block_sizes` must have an entry for ratio {ratio}, got "
+                    f"{dict(self.state_block_sizes)}"
+                )
+        sizes = {
+            ratio: check_int("Config", "state_block_sizes", self.state_block_sizes[ratio], 1)
+            for ratio in ratios
+        }
+        set_fields(self, compress_ratios=ratios, state_block_sizes=sizes)
+
+    def _check_formats(self) -> None:
+        main = _check_name("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        given = self.compressed_kv_cache_dtype
+        extra = main if given is None else given
+        extra = _check_name("compressed_kv_cache_dtype", extra, COMPRESSED_DTYPES)
+        set_fields(self, kv_cache_dtype=main, compressed_kv_cache_dtype=extra)
+        _check_name("index_cache_dtype", self.index_cache_dtype, INDEX_CACHE_DTYPES)
+        if self.kv_scale != 1 and "fp8_e4m3" not in (main, extra):
+            raise ValueError(
+                f"Config: `kv_scale` must be 1 without a cache of fp8_e4m3, got {self.kv_scale}"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +321,7 @@ class Prefill(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Metadata(ShortRepr):
+class Metadata(StepMetadata):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
     again.
 
@@ -215,21 +387,6 @@ class Metadata(ShortRepr):
     [13, 14, 15, 36, 37]
     """
 
-    path: str
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    block_size: int
-    topk_tokens: int
-    query_start_loc: Array
-    slot_mapping: Array
-    block_table: Array
-    req_id_per_token: Array
     positions: Array
     is_valid: Array
     swa_indices: Array
@@ -238,31 +395,27 @@ class Metadata(ShortRepr):
     index: LayerMetadata | None
     decode: Decode | None
     prefill: Prefill | None
-    _builder: _C.V4Builder = field(repr=False)
+    _step: _C.Step = field(repr=False)
     _generation: int = field(repr=False)
 
 
-# Fields that a build hands over as they are, beside those of every builder.
-_STEP_FIELDS = ("positions", "is_valid", "swa_indices", "swa_lens")
-
-
 def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
-    lens, gather_lens = step["seq_lens"], step["gather_lens"]
     first = step["num_decodes"]
+    lens, gather_lens = step["seq_lens"], step["gather_lens"]
     chunks = [
         Chunk(
-            req_start_idx=start - first,
+            req_start_idx=start,
             tokens_slice=slice(token_start, token_end),
-            seq_lens=lens[start - first : end - first],
-            gather_lens=gather_lens[start - first : end - first],
-            block_table=block_table[start:end],
+            seq_lens=lens[start:end],
+            gather_lens=gather_lens[start:end],
+            block_table=block_table[first + start : first + end],
         )
-        for start, end, token_start, token_end in step["chunks"]
+        for start, end, token_start, token_end, _ in step["chunks"]
     ]
     return Prefill(lens, gather_lens, chunks)
 
 
-class MetadataBuilder:
+class MetadataBuilder(Builder):
     """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
     Only one thread may use it at a time; a second one gets a RuntimeError.
@@ -300,37 +453,7 @@ class MetadataBuilder:
     """
 
     def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
-        if not isinstance(config, Config):
-            raise wrong_type("MetadataBuilder", "config", "a sparse_mla.v4.Config", config)
-        self.config = config
-        self._builder = _C.V4Builder(
-            config.num_heads,
-            config.window,
-            config.topk_tokens,
-            config.block_size,
-            config.swa_block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-            config.decode_threshold,
-            config.prefill_chunk_size,
-            (config.softmax_scale, config.q_scale, config.kv_scale),
-            (*config.compress_ratios,),
-            (*map(config.state_block_sizes.__getitem__, config.compress_ratios),),
-            config.kv_cache_dtype,
-            cast(str, config.compressed_kv_cache_dtype),  # Config has filled it in
-            config.path,
-            config.device,
-            workspace,
-        )
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the prefill workspace, 0 on path "direct"."""
-        return self._builder.workspace_bytes
-
-    def __repr__(self) -> str:
-        return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"
+        self._create("v4", config, Config, "a sparse_mla.v4.Config", workspace)
 
     @names_integration()
     def build(
@@ -396,7 +519,7 @@ class MetadataBuilder:
         >>> layer.slot_mapping.tolist()  # token 383 ends the third group
         [12]
         """
-        num_reqs, num_actual_tokens, max_seq_len = check_common(common)
+        check_common(common)
         compressed = self._check_tables("compressed", compressed)
         states = self._check_tables("states", states)
         ratios = self.config.compress_ratios
@@ -405,35 +528,30 @@ class MetadataBuilder:
                 f"MetadataBuilder.build: `index` must be None for a config without compress ratio "
                 f"{INDEXED_RATIO}, got ratios {ratios}"
             )
-        step = self._builder.build(
-            common.query_start_loc_cpu,
-            common.seq_lens_cpu,
-            common.block_table,
-            common.slot_mapping,
-            (*(compressed.get(ratio) for ratio in ratios), index),
-            (*(states.get(ratio) for ratio in ratios), index_states),
-            num_reqs,
-            num_actual_tokens,
-            max_seq_len,
+        step = self._step.build(
+            common,
+            compressed=(*map(compressed.get, ratios),),
+            index=index,
+            states=(*map(states.get, ratios),),
+            index_states=index_states,
         )
-        groups = dict(zip(ratios, step["groups"], strict=False))
         layers = {
-            ratio: self._make_layer(ratio, group, compressed[ratio], states.get(ratio))
-            for ratio, group in groups.items()
-            if group is not None
+            ratio: self._make_layer(ratio, step[i], compressed[ratio], states.get(ratio))
+            for i, ratio in enumerate(ratios)
+            if i in step
         }
         index_layer = None
-        if len(step["groups"]) > len(ratios) and step["groups"][-1] is not None:
+        if len(ratios) in step:
             pages = compressed.get(INDEXED_RATIO) if index is None else index
             state = states.get(INDEXED_RATIO) if index_states is None else index_states
-            index_layer = self._make_layer(INDEXED_RATIO, step["groups"][-1], pages, state)
+            index_layer = self._make_layer(INDEXED_RATIO, step[len(ratios)], pages, state)
         has_decodes, has_prefills = step["num_decodes"] > 0, step["num_prefills"] > 0
         return make_metadata(
             Metadata,
             common,
-            self._builder,
+            self,
             step,
-            **{name: step[name] for name in _STEP_FIELDS},
+            **{name: step[name] for name in ("positions", "is_valid", "swa_indices", "swa_lens")},
             block_size=self.config.swa_block_size,
             topk_tokens=self.config.topk_tokens,
             layers=layers,

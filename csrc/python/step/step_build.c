@@ -1,0 +1,324 @@
+/* step_build.c: builds a step from a batch of Python: reads its arguments by the plan's table,
+ * keeps the arrays that layers read until the next build, and describes the step as a dict.
+ */
+#include <stdalign.h>
+#include <stdlib.h>
+
+#include "python/step/step.h"
+
+/* One build, whose args the table fills. */
+typedef struct build_call {
+    smla_py_step *step;
+    const smla_py_state *state;
+    const char *op;
+    alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
+    int32_t *host[2]; /* copies of query_start_loc_cpu and seq_lens_cpu */
+    int64_t num_reqs;
+    smla_py_stream stream;
+    smla_py_array *arrays; /* the step's, for the next one */
+    int num_arrays;
+    size_t fields[SMLA_PY_MAX_STEP_ARRAYS]; /* offset in `args` of each array */
+} build_call;
+
+/* ---- Arguments ----------------------------------------------------------------------------- */
+
+/* Reads a host array that has `num_more` entries more than the batch has requests. */
+static int
+read_host_array(build_call *call, const smla_py_param *param, PyObject *object, int num_more)
+{
+    int64_t count = 0;
+    int32_t **const values = &call->host[param->kind == SMLA_PY_LENGTHS];
+    if (smla_py_host_ints(call->state, call->op, param->name, object, values, &count) < 0) {
+        return -1;
+    }
+    smla_py_set_pointer(call->args, param, *values);
+    if (count - num_more == call->num_reqs) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", call->op,
+                 param->name, (long long)call->num_reqs, (long long)(count - num_more));
+    return -1;
+}
+
+static int
+read_number(build_call *call, const smla_py_param *param, PyObject *object)
+{
+    int64_t *const number = (void *)(call->args + param->offset);
+    const int status = smla_py_parse_int(call->op, param->name, object, number);
+    if (strcmp(param->name, "num_reqs") == 0) {
+        call->num_reqs = *number;
+    }
+    return status;
+}
+
+/* Acquires an array; None is an absent one if `is_optional`. */
+static int
+add_array(build_call *call, const char *name, size_t field, PyObject *object, bool is_optional)
+{
+    if (object == Py_None && is_optional) {
+        return 0;
+    }
+    call->fields[call->num_arrays] = field;
+    const int status = smla_py_acquire(call->state, call->op, name, SMLA_PY_RETAINED, object,
+                                       &call->arrays[call->num_arrays]);
+    call->num_arrays += status == 0;
+    return status;
+}
+
+/* Acquires the tables in a tuple, which has one or None for each ratio. */
+static int
+add_tables(build_call *call, const smla_py_param *param, PyObject *object)
+{
+    if (!PyTuple_Check(object) || PyTuple_Size(object) > SMLA_V4_MAX_RATIOS) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be a tuple of at most %d tables, got %R",
+                     call->op, param->name, SMLA_V4_MAX_RATIOS, object);
+        return -1;
+    }
+    int status = 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(object); i++) {
+        const size_t field = param->offset + (size_t)i * sizeof(void *);
+        status = add_array(call, param->name, field, PyTuple_GetItem(object, i), true);
+    }
+    return status;
+}
+
+static int
+read_argument(build_call *call, const smla_py_param *param, PyObject *object)
+{
+    switch (param->kind) {
+    case SMLA_PY_INT: return read_number(call, param, object);
+    case SMLA_PY_STARTS: return read_host_array(call, param, object, 1);
+    case SMLA_PY_LENGTHS: return read_host_array(call, param, object, 0);
+    case SMLA_PY_TABLES: return add_tables(call, param, object);
+    case SMLA_PY_TABLE: return add_array(call, param->name, param->offset, object, true);
+    case SMLA_PY_RETAINED: return add_array(call, param->name, param->offset, object, false);
+    default: return 0; /* the stream of the arrays */
+    }
+}
+
+/* Reads the options, then acquires the arrays and settles their stream. */
+static int
+read_arguments(build_call *call, const smla_py_operator *op, PyObject *const *values)
+{
+    const int num_arrays = smla_py_count_arrays(op);
+    for (int i = 0; i < op->num_params; i++) {
+        const int row = (i + num_arrays) % op->num_params;
+        if (read_argument(call, &op->params[row], values[row]) < 0) {
+            return -1;
+        }
+    }
+    if (smla_py_resolve_stream_of(call->state, call->op, call->arrays, call->num_arrays,
+                                  &call->stream) < 0) {
+        return -1;
+    }
+    smla_py_set_pointer(call->args, &op->params[op->num_params - 1], call->stream.at.handle);
+    for (int i = 0; i < call->num_arrays; i++) {
+        const smla_py_param row = {NULL, SMLA_PY_RETAINED, call->fields[i]};
+        smla_py_set_pointer(call->args, &row, smla_py_view(&call->arrays[i]));
+    }
+    return 0;
+}
+
+/* ---- Description --------------------------------------------------------------------------- */
+
+/* Adds an item to a dict, and drops the reference; NULL stands for an exception. */
+static int
+add_item(PyObject *dict, const char *name, PyObject *item)
+{
+    const int status = item == NULL ? -1 : PyDict_SetItemString(dict, name, item);
+    Py_XDECREF(item);
+    return status;
+}
+
+static PyObject *
+list_chunks(const smla_step *core)
+{
+    PyObject *list = PyList_New((Py_ssize_t)core->facts.num_chunks);
+    for (int64_t i = 0; list != NULL && i < core->facts.num_chunks; i++) {
+        const smla_prefill_chunk *const chunk = &core->chunks[i];
+        PyObject *item = Py_BuildValue("(LLLLL)", (long long)chunk->req_start,
+                                       (long long)chunk->req_end, (long long)chunk->token_start,
+                                       (long long)chunk->token_end, (long long)chunk->tot_seqlen);
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* Adds the views to the dict. A group's are in a dict of its own, under its number. */
+static int
+add_views(smla_py_step *step, PyObject *event, PyObject *dict)
+{
+    smla_step_view views[SMLA_MAX_STEP_VIEWS];
+    const int num_views = step->core->plan->describe(step->core, views);
+    PyObject *to = dict; /* borrowed */
+    for (int i = 0; i < num_views; i++) {
+        const smla_step_view *const view = &views[i];
+        if (view->group >= 0 && (i == 0 || views[i - 1].group != view->group)) {
+            PyObject *const number = PyLong_FromLong(view->group);
+            to = PyDict_New();
+            const int status = to == NULL || number == NULL ? -1 : PyDict_SetItem(dict, number, to);
+            Py_XDECREF(number);
+            Py_XDECREF(to);
+            if (status < 0) {
+                return -1;
+            }
+        }
+        if (add_item(to, view->name,
+                     view->ndim == 0 ? PyLong_FromLongLong(view->shape[0])
+                                     : smla_py_view_buffer(step, event, view)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+describe_step(smla_py_step *step, PyObject *event)
+{
+    const smla_step_facts *const facts = &step->core->facts;
+    PyObject *dict =
+        Py_BuildValue("{s:L,s:s,s:L,s:L,s:L,s:L,s:L,s:N}", "generation",
+                      (long long)step->generation, "path", smla_path_name(facts->path),
+                      "num_decodes", (long long)facts->split.num_decodes, "num_prefills",
+                      (long long)facts->split.num_prefills, "num_decode_tokens",
+                      (long long)facts->split.num_decode_tokens, "num_prefill_tokens",
+                      (long long)facts->split.num_prefill_tokens, "decode_query_len",
+                      (long long)facts->decode_query_len, "chunks", list_chunks(step->core));
+    if (dict != NULL && add_views(step, event, dict) < 0) {
+        Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+/* ---- Build --------------------------------------------------------------------------------- */
+
+static void
+release_arrays(smla_py_array *arrays, int num_arrays)
+{
+    for (int i = 0; i < num_arrays; i++) {
+        smla_py_release_array(&arrays[i]);
+    }
+}
+
+/* Releases the arrays of the former step once the work submitted so far is over. `event` becomes a
+ * new reference to the build's event, or stays NULL where views need none. */
+static int
+replace_step(build_call *call, smla_py_array *former, int num_former, PyObject **event)
+{
+    int status = 0;
+    smla_py_stream *const stream = &call->stream;
+    if (stream->is_cuda) {
+        status = smla_py_find_backend(call->op, stream);
+        if (status == 0 && !stream->is_capturing) {
+            *event = smla_py_record(call->op, stream);
+            status = *event == NULL ? -1 : 0;
+        }
+        bool is_foreign = false;
+        for (int i = 0; i < call->num_arrays; i++) {
+            is_foreign |= call->arrays[i].is_foreign;
+        }
+        for (int i = 0; i < num_former; i++) {
+            former[i].is_foreign |= is_foreign;
+        }
+        if (status == 0) {
+            status = smla_py_keep(call->state, call->op, former, num_former, stream);
+        }
+    }
+    release_arrays(former, num_former);
+    return status;
+}
+
+/* Calls the core, which keeps the former step if it refuses this one. */
+static PyObject *
+run_build(build_call *call)
+{
+    smla_py_step *const step = call->step;
+    smla_error error;
+    smla_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_build_step(step->core, call->args, &error);
+    Py_END_ALLOW_THREADS
+    if (status != SMLA_OK) {
+        release_arrays(call->arrays, call->num_arrays);
+        return smla_py_raise(&error);
+    }
+    PyObject *event = NULL;
+    const int former = step->current;
+    const int replaced =
+        replace_step(call, step->kept[former].arrays, step->kept[former].num_arrays, &event);
+    step->kept[former].num_arrays = 0;
+    step->current = 1 - former;
+    step->kept[step->current].num_arrays = call->num_arrays;
+    step->generation++;
+    PyObject *const dict = replaced < 0 ? NULL : describe_step(step, event);
+    Py_XDECREF(event);
+    return dict;
+}
+
+/* Reads the arguments that a call does not give from the batch, whose attributes have their names.
+ * `owned` holds the new references. */
+static int
+read_batch(const smla_py_operator *op, const smla_py_keywords *keywords, PyObject *batch,
+           PyObject **values, PyObject **owned)
+{
+    for (int i = 0; i < op->num_params; i++) {
+        if (values[i] == NULL && keywords->names[i] != NULL) {
+            owned[i] = PyObject_GetAttr(batch, keywords->names[i]);
+            values[i] = owned[i];
+            if (owned[i] == NULL) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
+{
+    build_call call;
+    call.step = step;
+    call.state = smla_py_type_state((PyObject *)step);
+    call.op = op->name;
+    call.host[0] = call.host[1] = NULL;
+    call.num_reqs = 0;
+    call.stream = (smla_py_stream){.is_given = false};
+    call.arrays = step->kept[1 - step->current].arrays;
+    call.num_arrays = 0;
+    smla_py_clear_args(op, call.args);
+    PyObject *dict = NULL;
+    if (read_arguments(&call, op, values) == 0) {
+        dict = run_build(&call);
+    } else {
+        release_arrays(call.arrays, call.num_arrays);
+    }
+    free(call.host[0]);
+    free(call.host[1]);
+    return dict;
+}
+
+PyObject *
+smla_py_build_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+{
+    smla_py_step *const step = (smla_py_step *)self;
+    const smla_py_operator *const op = &step->plan->build;
+    PyObject *values[SMLA_PY_MAX_PARAMS];
+    PyObject *owned[SMLA_PY_MAX_PARAMS] = {NULL};
+    PyObject *dict = NULL;
+    if (smla_py_check_count(op->name, num_args, 1) < 0 ||
+        smla_py_bind_keywords(op, &step->build, args + 1, keywords, values) < 0) {
+        return NULL;
+    }
+    if (read_batch(op, &step->build, args[0], values, owned) == 0 &&
+        smla_py_enter_step(step, op->name) == 0) {
+        dict = build(step, op, values);
+        smla_py_leave_step(step);
+    }
+    for (int i = 0; i < op->num_params; i++) {
+        Py_XDECREF(owned[i]);
+    }
+    return dict;
+}

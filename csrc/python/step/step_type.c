@@ -1,0 +1,145 @@
+/* step_type.c: the type of steps: Step(plan, config, workspace). sparse_mla/steps/ is its public
+ * interface.
+ */
+#include <stdalign.h>
+
+#include "python/step/step.h"
+
+enum { MAX_CONFIG_BYTES = 256 };
+
+#define CHECK_CONFIG(name, builder, config, args, metadata) \
+    _Static_assert(sizeof(config) <= MAX_CONFIG_BYTES, "room for a config");
+SMLA_STEP_PLANS(CHECK_CONFIG)
+
+/* ---- Create -------------------------------------------------------------------------------- */
+
+/* Acquires workspace=, which the step holds as long as it lives. */
+static int
+take_workspace(smla_py_step *step, PyObject *object)
+{
+    const smla_py_state *const state = smla_py_type_state((PyObject *)step);
+    smla_py_stream stream = {.backend = NULL};
+    if (smla_py_acquire(state, smla_create_op, "workspace", SMLA_PY_RETAINED_OUTPUT, object,
+                        &step->workspace) < 0) {
+        return -1;
+    }
+    return smla_py_resolve_stream_of(state, smla_create_op, &step->workspace, 1, &stream);
+}
+
+static int
+create(smla_py_step *step, PyObject *given, PyObject *workspace)
+{
+    alignas(max_align_t) unsigned char config[MAX_CONFIG_BYTES] = {0};
+    const smla_step_plan *const plan = step->plan->core;
+    if (smla_py_intern_keywords(&step->plan->build, &step->build) < 0 ||
+        smla_py_intern_keywords(&step->plan->layer, &step->layer) < 0 ||
+        smla_py_read_config(plan, given, config) < 0 || take_workspace(step, workspace) < 0) {
+        return -1;
+    }
+    const DLTensor *const view = smla_py_view(&step->workspace);
+    memcpy(config + plan->workspace, &view, sizeof view);
+    smla_error error;
+    smla_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_create_step(plan, config, &step->core, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_check(status, &error);
+}
+
+static PyObject *
+step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    const char *name = NULL;
+    PyObject *config = NULL;
+    PyObject *workspace = NULL;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only", smla_create_op);
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "sOO:Step", &name, &config, &workspace)) {
+        return NULL;
+    }
+    const smla_py_plan *const plan = smla_py_find_plan(name);
+    if (plan == NULL) {
+        PyErr_Format(PyExc_ValueError, "%s: `plan` must be a plan of a step, got \"%s\"",
+                     smla_create_op, name);
+        return NULL;
+    }
+    smla_py_step *step = (smla_py_step *)PyType_GenericAlloc(type, 0);
+    if (step == NULL) {
+        return NULL;
+    }
+    atomic_flag_clear(&step->is_busy);
+    step->plan = plan;
+    if (create(step, config, workspace) < 0) {
+        Py_CLEAR(step);
+    }
+    return (PyObject *)step;
+}
+
+static void
+step_dealloc(PyObject *self)
+{
+    smla_py_step *const step = (smla_py_step *)self;
+    PyTypeObject *const type = Py_TYPE(self);
+    Py_BEGIN_ALLOW_THREADS /* this may wait for the device, and device callbacks for the GIL */
+    smla_destroy_step(step->core);
+    Py_END_ALLOW_THREADS
+    smla_py_release_array(&step->workspace);
+    for (int k = 0; k < 2; k++) {
+        for (int i = 0; i < step->kept[k].num_arrays; i++) {
+            smla_py_release_array(&step->kept[k].arrays[i]);
+        }
+    }
+    smla_py_drop_keywords(&step->build);
+    smla_py_drop_keywords(&step->layer);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- Type ---------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(build_doc, "build($self, batch, /, **arguments)\n--\n\n"
+                        "Plan a step; see MetadataBuilder.build. A dict of what was planned.");
+PyDoc_STRVAR(layer_doc, "layer($self, /, **arguments)\n--\n\n"
+                        "One layer of the step; see SparseMLA.forward and v4.SparseMLA.attend.");
+PyDoc_STRVAR(warm_up_doc, "warm_up($type, q, out, lse, num_heads, stream, /)\n--\n\n"
+                          "The results of a layer without a step: zeros.");
+
+static PyMethodDef step_methods[] = {
+    {"build", (PyCFunction)(void (*)(void))smla_py_build_step, METH_FASTCALL | METH_KEYWORDS,
+     build_doc},
+    {"layer", (PyCFunction)(void (*)(void))smla_py_run_layer, METH_FASTCALL | METH_KEYWORDS,
+     layer_doc},
+    {"warm_up", (PyCFunction)(void (*)(void))smla_py_warm_up, METH_FASTCALL | METH_CLASS,
+     warm_up_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *
+get_workspace_bytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(smla_step_workspace_bytes(((smla_py_step *)self)->core));
+}
+
+static PyGetSetDef step_getset[] = {
+    {"workspace_bytes", get_workspace_bytes, NULL,
+     "Bytes of the prefill workspace; 0 where the path needs none.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(step_doc, "Step(plan, config, workspace, /)\n--\n\n"
+                       "The compiled part of a MetadataBuilder: \"v32\" or \"v4\", and the values "
+                       "of its Config by name.");
+
+static PyType_Slot step_slots[] = {
+    {Py_tp_doc, (void *)step_doc}, {Py_tp_new, step_new},       {Py_tp_dealloc, step_dealloc},
+    {Py_tp_methods, step_methods}, {Py_tp_getset, step_getset}, {0, NULL},
+};
+
+PyType_Spec smla_py_step_spec = {
+    .name = "sparse_mla._C.Step",
+    .basicsize = sizeof(smla_py_step),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = step_slots,
+};

@@ -1,0 +1,195 @@
+/* engine.h: a step of any model. The engine owns what all models need: buffers that are made once,
+ * for the largest batch, the order of a build, and the last step. A plan says what is different.
+ *
+ * A builder of the public API is an smla_step with more behind it: its plan's config, arrays and
+ * metadata. engine.c defines the functions of this file.
+ */
+#pragma once
+
+#include "core/backend.h"
+#include "core/dltensor.h"
+#include "sparse_mla/step.h"
+#include "step/arena.h"
+#include "step/batch.h"
+#include "step/step_config.h"
+
+/* What every plan says of a step. */
+typedef struct smla_step_facts {
+    smla_path path;
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+    smla_batch_split split;
+    int64_t decode_query_len; /* query tokens of the longest decode; 0 without a decode part */
+    int64_t num_chunks;
+} smla_step_facts;
+
+/* The fields of a plan's metadata that are the engine's facts. */
+#define SMLA_METADATA_OF(facts)                                               \
+    .path = (facts)->path, .num_reqs = (facts)->num_reqs,                     \
+    .num_actual_tokens = (facts)->num_actual_tokens, .split = (facts)->split, \
+    .decode_query_len = (facts)->decode_query_len
+
+typedef struct smla_step_plan smla_step_plan;
+
+typedef struct smla_step {
+    const smla_step_plan *plan;
+    const smla_backend *backend;
+
+    /* Of the config. */
+    DLDevice device;
+    int64_t num_heads;
+    smla_batch_limits limits;
+    smla_path path;
+
+    /* The last step. */
+    bool is_built;
+    smla_step_facts facts;
+    smla_prefill_chunk *chunks; /* [max_num_seqs] */
+    int64_t *chunk_ends;        /* [max_num_seqs], of the step that is being built */
+
+    /* Device buffers, sized for the largest batch. */
+    smla_arena sent; /* arrays that a build fills on the host, in `mirror` */
+    smla_arena made; /* arrays that kernels write, in `lists` */
+    smla_mirror *mirror;
+    int32_t *lists;
+    uint8_t *scratch; /* attention workspace */
+    int64_t scratch_bytes;
+    uint16_t *own_workspace; /* or NULL */
+    smla_view workspace;     /* [rows, columns] bf16: own or the caller's; without rows if unused */
+} smla_step;
+
+/* Takes from a config what the engine reads of it. The configs of all plans have these fields. */
+#define SMLA_TAKE_CONFIG(step, config)                                                   \
+    ((step)->device = (config)->device, (step)->num_heads = (config)->num_heads,         \
+     (step)->path = (smla_path)(config)->path,                                           \
+     (step)->limits =                                                                    \
+         (smla_batch_limits){.max_num_seqs = (config)->max_num_seqs,                     \
+                             .max_num_batched_tokens = (config)->max_num_batched_tokens, \
+                             .max_model_len = (config)->max_model_len,                   \
+                             .decode_threshold = (config)->decode_threshold})
+
+/* The workspace that a plan wants. */
+typedef struct smla_workspace_rule {
+    const DLTensor *given; /* NULL: the engine makes one */
+    int64_t columns;
+    int64_t rows;      /* rows that steps use; SMLA_ANY: all of those given */
+    int64_t least;     /* rows that a given one must have, also if steps use none */
+    bool may_be_pages; /* a given one may have rows in two dimensions */
+    const char *hint;  /* explains a wrong shape, or NULL */
+} smla_workspace_rule;
+
+/* A number or an array of the last step, as a binding shows it. */
+typedef struct smla_step_view {
+    const char *name;
+    int group; /* number of the compressed cache that it belongs to; -1: the whole step */
+    int ndim;  /* 0: a number, shape[0] */
+    int64_t shape[2];
+    int64_t row_stride;
+    bool is_flag;     /* uint8 0 or 1, else int32 */
+    const void *data; /* on the device; NULL: the step has no such array */
+} smla_step_view;
+
+enum { SMLA_MAX_STEP_VIEWS = 48 };
+
+static inline void
+smla_show_number(smla_step_view *view, const char *name, int64_t number)
+{
+    *view = (smla_step_view){.name = name, .group = -1, .shape = {number}};
+}
+
+static inline void
+smla_show_vector(smla_step_view *view, const char *name, const void *data, int64_t count)
+{
+    *view = (smla_step_view){
+        .name = name, .group = -1, .ndim = 1, .shape = {count}, .row_stride = 1, .data = data};
+}
+
+/* Rows [start, start + num_rows) of a list. */
+static inline void
+smla_show_rows(smla_step_view *view, const char *name, const int32_t *data, int64_t start,
+               int64_t num_rows, int64_t columns, int64_t row_stride)
+{
+    *view = (smla_step_view){.name = name,
+                             .group = -1,
+                             .ndim = 2,
+                             .shape = {num_rows, columns},
+                             .row_stride = row_stride,
+                             .data = data == NULL ? NULL : data + start * row_stride};
+}
+
+/* A model's part of a step. Functions that return no status cannot fail. `args` has the plan's type
+ * and the size of this version. */
+struct smla_step_plan {
+    const char *name;
+    const smla_config_field *fields;
+    int num_fields;
+    size_t step_bytes; /* the plan's struct, which begins with an smla_step */
+    size_t config;     /* offsets in it: the config, the pointers of `sent` and of `made`, */
+    size_t sent;
+    size_t made;
+    size_t metadata; /* and the public metadata */
+    size_t config_bytes;
+    size_t workspace; /* offset in the config of its `const DLTensor *` */
+    size_t args_bytes;
+    bool has_uniform_decodes; /* all decodes of a step have the length of the first */
+
+    /* Create. Checks the rules between fields, and takes what the engine reads. */
+    smla_status (*check)(smla_step *step, smla_error *error);
+    /* Lists the arrays in `sent` and `made`. */
+    void (*list_arrays)(smla_step *step);
+    int64_t (*find_scratch_bytes)(const smla_step *step);
+    smla_status (*find_workspace)(const smla_step *step, smla_workspace_rule *rule,
+                                  smla_error *error);
+    smla_status (*report_no_memory)(const smla_step *step, smla_error *error);
+
+    /* Build, in this order. Until `fill` is called, nothing of the last step is written. */
+    smla_batch (*read_batch)(const void *args);
+    smla_status (*check_args)(const smla_step *step, const void *args, smla_error *error);
+    /* Sets chunk_ends and num_chunks, and may change the path of this step. */
+    smla_status (*cut_chunks)(const smla_step *step, const smla_batch *batch,
+                              smla_step_facts *facts, smla_error *error);
+    /* Fills the arrays of `sent`, which are in `memory`. The new facts and chunks are set. */
+    void (*fill)(const smla_step *step, const smla_batch *batch, int32_t *memory);
+    /* Starts the kernels that fill the arrays of `made`; NULL = there are none. */
+    smla_status (*fill_lists)(const smla_step *step, const void *args, smla_stream stream,
+                              smla_error *error);
+    /* Sets the metadata, and keeps views of the block tables that layers read. */
+    void (*commit)(smla_step *step, const void *args);
+
+    /* Lists what a binding shows beside the facts and the chunks; returns how many views. */
+    int (*describe)(const smla_step *step, smla_step_view views[SMLA_MAX_STEP_VIEWS]);
+};
+
+/* The fields of a plan that follow from its types: a builder with members step, config, metadata,
+ * sent and made, the args of a build, and the table of the config's fields. */
+#define SMLA_PLAN_TYPES(its_name, builder, args, table)                                           \
+    .name = (its_name), .fields = (table), .num_fields = (int)(sizeof(table) / sizeof(table)[0]), \
+    .step_bytes = sizeof(builder), .config = offsetof(builder, config),                           \
+    .sent = offsetof(builder, sent), .made = offsetof(builder, made),                             \
+    .metadata = offsetof(builder, metadata), .config_bytes = sizeof(((builder *)NULL)->config),   \
+    .workspace = offsetof(builder, config.workspace) - offsetof(builder, config),                 \
+    .args_bytes = sizeof(args)
+
+/* The functions that every plan has, under the names that all plans' files give them. */
+#define SMLA_PLAN_FUNCTIONS                                                                     \
+    .check = check, .list_arrays = list_arrays, .find_scratch_bytes = find_scratch_bytes,       \
+    .find_workspace = find_workspace, .report_no_memory = report_no_memory,                     \
+    .read_batch = read_batch, .check_args = check_args, .cut_chunks = cut_chunks, .fill = fill, \
+    .commit = commit, .describe = describe
+
+/* The names of a creation and of a build in error texts. */
+extern const char smla_create_op[];
+extern const char smla_build_op[];
+
+/* Makes a step with all memory that batches within the limits of `config` need. */
+smla_status smla_create_step(const smla_step_plan *plan, const void *config, smla_step **step,
+                             smla_error *error);
+
+/* NULL is allowed. */
+void smla_destroy_step(smla_step *step);
+
+/* Plans a step. If an argument is refused, the last one stays valid. */
+smla_status smla_build_step(smla_step *step, const void *args, smla_error *error);
+
+/* The bytes of the workspace in use; 0 on paths without one, and for NULL. */
+int64_t smla_step_workspace_bytes(const smla_step *step);

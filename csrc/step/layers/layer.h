@@ -1,0 +1,54 @@
+/* layer.h: what the layers of all plans share: the checks of a step and of results, views of its
+ * memory, and the order of a call. Defined in layer.c.
+ */
+#pragma once
+
+#include "core/rule.h"
+#include "step/engine.h"
+
+/* A call of a layer. */
+typedef struct smla_layer {
+    const char *op;
+    const smla_step *step;
+    void *stream;
+    smla_error *error;
+} smla_layer;
+
+/* Enters the public function of a layer: reads its args into `known`, and runs it on them. */
+smla_status smla_enter_layer(const char *op, const void *args, void *known, size_t known_size,
+                             smla_status (*run)(const void *known, smla_error *error),
+                             smla_error *error);
+
+/* Checks that the layer has a step. */
+smla_status smla_require_step(const smla_layer *layer);
+
+/* Checks topk_indices [>= T, up to topk_tokens]. */
+smla_status smla_require_topk(const smla_layer *layer, smla_checker *checker, const DLTensor *topk,
+                              int64_t topk_tokens);
+
+typedef struct smla_layer_results {
+    const DLTensor *attn_sink;   /* [H], optional */
+    const DLTensor *out;         /* [>= T, H, 512] */
+    const DLTensor *lse;         /* [>= T, H] */
+    const DLTensor *block_table; /* the step's, which its layers read */
+    bool may_have_more_heads;    /* in attn_sink and out */
+} smla_layer_results;
+
+/* The end of a layer's check: the results, the step's own arrays, the device, and that nothing
+ * which is written shares memory with another array. */
+smla_status smla_require_results(const smla_layer *layer, smla_checker *checker,
+                                 const smla_layer_results *results);
+
+/* Makes a view [count] of int32 in the step's memory. */
+const DLTensor *smla_view_vector(const smla_layer *layer, smla_view *view, const int32_t *data,
+                                 int64_t count);
+
+/* Makes a view [rows, columns] of int32 in the step's memory. */
+const DLTensor *smla_view_rows(const smla_layer *layer, smla_view *view, const int32_t *data,
+                               int64_t rows, int64_t columns, int64_t stride);
+
+/* Makes a view of the attention workspace. */
+const DLTensor *smla_view_scratch(const smla_layer *layer, smla_view *view);
+
+/* Computes a layer whose args are checked: `run(call)`, unless the step has no tokens. */
+smla_status smla_run_layer(const smla_layer *layer, smla_status (*run)(void *call), void *call);

@@ -1,0 +1,17 @@
+/* plans.h: the list of plans. A row makes the functions of a builder's public API (builders.c)).
+ */
+#pragma once
+
+#include "sparse_mla/step.h"
+#include "sparse_mla/v4_step.h"
+#include "step/engine.h"
+
+/* X(name, type of the builder, config, args of a build, metadata) */
+#define SMLA_STEP_PLANS(X)                                                    \
+    X(v32, smla_builder, smla_builder_config, smla_build_args, smla_metadata) \
+    X(v4, smla_v4_builder, smla_v4_config, smla_v4_build_args, smla_v4_metadata)
+
+#define SMLA_DECLARE_PLAN(name, builder, config, args, metadata) \
+    extern const smla_step_plan smla_##name##_plan;
+
+SMLA_STEP_PLANS(SMLA_DECLARE_PLAN)

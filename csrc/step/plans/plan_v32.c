@@ -1,0 +1,305 @@
+/* plan_v32.c: DeepSeek-V3.2's plan of a step. An indexer chooses among all tokens of a request. The
+ * path says which attention calls a layer makes.
+ */
+#include "step/plans/plan_v32.h"
+
+#include "core/params_attention.h"
+#include "core/rule.h"
+#include "step/chunks.h"
+#include "step/plans.h"
+
+/* ---- Config -------------------------------------------------------------------------------- */
+
+static const smla_path python_paths[] = {SMLA_PATH_MIXED, SMLA_PATH_SEPARATE, SMLA_PATH_BF16,
+                                         SMLA_PATH_DIRECT, SMLA_PATH_AUTO};
+
+#define COUNT(field, most, ...) SMLA_COUNT_FIELD(smla_builder_config, field, most, __VA_ARGS__)
+#define FIELD(field, kind, ...) \
+    SMLA_CONFIG_FIELD(smla_builder_config, field, SMLA_FIELD_##kind, __VA_ARGS__)
+
+static const smla_config_field fields[] = {
+    COUNT(num_heads, SMLA_MAX_HEADS),
+    COUNT(block_size, INT32_MAX),
+    COUNT(topk_tokens, INT32_MAX),
+    COUNT(max_num_seqs, INT32_MAX),
+    COUNT(max_num_batched_tokens, INT32_MAX),
+    COUNT(max_model_len, INT32_MAX),
+    COUNT(decode_threshold, INT32_MAX, .standard = 1),
+    COUNT(min_heads_for_bf16_prefill, INT32_MAX, .standard = 32),
+    /* Row numbers of the workspace are int32. */
+    COUNT(prefill_workspace_tokens, INT32_MAX, .is_optional = true),
+    FIELD(kv_format, FORMAT, .in_python = "kv_cache_dtype"),
+    FIELD(path, PATH, .paths = python_paths),
+    FIELD(device, DEVICE),
+};
+
+/* Chooses the path that serves every batch of this configuration. If the config leaves the path
+ * open, a step on path "separate" may still become "direct" (prefers_direct). */
+static smla_status
+choose_path(smla_builder_config *config, smla_error *error)
+{
+    const bool is_fp8 = config->kv_format == SMLA_KV_FP8_DS_MLA;
+    if (config->path == SMLA_PATH_AUTO) {
+        if (!is_fp8) {
+            config->path = SMLA_PATH_BF16;
+        } else {
+            config->path = config->num_heads < config->min_heads_for_bf16_prefill
+                               ? SMLA_PATH_MIXED
+                               : SMLA_PATH_SEPARATE;
+        }
+        return SMLA_OK;
+    }
+    const char *name = smla_path_name((smla_path)config->path);
+    if (name == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `path` must be a smla_path, got %d",
+                         smla_create_op, config->path);
+    }
+    if ((config->path == SMLA_PATH_BF16) == is_fp8) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `path` must serve a %s cache (%s), got \"%s\"", smla_create_op,
+                         is_fp8 ? "fp8_ds_mla" : "bfloat16",
+                         is_fp8 ? "\"mixed\", \"separate\" or \"direct\"" : "\"bf16\"", name);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check(smla_step *s, smla_error *error)
+{
+    smla_builder *const b = (smla_builder *)s;
+    smla_builder_config *const config = &b->config;
+    const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
+    if (format == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be a known cache format, got %d", smla_create_op,
+                         config->kv_format);
+    }
+    if (format->head_dim != SMLA_HEAD_DIM) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be one of keys of %d values, got %s", smla_create_op,
+                         SMLA_HEAD_DIM, format->name);
+    }
+    if (config->workspace == NULL && config->prefill_workspace_tokens == 0) {
+        const int64_t tokens = smla_prefill_workspace_size(config->max_model_len);
+        config->prefill_workspace_tokens = tokens > INT32_MAX ? INT32_MAX : tokens;
+    }
+    b->plans_path = config->path == SMLA_PATH_AUTO;
+    SMLA_TRY(choose_path(config, error));
+    SMLA_TAKE_CONFIG(s, config);
+    return SMLA_OK;
+}
+
+/* ---- Buffers ------------------------------------------------------------------------------- */
+
+/* Arrays for prefills are empty on paths that do not read them. */
+static void
+list_arrays(smla_step *s)
+{
+    const bool has_workspace = s->path == SMLA_PATH_SEPARATE;
+    const int64_t tokens = s->limits.max_num_batched_tokens;
+    const int64_t prefill_tokens = has_workspace ? tokens : 0;
+    const int64_t prefills = has_workspace ? s->limits.max_num_seqs : 0;
+    smla_add_array(&s->sent, offsetof(smla_v32_sent, req_id_per_token), tokens);
+    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_request_ids), prefill_tokens);
+    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_seq_lens), prefills);
+    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_workspace_starts), prefills);
+    smla_add_array(&s->made, offsetof(smla_v32_made, indices),
+                   prefill_tokens * ((const smla_builder *)s)->config.topk_tokens);
+}
+
+/* The shape of an attention call over `num_tokens` tokens. A size for the largest batch covers all
+ * formats, so that it has none. */
+static smla_attention_shape
+shape_of(const smla_step *s, int64_t num_tokens, const smla_kv_format_info *format)
+{
+    return (smla_attention_shape){.num_tokens = num_tokens,
+                                  .num_heads = s->num_heads,
+                                  .topk = ((const smla_builder *)s)->config.topk_tokens,
+                                  .device_id = s->device.device_id,
+                                  .formats = {format}};
+}
+
+static int64_t
+find_scratch_bytes(const smla_step *s)
+{
+    const smla_attention_shape largest = shape_of(s, s->limits.max_num_batched_tokens, NULL);
+    return s->backend->attention_workspace_size(&largest);
+}
+
+/* A given workspace is used for as many tokens as it has rows, or for the config's number. */
+static smla_status
+find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
+{
+    const smla_builder_config *const config = &((const smla_builder *)s)->config;
+    const int64_t tokens = config->prefill_workspace_tokens;
+    const int64_t rows = tokens > 0 ? tokens : SMLA_ANY;
+    (void)error;
+    *rule = (smla_workspace_rule){.given = config->workspace,
+                                  .columns = SMLA_HEAD_DIM,
+                                  .rows = s->path == SMLA_PATH_SEPARATE ? rows : 0,
+                                  .least = tokens > 0 ? tokens : 1};
+    return SMLA_OK;
+}
+
+static smla_status
+report_no_memory(const smla_step *s, smla_error *error)
+{
+    const smla_builder_config *const config = &((const smla_builder *)s)->config;
+    const int64_t tokens = config->prefill_workspace_tokens;
+    return smla_fail(
+        error, SMLA_ERROR_MEMORY,
+        "%s: buffers for %lld tokens x %lld topk and a workspace of %lld tokens must fit "
+        "in memory, got none",
+        smla_create_op, (long long)config->max_num_batched_tokens, (long long)config->topk_tokens,
+        (long long)(tokens > 0 ? tokens : smla_size(config->workspace, 0)));
+}
+
+/* ---- A step -------------------------------------------------------------------------------- */
+
+static smla_batch
+read_batch(const void *args)
+{
+    return SMLA_BATCH_OF((const smla_build_args *)args);
+}
+
+/* Checks the block table, which has a page for every token of a request. */
+static smla_status
+check_args(const smla_step *s, const void *given, smla_error *error)
+{
+    const smla_build_args *const args = given;
+    smla_checker c;
+    smla_open_checker(&c, smla_build_op, error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
+                                           .tensor = args->block_table,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {args->num_reqs, SMLA_ANY}}));
+    const int64_t block_size = ((const smla_builder *)s)->config.block_size;
+    const int64_t num_blocks = smla_size(args->block_table, 1);
+    for (int64_t req = 0; req < args->num_reqs; req++) {
+        const int64_t seq_len = args->seq_lens_cpu[req];
+        const int64_t blocks = (seq_len + block_size - 1) / block_size;
+        if (blocks > num_blocks) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `block_table` must have at least %lld columns for the %lld tokens of "
+                "request %lld, got %lld",
+                smla_build_op, (long long)blocks, (long long)seq_len, (long long)req,
+                (long long)num_blocks);
+        }
+    }
+    return SMLA_OK;
+}
+
+static bool
+prefers_direct(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
+{
+    const smla_kv_format_info *const format =
+        smla_find_kv_format(((const smla_builder *)s)->config.kv_format);
+    const smla_attention_shape prefills = shape_of(s, facts->split.num_prefill_tokens, format);
+    int64_t num_rows = 0;
+    for (int64_t req = facts->split.num_decodes; req < batch->num_reqs; req++) {
+        num_rows += batch->seq_lens[req];
+    }
+    return s->backend->prefers_direct(&prefills, num_rows, facts->num_chunks);
+}
+
+static smla_status
+cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
+{
+    const smla_batch_split *const split = &facts->split;
+    if (s->path != SMLA_PATH_SEPARATE || split->num_prefills == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_split_prefill_chunks(batch->seq_lens + split->num_decodes, split->num_prefills,
+                                       smla_size(&s->workspace.tensor, 0), s->chunk_ends,
+                                       &facts->num_chunks, error));
+    if (((const smla_builder *)s)->plans_path && prefers_direct(s, batch, facts)) {
+        facts->path = SMLA_PATH_DIRECT;
+        facts->num_chunks = 0;
+    }
+    return SMLA_OK;
+}
+
+/* Fills the arrays of prefills. Workspace starts count from 0 in each chunk. */
+static void
+fill_prefills(const smla_step *s, const smla_batch *batch, const smla_v32_sent *host)
+{
+    const int64_t first = s->facts.split.num_decodes;
+    for (int64_t t = 0; t < batch->num_actual_tokens; t++) {
+        host->prefill_request_ids[t] = -1;
+    }
+    for (int64_t chunk = 0; chunk < s->facts.num_chunks; chunk++) {
+        int32_t start = 0;
+        for (int64_t req = s->chunks[chunk].req_start; req < s->chunks[chunk].req_end; req++) {
+            host->prefill_seq_lens[req] = batch->seq_lens[first + req];
+            host->prefill_workspace_starts[req] = start;
+            start += batch->seq_lens[first + req];
+            const int32_t end = batch->query_start_loc[first + req + 1];
+            for (int32_t t = batch->query_start_loc[first + req]; t < end; t++) {
+                host->prefill_request_ids[t] = (int32_t)req;
+            }
+        }
+    }
+}
+
+static void
+fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
+{
+    smla_v32_sent host;
+    smla_cut_arena(&s->sent, memory, &host);
+    smla_fill_req_ids(&s->limits, batch, host.req_id_per_token);
+    if (s->facts.num_chunks > 0) {
+        fill_prefills(s, batch, &host);
+    }
+}
+
+static void
+commit(smla_step *s, const void *given)
+{
+    smla_builder *const b = (smla_builder *)s;
+    const smla_build_args *const args = given;
+    const smla_step_facts *const facts = &s->facts;
+    const bool has_parts = s->path == SMLA_PATH_SEPARATE || s->path == SMLA_PATH_DIRECT;
+    const smla_attention_shape decode =
+        shape_of(s, has_parts ? facts->split.num_decode_tokens : facts->num_actual_tokens,
+                 smla_find_kv_format(b->config.kv_format));
+    smla_attention_plan plan;
+    s->backend->plan_attention(&decode, &plan);
+    b->metadata = (smla_metadata){
+        SMLA_METADATA_OF(facts),
+        .decode_num_splits = plan.runs[0].num_splits,
+        .req_id_per_token = b->sent.req_id_per_token,
+    };
+    if (facts->num_chunks > 0) {
+        b->metadata.prefill_seq_lens = b->sent.prefill_seq_lens;
+        b->metadata.prefill_request_ids = b->sent.prefill_request_ids;
+        b->metadata.prefill_workspace_starts = b->sent.prefill_workspace_starts;
+        b->metadata.chunks = s->chunks;
+        b->metadata.num_chunks = facts->num_chunks;
+    }
+    smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);
+}
+
+static int
+describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
+{
+    const smla_metadata *const m = &((const smla_builder *)s)->metadata;
+    const int64_t prefills = m->split.num_prefills;
+    int n = 0;
+    smla_show_number(&views[n++], "decode_num_splits", m->decode_num_splits);
+    smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
+    smla_show_vector(&views[n++], "prefill_seq_lens", m->prefill_seq_lens, prefills);
+    smla_show_vector(&views[n++], "prefill_request_ids", m->prefill_request_ids,
+                     m->num_actual_tokens);
+    smla_show_vector(&views[n++], "prefill_workspace_starts", m->prefill_workspace_starts,
+                     prefills);
+    return n;
+}
+
+const smla_step_plan smla_v32_plan = {
+    SMLA_PLAN_TYPES("v32", smla_builder, smla_build_args, fields),
+    SMLA_PLAN_FUNCTIONS,
+    .has_uniform_decodes = true,
+};

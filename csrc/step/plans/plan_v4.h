@@ -1,0 +1,66 @@
+/* plan_v4.h: the step of DeepSeek V4. plan_v4.c fills it, and layer_v4.c reads it. v4_step.h says
+ * what a ratio is. Group i is the compressed cache of ratio i, the last group the indexer's.
+ */
+#pragma once
+
+#include "core/params_step.h"
+#include "sparse_mla/v4_step.h"
+#include "step/engine.h"
+
+enum { SMLA_V4_LIST_ALIGN = 128 }; /* the columns of index lists are rounded up to it */
+
+_Static_assert((int)SMLA_MAX_STEP_GROUPS == SMLA_V4_MAX_RATIOS + 1, "the ratios and the indexer");
+
+/* What a build sends from the host, one array behind another in the mirror. */
+typedef struct smla_v4_sent {
+    int32_t *req_id_per_token; /* [max_num_batched_tokens], 0 for padding */
+    int32_t *positions;        /* [max_num_batched_tokens], 0 for padding */
+    int32_t *query_start_loc;  /* [max_num_seqs + 1] */
+    int32_t *seq_lens;         /* [max_num_seqs] */
+    int32_t *gather_lens;      /* [max_num_seqs]: a query and the window before it */
+    int32_t *compressed_lens[SMLA_V4_MAX_RATIOS]; /* [max_num_seqs]: seq_lens / ratio */
+} smla_v4_sent;
+
+/* The lists of a compressed cache, see smla_step_group. */
+typedef struct smla_v4_lists {
+    int32_t *slot_mapping; /* [max_num_batched_tokens], as the next three */
+    int32_t *state_slot_mapping;
+    int32_t *context_lens;
+    int32_t *lens;
+    int32_t *indices; /* [max_num_batched_tokens, columns]; empty with an indexer */
+} smla_v4_lists;
+
+/* What kernels write on the device. */
+typedef struct smla_v4_made {
+    int32_t *indices;    /* [max_num_batched_tokens, index_columns]: the lists of one call */
+    int32_t *index_lens; /* [max_num_batched_tokens] */
+    int32_t *is_valid;   /* [max_num_batched_tokens] bytes */
+    int32_t *swa_indices;
+    int32_t *swa_lens;
+    smla_v4_lists groups[SMLA_MAX_STEP_GROUPS];
+} smla_v4_made;
+
+struct smla_v4_builder {
+    smla_step step;
+    smla_v4_config config; /* defaults filled in; `workspace` is not used after create */
+    smla_v4_metadata metadata;
+    smla_v4_sent sent;                     /* on the device */
+    smla_v4_made made;                     /* on the device */
+    int64_t columns[SMLA_MAX_STEP_GROUPS]; /* row stride of each group's `indices` */
+    int64_t index_columns;
+
+    /* Block tables of the last build, the caller's memory. */
+    smla_view swa_table;
+    smla_view compressed_tables[SMLA_V4_MAX_RATIOS];
+};
+
+/* Workspace rows of a request: first its compressed rows, from `window_start` on its tokens. */
+typedef struct smla_v4_rows {
+    int64_t window_start; /* N; 0 for a layer without compressed rows */
+    int64_t request_rows; /* M */
+} smla_v4_rows;
+
+smla_v4_rows smla_v4_workspace_rows(const smla_v4_config *config, int64_t ratio);
+
+/* The place of a ratio in the config, or -1. */
+int smla_v4_find_ratio(const smla_v4_config *config, int64_t ratio);
