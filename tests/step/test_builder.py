@@ -1,4 +1,4 @@
-"""Config, Backend, MetadataBuilder and the contents of Metadata (csrc/step/plan.c, builder.c)."""
+"""Config, Backend, MetadataBuilder and the contents of Metadata (csrc/step/plans/plan_v32.c)."""
 
 import dataclasses
 import re

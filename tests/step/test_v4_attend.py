@@ -1,5 +1,5 @@
-"""sparse_mla.v4.SparseMLA.attend (csrc/step/v4_attend.c): both paths of every type of layer against
-fp64, over the keys that the contract's rules give each token."""
+"""sparse_mla.v4.SparseMLA.attend (csrc/step/layers/layer_v4.c): both paths of every type of layer
+against fp64, over the keys that the contract's rules give each token."""
 
 from __future__ import annotations
 
