@@ -506,7 +506,7 @@ def test_a_v4_builder_holds_the_arrays_of_its_step(kind):
     plan = build_v4(builder, [one.x for one in second])
     assert not any(one.is_held() for one in first)
     assert all(one.is_held() for one in second)
-    lens = plan["groups"][0]["context_lens"]
+    lens = plan[0]["context_lens"]
     del builder, plan
     assert workspace.is_held()
     assert lens.tolist() == [2, 2, 2, 3]
