@@ -1,5 +1,5 @@
-/* v4.c: a step of DeepSeek V4 with one decoded token, and a layer of it. The token sees the last 128
- * tokens (a sliding window) and some compressed rows, each of which stands for a group of four
+/* v4.c: a step of DeepSeek V4 with one decoded token, and a layer of it. The token sees the last
+ * 128 tokens (a sliding window) and some compressed rows, each of which stands for a group of four
  * tokens. Both caches hold 584 bytes per row (fp8_v4), and a sink per head takes a part of the
  * softmax. The builder plans the step once; every layer then runs it with its own q and caches.
  *

@@ -1,5 +1,6 @@
-"""sparse_mla.v4: Config, Backend, MetadataBuilder and the contents of Metadata (csrc/step/plans/plan_v4.c,
-step_lists.c and step_lists.cu), against a reference in plain Python."""
+"""sparse_mla.v4: Config, Backend, MetadataBuilder and the contents of Metadata
+(csrc/step/plans/plan_v4.c, step_lists.c and step_lists.cu), against a reference in plain
+Python."""
 
 from __future__ import annotations
 
