@@ -12,11 +12,16 @@
 #include "core/entry.h"
 #include "core/rule.h"
 #include "step/chunks.h"
+#include "step/plans.h"
 
 const char smla_create_op[] = "MetadataBuilder";
 const char smla_build_op[] = "MetadataBuilder.build";
 
 enum { MAX_ARGS_BYTES = 256 }; /* the largest args of a build */
+
+#define CHECK_ARGS(name, builder, config, args, metadata) \
+    _Static_assert(sizeof(args) <= MAX_ARGS_BYTES, "room for the args of a build");
+SMLA_STEP_PLANS(CHECK_ARGS)
 
 /* ---- Workspace ----------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* plans.h: the list of plans. A row makes the functions of a builder's public API (builders.c)).
+/* plans.h: the list of plans. A row makes the functions of a builder's public API (builders.c).
  */
 #pragma once
 
