@@ -5,7 +5,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 enum { SMLA_MAX_ARENA_ROWS = 32 };
 
@@ -40,12 +39,5 @@ smla_arena_bytes(const smla_arena *arena)
     return bytes;
 }
 
-/* Sets the pointers in `arrays` to their places in `memory`. */
-static inline void
-smla_cut_arena(const smla_arena *arena, int32_t *memory, void *arrays)
-{
-    for (int i = 0; i < arena->num_rows; i++) {
-        memcpy((char *)arrays + arena->rows[i].field, &memory, sizeof memory);
-        memory += arena->rows[i].count;
-    }
-}
+/* Sets the pointers in `arrays` to their places in `memory`. Defined in engine.c. */
+void smla_cut_arena(const smla_arena *arena, int32_t *memory, void *arrays);

@@ -7,6 +7,7 @@
 
 #include <stdalign.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/args.h"
 #include "core/entry.h"
@@ -103,6 +104,15 @@ smla_step_workspace_bytes(const smla_step *s)
 }
 
 /* ---- Creating a step ----------------------------------------------------------------------- */
+
+void
+smla_cut_arena(const smla_arena *arena, int32_t *memory, void *arrays)
+{
+    for (int i = 0; i < arena->num_rows; i++) {
+        memcpy((char *)arrays + arena->rows[i].field, &memory, sizeof(void *));
+        memory += arena->rows[i].count;
+    }
+}
 
 static smla_status
 allocate_buffers(smla_step *s, smla_error *error)

@@ -206,7 +206,7 @@ static int
 allocate_row(const row_reader *reader, const smla_py_result_row *row)
 {
     const smla_py_term *const first = row->dims[0];
-    int64_t shape[SMLA_PY_MAX_RESULT_DIMS];
+    int64_t shape[SMLA_PY_MAX_RESULT_DIMS] = {0};
     DLDataType dtype;
     int ndim = 0;
     if (!find_dtype(reader, &row->dtype, &dtype)) {

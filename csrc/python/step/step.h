@@ -66,10 +66,10 @@ smla_py_leave_step(smla_py_step *step)
 }
 
 /* Begins a call of a layer with the step, which smla_py_close leaves. Sets the args' builder. */
-int smla_py_take_step(smla_py_call *call, PyObject *step, void *builder);
+int smla_py_take_step(smla_py_call *call, PyObject *object, void *builder);
 
 /* Checks that the step of a layer's metadata, the build of this number, is the latest one. */
-int smla_py_check_generation(const smla_py_call *call, PyObject *generation);
+int smla_py_check_generation(const smla_py_call *call, PyObject *object);
 
 /* ---- Arrays: step_arrays.c ----------------------------------------------------------------- */
 

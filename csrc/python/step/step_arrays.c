@@ -98,7 +98,7 @@ smla_py_take_step(smla_py_call *call, PyObject *object, void *builder)
     }
     call->step = step;
     call->is_busy = &step->is_busy;
-    memcpy(builder, &step->core, sizeof step->core);
+    memcpy(builder, &step->core, sizeof(void *));
     return 0;
 }
 

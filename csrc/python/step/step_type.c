@@ -37,7 +37,7 @@ create(smla_py_step *step, PyObject *given, PyObject *workspace)
         return -1;
     }
     const DLTensor *const view = smla_py_view(&step->workspace);
-    memcpy(config + plan->workspace, &view, sizeof view);
+    memcpy(config + plan->workspace, &view, sizeof(void *));
     smla_error error;
     smla_status status;
     Py_BEGIN_ALLOW_THREADS
