@@ -138,7 +138,9 @@ allocate_buffers(smla_step *s, smla_error *error)
         return plan->report_no_memory(s, error);
     }
     smla_cut_arena(&s->sent, s->mirror->device, (char *)s + plan->sent);
-    smla_cut_arena(&s->made, s->lists, (char *)s + plan->made);
+    if (s->lists != NULL) {
+        smla_cut_arena(&s->made, s->lists, (char *)s + plan->made);
+    }
     return SMLA_OK;
 }
 
