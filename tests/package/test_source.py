@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import tokenize
+import tomllib
 from collections import Counter
 from pathlib import Path
 from token import NUMBER
@@ -240,3 +241,10 @@ def test_tables_that_are_too_long_do_not_compile(rows, num_bytes, fits):
     assert (done.returncode == 0) == fits, done.stderr
     if not fits:
         assert "negative" in done.stderr, done.stderr
+
+
+def test_the_wheel_has_every_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = settings["tool"]["setuptools"]["packages"]
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "sparse_mla").rglob("__init__.py")]
+    assert sorted(packages) == sorted(".".join(folder.parts) for folder in folders)
