@@ -24,6 +24,21 @@ enum { MAX_ARGS_BYTES = 256 }; /* the largest args of a build */
     _Static_assert(sizeof(args) <= MAX_ARGS_BYTES, "room for the args of a build");
 SMLA_STEP_PLANS(CHECK_ARGS)
 
+/* ---- Device -------------------------------------------------------------------------------- */
+
+smla_status
+smla_require_step_device(const smla_step *s, const char *op, const char *name, DLDevice device,
+                         smla_error *error)
+{
+    const smla_backend *backend;
+    SMLA_TRY(smla_find_backend(op, device, &backend, error));
+    return backend == s->backend && device.device_id == s->device.device_id
+               ? SMLA_OK
+               : smla_fail(error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be on the device of the config, got another one", op,
+                           name);
+}
+
 /* ---- Workspace ----------------------------------------------------------------------------- */
 
 /* [pages, rows, columns], whose rows all lie the same distance apart, as [rows, columns]. Other
@@ -62,13 +77,7 @@ adopt_workspace(smla_step *s, const smla_workspace_rule *rule, smla_error *error
                                            .ndim = 2,
                                            .shape = {rule->least, rule->columns},
                                            .hint = rule->hint}));
-    const smla_backend *backend;
-    SMLA_TRY(smla_find_backend(smla_create_op, c.device, &backend, error));
-    if (backend != s->backend || c.device.device_id != s->device.device_id) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `workspace` must be on the device of the config, got another one",
-                         smla_create_op);
-    }
+    SMLA_TRY(smla_require_step_device(s, smla_create_op, "workspace", c.device, error));
     const int64_t rows = rule->rows == SMLA_ANY ? smla_size(tensor, 0) : rule->rows;
     smla_slice_rows(&s->workspace, tensor, 0, rows);
     return SMLA_OK;

@@ -181,6 +181,10 @@ struct smla_step_plan {
 extern const char smla_create_op[];
 extern const char smla_build_op[];
 
+/* Checks that the arrays of a call, of which `name` is the first, are on the step's device. */
+smla_status smla_require_step_device(const smla_step *step, const char *op, const char *name,
+                                     DLDevice device, smla_error *error);
+
 /* Makes a step with all memory that batches within the limits of `config` need. */
 smla_status smla_create_step(const smla_step_plan *plan, const void *config, smla_step **step,
                              smla_error *error);

@@ -74,12 +74,7 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    const smla_backend *backend;
-    SMLA_TRY(smla_find_backend(layer->op, c->device, &backend, layer->error));
-    if (backend != s->backend || c->device.device_id != s->device.device_id) {
-        return smla_fail(layer->error, SMLA_ERROR_VALUE,
-                         "%s: `q` must be on the device of the config, got another one", layer->op);
-    }
+    SMLA_TRY(smla_require_step_device(s, layer->op, "q", c->device, layer->error));
     return smla_require_disjoint(c);
 }
 

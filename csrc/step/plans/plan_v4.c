@@ -344,13 +344,7 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     smla_checker c;
     smla_open_checker(&c, smla_build_op, error);
     SMLA_TRY(check_tables(&c, args));
-    const smla_backend *backend;
-    SMLA_TRY(smla_find_backend(smla_build_op, c.device, &backend, error));
-    if (backend != s->backend || c.device.device_id != s->device.device_id) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `block_table` must be on the device of the config, got another one",
-                         smla_build_op);
-    }
+    SMLA_TRY(smla_require_step_device(s, smla_build_op, "block_table", c.device, error));
     const DLTensor *const index_tables[] = {args->index_table, args->index_state_table};
     for (int i = 0; i < 2; i++) {
         if (index_tables[i] != NULL && smla_v4_find_ratio(config, SMLA_V4_INDEXED_RATIO) < 0) {
