@@ -151,11 +151,11 @@ class _Given:
     def shape(self, dims: tuple[tuple[tuple[Any, ...], ...], ...]) -> tuple[Any, ...]:
         if dims and dims[0][0][1] == "whole shape":
             return tuple(self.array(dims[0][0][2]).shape)
-        return tuple(self.dim(steps) for steps in dims)
+        return tuple(self.dim(terms) for terms in dims)
 
-    def dim(self, steps: tuple[tuple[Any, ...], ...]) -> Any:
+    def dim(self, terms: tuple[tuple[Any, ...], ...]) -> Any:
         value: Any = 0
-        for kind, *number in steps:
+        for kind, *number in terms:
             by = self.number(*number)
             if kind == "add":
                 value = value + by
@@ -163,7 +163,7 @@ class _Given:
                 value = value * by
             elif kind == "divide":
                 if value % by != 0:
-                    array, option = steps[0][2], number[1]
+                    array, option = terms[0][2], number[1]
                     text = f"have a multiple of {by} heads (`{option}`), got {value}"
                     raise self.error(array, text)
                 value = value // by

@@ -101,15 +101,20 @@ smla_py_type_name(PyObject *object)
     return object == Py_None ? PyUnicode_FromString("None") : PyType_GetName(Py_TYPE(object));
 }
 
+void
+smla_py_put_item(PyObject **tuple, Py_ssize_t i, PyObject *item)
+{
+    if (item == NULL || PyTuple_SetItem(*tuple, i, item) < 0) { /* steals */
+        Py_CLEAR(*tuple);
+    }
+}
+
 PyObject *
 smla_py_int_tuple(const int64_t *values, int count)
 {
     PyObject *tuple = PyTuple_New(count);
     for (int i = 0; tuple != NULL && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) { /* steals */
-            Py_CLEAR(tuple);
-        }
+        smla_py_put_item(&tuple, i, PyLong_FromLongLong(values[i]));
     }
     return tuple;
 }

@@ -119,6 +119,10 @@ void smla_py_drop(PyObject *object);
 /* New string: the name of an object's type, "None" for None. */
 PyObject *smla_py_type_name(PyObject *object);
 
+/* Puts an item at its place in a new tuple, which takes over the reference. Without an item, or
+ * where that fails, it drops the tuple. */
+void smla_py_put_item(PyObject **tuple, Py_ssize_t i, PyObject *item);
+
 /* New tuple of ints. */
 PyObject *smla_py_int_tuple(const int64_t *values, int count);
 

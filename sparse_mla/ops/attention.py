@@ -17,8 +17,8 @@ __all__ = [
 
 
 class _AttentionOptions(TypedDict, total=False):
-    """The keywords of sparse_attention that its overloads share. tests/test_typing.py compares them
-    with the declaration."""
+    """The keywords of sparse_attention that its overloads share. tests/package/test_typing.py
+    compares them with the declaration."""
 
     softmax_scale: Required[float]
     topk_length: Array | None

@@ -243,10 +243,7 @@ smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, 
     } else {
         answer = PyTuple_New(num_results);
         for (int i = 0; answer != NULL && i < num_results; i++) {
-            PyObject *item = smla_py_result(&call->arrays[results[i]]);
-            if (item == NULL || PyTuple_SetItem(answer, i, item) < 0) { /* steals */
-                Py_CLEAR(answer);
-            }
+            smla_py_put_item(&answer, i, smla_py_result(&call->arrays[results[i]]));
         }
     }
     return answer;

@@ -423,10 +423,7 @@ operator_table(PyObject *self, void *Py_UNUSED(closure))
     PyObject *table = PyTuple_New(in_c->num_params);
     for (int i = 0; table != NULL && i < in_c->num_params; i++) {
         const smla_py_param *const param = &in_c->params[i];
-        PyObject *row = Py_BuildValue("(ss)", param->name, name_kind(param->kind));
-        if (row == NULL || PyTuple_SetItem(table, i, row) < 0) { /* steals */
-            Py_CLEAR(table);
-        }
+        smla_py_put_item(&table, i, Py_BuildValue("(ss)", param->name, name_kind(param->kind)));
     }
     return table;
 }

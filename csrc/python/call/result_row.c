@@ -292,10 +292,7 @@ list_terms(const smla_py_operator *op, const smla_py_term *terms)
     }
     PyObject *list = PyTuple_New(count);
     for (int i = 0; list != NULL && i < count; i++) {
-        PyObject *term = list_term(op, &terms[i]);
-        if (term == NULL || PyTuple_SetItem(list, i, term) < 0) { /* steals */
-            Py_CLEAR(list);
-        }
+        smla_py_put_item(&list, i, list_term(op, &terms[i]));
     }
     return list;
 }
@@ -309,10 +306,7 @@ list_dims(const smla_py_operator *op, const smla_py_result_row *row)
     }
     PyObject *dims = PyTuple_New(ndim);
     for (int i = 0; dims != NULL && i < ndim; i++) {
-        PyObject *terms = list_terms(op, row->dims[i]);
-        if (terms == NULL || PyTuple_SetItem(dims, i, terms) < 0) { /* steals */
-            Py_CLEAR(dims);
-        }
+        smla_py_put_item(&dims, i, list_terms(op, row->dims[i]));
     }
     return dims;
 }
@@ -357,10 +351,7 @@ smla_py_list_results(const smla_py_operator *op)
 {
     PyObject *rows = PyTuple_New(op->num_results);
     for (int i = 0; rows != NULL && i < op->num_results; i++) {
-        PyObject *row = list_row(op, &op->results[i]);
-        if (row == NULL || PyTuple_SetItem(rows, i, row) < 0) { /* steals */
-            Py_CLEAR(rows);
-        }
+        smla_py_put_item(&rows, i, list_row(op, &op->results[i]));
     }
     return rows;
 }
@@ -377,11 +368,9 @@ smla_py_list_limits(const smla_py_operator *op)
     PyObject *limits = PyTuple_New(op->num_limits);
     for (int i = 0; limits != NULL && i < op->num_limits; i++) {
         const smla_py_limit *const limit = &op->limits[i];
-        PyObject *row = Py_BuildValue("(ssii)", kinds[limit->kind], name_of(op, limit->row),
-                                      limit->least, limit->most);
-        if (row == NULL || PyTuple_SetItem(limits, i, row) < 0) { /* steals */
-            Py_CLEAR(limits);
-        }
+        smla_py_put_item(&limits, i,
+                         Py_BuildValue("(ssii)", kinds[limit->kind], name_of(op, limit->row),
+                                       limit->least, limit->most));
     }
     return limits;
 }

@@ -13,7 +13,6 @@ typedef struct build_call {
     const char *op;
     alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
     int32_t *host[2]; /* copies of query_start_loc_cpu and seq_lens_cpu */
-    int64_t num_reqs;
     smla_py_stream stream;
     smla_py_array *arrays; /* the step's, for the next one */
     int num_arrays;
@@ -26,30 +25,20 @@ typedef struct build_call {
 static int
 read_host_array(build_call *call, const smla_py_param *param, PyObject *object, int num_more)
 {
+    const int64_t num_reqs = call->step->plan->core->read_batch(call->args).num_reqs;
     int64_t count = 0;
     int32_t **const values = &call->host[param->kind == SMLA_PY_LENGTHS];
     if (smla_py_host_ints(call->state, call->op, param->name, object, values, &count) < 0) {
         return -1;
     }
     smla_py_set_pointer(call->args, param, *values);
-    if (count - num_more == call->num_reqs) {
+    if (count - num_more == num_reqs) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
                  "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", call->op,
-                 param->name, (long long)call->num_reqs, (long long)(count - num_more));
+                 param->name, (long long)num_reqs, (long long)(count - num_more));
     return -1;
-}
-
-static int
-read_number(build_call *call, const smla_py_param *param, PyObject *object)
-{
-    int64_t *const number = (void *)(call->args + param->offset);
-    const int status = smla_py_parse_int(call->op, param->name, object, number);
-    if (strcmp(param->name, "num_reqs") == 0) {
-        call->num_reqs = *number;
-    }
-    return status;
 }
 
 /* Acquires an array; None is an absent one if `is_optional`. */
@@ -87,7 +76,9 @@ static int
 read_argument(build_call *call, const smla_py_param *param, PyObject *object)
 {
     switch (param->kind) {
-    case SMLA_PY_INT: return read_number(call, param, object);
+    case SMLA_PY_INT:
+        return smla_py_parse_int(call->op, param->name, object,
+                                 (void *)(call->args + param->offset));
     case SMLA_PY_STARTS: return read_host_array(call, param, object, 1);
     case SMLA_PY_LENGTHS: return read_host_array(call, param, object, 0);
     case SMLA_PY_TABLES: return add_tables(call, param, object);
@@ -284,7 +275,6 @@ build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
     call.state = smla_py_type_state((PyObject *)step);
     call.op = op->name;
     call.host[0] = call.host[1] = NULL;
-    call.num_reqs = 0;
     call.stream = (smla_py_stream){.is_given = false};
     call.arrays = step->kept[1 - step->current].arrays;
     call.num_arrays = 0;
