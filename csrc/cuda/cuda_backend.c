@@ -74,7 +74,7 @@ end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 static smla_status
 check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
 {
-    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error));
+    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error));
     return smla_cuda_check_cache_write(&p->insert, error);
 }
 
@@ -160,13 +160,13 @@ OPERATOR(fused_q_kv_rmsnorm, smla_q_kv_norm_params, NO_TOKENS, NO_VALUES)
 OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
          check_insert_values(p, error))
 OPERATOR(fused_inv_rope_fp8_quant, smla_inverse_rope_params, NO_TOKENS,
-         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
+         smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
 OPERATOR(save_partial_states, smla_partial_states_params, p->rows.num_tokens == 0,
          smla_cuda_check_partial_states(p, error))
 OPERATOR(compress_norm_rope_store, smla_compress_params, p->insert.num_tokens == 0,
          smla_cuda_check_compress(p, error))
 OPERATOR(fused_indexer_q_rope_quant, smla_index_query_params, NO_TOKENS,
-         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
+         smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
 OPERATOR(indexer_logits, smla_logits_params, p->num_tokens == 0 || p->num_columns == 0,
          smla_cuda_check_logits(p, error))
 OPERATOR(lightning_indexer, smla_lightning_params, p->logits.num_tokens == 0,

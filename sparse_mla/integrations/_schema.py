@@ -21,9 +21,10 @@ READ = (
     *("pair", "second", "input, maybe output", "input and output"),
 )
 ALWAYS = ("output", "output or first", "result")  # returned by every call
+MAYBE = ("output or none",)  # the same, but None where the results' rules have no such result
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
 # Arrays that the caller may give to write to.
-GIVEN = ("output", "output or first", "asked output", "workspace")
+GIVEN = ("output", "output or none", "output or first", "asked output", "workspace")
 
 
 class Schema:
@@ -42,7 +43,7 @@ class Schema:
         self.positional = [
             n for n, p in self.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
         ]
-        self.returned = self.names(*ALWAYS, *ASKED)
+        self.returned = self.names(*ALWAYS, *MAYBE, *ASKED)
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
         # A scale's name -> the name of the argument that is its array.
         self.scales = {name: f"{name}_tensor" for name in self.names(*SCALES)}

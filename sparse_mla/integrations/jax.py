@@ -42,7 +42,7 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
-from sparse_mla.integrations._schema import ASKED, GIVEN, READ, Schema
+from sparse_mla.integrations._schema import ASKED, GIVEN, MAYBE, READ, Schema
 from sparse_mla.ops import OPERATORS
 from sparse_mla.steps.common import as_int
 
@@ -118,7 +118,9 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         if kind in _ATTRIBUTES and values[name] is not None and name not in given
     }
     outcome = call(*given.values(), operator=schema.name, present=np.int64(present), **attributes)
-    return outcome[0] if len(results) == 1 else tuple(outcome)
+    arrays = dict(zip(results, outcome, strict=True))
+    names = [n for n in order[read:] if n in arrays or schema.rows[n] in MAYBE]
+    return arrays[names[0]] if len(names) == 1 else tuple(arrays.get(name) for name in names)
 
 
 def _take_over(operator: Any) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ except ImportError as error:
     raise ImportError("sparse_mla.integrations.torch needs PyTorch: pip install torch") from error
 
 from sparse_mla import _results
-from sparse_mla.integrations._schema import ALWAYS, ASKED, GIVEN, Schema
+from sparse_mla.integrations._schema import ALWAYS, ASKED, GIVEN, MAYBE, Schema
 from sparse_mla.ops import OPERATORS
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
     return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
 
-def _one_or_all(results: list[Tensor]) -> Any:
+def _one_or_all(results: list[Tensor | None]) -> Any:
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
@@ -194,7 +194,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     def fake(*args: Any, **kwargs: Any) -> Any:
         values = schema.defaults | dict(zip(names, args, strict=False)) | kwargs | options
         results = schema.results(values)
-        return _one_or_all([_new(args, results[name]) for name in new])
+        return _one_or_all([_new(args, results[name]) if name in results else None for name in new])
 
     tensors = ", ".join(["Tensor"] * len(new))
     _define(
@@ -212,7 +212,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
 def _take_over(operator: Any) -> Callable[..., Any]:
     """Registers all overloads of an operator, and returns a function that calls the right one."""
     schema = Schema(operator)
-    always, asked = schema.names(*ALWAYS), schema.names(*ASKED)
+    always, asked = schema.names(*ALWAYS, *MAYBE), schema.names(*ASKED)
     outputs = schema.names(*GIVEN)
     ask, written = schema.ask, schema.written
     never_given, never_given_asked = schema.names("result"), schema.names("asked result")
@@ -236,13 +236,15 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         results = schema.results(({ask: asks} if ask else {}) | values)
         arguments = [values[name] for name in schema.positional]
         for name in outputs:
-            if values[name] is None and (name in always or (asks and name in asked)):
+            is_made = name in results and (name in always or (asks and name in asked))
+            if values[name] is None and is_made:
                 values[name] = _new(arguments, results[name])
         given = {name: values[name] for name in outputs if values[name] is not None}
         got = run(writing_asked if asks else writing, values)
         rest = never_given + (never_given_asked if asks else [])
         given |= _named(rest, got)
-        return _one_or_all([given[name] for name in schema.returned if name in given])
+        names = [n for n in schema.returned if n in given or schema.rows[n] in MAYBE]
+        return _one_or_all([given.get(name) for name in names])
 
     def update(values: dict[str, Any]) -> Any:
         """Writes to the array that the caller always gives, and to results. A result that the

@@ -167,10 +167,11 @@ smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
 }
 
 smla_status
-smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
-                         smla_error *error)
+smla_cpu_check_positions(const char *op, const smla_rope *rope, const char *table,
+                         int64_t num_tokens, smla_error *error)
 {
     (void)op;
+    (void)table;
     seen_rope = *rope;
     num_device_arrays += rope->positions == device_zeros;
     seen_sum = 0;
@@ -1136,7 +1137,7 @@ test_read_arrays(void)
                                 .positions_are_int64 = is_wide,
                                 .max_pos = 7};
         const smla_call call = {.op = "op", .stream = stream};
-        EXPECT_OK(smla_cuda_check_positions(&call, &rope, 2, &error));
+        EXPECT_OK(smla_cuda_check_positions(&call, &rope, "table", 2, &error));
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
         EXPECT(seen_rope.positions != rope.positions && seen_rope.max_pos == 7);

@@ -216,9 +216,10 @@ def test_annotations_have_a_meaning(op):
 
 
 NO_ARGUMENT = {"second", "result", "asked result", "stream of the arrays"}
-WRITTEN = {"output", "output or first", "asked output", "result", "asked result"}
-NONE = {"output", "output or first", "asked output", "kv_format", "size", "stream"}
-NONE |= {"scale or none", "asking input"}
+WRITTEN = {"output", "output or none", "output or first", "asked output", "result"}
+WRITTEN |= {"asked result"}
+NONE = {"output", "output or none", "output or first", "asked output", "kv_format", "size"}
+NONE |= {"stream", "scale or none", "asking input"}
 
 
 @pytest.mark.parametrize("op", OPERATORS)

@@ -139,7 +139,8 @@ bool smla_py_has_ordered_views(const smla_py_array *like);
 int smla_py_order(const smla_py_state *state, smla_py_array *array, const int order[3],
                   int64_t rows);
 
-/* New reference: the caller's own object, or the allocated array in its framework's type. */
+/* New reference: the caller's own object, or the allocated array in its framework's type; None for
+ * an absent array. */
 PyObject *smla_py_result(smla_py_array *array);
 
 static inline const DLTensor *

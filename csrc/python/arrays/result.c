@@ -219,6 +219,9 @@ PyObject *
 smla_py_result(smla_py_array *array)
 {
     const bool is_on_host = array->view.device.device_type == kDLCPU;
+    if (array->object == NULL) {
+        Py_RETURN_NONE;
+    }
     if (array->is_new && array->framework == SMLA_PY_IMPORTER &&
         (is_on_host || !array->importer->is_immutable)) {
         return import_tensor(array->importer, array->object);

@@ -394,6 +394,7 @@ name_kind(int kind)
         [SMLA_PY_SCALE] = "scale",
         [SMLA_PY_SCALE_OR_NONE] = "scale or none",
         [SMLA_PY_ASKED_OUTPUT] = "asked output",
+        [SMLA_PY_OUTPUT_OR_NONE] = "output or none",
         [SMLA_PY_OVER_FIRST] = "output or first",
         [SMLA_PY_WORKSPACE] = "workspace",
         [SMLA_PY_SECOND] = "second",

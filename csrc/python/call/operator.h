@@ -25,6 +25,8 @@ typedef enum smla_py_kind {
     SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
     SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
     SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */
+    /* As SMLA_PY_OUTPUT where the condition of its result's row holds. Elsewhere None is returned. */
+    SMLA_PY_OUTPUT_OR_NONE,
     /* None or written. With None the first array is written and returned in its place, unless
      * writes_first of the operator says no: then as SMLA_PY_OUTPUT. */
     SMLA_PY_OVER_FIRST,
@@ -165,9 +167,9 @@ smla_py_is_argument(const smla_py_param *param)
 static inline bool
 smla_py_is_result(const smla_py_param *param)
 {
-    const unsigned results = 1u << SMLA_PY_OUTPUT | 1u << SMLA_PY_OVER_FIRST |
-                             1u << SMLA_PY_ASKED_OUTPUT | 1u << SMLA_PY_RESULT |
-                             1u << SMLA_PY_ASKED_RESULT;
+    const unsigned results = 1u << SMLA_PY_OUTPUT | 1u << SMLA_PY_OUTPUT_OR_NONE |
+                             1u << SMLA_PY_OVER_FIRST | 1u << SMLA_PY_ASKED_OUTPUT |
+                             1u << SMLA_PY_RESULT | 1u << SMLA_PY_ASKED_RESULT;
     return results >> param->kind & 1;
 }
 

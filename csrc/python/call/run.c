@@ -136,6 +136,7 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void
     case SMLA_PY_RESULT:
     case SMLA_PY_ASKED_RESULT: return smla_py_add_absent(call, param->name);
     case SMLA_PY_ASKED_OUTPUT:
+    case SMLA_PY_OUTPUT_OR_NONE:
     case SMLA_PY_OVER_FIRST:
     case SMLA_PY_WORKSPACE: return smla_py_add(call, param->name, SMLA_PY_OUTPUT, object);
     default: return smla_py_add(call, param->name, (smla_py_role)param->kind, object);
@@ -174,7 +175,7 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
 /* ---- Results ------------------------------------------------------------------------------- */
 
 /* Fills the fields of all arrays, and lists the arrays that the call returns: those that are only
- * written, then those that are read, too. */
+ * written, then those that are read, too. An absent one is returned as None. */
 static int
 set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *results)
 {
@@ -183,7 +184,7 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
         const smla_py_param *const param = &op->params[i];
         const DLTensor *const view = smla_py_view(&call->arrays[i]);
         smla_py_set_pointer(args, param, view);
-        if (view != NULL && smla_py_is_result(param)) {
+        if (param->kind == SMLA_PY_OUTPUT_OR_NONE || (view != NULL && smla_py_is_result(param))) {
             results[num_results++] = i;
         } else if (param->kind == SMLA_PY_OVER_FIRST) {
             results[num_results++] = 0;
