@@ -636,6 +636,16 @@ def test_the_negative_bit_of_every_dtype(torch, dtype, rank):
 
 
 @pytest.mark.torch
+def test_the_negative_bit_is_seen_without_asking(torch, monkeypatch):
+    """A tensor is asked only where its sizes are outside of its object, or where it has none."""
+    asked, ask = [], torch.Tensor.is_neg
+    monkeypatch.setattr(torch.Tensor, "is_neg", lambda x: asked.append(x.ndim) or ask(x))
+    for rank in range(8):
+        sparse_mla.dynamic_per_tensor_quant(torch.ones((2,) * rank))
+    assert asked == [0, 6, 7]
+
+
+@pytest.mark.torch
 def test_the_negative_bit_without_the_exchange_api(torch):
     """A tensor that comes through __dlpack__, as those of older versions do."""
     old = type("Old", (torch.Tensor,), {"__dlpack_c_exchange_api__": None, "__module__": "torch"})
