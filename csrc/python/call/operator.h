@@ -25,7 +25,7 @@ typedef enum smla_py_kind {
     SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
     SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
     SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */
-    /* As SMLA_PY_OUTPUT where the condition of its result's row holds. Elsewhere None is returned. */
+    /* As SMLA_PY_OUTPUT where its result's row holds; elsewhere None is returned. */
     SMLA_PY_OUTPUT_OR_NONE,
     /* None or written. With None the first array is written and returned in its place, unless
      * writes_first of the operator says no: then as SMLA_PY_OUTPUT. */
