@@ -1,4 +1,5 @@
-/* params_rope.h: the params of RoPE: positions, angles, and what rotates back and quantizes. */
+/* params_rope.h: the params of RoPE: positions, angles, what rotates queries and keys, and what
+ * rotates back and quantizes. */
 #pragma once
 
 #include "core/params.h"
@@ -12,6 +13,30 @@ typedef struct smla_rope {
     const float *cos_sin; /* [max_pos, 64]: 32 cosines, then 32 sines */
     int64_t cos_sin_stride_pos;
 } smla_rope;
+
+/* Heads that RoPE rotates, and where they go. */
+typedef struct smla_rope_heads {
+    const void *x; /* [T, heads, R] */
+    void *out;     /* like x, or x itself */
+    int64_t num_heads;
+    int64_t stride_token;
+    int64_t stride_head;
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+} smla_rope_heads;
+
+typedef struct smla_apply_rope_params {
+    smla_call call;
+    int64_t num_tokens;
+    int64_t num_pairs; /* R / 2 */
+    smla_rope_heads q;
+    smla_rope_heads k;          /* one head, or none */
+    smla_float_type type;       /* the type of q and k: bf16 or fp32 */
+    smla_rope rope;             /* its table has num_pairs cosines, then sines, of table_type */
+    smla_float_type table_type; /* bf16 or fp32 */
+    bool is_neox;
+    bool is_inverse;
+} smla_apply_rope_params;
 
 enum {
     SMLA_OUTPUT_TILE = 128,   /* values per scale of fused_inv_rope_fp8_quant */

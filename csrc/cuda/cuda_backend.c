@@ -159,6 +159,9 @@ OPERATOR(dynamic_per_tensor_quant, smla_quant_params, false /* no elements have 
 OPERATOR(fused_q_kv_rmsnorm, smla_q_kv_norm_params, NO_TOKENS, NO_VALUES)
 OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
          check_insert_values(p, error))
+OPERATOR(apply_rope, smla_apply_rope_params,
+         p->num_tokens == 0 || p->q.num_heads + p->k.num_heads == 0,
+         smla_cuda_check_positions(&p->call, &p->rope, "table", p->num_tokens, error))
 OPERATOR(fused_inv_rope_fp8_quant, smla_inverse_rope_params, NO_TOKENS,
          smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
 OPERATOR(save_partial_states, smla_partial_states_params, p->rows.num_tokens == 0,

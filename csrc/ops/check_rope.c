@@ -4,30 +4,151 @@
 
 /* ---- Parts --------------------------------------------------------------------------------- */
 
+static smla_status
+require_positions(smla_checker *c, const DLTensor *positions, int64_t num_tokens)
+{
+    return smla_require(c, &(smla_rule){.name = "positions",
+                                        .tensor = positions,
+                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                        .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {num_tokens},
+                                        .hint = "at least a position per token"});
+}
+
+/* Positions and a table that have been checked. */
+static smla_rope
+rope_of(const DLTensor *positions, const DLTensor *table)
+{
+    return (smla_rope){
+        .positions = smla_data(positions),
+        .positions_stride = smla_stride(positions, 0),
+        .positions_are_int64 = smla_dtype(positions) == SMLA_DTYPE_INT64,
+        .max_pos = smla_size(table, 0),
+        .cos_sin = smla_data(table),
+        .cos_sin_stride_pos = smla_stride(table, 0),
+    };
+}
+
 smla_status
 smla_require_rope(smla_checker *c, const DLTensor *positions, const DLTensor *cos_sin,
                   int64_t num_tokens, smla_rope *rope)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "positions",
-                                          .tensor = positions,
-                                          .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                          .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 1,
-                                          .shape = {num_tokens},
-                                          .hint = "at least a position per token"}));
+    SMLA_TRY(require_positions(c, positions, num_tokens));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "cos_sin",
                                           .tensor = cos_sin,
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
                                           .hint = "32 cosines, then 32 sines per position"}));
-    *rope = (smla_rope){
-        .positions = smla_data(positions),
-        .positions_stride = smla_stride(positions, 0),
-        .positions_are_int64 = smla_dtype(positions) == SMLA_DTYPE_INT64,
-        .max_pos = smla_size(cos_sin, 0),
-        .cos_sin = smla_data(cos_sin),
-        .cos_sin_stride_pos = smla_stride(cos_sin, 0),
+    *rope = rope_of(positions, cos_sin);
+    return SMLA_OK;
+}
+
+/* ---- apply_rope ---------------------------------------------------------------------------- */
+
+static smla_status
+require_pairs(const smla_checker *c, const DLTensor *q_pe)
+{
+    const int64_t size = smla_size(q_pe, 2);
+    if (size < 2 || size % 2 != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q_pe` must have an even number of values per head, at least 2, got "
+                         "%lld",
+                         c->op, (long long)size);
+    }
+    return SMLA_OK;
+}
+
+/* Checks an output by the rule of its input, which it may be. */
+static smla_status
+require_rotated(smla_checker *c, const char *name, const DLTensor *tensor, const smla_rule *input)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = smla_dtype(input->tensor),
+                                        .flags = SMLA_RULE_OUTPUT,
+                                        .ndim = input->ndim,
+                                        .shape = {smla_size(input->tensor, 0),
+                                                  smla_size(input->tensor, 1),
+                                                  smla_size(input->tensor, 2)},
+                                        .hint = "the shape of what is turned",
+                                        .may_be = input->tensor});
+}
+
+static smla_status
+require_no_k_out(const smla_checker *c, const DLTensor *k_out)
+{
+    return k_out == NULL
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `k_out` must be absent without `k_pe`, got an array", c->op);
+}
+
+/* Arrays [T, H, R], or [T, R] of one head, that have been checked; no heads for NULL. */
+static smla_rope_heads
+heads_of(const DLTensor *x, const DLTensor *out)
+{
+    const bool has_heads = x != NULL && x->ndim == 3;
+    return (smla_rope_heads){
+        .x = smla_data(x),
+        .out = smla_data(out),
+        .num_heads = x == NULL   ? 0
+                     : has_heads ? smla_size(x, 1)
+                                 : 1,
+        .stride_token = smla_stride(x, 0),
+        .stride_head = has_heads ? smla_stride(x, 1) : 0,
+        .out_stride_token = smla_stride(out, 0),
+        .out_stride_head = has_heads ? smla_stride(out, 1) : 0,
+    };
+}
+
+smla_status
+smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    const smla_rule q = {.name = "q_pe",
+                         .tensor = args->q_pe,
+                         .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                         .ndim = 3,
+                         .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
+                         .hint = "tokens, heads, and the values of a head"};
+    smla_checker c;
+    smla_open_checker(&c, "apply_rope", error);
+    SMLA_TRY(smla_require(&c, &q));
+    SMLA_TRY(require_pairs(&c, args->q_pe));
+    const int64_t num_tokens = smla_size(args->q_pe, 0);
+    const int64_t num_values = smla_size(args->q_pe, 2);
+    const smla_rule k = {.name = "k_pe",
+                         .tensor = args->k_pe,
+                         .dtypes = smla_dtype(args->q_pe),
+                         .flags = SMLA_RULE_OPTIONAL,
+                         .ndim = 2,
+                         .shape = {num_tokens, num_values},
+                         .hint = "the tokens and the values of `q_pe`"};
+    SMLA_TRY(require_positions(&c, args->positions, num_tokens));
+    SMLA_TRY(smla_require(&c, &k));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "table",
+                                           .tensor = args->table,
+                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, num_values},
+                                           .hint = "cosines, then sines, per position"}));
+    SMLA_TRY(require_rotated(&c, "q_out", args->q_out, &q));
+    SMLA_TRY(args->k_pe == NULL ? require_no_k_out(&c, args->k_out)
+                                : require_rotated(&c, "k_out", args->k_out, &k));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_apply_rope_params){
+        .call = smla_call_of(&c, args->stream, NULL),
+        .num_tokens = num_tokens,
+        .num_pairs = num_values / 2,
+        .q = heads_of(args->q_pe, args->q_out),
+        .k = heads_of(args->k_pe, args->k_out),
+        .type = smla_float_type_of(args->q_pe),
+        .rope = rope_of(args->positions, args->table),
+        .table_type = smla_float_type_of(args->table),
+        .is_neox = args->is_neox != 0,
+        .is_inverse = args->inverse != 0,
     };
     return SMLA_OK;
 }

@@ -1,4 +1,5 @@
-/* rope.h: RoPE of what attention returns. The conventions are in sparse_mla.h. */
+/* rope.h: RoPE of queries, of keys and of what attention returns. The conventions are in
+ * sparse_mla.h. */
 #ifndef SPARSE_MLA_ROPE_H
 #define SPARSE_MLA_ROPE_H
 
@@ -7,6 +8,25 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Turns q_pe and k_pe to their tokens' positions. A pair is two neighbouring values, or with
+ * is_neox values i and i + R / 2: (a, b) -> (a cos - b sin, b cos + a sin), each product rounded to
+ * fp32, then the sum, then once to the arrays' dtype. An output may be its input itself. A position
+ * outside the table is an error on the CPU; CUDA copies that token as it is. */
+typedef struct smla_apply_rope_args {
+    size_t struct_size;
+    const DLTensor *positions; /* [>= T] int64 | int32 */
+    const DLTensor *q_pe;      /* [T, H, R] bf16 | fp32, R even */
+    const DLTensor *k_pe;      /* [T, R], the dtype of q_pe; optional */
+    const DLTensor *table;     /* [rows, R] fp32 | bf16: R / 2 cosines, then R / 2 sines */
+    const DLTensor *q_out;     /* out, shape and dtype of q_pe */
+    const DLTensor *k_out;     /* out, shape and dtype of k_pe; with k_pe */
+    int32_t is_neox;           /* 1: halves instead of neighbours */
+    int32_t inverse;           /* 1: by the negative angles */
+    void *stream;
+} smla_apply_rope_args;
+
+SMLA_API smla_status smla_apply_rope(const smla_apply_rope_args *args, smla_error *error);
 
 /* How the scales of 128 values each are stored. They are powers of two. */
 typedef enum smla_scale_layout {

@@ -1,4 +1,4 @@
-"""RoPE: tables of angles, and the rotation of what attention returns."""
+"""RoPE: tables of angles, and the rotation of queries, of keys and of what attention returns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sparse_mla._types import Like, Result, ScaleLayout, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
+    "apply_rope",
     "fused_inv_rope_fp8_quant",
     "rope_table",
 ]
@@ -154,6 +155,131 @@ def _slow_down(frequencies: Any, base: float, yarn: Mapping[str, float]) -> Any:
 def _magnitude(yarn: Mapping[str, float], key: str) -> float:
     factor = yarn["factor"]
     return 1.0 if factor <= 1 else 0.1 * yarn[key] * math.log(factor) + 1.0
+
+
+@overload
+def apply_rope(
+    positions: Like[Result],
+    q_pe: Array,
+    k_pe: None,
+    table: Array,
+    *,
+    interleaved: bool = True,
+    inverse: bool = False,
+    q_out: Array | None = None,
+    k_out: None = None,
+    stream: Stream = None,
+) -> tuple[Result, None]: ...
+@overload
+def apply_rope(
+    positions: Like[Result],
+    q_pe: Array,
+    k_pe: Array,
+    table: Array,
+    *,
+    interleaved: bool = True,
+    inverse: bool = False,
+    q_out: Array | None = None,
+    k_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def apply_rope(
+    positions: Like[Result],
+    q_pe: Array,
+    k_pe: Array | None,
+    table: Array,
+    *,
+    interleaved: bool = True,
+    inverse: bool = False,
+    q_out: Array | None = None,
+    k_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result | None]: ...
+@operator
+def apply_rope(
+    positions: Like[Result],
+    q_pe: Array,
+    k_pe: Array | None,
+    table: Array,
+    *,
+    interleaved: bool = True,
+    inverse: bool = False,
+    q_out: Array | None = None,
+    k_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result | None]:
+    """Turn the RoPE parts of queries and keys to their tokens' positions.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). Each product is rounded to fp32, then the
+    sum, and the result once to the dtype of the arrays. The layout is kept. A value that becomes
+    NaN is the positive quiet NaN. All devices give the same bytes.
+
+    Parameters
+    ----------
+    positions : [>= T] int64 or int32
+        A position that `table` lacks is a ValueError on the CPU. CUDA copies that token as it is,
+        and reports it in checked mode.
+    q_pe : [T, H, R] bf16 or fp32
+        R is even. Tokens and heads any stride apart: `q[..., 128:]` is taken in place.
+    k_pe : [T, R] in the dtype of `q_pe`, or None
+    table : [rows, R] fp32 or bf16
+        R / 2 cosines, then R / 2 sines per position: `rope_table`. Rows any stride apart.
+    interleaved : bool
+        True: pairs are values 2i and 2i + 1 (GPT-J, DeepSeek). False: values i and i + R / 2
+        (NeoX).
+    inverse : bool
+        True turns by the negative angles, back to position 0.
+    q_out, k_out : shape of `q_pe` and of `k_pe`, dtype of `q_pe`, optional
+        May be views of larger rows, or `q_pe` and `k_pe` themselves: then they are turned in place.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (q_out, k_out); (q_out, None) where `k_pe` is None.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        An odd R, `k_out` without `k_pe`, an output that overlaps an input and is not all of it, a
+        position outside the table (CPU).
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: RoFormer (arXiv:2104.09864); vLLM's rotary_embedding, for the layouts.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> q, k = np.array([[[1, 0, 2, 0]]], np.float32), np.array([[0, 1, 0, 2]], np.float32)
+    >>> table = sparse_mla.rope_table(8, R=4)
+    >>> q_out, k_out = sparse_mla.apply_rope(np.array([1]), q, k, table)
+    >>> q_out.shape, [round(float(x), 4) for x in k_out[0]]
+    ((1, 1, 4), [-0.8415, 0.5403, -0.02, 1.9999])
+
+    PyTorch
+    -------
+    Queries and keys turned to their positions: `sparse_mla.apply_rope`.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> table = torch.from_numpy(sparse_mla.rope_table(8, R=4))
+    >>> q, k = torch.ones(3, 2, 4).bfloat16(), torch.ones(3, 4).bfloat16()
+    >>> q_out, k_out = smla.apply_rope(torch.tensor([0, 5, 7]), q, k, table)
+    >>> q_out.shape, k_out[0].tolist()
+    (torch.Size([3, 2, 4]), [1.0, 1.0, 1.0, 1.0])
+
+    JAX
+    ---
+    Queries and keys turned to their positions: `sparse_mla.apply_rope`.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> table = jnp.asarray(sparse_mla.rope_table(8, R=4))
+    >>> q, k = jnp.ones((3, 2, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+    >>> q_out, k_out = smla.apply_rope(jnp.array([0, 5, 7]), q, k, table)
+    >>> q_out.shape, k_out[0].tolist()
+    ((3, 2, 4), [1.0, 1.0, 1.0, 1.0])
+    """
 
 
 @overload

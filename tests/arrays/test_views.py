@@ -356,6 +356,19 @@ def norm(q_weight, kv_weight) -> Example:
     return call("fused_q_kv_rmsnorm", arrays, eps=1e-5)
 
 
+def apply_rope(positions, dtype, table, interleaved=True) -> Example:
+    rng = np.random.default_rng(13)
+    arrays = {
+        "positions": np.array([4, 0, 2], positions),
+        "q_pe": rng.normal(0, 1, (3, 5, 24)).astype(dtype),
+        "k_pe": rng.normal(0, 1, (3, 24)).astype(dtype),
+        "table": rng.normal(0, 0.7, (5, 24)).astype(table),
+        "q_out": np.zeros((3, 5, 24), dtype),
+        "k_out": np.zeros((3, 24), dtype),
+    }
+    return call("apply_rope", arrays, interleaved=interleaved)
+
+
 def inverse(positions, out, scale=None, layout="fp32") -> Example:
     rng = np.random.default_rng(12)
     arrays = {
@@ -610,6 +623,8 @@ NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
 GROUPED |= {"out": "written"}
+APPLY_ROPE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": ""}
+APPLY_ROPE |= {"q_out": "written", "k_out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
 INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
 INDEX_QUERY |= {"out": "written", "out_weights": "written"}
@@ -858,6 +873,10 @@ TABLE: dict[str, Row] = {
     ),
     "norm": Row("fused_q_kv_rmsnorm", lambda: norm(ref.BF16, F32), NORM),
     "norm, other weights": Row("fused_q_kv_rmsnorm", lambda: norm(F32, ref.BF16), NORM),
+    "turn": Row("apply_rope", lambda: apply_rope(np.int64, ref.BF16, F32), APPLY_ROPE),
+    "turn, halves of fp32": Row(
+        "apply_rope", lambda: apply_rope(np.int32, F32, ref.BF16, False), APPLY_ROPE
+    ),
     "turn back": Row(
         "fused_inv_rope_fp8_quant",
         lambda: inverse(np.int64, ref.E4M3, F32),

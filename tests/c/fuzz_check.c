@@ -237,6 +237,9 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == OP_fused_q_kv_rmsnorm) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->norm.eps, &bits, sizeof bits);
+    } else if (number == OP_apply_rope) {
+        a->apply_rope.is_neox = (int32_t)read_count(r, 2);
+        a->apply_rope.inverse = (int32_t)read_count(r, 2);
     } else if (number == OP_fused_inv_rope_fp8_quant) {
         a->inverse.groups = read_number(r);
         a->inverse.scale_layout = (int32_t)read_count(r, 4);

@@ -49,6 +49,7 @@ typedef union any_args {
     smla_grouped_output_projection_args grouped;
     smla_dynamic_per_tensor_quant_args quant;
     smla_fused_q_kv_rmsnorm_args norm;
+    smla_apply_rope_args apply_rope;
     smla_fused_inv_rope_fp8_quant_args inverse;
     smla_qnorm_insert_args qnorm;
     smla_index_query_args index_query;
@@ -357,6 +358,18 @@ make_norm(void)
 }
 
 static inline any_args
+make_apply_rope(void)
+{
+    return (any_args){.apply_rope = {.struct_size = sizeof(smla_apply_rope_args),
+                                     .positions = ZEROS(int64, 3),
+                                     .q_pe = ZEROS(bf16, 3, 4, 16),
+                                     .k_pe = ZEROS(bf16, 3, 16),
+                                     .table = ZEROS(fp32, 5, 16),
+                                     .q_out = ZEROS(bf16, 3, 4, 16),
+                                     .k_out = ZEROS(bf16, 3, 16)}};
+}
+
+static inline any_args
 make_inverse(void)
 {
     return (any_args){.inverse = {.struct_size = sizeof(smla_fused_inv_rope_fp8_quant_args),
@@ -493,6 +506,7 @@ CALL(v_up, smla_v_up_proj)
 CALL(grouped, smla_grouped_output_projection)
 CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
+CALL(apply_rope, smla_apply_rope)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
 CALL(index_query, smla_fused_indexer_q_rope_quant)
@@ -612,6 +626,16 @@ static const operator_case operators[NUM_OPERATORS] = {
                                 {"kv_weight", AT_FIELD(norm, kv_weight), 0, 1},
                                 {"q_out", AT_FIELD(norm, q_out), OUTPUT, 3},
                                 {"kv_out", AT_FIELD(norm, kv_out), OUTPUT, 3}}},
+    [OP_apply_rope] = {"apply_rope",
+                       sizeof(smla_apply_rope_args),
+                       call_apply_rope,
+                       make_apply_rope,
+                       {{"q_pe", AT_FIELD(apply_rope, q_pe), 0, 0}, /* checked first */
+                        {"positions", AT_FIELD(apply_rope, positions), ANY_STRIDE, 0},
+                        {"k_pe", AT_FIELD(apply_rope, k_pe), NEEDED, 3},
+                        {"table", AT_FIELD(apply_rope, table), 0, 2},
+                        {"q_out", AT_FIELD(apply_rope, q_out), OUTPUT, 7},
+                        {"k_out", AT_FIELD(apply_rope, k_out), OUTPUT, 3}}},
     [OP_fused_inv_rope_fp8_quant] = {"fused_inv_rope_fp8_quant",
                                      sizeof(smla_fused_inv_rope_fp8_quant_args),
                                      call_inverse,

@@ -132,12 +132,15 @@ test_interleaved_pages(void)
                 "dequantize_kv_cache: `out` must not overlap `kv_cache`");
 }
 
-/* Whether an output may be an input of the same shape: its name is the input's with _out. */
+/* Whether an output may be an input of the same shape: its name is the input's with _out, behind
+ * or instead of _pe. */
 static bool
 may_be(const char *output, const char *input)
 {
+    const char *const end = strstr(input, "_pe");
+    const int length = (int)(end == NULL ? strlen(input) : (size_t)(end - input));
     char name[64];
-    snprintf(name, sizeof name, "%s_out", input);
+    snprintf(name, sizeof name, "%.*s_out", length, input);
     return strcmp(output, name) == 0;
 }
 

@@ -157,7 +157,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
-    if name in ("out_a", "q_weight", "kv_weight", "norm_weight", "logits"):
+    if name in ("out_a", "q_weight", "kv_weight", "norm_weight", "logits", "q_pe", "table"):
         return ("bfloat16", "float32")
     if name == "kv" and "ape" in row.rules:
         return ("bfloat16", "float32")
@@ -212,7 +212,8 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     """The error if a valid dtype does not fit another argument, or None."""
-    other = {"kv_c": "k_pe", "out_a": "out_b", "logits": "values"}.get(name)
+    partners = {"kv_c": "k_pe", "q_pe": "k_pe", "out_a": "out_b", "logits": "values"}
+    other = partners.get(name)
     other = "score" if name == "kv" and "ape" in row.rules else other
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:
@@ -404,6 +405,8 @@ LARGER = {
     ("compress_norm_rope_store", "cos_sin"): {0},
     ("compress_norm_rope_store", "kv"): {0},
     ("compress_norm_rope_store", "score"): {0},
+    ("apply_rope", "positions"): {0},
+    ("apply_rope", "table"): {0},
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
@@ -1305,7 +1308,8 @@ def test_neighbours_and_overlaps(row, out, other):
     first, second = (out, other)
     if both and names[0] == other:
         first, second = other, out
-    rule = "be the whole of or not overlap" if first == f"{second}_out" else "not overlap"
+    may_be = first == f"{second.removesuffix('_pe')}_out"
+    rule = "be the whole of or not overlap" if may_be else "not overlap"
     text = f"{error_op(row)}: `{first}` must {rule} `{second}`, got arrays that share memory"
     raw = np.full(x.nbytes + y.nbytes + 256, RED, U8)
     for closer in (0, min(step, other_step)):

@@ -177,6 +177,8 @@ class Journey:
         """The results of a call in NumPy: the caller's own arrays, or copies of new ones."""
         if isinstance(got, tuple):
             return tuple(self.results(x) for x in got)
+        if got is None:  # a result that the call does not have
+            return None
         for mine, theirs in self.moved.values():
             if got is theirs:
                 return mine

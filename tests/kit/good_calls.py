@@ -182,6 +182,18 @@ def norm_call() -> Call:
     return Call("fused_q_kv_rmsnorm", args, {"eps": 1e-6, **outputs})
 
 
+def apply_rope_call() -> Call:
+    rng = np.random.default_rng(15)
+    args = {
+        "positions": np.array([7, 0, 3], np.int64),
+        "q_pe": cases.random_bf16(rng, 3, 4, 16),
+        "k_pe": cases.random_bf16(rng, 3, 16),
+        "table": rng.normal(0, 0.7, (8, 16)).astype(np.float32),
+    }
+    outputs = {"q_out": np.zeros((3, 4, 16), ref.BF16), "k_out": np.zeros((3, 16), ref.BF16)}
+    return Call("apply_rope", args, outputs)
+
+
 def inverse_call() -> Call:
     rng = np.random.default_rng(11)
     args = {

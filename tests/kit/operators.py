@@ -14,6 +14,7 @@ import numpy as np
 import reference as ref
 from good_calls import (
     Call,
+    apply_rope_call,
     attention_call,
     combine_call,
     compress_call,
@@ -220,6 +221,15 @@ FACTS: dict[str, Facts] = {
         overloads=("out",),
         is_exact=True,
     ),
+    "apply_rope": Facts(
+        positional="positions q_pe k_pe table",
+        keywords="interleaved=True inverse=False q_out= k_out= stream=",
+        good=apply_rope_call,
+        num_results=2,
+        refused=("table", np.zeros(16, np.float32)),
+        overloads=("out",),
+        is_exact=True,
+    ),
     "fused_inv_rope_fp8_quant": Facts(
         positional="o positions cos_sin",
         keywords="groups scale_layout=fp32 quantize=True out= out_scale= stream=",
@@ -343,6 +353,7 @@ RESULTS = (
     "lse",
     "max_logits",
     "q_out",
+    "k_out",
     "kv_out",
     "out_weights",
     "out_scale",

@@ -1,6 +1,34 @@
-/* ops_rope.c: RoPE of what attention returns. */
+/* ops_rope.c: RoPE of queries and keys, and of what attention returns. */
 #include "core/params_rope.h"
 #include "python/call/operator.h"
+
+/* ---- apply_rope ---------------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(apply_rope)
+
+enum { APPLY_Q = 1, APPLY_K, APPLY_Q_OUT = 4, APPLY_K_OUT };
+
+static const smla_py_param apply_params[] = {
+    {"positions", SMLA_PY_INPUT, offsetof(smla_apply_rope_args, positions)},
+    [APPLY_Q] = {"q_pe", SMLA_PY_INPUT, offsetof(smla_apply_rope_args, q_pe)},
+    [APPLY_K] = {"k_pe", SMLA_PY_NULLABLE, offsetof(smla_apply_rope_args, k_pe)},
+    {"table", SMLA_PY_INPUT, offsetof(smla_apply_rope_args, table)},
+    [APPLY_Q_OUT] = {"q_out", SMLA_PY_OUTPUT, offsetof(smla_apply_rope_args, q_out)},
+    [APPLY_K_OUT] = {"k_out", SMLA_PY_OUTPUT_OR_NONE, offsetof(smla_apply_rope_args, k_out)},
+    {"interleaved", SMLA_PY_UNLESS, offsetof(smla_apply_rope_args, is_neox)},
+    {"inverse", SMLA_PY_FLAG, offsetof(smla_apply_rope_args, inverse)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_apply_rope_args, stream)},
+};
+
+static const smla_py_result_row apply_results[] = {
+    {.result = APPLY_Q_OUT,
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = APPLY_Q},
+     .dims = {SMLA_PY_ALL_SIZES(APPLY_Q)}},
+    {.result = APPLY_K_OUT,
+     .when = {SMLA_PY_IF_GIVEN, APPLY_K, 0},
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = APPLY_K},
+     .dims = {SMLA_PY_ALL_SIZES(APPLY_K)}},
+};
 
 /* ---- Inverse RoPE -------------------------------------------------------------------------- */
 
@@ -67,6 +95,10 @@ static const smla_py_limit inverse_limits[] = {
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_rope_operators[] = {
+    {.name = "apply_rope",
+     SMLA_PY_TABLE(apply_params, smla_apply_rope_args, smla_apply_rope_args),
+     .compute = compute_apply_rope,
+     SMLA_PY_RESULTS(apply_results)},
     {.name = "fused_inv_rope_fp8_quant",
      SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
                    smla_fused_inv_rope_fp8_quant_args),

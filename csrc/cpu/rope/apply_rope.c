@@ -1,0 +1,185 @@
+/* apply_rope.c: RoPE of queries and keys, on any machine: 128-bit vectors (SSE2, NEON).
+ *
+ * Computes     (a, b) -> (a cos - b sin, b cos + a sin) for the pairs of every head: neighbouring
+ *              values, or value i of each half
+ * Shapes       heads of R values of bf16 or fp32, tokens and heads any stride apart; a table's row
+ *              of R / 2 cosines, then R / 2 sines, of fp32 or bf16
+ * Roofline     Memory: a value is read once and written once.
+ * Numerics     fp32, each product rounded, then the sum, once to the type of the heads: there is no
+ *              FMA in this folder. A value that becomes NaN is the positive quiet NaN.
+ */
+#define SMLA_SIMD_WIDTH 4
+
+#include "cpu/cpu.h"
+#include "cpu/machine/quads.h"
+#include "cpu/machine/threads.h"
+#include "cpu/rope/rope.h"
+#include "cpu/rope/rotate.h"
+
+enum {
+    CHUNK_PAIRS = 128, /* pairs whose angles are widened at a time */
+    BLOCK_HEADS = 8,   /* heads of a token that one thread rotates by them */
+    PARALLEL_BLOCKS = 8,
+};
+
+/* Pairs `first` to `first + count - 1` of a head and their angles, followed by zeros up to a whole
+ * vector. */
+typedef struct pair_chunk {
+    int64_t first;
+    int64_t count;
+    float cos[CHUNK_PAIRS];
+    float sin[CHUNK_PAIRS];
+} pair_chunk;
+
+/* ---- Angles -------------------------------------------------------------------------------- */
+
+static float
+read_angle(const smla_apply_rope_params *p, int64_t at)
+{
+    const void *const table = p->rope.cos_sin;
+    return p->table_type == SMLA_FLOAT_BF16 ? smla_bf16_to_float(((const uint16_t *)table)[at])
+                                            : ((const float *)table)[at];
+}
+
+static void
+load_chunk(const smla_apply_rope_params *p, int64_t token, int64_t first, pair_chunk *chunk)
+{
+    const int64_t at = read_position(&p->rope, token) * p->rope.cos_sin_stride_pos + first;
+    const int64_t left = p->num_pairs - first;
+    chunk->first = first;
+    chunk->count = left < CHUNK_PAIRS ? left : CHUNK_PAIRS;
+    for (int64_t i = 0; i < chunk->count; i++) {
+        const float sin = read_angle(p, at + p->num_pairs + i);
+        chunk->cos[i] = read_angle(p, at + i);
+        chunk->sin[i] = p->is_inverse ? -sin : sin;
+    }
+    for (int64_t i = chunk->count; i % DUO != 0; i++) {
+        chunk->cos[i] = chunk->sin[i] = 0;
+    }
+}
+
+/* ---- Heads --------------------------------------------------------------------------------- */
+
+/* Loads a duo of which `count` values exist, or more. */
+SMLA_INLINE duo
+load_values(const void *x, smla_float_type type, int64_t at, int64_t count)
+{
+    const uint8_t *const from = element_at(x, type, at);
+    return count >= DUO ? load_duo(from, type) : load_part_of_duo(from, type, count);
+}
+
+SMLA_INLINE void
+store_duo(duo x, smla_float_type type, void *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        store_unified(x, out);
+    } else {
+        store_float_duo((duo){unify_nan(x.even), unify_nan(x.odd)}, out);
+    }
+}
+
+SMLA_INLINE void
+store_values(duo x, smla_float_type type, void *out, int64_t at, int64_t count)
+{
+    uint8_t padded[DUO * sizeof(float)];
+    uint8_t *const to = (uint8_t *)out + at * element_bytes(type);
+    if (count >= DUO) {
+        store_duo(x, type, to);
+    } else {
+        store_duo(x, type, padded);
+        memcpy(to, padded, (size_t)(count * element_bytes(type)));
+    }
+}
+
+/* Rotates pairs of which `a` and `b` are the first and the second values. */
+SMLA_INLINE void
+rotate_pairs(vfloat *a, vfloat *b, vfloat cos, vfloat sin)
+{
+    const vfloat first = *a * cos - *b * sin;
+    *b = *b * cos + *a * sin;
+    *a = first;
+}
+
+/* Pairs of neighbours, in place or not. */
+SMLA_INLINE void
+rotate_neighbours(const void *x, void *out, smla_float_type type, const pair_chunk *chunk)
+{
+    for (int64_t i = 0; i < chunk->count; i += WIDTH) {
+        const int64_t at = 2 * (chunk->first + i);
+        const int64_t left = 2 * (chunk->count - i);
+        duo values = load_values(x, type, at, left);
+        rotate_pairs(&values.even, &values.odd, (vfloat)load_words(chunk->cos + i, 0),
+                     (vfloat)load_words(chunk->sin + i, 0));
+        store_values(values, type, out, at, left);
+    }
+}
+
+/* Pairs of a head's halves, of which the second begins `half` values behind the first. */
+SMLA_INLINE void
+rotate_halves(const void *x, void *out, smla_float_type type, int64_t half, const pair_chunk *chunk)
+{
+    for (int64_t i = 0; i < chunk->count; i += DUO) {
+        const int64_t at = chunk->first + i;
+        const int64_t left = chunk->count - i;
+        const duo cos = load_float_duo(chunk->cos + i);
+        const duo sin = load_float_duo(chunk->sin + i);
+        duo a = load_values(x, type, at, left);
+        duo b = load_values(x, type, half + at, left);
+        rotate_pairs(&a.even, &b.even, cos.even, sin.even);
+        rotate_pairs(&a.odd, &b.odd, cos.odd, sin.odd);
+        store_values(a, type, out, at, left);
+        store_values(b, type, out, half + at, left);
+    }
+}
+
+SMLA_INLINE void
+rotate_chunk(const smla_apply_rope_params *p, smla_float_type type, const smla_rope_heads *heads,
+             int64_t token, int64_t head, const pair_chunk *chunk)
+{
+    const int64_t at = token * heads->stride_token + head * heads->stride_head;
+    const int64_t out_at = token * heads->out_stride_token + head * heads->out_stride_head;
+    const void *const x = element_at(heads->x, type, at);
+    void *const out = (uint8_t *)heads->out + out_at * element_bytes(type);
+    if (p->is_neox) {
+        rotate_halves(x, out, type, p->num_pairs, chunk);
+    } else {
+        rotate_neighbours(x, out, type, chunk);
+    }
+}
+
+/* Rotates heads `begin` to `end` - 1 of a token. The key is the head behind the queries. */
+static void
+rotate_heads(const smla_apply_rope_params *p, int64_t token, int64_t begin, int64_t end)
+{
+    pair_chunk chunk;
+    for (int64_t first = 0; first < p->num_pairs; first += CHUNK_PAIRS) {
+        load_chunk(p, token, first, &chunk);
+        for (int64_t h = begin; h < end; h++) {
+            const bool is_key = h >= p->q.num_heads;
+            const smla_rope_heads *const heads = is_key ? &p->k : &p->q;
+            const int64_t head = is_key ? 0 : h;
+            if (p->type == SMLA_FLOAT_BF16) {
+                rotate_chunk(p, SMLA_FLOAT_BF16, heads, token, head, &chunk);
+            } else {
+                rotate_chunk(p, SMLA_FLOAT_FP32, heads, token, head, &chunk);
+            }
+        }
+    }
+}
+
+smla_status
+smla_cpu_apply_rope(const smla_apply_rope_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cpu_check_positions("apply_rope", &p->rope, "table", p->num_tokens, error));
+    const int64_t num_heads = p->q.num_heads + p->k.num_heads;
+    const int64_t token_blocks = (num_heads + BLOCK_HEADS - 1) / BLOCK_HEADS;
+    const int64_t num_blocks = p->num_tokens * token_blocks;
+#pragma omp parallel for schedule(static) if (num_blocks >= PARALLEL_BLOCKS)
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const int64_t begin = block % token_blocks * BLOCK_HEADS;
+        const int64_t left = num_heads - begin;
+        rotate_heads(p, block / token_blocks, begin,
+                     begin + (left < BLOCK_HEADS ? left : BLOCK_HEADS));
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,136 @@
+/* test_rope.c: apply_rope, byte for byte with single operations in fp32. test_norm.c has V4's
+ * inverse.
+ */
+#include "testing.h"
+
+#include "core/numeric.h"
+
+typedef struct turn {
+    array *positions, *q, *k, *table, *q_out, *k_out;
+    bool is_neox;
+    bool inverse;
+} turn;
+
+enum { TOKENS = 3, MAX_POS = 9 };
+
+static smla_status
+apply(const turn *c)
+{
+    const smla_apply_rope_args args = {.struct_size = sizeof args,
+                                       .positions = &c->positions->tensor,
+                                       .q_pe = &c->q->tensor,
+                                       .k_pe = &c->k->tensor,
+                                       .table = &c->table->tensor,
+                                       .q_out = &c->q_out->tensor,
+                                       .k_out = &c->k_out->tensor,
+                                       .is_neox = c->is_neox,
+                                       .inverse = c->inverse};
+    return smla_apply_rope(&args, &error);
+}
+
+static turn
+make_turn(DLDataType dtype, DLDataType table_dtype, int64_t heads, int64_t size)
+{
+    const turn c = {.positions = ARRAY(int64, TOKENS),
+                    .q = fill_normal(ARRAY(dtype, TOKENS, heads, size), 1.0),
+                    .k = fill_normal(ARRAY(dtype, TOKENS, size), 1.0),
+                    .table = fill_normal(ARRAY(table_dtype, MAX_POS, size), 1.0),
+                    .q_out = ARRAY(dtype, TOKENS, heads, size),
+                    .k_out = ARRAY(dtype, TOKENS, size)};
+    for (int64_t t = 0; t < TOKENS; t++) {
+        ((int64_t *)c.positions->tensor.data)[t] = (t * 5 + 2) % MAX_POS;
+    }
+    return c;
+}
+
+/* Value i of a query's head, or of the key for h < 0. A volatile variable rounds to fp32. */
+static double
+turned_value(const turn *c, int64_t t, int64_t h, int64_t i)
+{
+    const int64_t half = c->table->shape[1] / 2;
+    const int64_t pair = c->is_neox ? i % half : i / 2;
+    const int64_t first = c->is_neox ? pair : 2 * pair;
+    const int64_t second = c->is_neox ? half + pair : 2 * pair + 1;
+    const int64_t position = ((const int64_t *)c->positions->tensor.data)[t];
+    const volatile float a = (float)(h < 0 ? GET(c->k, t, first) : GET(c->q, t, h, first));
+    const volatile float b = (float)(h < 0 ? GET(c->k, t, second) : GET(c->q, t, h, second));
+    const volatile float cos = (float)GET(c->table, position, pair);
+    const volatile float angle_sin = (float)GET(c->table, position, half + pair);
+    const volatile float sin = c->inverse ? -angle_sin : angle_sin;
+    const volatile float by_cos = i == first ? a * cos : b * cos;
+    const volatile float by_sin = i == first ? -(b * sin) : a * sin;
+    const volatile float sum = by_cos + by_sin;
+    const bool is_bf16 = c->q->tensor.dtype.code == kDLBfloat;
+    return (double)(is_bf16 ? smla_bf16_to_float(smla_float_to_bf16(sum)) : sum);
+}
+
+static void
+test_every_size(void)
+{
+    static const int64_t sizes[] = {2, 4, 6, 8, 10, 16, 24, 62, 64, 258, 300};
+    for (size_t i = 0; i < 8 * sizeof sizes / sizeof *sizes; i++) {
+        const int64_t size = sizes[i / 8];
+        const int64_t heads = 1 + (int64_t)i % 11;
+        turn c = make_turn(i & 1 ? fp32 : bf16, i & 2 ? bf16 : fp32, heads, size);
+        c.is_neox = (i & 4) != 0;
+        c.inverse = i % 3 == 0;
+        EXPECT_OK(apply(&c));
+        for (int64_t t = 0; t < TOKENS; t++) {
+            for (int64_t v = 0; v < size; v++) {
+                for (int64_t h = 0; h < heads; h++) {
+                    EXPECT_NEAR(GET(c.q_out, t, h, v), turned_value(&c, t, h, v), 0.0);
+                }
+                EXPECT_NEAR(GET(c.k_out, t, v), turned_value(&c, t, -1, v), 0.0);
+            }
+        }
+        free_arrays("apply_rope");
+    }
+}
+
+/* The inverse in place gives the values back, but for roundings. */
+static void
+test_there_and_back(void)
+{
+    turn c = make_turn(fp32, fp32, 2, 64);
+    for (int64_t t = 0; t < MAX_POS; t++) {
+        for (int64_t i = 0; i < 32; i++) {
+            SET(c.table, cos(0.3 * (double)(t * (i + 1))), t, i);
+            SET(c.table, sin(0.3 * (double)(t * (i + 1))), t, 32 + i);
+        }
+    }
+    for (int neox = 0; neox < 2; neox++) {
+        c.is_neox = neox != 0;
+        c.inverse = false;
+        EXPECT_OK(apply(&c));
+        turn back = c;
+        back.q = back.q_out;
+        back.k = back.k_out;
+        back.inverse = true;
+        EXPECT_OK(apply(&back));
+        for (int64_t i = 0; i < 64; i++) {
+            EXPECT_NEAR(GET(c.q_out, 2, 1, i), GET(c.q, 2, 1, i), 1e-6);
+            EXPECT_NEAR(GET(c.k_out, 1, i), GET(c.k, 1, i), 1e-6);
+        }
+    }
+}
+
+static void
+test_refusals(void)
+{
+    turn c = make_turn(bf16, fp32, 2, 8);
+    ((int64_t *)c.positions->tensor.data)[1] = MAX_POS;
+    EXPECT_FAIL(apply(&c), SMLA_ERROR_VALUE,
+                "apply_rope: `positions` must be rows of `table`, which has 9, got 9 for token 1");
+    c = make_turn(bf16, fp32, 2, 7);
+    EXPECT_FAIL(apply(&c), SMLA_ERROR_VALUE,
+                "`q_pe` must have an even number of values per head, at least 2, got 7");
+}
+
+int
+main(void)
+{
+    RUN(test_every_size);
+    RUN(test_there_and_back);
+    RUN(test_refusals);
+    return report("test_rope");
+}
