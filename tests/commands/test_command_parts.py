@@ -626,10 +626,10 @@ def test_bench_tells_wrong_results(monkeypatch):
         memory, "make_conversion", lambda *_: memory.Move("c", lambda: 0, 1, lambda: False)
     )
     judged = memory.make_norm, memory.make_merge, memory.make_index_queries
-    others = memory.make_inverse, memory.make_queries
+    others, turn = (memory.make_inverse, memory.make_queries), memory.make_turn
     insert = memory.make_index_insert
     makers = "write", "gather", "insert", "last_gather", "index_insert"
-    makers += "merge", "norm", "inverse", "queries", "index_queries"
+    makers += "merge", "norm", "inverse", "queries", "index_queries", "turn"
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
@@ -638,12 +638,13 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"] * 2
-    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 5
+    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 7
     monkeypatch.setattr(memory, "NUM_NORMS", 600)
     monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
     rng = np.random.default_rng(0)
     moves = [make(rng) for make in judged] + [make() for make in others]
     moves += [insert(rng, order) for order in memory.SLOT_ORDERS]
+    moves += [turn(interleaved) for interleaved in (True, False)]
     moves += [right(rng, is_prefill) for is_prefill in (False, True)]
     moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
     for move in moves:

@@ -34,6 +34,7 @@ NUM_PAGES = NUM_SLOTS // BLOCK_SIZE
 NUM_QUERIES = 4096
 NUM_NORMS = 16384
 NUM_OUTPUTS = 1024
+NUM_TURNED = 16384
 NUM_LIST_TOKENS = 8192
 NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
@@ -65,6 +66,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
     moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
     moves += [make_merge(rng), make_norm(rng), make_inverse(), make_queries()]
+    moves += [make_turn(interleaved) for interleaved in (True, False)]
     moves += [make_index_queries(rng)]
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
@@ -369,6 +371,37 @@ def make_norm(rng: np.random.Generator) -> Move:
         return good
 
     return Move("fused_q_kv_rmsnorm, 1024 + 512", normalize, 2 * buffer.nbytes, is_right)
+
+
+def turned(x: np.ndarray, angles: np.ndarray, *, interleaved: bool) -> np.ndarray:
+    """apply_rope of [T, H, R] by a row of the table per token."""
+    cos, sin = np.split(angles[:, None], 2, axis=-1)
+    wide, half = x.astype(np.float32), x.shape[-1] // 2
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else np.split(wide, 2, axis=-1)
+    pairs = np.stack((a * cos - b * sin, b * cos + a * sin), -1 if interleaved else -2)
+    return pairs.reshape(*x.shape[:2], 2 * half).astype(BF16)
+
+
+def make_turn(interleaved: bool) -> Move:
+    q, k = draw(NUM_TURNED, 16, 64), draw(NUM_TURNED, 1, 64)
+    positions, table = np.arange(NUM_TURNED), sparse_mla.rope_table(NUM_TURNED)
+    outs = np.zeros_like(q), np.zeros_like(k)
+
+    def turn() -> object:
+        return sparse_mla.apply_rope(
+            *(positions, q, k[:, 0], table),
+            interleaved=interleaved,
+            q_out=outs[0],
+            k_out=outs[1][:, 0],
+        )
+
+    def is_right() -> bool:
+        angles = table[SAMPLED]
+        wants = [turned(x[SAMPLED], angles, interleaved=interleaved) for x in (q, k)]
+        return all(np.array_equal(out[SAMPLED], x) for out, x in zip(outs, wants, strict=True))
+
+    kind = "neighbours" if interleaved else "halves"
+    return Move(f"apply_rope, 16 heads, {kind}", turn, 2 * (q.nbytes + k.nbytes), is_right)
 
 
 def make_inverse() -> Move:

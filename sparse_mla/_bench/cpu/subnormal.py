@@ -391,6 +391,18 @@ def queries(dtype: Any) -> Case:
     return Case("fused_qnorm_rope_kv_insert", make, sizes("q", "kv"), np.dtype(dtype).name)
 
 
+def turn(dtype: Any) -> Case:
+    def make() -> Arrays:
+        return {
+            "positions": np.arange(TOKENS),
+            "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
+            "k_pe": normal(TOKENS, 64, dtype=dtype),
+            "table": cos_sin(TOKENS),
+        }
+
+    return Case("apply_rope", make, sizes("q_pe", "k_pe"), np.dtype(dtype).name)
+
+
 def inverse(*, quantizes: bool) -> Case:
     def make() -> Arrays:
         return {
@@ -499,6 +511,7 @@ def make_cases() -> list[Case]:
         split(),
         norm(),
         *map(queries, (BF16, np.uint8)),
+        *map(turn, (BF16, np.float32)),
         *(inverse(quantizes=quantizes) for quantizes in (True, False)),
         index_query(),
         save(),

@@ -177,6 +177,13 @@ def lists(num_tokens: int) -> Named:
     )
 
 
+def turns(num_tokens: int) -> Named:
+    q, k = bf16(num_tokens, HEADS, 64), bf16(num_tokens, 64)
+    given = (last_positions(num_tokens), q, k, angles())
+    outs = {"q_out": torch.empty_like(q), "k_out": torch.empty_like(k)}
+    yield "apply_rope", lambda: sparse_mla.apply_rope(*given, **outs)
+
+
 def outputs(num_tokens: int) -> Named:
     o, positions, table = bf16(num_tokens, HEADS, 512), last_positions(num_tokens), angles()
     made = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, groups=HEADS // 8)
@@ -193,5 +200,6 @@ HELPERS: tuple[Callable[[int], Named], ...] = (
     compressors,
     index_queries,
     lists,
+    turns,
     outputs,
 )

@@ -355,6 +355,40 @@ def as_bits(x: Array) -> Array:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
+def move_rope() -> Iterator[Move]:
+    table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS)).to(DEVICE)
+    positions = torch.arange(TURNED_TOKENS, device=DEVICE)
+    for num_heads, interleaved in ((16, True), (128, True), (128, False)):
+        q = torch.randn(TURNED_TOKENS, num_heads, 64, device=DEVICE).bfloat16()
+        k = torch.randn(TURNED_TOKENS, 64, device=DEVICE).bfloat16()
+        outs = torch.empty_like(q), torch.empty_like(k)
+        options = {"interleaved": interleaved}
+
+        def call(
+            q: Array = q,
+            k: Array = k,
+            outs: tuple[Array, ...] = outs,
+            options: dict[str, Any] = options,
+        ) -> object:
+            results = {"q_out": outs[0], "k_out": outs[1]}
+            return sparse_mla.apply_rope(positions, q, k, table, **results, **options)
+
+        def is_right(
+            q: Array = q,
+            k: Array = k,
+            outs: tuple[Array, ...] = outs,
+            options: dict[str, Any] = options,
+        ) -> bool:
+            tokens = sample(TURNED_TOKENS)
+            at, *given = (x[tokens].cpu() for x in (positions, q, k))
+            want = sparse_mla.apply_rope(at, given[0], given[1], table.cpu(), **options)
+            return all(same_bytes(x[tokens], y) for x, y in zip(outs, want, strict=True))
+
+        kind = "neighbours" if interleaved else "halves"
+        name = f"apply_rope, H {num_heads}, {kind}"
+        yield Move(name, call, 2 * (q.nbytes + k.nbytes), is_right)
+
+
 def move_turned() -> Iterator[Move]:
     table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS, fp32_angles=True)).to(DEVICE)
     positions = torch.arange(TURNED_TOKENS, device=DEVICE)
@@ -473,6 +507,7 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_merged,
     move_quantised,
     move_norms,
+    move_rope,
     move_turned,
     move_queries,
     move_index_queries,
