@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sparse_mla import _C
 from sparse_mla._types import ConcatFormat
@@ -40,9 +40,10 @@ class Backend(CommonFacts):
     ('SPARSE_MLA', ['auto', 'bfloat16', 'fp8_ds_mla'])
     """
 
+    _classes: ClassVar[tuple[type[Any], type[Any]]] = (MetadataBuilder, SparseMLA)
     name: ClassVar[str] = "SPARSE_MLA"
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
     supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
     def get_kv_cache_shape(
@@ -91,35 +92,3 @@ class Backend(CommonFacts):
                 )
         rows = _C.KV_FORMATS["bfloat16" if cache_dtype_str == "auto" else cache_dtype_str]
         return (num_blocks, block_size, next(row for row in rows if rows[row] == head_size))
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The class that an engine makes its metadata builder of.
-
-        Returns
-        -------
-        MetadataBuilder.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.Backend.get_builder_cls().__name__
-        'MetadataBuilder'
-        """
-        return MetadataBuilder
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseMLA]:
-        """The class that an engine makes its layers of.
-
-        Returns
-        -------
-        SparseMLA.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.Backend.get_impl_cls().__name__
-        'SparseMLA'
-        """
-        return SparseMLA

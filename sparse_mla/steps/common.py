@@ -319,6 +319,8 @@ class Builder:
 class CommonFacts:
     """The facts that hold for the backend of any model."""
 
+    _classes: ClassVar[tuple[type[Any], type[Any]]]  # its builder and its layer
+
     supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
     supported_kernel_block_sizes: ClassVar[str] = "any"
     is_mla: ClassVar[bool] = True
@@ -353,3 +355,35 @@ class CommonFacts:
         """
         has_cuda = not _C.build_info()["cuda"].startswith("none")
         return has_cuda and (major, minor) >= (8, 0)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """The class that an engine makes its metadata builder of.
+
+        Returns
+        -------
+        type: `MetadataBuilder` of the same module.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_builder_cls().__name__
+        'MetadataBuilder'
+        """
+        return cls._classes[0]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        """The class that an engine makes its layers of.
+
+        Returns
+        -------
+        type: `SparseMLA` of the same module.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_impl_cls().__name__
+        'SparseMLA'
+        """
+        return cls._classes[1]

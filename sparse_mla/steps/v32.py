@@ -9,15 +9,7 @@ from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat, Path
-from sparse_mla.steps.common import (
-    Builder,
-    CommonAttentionMetadata,
-    ShortRepr,
-    StepMetadata,
-    check_common,
-    check_fields,
-    make_metadata,
-)
+from sparse_mla.steps import common as steps
 
 Array = Any
 
@@ -104,7 +96,7 @@ class Config:
         kv_format: ConcatFormat = "auto"  # the same option
 
     def __post_init__(self) -> None:
-        check_fields(self, "v32")
+        steps.check_fields(self, "v32")
         self._check_names()
 
     def _check_names(self) -> None:
@@ -126,7 +118,7 @@ class Config:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chunk(ShortRepr):
+class Chunk(steps.ShortRepr):
     """Prefill requests whose rows fit the workspace together. `MetadataBuilder.build` makes it.
 
     Attributes
@@ -162,7 +154,7 @@ class Chunk(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Decode(ShortRepr):
+class Decode(steps.ShortRepr):
     """The decode part of paths "separate" and "direct". `MetadataBuilder.build` makes it.
 
     Attributes
@@ -186,7 +178,7 @@ class Decode(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prefill(ShortRepr):
+class Prefill(steps.ShortRepr):
     """The prefill part of path "separate". `MetadataBuilder.build` makes it.
 
     Attributes
@@ -216,7 +208,7 @@ class Prefill(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Metadata(StepMetadata):
+class Metadata(steps.StepMetadata):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
     again.
 
@@ -288,7 +280,7 @@ def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
     return Prefill(lens, step["prefill_request_ids"], starts, chunks)
 
 
-class MetadataBuilder(Builder):
+class MetadataBuilder(steps.Builder):
     """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
     Only one thread may use it at a time; a second one gets a RuntimeError.
@@ -329,7 +321,7 @@ class MetadataBuilder(Builder):
     @names_integration()
     def build(
         self,
-        common: CommonAttentionMetadata,
+        common: steps.CommonAttentionMetadata,
         *,
         common_prefix_len: int = 0,
         fast_build: bool = False,
@@ -383,7 +375,7 @@ class MetadataBuilder(Builder):
         >>> metadata.path, metadata.num_decodes, metadata.prefill.chunks[0].tokens_slice
         ('separate', 1, slice(1, 5, None))
         """
-        check_common(common)
+        steps.check_common(common)
         num_actual_tokens: Any = common.num_actual_tokens
         shape = getattr(common.slot_mapping, "shape", None)
         if shape is None:
@@ -400,7 +392,7 @@ class MetadataBuilder(Builder):
             decode = Decode(step["decode_query_len"], step["decode_num_splits"])
         if step["chunks"]:
             prefill = _make_prefill(step, common.block_table)
-        return make_metadata(
+        return steps.make_metadata(
             Metadata,
             common,
             self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sparse_mla import _C
 from sparse_mla._types import CompressedDtypeV4, IndexFormat
@@ -71,9 +71,10 @@ class Backend(CommonFacts):
     ('SPARSE_MLA_V4', [512])
     """
 
+    _classes: ClassVar[tuple[type[Any], type[Any]]] = (MetadataBuilder, SparseMLA)
     name: ClassVar[str] = "SPARSE_MLA_V4"
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*SYNONYMS, *KV_CACHE_DTYPES]
     supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*SYNONYMS, *KV_CACHE_DTYPES]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -165,35 +166,3 @@ class Backend(CommonFacts):
         _, row_bytes = _row_of(op, cache_dtype_str)
         used = _rows_per_page(op, block_size, compress_ratio) * row_bytes
         return -(-used // align) * align
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The class that an engine makes its metadata builder of.
-
-        Returns
-        -------
-        MetadataBuilder.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.v4.Backend.get_builder_cls().__name__
-        'MetadataBuilder'
-        """
-        return MetadataBuilder
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseMLA]:
-        """The class that an engine makes its layers of.
-
-        Returns
-        -------
-        SparseMLA.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.v4.Backend.get_impl_cls().__name__
-        'SparseMLA'
-        """
-        return SparseMLA

@@ -55,7 +55,7 @@ class Public(typing.NamedTuple):
         if inspect.isclass(self.obj) and self.obj.__init__ is object.__init__:
             return []
         parameters = inspect.signature(self.obj).parameters.values()
-        return [p for p in parameters if p.name != "self" and not p.name.startswith("_")]
+        return [p for p in parameters if p.name not in ("self", "cls") and p.name[0] != "_"]
 
     def section(self, title: str) -> str:
         """The lines below a title and its rule, up to the next section."""
