@@ -9,6 +9,21 @@
 
 /* ---- Planning ------------------------------------------------------------------------------ */
 
+/* A new list of `count` pairs of numbers. */
+static PyObject *
+list_pairs(const int64_t *numbers, int64_t count)
+{
+    PyObject *pairs = PyList_New((Py_ssize_t)count);
+    for (int64_t i = 0; pairs != NULL && i < count; i++) {
+        PyObject *pair =
+            Py_BuildValue("(LL)", (long long)numbers[2 * i], (long long)numbers[2 * i + 1]);
+        if (pair == NULL || PyList_SetItem(pairs, (Py_ssize_t)i, pair) < 0) { /* steals */
+            Py_CLEAR(pairs);
+        }
+    }
+    return pairs;
+}
+
 PyDoc_STRVAR(split_decodes_and_prefills_doc,
              "split_decodes_and_prefills($module, query_start_loc, num_actual_tokens, "
              "decode_threshold, require_uniform, /)\n--\n\n"
@@ -50,6 +65,45 @@ split_decodes_and_prefills(PyObject *module, PyObject *const *args, Py_ssize_t n
                          (long long)split.num_decode_tokens, (long long)split.num_prefill_tokens);
 }
 
+PyDoc_STRVAR(reorder_batch_doc,
+             "reorder_batch($module, num_scheduled_tokens, decode_threshold, /)\n--\n\n"
+             "See sparse_mla.reorder_batch.");
+
+static PyObject *
+reorder_batch(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "reorder_batch";
+    int64_t decode_threshold = 0;
+    int32_t *num_tokens = NULL;
+    int64_t num_reqs = 0;
+    if (smla_py_check_count(op, num_args, 2) < 0 ||
+        smla_py_parse_int(op, "decode_threshold", args[1], &decode_threshold) < 0 ||
+        smla_py_host_ints(PyModule_GetState(module), op, "num_scheduled_tokens", args[0],
+                          &num_tokens, &num_reqs) < 0) {
+        return NULL;
+    }
+    PyObject *pairs = NULL;
+    int64_t num_swaps = 0;
+    smla_batch_split split;
+    smla_error error;
+    int64_t *swaps = malloc((size_t)(num_reqs + 1) * sizeof *swaps);
+    if (swaps == NULL) {
+        PyErr_NoMemory();
+    } else if (smla_reorder_batch(num_tokens, num_reqs, decode_threshold, swaps, &num_swaps, &split,
+                                  &error) != SMLA_OK) {
+        smla_py_raise(&error);
+    } else {
+        pairs = list_pairs(swaps, num_swaps);
+    }
+    free(swaps);
+    free(num_tokens);
+    return pairs == NULL
+               ? NULL
+               : Py_BuildValue("(NLLLL)", pairs, (long long)split.num_decodes,
+                               (long long)split.num_prefills, (long long)split.num_decode_tokens,
+                               (long long)split.num_prefill_tokens);
+}
+
 PyDoc_STRVAR(split_prefill_chunks_doc,
              "split_prefill_chunks($module, seq_lens, workspace_tokens, /)\n--\n\n"
              "See sparse_mla.split_prefill_chunks.");
@@ -70,23 +124,20 @@ split_prefill_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     PyObject *chunks = NULL;
     int64_t num_chunks = 0;
     smla_error error;
-    int64_t *ends = malloc((size_t)(count + 1) * sizeof *ends);
-    if (ends == NULL) {
+    int64_t *bounds = malloc((size_t)(2 * count + 1) * sizeof *bounds);
+    if (bounds == NULL) {
         PyErr_NoMemory();
-    } else if (smla_split_prefill_chunks(seq_lens, count, workspace_tokens, ends, &num_chunks,
+    } else if (smla_split_prefill_chunks(seq_lens, count, workspace_tokens, bounds, &num_chunks,
                                          &error) != SMLA_OK) {
         smla_py_raise(&error);
     } else {
-        chunks = PyList_New((Py_ssize_t)num_chunks);
-    }
-    for (int64_t i = 0; chunks != NULL && i < num_chunks; i++) {
-        PyObject *pair =
-            Py_BuildValue("(LL)", i == 0 ? 0LL : (long long)ends[i - 1], (long long)ends[i]);
-        if (pair == NULL || PyList_SetItem(chunks, (Py_ssize_t)i, pair) < 0) { /* steals */
-            Py_CLEAR(chunks);
+        for (int64_t i = num_chunks - 1; i >= 0; i--) { /* ends become starts and ends */
+            bounds[2 * i + 1] = bounds[i];
+            bounds[2 * i] = i == 0 ? 0 : bounds[i - 1];
         }
+        chunks = list_pairs(bounds, num_chunks);
     }
-    free(ends);
+    free(bounds);
     free(seq_lens);
     return chunks;
 }
@@ -210,6 +261,7 @@ call_exactly(PyObject *Py_UNUSED(module), PyObject *function)
 static PyMethodDef functions[] = {
     {"split_decodes_and_prefills", (PyCFunction)(void (*)(void))split_decodes_and_prefills,
      METH_FASTCALL, split_decodes_and_prefills_doc},
+    {"reorder_batch", (PyCFunction)(void (*)(void))reorder_batch, METH_FASTCALL, reorder_batch_doc},
     {"split_prefill_chunks", (PyCFunction)(void (*)(void))split_prefill_chunks, METH_FASTCALL,
      split_prefill_chunks_doc},
     {"get_prefill_workspace_size", get_prefill_workspace_size, METH_O,

@@ -24,6 +24,14 @@ SMLA_API smla_status smla_split_decodes_and_prefills(const int32_t *query_start_
                                                      int64_t decode_threshold, int require_uniform,
                                                      smla_batch_split *split, smla_error *error);
 
+/* The swaps of two requests that, done in order, put decodes first: those with at most
+ * decode_threshold (>= 1) tokens in this step. `swaps` has room for num_reqs entries: pairs, of
+ * which the first number is the smaller. A batch in order has none. */
+SMLA_API smla_status smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs,
+                                        int64_t decode_threshold, int64_t *swaps,
+                                        int64_t *num_swaps, smla_batch_split *split,
+                                        smla_error *error);
+
 /* Packs requests in order into chunks that fit the workspace; a longer request is an error. `ends`
  * has room for num_reqs entries. Chunk c is [ends[c - 1], ends[c]), and chunk 0 starts at 0. */
 SMLA_API smla_status smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs,

@@ -1,5 +1,6 @@
-/* chunks.c: the arithmetic of a step. It splits decodes from prefills, and cuts prefills into
- * chunks that share the workspace. It computes with host integers only; engine.c keeps the results.
+/* chunks.c: the arithmetic of a step. It orders a batch, splits decodes from prefills, and cuts
+ * prefills into chunks that share the workspace. It computes with host integers only; engine.c
+ * keeps the results.
  */
 #include "step/chunks.h"
 
@@ -62,17 +63,22 @@ check_empty_queries(const char *op, const int32_t *query_start_loc, int64_t num_
     return SMLA_OK;
 }
 
+static smla_status
+check_threshold(const char *op, int64_t decode_threshold, smla_error *error)
+{
+    return decode_threshold >= 1 ? SMLA_OK
+                                 : smla_fail(error, SMLA_ERROR_VALUE,
+                                             "%s: `decode_threshold` must be at least 1, got %lld",
+                                             op, (long long)decode_threshold);
+}
+
 smla_status
 smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs,
                                 int64_t num_actual_tokens, int64_t decode_threshold,
                                 int require_uniform, smla_batch_split *split, smla_error *error)
 {
     static const char op[] = "split_decodes_and_prefills";
-    if (decode_threshold < 1) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `decode_threshold` must be at least 1, got %lld", op,
-                         (long long)decode_threshold);
-    }
+    SMLA_TRY(check_threshold(op, decode_threshold, error));
     SMLA_TRY(smla_check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
     SMLA_TRY(smla_require_pointer(op, "split", split, error));
     SMLA_TRY(check_empty_queries(op, query_start_loc, num_reqs, decode_threshold, error));
@@ -96,6 +102,61 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
     };
     return SMLA_OK;
 }
+
+/* ---- Order --------------------------------------------------------------------------------- */
+
+/* Counts decodes and prefills, and their tokens, wherever they stand. */
+static smla_status
+count_requests(const char *op, const int32_t *num_tokens, int64_t num_reqs,
+               int64_t decode_threshold, smla_batch_split *split, smla_error *error)
+{
+    *split = (smla_batch_split){.num_decodes = 0};
+    for (int64_t req = 0; req < num_reqs; req++) {
+        const int32_t count = num_tokens[req];
+        const bool is_decode = count <= decode_threshold;
+        if (count < 0) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `num_scheduled_tokens` must be >= 0, got %d at request %lld", op,
+                             count, (long long)req);
+        }
+        *(is_decode ? &split->num_decodes : &split->num_prefills) += 1;
+        *(is_decode ? &split->num_decode_tokens : &split->num_prefill_tokens) += count;
+    }
+    return SMLA_OK;
+}
+
+/* The i-th swap puts the i-th prefill in the place of the i-th last decode, as long as that decode
+ * stands behind the places that decodes will have. */
+smla_status
+smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs, int64_t decode_threshold,
+                   int64_t *swaps, int64_t *num_swaps, smla_batch_split *split, smla_error *error)
+{
+    static const char op[] = "reorder_batch";
+    int64_t count = 0;
+    int64_t prefill = 0;
+    SMLA_TRY(check_threshold(op, decode_threshold, error));
+    if (num_reqs > 0) {
+        SMLA_TRY(smla_require_pointer(op, "num_scheduled_tokens", num_scheduled_tokens, error));
+        SMLA_TRY(smla_require_pointer(op, "swaps", swaps, error));
+    }
+    SMLA_TRY(smla_require_pointer(op, "num_swaps", num_swaps, error));
+    SMLA_TRY(smla_require_pointer(op, "split", split, error));
+    SMLA_TRY(count_requests(op, num_scheduled_tokens, num_reqs, decode_threshold, split, error));
+    for (int64_t decode = num_reqs - 1; decode >= split->num_decodes; decode--) {
+        if (num_scheduled_tokens[decode] > decode_threshold) {
+            continue;
+        }
+        while (num_scheduled_tokens[prefill] <= decode_threshold) {
+            prefill++;
+        }
+        swaps[count++] = prefill++;
+        swaps[count++] = decode;
+    }
+    *num_swaps = count / 2;
+    return SMLA_OK;
+}
+
+/* ---- Chunks -------------------------------------------------------------------------------- */
 
 smla_status
 smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t workspace_tokens,

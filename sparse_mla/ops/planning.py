@@ -1,4 +1,5 @@
-"""Cuts a batch into decodes, prefills and chunks of prefills; works on integers in host memory."""
+"""Orders a batch, and cuts it into decodes, prefills and chunks of prefills; works on integers in
+host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from sparse_mla import _C
 
 __all__ = [
     "get_prefill_workspace_size",
+    "reorder_batch",
     "split_decodes_and_prefills",
     "split_prefill_chunks",
 ]
@@ -56,6 +58,43 @@ def split_decodes_and_prefills(
     return _C.split_decodes_and_prefills(
         query_start_loc, num_actual_tokens, decode_threshold, require_uniform
     )
+
+
+def reorder_batch(
+    num_scheduled_tokens: Any, *, decode_threshold: int = 1
+) -> tuple[list[tuple[int, int]], int, int, int, int]:
+    """Find the swaps of requests that put a batch's decodes before its prefills.
+
+    A request with at most `decode_threshold` tokens is a decode. The first prefill is swapped with
+    the last decode, the second with the one before it, and so on, while the decode stands behind
+    the places of decodes. Few requests move, and a batch in order needs no swap.
+
+    Parameters
+    ----------
+    num_scheduled_tokens : [R] integers in host memory
+        Query tokens of each request in this step: an array, list or tuple.
+    decode_threshold : int
+        At least 1.
+
+    Returns
+    -------
+    (swaps, num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens): the pairs of requests
+    to swap, one after another.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A negative number of tokens, a `decode_threshold` below 1, values beyond int32.
+
+    Source: reorder_batch of vLLM's MLACommonMetadataBuilder.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.reorder_batch([100, 1, 200, 1])
+    ([(0, 3)], 2, 2, 2, 300)
+    """
+    return _C.reorder_batch(num_scheduled_tokens, decode_threshold)
 
 
 def split_prefill_chunks(seq_lens: Any, workspace_tokens: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from sparse_mla.ops._declare import Array, Stream, operator
 __all__ = [
     "apply_rope",
     "fused_inv_rope_fp8_quant",
+    "mla_softmax_scale",
     "rope_table",
 ]
 
@@ -69,19 +70,62 @@ def rope_table(
     >>> [round(float(x), 6) for x in sparse_mla.rope_table(2, R=4)[1]]
     [0.540302, 0.99995, 0.841471, 0.01]
     """
-    size = _number("R", R, int)
+    size = _number("rope_table", "R", R, int)
     if size < 2 or size % 2 != 0:
         raise ValueError(f"rope_table: `R` must be even and at least 2, got {R}")
-    if not 1 < _number("base", base, float) < math.inf:
+    if not 1 < _number("rope_table", "base", base, float) < math.inf:
         raise ValueError(f"rope_table: `base` must be finite and above 1, got {base}")
-    scaling = None if yarn is None else _read_yarn(yarn)
+    scaling = None if yarn is None else _read_yarn("rope_table", yarn)
     if max_pos is None:
         if scaling is None:
             raise ValueError("rope_table: `max_pos` must be given without `yarn`, got None")
         max_pos = round(scaling["orig_max_pos"] * scaling["factor"])
-    if not 0 <= _number("max_pos", max_pos, int) < 2**31:
+    if not 0 <= _number("rope_table", "max_pos", max_pos, int) < 2**31:
         raise ValueError(f"rope_table: `max_pos` must be 0 to {2**31 - 1}, got {max_pos}")
     return _C.call_exactly(lambda: _compute_table(max_pos, size, float(base), scaling, fp32_angles))
+
+
+def mla_softmax_scale(qk_head_dim: int = 192, *, yarn: Mapping[str, float] | None = None) -> float:
+    """The factor of q . k in MLA: qk_head_dim**-0.5, and what YaRN adds to it.
+
+    With YaRN it is multiplied by g(factor, mscale_all_dim)**2, where g(s, a) = 0.1 a ln(s) + 1,
+    which is 1 for an `mscale_all_dim` of 0.
+
+    Parameters
+    ----------
+    qk_head_dim : int
+        Values of a query's head before absorption, with and without RoPE: 128 + 64.
+    yarn : dict, optional
+        As in `rope_table`.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    TypeError, ValueError
+        A `qk_head_dim` that is no positive int, a `yarn` that `rope_table` refuses.
+
+    Source: DeepSeek-V3's attention in Transformers and vLLM.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> yarn = {"factor": 40, "orig_max_pos": 4096, "mscale": 1, "mscale_all_dim": 1}
+    >>> round(sparse_mla.mla_softmax_scale(yarn=yarn), 9)
+    0.135233779
+    """
+    size = _number("mla_softmax_scale", "qk_head_dim", qk_head_dim, int)
+    if size < 1:
+        raise ValueError(f"mla_softmax_scale: `qk_head_dim` must be at least 1, got {size}")
+    scaling = None if yarn is None else _read_yarn("mla_softmax_scale", yarn)
+
+    def compute() -> float:
+        factor = 1.0 if scaling is None else _magnitude(scaling, "mscale_all_dim")
+        return factor * factor / math.sqrt(size)
+
+    return _C.call_exactly(compute)
 
 
 def _compute_table(
@@ -104,36 +148,34 @@ def _compute_table(
     return table
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
+def _number(op: str, name: str, value: Any, kind: type) -> Any:
     """`value`, if it is a number of this kind; a bool is none."""
     good = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, good):
         wanted = "an int" if kind is int else "a number"
-        raise TypeError(f"rope_table: `{name}` must be {wanted}, got {type(value).__name__}")
+        raise TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
     return value
 
 
-def _read_yarn(yarn: Mapping[str, float]) -> dict[str, float]:
+def _read_yarn(op: str, yarn: Mapping[str, float]) -> dict[str, float]:
     """YaRN's numbers, with the defaults of those that are left out."""
     if not isinstance(yarn, Mapping):
-        raise TypeError(f"rope_table: `yarn` must be None or a dict, got {type(yarn).__name__}")
+        raise TypeError(f"{op}: `yarn` must be None or a dict, got {type(yarn).__name__}")
     known = ("factor", "orig_max_pos", *YARN)
     for key in yarn:
         if key not in known:
-            raise ValueError(f"rope_table: `yarn` must have keys of {', '.join(known)}, got {key}")
+            raise ValueError(f"{op}: `yarn` must have keys of {', '.join(known)}, got {key}")
     for key in known[:2]:
         if key not in yarn:
-            raise ValueError(f"rope_table: `yarn` must have the key {key}, got {sorted(yarn)}")
-    scaling = YARN | {key: float(_number(f"yarn[{key!r}]", yarn[key], float)) for key in yarn}
+            raise ValueError(f"{op}: `yarn` must have the key {key}, got {sorted(yarn)}")
+    scaling = YARN | {key: float(_number(op, f"yarn[{key!r}]", yarn[key], float)) for key in yarn}
     limits = {"factor": 1.0, "orig_max_pos": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
     for key, value in scaling.items():
         least = limits.get(key)
         good = value > 0 if least is None else value >= least
         if not (good and math.isfinite(value)):
             rule = "positive" if least is None else f"at least {least:g}"
-            raise ValueError(
-                f"rope_table: `yarn[{key!r}]` must be finite and {rule}, got {value:g}"
-            )
+            raise ValueError(f"{op}: `yarn[{key!r}]` must be finite and {rule}, got {value:g}")
     return scaling
 
 

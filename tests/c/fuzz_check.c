@@ -421,6 +421,9 @@ fuzz_splits(reader *r)
         lens[i] = (int32_t)read_count(r, 50);
     }
     int64_t count = 0;
+    status = smla_reorder_batch(lens, num_reqs, read_count(r, 5), ends, &count, &s, &e);
+    require_sound("reorder_batch", status, &e);
+    require(status != SMLA_OK || 2 * count <= num_reqs, "too many swaps", "");
     const int64_t room = read_count(r, 200);
     status = smla_split_prefill_chunks(lens, num_reqs, room, ends, &count, &e);
     require_sound("split_prefill_chunks", status, &e);

@@ -73,6 +73,35 @@ test_split_errors(void)
 }
 
 static void
+test_order(void)
+{
+    static const int32_t lens[] = {1, 1, 374, 300, 1, 256, 1, 27, 1};
+    static const int64_t wanted[] = {2, 8, 3, 6};
+    int64_t swaps[9];
+    int64_t num_swaps = -1;
+    smla_batch_split s;
+    EXPECT_OK(smla_reorder_batch(lens, 9, 1, swaps, &num_swaps, &s, &error));
+    EXPECT_EQ(num_swaps, 2);
+    EXPECT(memcmp(swaps, wanted, sizeof wanted) == 0);
+    EXPECT(s.num_decodes == 5 && s.num_prefills == 4 && s.num_decode_tokens == 5);
+    EXPECT_EQ(s.num_prefill_tokens, 957);
+    EXPECT_OK(smla_reorder_batch(NULL, 0, 1, NULL, &num_swaps, &s, &error));
+    EXPECT_EQ(num_swaps, 0);
+    EXPECT_FAIL(smla_reorder_batch(NULL, 1, 1, swaps, &num_swaps, &s, &error), SMLA_ERROR_VALUE,
+                "reorder_batch: `num_scheduled_tokens` must be given");
+    EXPECT_FAIL(smla_reorder_batch(lens, 9, 1, NULL, &num_swaps, &s, &error), SMLA_ERROR_VALUE,
+                "`swaps` must be given");
+    EXPECT_FAIL(smla_reorder_batch(lens, 9, 1, swaps, NULL, &s, &error), SMLA_ERROR_VALUE,
+                "`num_swaps` must be given");
+    EXPECT_FAIL(smla_reorder_batch(lens, 9, 1, swaps, &num_swaps, NULL, &error), SMLA_ERROR_VALUE,
+                "`split` must be given");
+    EXPECT_FAIL(smla_reorder_batch(lens, 9, 0, swaps, &num_swaps, &s, &error), SMLA_ERROR_VALUE,
+                "`decode_threshold` must be at least 1, got 0");
+    EXPECT_FAIL(smla_reorder_batch((int32_t[]){5, -2}, 2, 1, swaps, &num_swaps, &s, &error),
+                SMLA_ERROR_VALUE, "`num_scheduled_tokens` must be >= 0, got -2 at request 1");
+}
+
+static void
 expect_chunks(int64_t num_reqs, const int32_t *lens, int64_t room, int64_t count,
               const int64_t *wanted)
 {
@@ -457,6 +486,7 @@ main(void)
     RUN(test_v4_config);
     RUN(test_split);
     RUN(test_split_errors);
+    RUN(test_order);
     RUN(test_chunks);
     RUN(test_path);
     RUN(test_separate_metadata);

@@ -817,6 +817,12 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         (1, INT64 - 1),
         {0: "`decode_threshold` must be at least 1, got 0"},
     ),
+    "decode threshold of an order": (
+        "reorder_batch",
+        lambda n: sparse_mla.reorder_batch([3, 1], decode_threshold=n),
+        (1, INT64 - 1),
+        {0: "`decode_threshold` must be at least 1, got 0"},
+    ),
     "tokens of a batch": (
         "split_decodes_and_prefills",
         lambda n: split_batch((0, 2, 5), n),

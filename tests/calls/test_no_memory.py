@@ -145,6 +145,7 @@ def refusals():
             functools.partial(sparse_mla.split_decodes_and_prefills, [0, 5, 3], 5),
             ValueError,
         ),
+        "a negative number": (functools.partial(sparse_mla.reorder_batch, [1, -1]), ValueError),
         "a long request": (functools.partial(split, [3, 9], 4), ValueError),
         "no int": (functools.partial(split, [1], "x"), TypeError),
         "no ints": (functools.partial(split, ["x"], 4), TypeError),

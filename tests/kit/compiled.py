@@ -179,6 +179,7 @@ def make_calls() -> dict[str, Call]:
         "Step.warm_up": (_C.Step.warm_up, warm_up),
         "Operator": (_C.Operator, (k_up_proj, "k_up_proj")),
         "split_decodes_and_prefills": (_C.split_decodes_and_prefills, (int32(0, 1, 4), 4, 1, True)),
+        "reorder_batch": (_C.reorder_batch, (int32(9, 1, 12, 1), 1)),
         "split_prefill_chunks": (_C.split_prefill_chunks, (int32(9, 12), 20)),
         "get_prefill_workspace_size": (_C.get_prefill_workspace_size, (16,)),
         "kernels": (_C.kernels, ()),

@@ -40,6 +40,20 @@ def split_decodes_and_prefills(
     return num_decodes, num_prefills, decode_tokens, num_actual_tokens - decode_tokens
 
 
+def reorder_batch(num_scheduled_tokens, *, decode_threshold=1):
+    """(swaps, decodes, prefills, their tokens), as the contract writes it."""
+    lens = [int(n) for n in num_scheduled_tokens]
+    d = [i for i, n in enumerate(lens) if n <= decode_threshold]
+    p = [i for i, n in enumerate(lens) if n > decode_threshold]
+    swaps = []
+    for i in range(1, min(len(d), len(p)) + 1):
+        if d[len(d) - i] < len(d):
+            break
+        swaps.append((p[i - 1], d[len(d) - i]))
+    tokens = sum(lens[i] for i in d), sum(lens[i] for i in p)
+    return swaps, len(d), len(p), *tokens
+
+
 def split_prefill_chunks(seq_lens, workspace_tokens) -> list[tuple[int, int]]:
     """Requests packed greedily in order while the sum of seq_lens fits the workspace."""
     chunks, start, used = [], 0, 0

@@ -261,6 +261,7 @@ ENGINE_NAMES = (
     "flash_mla_sparse_prefill",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "reorder_batch",
     "reshape_attn_output_for_spec_decode",
     "reshape_query_for_spec_decode",
     "split_decodes_and_prefills",

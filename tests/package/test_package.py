@@ -22,6 +22,8 @@ pytestmark = pytest.mark.frameworks
 FUNCTIONS = {
     "split_kv_b_proj": ("weight", "num_heads qk_nope_head_dim v_head_dim weight_scale_inv="),
     "rope_table": ("max_pos= R=64 base=10000.0 yarn=", "fp32_angles=False"),
+    "mla_softmax_scale": ("qk_head_dim=192", "yarn="),
+    "reorder_batch": ("num_scheduled_tokens", "decode_threshold=1"),
     "split_decodes_and_prefills": (
         "query_start_loc num_actual_tokens",
         "decode_threshold=1 require_uniform=False",

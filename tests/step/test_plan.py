@@ -101,6 +101,73 @@ def test_bad_splits(name):
         sparse_mla.split_decodes_and_prefills(np.array(loc, np.int32), tokens, **options)
 
 
+ORDERS = [
+    # tokens of each request, swaps, the requests after them
+    ([100, 1, 200, 1], [(0, 3)], [3, 1, 2, 0]),
+    ([100, 200, 1, 1], [(0, 3), (1, 2)], [3, 2, 1, 0]),
+    ([1, 1, 374, 300, 1, 256, 1, 27, 1], [(2, 8), (3, 6)], [0, 1, 8, 6, 4, 5, 3, 7, 2]),
+    ([1, 1, 5, 6], [], [0, 1, 2, 3]),
+    ([1, 1], [], [0, 1]),
+    ([7, 8], [], [0, 1]),
+    ([9, 1], [(0, 1)], [1, 0]),
+    ([], [], []),
+]
+
+
+@pytest.mark.parametrize(("lens", "swaps", "order"), ORDERS)
+def test_orders(lens, swaps, order):
+    decodes = [n for n in lens if n <= 1]
+    got = sparse_mla.reorder_batch(lens)
+    assert got == (
+        swaps, len(decodes), len(lens) - len(decodes), sum(decodes), sum(lens) - sum(decodes)
+    )  # fmt: skip
+    requests = list(range(len(lens)))
+    for i, j in got[0]:
+        requests[i], requests[j] = requests[j], requests[i]
+    assert requests == order
+
+
+def test_orders_of_random_batches():
+    """Decodes come first, whatever the order was, and no request moves twice."""
+    rng = np.random.default_rng(3)
+    for _ in range(400):
+        lens = rng.integers(0, 6, rng.integers(0, 30)).astype(rng.choice([np.int32, np.int64]))
+        threshold = int(rng.integers(1, 5))
+        got = sparse_mla.reorder_batch(lens, decode_threshold=threshold)
+        assert got == plan.reorder_batch(lens, decode_threshold=threshold)
+        moved = [i for swap in got[0] for i in swap]
+        assert len(set(moved)) == len(moved)
+        for i, j in got[0]:
+            lens[[i, j]] = lens[[j, i]]
+        is_decode = lens <= threshold
+        assert is_decode[: got[1]].all()
+        assert not is_decode[got[1] :].any()
+        assert sparse_mla.reorder_batch(lens, decode_threshold=threshold)[0] == []
+
+
+def test_orders_of_long_batches():
+    """Sums beyond 32 bits; 4096 requests in the worst order."""
+    lens = np.array([2**31 - 1] * 2048 + [1] * 2048, np.int32)
+    swaps, *counts = sparse_mla.reorder_batch(lens)
+    assert counts == [2048, 2048, 2048, 2048 * (2**31 - 1)]
+    assert swaps == [(i, 4095 - i) for i in range(2048)]
+
+
+@pytest.mark.parametrize(
+    ("lens", "threshold", "error", "text"),
+    [
+        ([1, -1], 1, ValueError, "`num_scheduled_tokens` must be >= 0, got -1 at request 1"),
+        ([1], 0, ValueError, "`decode_threshold` must be at least 1, got 0"),
+        ([1], "1", TypeError, "`decode_threshold` must be an int, got str"),
+        ([1.5], 1, TypeError, "`num_scheduled_tokens` must be an int, got float"),
+    ],
+)
+def test_bad_orders(lens, threshold, error, text):
+    with pytest.raises(error) as info:
+        sparse_mla.reorder_batch(lens, decode_threshold=threshold)
+    assert str(info.value).startswith(f"reorder_batch: {text}")
+
+
 CHUNKS = [
     # seq_lens, workspace -> chunks
     ([10, 15, 20, 5], 25, [(0, 2), (2, 4)]),
