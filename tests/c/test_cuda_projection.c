@@ -405,7 +405,7 @@ test_calls_that_fail(void)
     const smla_projection_params p = params_of(&compact);
     for (size_t i = 0; i < sizeof failing / sizeof failing[0]; i++) {
         start();
-        fail_call(failing[i].call, 0, (cudaError_t)failing[i].code);
+        fail_call(failing[i].call, 0, failing[i].code);
         EXPECT_FAIL(smla_cuda_projection(&p, &error), failing[i].status, failing[i].text);
         const bool has_hint = strstr(error.text, "memory left") != NULL;
         EXPECT_EQ(has_hint, failing[i].status == SMLA_ERROR_MEMORY);

@@ -221,7 +221,7 @@ fake_gpu_forget_calls(void)
 void
 fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
 {
-    fail_call(call, num_good, (cudaError_t)code);
+    fail_call(call, num_good, code);
     fake.keeps_failing = keeps;
 }
 

@@ -87,7 +87,7 @@ static struct {
     const char *fails;  /* the call that fails; NULL: any call */
     int num_good;       /* calls of it before one fails; negative: none fails */
     bool keeps_failing; /* all later ones fail, too */
-    cudaError_t code;
+    int code;           /* its cudaError_t, or a status of cuBLAS */
 
     bool is_busy; /* events are not ready when they are recorded */
     int num_memory, num_host, num_events, num_streams; /* alive */
@@ -128,7 +128,7 @@ reset_fake(void)
 }
 
 static inline void
-fail_call(const char *name, int num_good, cudaError_t code)
+fail_call(const char *name, int num_good, int code)
 {
     fake.fails = name;
     fake.num_good = num_good;
@@ -193,7 +193,7 @@ answer(const char *name)
         fake.calls_length += (size_t)length;
     }
     if (fake.num_good >= 0 && (fake.fails == NULL || strcmp(fake.fails, name) == 0)) {
-        code = fake.num_good == 0 ? fake.code : cudaSuccess;
+        code = fake.num_good == 0 ? (cudaError_t)fake.code : cudaSuccess;
         fake.num_good -= fake.num_good > 0 || !fake.keeps_failing;
     }
     pthread_mutex_unlock(&fake_lock);
