@@ -506,6 +506,10 @@ def split_chunks(dtype) -> Example:
     )
 
 
+def reorder(dtype) -> Example:
+    return call("reorder_batch", {"num_scheduled_tokens": np.array([100, 1, 120, 1], dtype)})
+
+
 def step(path: str, fp8: bool) -> Example:
     """A build and its forward: two decodes, and two prefills in two chunks.
 
@@ -970,6 +974,9 @@ for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
         lambda kind=kind: split_batch(kind),
         {"query_start_loc": "host"},
     )
+    TABLE[f"reorder {kind}"] = Row(
+        "reorder_batch", lambda kind=kind: reorder(kind), {"num_scheduled_tokens": "host"}
+    )
     TABLE[f"split chunks {kind}"] = Row(
         "split_prefill_chunks", lambda kind=kind: split_chunks(kind), {"seq_lens": "host"}
     )
@@ -989,12 +996,13 @@ WITHOUT_ARRAYS = {
     "get_include",
     "get_library_dir",
     "rope_table",
+    "mla_softmax_scale",
 }
 
 
 def array_parameters(op) -> set[str]:
     parameters = inspect.signature(op).parameters.values()
-    host = ("query_start_loc", "seq_lens")
+    host = ("query_start_loc", "seq_lens", "num_scheduled_tokens")
     words = ("Array", "Like[", "Written")  # types of sparse_mla/_types.py
     return {p.name for p in parameters if any(w in p.annotation for w in words) or p.name in host}
 
@@ -1018,6 +1026,7 @@ def test_every_array_of_every_operator_has_a_row():
         assert (name in WITHOUT_ARRAYS) == (not named_in_table(name)), name
     assert {row.op for row in TABLE.values()} <= {*operators, *functions, "forward"}
     assert {n for n, x in vars(_C).items() if inspect.isbuiltin(x)} == {
+        "reorder_batch",
         "split_decodes_and_prefills",
         "split_prefill_chunks",
         "get_prefill_workspace_size",
