@@ -36,18 +36,6 @@ weigh_lanes(vfloat a, vfloat b, const float weights[2], bool is_subnormal)
     return weights[0] * a + weights[1] * b;
 }
 
-/* Stores a duo of bf16 or fp32. */
-SMLA_INLINE void
-store_duo(duo x, smla_float_type type, void *out)
-{
-    if (type == SMLA_FLOAT_BF16) {
-        store_words(join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd)), out,
-                    0);
-    } else {
-        store_float_duo(x, out);
-    }
-}
-
 SMLA_INLINE void
 add_weighted_duo(const void *a, const void *b, const float weights[2], smla_float_type type,
                  bool is_subnormal, void *out)

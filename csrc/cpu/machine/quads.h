@@ -52,6 +52,18 @@ load_part_of_duo(const void *values, smla_float_type type, int64_t count)
     return load_duo(padded, type);
 }
 
+/* Stores a duo of bf16 or fp32. */
+SMLA_INLINE void
+store_duo(duo x, smla_float_type type, void *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        store_words(join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd)), out,
+                    0);
+    } else {
+        store_float_duo(x, out);
+    }
+}
+
 /* Loads a quad of which `count` values exist. The others are zeros. */
 SMLA_INLINE quad
 load_part(const void *values, smla_float_type type, int64_t count)

@@ -69,16 +69,6 @@ load_values(const void *x, smla_float_type type, int64_t at, int64_t count)
 }
 
 SMLA_INLINE void
-store_duo(duo x, smla_float_type type, void *out)
-{
-    if (type == SMLA_FLOAT_BF16) {
-        store_unified(x, out);
-    } else {
-        store_float_duo((duo){unify_nan(x.even), unify_nan(x.odd)}, out);
-    }
-}
-
-SMLA_INLINE void
 store_values(duo x, smla_float_type type, void *out, int64_t at, int64_t count)
 {
     uint8_t padded[DUO * sizeof(float)];
@@ -91,15 +81,6 @@ store_values(duo x, smla_float_type type, void *out, int64_t at, int64_t count)
     }
 }
 
-/* Rotates pairs of which `a` and `b` are the first and the second values. */
-SMLA_INLINE void
-rotate_pairs(vfloat *a, vfloat *b, vfloat cos, vfloat sin)
-{
-    const vfloat first = *a * cos - *b * sin;
-    *b = *b * cos + *a * sin;
-    *a = first;
-}
-
 /* Pairs of neighbours, in place or not. */
 SMLA_INLINE void
 rotate_neighbours(const void *x, void *out, smla_float_type type, const pair_chunk *chunk)
@@ -107,10 +88,10 @@ rotate_neighbours(const void *x, void *out, smla_float_type type, const pair_chu
     for (int64_t i = 0; i < chunk->count; i += WIDTH) {
         const int64_t at = 2 * (chunk->first + i);
         const int64_t left = 2 * (chunk->count - i);
-        duo values = load_values(x, type, at, left);
-        rotate_pairs(&values.even, &values.odd, (vfloat)load_words(chunk->cos + i, 0),
-                     (vfloat)load_words(chunk->sin + i, 0));
-        store_values(values, type, out, at, left);
+        const duo rotated =
+            rotate_pairs(load_values(x, type, at, left), (vfloat)load_words(chunk->cos + i, 0),
+                         (vfloat)load_words(chunk->sin + i, 0));
+        store_values(rotated, type, out, at, left);
     }
 }
 
@@ -123,12 +104,12 @@ rotate_halves(const void *x, void *out, smla_float_type type, int64_t half, cons
         const int64_t left = chunk->count - i;
         const duo cos = load_float_duo(chunk->cos + i);
         const duo sin = load_float_duo(chunk->sin + i);
-        duo a = load_values(x, type, at, left);
-        duo b = load_values(x, type, half + at, left);
-        rotate_pairs(&a.even, &b.even, cos.even, sin.even);
-        rotate_pairs(&a.odd, &b.odd, cos.odd, sin.odd);
-        store_values(a, type, out, at, left);
-        store_values(b, type, out, half + at, left);
+        const duo a = load_values(x, type, at, left);
+        const duo b = load_values(x, type, half + at, left);
+        const duo even = rotate_pairs((duo){a.even, b.even}, cos.even, sin.even);
+        const duo odd = rotate_pairs((duo){a.odd, b.odd}, cos.odd, sin.odd);
+        store_values((duo){even.even, odd.even}, type, out, at, left);
+        store_values((duo){even.odd, odd.odd}, type, out, half + at, left);
     }
 }
 
@@ -155,13 +136,11 @@ rotate_heads(const smla_apply_rope_params *p, int64_t token, int64_t begin, int6
     for (int64_t first = 0; first < p->num_pairs; first += CHUNK_PAIRS) {
         load_chunk(p, token, first, &chunk);
         for (int64_t h = begin; h < end; h++) {
-            const bool is_key = h >= p->q.num_heads;
-            const smla_rope_heads *const heads = is_key ? &p->k : &p->q;
-            const int64_t head = is_key ? 0 : h;
+            const smla_rope_heads *const heads = h < p->q.num_heads ? &p->q : &p->k;
             if (p->type == SMLA_FLOAT_BF16) {
-                rotate_chunk(p, SMLA_FLOAT_BF16, heads, token, head, &chunk);
+                rotate_chunk(p, SMLA_FLOAT_BF16, heads, token, h, &chunk);
             } else {
-                rotate_chunk(p, SMLA_FLOAT_FP32, heads, token, head, &chunk);
+                rotate_chunk(p, SMLA_FLOAT_FP32, heads, token, h, &chunk);
             }
         }
     }

@@ -32,6 +32,13 @@ store_unified(duo x, uint16_t *out)
     store_words(join_upper_halves(round_unified(x.even), round_unified(x.odd)), out, 0);
 }
 
+/* Rotates pairs, of which the duo has the first and the second values. */
+SMLA_INLINE duo
+rotate_pairs(duo x, vfloat cos, vfloat sin)
+{
+    return (duo){unify_nan(x.even * cos - x.odd * sin), unify_nan(x.odd * cos + x.even * sin)};
+}
+
 /* Rotates the pairs of a duo, or rotates them back. Its first pair is number `pair` of the head's.
  * A table's row has 32 cosines, then 32 sines. */
 SMLA_INLINE duo
@@ -39,8 +46,7 @@ rotate_duo(duo x, const float *cos_sin, int pair, bool is_inverse)
 {
     const vfloat cos = (vfloat)load_words(cos_sin + pair, 0);
     const vfloat angle_sin = (vfloat)load_words(cos_sin + SMLA_QK_ROPE_HEAD_DIM / 2 + pair, 0);
-    const vfloat sin = is_inverse ? -angle_sin : angle_sin;
-    return (duo){unify_nan(x.even * cos - x.odd * sin), unify_nan(x.odd * cos + x.even * sin)};
+    return rotate_pairs(x, cos, is_inverse ? -angle_sin : angle_sin);
 }
 
 /* Rotates a head's values from number `at` on, which belong to RoPE, or rotates them back. */
