@@ -20,7 +20,7 @@ typedef struct smla_rope_heads {
     void *out;     /* like x, or x itself */
     int64_t num_heads;
     int64_t stride_token;
-    int64_t stride_head;
+    int64_t stride_head; /* 0 for one head, like out_stride_head: its number does not matter */
     int64_t out_stride_token;
     int64_t out_stride_head;
 } smla_rope_heads;

@@ -240,15 +240,12 @@ load_angles(const apply_args &args, int64_t position, int64_t part)
 
 /* ---- Heads --------------------------------------------------------------------------------- */
 
-/* Where head `head` of a token is in the input, or in the output. */
-__device__ __forceinline__ int64_t
-offset_of_head(const smla_apply_rope_params &p, int64_t token, int64_t head, bool is_out)
+/* The array that a head is in: the key is the head behind the queries. Its stride is 0, so every
+ * number is its number there. */
+__device__ __forceinline__ const smla_rope_heads &
+array_of_head(const smla_apply_rope_params &p, int64_t head)
 {
-    const bool is_key = head >= p.q.num_heads;
-    const int64_t stride_token = is_out ? (is_key ? p.k.out_stride_token : p.q.out_stride_token)
-                                        : (is_key ? p.k.stride_token : p.q.stride_token);
-    const int64_t stride_head = is_out ? p.q.out_stride_head : p.q.stride_head;
-    return token * stride_token + (is_key ? 0 : head * stride_head);
+    return head < p.q.num_heads ? p.q : p.k;
 }
 
 template <int TYPE, bool IS_NEOX, bool ALIGNED>
@@ -263,11 +260,10 @@ rotate_heads(const apply_args &args, const thread_work &work)
     for (int h = 0; h < THREAD_HEADS; h++) {
         const int64_t head = work.head + h;
         if (head < num_heads) {
-            const void *const x = head >= p.q.num_heads ? p.k.x : p.q.x;
-            load_values<TYPE, IS_NEOX, ALIGNED>((const uint8_t *)x +
-                                                    offset_of_head(p, work.token, head, false) *
-                                                        BYTES,
-                                                work.part, p.num_pairs, words[h]);
+            const smla_rope_heads &heads = array_of_head(p, head);
+            const int64_t at = work.token * heads.stride_token + head * heads.stride_head;
+            load_values<TYPE, IS_NEOX, ALIGNED>((const uint8_t *)heads.x + at * BYTES, work.part,
+                                                p.num_pairs, words[h]);
         }
     }
     const int64_t position = rope_position(p.rope, work.token);
@@ -280,14 +276,13 @@ rotate_heads(const apply_args &args, const thread_work &work)
     for (int h = 0; h < THREAD_HEADS; h++) {
         const int64_t head = work.head + h;
         if (head < num_heads) {
-            void *const out = head >= p.q.num_heads ? p.k.out : p.q.out;
+            const smla_rope_heads &heads = array_of_head(p, head);
+            const int64_t at = work.token * heads.out_stride_token + head * heads.out_stride_head;
             if (is_known) {
                 rotate_words<TYPE, IS_NEOX>(words[h], angles);
             }
-            store_values<TYPE, IS_NEOX, ALIGNED>((uint8_t *)out +
-                                                     offset_of_head(p, work.token, head, true) *
-                                                         BYTES,
-                                                 work.part, p.num_pairs, words[h]);
+            store_values<TYPE, IS_NEOX, ALIGNED>((uint8_t *)heads.out + at * BYTES, work.part,
+                                                 p.num_pairs, words[h]);
         }
     }
 }
