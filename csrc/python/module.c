@@ -9,14 +9,14 @@
 
 /* ---- Planning ------------------------------------------------------------------------------ */
 
-/* A new list of `count` pairs of numbers. */
+/* A new list of `count` pairs of neighbouring numbers, each `step` behind the one before it. */
 static PyObject *
-list_pairs(const int64_t *numbers, int64_t count)
+list_pairs(const int64_t *numbers, int64_t step, int64_t count)
 {
     PyObject *pairs = PyList_New((Py_ssize_t)count);
     for (int64_t i = 0; pairs != NULL && i < count; i++) {
         PyObject *pair =
-            Py_BuildValue("(LL)", (long long)numbers[2 * i], (long long)numbers[2 * i + 1]);
+            Py_BuildValue("(LL)", (long long)numbers[i * step], (long long)numbers[i * step + 1]);
         if (pair == NULL || PyList_SetItem(pairs, (Py_ssize_t)i, pair) < 0) { /* steals */
             Py_CLEAR(pairs);
         }
@@ -93,7 +93,7 @@ reorder_batch(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
                                   &error) != SMLA_OK) {
         smla_py_raise(&error);
     } else {
-        pairs = list_pairs(swaps, num_swaps);
+        pairs = list_pairs(swaps, 2, num_swaps);
     }
     free(swaps);
     free(num_tokens);
@@ -124,18 +124,15 @@ split_prefill_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     PyObject *chunks = NULL;
     int64_t num_chunks = 0;
     smla_error error;
-    int64_t *bounds = malloc((size_t)(2 * count + 1) * sizeof *bounds);
+    int64_t *bounds = malloc((size_t)(count + 1) * sizeof *bounds);
     if (bounds == NULL) {
         PyErr_NoMemory();
-    } else if (smla_split_prefill_chunks(seq_lens, count, workspace_tokens, bounds, &num_chunks,
+    } else if (smla_split_prefill_chunks(seq_lens, count, workspace_tokens, bounds + 1, &num_chunks,
                                          &error) != SMLA_OK) {
         smla_py_raise(&error);
     } else {
-        for (int64_t i = num_chunks - 1; i >= 0; i--) { /* ends become starts and ends */
-            bounds[2 * i + 1] = bounds[i];
-            bounds[2 * i] = i == 0 ? 0 : bounds[i - 1];
-        }
-        chunks = list_pairs(bounds, num_chunks);
+        bounds[0] = 0; /* a chunk begins where the one before it ends */
+        chunks = list_pairs(bounds, 1, num_chunks);
     }
     free(bounds);
     free(seq_lens);
