@@ -193,8 +193,8 @@ TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp \
     --extra-arg=-Wno-unknown-warning-option # GCC's spelling of a limit of frames
 # The analyzer follows fewer paths through C tests, which run under ASan and UBSan anyway: all paths
 # of test_attention.c take it a minute.
-TIDY_TESTS := $(TIDY_FLAGS) $(foreach arg,-analyzer-config mode=shallow,\
-    --extra-arg=-Xclang --extra-arg=$(arg))
+TIDY_TESTS := $(TIDY_FLAGS) --extra-arg=-Xclang --extra-arg=-analyzer-config \
+    --extra-arg=-Xclang --extra-arg=mode=shallow
 
 lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
 	$(VENV)/bin/ruff check .

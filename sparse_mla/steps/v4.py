@@ -10,18 +10,7 @@ from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
-from sparse_mla.steps.common import (
-    Builder,
-    CommonAttentionMetadata,
-    ShortRepr,
-    StepMetadata,
-    check_common,
-    check_fields,
-    check_int,
-    make_metadata,
-    set_fields,
-    wrong_type,
-)
+from sparse_mla.steps import common as steps
 
 Array = Any
 Tables = Mapping[int, Array]
@@ -141,7 +130,7 @@ class Config:
         index_kv_format: IndexFormat = "fp8_index"
 
     def __post_init__(self) -> None:
-        check_fields(self, "v4")
+        steps.check_fields(self, "v4")
         self._check_ratios()
         self._check_formats()
         if self.path is not None and self.path not in PATHS:
@@ -150,15 +139,15 @@ class Config:
 
     def _check_ratios(self) -> None:
         if isinstance(self.compress_ratios, str) or not hasattr(self.compress_ratios, "__iter__"):
-            raise wrong_type("Config", "compress_ratios", "a sequence", self.compress_ratios)
-        found = {check_int("Config", "compress_ratios", r, 0) for r in self.compress_ratios}
+            raise steps.wrong_type("Config", "compress_ratios", "a sequence", self.compress_ratios)
+        found = {steps.check_int("Config", "compress_ratios", r, 0) for r in self.compress_ratios}
         ratios = tuple(sorted(ratio for ratio in found if ratio > 1))
         if len(ratios) > 4:
             raise ValueError(
                 f"Config: `compress_ratios` must be at most 4 above 1, got {len(ratios)}"
             )
         if not isinstance(self.state_block_sizes, Mapping):
-            raise wrong_type("Config", "state_block_sizes", "a dict", self.state_block_sizes)
+            raise steps.wrong_type("Config", "state_block_sizes", "a dict", self.state_block_sizes)
         for ratio in ratios:
             if self.block_size % ratio:
                 raise ValueError(
@@ -171,17 +160,17 @@ class Config:
                     f"{dict(self.state_block_sizes)}"
                 )
         sizes = {
-            ratio: check_int("Config", "state_block_sizes", self.state_block_sizes[ratio], 1)
+            ratio: steps.check_int("Config", "state_block_sizes", self.state_block_sizes[ratio], 1)
             for ratio in ratios
         }
-        set_fields(self, compress_ratios=ratios, state_block_sizes=sizes)
+        steps.set_fields(self, compress_ratios=ratios, state_block_sizes=sizes)
 
     def _check_formats(self) -> None:
         main = _check_name("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         given = self.compressed_kv_cache_dtype
         extra = main if given is None else given
         extra = _check_name("compressed_kv_cache_dtype", extra, COMPRESSED_DTYPES)
-        set_fields(self, kv_cache_dtype=main, compressed_kv_cache_dtype=extra)
+        steps.set_fields(self, kv_cache_dtype=main, compressed_kv_cache_dtype=extra)
         _check_name("index_cache_dtype", self.index_cache_dtype, INDEX_CACHE_DTYPES)
         if self.kv_scale != 1 and "fp8_e4m3" not in (main, extra):
             raise ValueError(
@@ -190,7 +179,7 @@ class Config:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerMetadata(ShortRepr):
+class LayerMetadata(steps.ShortRepr):
     """What layers of one compress ratio, or their indexers, need beside the sliding window.
     `MetadataBuilder.build` makes it.
 
@@ -241,7 +230,7 @@ class LayerMetadata(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Decode(ShortRepr):
+class Decode(steps.ShortRepr):
     """The decode part of a step. `MetadataBuilder.build` makes it.
 
     Attributes
@@ -262,7 +251,7 @@ class Decode(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chunk(ShortRepr):
+class Chunk(steps.ShortRepr):
     """Prefill requests that share the workspace. `MetadataBuilder.build` makes it.
 
     Attributes
@@ -293,7 +282,7 @@ class Chunk(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prefill(ShortRepr):
+class Prefill(steps.ShortRepr):
     """The prefill part of a step. `MetadataBuilder.build` makes it.
 
     Attributes
@@ -321,7 +310,7 @@ class Prefill(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Metadata(StepMetadata):
+class Metadata(steps.StepMetadata):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
     again.
 
@@ -415,7 +404,7 @@ def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
     return Prefill(lens, gather_lens, chunks)
 
 
-class MetadataBuilder(Builder):
+class MetadataBuilder(steps.Builder):
     """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
     Only one thread may use it at a time; a second one gets a RuntimeError.
@@ -458,7 +447,7 @@ class MetadataBuilder(Builder):
     @names_integration()
     def build(
         self,
-        common: CommonAttentionMetadata,
+        common: steps.CommonAttentionMetadata,
         *,
         compressed: Tables | None = None,
         states: Tables | None = None,
@@ -519,7 +508,7 @@ class MetadataBuilder(Builder):
         >>> layer.slot_mapping.tolist()  # token 383 ends the third group
         [12]
         """
-        check_common(common)
+        steps.check_common(common)
         compressed = self._check_tables("compressed", compressed)
         states = self._check_tables("states", states)
         ratios = self.config.compress_ratios
@@ -546,7 +535,7 @@ class MetadataBuilder(Builder):
             state = states.get(INDEXED_RATIO) if index_states is None else index_states
             index_layer = self._make_layer(INDEXED_RATIO, step[len(ratios)], pages, state)
         has_decodes, has_prefills = step["num_decodes"] > 0, step["num_prefills"] > 0
-        return make_metadata(
+        return steps.make_metadata(
             Metadata,
             common,
             self,
@@ -564,7 +553,7 @@ class MetadataBuilder(Builder):
         if tables is None:
             return {}
         if not isinstance(tables, Mapping):
-            raise wrong_type("MetadataBuilder.build", name, "a dict of block tables", tables)
+            raise steps.wrong_type("MetadataBuilder.build", name, "a dict of block tables", tables)
         known = self.config.compress_ratios
         for ratio in tables:
             if ratio not in known:
