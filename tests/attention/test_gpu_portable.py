@@ -26,7 +26,7 @@ def test_no_others_are_left():
 
 @pytest.mark.parametrize("name", ["test_attention.py", "test_gpu_attention.py"])
 def test_attention(name):
-    summary = run_portable("-m", "pytest", "-q", *WITHOUT, f"tests/{name}")
+    summary = run_portable("-m", "pytest", "-q", *WITHOUT, f"tests/attention/{name}")
     assert " passed" in summary
     assert " skipped" not in summary
 

@@ -17,7 +17,7 @@ from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
 from test_compressor import Case as Compressor
 from test_gpu_growth import check as check_large
-from test_gpu_large_keys import make as make_large
+from test_gpu_outlier_keys import make as make_large
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
 from test_qnorm_insert import Case, check_all

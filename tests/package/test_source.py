@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -206,6 +207,36 @@ def test_trailing_comments_name_their_noun():
     python = [p for folder in PYTHON for p in (ROOT / folder).rglob("*.py")]
     assert [p.name for p in c if re.search(NO_NOUN, p.read_text())] == []
     assert [p.name for p in python if re.search(NO_NOUN_IN_PYTHON, p.read_text())] == []
+
+
+def names_of(module: ast.Module) -> set[str]:
+    """The names that a file of Python assigns, defines or imports anywhere."""
+    names = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_what_tests_import_from_each_other_exists():
+    """Where there is no GPU, nothing else reads the files of its tests."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    modules = {path.stem: ast.parse(path.read_text()) for path in files}
+    names = {stem: names_of(module) for stem, module in modules.items()}
+    missing = []
+    for stem, module in modules.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                given = names.get(node.module)
+                if given is None and node.module.startswith("test_"):
+                    missing.append((stem, node.module))
+                missing += [(stem, x.name) for x in node.names if given and x.name not in given]
+            elif isinstance(node, ast.Import):
+                others = [x.name for x in node.names if x.name.startswith("test_")]
+                missing += [(stem, name) for name in others if name not in names]
+    assert missing == []
 
 
 # --- limits --------------------------------------------------------------------------------------
