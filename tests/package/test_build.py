@@ -271,7 +271,7 @@ ASK_SETUP = """if True:
 
 def ask_setup(**changes) -> list[str]:
     """The tags of a wheel, the extension's file in it and in build/, whether its API is limited."""
-    # Some versions of setuptools assert that this very Python could import the wheel; -O: none does.
+    # Some versions of setuptools assert that this very Python could import the wheel; -O: none.
     command = [sys.executable, "-O", "-W", "ignore", "-c", ASK_SETUP]
     done = subprocess.run(
         [*command, json.dumps(changes)], cwd=BUILDTOOLS.parent, capture_output=True, text=True
