@@ -1,4 +1,5 @@
-"""Runs FlashMLA's own tests of sparse attention through `sparse_mla.flash_mla`, on one GPU.
+"""Runs FlashMLA's own tests of decoding and sparse prefill through `sparse_mla.flash_mla`, on one
+GPU.
 
     git clone https://github.com/deepseek-ai/FlashMLA
     python buildtools/flash_mla_tests.py FlashMLA/tests
@@ -25,10 +26,13 @@ import tempfile
 import textwrap
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFILL, DECODE = "test_flash_mla_sparse_prefill", "test_flash_mla_sparse_decoding"
+DENSE = "test_flash_mla_dense_decoding"
+SUITES = {"sparse": (PREFILL, DECODE), "dense": (DENSE,)}
 MANY_TOKENS = 70_000  # a case of so many takes 30 GB, so share 0 has all of them, first
 
 
@@ -39,6 +43,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=600, help="a process begins no case after these"
     )
+    parser.add_argument("--suite", choices=SUITES, action="append", help="one of the two")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--left", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,7 +67,8 @@ def run_cases(options: argparse.Namespace) -> int:
     load(options.tests)
     import torch
 
-    cases = take_cases(options.tests)
+    suites = options.suite or SUITES
+    cases = take_cases(options.tests, [name for suite in suites for name in SUITES[suite]])
     is_alone = options.share is None
     if is_alone:
         seeds = set(map(int, options.left.read_text().split()))
@@ -87,7 +93,8 @@ def run_cases(options: argparse.Namespace) -> int:
                 with options.left.open("a") as file:
                     file.write(f"{case.seed}\n")
             continue
-        counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {case.d_qk}"] += 1
+        size = case.d if name == DENSE else case.d_qk
+        counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {size}"] += 1
         if not is_right:
             print(log, flush=True)
     title = "alone" if is_alone else f"share {options.share}"
@@ -104,34 +111,62 @@ def load(tests: Path) -> None:
 
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device("cuda:0")
-    torch.set_float32_matmul_precision("high")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
 
 
-def take_cases(tests: Path) -> list[tuple[str, object]]:
-    """Prefill's cases are listed in its script's main part, decode's by a function."""
-    prefill = importlib.import_module(PREFILL)
-    text = (tests / f"{PREFILL}.py").read_text()
-    lists = text[text.index("    correctness_cases = [") : text.index("    is_no_cooldown")]
-    space = {"TestParam": prefill.TestParam}
-    exec(textwrap.dedent(lists), space)
-    decode = [raw.to_test_param() for raw in importlib.import_module(DECODE).gen_testcase()]
-    cases = [(PREFILL, case) for case in space["testcases"]] + [(DECODE, case) for case in decode]
+def take_cases(tests: Path, names: list[str]) -> list[tuple[str, object]]:
+    """The cases of decode's script are made by a function, the others' are lists in its main part.
+    Of the dense ones, those with one KV head are ours."""
+    cases: list[tuple[str, object]] = []
+    for name in names:
+        if name == DECODE:
+            found = [raw.to_test_param() for raw in importlib.import_module(DECODE).gen_testcase()]
+        else:
+            found = list_cases(tests, name)
+        cases += [(name, case) for case in found if name != DENSE or case.h_kv == 1]
     random.Random(0).shuffle(cases)
+    without_times = {DENSE: {"test_performance": False}}
     return [
-        (name, dataclasses.replace(case, num_runs=0, seed=seed))
+        (name, dataclasses.replace(case, seed=seed, **without_times.get(name, {"num_runs": 0})))
         for seed, (name, case) in enumerate(cases)
     ]
 
 
+def list_cases(tests: Path, name: str) -> list:
+    """The cases that a script's main part lists."""
+    text = (tests / f"{name}.py").read_text()
+    start, end = text.index("    correctness_cases = ["), text.index("    testcases = ")
+    lists = text[start : text.index("\n", end)]
+    space = {"TestParam": importlib.import_module(name).TestParam}
+    exec(textwrap.dedent(lists), space)
+    return space["testcases"]
+
+
 def run_case(name: str, case) -> tuple[str, bool]:
+    import torch
+
     module = importlib.import_module(name)
     log = io.StringIO()
+    # As the scripts have it: the dense one's reference multiplies in full fp32.
+    torch.set_float32_matmul_precision("highest" if name == DENSE else "high")
     with contextlib.redirect_stdout(log):
-        is_right = (
-            module.run_test(case) if name == PREFILL else module.test_flash_mla(case).is_correct
-        )
+        if name == DENSE:
+            is_right = passes(module.test_flash_mla, case)
+        elif name == PREFILL:
+            is_right = module.run_test(case)
+        else:
+            is_right = module.test_flash_mla(case).is_correct
     return log.getvalue(), is_right
+
+
+def passes(test: Callable, case: object) -> bool:
+    """Whether a test that asserts does so in vain."""
+    try:
+        test(case)
+    except AssertionError as error:
+        print(error)
+        return False
+    return True
 
 
 if __name__ == "__main__":

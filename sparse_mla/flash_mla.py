@@ -6,7 +6,8 @@
 Signatures, shapes and results are those of FlashMLA: natural logarithms, lse +inf and max_logits
 -inf for a query without keys. Its limits are gone where this library does not need them: there may
 be 1 to 128 heads, any number of indices and any page size, and indices outside the cache count as
--1. A call that needs its other kernels (dense attention) raises an exception that says so.
+-1. A decode without indices attends to all keys of a request. A call that needs FlashMLA's other
+kernels (several KV heads, fp16, dense prefill) raises an exception that says so.
 docs/flash_mla.md describes every name.
 
 Arrays are torch tensors, or arrays of any framework that gives them `shape`, `reshape` and
@@ -30,6 +31,7 @@ from typing import Any, Literal
 from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._flash_arrays import check_flag, is_array, join_out, shape_of
+from sparse_mla._results import dtype_name
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
@@ -83,10 +85,10 @@ _EXTRA_BYTE_ROWS = [row for name in _FORMATS if name.startswith("fp4") for row i
 _HEAD_SIZES = {row: size for rows in _FORMATS.values() for row, size in rows.items()}
 _HEAD_DIMS = sorted(set(_HEAD_SIZES.values()), reverse=True)
 _SERVED = (
-    "this library serves sparse MLA of DeepSeek-V3.2 and V4, caches of "
+    "this library serves sparse MLA of DeepSeek-V3.2 and V4 and dense MLA, caches of "
     f"{_either(_BYTE_ROWS)} bytes or {_either(_BF16_ROWS)} bf16 a token"
 )
-_DENSE = "dense decoding is not served"
+_DENSE = "scales of dense FP8 are not served"
 
 
 # --- metadata ------------------------------------------------------------------------------------
@@ -157,20 +159,15 @@ def get_mla_decoding_metadata(
     Parameters
     ----------
     seqlens_k : [b] int32
-        Not read. Of the other parameters only `topk` is read.
+        Not read, like all other parameters.
     num_q_tokens_per_head_k, h_k, h_q : int
     is_fp8_kvcache, use_legacy : bool
-    topk : int
-        K; required.
+    topk : int, optional
+        K; None for dense decoding.
 
     Returns
     -------
     (None, None).
-
-    Raises
-    ------
-    ValueError
-        `topk` is left out, which asks for dense decoding.
 
     Source: the signature is that of the wheel sgl-flash-mla 1.0.0.
 
@@ -180,10 +177,6 @@ def get_mla_decoding_metadata(
     >>> flash_mla.get_mla_decoding_metadata(None, 128, 1, topk=2048)
     (None, None)
     """
-    if topk is None:
-        raise ValueError(
-            f"get_mla_decoding_metadata: `topk` must be given, {_SERVED}; {_DENSE}, got None"
-        )
     return None, None
 
 
@@ -232,7 +225,8 @@ def flash_mla_with_kvcache(
     *,
     out: Result | None = None,
 ) -> tuple[Result, Result]:
-    """Sparse decoding: each query attends to the cached tokens that `indices` names.
+    """Decoding: each query attends to the cached tokens that `indices` names, or without `indices`
+    to all tokens of its request.
 
     Parameters
     ----------
@@ -242,7 +236,8 @@ def flash_mla_with_kvcache(
         Rows of 656 bytes for DeepSeek-V3.2, 584 for V4, 528 for V4.1. Pages may be any multiple of
         16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512] bf16 is taken too.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
-        Not read: `indices` are slots already.
+        The pages of each request, and its number of tokens with those of q. Not read with
+        `indices`, which are slots already.
     head_dim_v : int
         512.
     tile_scheduler_metadata : object
@@ -253,11 +248,13 @@ def flash_mla_with_kvcache(
     softmax_scale : float, optional
         When left out, (the head size of q) ** -0.5.
     causal : bool
-        False.
+        Without `indices`: whether a query sees no token behind its own; the last query is the
+        request's last token. False with `indices`.
     is_fp8_kvcache : bool, optional
         Must agree with k_cache. When left out, k_cache decides.
-    indices : [b, s_q, K] int32
-        Slots, page * block_size + offset. -1 and any slot outside the cache mean none.
+    indices : [b, s_q, K] int32, optional
+        Slots, page * block_size + offset. -1 and any slot outside the cache mean none. Left out,
+        decoding is dense.
     attn_sink : [H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     extra_k_cache, extra_indices_in_kvcache : a cache and [b, s_q, K'] int32, optional
@@ -290,8 +287,8 @@ def flash_mla_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        Dense decoding (`indices` left out, `causal`), other head sizes and cache formats, and the
-        errors of `sparse_mla.sparse_attention`.
+        Several KV heads, fp16, scales of dense FP8, other head sizes and cache formats, and the
+        errors of `sparse_mla.sparse_attention` and `sparse_mla.mla_attention`.
 
     Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
 
@@ -308,8 +305,6 @@ def flash_mla_with_kvcache(
     ((2, 1, 16, 512), (2, 16, 1), [2.0, inf])
     """
     op = DECODE
-    if indices is None:
-        raise ValueError(f"{op}: `indices` must be given, {_SERVED}; {_DENSE}, got None")
     batch, s_q, num_heads, head_dim = shape_of(op, "q", q, "[b, s_q, H, D]")
     _check_head_dims(op, "head_dim_v", head_dim, head_dim_v)
     if num_splits is not None and not is_array(tile_scheduler_metadata):
@@ -319,9 +314,34 @@ def flash_mla_with_kvcache(
     if descale_q is not None or descale_k is not None:
         name = "descale_k" if descale_q is None else "descale_q"
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
+    row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
+    if indices is None:
+        for name, given in (
+            ("extra_k_cache", extra_k_cache),
+            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            ("topk_length", topk_length),
+            ("extra_topk_length", extra_topk_length),
+        ):
+            if given is not None:
+                raise ValueError(f"{op}: `{name}` must be None without `indices`, got an array")
+        _check_dense(op, q, k_cache)
+        if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+            tile_scheduler_metadata.have_initialized = True
+        result, lse = ops._mla_attention_plus_inf(
+            _join_queries(_without_grad(q)),
+            k_cache,
+            block_table,
+            cache_seqlens,
+            causal=causal,
+            attn_sink=_without_grad(attn_sink),
+            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            num_splits=1 if enable_batch_invariant else 0,
+            kv_format=_find_formats(op, (row, None), kv_format, use_legacy)[0],
+            out=out,
+        )
+        return result, lse.swapaxes(1, 2)
     if causal:
         raise ValueError(f"{op}: `causal` must be False with `indices`, got {causal!r}")
-    row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
     extra_row = _check_cache(op, "extra_k_cache", extra_k_cache, head_dim, None)
     kv_formats = _find_formats(op, (row, extra_row), kv_format, use_legacy)
     extra_indices = extra_topk = None
@@ -535,6 +555,24 @@ def _check_cache(
             f"got {is_fp8!r}"
         )
     return row
+
+
+def _check_dense(op: str, q: Array, k_cache: Array) -> None:
+    """Refuses what only FlashMLA's own dense kernel takes: fp16 and several KV heads."""
+    heads = k_cache.shape[2] if len(k_cache.shape) == 4 else 1
+    if heads != 1 or "float16" in (dtype_name(q.dtype), dtype_name(k_cache.dtype)):
+        raise ValueError(
+            f"{op}: `q` must be bfloat16 without `indices`, and `k_cache` of one KV head "
+            f"(h_k = 1), {_SERVED}, got {dtype_name(q.dtype)} and {heads} KV heads"
+        )
+
+
+def _join_queries(q: Array) -> Array:
+    """q [b, s_q, H, D] such that its first two dimensions join without a copy."""
+    batch, s_q, num_heads, head_dim = q.shape
+    if batch == 1 or s_q == 1:
+        return q
+    return q.reshape(batch * s_q, num_heads, head_dim).reshape(batch, s_q, num_heads, head_dim)
 
 
 def _find_formats(

@@ -22,6 +22,7 @@ typedef struct smla_attention_shape smla_attention_shape;
 typedef struct smla_attention_run smla_attention_run;
 typedef struct smla_attention_plan smla_attention_plan;
 typedef struct smla_index_map smla_index_map;
+typedef struct smla_key_ranges_params smla_key_ranges_params;
 typedef struct smla_rope smla_rope;
 
 /* Device memory that the host writes anew for every step: the builder's metadata. The host fills
@@ -86,6 +87,8 @@ typedef struct smla_backend {
     void (*plan_attention)(const smla_attention_shape *shape, smla_attention_plan *plan);
     /* The name in `kernels` of the kernel that a run starts; NULL if no kernel can run it. */
     const char *(*kernel_name)(const smla_attention_run *run);
+    /* Writes which keys each token of a dense call sees. No value of its arrays is an error. */
+    smla_status (*find_key_ranges)(const smla_key_ranges_params *params, smla_error *error);
     /* `plan` is what plan_attention returned for the call's shape. */
     smla_status (*sparse_attention)(const smla_attention_params *params,
                                     const smla_attention_plan *plan, smla_error *error);

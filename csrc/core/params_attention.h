@@ -1,6 +1,7 @@
 /* params_attention.h: the params of attention, its plan, and the params of merge_attn_states. */
 #pragma once
 
+#include "core/key_range.h"
 #include "core/params.h"
 
 /* With this map, attention itself turns positions inside a request into slots, by the rules of
@@ -39,8 +40,22 @@ smla_has_ranges(const smla_key_list *list)
     return list->indices == NULL || list->begin != NULL;
 }
 
-/* The call stands last, because launches copy this struct, and Hopper's kernels fetch all that they
- * read of it in 64-byte lines. */
+/* What a main list of positions has if attention is dense (mla_attention): a token sees a range of
+ * its request's keys, and splits are cut from the request's own length. begin, end and the map's
+ * request ids are written by the call itself (smla_key_ranges_params). A token with a negative
+ * request id belongs to no request, and its rows of the outputs stay as they are. */
+typedef struct smla_dense_keys {
+    const int32_t *seq_lens; /* [R] */
+    int64_t seq_lens_stride;
+    smla_rank_share share;
+    int32_t least_split_columns; /* a split has at least so many */
+    /* Tokens per entry of the block table: a page, or 1 in a slot table. 0: attention is not dense */
+    int64_t entry_tokens;
+    float softcap; /* logits become softcap * tanh(logit / softcap); 0: they stay */
+} smla_dense_keys;
+
+/* `call` and `dense` stand last, because launches copy this struct, and Hopper's kernels fetch all
+ * that they read of it in 64-byte lines. */
 typedef struct smla_attention_params {
     int64_t num_tokens;
     int64_t num_heads;
@@ -76,6 +91,7 @@ typedef struct smla_attention_params {
     int64_t workspace_bytes;
     const char *workspace_name; /* the workspace argument's name, for errors */
     smla_call call;
+    smla_dense_keys dense; /* read by kernels that serve ranges (smla_has_ranges) */
 } smla_attention_params;
 
 /* What q . k is multiplied with, besides the kv_scale of the key's cache, where the scales' memory
@@ -99,6 +115,8 @@ typedef struct smla_attention_shape {
      * the choice of a split count does not need it, and the workspace size covers all formats. */
     const smla_kv_format_info *formats[2];
     bool has_ranges;      /* smla_has_ranges of at least one list */
+    bool is_dense;        /* lengths are on the device: no plan depends on topk */
+    bool covers_dense;    /* the workspace size is enough for dense calls of this shape, too */
     bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
 } smla_attention_shape;
 
@@ -124,11 +142,103 @@ typedef struct smla_attention_plan {
 } smla_attention_plan;
 
 /* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
-static inline int64_t
+SMLA_HOST_DEVICE static inline int64_t
 smla_split_columns(int64_t topk, int num_splits)
 {
     const int64_t columns = (topk + num_splits - 1) / num_splits;
     return (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN;
+}
+
+SMLA_HOST_DEVICE static inline bool
+smla_is_dense(const smla_attention_params *params)
+{
+    return params->dense.entry_tokens != 0;
+}
+
+/* Whether the call leaves the token's rows of the outputs as they are. */
+SMLA_HOST_DEVICE static inline bool
+smla_is_left_alone(const smla_attention_params *params, int64_t token)
+{
+    return smla_is_dense(params) && params->lists[0].map.req_id_per_token[token] < 0;
+}
+
+/* smla_split_columns of a token's main list in a dense call: of its request's keys. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_dense_split_columns(const smla_attention_params *params, int64_t token)
+{
+    const smla_dense_keys *const dense = &params->dense;
+    const int64_t req = params->lists[0].map.req_id_per_token[token];
+    const int64_t length = req < 0 ? 0 : dense->seq_lens[req * dense->seq_lens_stride];
+    const int64_t keys = smla_count_own(&dense->share, length < 0 ? 0 : length);
+    const int64_t columns = smla_split_columns(keys, params->num_splits);
+    return columns > dense->least_split_columns ? columns : dense->least_split_columns;
+}
+
+/* What writes the ranges of a dense call: for each token its request, and the keys that it sees. */
+typedef struct smla_key_ranges_params {
+    smla_call call;
+    int64_t num_tokens;
+    int64_t num_reqs;
+    const int32_t *query_starts; /* [R + 1]; NULL: each request has query_len tokens */
+    int64_t query_starts_stride;
+    int64_t query_len;
+    const int32_t *seq_lens; /* [R] */
+    int64_t seq_lens_stride;
+    smla_range_rule rule;
+    int32_t *req_ids; /* [T]; -1: no request */
+    int32_t *begin;   /* [T] */
+    int32_t *end;     /* [T] */
+} smla_key_ranges_params;
+
+enum { SMLA_RANGES_ALIGN = 64 };
+
+/* Bytes of workspace for the ranges of so many tokens, wherever the workspace begins. */
+static inline int64_t
+smla_key_ranges_bytes(int64_t num_tokens)
+{
+    const int64_t bytes = num_tokens * 3 * (int64_t)sizeof(int32_t);
+    return num_tokens == 0
+               ? 0
+               : (bytes + 2 * SMLA_RANGES_ALIGN - 1) / SMLA_RANGES_ALIGN * SMLA_RANGES_ALIGN;
+}
+
+/* The number of the first query token of a request. Numbers on a device are unchecked, so they are
+ * clamped. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_query_start(const smla_key_ranges_params *params, int64_t req)
+{
+    const int64_t start = params->query_starts == NULL
+                              ? req * params->query_len
+                              : params->query_starts[req * params->query_starts_stride];
+    return smla_clamp_int64(start, 0, params->num_tokens);
+}
+
+/* Writes what belongs to one token. */
+SMLA_HOST_DEVICE static inline void
+smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
+{
+    int64_t req = 0; /* the first request that ends behind the token */
+    for (int64_t past = params->num_reqs; req < past;) {
+        const int64_t middle = (req + past) / 2;
+        if (smla_query_start(params, middle + 1) > token) {
+            past = middle;
+        } else {
+            req = middle + 1;
+        }
+    }
+    smla_key_range range = {0, 0};
+    const bool is_query = req < params->num_reqs;
+    if (is_query) {
+        const int64_t start = smla_query_start(params, req);
+        const int64_t num_queries = smla_query_start(params, req + 1) - start;
+        const int64_t length = params->seq_lens[req * params->seq_lens_stride];
+        const int64_t num_keys = length < 0 ? 0 : length;
+        range =
+            smla_find_key_range(&params->rule, num_keys - num_queries + (token - start), num_keys);
+    }
+    params->req_ids[token] = is_query ? (int32_t)req : -1;
+    params->begin[token] = (int32_t)range.begin;
+    params->end[token] = (int32_t)range.end;
 }
 
 typedef struct smla_merge_params {

@@ -87,6 +87,7 @@ const smla_backend smla_cpu_backend = {
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .plan_attention = smla_cpu_plan_attention,
     .kernel_name = smla_cpu_kernel_name,
+    .find_key_ranges = smla_cpu_find_key_ranges,
     .sparse_attention = smla_cpu_sparse_attention,
     .projection = smla_cpu_projection,
     .kernels = smla_cpu_kernels,

@@ -30,6 +30,12 @@ smla_status smla_check_attention(const smla_sparse_attention_args *args,
                                  smla_attention_params *params, smla_attention_plan *plan,
                                  const smla_backend **backend, smla_error *error);
 
+/* `ranges` is what has to run before attention. */
+smla_status smla_check_mla_attention(const smla_mla_attention_args *args,
+                                     smla_attention_params *params, smla_key_ranges_params *ranges,
+                                     smla_attention_plan *plan, const smla_backend **backend,
+                                     smla_error *error);
+
 smla_status smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args,
                                        smla_attention_params *params, smla_attention_plan *plan,
                                        const smla_backend **backend, smla_error *error);
@@ -37,7 +43,7 @@ smla_status smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args,
 /* The names of a list's arguments in error texts, and the cache formats that it may have. */
 typedef struct smla_list_rules {
     const char *kv;
-    const char *indices;
+    const char *indices; /* NULL: the list is dense, and require_more checks and fills it */
     const char *topk_length;
     const char *kv_scale;
     smla_kv_set formats;
@@ -53,17 +59,19 @@ typedef struct smla_attention_rules {
     const char *softmax_scale;
     const char *attn_sink;
     const char *workspace;
-    const char *unread[2];    /* int32 vectors that no kernel reads; NULL: none */
+    /* Checks what only this operator has, `more`, once q, the caches and the sinks are checked. NULL
+     * = it has nothing more. */
+    smla_status (*require_more)(smla_checker *checker, const void *more,
+                                smla_attention_params *params);
     bool any_query_has_scale; /* q_scale may belong to a bf16 query, too */
     bool has_no_lse;          /* lse may be absent */
 } smla_attention_rules;
 
-/* Checks attention's args by these rules. `unread` has the vectors of that name, or NULL. */
+/* Checks attention's args by these rules. */
 smla_status smla_check_attention_by(const smla_attention_rules *rules,
-                                    const smla_sparse_attention_args *args,
-                                    const DLTensor *const unread[2], smla_attention_params *params,
-                                    smla_attention_plan *plan, const smla_backend **backend,
-                                    smla_error *error);
+                                    const smla_sparse_attention_args *args, const void *more,
+                                    smla_attention_params *params, smla_attention_plan *plan,
+                                    const smla_backend **backend, smla_error *error);
 
 /* Checks the products of the scales of logits, those on a device excepted:
  * check_attention_scales.c. */

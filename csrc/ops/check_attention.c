@@ -88,6 +88,10 @@ require_key_list(smla_checker *c, const list_args *args, int64_t num_tokens, sml
                  smla_given_scale *kv_scale)
 {
     SMLA_TRY(smla_require_kv(c, &args->cache, &list->kv));
+    if (args->rules->indices == NULL) {
+        return smla_require_kv_scale(c, args->rules->kv_scale, args->kv_scale, list->kv.format,
+                                     kv_scale);
+    }
     SMLA_TRY(smla_require(c, &(smla_rule){.name = args->rules->indices,
                                           .tensor = args->indices,
                                           .dtypes = SMLA_DTYPE_INT32,
@@ -215,6 +219,8 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
         .num_splits = args->num_splits,
         .device_id = device_id,
         .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
+        .has_ranges = smla_has_ranges(&params->lists[0]),
+        .is_dense = smla_is_dense(params),
         .has_query_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL,
     };
     backend->plan_attention(&shape, plan);
@@ -265,16 +271,15 @@ smla_status
 smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                      smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
-    static const DLTensor *const unread[2] = {NULL, NULL};
-    SMLA_TRY(smla_check_attention_by(&attention_rules, args, unread, params, plan, backend, error));
+    SMLA_TRY(smla_check_attention_by(&attention_rules, args, NULL, params, plan, backend, error));
     return smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
                                     error);
 }
 
 smla_status
 smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
-                        const DLTensor *const unread[2], smla_attention_params *params,
-                        smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
+                        const void *more, smla_attention_params *params, smla_attention_plan *plan,
+                        const smla_backend **backend, smla_error *error)
 {
     const list_args main = main_list_of(rules, args);
     const list_args extra = extra_list_of(rules, args);
@@ -304,10 +309,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
         SMLA_TRY(require_same_head_size(&c, rules, params));
         params->num_lists = params->lists[1].topk == 0 ? 1 : 2; /* no columns: no list */
     }
-    for (int i = 0; i < 2; i++) {
-        SMLA_TRY(smla_require_vector(&c, rules->unread[i], unread[i], SMLA_ANY, SMLA_RULE_OPTIONAL,
-                                     NULL));
-    }
+    SMLA_TRY(rules->require_more == NULL ? SMLA_OK : rules->require_more(&c, more, params));
     SMLA_TRY(smla_require_finite(c.op, rules->softmax_scale, args->softmax_scale, error));
     SMLA_TRY(check_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
@@ -322,6 +324,9 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
     plan_attention(args, params, *backend, c.device.device_id, plan);
+    if (smla_is_dense(params)) {
+        plan->workspace_bytes += smla_key_ranges_bytes(num_tokens);
+    }
     SMLA_TRY(require_workspace(&c, rules->workspace, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
     const smla_call call = smla_call_of(&c, args->stream, params->lists[0].kv.format);

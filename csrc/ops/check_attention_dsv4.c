@@ -12,6 +12,18 @@ enum {
         SMLA_KV_SET(SMLA_ROW_FP8_E4M3),
 };
 
+/* No kernel reads these vectors. */
+static smla_status
+require_unread(smla_checker *c, const void *more, smla_attention_params *params)
+{
+    const smla_sparse_mla_dsv4_args *const args = more;
+    (void)params;
+    SMLA_TRY(
+        smla_require_vector(c, "seq_lens", args->seq_lens, SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
+    return smla_require_vector(c, "cum_seq_lens_q", args->cum_seq_lens_q, SMLA_ANY,
+                               SMLA_RULE_OPTIONAL, NULL);
+}
+
 static const smla_attention_rules attention_rules = {
     .op = "sparse_mla_dsv4",
     .q = "query",
@@ -21,7 +33,7 @@ static const smla_attention_rules attention_rules = {
     .softmax_scale = "bmm1_scale",
     .attn_sink = "sinks",
     .workspace = "workspace_buffer",
-    .unread = {"seq_lens", "cum_seq_lens_q"},
+    .require_more = require_unread,
     .any_query_has_scale = true,
     .has_no_lse = true,
 };
@@ -132,9 +144,8 @@ smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_attention
         attention.softmax_scale = 1.0;
         attention.q_scale = args->bmm1_scale;
     }
-    const DLTensor *const unread[2] = {args->seq_lens, args->cum_seq_lens_q};
-    SMLA_TRY(smla_check_attention_by(&attention_rules, &attention, unread, params, plan, backend,
-                                     error));
+    SMLA_TRY(
+        smla_check_attention_by(&attention_rules, &attention, args, params, plan, backend, error));
     if (!has_numbers) {
         params->logit_divisor = params->kv_scale[0];
     }

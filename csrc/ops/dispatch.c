@@ -150,9 +150,32 @@ smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     return smla_leave(&entry, run_sparse_mla_dsv4(args, error));
 }
 
+static smla_status
+run_mla_attention(const smla_mla_attention_args *args, smla_error *error)
+{
+    smla_mla_attention_args known;
+    smla_attention_params params;
+    smla_key_ranges_params ranges;
+    smla_attention_plan plan;
+    const smla_backend *backend;
+    SMLA_TRY(smla_read_args("mla_attention", &known, sizeof known, args, error));
+    SMLA_TRY(smla_check_mla_attention(&known, &params, &ranges, &plan, &backend, error));
+    SMLA_TRY(ranges.num_tokens == 0 ? SMLA_OK : backend->find_key_ranges(&ranges, error));
+    return attend(&params, &plan, backend, error);
+}
+
 smla_status
-smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,
-                              smla_error *error)
+smla_mla_attention(const smla_mla_attention_args *args, smla_error *error)
+{
+    smla_entry entry;
+    smla_enter(&entry, "mla_attention");
+    return smla_leave(&entry, run_mla_attention(args, error));
+}
+
+/* The workspace of sparse_attention, and with covers_dense of mla_attention, too. */
+static smla_status
+find_workspace_size(const smla_attention_workspace_args *args, bool covers_dense, int64_t *bytes,
+                    smla_error *error)
 {
     smla_attention_workspace_args known;
     smla_attention_shape shape;
@@ -160,10 +183,26 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
     SMLA_TRY(smla_require_pointer("attention_workspace_size", "bytes", bytes, error));
+    shape.covers_dense = covers_dense;
     const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
-    *bytes = backend->attention_workspace_size(&shape);
+    *bytes = backend->attention_workspace_size(&shape) +
+             (covers_dense ? smla_key_ranges_bytes(shape.num_tokens) : 0);
     smla_fp_change(callers);
     return SMLA_OK;
+}
+
+smla_status
+smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,
+                              smla_error *error)
+{
+    return find_workspace_size(args, true, bytes, error);
+}
+
+smla_status
+smla_sparse_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,
+                           smla_error *error)
+{
+    return find_workspace_size(args, false, bytes, error);
 }
 
 smla_status

@@ -17,6 +17,10 @@ smla_status smla_attend_checked(const smla_sparse_attention_args *args, const sm
                                 const smla_index_map *map, int32_t device_id,
                                 const smla_backend *backend, smla_error *error);
 
+/* attention_workspace_size without what only mla_attention needs. */
+smla_status smla_sparse_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,
+                                       smla_error *error);
+
 /* How sparse_attention would run calls of this shape on cache rows of `format`. */
 smla_status smla_find_attention_plan(const smla_attention_workspace_args *args,
                                      const smla_kv_format_info *format, smla_attention_plan *plan,

@@ -164,6 +164,28 @@ smla_py_parse_int(const char *op, const char *name, PyObject *object, int64_t *v
 }
 
 int
+smla_py_parse_ints(const char *op, const char *name, PyObject *object, int count, int64_t *values)
+{
+    PyObject *tuple =
+        PyTuple_Check(object) || PyList_Check(object) ? PySequence_Tuple(object) : NULL;
+    if (tuple == NULL && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    if (tuple == NULL || PyTuple_Size(tuple) != count) {
+        Py_XDECREF(tuple);
+        PyErr_Format(tuple == NULL ? PyExc_TypeError : PyExc_ValueError,
+                     "%s: `%s` must be a tuple of %d ints, got %R", op, name, count, object);
+        return -1;
+    }
+    int status = 0;
+    for (int i = 0; i < count && status == 0; i++) {
+        status = smla_py_parse_int(op, name, PyTuple_GetItem(tuple, i), &values[i]);
+    }
+    Py_DECREF(tuple);
+    return status;
+}
+
+int
 smla_py_parse_int32(const char *op, const char *name, PyObject *object, int32_t *value)
 {
     int64_t wide = 0;

@@ -133,6 +133,9 @@ int smla_py_check_count(const char *op, Py_ssize_t num_args, Py_ssize_t wanted);
 
 /* Every parser returns 0, or -1 with the exception "op: `name` must be ..., got ..." set. */
 int smla_py_parse_int(const char *op, const char *name, PyObject *object, int64_t *value);
+/* Parses a tuple of `count` ints. */
+int smla_py_parse_ints(const char *op, const char *name, PyObject *object, int count,
+                       int64_t *values);
 int smla_py_parse_int32(const char *op, const char *name, PyObject *object, int32_t *value);
 int smla_py_parse_float(const char *op, const char *name, PyObject *object, double *value);
 int smla_py_parse_flag(PyObject *object, bool *value);

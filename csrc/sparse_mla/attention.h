@@ -72,7 +72,59 @@ typedef struct smla_sparse_mla_dsv4_args {
 
 SMLA_API smla_status smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error);
 
-/* The bytes of workspace that smla_sparse_attention needs. They never fall if T, H or K grows. */
+/* Attention of a request's tokens to the keys of its paged cache, without a list of keys: decode,
+ * extend and absorbed prefill. Of n_q query tokens and n_k keys of a request, query i is at position
+ * p = n_k - n_q + i, and sees key j where all that apply hold: j <= p (causal);
+ * p - window_left <= j <= p + window_right; j / attention_chunk == p / attention_chunk. A softcap
+ * c > 0 makes logits c * tanh(logit / c). Keys are values of which the first 512 are v. A token that
+ * sees no key has out 0 and lse -inf.
+ *
+ * Key j is in the page block_table[b, j / page size], or in the slot slot_table[b, j]. An entry that
+ * is negative, past the cache or past the table's last column hides its key. With cp_size ranks of
+ * context parallelism, tables have the rank's own keys only, and lengths and masks count all. */
+typedef struct smla_mla_attention_args {
+    size_t struct_size;
+    const DLTensor *q;             /* [T, H, D] | [B, n, H, D] bf16, or 512 with q_pe; e4m3 if D is
+                                    * 512 */
+    const DLTensor *q_pe;          /* [T, H, 64] | [B, n, H, 64] bf16, optional */
+    const DLTensor *kv_cache;      /* [pages, block_size, row] */
+    const DLTensor *block_table;   /* [>= B, W] int32 pages; or slot_table in its place */
+    const DLTensor *cache_seqlens; /* [B] int32: n_k, with the keys of this step */
+    const DLTensor *cu_seqlens_q; /* [B + 1] int32, optional: the first query token of each request.
+                                    * NULL: a query [B, H, D] has one per request, a query
+                                    * [B, n, H, D] n. Tokens from the last number on stay as they
+                                    * are */
+    const DLTensor *slot_table;   /* [>= B, W] int32 slots, optional */
+    const DLTensor *attn_sink;    /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *out;          /* out [T, >= H, 512] | [B, n, >= H, 512] bf16 */
+    const DLTensor *lse;          /* out [T, H] | [B, n, H] fp32, natural log */
+    const DLTensor *workspace;    /* [size below] uint8, not shared with concurrent calls */
+    smla_scale_arg q_scale;       /* an e4m3 query only: it multiplies logits */
+    smla_scale_arg kv_scale;      /* fp8_e4m3 only */
+    double softmax_scale;
+    double softcap;          /* 0: none */
+    int64_t window_left;     /* with has_window: -1 = open */
+    int64_t window_right;    /* the same; 0 with is_causal */
+    int64_t attention_chunk; /* 0: none */
+    int64_t cp_rank;
+    int64_t cp_size; /* 0: no context parallelism */
+    int64_t cp_interleave;
+    int64_t max_seqlen_q; /* hints, which change no result; 0: none */
+    int64_t max_seqlen_k;
+    int32_t has_window;
+    int32_t is_causal;
+    int32_t
+        num_splits; /* 0 = the plan chooses; 1...64 cut each request's keys into so many ranges */
+    int32_t kv_format;
+    int32_t fast_fp8; /* 1: e4m3 products are permitted */
+    int32_t lse_empty_is_plus_inf; /* as in smla_sparse_attention_args */
+    void *stream;
+} smla_mla_attention_args;
+
+SMLA_API smla_status smla_mla_attention(const smla_mla_attention_args *args, smla_error *error);
+
+/* The bytes of workspace that smla_sparse_attention needs, and smla_mla_attention, where K is the
+ * longest n_k. They never fall if T, H or K grows. */
 typedef struct smla_attention_workspace_args {
     size_t struct_size;
     int64_t num_tokens;

@@ -19,11 +19,21 @@ from sparse_mla import _info
 from sparse_mla._bench.common import noise, plot
 from sparse_mla._bench.common.summary import summarise
 from sparse_mla._bench.common.timing import Effort, Table
-from sparse_mla._bench.cpu import attention, calls, memory, projection, subnormal, top_k, v4
+from sparse_mla._bench.cpu import (
+    attention,
+    calls,
+    dense,
+    memory,
+    projection,
+    subnormal,
+    top_k,
+    v4,
+)
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
     "v4": v4.measure,
+    "dense": dense.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
     "top_k": top_k.measure,

@@ -20,6 +20,7 @@ READ = (
     *("input", "optional input", "input or none", "asking input", *SCALES),
     *("pair", "second", "input, maybe output", "input and output"),
 )
+INTS = {"two ints": 2, "three ints or none": 3}  # options that are tuples, and their lengths
 ALWAYS = ("output", "output or first", "result")  # returned by every call
 MAYBE = ("output or none",)  # the same, but None where the results' rules have no such result
 ASKED = ("asked output", "asked result")  # returned where the call asks for it

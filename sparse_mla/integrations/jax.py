@@ -42,7 +42,7 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
-from sparse_mla.integrations._schema import ASKED, GIVEN, MAYBE, READ, Schema
+from sparse_mla.integrations._schema import ASKED, GIVEN, INTS, MAYBE, READ, Schema
 from sparse_mla.ops import OPERATORS
 from sparse_mla.steps.common import as_int
 
@@ -76,6 +76,15 @@ _ATTRIBUTES = {
 }
 
 
+def _as_ints(op: str, name: str, value: Any, count: int) -> tuple[int, ...]:
+    """A tuple of ints, or an error in the words of the C core."""
+    is_tuple = isinstance(value, (tuple, list))
+    if not is_tuple or len(value) != count:
+        error = ValueError if is_tuple else TypeError
+        raise error(f"{op}: `{name}` must be a tuple of {count} ints, got {value!r}")
+    return tuple(as_int(op, name, x) for x in value)
+
+
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
     read and written become the call's last results, in place."""
@@ -88,6 +97,8 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
             )
         if kind in ("int", "int32", "size") and values[name] is not None:
             values[name] = as_int(schema.name, name, values[name])  # NumPy would cut a float
+        if kind in INTS and values[name] is not None:
+            values[name] = _as_ints(schema.name, name, values[name], INTS[kind])
     given = {}
     for name in schema.names(*READ):
         array = values[schema.scales.get(name, name)]
@@ -117,6 +128,9 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         for name, kind in schema.rows.items()
         if kind in _ATTRIBUTES and values[name] is not None and name not in given
     }
+    for option in schema.names(*INTS):
+        for i, x in enumerate(values[option] or ()):
+            attributes[f"{option}[{i}]"] = np.int64(x)
     outcome = call(*given.values(), operator=schema.name, present=np.int64(present), **attributes)
     arrays = dict(zip(results, outcome, strict=True))
     names = [n for n in order[read:] if n in arrays or schema.rows[n] in MAYBE]

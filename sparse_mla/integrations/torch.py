@@ -119,6 +119,8 @@ _TYPES = {
     "int32": "int",
     "flag": "bool",
     "size": "SymInt?",
+    "two ints": "int[2]",
+    "three ints or none": "int[]?",
     "float": "float",
     "kv_format": "str?",
     "floats": "str",
@@ -146,6 +148,7 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
             continue
         if has_default:
             default = parameter.default
+            default = list(default) if isinstance(default, tuple) else default
             text += f'="{default}"' if isinstance(default, str) else f"={default}"
         (keywords if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
     seconds = (*schema.pair.values(), *schema.scales.values())

@@ -51,6 +51,7 @@ from sparse_mla.ops._declare import OPERATORS as OPERATORS
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plans as _attention_plans
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
+from sparse_mla.ops.attention import _mla_attention_plus_inf as _mla_attention_plus_inf
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *

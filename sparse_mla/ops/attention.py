@@ -11,6 +11,7 @@ from sparse_mla.ops._declare import Array, Stream, operator
 __all__ = [
     "attention_workspace_size",
     "merge_attn_states",
+    "mla_attention",
     "sparse_attention",
     "sparse_mla_dsv4",
 ]
@@ -324,6 +325,155 @@ def sparse_mla_dsv4(
 
 
 @operator
+def mla_attention(
+    q: Like[Result] | tuple[Like[Result], Array],
+    kv_cache: Array,
+    block_table: Array | None,
+    cache_seqlens: Array,
+    *,
+    softmax_scale: float,
+    cu_seqlens_q: Array | None = None,
+    slot_table: Array | None = None,
+    cp: tuple[int, int, int] | None = None,
+    q_scale: float | Array = 1.0,
+    kv_scale: float | Array = 1.0,
+    kv_format: KvFormat | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    attn_sink: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_splits: int = 0,
+    fast_fp8: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]:
+    """Attend to all tokens of a paged cache: dense MLA in its absorbed form, decode and prefill.
+
+    Request b has n_q query tokens and n_k = cache_seqlens[b] keys, those of this step among them.
+    Query i of the request is at position p = n_k - n_q + i, and sees key j where all that apply
+    hold::
+
+        j <= p (causal)    p - left <= j <= p + right (window_size)    j // C == p // C (chunks)
+
+    Over these keys, s_j = softmax_scale * q_scale * kv_scale * (q[t, h] . k_j), with a softcap
+    c > 0 then c * tanh(s_j / c); lse and out are as in `sparse_attention`, of the slots of these
+    keys. A query that sees no key gives out = 0 and lse = -inf. Pages without a visible key are not
+    read.
+
+    Parameters
+    ----------
+    q : [T, H, D] or [B, n, H, D] bf16, or a pair ([..., 512], [..., 64])
+        D = 576, or 512 for keys of 512 values. [B, n, H, D] has n tokens of each request. A query
+        of 512 values may be e4m3, as float8_e4m3fn or as its bytes, uint8.
+    kv_cache : [pages, block_size, row]
+        Of any format that `sparse_attention` takes as `kv`; any page size.
+    block_table : [>= B, W] int32, or None
+        The pages of each request, in its order. An entry that is negative or past the cache hides
+        its keys, and so does the end of the row.
+    cache_seqlens : [B] int32
+        n_k of each request.
+    softmax_scale : float
+        `mla_softmax_scale()` for DeepSeek's models.
+    cu_seqlens_q : [B + 1] int32, optional
+        The first query token of each request, then their number. Rows of q, out and lse from the
+        last number on are neither read nor written. Without it, each request has one token.
+    slot_table : [>= B, W] int32, optional
+        The slot of each position, in place of `block_table`, which is None then.
+    cp : (rank, ranks, interleave), optional
+        Context parallelism: position x belongs to rank x // interleave % ranks. Tables have the
+        rank's own keys only; lengths and masks count all. Results of all ranks are merged by their
+        lse.
+    q_scale, kv_scale : float, or an array of one fp32
+        As in `sparse_attention`.
+    kv_format : str or None
+        The cache's format; None takes it from the dtype and the last dimension.
+    causal : bool
+        Query i sees no key behind its position.
+    window_size : (int, int)
+        How many keys a query sees before and behind its position; -1 = all.
+    attention_chunk : int
+        C: a query sees keys of its own C positions only; 0 = of all.
+    softcap : float
+        0 = none.
+    attn_sink : [>= H] fp32, optional
+        Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Hints. Results are the same whatever they are.
+    num_splits : int
+        0 lets the plan choose. 1 to 64 cuts each request's n_k keys into that many ranges, so that
+        the bits of a request's result do not depend on the rest of the batch.
+    fast_fp8 : bool
+        Permits products of e4m3 numbers, where a kernel is faster with them. None is today.
+    out : [T, >= H, 512] or [B, n, >= H, 512] bf16, optional
+    lse : [T, H] or [B, n, H] fp32, optional
+    workspace : [bytes] uint8, optional
+        Scratch memory of at least `attention_workspace_size(T, H, longest n_k)` bytes, T = B * n,
+        with any contents. Calls on one stream may share it. When left out, it is allocated like
+        `out`.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, lse). lse is a natural logarithm, without the sink.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        Both tables or neither; on the CPU `cu_seqlens_q` that does not begin with 0, falls or ends
+        past q; a negative window other than -1, a softcap or chunk below 0, a rank outside
+        0...ranks - 1; tokens of [B, n, ...] that are not equally far apart.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's dense MLA decode; FlashMLA's dense decode kernel.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q = np.ones((3, 16, 576), ml_dtypes.bfloat16)  # two tokens of request 0, one of request 1
+    >>> cache = np.ones((4, 64, 576), ml_dtypes.bfloat16)
+    >>> table, starts = np.array([[2, 0], [3, -1]], np.int32), np.array([0, 2, 3], np.int32)
+    >>> lens, scale = np.array([70, 5], np.int32), 1 / 576
+    >>> out, lse = sparse_mla.mla_attention(
+    ...     q, cache, table, lens, cu_seqlens_q=starts, softmax_scale=scale, causal=True)
+    >>> out.shape, np.exp(lse[:, 0] - 1).round(2).tolist()  # 69 keys, 70 and 5
+    ((3, 16, 512), [69.0, 70.0, 5.0])
+
+    PyTorch
+    -------
+    Attention to all tokens of a paged cache: `sparse_mla.mla_attention`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, cache = (torch.ones(x, dtype=torch.bfloat16) for x in ((1, 16, 576), (4, 64, 576)))
+    >>> table, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[2]], [5]))
+    >>> out, lse = smla.mla_attention(q, cache, table, lens, softmax_scale=1 / 576)
+    >>> out.shape, round(lse[0, 0].item(), 4)
+    (torch.Size([1, 16, 512]), 2.6094)
+
+    JAX
+    ---
+    Attention to all tokens of a paged cache: `sparse_mla.mla_attention`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, cache = (jnp.ones(shape, jnp.bfloat16) for shape in ((1, 16, 576), (4, 64, 576)))
+    >>> table, lens = jnp.array([[2]]), jnp.array([5])
+    >>> out, lse = smla.mla_attention(q, cache, table, lens, softmax_scale=1 / 576)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((1, 16, 512), 2.6094)
+    """
+
+
+# For flash_mla.py, whose lse is +inf for a query without keys.
+_mla_attention_plus_inf = _C.Operator(vars(mla_attention)["__wrapped__"], "_mla_attention_plus_inf")
+
+
+@operator
 def attention_workspace_size(
     num_tokens: int,
     num_heads: int,
@@ -333,13 +483,13 @@ def attention_workspace_size(
     num_splits: int = 0,
     device: Any,
 ) -> int:
-    """Bytes of workspace that `sparse_attention` needs, from shapes alone.
+    """Bytes of workspace that `sparse_attention` and `mla_attention` need, from shapes alone.
 
     Parameters
     ----------
     num_tokens, num_heads, topk, extra_topk, num_splits : int
-        T, H, K, K' and the `num_splits` of `sparse_attention`. The size grows with each of T, H and
-        K, so one workspace serves every smaller batch.
+        T, H, K, K' and the `num_splits` of `sparse_attention`. For `mla_attention` K is the longest
+        n_k. The size grows with each of T, H and K, so one workspace serves every smaller batch.
     device : "cpu", "cuda" (the first GPU), "cuda:1", or an object whose str() is one of these
 
     Returns

@@ -281,6 +281,46 @@ def dsv4() -> Example:
     return call("sparse_mla_dsv4", arrays, window=6)
 
 
+def pages() -> Example:
+    """Two requests of two tokens with keys in bf16 pages, and a token of no request."""
+    rng = np.random.default_rng(6)
+    q = cases.random_bf16(rng, 5, 3, 576)
+    size = sparse_mla.attention_workspace_size(5, 3, 9, num_splits=2, device="cpu")
+    arrays = {
+        "q[0]": q[..., :512].copy(),
+        "q[1]": q[..., 512:].copy(),
+        "kv_cache": rows_of("bf16", 5, 4),
+        "cache_seqlens": int32(9, 5),
+        "cu_seqlens_q": int32(0, 2, 4),
+        "block_table": int32([4, 0, 2], [1, 3, 0]),
+        "attn_sink": rng.normal(0, 1, 3).astype(np.float32),
+        "out": np.zeros((5, 3, 512), ref.BF16),
+        "lse": np.zeros((5, 3), np.float32),
+        "workspace": np.zeros(size, np.uint8),
+    }
+    options = {"causal": True, "window_size": (6, -1), "softcap": 2.0, "num_splits": 2}
+    return call("mla_attention", arrays, softmax_scale=0.04, **options)
+
+
+def slots() -> Example:
+    """A token of each request, an e4m3 query and keys under scales in a table of slots."""
+    rng = np.random.default_rng(7)
+    q = ref.e4m3_encode(rng.normal(0, 1, (4, 3, 512)).astype(np.float32))
+    size = sparse_mla.attention_workspace_size(4, 3, 6, device="cpu")
+    arrays = {
+        "q": q.view(ref.E4M3),
+        "q_scale": one_scale(),
+        "kv_cache": bytes_below(120, 5, 4, 512),
+        "kv_scale": one_scale(),
+        "cache_seqlens": int32(6, 1, 0, 4),
+        "slot_table": rng.integers(-1, 20, (4, 6)).astype(np.int32),
+        "out": np.zeros((4, 3, 512), ref.BF16),
+        "lse": np.zeros((4, 3), np.float32),
+        "workspace": np.zeros(size, np.uint8),
+    }
+    return call("mla_attention", arrays, block_table=None, softmax_scale=0.04)
+
+
 def merge(dtype) -> Example:
     rng = np.random.default_rng(4)
     states = {}
@@ -576,6 +616,12 @@ DSV4 = {
     "out": "written",
     "workspace_buffer": "scratch written",
 }
+PAGES = {
+    "cache_seqlens": "strided",
+    "out": "written",
+    "lse": "strided written",
+    "workspace": "scratch written",
+}
 UNREAD = [("sparse_mla_dsv4", "seq_lens"), ("sparse_mla_dsv4", "cum_seq_lens_q")]
 LISTS = {"out": "written", "lens": "strided written"}
 BATCH = {"query_start_loc": "strided", "seq_lens": "strided"}
@@ -835,6 +881,20 @@ TABLE: dict[str, Row] = {
         SCALED_ATTENTION,
     ),
     "DeepSeek V4": Row("sparse_mla_dsv4", dsv4, DSV4),
+    "attend to pages": Row(
+        "mla_attention",
+        pages,
+        {"q[0]": "", "q[1]": "", "kv_cache": "", "block_table": "strided", "attn_sink": "strided"}
+        | {"cu_seqlens_q": "strided"}
+        | PAGES,
+    ),
+    "attend to slots": Row(
+        "mla_attention",
+        slots,
+        {"q": "", "kv_cache": "cache", "slot_table": "strided"}
+        | dict.fromkeys(("q_scale", "kv_scale"), "strided")
+        | PAGES,
+    ),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
     "split bf16": Row(

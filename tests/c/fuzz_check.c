@@ -2,9 +2,10 @@
  * structs of any size, the splitters, the metadata builder.
  *
  * The input's bytes become a good call with any number of faults. Data pointers are arbitrary
- * numbers, which the checkers must not follow. For any input a checker returns a status of the
- * enum, and with an error a text that begins with the operator's name. `make fuzz` runs this file
- * with libFuzzer, test_fuzz_check.c without.
+ * numbers, which the checkers must not follow; only arrays whose values a checker reads (READ) keep
+ * their memory. For any input a checker returns a status of the enum, and with an error a text that
+ * begins with the operator's name. `make fuzz` runs this file with libFuzzer, test_fuzz_check.c
+ * without.
  */
 #include "core/args.h"
 #include "core/params_all.h"
@@ -138,6 +139,10 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
 #undef CHECK
     case OP_sparse_attention:
         return smla_check_attention(&a->attention, &attention, &plan, backend, e);
+    case OP_mla_attention: {
+        smla_key_ranges_params ranges;
+        return smla_check_mla_attention(&a->mla, &attention, &ranges, &plan, backend, e);
+    }
     default: return smla_check_sparse_mla_dsv4(&a->dsv4, &attention, &plan, backend, e);
     }
 }
@@ -213,6 +218,16 @@ add_fault(reader *r, fuzzed *f, const fuzzed *other)
     }
 }
 
+/* Takes back what a fault has done to the place and the extent of an array. */
+static void
+keep_memory(fuzzed *f, const fuzzed *before)
+{
+    memcpy(f->shape, before->shape, sizeof f->shape);
+    memcpy(f->strides, before->strides, sizeof f->strides);
+    f->tensor.data = before->tensor.data;
+    f->tensor.byte_offset = before->tensor.byte_offset;
+}
+
 /* Leaves most numbers as they are. */
 static void
 set_numbers(reader *r, int64_t *const *numbers, int count)
@@ -258,6 +273,22 @@ set_scalars(reader *r, int number, any_args *a)
         const uint64_t bits = read_bits(r);
         memcpy(&a->dsv4.bmm1_scale.value, &bits, sizeof bits);
         a->dsv4.window = read_number(r);
+    } else if (number == OP_mla_attention) {
+        int64_t *const numbers[] = {&a->mla.window_left,     &a->mla.window_right,
+                                    &a->mla.attention_chunk, &a->mla.cp_rank,
+                                    &a->mla.cp_size,         &a->mla.cp_interleave,
+                                    &a->mla.max_seqlen_q,    &a->mla.max_seqlen_k};
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->mla.softcap, &bits, sizeof bits);
+        set_numbers(r, numbers, 8);
+        a->mla.has_window = (int32_t)read_count(r, 2);
+        a->mla.is_causal = (int32_t)read_count(r, 2);
+        a->mla.num_splits = (int32_t)read_number(r);
+        a->mla.kv_format = (int32_t)read_count(r, 13);
+        if (read_count(r, 4) == 0) {
+            a->mla.slot_table = a->mla.block_table;
+            a->mla.block_table = NULL;
+        }
     } else if (number == OP_fused_qnorm_rope_kv_insert) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->qnorm.eps, &bits, sizeof bits);
@@ -320,7 +351,11 @@ fuzz_operator(reader *r)
     const uint8_t flags = read_byte(r);
     for (int i = flags % 8; i > 0 && count > 0; i--) {
         const int which = read_byte(r) % count;
+        const fuzzed before = tensors[which];
         add_fault(r, &tensors[which], &tensors[read_byte(r) % count]);
+        if (op->slots[which].flags & READ) {
+            keep_memory(&tensors[which], &before);
+        }
         if (read_byte(r) % 32 == 0) {
             *array_of(&args, &op->slots[which]) = NULL;
         }

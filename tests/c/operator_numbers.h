@@ -8,6 +8,7 @@
 enum {
     SMLA_OPERATORS(NUMBER) SMLA_PROJECTIONS(NUMBER) OP_sparse_attention,
     OP_sparse_mla_dsv4,
+    OP_mla_attention,
     NUM_OPERATORS,
 };
 

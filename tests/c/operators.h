@@ -17,6 +17,7 @@ enum {
     NEEDED = 1 << 5, /* optional, but the other arrays of the good call do not fit without it */
     BOOLS = 1 << 6,  /* uint8 or bool */
     PAGES = 1 << 7,  /* a cache with scales behind a page: test_cache.c has its rules */
+    READ = 1 << 8,   /* the check itself reads its values on the CPU */
 };
 
 /* One array of an args struct. Bit i of `fixed` is set where dimension i may not grow by one. */
@@ -42,6 +43,7 @@ typedef union any_args {
     smla_mixed_indices_args mixed;
     smla_sparse_attention_args attention;
     smla_sparse_mla_dsv4_args dsv4;
+    smla_mla_attention_args mla;
     smla_merge_attn_states_args merge;
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
@@ -284,6 +286,23 @@ make_dsv4(void)
 }
 
 static inline any_args
+make_mla(void)
+{
+    return (any_args){.mla = {.struct_size = sizeof(smla_mla_attention_args),
+                              .q = ZEROS(bf16, 3, 2, 512),
+                              .q_pe = ZEROS(bf16, 3, 2, 64),
+                              .kv_cache = ZEROS(uint8, 2, 4, 656),
+                              .block_table = ZEROS(int32, 2, 3),
+                              .cache_seqlens = &VECTOR(int32, 9, 4)->tensor,
+                              .cu_seqlens_q = &VECTOR(int32, 0, 2, 3)->tensor,
+                              .attn_sink = ZEROS(fp32, 2),
+                              .out = ZEROS(bf16, 3, 2, 512),
+                              .lse = ZEROS(fp32, 3, 2),
+                              .workspace = make_workspace(),
+                              .softmax_scale = 1.0}};
+}
+
+static inline any_args
 make_merge(void)
 {
     return (any_args){.merge = {.struct_size = sizeof(smla_merge_attn_states_args),
@@ -499,6 +518,7 @@ CALL(combine, smla_combine_topk_swa_indices)
 CALL(mixed, smla_build_mixed_sparse_indices)
 CALL(attention, smla_sparse_attention)
 CALL(dsv4, smla_sparse_mla_dsv4)
+CALL(mla, smla_mla_attention)
 CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
@@ -724,6 +744,21 @@ static const operator_case operators[NUM_OPERATORS] = {
                              {"compressed_kv_cache", AT_FIELD(dsv4, compressed_kv_cache), 0, 4},
                              {"out", AT_FIELD(dsv4, out), OUTPUT, 5},
                              {"workspace_buffer", AT_FIELD(dsv4, workspace_buffer), OUTPUT, 0}}},
+    [OP_mla_attention] = {"mla_attention",
+                          sizeof(smla_mla_attention_args),
+                          call_mla,
+                          make_mla,
+                          {{"q[0]", AT_FIELD(mla, q), 0, 4},
+                           {"q[1]", AT_FIELD(mla, q_pe), OPTIONAL, 7},
+                           {"kv_cache", AT_FIELD(mla, kv_cache), CACHE, 4},
+                           {"attn_sink", AT_FIELD(mla, attn_sink), ANY_STRIDE | OPTIONAL, 0},
+                           {"cache_seqlens", AT_FIELD(mla, cache_seqlens), ANY_STRIDE | READ, 0},
+                           {"cu_seqlens_q", AT_FIELD(mla, cu_seqlens_q), ANY_STRIDE | NEEDED | READ,
+                            1},
+                           {"block_table", AT_FIELD(mla, block_table), ANY_STRIDE | NEEDED, 0},
+                           {"out", AT_FIELD(mla, out), OUTPUT, 5},
+                           {"lse", AT_FIELD(mla, lse), OUTPUT | ANY_STRIDE, 3},
+                           {"workspace", AT_FIELD(mla, workspace), OUTPUT, 0}}},
     [OP_fused_qnorm_rope_kv_insert] = {"fused_qnorm_rope_kv_insert",
                                        sizeof(smla_qnorm_insert_args),
                                        call_qnorm,

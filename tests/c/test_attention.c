@@ -7,6 +7,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/machine/threads.h"
+#include "ops/dispatch.h"
 #include "reference.h"
 
 typedef struct outputs {
@@ -27,6 +28,7 @@ optional(const array *a)
     return a == NULL ? NULL : &a->tensor;
 }
 
+/* Exactly what sparse_attention needs; smla_attention_workspace_size has room for mla_attention. */
 static int64_t
 workspace_bytes(const attention_inputs *in, int num_splits)
 {
@@ -40,7 +42,10 @@ workspace_bytes(const attention_inputs *in, int num_splits)
                                                 .num_splits = num_splits,
                                                 .device = cpu};
     int64_t bytes = -1;
-    EXPECT_OK(smla_attention_workspace_size(&args, &bytes, &error));
+    EXPECT_OK(smla_sparse_workspace_size(&args, &bytes, &error));
+    int64_t of_any = -1;
+    EXPECT_OK(smla_attention_workspace_size(&args, &of_any, &error));
+    EXPECT(of_any >= bytes && (of_any > bytes) == (args.num_tokens > 0));
     return bytes;
 }
 

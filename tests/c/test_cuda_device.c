@@ -41,6 +41,7 @@ static cudaError_t launch_nothing(const char *name);
 
 SMLA_LAUNCHED_OPERATORS(LAUNCHER)
 LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
+LAUNCHER(key_ranges, smla_mla_attention_args, smla_key_ranges_params, attention)
 
 cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
@@ -625,15 +626,18 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-/* The CUDA backend's calls: the operators, and what the builder's metadata needs. */
-enum { CALL_fill_step_lists = NUM_OPERATORS, NUM_CALLS };
+/* The CUDA backend's calls: the operators, what the builder's metadata needs, and what mla_attention
+ * runs first. */
+enum { CALL_fill_step_lists = NUM_OPERATORS, CALL_find_key_ranges, NUM_CALLS };
 
 #define NAME(name, args_type, params_type, family) [OP_##name] = #name,
 
 static const char *const call_names[NUM_CALLS] = {
     SMLA_OPERATORS(NAME) SMLA_PROJECTIONS(NAME)[OP_sparse_attention] = "sparse_attention",
     [OP_sparse_mla_dsv4] = "sparse_mla_dsv4",
+    [OP_mla_attention] = "mla_attention",
     [CALL_fill_step_lists] = "MetadataBuilder.build",
+    [CALL_find_key_ranges] = "mla_attention",
 };
 
 static const char *const launch_names[NUM_CALLS] = {
@@ -644,7 +648,9 @@ static const char *const launch_names[NUM_CALLS] = {
     [OP_grouped_output_projection] = "e4m3_project",
     [OP_sparse_attention] = "attention",
     [OP_sparse_mla_dsv4] = "attention",
+    [OP_mla_attention] = "attention",
     [CALL_fill_step_lists] = "fill_step_lists",
+    [CALL_find_key_ranges] = "key_ranges",
 };
 
 #undef NAME
@@ -653,8 +659,8 @@ static const char *const launch_names[NUM_CALLS] = {
 static bool
 starts_kernels(int i)
 {
-    return i == OP_sparse_attention || i == OP_sparse_mla_dsv4 || i == OP_k_up_proj ||
-           i == OP_v_up_proj;
+    return i == OP_sparse_attention || i == OP_sparse_mla_dsv4 || i == OP_mla_attention ||
+           i == OP_k_up_proj || i == OP_v_up_proj;
 }
 
 /* How many arrays a checked call of an operator copies to the host. */
@@ -763,6 +769,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                              .req_id_per_token = device_zeros,
                                              .is_valid = device_flags};
     const smla_step_lists_params step_lists = {.call = call, .num_rows = count};
+    const smla_key_ranges_params ranges = {.call = call, .num_tokens = count};
     switch (i) {
     case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
     case OP_quantize_and_insert_k_cache: return b->quantize_and_insert_k_cache(&write, &error);
@@ -794,6 +801,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_v_up_proj: return b->projection(&project, &error);
     case OP_grouped_output_projection: return b->projection(&project_e4m3, &error);
     case CALL_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
+    case CALL_find_key_ranges: return b->find_key_ranges(&ranges, &error);
     default: return b->sparse_attention(&attention, &plan, &error);
     }
 }

@@ -122,7 +122,8 @@ expect_same_arrays(const caller *a, const caller *b)
             const any_args *const args = &a->jobs[i].args;
             const bool is_scratch = &x->tensor == args->attention.workspace ||
                                     &x->tensor == args->lightning.workspace ||
-                                    &x->tensor == args->dsv4.workspace_buffer;
+                                    &x->tensor == args->dsv4.workspace_buffer ||
+                                    &x->tensor == args->mla.workspace;
             EXPECT(is_scratch || memcmp(x->data, y->data, x->bytes) == 0);
         }
     }

@@ -150,7 +150,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("bfloat16", "uint8", "float8_e4m3fn")
     if name == "q_out" and "q_scale_inv" in row.rules:
         return ("uint8", "float8_e4m3fn")
-    ops = ("sparse_attention", "_attention_plus_inf", "lightning_indexer")
+    ops = ("sparse_attention", "_attention_plus_inf", "mla_attention", "lightning_indexer")
     if name == "workspace_buffer" or (name == "workspace" and row.op in ops):
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
@@ -222,7 +222,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
     if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
         rest = "`q_scale` must be left out for a bfloat16 query, got an array"
-        return ValueError, f"sparse_attention: {rest}"
+        return ValueError, f"{row.blames.get(name, row.op)}: {rest}"
     if row.op == "grouped_output_projection":
         return unlike_o(row, name, dtype)
     if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
@@ -383,6 +383,11 @@ LARGER = {
     ("sparse_mla_dsv4", "cum_seq_lens_q"): {0},
     ("sparse_mla_dsv4", "sinks"): {0},
     ("sparse_mla_dsv4", "out"): {1},
+    ("mla_attention", "block_table"): {0, 1},
+    ("mla_attention", "slot_table"): {0, 1},
+    ("mla_attention", "attn_sink"): {0},
+    ("mla_attention", "out"): {1},
+    ("mla_attention", "workspace"): {0},
     ("merge_attn_states", "attn_sink"): {0},
     ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
     ("fused_qnorm_rope_kv_insert", "kv"): {0},
@@ -435,7 +440,10 @@ LARGER = {
 
 
 # Dimensions whose sum with this number is the size of another array.
-SUMMANDS = {("build_mixed_sparse_indices", "prefill_topk_indices", 0): 2}
+SUMMANDS = {
+    ("build_mixed_sparse_indices", "prefill_topk_indices", 0): 2,
+    ("mla_attention", "cache_seqlens", 0): 1,
+}
 
 
 def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
@@ -499,6 +507,10 @@ def test_ranks_one_larger_and_one_smaller(row, name):
         if row.op == "dynamic_per_tensor_quant":
             of_x, of_out = (x.ndim if n == name else calls.plain.ndim for n in ("x", "out"))
             text = f"{who}: `out` must have the {of_x} dimensions of `x`, got {of_out}"
+            assert got == Refused(ValueError, text)
+        elif row.op == "mla_attention" and name in ("q", "q[0]") and x.ndim == 4:
+            other, rule = "out" if name == "q" else "q[1]", "beside a query of that shape"
+            text = f"{who}: `{other}` must have 4 dimensions {rule}, got 3"
             assert got == Refused(ValueError, text)
         else:
             assert got.error is ValueError
@@ -645,7 +657,20 @@ def split_batch(starts=(0, 1), tokens=None, **options):
     return sparse_mla.split_decodes_and_prefills(starts, tokens, **options)
 
 
+def attend_to_pages(T=1, H=1, lens=(1,), table=((0,),), page=1, **options):
+    """One request of `page` * width keys at most, unless options say otherwise; -> keys seen by
+    each token."""
+    q, kv = zeros(T, H, 576), options.pop("kv_cache", zeros(9, page, 576))
+    _, lse = sparse_mla.mla_attention(
+        q, kv, None if table is None else int32(*table), int32(*lens),
+        **{"softmax_scale": 1.0, **options},
+    )  # fmt: skip
+    return np.exp(lse[:, 0]).round().astype(int).tolist()
+
+
 COUNT = f"must be 0 to {INT32 - 1}, got "
+WINDOW = "`window_size` must have -1 (open) or a number of keys on its {}, got {}"
+SHARE = "`cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and interleave >= 1, got {}"
 SPLITS = "must be 0 (the plan chooses) or 1 to 64, got "
 # The numbers of the operators that build index lists, with their least values.
 LIST_NUMBERS = {
@@ -768,6 +793,89 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
             np.nan: "`softmax_scale` must be finite, got nan",
         },
     ),
+    "heads of pages": (
+        "mla_attention",
+        lambda n: attend_to_pages(H=n),
+        (1, 128),
+        {n: f"`q` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "splits of pages": (
+        "mla_attention",
+        lambda n: attend_to_pages(num_splits=n),
+        (0, 1, 64),
+        {n: f"`num_splits` {SPLITS}{n}" for n in (-1, 65)}
+        | {n: f"`num_splits` must fit int32, got {n}" for n in (INT32, -INT32 - 1)},
+    ),
+    "scale of pages": (
+        "mla_attention",
+        lambda x: attend_to_pages(softmax_scale=x),
+        (np.nextafter(HALF_STEP, 0), 0.0),
+        {
+            HALF_STEP: "`softmax_scale` must be finite, got 3.40282e+38",
+            np.nan: "`softmax_scale` must be finite, got nan",
+        },
+    ),
+    **{
+        f"window to the {side}": (
+            "mla_attention",
+            lambda n, i=i: attend_to_pages(window_size=[(n, 0), (0, n)][i]),
+            (-1, 0, 1, INT32 - 1),
+            {n: WINDOW.format(side, n) for n in (-2, INT32, INT64 - 1, -INT64)}
+            | {n: f"`window_size` must fit int64, got {n}" for n in (INT64, -INT64 - 1)},
+        )
+        for i, side in enumerate(("left", "right"))
+    },
+    "ints of a window": (
+        "mla_attention",
+        lambda x: attend_to_pages(window_size=x),
+        ((-1, -1), [0, 5]),
+        {
+            x: f"`window_size` must be a tuple of 2 ints, got {x}"
+            for x in ((), (1,), (1, 2, 3), ("a", None, 2))
+        },
+    ),
+    "chunks": (
+        "mla_attention",
+        lambda n: attend_to_pages(attention_chunk=n),
+        (0, 1, INT32 - 1),
+        {n: f"`attention_chunk` {COUNT}{n}" for n in (-1, INT32, INT64 - 1)},
+    ),
+    "softcap": (
+        "mla_attention",
+        lambda x: attend_to_pages(softcap=x),
+        (0.0, -0.0, 2.0**-149, 30, np.nextafter(HALF_STEP, 0)),
+        {
+            -1.0: "`softcap` must be 0 (none) or a positive float32, got -1",
+            -1e-60: "`softcap` must be 0 (none) or a positive float32, got -1e-60",
+            1e-60: "`softcap` must be 0 (none) or a positive float32, got 1e-60",
+            HALF_STEP: "`softcap` must be finite, got 3.40282e+38",
+            np.inf: "`softcap` must be finite, got inf",
+            np.nan: "`softcap` must be finite, got nan",
+        },
+    ),
+    "share of a rank": (
+        "mla_attention",
+        lambda cp: attend_to_pages(cp=cp),
+        (None, (0, 1, 1), (1, 2, 1), (7, 8, 64), (INT32 - 2, INT32 - 1, INT32 - 1), [0, 2, 4]),
+        {
+            cp: SHARE.format(cp)
+            for cp in (
+                *((-1, 2, 1), (2, 2, 1), (0, -1, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0), (0, 1, -1)),
+                *((0, INT32, 1), (0, 1, INT32)),
+            )
+        }
+        | {(0, 1): "`cp` must be a tuple of 3 ints, got (0, 1)"},
+    ),
+    **{
+        f"{name} of pages": (
+            "mla_attention",
+            lambda n, name=name: attend_to_pages(**{name: n}),
+            (None, 1, INT32 - 1),
+            {n: f"`{name}` must be at least 1, got {n}" for n in (0, -1)}
+            | {n: f"`{name}` {COUNT}{n}" for n in (INT32, INT64 - 1)},
+        )
+        for name in ("max_seqlen_q", "max_seqlen_k")
+    },
     "page size": (
         "convert_req_index_to_global_index",
         lambda n: convert(block_size=n),
@@ -1223,6 +1331,46 @@ def test_indices_and_lengths_of_attention():
     assert keys([0, -1, INT32 - 1, -INT32]) == 1
     for length, want in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (-1, 0), (INT32 - 1, 3)):
         assert keys([0, 1, 2], length) == want, length
+
+
+def test_starts_of_requests_in_pages():
+    """The CPU refuses starts that no batch has. Tokens behind the last start are left alone."""
+    who = "mla_attention: `cu_seqlens_q` must"
+    lens, table = (3, 5), ((0, 1, 2, 3, 4),) * 2
+    lse = np.full((3, 1), 0.0, F32)
+
+    def keys(*starts, **options):
+        return attend_to_pages(3, 1, lens, table, cu_seqlens_q=int32(*starts), **options)
+
+    assert keys(0, 1, 3) == [3, 5, 5]
+    assert keys(0, 0, 3, causal=True) == [3, 4, 5]
+    assert keys(0, 3, 3, causal=True) == [1, 2, 3]
+    assert keys(0, 1, 2, lse=lse) == [3, 5, 1]
+    assert lse[2, 0] == 0, "a token of no request was written"
+    for starts, got in (((1, 2, 3), "1 at 0"), ((-1, 2, 3), "-1 at 0"), ((0, 2, 1), "1 at 2")):
+        with refuses(f"{who} begin with 0 and never fall, got {got}"):
+            keys(*starts)
+    with refuses(f"{who} end at most at the 3 tokens of `q`, got 4"):
+        keys(0, 1, 4)
+    with refuses(f"{who} have shape [3], got [2]: one entry more than `cache_seqlens`"):
+        keys(0, 3)
+
+
+def test_lengths_and_tables_of_pages():
+    """A length below 0 is none. Entries that name no page, and the end of a row, hide keys."""
+    most = INT32 - 1
+    for length, want in ((-INT32, 0), (-1, 0), (0, 0), (1, 1), (6, 6), (7, 6), (most, 6)):
+        assert attend_to_pages(1, 1, (length,), ((0, 1),), 3) == [want], length
+    for page, want in ((-INT32, 3), (-1, 3), (0, 6), (8, 6), (9, 3), (most, 3)):
+        assert attend_to_pages(1, 1, (6,), ((1, page),), 3) == [want], page
+    for slot, want in ((-1, 1), (26, 2), (27, 1), (most, 1)):
+        slots = {"slot_table": int32([0, slot])}
+        assert attend_to_pages(1, 1, (2,), None, 3, **slots) == [want], slot
+    who = "mla_attention: `block_table` must be given, or `slot_table` in its place, got"
+    with refuses(f"{who} neither"):
+        attend_to_pages(table=None)
+    with refuses(f"{who} both"):
+        attend_to_pages(slot_table=int32([0]))
 
 
 @pytest.mark.parametrize("given", ["extra_indices", "extra_topk_length", "both", "extra_kv"])

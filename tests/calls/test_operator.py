@@ -219,7 +219,7 @@ NO_ARGUMENT = {"second", "result", "asked result", "stream of the arrays"}
 WRITTEN = {"output", "output or none", "output or first", "asked output", "result"}
 WRITTEN |= {"asked result"}
 NONE = {"output", "output or none", "output or first", "asked output", "kv_format", "size"}
-NONE |= {"stream", "scale or none", "asking input"}
+NONE |= {"stream", "scale or none", "asking input", "three ints or none"}
 
 
 @pytest.mark.parametrize("op", OPERATORS)

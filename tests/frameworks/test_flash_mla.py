@@ -718,7 +718,18 @@ def zeros(*shape, dtype=ref.BF16) -> np.ndarray:
 
 
 REFUSED_DECODES = {
-    "dense": ({"indices": None}, ValueError, "indices"),
+    "dense, two KV heads": (
+        {"indices": None, "k_cache": zeros(2, 64, 2, 576)}, ValueError, "q",
+    ),
+    "dense, fp16": (
+        {"indices": None, "q": zeros(3, 2, 16, 576, dtype=np.float16)}, ValueError, "q",
+    ),
+    "dense, lengths of lists": (
+        {"indices": None, "topk_length": zeros(3, dtype=np.int32)}, ValueError, "topk_length",
+    ),
+    "dense, extra cache": (
+        {"indices": None, "extra_k_cache": zeros(2, 4, 1, 576)}, ValueError, "extra_k_cache",
+    ),
     "causal": ({"causal": True}, ValueError, "causal"),
     "old splits": ({"num_splits": zeros(4)}, ValueError, "num_splits"),
     "splits alone": (
@@ -808,12 +819,10 @@ def test_refused_prefill(name):
     assert_error_text(caught.value, PREFILL, [argument])
 
 
-@pytest.mark.parametrize("what", ["indices", "q", "k_cache", "descale_q"])
+@pytest.mark.parametrize("what", ["two heads", "q", "k_cache", "descale_q"])
 def test_refusals_say_what_is_served(what):
-    by_argument = {argument: changes for changes, _, argument in REFUSED_DECODES.values()}
-    assert what in by_argument
     names = {
-        "indices": "dense",
+        "two heads": "dense, two KV heads",
         "q": "V4 queries",
         "k_cache": "no format's cache",
         "descale_q": "dense FP8",
@@ -827,10 +836,8 @@ def test_refusals_say_what_is_served(what):
         flash_mla.flash_mla_with_kvcache(q, k_cache, None, None, 512, meta, **arguments)
 
 
-def test_dense_metadata_is_refused():
-    with pytest.raises(ValueError, match=r"sparse MLA of DeepSeek-V3\.2") as caught:
-        flash_mla.get_mla_decoding_metadata(None, 128, 1, is_fp8_kvcache=True)
-    assert_error_text(caught.value, "get_mla_decoding_metadata", ["topk"])
+def test_dense_decoding_needs_no_metadata():
+    assert flash_mla.get_mla_decoding_metadata(None, 128, 1) == (None, None)
 
 
 def test_the_core_s_errors_pass_through(arrays):

@@ -123,6 +123,31 @@ def dsv4_call() -> Call:
     return Call("sparse_mla_dsv4", args, kwargs)
 
 
+def mla_call() -> Call:
+    """Two tokens of a request and one of another, on rank 0 of two, which has 9 and 5 of the
+    keys."""
+    rng = np.random.default_rng(21)
+    args = {
+        "q": cases.random_bf16(rng, 3, 4, 576),
+        "kv_cache": cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656),
+        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
+        "cache_seqlens": np.array([17, 9], np.int32),
+    }
+    kwargs = {
+        "softmax_scale": 0.04,
+        "cu_seqlens_q": np.array([0, 2, 3], np.int32),
+        "cp": (0, 2, 4),
+        "causal": True,
+        "window_size": (14, -1),
+        "softcap": 20.0,
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "num_splits": 0,
+        "out": np.zeros((3, 4, 512), ref.BF16),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+    return Call("mla_attention", args, kwargs)
+
+
 def merge_call() -> Call:
     rng = np.random.default_rng(4)
     args = {

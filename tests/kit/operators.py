@@ -34,6 +34,7 @@ from good_calls import (
     logits_call,
     merge_call,
     mixed_call,
+    mla_call,
     norm_call,
     qnorm_insert_call,
     quant_call,
@@ -165,6 +166,20 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("sinks", np.zeros(1, np.float32)),
         shape_of="query",
+        overloads=("out",),
+    ),
+    "mla_attention": Facts(
+        positional="q kv_cache block_table cache_seqlens",
+        keywords=(
+            "softmax_scale cu_seqlens_q= slot_table= cp= q_scale=1.0 kv_scale=1.0 kv_format= "
+            "causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 attn_sink= "
+            "max_seqlen_q= max_seqlen_k= num_splits=0 fast_fp8=False out= lse= workspace= stream="
+        ),
+        good=mla_call,
+        num_results=2,
+        takes_workspace=True,
+        refused=("attn_sink", np.zeros(1, np.float32)),
+        shape_of="q",
         overloads=("out",),
     ),
     "merge_attn_states": Facts(

@@ -301,7 +301,7 @@ def attention(
     return attend_keys(query * float(softmax_scale), keys, attn_sink, has_scales=has_scales)
 
 
-def attend_keys(query, keys, attn_sink=None, *, has_scales=False) -> Attention:
+def attend_keys(query, keys, attn_sink=None, *, has_scales=False, softcap=0.0) -> Attention:
     """Attention of scaled queries [T, H, D] over a list of keys [n, D] per token, all float64."""
     num_tokens, num_heads, _ = query.shape
     shape = (num_tokens, num_heads)
@@ -316,15 +316,17 @@ def attend_keys(query, keys, attn_sink=None, *, has_scales=False) -> Attention:
     )
     for t in range(num_tokens):
         if len(keys[t]):
-            _attend(ref, t, query[t], keys[t], has_scales)
+            _attend(ref, t, query[t], keys[t], has_scales, softcap)
             if attn_sink is not None:
                 _apply_sink(ref, t, np.asarray(attn_sink, np.float64))
     return ref
 
 
-def _attend(ref: Attention, t: int, query: np.ndarray, key: np.ndarray, has_scales: bool) -> None:
+def _attend(ref: Attention, t: int, query, key, has_scales: bool, softcap: float) -> None:
     value = key[:, :V_DIM]
     logit = query @ key.T
+    if softcap:
+        logit = softcap * np.tanh(logit / softcap)
     top = logit.max(1)
     weight = np.exp(logit - top[:, None])
     total = weight.sum(1)

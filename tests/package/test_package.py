@@ -40,10 +40,11 @@ ROOT = Path(sparse_mla.__file__).parent
 
 
 def parameter_text(parameter: inspect.Parameter) -> str:
-    """The name, "name=" for one whose default is None, or "name=1.0"."""
+    """The name, "name=" for one whose default is None, "name=1.0" or "name=(1,2)"."""
     if parameter.default is inspect.Parameter.empty:
         return parameter.name
-    return f"{parameter.name}={'' if parameter.default is None else parameter.default}"
+    default = "" if parameter.default is None else str(parameter.default).replace(" ", "")
+    return f"{parameter.name}={default}"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

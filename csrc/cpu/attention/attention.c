@@ -129,6 +129,16 @@ smla_cpu_kernel_name(const smla_attention_run *run)
     return isa == NULL ? NULL : isa->attention_source;
 }
 
+smla_status
+smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error)
+{
+    (void)error;
+    for (int64_t token = 0; token < params->num_tokens; token++) {
+        smla_write_key_range(params, token);
+    }
+    return SMLA_OK;
+}
+
 /* ---- Running ------------------------------------------------------------------------------- */
 
 /* The keys of a part as smla_find_keys gives them. */
@@ -191,6 +201,9 @@ run_token(const attention_run *run, int64_t token)
     const smla_attention_params *const params = run->params;
     const smla_head_range heads = {.begin = 0, .end = params->num_heads};
     smla_only_key key;
+    if (smla_is_left_alone(params, token)) {
+        return;
+    }
     if (smla_find_only_key(params, token, &key)) {
         attend_one_key(params, token, heads, &key);
         return;
@@ -259,6 +272,9 @@ fold_heads(const attention_run *run, int64_t task)
     const smla_head_range heads = {.begin = begin,
                                    .end = min_int64(begin + SMLA_FOLD_HEADS, params->num_heads)};
     const part_keys *const found = run->found + token * params->num_splits;
+    if (smla_is_left_alone(params, token)) {
+        return;
+    }
     const smla_only_key *const only = find_only_key(found, params->num_splits);
     if (only != NULL) {
         attend_one_key(params, token, heads, only);

@@ -108,6 +108,7 @@ void smla_attend_one_key(const smla_attention_params *params, int64_t token, sml
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 
 const char *smla_cpu_kernel_name(const smla_attention_run *run);
+smla_status smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error);
 smla_status smla_cpu_sparse_attention(const smla_attention_params *given,
                                       const smla_attention_plan *plan, smla_error *error);
 

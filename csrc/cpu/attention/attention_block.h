@@ -59,7 +59,9 @@ enter_list(key_cursor *cursor, int list)
     const int64_t begin = read_bound(keys->begin, keys->begin_stride, 0, cursor->token, topk, 0);
     const int64_t end =
         read_bound(keys->end, keys->end_stride, keys->end_offset, cursor->token, topk, topk);
-    const int64_t columns = smla_split_columns(topk, cursor->params->num_splits);
+    const int64_t columns = smla_is_dense(cursor->params)
+                                ? smla_dense_split_columns(cursor->params, cursor->token)
+                                : smla_split_columns(topk, cursor->params->num_splits);
     const int64_t first = cursor->split * columns;
     cursor->column = first < begin ? begin : first;
     cursor->end = first + columns < end ? first + columns : end;
@@ -76,26 +78,30 @@ start_cursor(const smla_attention_params *params, int64_t token, int split)
 /* The slot of position `index` in the token's request, -1 if there is none: the rules of
  * convert_req_index_to_global_index. */
 static inline int64_t
-map_index(const smla_key_list *keys, int64_t token, int64_t index)
+map_index(const smla_attention_params *params, const smla_key_list *keys, int64_t token,
+          int64_t index)
 {
     const smla_index_map *const map = &keys->map;
     const int64_t req = map->req_id_per_token[token];
     if (req < 0 || req >= map->num_reqs) {
         return -1;
     }
+    const int64_t entry_tokens = params->dense.entry_tokens;
     const smla_page_row row = {map->block_table + req * map->block_table_stride_req,
-                               map->block_table_stride_block, map->num_blocks, keys->kv.block_size};
+                               map->block_table_stride_block, map->num_blocks,
+                               entry_tokens != 0 ? entry_tokens : keys->kv.block_size};
     return smla_find_slot(&row, index);
 }
 
 /* The slot that a column names, negative if it names none. */
 static inline int64_t
-find_slot(const smla_key_list *keys, int64_t token, int64_t column)
+find_slot(const smla_attention_params *params, const smla_key_list *keys, int64_t token,
+          int64_t column)
 {
     const int64_t index =
         keys->indices == NULL ? column : keys->indices[token * keys->indices_stride_token + column];
     const bool is_mapped = index >= 0 && keys->map.block_table != NULL;
-    const int64_t slot = is_mapped ? map_index(keys, token, index) : index;
+    const int64_t slot = is_mapped ? map_index(params, keys, token, index) : index;
     return slot < smla_kv_num_slots(&keys->kv) ? slot : -1;
 }
 
@@ -132,7 +138,7 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
         int64_t column = cursor->column;
         int count = 0;
         for (; column < cursor->end && count < capacity; column++) {
-            const int64_t slot = find_slot(keys, cursor->token, column);
+            const int64_t slot = find_slot(cursor->params, keys, cursor->token, column);
             if (slot >= 0) {
                 block->keys[count++] = smla_kv_slot(&keys->kv, slot);
             } else {

@@ -59,13 +59,18 @@ _Static_assert((int)BLOCK_KEYS <= (int)MAX_BLOCK_KEYS, "a block must fit its row
 _Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
 _Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
 
+/* A state takes this many blocks at most; then it is folded into the sum of those before it. So a
+ * sum of a million terms is a few thousand roundings deep, and then a hundred. */
+enum { STATE_BLOCKS = 16384 / BLOCK_KEYS };
+
 typedef struct thread_scratch {
     unit_scalar *q;
     unit_scalar *keys;
     unit_scalar *values;
     unit_scalar *probs;
     float *scores;
-    float *scales; /* [NUM_TILES][BLOCK_KEYS] */
+    float *scales;              /* [NUM_TILES][BLOCK_KEYS] */
+    smla_attention_state older; /* the sum of STATE_BLOCKS blocks, and so on, before the latest */
 } thread_scratch;
 
 /* Consecutive heads that are processed together. */
@@ -86,13 +91,16 @@ static int64_t
 scratch_bytes(int64_t num_heads)
 {
     const int64_t q_bytes = smla_pad_heads(num_heads) * (SMLA_HEAD_DIM / UNIT_STEP) * 4;
-    return q_bytes + KEY_BYTES + VALUE_BYTES + PROB_BYTES + SCORE_BYTES + SCALE_BYTES;
+    return smla_attention_state_bytes(num_heads) + q_bytes + KEY_BYTES + VALUE_BYTES + PROB_BYTES +
+           SCORE_BYTES + SCALE_BYTES;
 }
 
 static thread_scratch
-carve_scratch(uint8_t *memory)
+carve_scratch(uint8_t *memory, int64_t num_heads)
 {
     thread_scratch scratch;
+    scratch.older = smla_attention_state_at(memory, num_heads);
+    memory += smla_attention_state_bytes(num_heads);
     scratch.keys = (unit_scalar *)memory;
     memory += KEY_BYTES;
     scratch.values = VALUE_BYTES == 0 ? scratch.keys : (unit_scalar *)memory;
@@ -251,6 +259,26 @@ finite_reference_of(vfloat max_log2)
     return (vfloat)((vint)reference_of(max_log2) & (max_log2 != -INFINITY));
 }
 
+/* What makes logits of scores, in the log2 domain. */
+typedef struct logit_rule {
+    float scale_log2;
+    float cap_log2; /* 0: logits are not capped */
+} logit_rule;
+
+/* Replaces scores by capped logits, cap * tanh(scale * s / cap). Where the quotient is small, tanh
+ * changes nothing. */
+static void
+cap_scores(float *scores, int count, logit_rule rule)
+{
+    for (int i = 0; i < count; i += WIDTH) {
+        vfloat *const s = (vfloat *)(scores + i);
+        const vfloat logit = *s * rule.scale_log2;
+        const vfloat x = logit / rule.cap_log2;
+        const vfloat magnitude = (vfloat)((vuint)x & 0x7FFFFFFFu);
+        *s = select_lanes(magnitude < 0x1p-13f, logit, tanh_lanes(x) * rule.cap_log2);
+    }
+}
+
 /* Replaces scores by weights 2^(s - ref). Updates the maximum and the sum of the group's heads, and
  * sets `alpha` to the factors by which older sums shrink. */
 SMLA_INLINE void
@@ -316,13 +344,17 @@ add_values(const thread_scratch *scratch, int count, bool has_scales, const vflo
 
 SMLA_INLINE void
 attend_group(const thread_scratch *scratch, const key_block *block, const key_block *next,
-             float scale_log2, head_group group, smla_attention_state state, const int key_rows,
+             logit_rule rule, head_group group, smla_attention_state state, const int key_rows,
              const int value_rows, const int vectors)
 {
     vfloat alpha[GROUP_VECTORS];
     const unit_scalar *const q = scratch->q + group.head * (SMLA_HEAD_DIM / UNIT_STEP);
     score_block(scratch, q, block->count, block->format->head_dim, next, key_rows, vectors);
-    weigh_scores(scratch->scores, block->count, scale_log2, state, group, alpha, vectors);
+    if (rule.cap_log2 != 0.0f) {
+        cap_scores(scratch->scores, block->count * vectors * WIDTH, rule);
+    }
+    weigh_scores(scratch->scores, block->count, rule.cap_log2 != 0.0f ? 1.0f : rule.scale_log2,
+                 state, group, alpha, vectors);
     add_values(scratch, block->count, has_tile_scales(block->format), alpha,
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
 }
@@ -330,16 +362,16 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
 /* The group's two sizes. Not inlined, so that the registers of their loops are theirs alone. */
 __attribute__((noinline)) static void
 attend_one_vector(const thread_scratch *scratch, const key_block *block, const key_block *next,
-                  float scale_log2, head_group group, smla_attention_state state)
+                  logit_rule rule, head_group group, smla_attention_state state)
 {
-    attend_group(scratch, block, next, scale_log2, group, state, KEY_ROWS_1, VALUE_ROWS_1, 1);
+    attend_group(scratch, block, next, rule, group, state, KEY_ROWS_1, VALUE_ROWS_1, 1);
 }
 
 __attribute__((noinline)) static void
 attend_two_vectors(const thread_scratch *scratch, const key_block *block, const key_block *next,
-                   float scale_log2, head_group group, smla_attention_state state)
+                   logit_rule rule, head_group group, smla_attention_state state)
 {
-    attend_group(scratch, block, next, scale_log2, group, state, KEY_ROWS_2, VALUE_ROWS_2, 2);
+    attend_group(scratch, block, next, rule, group, state, KEY_ROWS_2, VALUE_ROWS_2, 2);
 }
 
 static void
@@ -351,6 +383,27 @@ clear(int64_t num_heads, smla_attention_state state)
         state.max_log2[head] = -INFINITY;
     }
     memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
+}
+
+static void fold(smla_head_range heads, smla_attention_state total, smla_attention_state part);
+
+static void
+copy_state(int64_t num_heads, smla_attention_state from, smla_attention_state to)
+{
+    memcpy(to.sum, from.sum, (size_t)smla_attention_state_bytes(num_heads));
+}
+
+/* Adds a state to those before it, and clears it. */
+static void
+set_aside(smla_head_range heads, bool is_first, smla_attention_state older,
+          smla_attention_state state)
+{
+    if (is_first) {
+        copy_state(heads.end, state, older);
+    } else {
+        fold(heads, older, state);
+    }
+    clear(heads.end, state);
 }
 
 /* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter: 0, or
@@ -369,8 +422,12 @@ __attribute__((noinline)) static bool
 try_part(const smla_attention_params *params, int64_t token, int split, bool takes_huge,
          uint8_t *memory, smla_attention_state state)
 {
-    const thread_scratch scratch = carve_scratch(memory);
-    const float scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    const thread_scratch scratch = carve_scratch(memory, params->num_heads);
+    const smla_head_range all_heads = {.begin = 0, .end = params->num_heads};
+    int num_blocks = 0;
+    const double log2_e = 1.4426950408889634074;
+    const logit_rule rule = {.scale_log2 = (float)(params->softmax_scale * log2_e),
+                             .cap_log2 = (float)(params->dense.softcap * log2_e)};
     key_cursor cursor = start_cursor(params, token, split);
     key_block blocks[2];
     const key_block no_block = {.count = 0};
@@ -398,10 +455,17 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
             const head_group group = group_at(head, params->num_heads);
             (group.vectors == 1 ? attend_one_vector : attend_two_vectors)(&scratch, block, next,
-                                                                          scale_log2, group, state);
+                                                                          rule, group, state);
             next = &no_block; /* the first group has prefetched it */
         }
         current = 1 - current;
+        if (++num_blocks % STATE_BLOCKS == 0 && blocks[current].count > 0) {
+            set_aside(all_heads, num_blocks == STATE_BLOCKS, scratch.older, state);
+        }
+    }
+    if (num_blocks > STATE_BLOCKS) {
+        fold(all_heads, scratch.older, state);
+        copy_state(params->num_heads, scratch.older, state);
     }
     return true;
 }

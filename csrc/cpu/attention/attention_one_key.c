@@ -160,7 +160,9 @@ find_logit(const smla_attention_params *params, int64_t token, int64_t head, con
         sum += dot(nope + begin, key->values + begin / LANES, SMLA_SCALE_TILE) *
                (double)key->scales[tile];
     }
-    return (float)((double)params->softmax_scale * sum);
+    const double logit = (double)params->softmax_scale * sum;
+    const double cap = params->dense.softcap;
+    return (float)(cap == 0.0 ? logit : cap * tanh(logit / cap));
 }
 
 /* Writes lse and max_logits of one head. Returns the factor of the value in out. */

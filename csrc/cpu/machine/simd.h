@@ -129,6 +129,23 @@ exp2_lanes(vfloat x)
     return (vfloat)((vint)(p * power) & ~(x < -126.0f));
 }
 
+/* tanh(x), error below 2 ulp; NaN for NaN. The polynomial is that of Cephes; larger numbers take
+ * (1 - t) / (1 + t) with t = e^(-2 |x|). */
+SMLA_INLINE vfloat
+tanh_lanes(vfloat x)
+{
+    const vuint sign = (vuint)x & 0x80000000u;
+    const vfloat magnitude = (vfloat)((vuint)x ^ sign);
+    const vfloat square = x * x;
+    const vfloat power = exp2_lanes(magnitude * -0x1.715476p1f);
+    const vfloat large = (1.0f - power) / (1.0f + power);
+    vfloat p = square * -0x1.75e1d4p-8f + 0x1.52269cp-6f;
+    p = p * square - 0x1.b83c5ap-5f;
+    p = p * square + 0x1.110726p-3f;
+    p = p * square - 0x1.555532p-2f;
+    return select_lanes(magnitude < 0.625f, x + x * square * p, (vfloat)((vuint)large | sign));
+}
+
 /* An integer in [x, x + 1), or x itself where |x| >= 2^22, +-inf included. */
 SMLA_INLINE vfloat
 ceil_lanes(vfloat x)

@@ -123,6 +123,9 @@ cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_deferred *def
 SMLA_LAUNCHED_OPERATORS(SMLA_DECLARE_LAUNCHER)
 SMLA_DECLARE_LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
 
+cudaError_t smla_cuda_launch_key_ranges(const smla_key_ranges_params *params,
+                                        const smla_cuda_device *device);
+
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
 

@@ -405,6 +405,8 @@ name_kind(int kind)
         [SMLA_PY_FLAG] = "flag",
         [SMLA_PY_UNLESS] = "flag",
         [SMLA_PY_SIZE] = "size",
+        [SMLA_PY_TWO_INTS] = "two ints",
+        [SMLA_PY_THREE_INTS] = "three ints or none",
         [SMLA_PY_FLOAT] = "float",
         [SMLA_PY_KV_FORMAT] = "kv_format",
         [SMLA_PY_FLOATS] = "floats",

@@ -43,6 +43,8 @@ typedef enum smla_py_kind {
     SMLA_PY_FLAG,       /* int32_t: 1 where the argument is true */
     SMLA_PY_UNLESS,     /* int32_t: 1 where the argument is false */
     SMLA_PY_SIZE,       /* int64_t: None, which is 0, or at least 1 */
+    SMLA_PY_TWO_INTS,   /* int64_t[2]: a tuple */
+    SMLA_PY_THREE_INTS, /* int64_t[3]: None, which is zeros, or a tuple */
     SMLA_PY_FLOAT,      /* double */
     SMLA_PY_KV_FORMAT,  /* int32_t: None or the name of a cache format */
     SMLA_PY_FLOATS,     /* DLDataType: "float32" or "bfloat16" */
@@ -66,7 +68,7 @@ typedef struct smla_py_param {
 } smla_py_param;
 
 enum {
-    SMLA_PY_MAX_PARAMS = 24,
+    SMLA_PY_MAX_PARAMS = 25,
     SMLA_PY_MAX_ARGS_BYTES = 256, /* the largest args of an operator */
 };
 
@@ -171,6 +173,13 @@ smla_py_is_result(const smla_py_param *param)
                              1u << SMLA_PY_OVER_FIRST | 1u << SMLA_PY_ASKED_OUTPUT |
                              1u << SMLA_PY_RESULT | 1u << SMLA_PY_ASKED_RESULT;
     return results >> param->kind & 1;
+}
+
+/* How many integers an option is; 0 if it is no tuple of them. */
+static inline int
+smla_py_count_ints(const smla_py_param *param)
+{
+    return param->kind == SMLA_PY_TWO_INTS ? 2 : param->kind == SMLA_PY_THREE_INTS ? 3 : 0;
 }
 
 static inline int

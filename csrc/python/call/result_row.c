@@ -193,8 +193,8 @@ allocate_stored(smla_py_call *call, const smla_py_result_row *row, DLDataType dt
                 const int64_t shape[SMLA_PY_MAX_RESULT_DIMS])
 {
     const int *const order = row->storage.order;
-    int64_t storage[SMLA_PY_MAX_RESULT_DIMS];
-    for (int i = 0; i < SMLA_PY_MAX_RESULT_DIMS; i++) {
+    int64_t storage[SMLA_PY_STORED_DIMS];
+    for (int i = 0; i < SMLA_PY_STORED_DIMS; i++) {
         storage[order[i]] = shape[i];
     }
     storage[order[0]] = take_term(SMLA_PY_ROUND_UP, shape[0], row->storage.multiple);

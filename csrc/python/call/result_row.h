@@ -9,7 +9,8 @@
 #include "python/call/call.h"
 
 enum {
-    SMLA_PY_MAX_RESULT_DIMS = 3,
+    SMLA_PY_MAX_RESULT_DIMS = 4,
+    SMLA_PY_STORED_DIMS = 3, /* of a result that is not contiguous */
     SMLA_PY_MAX_TERMS = 4,
 };
 
@@ -72,7 +73,7 @@ typedef struct smla_py_result_dtype {
 /* The storage of a result that is not contiguous: dimension k of the result is dimension order[k]
  * of the storage, which has room for a multiple of `multiple` in the result's dimension 0. */
 typedef struct smla_py_storage {
-    int order[SMLA_PY_MAX_RESULT_DIMS];
+    int order[SMLA_PY_STORED_DIMS];
     int multiple; /* 0: the result is contiguous */
 } smla_py_storage;
 

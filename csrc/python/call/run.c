@@ -87,6 +87,12 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_FLAG: return parse_flag(object, false, field);
     case SMLA_PY_UNLESS: return parse_flag(object, true, field);
     case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, field);
+    case SMLA_PY_TWO_INTS:
+        return smla_py_parse_ints(op, param->name, object, smla_py_count_ints(param), field);
+    case SMLA_PY_THREE_INTS:
+        return object == Py_None
+                   ? 0
+                   : smla_py_parse_ints(op, param->name, object, smla_py_count_ints(param), field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(call, param->name, object, field);

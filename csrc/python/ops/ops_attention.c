@@ -84,7 +84,7 @@ find_workspace_bytes(const DLTensor *q, int64_t topk, int64_t extra_topk, int32_
         .device = out->device,
     };
     int64_t bytes = 0;
-    return smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
+    return smla_sparse_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
 }
 
 static int64_t
@@ -145,6 +145,111 @@ dsv4_workspace_bytes(const void *args)
         return 0;
     }
     return find_workspace_bytes(a->query, a->window, columns - a->window, 0, a->out);
+}
+
+/* ---- Attention to a paged cache ------------------------------------------------------------ */
+
+/* Python's window is a pair of which each side may be open. */
+static smla_status
+compute_mla_attention(const void *args, smla_error *error)
+{
+    smla_mla_attention_args a = *(const smla_mla_attention_args *)args;
+    a.has_window = true;
+    return smla_mla_attention(&a, error);
+}
+
+/* The same for flash_mla.py: lse is +inf for a query without keys. */
+static smla_status
+compute_mla_plus_inf(const void *args, smla_error *error)
+{
+    smla_mla_attention_args a = *(const smla_mla_attention_args *)args;
+    a.lse_empty_is_plus_inf = true;
+    return compute_mla_attention(&a, error);
+}
+
+enum { MLA_Q, MLA_OUT = 10, MLA_LSE };
+
+static const smla_py_param mla_params[] = {
+    [MLA_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_mla_attention_args, q)},
+    {"q_pe", SMLA_PY_SECOND, offsetof(smla_mla_attention_args, q_pe)},
+    {"kv_cache", SMLA_PY_INPUT, offsetof(smla_mla_attention_args, kv_cache)},
+    {"block_table", SMLA_PY_NULLABLE, offsetof(smla_mla_attention_args, block_table)},
+    {"cache_seqlens", SMLA_PY_INPUT, offsetof(smla_mla_attention_args, cache_seqlens)},
+    {"cu_seqlens_q", SMLA_PY_OPTIONAL, offsetof(smla_mla_attention_args, cu_seqlens_q)},
+    {"slot_table", SMLA_PY_OPTIONAL, offsetof(smla_mla_attention_args, slot_table)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_mla_attention_args, attn_sink)},
+    {"q_scale", SMLA_PY_SCALE, offsetof(smla_mla_attention_args, q_scale)},
+    {"kv_scale", SMLA_PY_SCALE, offsetof(smla_mla_attention_args, kv_scale)},
+    [MLA_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_mla_attention_args, out)},
+    [MLA_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_mla_attention_args, lse)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_mla_attention_args, workspace)},
+    {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_mla_attention_args, softmax_scale)},
+    {"causal", SMLA_PY_FLAG, offsetof(smla_mla_attention_args, is_causal)},
+    {"window_size", SMLA_PY_TWO_INTS, offsetof(smla_mla_attention_args, window_left)},
+    {"attention_chunk", SMLA_PY_INT, offsetof(smla_mla_attention_args, attention_chunk)},
+    {"softcap", SMLA_PY_FLOAT, offsetof(smla_mla_attention_args, softcap)},
+    {"cp", SMLA_PY_THREE_INTS, offsetof(smla_mla_attention_args, cp_rank)},
+    {"max_seqlen_q", SMLA_PY_SIZE, offsetof(smla_mla_attention_args, max_seqlen_q)},
+    {"max_seqlen_k", SMLA_PY_SIZE, offsetof(smla_mla_attention_args, max_seqlen_k)},
+    {"num_splits", SMLA_PY_INT32, offsetof(smla_mla_attention_args, num_splits)},
+    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_mla_attention_args, kv_format)},
+    {"fast_fp8", SMLA_PY_FLAG, offsetof(smla_mla_attention_args, fast_fp8)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_mla_attention_args, stream)},
+};
+
+_Static_assert(offsetof(smla_mla_attention_args, window_right) ==
+                       offsetof(smla_mla_attention_args, window_left) + sizeof(int64_t) &&
+                   offsetof(smla_mla_attention_args, cp_interleave) ==
+                       offsetof(smla_mla_attention_args, cp_rank) + 2 * sizeof(int64_t),
+               "the integers of a tuple follow each other");
+
+/* Results have the dimensions of the query, [T, H, ...] or [B, n, H, ...]. */
+static const smla_py_result_row mla_results[] = {
+    {.result = MLA_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4},
+     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_SIZE(MLA_Q, 2),
+              SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
+    {.result = MLA_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3},
+     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
+    {.result = MLA_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4},
+     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_SIZE(MLA_Q, 2)}},
+    {.result = MLA_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3},
+     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1)}},
+};
+
+static const smla_py_limit mla_limits[] = {{SMLA_PY_LIMIT_NDIM, MLA_Q, 3, 4}};
+
+/* Enough for requests that fill the table: a call may need less. 0 as in find_workspace_bytes. */
+static int64_t
+mla_workspace_bytes(const void *args)
+{
+    const smla_mla_attention_args *const a = args;
+    const bool has_slots = a->slot_table != NULL;
+    const DLTensor *const table = has_slots ? a->slot_table : a->block_table;
+    int64_t topk = 0;
+    int64_t bytes = 0;
+    if (a->workspace != NULL || a->out == NULL || table == NULL || a->q->ndim < 3) {
+        return 0;
+    }
+    const bool is_flat = a->kv_cache->ndim == 2;
+    const int64_t page = has_slots ? 1 : smla_size(a->kv_cache, is_flat ? 0 : 1);
+    const bool is_countable = !__builtin_mul_overflow(smla_size(table, 1), page, &topk);
+    const smla_attention_workspace_args needs = {
+        .struct_size = sizeof needs,
+        .num_tokens = smla_size(a->q, 0) * (a->q->ndim == 4 ? smla_size(a->q, 1) : 1),
+        .num_heads = smla_size(a->q, a->q->ndim == 4 ? 2 : 1),
+        .topk = is_countable && topk >= 0 && topk < INT32_MAX ? topk : INT32_MAX,
+        .num_splits = a->num_splits,
+        .device = a->out->device,
+    };
+    return smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
 }
 
 /* ---- Size of the workspace ----------------------------------------------------------------- */
@@ -263,6 +368,19 @@ const smla_py_operator smla_py_attention_operators[] = {
      SMLA_PY_RESULTS(dsv4_results),
      SMLA_PY_LIMITS(dsv4_limits),
      .workspace_bytes = dsv4_workspace_bytes},
+    {.name = "mla_attention",
+     SMLA_PY_TABLE(mla_params, smla_mla_attention_args, smla_mla_attention_args),
+     .compute = compute_mla_attention,
+     SMLA_PY_RESULTS(mla_results),
+     SMLA_PY_LIMITS(mla_limits),
+     .workspace_bytes = mla_workspace_bytes},
+    {.name = "_mla_attention_plus_inf",
+     .title = "mla_attention",
+     SMLA_PY_TABLE(mla_params, smla_mla_attention_args, smla_mla_attention_args),
+     .compute = compute_mla_plus_inf,
+     SMLA_PY_RESULTS(mla_results),
+     SMLA_PY_LIMITS(mla_limits),
+     .workspace_bytes = mla_workspace_bytes},
     {.name = "attention_workspace_size",
      SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
                    smla_attention_workspace_args),

@@ -12,6 +12,7 @@
  * nothing.
  */
 #include <stdalign.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "python/call/operator.h"
@@ -90,6 +91,23 @@ read_size(const xla_call *call, const char *name, int64_t *value)
                ? SMLA_OK
                : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be at least 1, got %lld",
                            call->op, name, (long long)*value);
+}
+
+/* Reads the integers of a tuple: attributes `name`[0], `name`[1], and so on. Without the first, the
+ * tuple was left out. */
+static smla_status
+read_ints(const xla_call *call, const smla_py_param *param, int64_t *values)
+{
+    for (int i = 0; i < smla_py_count_ints(param); i++) {
+        char name[64];
+        snprintf(name, sizeof name, "%s[%d]", param->name, i);
+        if (i == 0 && param->kind == SMLA_PY_THREE_INTS &&
+            find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
+            return SMLA_OK;
+        }
+        SMLA_TRY(read_int(call, name, &values[i]));
+    }
+    return SMLA_OK;
 }
 
 /* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because
@@ -358,6 +376,8 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             *(int32_t *)field = *(int32_t *)field == 0;
             break;
         case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, field)); break;
+        case SMLA_PY_TWO_INTS:
+        case SMLA_PY_THREE_INTS: SMLA_TRY(read_ints(call, param, field)); break;
         case SMLA_PY_SCALE_OR_NONE:
         case SMLA_PY_SCALE: SMLA_TRY(read_scale(call, param->name, field)); break;
         case SMLA_PY_FLOAT:

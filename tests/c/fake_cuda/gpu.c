@@ -47,6 +47,15 @@ SMLA_LAUNCHED_OPERATORS(LAUNCHER)
 LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
 
 cudaError_t
+smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cuda_device *device)
+{
+    (void)device;
+    const cudaError_t code = write_launch(params->call.stream);
+    EXPECT(code != cudaSuccess || smla_cpu_backend.find_key_ranges(params, NULL) == SMLA_OK);
+    return code;
+}
+
+cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
 {
     const cudaError_t code = write_launch(params->call.stream);
@@ -56,7 +65,7 @@ smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* Maps positions to slots in new memory, because the CPU's kernel does not map them. */
+/* Maps a list's positions to slots in new memory. */
 static int32_t *
 map_positions(smla_key_list *list, int64_t num_tokens)
 {
@@ -100,8 +109,8 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
         return code;
     }
     smla_attention_params p = *params;
-    int32_t *slots =
-        p.lists[0].map.block_table == NULL ? NULL : map_positions(&p.lists[0], p.num_tokens);
+    const bool has_positions = p.lists[0].indices != NULL && p.lists[0].map.block_table != NULL;
+    int32_t *slots = has_positions ? map_positions(&p.lists[0], p.num_tokens) : NULL;
     smla_attention_plan plan;
     smla_cpu_backend.plan_attention(&shape, &plan);
     p.workspace_bytes = plan.workspace_bytes;

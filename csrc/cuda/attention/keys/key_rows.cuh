@@ -109,12 +109,14 @@ read_index(const attention_launch &launch, const work_item &item, const block_pl
 }
 
 /* The slot that the lane's index in a window names; negative if it names none. */
+template <bool RANGED>
 static __device__ __forceinline__ int32_t
 find_slot(const attention_launch &launch, const work_item &item, const block_plan &plan,
           int32_t window, int thread, int32_t index)
 {
     const int list = list_of(plan, block_of_lane(window, thread));
-    return slot_of_index(launch, list, item.token, index);
+    return RANGED && smla_is_dense(&launch.params) ? slot_of_position(launch, item.token, index)
+                                                   : slot_of_index(launch, list, item.token, index);
 }
 
 /* The cache row of the lane's slot in a window; NULL for a negative slot. */

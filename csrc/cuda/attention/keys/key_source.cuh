@@ -62,6 +62,7 @@ typedef struct attention_launch {
     int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
     smla_attention_params params;
+    smla_divisor entry_tokens; /* dense.entry_tokens, which kernels of ranges read */
 } attention_launch;
 
 /* The number of slots, or, if a block table maps positions to slots, the number of positions. */
@@ -130,6 +131,37 @@ find_scale_log2(const attention_launch &launch)
     return (float)(scale * 1.4426950408889634074);
 }
 
+/* What makes logits of scores, in the log2 domain. */
+typedef struct logit_rule {
+    float scale_log2;
+    float cap_log2; /* 0: logits are not capped */
+} logit_rule;
+
+/* CODED: scales of logits may be on the device. RANGED: logits may be capped. */
+template <bool CODED, bool RANGED>
+static __device__ __forceinline__ logit_rule
+find_logit_rule(const attention_launch &launch)
+{
+    return logit_rule{CODED ? find_scale_log2(launch) : launch.scale_log2,
+                      RANGED ? launch.params.dense.softcap * 1.44269504f : 0.0f};
+}
+
+/* Where the quotient is small, tanh changes nothing. */
+static __device__ __noinline__ float
+cap_logit(float logit, float cap_log2)
+{
+    const float x = logit / cap_log2;
+    return fabsf(x) < 0x1p-13f ? logit : cap_log2 * tanhf(x);
+}
+
+template <bool RANGED>
+static __device__ __forceinline__ float
+find_logit(float score, const logit_rule &rule)
+{
+    const float logit = score * rule.scale_log2;
+    return RANGED && rule.cap_log2 != 0.0f ? cap_logit(logit, rule.cap_log2) : logit;
+}
+
 /* ---- Columns ------------------------------------------------------------------------------- */
 
 /* The columns of an item in one list: chunks of CHUNK_COLUMNS, column_stride apart, from `begin` on
@@ -146,6 +178,26 @@ read_length(const smla_key_list &keys, int32_t token)
     return max(keys.end[token * keys.end_stride], 0) - (int32_t)keys.end_offset;
 }
 
+/* Whether the item's rows stay as they are: its token belongs to no request of a dense call. */
+template <bool RANGED>
+static __device__ __forceinline__ bool
+is_left_alone(const attention_launch &launch, const work_item &item)
+{
+    return RANGED && smla_is_left_alone(&launch.params, item.token);
+}
+
+/* The columns of an item of a dense call, where splits are cut from the request's own keys. */
+static __device__ __forceinline__ column_range
+find_dense_columns(const attention_launch &launch, const work_item &item)
+{
+    const smla_key_list &keys = launch.params.lists[0];
+    const int64_t columns = smla_dense_split_columns(&launch.params, item.token);
+    const int64_t first = item.split * columns;
+    const int64_t begin = max(first, (int64_t)keys.begin[item.token]);
+    const int64_t end = min(min(first + columns, (int64_t)keys.end[item.token]), keys.topk);
+    return begin < end ? column_range{(int32_t)begin, (int32_t)end} : column_range{0, 0};
+}
+
 /* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has
  * less than 2^31 columns (is_countable). */
 template <bool RANGED = false>
@@ -153,6 +205,9 @@ static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const work_item &item, int list)
 {
     const smla_key_list &keys = launch.params.lists[list];
+    if (RANGED && smla_is_dense(&launch.params)) {
+        return find_dense_columns(launch, item);
+    }
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {
         length = min(length, (uint32_t)max(read_length(keys, item.token), 0));
@@ -221,6 +276,18 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
                          : APART ? map_index_apart(map, facts.block_size, token, index)
                                  : map_index(map, facts.block_size, token, index);
     return slot < facts.num_slots ? (int32_t)slot : -1;
+}
+
+/* The slot of a key of a dense call, negative if there is none. */
+static __device__ __forceinline__ int32_t
+slot_of_position(const attention_launch &launch, int32_t token, int32_t position)
+{
+    if (position < 0) {
+        return -1;
+    }
+    const int64_t slot =
+        map_index(launch.params.lists[0].map, launch.entry_tokens, token, position);
+    return slot < launch.lists[0].num_slots ? (int32_t)slot : -1;
 }
 
 /* The cache row of a slot and its scales; both are NULL for a negative slot. */

@@ -278,7 +278,7 @@ write_value(const attention_launch &launch, const work_item &item, int head, int
 /* Writes all results of an item with one key. `num_threads` threads call it, whole warps of a CTA;
  * this is thread number `thread`. The caller must know that the key is the only one in the item's
  * columns. CODED: the key has 512 values in any format. */
-template <bool ROPE, bool CODED>
+template <bool ROPE, bool CODED, bool RANGED = false>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,
                int thread, int num_threads)
@@ -289,14 +289,14 @@ attend_one_key(const attention_launch &launch, const work_item &item, const list
     lane_part value;
     float scales[2];
     load_only_key<ROPE, CODED>(launch, only, lane, &key, scales);
-    const float scale_log2 = CODED ? find_scale_log2(launch) : launch.scale_log2;
+    const logit_rule rule = find_logit_rule<CODED, RANGED>(launch);
     scale_part(key, scales, &value);
 #pragma unroll 1
     for (int head = thread / SMLA_WARP_LANES; head < item.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
         lane_part query;
         load_query_part<ROPE, CODED>(launch, item.token, item.first_head + head, lane, &query);
-        const float score = multiply_parts(query, key, scales) * scale_log2;
+        const float score = find_logit<RANGED>(multiply_parts(query, key, scales), rule);
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         float weight = sum;

@@ -54,6 +54,7 @@ typedef struct combine_launch {
     int64_t attn_sink_stride;
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
+    const int32_t *req_ids; /* DENSE: tokens with a negative one stay as they are */
 } combine_launch;
 
 static_assert(offsetof(combine_launch, num_heads) == 48 &&
@@ -281,7 +282,7 @@ combine_row(const combine_launch &launch, const row_index &index)
     }
 }
 
-template <typename Shape>
+template <typename Shape, bool DENSE>
 static __global__ void
 __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     combine(const __grid_constant__ combine_launch launch)
@@ -290,7 +291,9 @@ __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     ptx_let_next_grid_start();
     ptx_wait_for_grids();
     for (int64_t row_idx = blockIdx.x;;) {
-        combine_row<Shape>(launch, index);
+        if (!DENSE || launch.req_ids[index.token] >= 0) {
+            combine_row<Shape>(launch, index);
+        }
         row_idx += gridDim.x;
         if (row_idx >= launch.num_rows) {
             break;
@@ -319,7 +322,7 @@ find_shared_bytes(const smla_attention_params *params, const smla_attention_kern
     return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);
 }
 
-template <bool HALF, int SPLITS>
+template <bool HALF, bool DENSE, int SPLITS>
 static cudaError_t
 launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
                smla_cuda_deferred *deferred)
@@ -331,27 +334,27 @@ launch_combine(const combine_launch &launch, int shared_bytes, smla_stream strea
         static uint64_t allowed;
         const smla_cuda_device *const device = smla_cuda_find_device(stream.device_id);
         const cudaError_t code =
-            allow_shared_bytes((const void *)combine<Shape>, device->max_shared_bytes / 2,
+            allow_shared_bytes((const void *)combine<Shape, DENSE>, device->max_shared_bytes / 2,
                                stream.device_id, &allowed);
         if (code != cudaSuccess) {
             return code;
         }
     }
-    return smla_launch(combine<Shape>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
+    return smla_launch(combine<Shape, DENSE>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
                        stream, false, deferred);
 }
 
-template <bool HALF>
+template <bool HALF, bool DENSE = false>
 static cudaError_t
 launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
                smla_cuda_deferred *deferred)
 {
     const int num_splits = launch.num_splits;
-    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream, deferred)
-           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream, deferred)
-           : num_splits <= 32
-               ? launch_combine<HALF, 32>(launch, shared_bytes, stream, deferred)
-               : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream, deferred);
+    return (num_splits <= 8    ? launch_combine<HALF, DENSE, 8>
+            : num_splits <= 16 ? launch_combine<HALF, DENSE, 16>
+            : num_splits <= 32 ? launch_combine<HALF, DENSE, 32>
+                               : launch_combine<HALF, DENSE, SMLA_MAX_SPLITS>)(launch, shared_bytes,
+                                                                               stream, deferred);
 }
 
 cudaError_t
@@ -379,6 +382,10 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.attn_sink_stride = params->attn_sink_stride;
     launch.max_logits_stride_token = params->max_logits_stride_token;
     launch.max_logits_stride_head = params->max_logits_stride_head;
+    if (smla_is_dense(params)) { /* kernels that serve ranges leave no halves */
+        launch.req_ids = params->lists[0].map.req_id_per_token;
+        return launch_combine<false, true>(launch, shared_bytes, params->call.stream, deferred);
+    }
     return kernel->leaves_halves
                ? launch_combine<true>(launch, shared_bytes, params->call.stream, deferred)
                : launch_combine<false>(launch, shared_bytes, params->call.stream, deferred);

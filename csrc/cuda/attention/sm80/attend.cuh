@@ -286,7 +286,7 @@ start_rows(int thread, shared_memory<Tile> *shared)
  * stores the factor by which the head's older sums are multiplied. */
 template <typename Tile>
 static __device__ __forceinline__ void
-weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
+weigh_block(shared_memory<Tile> *shared, logit_rule rule, int thread)
 {
     constexpr int COUNT = Tile::LANE_KEYS;
     const int head = thread / Tile::LANES;
@@ -297,7 +297,8 @@ weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
     read_scores<Tile>(shared, head, first_key, weights);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        weights[i] = shared->is_key[first_key + i] ? weights[i] * scale_log2 : -INFINITY;
+        const float logit = find_logit<Tile::RANGED>(weights[i], rule);
+        weights[i] = shared->is_key[first_key + i] ? logit : -INFINITY;
         max_log2 = fmaxf(max_log2, weights[i]);
     }
 #pragma unroll
@@ -491,7 +492,7 @@ find_only_key(const attention_launch &launch, const work_item &item, const block
 #pragma unroll 1
     for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
         const int32_t index = read_index<Tile::RANGED>(launch, item, plan, window, thread);
-        slot = find_slot(launch, item, plan, window, thread, index);
+        slot = find_slot<Tile::RANGED>(launch, item, plan, window, thread, index);
         if (slot >= 0) {
             mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
         }
@@ -509,11 +510,11 @@ find_only_key(const attention_launch &launch, const work_item &item, const block
 }
 
 /* attend_one_key, not inlined, because inlined code would cost the loop registers. */
-template <bool ROPE, bool CODED = false>
+template <bool ROPE, bool CODED, bool RANGED>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, work_item item, listed_key only, int thread)
 {
-    attend_one_key<ROPE, CODED>(launch, item, only, thread, CTA_THREADS);
+    attend_one_key<ROPE, CODED, RANGED>(launch, item, only, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
@@ -526,19 +527,23 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
            shared_memory<Tile> *shared)
 {
     const work_item item = find_part(launch, num_tiles, cta, part, Tile::HEADS);
+    if (is_left_alone<Tile::RANGED>(launch, item)) {
+        return;
+    }
     start_rows<Tile>((int)threadIdx.x, shared);
     start_query<Tile>(launch, item, (int)threadIdx.x, shared);
     const block_plan plan = plan_blocks<Tile::RANGED>(launch, item);
     int32_t key =
         read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* index, later slot */
-    key = find_slot(launch, item, plan, 0, (int)threadIdx.x, key);
+    key = find_slot<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, item, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
         if constexpr (Tile::IS_CALLED) {
             attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x,
                                                         CTA_THREADS);
         } else {
-            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, item, only, (int)threadIdx.x);
+            attend_only_key<Tile::HAS_ROPE, Tile::CODED, Tile::RANGED>(launch, item, only,
+                                                                       (int)threadIdx.x);
         }
         ptx_cp_async_wait_all();     /* waits for the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
@@ -548,7 +553,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         find_key<Tile::FORMATS>(launch, plan, 0, (int)threadIdx.x, key);
     typename key_types<Tile::FORMATS>::rows raw;
     load_keys<Tile::FORMATS>(launch, plan, 0, address, (int)threadIdx.x, &raw);
-    const float scale_log2 = Tile::CODED ? find_scale_log2(launch) : launch.scale_log2;
+    const logit_rule rule = find_logit_rule<Tile::CODED, Tile::RANGED>(launch);
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
     ptx_cp_async_wait_all(); /* this thread's part of the query; all of it after a barrier */
@@ -568,11 +573,11 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
             score_block<Tile>(shared, ptx_forget(thread));
         }
         if (block % WINDOW == 3) {
-            key = find_slot(launch, item, plan, block / WINDOW + 1, thread, key);
+            key = find_slot<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread, key);
         }
         if (any) {
             ptx_barrier(0, CTA_THREADS); /* scores are visible */
-            weigh_block<Tile>(shared, scale_log2, ptx_forget(thread));
+            weigh_block<Tile>(shared, rule, ptx_forget(thread));
             ptx_barrier(0, CTA_THREADS); /* probs and factor are visible */
             add_block<Tile>(shared, ptx_forget(thread), out);
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */

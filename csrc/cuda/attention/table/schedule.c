@@ -305,6 +305,24 @@ find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, 
 
 /* ---- Workspace ------------------------------------------------------------------------------ */
 
+/* The most CTAs of a dense call: two waves, so that requests of unequal lengths still fill the
+ * device. No length is known, so the number of splits follows from the number of tokens alone. */
+enum { DENSE_WAVES = 2 };
+
+static int64_t
+max_dense_parts(const split_problem *problem)
+{
+    return DENSE_WAVES * count_resident_ctas(problem->device, problem->whole) /
+           count_tiles(problem, problem->whole);
+}
+
+static int
+count_dense_splits(const split_problem *problem, int64_t num_tokens)
+{
+    const int64_t splits = num_tokens == 0 ? 1 : max_dense_parts(problem) / num_tokens;
+    return (int)min_int64(splits < 1 ? 1 : splits, SMLA_MAX_SPLITS);
+}
+
 /* Workspace bytes for `parts` pairs of token and split. */
 static int64_t
 parts_bytes(int64_t parts, int64_t num_heads)
@@ -320,15 +338,29 @@ most_parts(const split_problem *problem, int64_t num_tokens)
     return useful == 1 ? 0 : min_int64(num_tokens * useful, max_parts(problem));
 }
 
+/* The most pairs of token and split of a dense call of so many tokens or fewer. */
+static int64_t
+most_dense_parts(const split_problem *problem, int64_t num_tokens)
+{
+    const int64_t most = max_dense_parts(problem);
+    return min_int64(num_tokens * SMLA_MAX_SPLITS, most);
+}
+
 /* most_parts of a call with these formats; 0 where no kernel serves them. */
 static int64_t
 most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
               smla_kv_set formats)
 {
     split_problem problem;
-    return find_problem(device, shape, find_needs(shape, formats), &problem)
-               ? most_parts(&problem, shape->num_tokens)
-               : 0;
+    int64_t parts = find_problem(device, shape, find_needs(shape, formats), &problem)
+                        ? most_parts(&problem, shape->num_tokens)
+                        : 0;
+    if (shape->covers_dense &&
+        find_problem(device, shape, find_needs(shape, formats) | SMLA_ROWS_RANGED, &problem)) {
+        const int64_t dense = most_dense_parts(&problem, shape->num_tokens);
+        parts = dense > parts ? dense : parts;
+    }
+    return parts;
 }
 
 int64_t
@@ -415,6 +447,14 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     if (is_given) { /* a token's bits must not depend on the batch */
         plan->runs[0].kernel = smla_find_kernel(device, needs, shape->num_heads, shape->num_splits,
                                                 count_columns(&problem, shape->num_splits));
+        return;
+    }
+    if (shape->is_dense) {
+        const int num_splits = count_dense_splits(&problem, shape->num_tokens);
+        const int64_t parts = num_splits == 1 ? 0 : shape->num_tokens * num_splits;
+        plan->workspace_bytes = parts_bytes(parts, shape->num_heads);
+        plan->runs[0].kernel = problem.whole;
+        plan->runs[0].num_splits = num_splits;
         return;
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);

@@ -191,6 +191,7 @@ make_launch(const smla_attention_params *params)
             (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
         launch.split_step[i] = launch.split_columns[i];
     }
+    launch.entry_tokens = smla_make_divisor(smla_is_dense(params) ? params->dense.entry_tokens : 1);
     launch.column_stride = CHUNK_COLUMNS;
     launch.num_segments = 1;
     launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));

@@ -1,0 +1,35 @@
+/* key_ranges.cu: which request each token of a dense call belongs to, and which keys it sees
+ * (key_range.h). Attention waits for it on the same stream, because only the device knows lengths.
+ *
+ * Shapes       starts [R + 1], seq_lens [R] -> req_ids, begin, end [T] int32
+ * Roles        A thread per token, which searches its request by halves.
+ * Roofline     12 bytes a token: the start of the launch binds.
+ * Numerics     Integers. Starts that fall, or that are past T, are clamped: the results then mean
+ *              nothing, and name no request, token or key that is not there.
+ */
+#include "core/params_attention.h"
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
+
+enum { BLOCK_THREADS = 128 };
+
+static __global__ void
+__launch_bounds__(BLOCK_THREADS)
+    write_key_ranges(const __grid_constant__ smla_key_ranges_params params)
+{
+    ptx_wait_for_grids();
+    const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
+    for (int64_t token = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
+         token < params.num_tokens; token += step) {
+        smla_write_key_range(&params, token);
+    }
+}
+
+cudaError_t
+smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cuda_device *)
+{
+    return smla_launch(write_key_ranges, *params,
+                       smla_count_parts(params->num_tokens, BLOCK_THREADS), BLOCK_THREADS, 0,
+                       params->call.stream);
+}

@@ -1,0 +1,339 @@
+/* check_attention_dense.c: the argument rules of mla_attention. Its args become those of
+ * sparse_attention, whose check does what the two share; the main list is one of positions, which
+ * the block table turns into slots, and whose limits per token the call writes to its workspace.
+ */
+#include <math.h>
+
+#include "core/params_attention.h"
+#include "ops/check.h"
+
+/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
+enum { LEAST_PLANNED_COLUMNS = 256 };
+
+/* What require_keys has besides the args. */
+typedef struct dense_call {
+    const smla_mla_attention_args *args;
+    int64_t num_reqs; /* SMLA_ANY: cache_seqlens has it */
+    smla_key_ranges_params *ranges;
+} dense_call;
+
+/* ---- Numbers ------------------------------------------------------------------------------- */
+
+static smla_status
+require_window(const smla_checker *c, const char *side, int64_t keys)
+{
+    return keys >= -1 && keys <= INT32_MAX
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `window_size` must have -1 (open) or a number of keys on its %s, "
+                           "got %lld",
+                           c->op, side, (long long)keys);
+}
+
+static smla_status
+require_share(const smla_checker *c, const smla_mla_attention_args *args)
+{
+    const int64_t rank = args->cp_rank, size = args->cp_size, interleave = args->cp_interleave;
+    if (size == 0 && rank == 0 && interleave == 0) {
+        return SMLA_OK;
+    }
+    return size >= 1 && size <= INT32_MAX && rank >= 0 && rank < size && interleave >= 1 &&
+                   interleave <= INT32_MAX
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and "
+                           "interleave >= 1, got (%lld, %lld, %lld)",
+                           c->op, (long long)rank, (long long)size, (long long)interleave);
+}
+
+static smla_status
+require_mask(const smla_checker *c, const smla_mla_attention_args *args)
+{
+    if (args->has_window) {
+        SMLA_TRY(require_window(c, "left", args->window_left));
+        SMLA_TRY(require_window(c, "right", args->window_right));
+    }
+    SMLA_TRY(smla_require_number(c, "attention_chunk", args->attention_chunk, 0));
+    SMLA_TRY(smla_require_number(c, "max_seqlen_q", args->max_seqlen_q, 0));
+    SMLA_TRY(smla_require_number(c, "max_seqlen_k", args->max_seqlen_k, 0));
+    SMLA_TRY(smla_require_finite(c->op, "softcap", args->softcap, c->error));
+    if (args->softcap < 0 || (args->softcap > 0 && (float)args->softcap == 0.0f)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `softcap` must be 0 (none) or a positive float32, got %g", c->op,
+                         args->softcap);
+    }
+    return require_share(c, args);
+}
+
+static smla_range_rule
+rule_of(const smla_mla_attention_args *args)
+{
+    return (smla_range_rule){
+        .left = args->has_window ? args->window_left : -1,
+        .right = args->is_causal    ? 0
+                 : args->has_window ? args->window_right
+                                    : -1,
+        .chunk = args->attention_chunk,
+        .share = {(int32_t)args->cp_rank, (int32_t)args->cp_size, (int32_t)args->cp_interleave},
+    };
+}
+
+/* ---- Arrays -------------------------------------------------------------------------------- */
+
+/* Views an array [B, n, ...] as [B * n, ...]; others stay as they are. */
+static smla_status
+flatten_tokens(const char *name, const DLTensor *tensor, smla_view *view, const DLTensor **flat,
+               smla_error *error)
+{
+    *flat = tensor;
+    if (tensor == NULL || tensor->ndim < 2 || tensor->ndim > 4) {
+        return SMLA_OK;
+    }
+    const int64_t num_reqs = smla_size(tensor, 0), query_len = smla_size(tensor, 1);
+    const bool joins = num_reqs <= 1 || query_len <= 1 || smla_is_empty(tensor) ||
+                       smla_stride(tensor, 0) == query_len * smla_stride(tensor, 1);
+    if (!joins) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "mla_attention: `%s` must have the tokens of one request behind those of "
+                         "the one before, in equal steps, got strides %lld and %lld of %lld tokens",
+                         name, (long long)smla_stride(tensor, 0), (long long)smla_stride(tensor, 1),
+                         (long long)query_len);
+    }
+    view->tensor = *tensor;
+    view->tensor.ndim = tensor->ndim - 1;
+    view->tensor.shape = view->shape;
+    view->tensor.strides = view->strides;
+    view->shape[0] = num_reqs * query_len;
+    view->strides[0] = query_len > 1 ? smla_stride(tensor, 1) : smla_stride(tensor, 0);
+    for (int i = 1; i < view->tensor.ndim; i++) {
+        view->shape[i] = smla_size(tensor, i + 1);
+        view->strides[i] = smla_stride(tensor, i + 1);
+    }
+    *flat = &view->tensor;
+    return SMLA_OK;
+}
+
+/* The arrays that have a row per token, with one dimension of tokens each. */
+typedef struct flat_arrays {
+    smla_view views[4];
+    const DLTensor *q;
+    const DLTensor *q_pe;
+    const DLTensor *out;
+    const DLTensor *lse;
+} flat_arrays;
+
+static smla_status
+require_rank(const char *name, const DLTensor *tensor, int ndim, smla_error *error)
+{
+    return tensor == NULL || tensor->ndim == ndim
+               ? SMLA_OK
+               : smla_fail(error, SMLA_ERROR_VALUE,
+                           "mla_attention: `%s` must have %d dimensions beside a query of that "
+                           "shape, got %d",
+                           name, ndim, (int)tensor->ndim);
+}
+
+static smla_status
+flatten(const smla_mla_attention_args *args, flat_arrays *flat, smla_error *error)
+{
+    *flat = (flat_arrays){.q = args->q, .q_pe = args->q_pe, .out = args->out, .lse = args->lse};
+    if (args->q == NULL || args->q->ndim != 4) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(require_rank("q[1]", args->q_pe, 4, error));
+    SMLA_TRY(require_rank("out", args->out, 4, error));
+    SMLA_TRY(require_rank("lse", args->lse, 3, error));
+    SMLA_TRY(flatten_tokens("q", args->q, &flat->views[0], &flat->q, error));
+    SMLA_TRY(flatten_tokens("q[1]", args->q_pe, &flat->views[1], &flat->q_pe, error));
+    SMLA_TRY(flatten_tokens("out", args->out, &flat->views[2], &flat->out, error));
+    return flatten_tokens("lse", args->lse, &flat->views[3], &flat->lse, error);
+}
+
+/* Checks the numbers of cu_seqlens_q, which the CPU can read. */
+static smla_status
+check_query_starts(const smla_checker *c, const smla_key_ranges_params *ranges)
+{
+    int64_t before = 0;
+    for (int64_t i = 0; i <= ranges->num_reqs; i++) {
+        const int64_t start = ranges->query_starts[i * ranges->query_starts_stride];
+        if (i == 0 ? start != 0 : start < before) {
+            return smla_fail(
+                c->error, SMLA_ERROR_VALUE,
+                "%s: `cu_seqlens_q` must begin with 0 and never fall, got %lld at %lld", c->op,
+                (long long)start, (long long)i);
+        }
+        before = start;
+    }
+    return before <= ranges->num_tokens
+               ? SMLA_OK
+               : smla_fail(
+                     c->error, SMLA_ERROR_VALUE,
+                     "%s: `cu_seqlens_q` must end at most at the %lld tokens of `q`, got %lld",
+                     c->op, (long long)ranges->num_tokens, (long long)before);
+}
+
+/* The most keys of a request, so that the CPU's plan follows lengths, not the table's width. */
+static int64_t
+find_longest(const smla_key_ranges_params *ranges)
+{
+    int64_t longest = 0;
+    for (int64_t req = 0; req < ranges->num_reqs; req++) {
+        const int64_t length = ranges->seq_lens[req * ranges->seq_lens_stride];
+        const int64_t keys = smla_count_own(&ranges->rule.share, length < 0 ? 0 : length);
+        longest = keys > longest ? keys : longest;
+    }
+    return longest;
+}
+
+static smla_status
+require_query_starts(smla_checker *c, const dense_call *call)
+{
+    const DLTensor *const starts = call->args->cu_seqlens_q;
+    smla_key_ranges_params *const ranges = call->ranges;
+    if (starts == NULL) {
+        return SMLA_OK;
+    }
+    if (call->args->q->ndim == 4) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
+    }
+    SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, ranges->num_reqs + 1, 0,
+                                 "one entry more than `cache_seqlens`"));
+    ranges->query_starts = smla_data(starts);
+    ranges->query_starts_stride = smla_stride(starts, 0);
+    return c->device.device_type == kDLCPU ? check_query_starts(c, ranges) : SMLA_OK;
+}
+
+/* Fills the main list and what finds its ranges. */
+static smla_status
+require_keys(smla_checker *c, const void *more, smla_attention_params *params)
+{
+    const dense_call *const call = more;
+    const smla_mla_attention_args *const args = call->args;
+    smla_key_ranges_params *const ranges = call->ranges;
+    smla_key_list *const list = &params->lists[0];
+    const DLTensor *const lens = args->cache_seqlens;
+    if ((args->block_table == NULL) == (args->slot_table == NULL)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `block_table` must be given, or `slot_table` in its place, got %s",
+                         c->op, args->block_table == NULL ? "neither" : "both");
+    }
+    SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens, call->num_reqs, 0,
+                                 "a length per request of the query"));
+    ranges->num_reqs = smla_size(lens, 0);
+    ranges->seq_lens = smla_data(lens);
+    ranges->seq_lens_stride = smla_stride(lens, 0);
+    SMLA_TRY(require_query_starts(c, call));
+    const bool has_slots = args->slot_table != NULL;
+    const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
+    SMLA_TRY(smla_require_table(c, has_slots ? "slot_table" : "block_table", table,
+                                ranges->num_reqs, 0));
+    SMLA_TRY(require_mask(c, args));
+    ranges->rule = rule_of(args);
+    params->dense = (smla_dense_keys){
+        .seq_lens = ranges->seq_lens,
+        .seq_lens_stride = ranges->seq_lens_stride,
+        .share = ranges->rule.share,
+        .least_split_columns = args->num_splits == 0 ? LEAST_PLANNED_COLUMNS : SMLA_SPLIT_ALIGN,
+        .entry_tokens = has_slots || list->kv.block_size == 0 ? 1 : list->kv.block_size,
+        .softcap = (float)args->softcap,
+    };
+    list->map = (smla_index_map){
+        .block_table = smla_data(table),
+        .block_table_stride_req = smla_stride(table, 0),
+        .block_table_stride_block = smla_stride(table, 1),
+        .num_reqs = ranges->num_reqs,
+        .num_blocks = smla_size(table, 1),
+    };
+    list->begin_stride = list->end_stride = 1;
+    list->topk = smla_clamp_int64(list->map.num_blocks * params->dense.entry_tokens, 0,
+                                  INT32_MAX - SMLA_SPLIT_ALIGN);
+    if (c->device.device_type == kDLCPU) {
+        list->topk = smla_clamp_int64(find_longest(ranges), 0, list->topk);
+    }
+    return SMLA_OK;
+}
+
+/* ---- mla_attention ------------------------------------------------------------------------- */
+
+static const smla_attention_rules attention_rules = {
+    .op = "mla_attention",
+    .q = "q",
+    .q_scale = "q_scale",
+    .lists = {{"kv_cache", NULL, NULL, "kv_scale", SMLA_KV_ATTENTION}},
+    .softmax_scale = "softmax_scale",
+    .attn_sink = "attn_sink",
+    .workspace = "workspace",
+    .require_more = require_keys,
+};
+
+/* Puts the ranges in front of attention's own workspace. */
+static smla_status
+carve_ranges(const smla_attention_plan *plan, smla_attention_params *params,
+             smla_key_ranges_params *ranges, smla_error *error)
+{
+    const int64_t count = params->num_tokens;
+    smla_key_list *const list = &params->lists[0];
+    if (count == 0) {
+        return SMLA_OK;
+    }
+    if (params->workspace_bytes < plan->workspace_bytes) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "mla_attention: `workspace` must have at least %lld bytes, got %lld",
+                         (long long)plan->workspace_bytes, (long long)params->workspace_bytes);
+    }
+    const int64_t padding = (int64_t)(-(uintptr_t)params->workspace % SMLA_RANGES_ALIGN);
+    ranges->req_ids = (int32_t *)((uint8_t *)params->workspace + padding);
+    ranges->begin = ranges->req_ids + count;
+    ranges->end = ranges->begin + count;
+    list->map.req_id_per_token = ranges->req_ids;
+    list->begin = ranges->begin;
+    list->end = ranges->end;
+    params->workspace = (uint8_t *)params->workspace + smla_key_ranges_bytes(count);
+    params->workspace_bytes -= smla_key_ranges_bytes(count);
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_params *params,
+                         smla_key_ranges_params *ranges, smla_attention_plan *plan,
+                         const smla_backend **backend, smla_error *error)
+{
+    flat_arrays flat;
+    SMLA_TRY(flatten(args, &flat, error));
+    const bool is_uniform = args->q != NULL && (args->q->ndim == 4 || args->cu_seqlens_q == NULL);
+    const int64_t query_len = args->q != NULL && args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
+    *ranges = (smla_key_ranges_params){
+        .num_tokens = flat.q == NULL ? 0 : smla_size(flat.q, 0),
+        .query_len = query_len,
+    };
+    const dense_call call = {
+        .args = args,
+        .num_reqs = is_uniform ? smla_size(args->q, 0) : SMLA_ANY,
+        .ranges = ranges,
+    };
+    const smla_sparse_attention_args attention = {
+        .struct_size = sizeof attention,
+        .q = flat.q,
+        .q_pe = flat.q_pe,
+        .kv = args->kv_cache,
+        .attn_sink = args->attn_sink,
+        .out = flat.out,
+        .lse = flat.lse,
+        .workspace = args->workspace,
+        .softmax_scale = args->softmax_scale,
+        .num_splits = args->num_splits,
+        .kv_format = args->kv_format,
+        .lse_empty_is_plus_inf = args->lse_empty_is_plus_inf,
+        .stream = args->stream,
+        .q_scale = args->q_scale,
+        .kv_scale = args->kv_scale,
+    };
+    SMLA_TRY(
+        smla_check_attention_by(&attention_rules, &attention, &call, params, plan, backend, error));
+    SMLA_TRY(smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
+                                      error));
+    ranges->call = params->call;
+    return carve_ranges(plan, params, ranges, error);
+}

@@ -1,0 +1,266 @@
+"""Batches of dense attention over a paged cache, and what mla_attention must give for them.
+
+The reference asks of every key and every query, by the words of the contract, whether the one sees
+the other. It knows no ranges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import reference as ref
+from cases import encode_keys, head_dim, make_sink, random_bf16
+from helpers import Guarded
+from row_formats import FORMATS, Pages
+
+E4M3 = np.dtype(ref.E4M3)
+KV_SCALE = 0.75
+
+
+def owner(x: int, cp) -> tuple[int, int]:
+    """The rank that has position x, and its number there."""
+    _, size, interleave = cp
+    period = interleave * size
+    return x // interleave % size, x // period * interleave + x % interleave
+
+
+@dataclass
+class Mask:
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    cp: tuple[int, int, int] | None = None
+
+    @property
+    def options(self) -> dict:
+        return {
+            "causal": self.causal,
+            "window_size": self.window,
+            "attention_chunk": self.chunk,
+            "cp": self.cp,
+        }
+
+    def sees(self, j: int, p: int) -> bool:
+        """Whether the query at position p sees key j."""
+        left, right = self.window
+        return (
+            (not self.causal or j <= p)
+            and (left < 0 or j >= p - left)
+            and (right < 0 or j <= p + right)
+            and (self.chunk == 0 or j // self.chunk == p // self.chunk)
+        )
+
+    def rows_of(self, n_q: int, n_k: int, i: int) -> list[int]:
+        """The row positions of the keys that query i sees, in the tables of this rank."""
+        p = n_k - n_q + i
+        seen = [j for j in range(n_k) if self.sees(j, p)]
+        if self.cp is None:
+            return seen
+        return [owner(j, self.cp)[1] for j in seen if owner(j, self.cp)[0] == self.cp[0]]
+
+
+@dataclass
+class Cache:
+    """A cache of a format of row_formats or of cases, all of whose rows are NaN until they are
+    written."""
+
+    fmt: str
+    pages: int
+    block_size: int
+    array: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.split = None
+        if self.fmt in FORMATS:
+            self.split = Pages(self.fmt, pages=self.pages, block_size=self.block_size)
+            self.split.memory[:] = 0xFF
+            self.array = self.split.cache
+        else:
+            row = encode_keys(np.zeros((1, 576), np.float32), self.fmt)
+            shape = (self.pages, self.block_size, row.shape[1])
+            self.array = np.empty(shape, row.dtype)
+            self.array.view(np.uint8)[...] = 0xFF
+
+    @property
+    def num_slots(self) -> int:
+        return self.pages * self.block_size
+
+    @property
+    def width(self) -> int:
+        return 512 if self.split else head_dim(self.fmt)
+
+    @property
+    def has_scales(self) -> bool:
+        if self.split is None:
+            return self.fmt == "fp8"
+        return self.split.format.scales not in ("none", "ue8m0", "e4m3")
+
+    @property
+    def scale(self) -> float:
+        return KV_SCALE if self.split and self.split.format.scales == "cache" else 1.0
+
+    @property
+    def options(self) -> dict:
+        if self.split is None:
+            return {}
+        found = dict(self.split.options)
+        return found | ({"kv_scale": KV_SCALE} if self.scale != 1 else {})
+
+    def write(self, rng, slots: np.ndarray, std=1.0) -> None:
+        keys = rng.normal(0, std, (len(slots), 576)).astype(np.float32)
+        if self.split is not None:
+            bits = ref.bf16_encode(keys[:, :512])
+            self.split.put(slots, *self.split.format.encode(bits, self.scale))
+        else:
+            self.array.reshape(self.num_slots, -1)[slots] = encode_keys(keys, self.fmt)
+
+    def keys(self, slots: np.ndarray) -> np.ndarray:
+        """float64 [n, width]"""
+        if self.split is not None:
+            return self.split.values(slots).astype(np.float64) * float(np.float32(self.scale))
+        return ref.decode_rows(self.array, slots)[:, : self.width]
+
+
+@dataclass
+class Dense:
+    """A batch: query_lens and seq_lens of its requests, and `padding` tokens of none of them."""
+
+    query_lens: list[int]
+    seq_lens: list[int]
+    heads: int = 5
+    fmt: str = "bf16"
+    block_size: int = 16
+    mask: Mask = field(default_factory=Mask)
+    has_slots: bool = False
+    is_uniform: bool = False  # a query [B, n, H, D]
+    is_pair: bool = False
+    e4m3: bool = False
+    sink: bool = False
+    softcap: float = 0.0
+    num_splits: int = 0
+    padding: int = 0
+    holes: float = 0.0  # the share of bad entries of the table
+    missing: int = 0  # columns that the table lacks
+    std: float = 1.0
+    scale: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng([self.seed, self.heads, *self.query_lens])
+        entry = 1 if self.has_slots else self.block_size
+        longest = max([0, *self.seq_lens])
+        width = max(0, -(-longest // entry) - self.missing)
+        need = sum(-(-n // self.block_size) for n in self.seq_lens)
+        self.cache = Cache(self.fmt, need + 3, self.block_size)
+        self.table = self.make_table(rng, width, entry)
+        self.tokens = sum(self.query_lens)
+        self.slots = self.find_slots(entry)
+        visible = np.unique(np.concatenate([*self.slots, np.zeros(0, np.int64)]).astype(np.int64))
+        self.cache.write(rng, visible, self.std)
+        self.q = self.make_query(rng)
+        self.attn_sink = make_sink(rng, self.heads) if self.sink else None
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.cache.width**-0.5 if self.scale is None else self.scale
+
+    def make_table(self, rng, width: int, entry: int) -> np.ndarray:
+        """Each request has pages of its own, in any order; junk behind its length."""
+        pages = rng.permutation(self.cache.pages)
+        limit = self.cache.num_slots if entry == 1 else self.cache.pages
+        table = rng.integers(-5, limit + 9, (len(self.seq_lens) + 1, width)).astype(np.int32)
+        first = 0
+        for b, length in enumerate(self.seq_lens):
+            own = pages[first : first + -(-length // self.block_size)]
+            first += len(own)
+            if entry == 1:
+                own = (own[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+                own = own[:length]
+            own = own[:width].astype(np.int64)
+            bad = rng.random(len(own)) < self.holes
+            own[bad] = rng.choice([-1, -(2**31), limit, 2**31 - 1], bad.sum())
+            table[b, : len(own)] = own
+        return table[: len(self.seq_lens)] if self.seed % 2 else table  # rows of no request
+
+    def slot_at(self, b: int, x: int, entry: int) -> int:
+        """The slot of row position x, -1 for a hidden key."""
+        column = x // entry
+        if column >= self.table.shape[1]:
+            return -1
+        at = int(self.table[b, column])
+        slot = at * entry + x % entry
+        return slot if at >= 0 and slot < self.cache.num_slots else -1
+
+    def find_slots(self, entry: int) -> list[np.ndarray]:
+        """The slots of the keys that each token sees."""
+        found = []
+        for b, (n_q, n_k) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            for i in range(n_q):
+                slots = [self.slot_at(b, x, entry) for x in self.mask.rows_of(n_q, n_k, i)]
+                found.append(np.array([s for s in slots if s >= 0], np.int64))
+        return found
+
+    def make_query(self, rng):
+        rows = self.tokens + self.padding
+        q = random_bf16(rng, rows, self.heads, self.cache.width, std=self.std)
+        if self.e4m3:
+            q = ref.e4m3_encode(ref.to_f32(q)).view(E4M3)
+        if self.is_uniform:
+            q = q.reshape(len(self.query_lens), self.query_lens[0], *q.shape[1:])
+        if self.is_pair:
+            return np.ascontiguousarray(q[..., :512]), np.ascontiguousarray(q[..., 512:])
+        return q
+
+    @property
+    def options(self) -> dict:
+        found = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        found |= self.mask.options | self.cache.options
+        found["num_splits"] = self.num_splits
+        if self.has_slots:
+            found["slot_table"] = self.table
+        if not self.is_uniform:
+            starts = np.cumsum([0, *self.query_lens]).astype(np.int32)
+            found["cu_seqlens_q"] = starts
+        if self.attn_sink is not None:
+            found["attn_sink"] = self.attn_sink
+        if self.e4m3:
+            found["q_scale"] = 0.5
+        return found
+
+    def arguments(self) -> tuple:
+        table = None if self.has_slots else self.table
+        return self.q, self.cache.array, table, np.array(self.seq_lens, np.int32)
+
+    def run(self, op, **more) -> dict:
+        """Runs the batch with guarded outputs, of which rows of no request must stay."""
+        rows = self.tokens + self.padding
+        shape = (rows, self.heads)
+        if self.is_uniform:
+            shape = (len(self.query_lens), self.query_lens[0], self.heads)
+        out = Guarded((*shape, 512), ref.BF16)
+        lse = Guarded(shape, np.float32)
+        got = op(*self.arguments(), **self.options, out=out.array, lse=lse.array, **more)
+        assert got[0] is out.array
+        assert got[1] is lse.array
+        complete = self.padding == 0
+        found = {"out": out.check(written=complete), "lse": lse.check(written=complete)}
+        flat = {"out": found["out"].reshape(rows, self.heads, 512)}
+        flat["lse"] = found["lse"].reshape(rows, self.heads)
+        for name, x in flat.items():
+            left = np.ascontiguousarray(x[self.tokens :]).view(np.uint8)
+            assert (left == out.poison).all(), f"{name}: rows of no request were written"
+        return {name: x[: self.tokens] for name, x in flat.items()}
+
+    def reference(self) -> ref.Attention:
+        q = self.q[0] if self.is_pair else self.q
+        query = ref.e4m3_decode(q).astype(np.float64) * 0.5 if self.e4m3 else ref.join_q(self.q)
+        query = query.reshape(-1, self.heads, self.cache.width)[: self.tokens]
+        keys = [self.cache.keys(slots) for slots in self.slots]
+        return ref.attend_keys(
+            query * self.softmax_scale,
+            keys,
+            self.attn_sink,
+            has_scales=self.cache.has_scales,
+            softcap=self.softcap,
+        )
