@@ -15,6 +15,7 @@
  *   indexer.h     scores of keys, and scores and choice in one call
  *   step.h        the metadata builder and the forward pass of one layer
  *   v4_step.h     the same for DeepSeek V4
+ *   dense_step.h  the same for dense MLA
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
@@ -43,6 +44,7 @@
 #include "sparse_mla/attention.h"
 #include "sparse_mla/cache.h"
 #include "sparse_mla/compressor.h"
+#include "sparse_mla/dense_step.h"
 #include "sparse_mla/index.h"
 #include "sparse_mla/indexer.h"
 #include "sparse_mla/norm.h"

@@ -3,7 +3,7 @@
 Operators write tokens to a paged cache, gather them back, turn positions into slots, attend to the
 slots that an indexer chose, merge partial results, and absorb the up projections. `Config`,
 `MetadataBuilder` and `SparseMLA` combine these operators for a continuously batching engine;
-`sparse_mla.v4` has theirs for DeepSeek V4.
+`sparse_mla.v4` has theirs for DeepSeek V4, `sparse_mla.dense` those for dense MLA.
 
 Calls take any arrays that support DLPack, and return arrays of the framework of their first array.
 Nothing is copied, and no framework is imported.
@@ -13,7 +13,7 @@ Nothing is copied, and no framework is imported.
 5120
 """
 
-from sparse_mla import backend, flash_mla, ops, v4
+from sparse_mla import backend, dense, flash_mla, ops, v4
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
 from sparse_mla.ops.attention import *
@@ -28,7 +28,7 @@ from sparse_mla.ops.projection import *
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 
-__all__ = ["Tensor", "__version__", "flash_mla", "v4"]
+__all__ = ["Tensor", "__version__", "dense", "flash_mla", "v4"]
 __all__ += backend.__all__
 __all__ += ops.__all__
 

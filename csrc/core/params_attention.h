@@ -167,8 +167,10 @@ SMLA_HOST_DEVICE static inline int64_t
 smla_dense_split_columns(const smla_attention_params *params, int64_t token)
 {
     const smla_dense_keys *const dense = &params->dense;
-    const int64_t req = params->lists[0].map.req_id_per_token[token];
-    const int64_t length = req < 0 ? 0 : dense->seq_lens[req * dense->seq_lens_stride];
+    const smla_index_map *const map = &params->lists[0].map;
+    const int64_t req = map->req_id_per_token[token];
+    const bool is_known = req >= 0 && req < map->num_reqs;
+    const int64_t length = is_known ? dense->seq_lens[req * dense->seq_lens_stride] : 0;
     const int64_t keys = smla_count_own(&dense->share, length < 0 ? 0 : length);
     const int64_t columns = smla_split_columns(keys, params->num_splits);
     return columns > dense->least_split_columns ? columns : dense->least_split_columns;
@@ -185,9 +187,11 @@ typedef struct smla_key_ranges_params {
     const int32_t *seq_lens; /* [R] */
     int64_t seq_lens_stride;
     smla_range_rule rule;
-    int32_t *req_ids; /* [T]; -1: no request */
-    int32_t *begin;   /* [T] */
-    int32_t *end;     /* [T] */
+    int32_t absent_req; /* what req_ids has for tokens of no request, which see no key */
+    int32_t *req_ids;   /* [T] */
+    int32_t *begin;     /* [T] */
+    int32_t *end;       /* [T] */
+    int64_t *positions; /* [T]: where each token is in its request, else 0; NULL: not wanted */
 } smla_key_ranges_params;
 
 enum { SMLA_RANGES_ALIGN = 64 };
@@ -227,16 +231,20 @@ smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
         }
     }
     smla_key_range range = {0, 0};
+    int64_t position = 0;
     const bool is_query = req < params->num_reqs;
     if (is_query) {
         const int64_t start = smla_query_start(params, req);
         const int64_t num_queries = smla_query_start(params, req + 1) - start;
         const int64_t length = params->seq_lens[req * params->seq_lens_stride];
         const int64_t num_keys = length < 0 ? 0 : length;
-        range =
-            smla_find_key_range(&params->rule, num_keys - num_queries + (token - start), num_keys);
+        position = num_keys - num_queries + (token - start);
+        range = smla_find_key_range(&params->rule, position, num_keys);
     }
-    params->req_ids[token] = is_query ? (int32_t)req : -1;
+    if (params->positions != NULL) {
+        params->positions[token] = position < 0 ? 0 : position;
+    }
+    params->req_ids[token] = is_query ? (int32_t)req : params->absent_req;
     params->begin[token] = (int32_t)range.begin;
     params->end[token] = (int32_t)range.end;
 }

@@ -36,6 +36,12 @@ smla_status smla_check_mla_attention(const smla_mla_attention_args *args,
                                      smla_attention_plan *plan, const smla_backend **backend,
                                      smla_error *error);
 
+/* The same for a step, which has found the ranges of its tokens before. */
+smla_status smla_check_mla_step(const smla_mla_attention_args *args,
+                                const smla_key_ranges_params *made, smla_attention_params *params,
+                                smla_attention_plan *plan, const smla_backend **backend,
+                                smla_error *error);
+
 smla_status smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args,
                                        smla_attention_params *params, smla_attention_plan *plan,
                                        const smla_backend **backend, smla_error *error);

@@ -307,6 +307,7 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
     *ranges = (smla_key_ranges_params){
         .num_tokens = flat.q == NULL ? 0 : smla_size(flat.q, 0),
         .query_len = query_len,
+        .absent_req = -1,
     };
     const dense_call call = {
         .args = args,
@@ -336,4 +337,17 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
                                       error));
     ranges->call = params->call;
     return carve_ranges(plan, params, ranges, error);
+}
+
+smla_status
+smla_check_mla_step(const smla_mla_attention_args *args, const smla_key_ranges_params *made,
+                    smla_attention_params *params, smla_attention_plan *plan,
+                    const smla_backend **backend, smla_error *error)
+{
+    smla_key_ranges_params unused;
+    SMLA_TRY(smla_check_mla_attention(args, params, &unused, plan, backend, error));
+    params->lists[0].map.req_id_per_token = made->req_ids;
+    params->lists[0].begin = made->begin;
+    params->lists[0].end = made->end;
+    return SMLA_OK;
 }

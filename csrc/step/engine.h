@@ -85,7 +85,8 @@ typedef struct smla_step_view {
     int ndim;  /* 0: a number, shape[0] */
     int64_t shape[2];
     int64_t row_stride;
-    bool is_flag;     /* uint8 0 or 1, else int32 */
+    bool is_flag;     /* uint8 0 or 1; else int32, */
+    bool is_int64;    /* or int64 */
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 

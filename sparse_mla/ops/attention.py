@@ -371,7 +371,7 @@ def mla_attention(
         D = 576, or 512 for keys of 512 values. [B, n, H, D] has n tokens of each request. A query
         of 512 values may be e4m3, as float8_e4m3fn or as its bytes, uint8.
     kv_cache : [pages, block_size, row]
-        Of any format that `sparse_attention` takes as `kv`; any page size.
+        Keys of any format that `sparse_attention` takes as `kv`, in pages of any size.
     block_table : [>= B, W] int32, or None
         The pages of each request, in its order. An entry that is negative or past the cache hides
         its keys, and so does the end of the row.

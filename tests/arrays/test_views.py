@@ -281,7 +281,7 @@ def dsv4() -> Example:
     return call("sparse_mla_dsv4", arrays, window=6)
 
 
-def pages() -> Example:
+def pages(op="mla_attention") -> Example:
     """Two requests of two tokens with keys in bf16 pages, and a token of no request."""
     rng = np.random.default_rng(6)
     q = cases.random_bf16(rng, 5, 3, 576)
@@ -299,10 +299,10 @@ def pages() -> Example:
         "workspace": np.zeros(size, np.uint8),
     }
     options = {"causal": True, "window_size": (6, -1), "softcap": 2.0, "num_splits": 2}
-    return call("mla_attention", arrays, softmax_scale=0.04, **options)
+    return call(op, arrays, softmax_scale=0.04, **options)
 
 
-def slots() -> Example:
+def slots(op="mla_attention") -> Example:
     """A token of each request, an e4m3 query and keys under scales in a table of slots."""
     rng = np.random.default_rng(7)
     q = ref.e4m3_encode(rng.normal(0, 1, (4, 3, 512)).astype(np.float32))
@@ -318,7 +318,7 @@ def slots() -> Example:
         "lse": np.zeros((4, 3), np.float32),
         "workspace": np.zeros(size, np.uint8),
     }
-    return call("mla_attention", arrays, block_table=None, softmax_scale=0.04)
+    return call(op, arrays, block_table=None, softmax_scale=0.04)
 
 
 def merge(dtype) -> Example:
@@ -616,12 +616,16 @@ DSV4 = {
     "out": "written",
     "workspace_buffer": "scratch written",
 }
-PAGES = {
+DENSE = {
     "cache_seqlens": "strided",
     "out": "written",
     "lse": "strided written",
     "workspace": "scratch written",
 }
+PAGES = {"q[0]": "", "q[1]": "", "kv_cache": "", "attn_sink": "strided"} | DENSE
+PAGES |= {"block_table": "strided", "cu_seqlens_q": "strided"}
+SLOTS = {"q": "", "kv_cache": "cache", "slot_table": "strided"} | DENSE
+SLOTS |= dict.fromkeys(("q_scale", "kv_scale"), "strided")
 UNREAD = [("sparse_mla_dsv4", "seq_lens"), ("sparse_mla_dsv4", "cum_seq_lens_q")]
 LISTS = {"out": "written", "lens": "strided written"}
 BATCH = {"query_start_loc": "strided", "seq_lens": "strided"}
@@ -881,19 +885,19 @@ TABLE: dict[str, Row] = {
         SCALED_ATTENTION,
     ),
     "DeepSeek V4": Row("sparse_mla_dsv4", dsv4, DSV4),
-    "attend to pages": Row(
-        "mla_attention",
-        pages,
-        {"q[0]": "", "q[1]": "", "kv_cache": "", "block_table": "strided", "attn_sink": "strided"}
-        | {"cu_seqlens_q": "strided"}
-        | PAGES,
+    "attend to pages": Row("mla_attention", pages, PAGES),
+    "attend to slots": Row("mla_attention", slots, SLOTS),
+    "attend to pages, +inf": Row(
+        "_mla_attention_plus_inf",
+        lambda: pages("_mla_attention_plus_inf"),
+        PAGES,
+        dict.fromkeys(PAGES, "mla_attention"),
     ),
-    "attend to slots": Row(
-        "mla_attention",
-        slots,
-        {"q": "", "kv_cache": "cache", "slot_table": "strided"}
-        | dict.fromkeys(("q_scale", "kv_scale"), "strided")
-        | PAGES,
+    "attend to slots, +inf": Row(
+        "_mla_attention_plus_inf",
+        lambda: slots("_mla_attention_plus_inf"),
+        SLOTS,
+        dict.fromkeys(SLOTS, "mla_attention"),
     ),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
@@ -1044,6 +1048,7 @@ for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
 # Operators that have no declaration of their own.
 DECLARED_AS = {
     "_attention_plus_inf": "sparse_attention",
+    "_mla_attention_plus_inf": "mla_attention",
     "_attention_plans": "attention_workspace_size",
 }
 WITHOUT_ARRAYS = {

@@ -24,6 +24,7 @@ import reference as ref
 from dlpack_producer import Producer
 from helpers import RED
 from test_views import (
+    DECLARED_AS,
     TABLE,
     Calls,
     Refused,
@@ -115,6 +116,11 @@ def byte_rows(op: str, name: str = "") -> str:
     return " or ".join(f"{size} for format {fmt}" for fmt, size in rows.items())
 
 
+def error_op(row: Row) -> str:
+    """The operator's name in the texts of errors."""
+    return DECLARED_AS.get(row.op, row.op)
+
+
 def is_cache(row: Row, name: str) -> bool:
     rows = ("fused_q_kv_rmsnorm", "fused_qnorm_rope_kv_insert")
     rows += ("save_partial_states", "compress_norm_rope_store")
@@ -150,8 +156,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("bfloat16", "uint8", "float8_e4m3fn")
     if name == "q_out" and "q_scale_inv" in row.rules:
         return ("uint8", "float8_e4m3fn")
-    ops = ("sparse_attention", "_attention_plus_inf", "mla_attention", "lightning_indexer")
-    if name == "workspace_buffer" or (name == "workspace" and row.op in ops):
+    ops = ("sparse_attention", "mla_attention", "lightning_indexer")
+    if name == "workspace_buffer" or (name == "workspace" and error_op(row) in ops):
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
         return ("uint8", "float8_e4m3fn")
@@ -454,7 +460,7 @@ def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
 
 
 def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
-    op = "sparse_attention" if row.op.startswith("_att") else row.op
+    op = error_op(row)
     if is_cache(row, name) and ndim == 2:  # a flat cache is one page
         return d == 0 and op != "forward"
     if is_cache(row, name):
@@ -485,7 +491,7 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         assert isinstance(got, Refused), f"{x.shape} for {shape}"
         assert got.error is ValueError, got
         assert re.match(r"[\w.]+: `[\w\[\]]+` must have .+, got ", got.text), got
-        size = x.shape[d] + SUMMANDS.get((row.op, name, d), 0)
+        size = x.shape[d] + SUMMANDS.get((error_op(row), name, d), 0)
         assert {str(x.shape[d]), str(size)} & {*re.findall(r"\d+", got.text)}, got
         assert others_are_untouched(calls, after)
 
@@ -508,7 +514,7 @@ def test_ranks_one_larger_and_one_smaller(row, name):
             of_x, of_out = (x.ndim if n == name else calls.plain.ndim for n in ("x", "out"))
             text = f"{who}: `out` must have the {of_x} dimensions of `x`, got {of_out}"
             assert got == Refused(ValueError, text)
-        elif row.op == "mla_attention" and name in ("q", "q[0]") and x.ndim == 4:
+        elif error_op(row) == "mla_attention" and name in ("q", "q[0]") and x.ndim == 4:
             other, rule = "out" if name == "q" else "q[1]", "beside a query of that shape"
             text = f"{who}: `{other}` must have 4 dimensions {rule}, got 3"
             assert got == Refused(ValueError, text)
@@ -1488,10 +1494,6 @@ def test_neighbours_and_overlaps(row, out, other):
                 outside = np.ones(raw.size, bool)
                 outside[low : middle + sizes[1]] = False
                 assert (raw[outside] == RED).all()
-
-
-def error_op(row: Row) -> str:
-    return "sparse_attention" if row.op == "_attention_plus_inf" else row.op
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])

@@ -82,6 +82,8 @@ PyObject *smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_st
  * the next one, lse [T, H] fp32, for array `q` [T, H, any]. Rows from `num_written` on are zeroed,
  * because the call does not write them. For a bad `q` it does nothing, because the core refuses it.
  */
+int smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values,
+                            int64_t num_written);
 int smla_py_allocate_rows(smla_py_call *call, int q, int out, int64_t num_written);
 
 /* Zeroes bytes of the device of a call. */

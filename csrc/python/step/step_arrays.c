@@ -126,6 +126,7 @@ PyObject *
 smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *view)
 {
     static const DLDataType int32 = {kDLInt, 32, 1};
+    static const DLDataType int64 = {kDLInt, 64, 1};
     static const DLDataType boolean = {kDLBool, 8, 1};
     const smla_py_state *const state = smla_py_type_state((PyObject *)step);
     if (view->data == NULL) {
@@ -136,7 +137,9 @@ smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *v
     const DLTensor array = {.data = (void *)(uintptr_t)view->data,
                             .device = step->core->device,
                             .ndim = view->ndim,
-                            .dtype = view->is_flag ? boolean : int32,
+                            .dtype = view->is_flag    ? boolean
+                                     : view->is_int64 ? int64
+                                                      : int32,
                             .shape = sizes,
                             .strides = strides};
     return array.device.device_type == kDLCPU
@@ -180,6 +183,15 @@ allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, const int
         return -1;
     }
     return num_written < shape[0] ? fill_rest(call, &call->arrays[i], num_written) : 0;
+}
+
+int
+smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values, int64_t num_written)
+{
+    const int64_t shape[3] = {smla_py_call_dim(call, q, 0), smla_py_call_dim(call, q, 1), values};
+    return smla_py_has_rank(call, q, 3) && shape[1] <= SMLA_MAX_HEADS
+               ? allocate_result(call, out, smla_py_bf16, 3, shape, num_written)
+               : 0;
 }
 
 int

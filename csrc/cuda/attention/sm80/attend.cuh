@@ -282,11 +282,20 @@ start_rows(int thread, shared_memory<Tile> *shared)
     }
 }
 
+template <typename Tile>
+static __device__ __forceinline__ bool
+is_only_block(const block_plan &plan)
+{
+    return Tile::RANGED && plan.num_blocks == 1;
+}
+
 /* Turns the scores of the lane's keys into weights. Updates the softmax row of the lane's head, and
- * stores the factor by which the head's older sums are multiplied. */
+ * stores the factor by which the head's older sums are multiplied. In an item's only block the
+ * largest weight is 1, which no rounding to bf16 changes: of two or three keys, errors of that
+ * rounding would not average out. */
 template <typename Tile>
 static __device__ __forceinline__ void
-weigh_block(shared_memory<Tile> *shared, logit_rule rule, int thread)
+weigh_block(shared_memory<Tile> *shared, logit_rule rule, bool is_only, int thread)
 {
     constexpr int COUNT = Tile::LANE_KEYS;
     const int head = thread / Tile::LANES;
@@ -305,7 +314,8 @@ weigh_block(shared_memory<Tile> *shared, logit_rule rule, int thread)
     for (int step = 1; step < Tile::LANES; step *= 2) {
         max_log2 = fmaxf(max_log2, __shfl_xor_sync(0xFFFFFFFFu, max_log2, step));
     }
-    const float reference = softmax_reference(max_log2);
+    const float reference =
+        is_only && max_log2 != -INFINITY ? max_log2 : softmax_reference(max_log2);
     const float shrink = softmax_rescale(row.max_log2, reference);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -414,22 +424,27 @@ write_out(const attention_launch &launch, const work_item &item, int head, int f
     }
 }
 
-/* Writes a part of a partial row, unchanged; the combine kernel or fold_item folds it. */
+/* Writes a part of a partial row; the combine kernel or fold_item folds it. Where lists have no
+ * ranges, the factor is 1. */
 template <typename Tile>
 static __device__ __forceinline__ void
-write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
+write_partial(float *to, float factor, const float out[Tile::OUT_N][4], int piece)
 {
 #pragma unroll
     for (int n = 0; n < Tile::OUT_N; n++) {
-        *(float2 *)(to + 8 * n) = make_float2(out[n][2 * piece], out[n][2 * piece + 1]);
+        float2 pair = make_float2(out[n][2 * piece], out[n][2 * piece + 1]);
+        if constexpr (Tile::RANGED) {
+            pair = make_float2(pair.x * factor, pair.y * factor);
+        }
+        *(float2 *)(to + 8 * n) = pair;
     }
 }
 
-/* Finishes rows. shared->factor becomes write_out's factor, or 0 for partial rows without an
- * out. */
+/* Finishes rows. shared->factor becomes the factor of the row's out, or 0 for partial rows without
+ * an out. */
 template <typename Tile>
 static __device__ __forceinline__ void
-finish_rows(const attention_launch &launch, const work_item &item, int thread,
+finish_rows(const attention_launch &launch, const work_item &item, bool is_only, int thread,
             shared_memory<Tile> *shared)
 {
     const int head = thread / Tile::LANES;
@@ -437,15 +452,20 @@ finish_rows(const attention_launch &launch, const work_item &item, int thread,
         return;
     }
     const softmax_row row = shared->rows[head];
+    /* From multiples of the largest weight to multiples of the reference, as all others have. */
+    const float unit =
+        is_only && row.sum != 0.0f ? exp2f(row.max_log2 - softmax_reference(row.max_log2)) : 1.0f;
+    const float sum = row.sum * unit;
     if (item.first_row == NOT_PARTIAL) {
         const float sink = softmax_sink(launch.params, item.first_head + head);
-        shared->factor[head] = softmax_finish(launch.params, item.token, item.first_head + head,
-                                              row.max_log2, row.sum, sink, true);
+        shared->factor[head] =
+            unit * softmax_finish(launch.params, item.token, item.first_head + head, row.max_log2,
+                                  sum, sink, true);
         return;
     }
     *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
-        make_float2(row.max_log2, row.sum);
-    shared->factor[head] = row.sum == 0.0f ? 0.0f : 1.0f;
+        make_float2(row.max_log2, sum);
+    shared->factor[head] = sum == 0.0f ? 0.0f : unit;
 }
 
 template <typename Tile>
@@ -471,7 +491,7 @@ write_results(const attention_launch &launch, const work_item &item, int thread,
                 write_partial<Tile>(launch.partials.out +
                                         ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK +
                                         first_value,
-                                    out[m], piece);
+                                    factor, out[m], piece);
             }
         }
     }
@@ -577,14 +597,14 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         }
         if (any) {
             ptx_barrier(0, CTA_THREADS); /* scores are visible */
-            weigh_block<Tile>(shared, rule, ptx_forget(thread));
+            weigh_block<Tile>(shared, rule, is_only_block<Tile>(plan), ptx_forget(thread));
             ptx_barrier(0, CTA_THREADS); /* probs and factor are visible */
             add_block<Tile>(shared, ptx_forget(thread), out);
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
         }
     }
     const work_item done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
-    finish_rows<Tile>(launch, done, (int)threadIdx.x, shared);
+    finish_rows<Tile>(launch, done, is_only_block<Tile>(plan), (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);
 }

@@ -1,0 +1,97 @@
+/* dense_step.h: a step of dense MLA, as step.h has it for DeepSeek-V3.2: its metadata, and one
+ * layer. Every token attends to all tokens of its request that are not behind it. The conventions
+ * are in sparse_mla.h.
+ */
+#ifndef SPARSE_MLA_DENSE_STEP_H
+#define SPARSE_MLA_DENSE_STEP_H
+
+#include "sparse_mla/step.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct smla_dense_config {
+    size_t struct_size;
+    int64_t num_heads;
+    int64_t block_size;       /* tokens per page */
+    int64_t qk_nope_head_dim; /* Pn */
+    int64_t qk_rope_head_dim; /* R: 64; 0 = 64 */
+    int64_t v_head_dim;       /* Pv */
+    int64_t max_num_seqs;     /* largest B */
+    int64_t max_num_batched_tokens;
+    int64_t max_model_len;
+    int64_t decode_threshold; /* 1 + speculative tokens; 0 = 1 */
+    int32_t kv_format;        /* a format of attention with keys of 512 + R values */
+    int32_t path;             /* SMLA_PATH_MIXED; AUTO is MIXED */
+    DLDevice device;
+    const DLTensor *workspace; /* NULL: path "mixed" uses none */
+} smla_dense_config;
+
+/* One step's batch. The host arrays are read during the call; seq_lens_cpu may be upper bounds of
+ * seq_lens. The others are read by the work that the call starts, and block_table and slot_mapping
+ * by the step's layers. They must stay alive until the next build. */
+typedef struct smla_dense_build_args {
+    size_t struct_size;
+    const int32_t *query_start_loc_cpu; /* [B + 1] */
+    const int32_t *seq_lens_cpu;        /* [B] */
+    const DLTensor *seq_lens;           /* [B] int32, on the config's device */
+    const DLTensor *block_table;        /* [>= B, W] int32 */
+    const DLTensor *slot_mapping;       /* [>= T] int64 | int32 */
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+    void *stream;
+} smla_dense_build_args;
+
+/* A build's result, in the builder's persistent buffers: valid until the next build or destroy. */
+typedef struct smla_dense_metadata {
+    smla_path path;
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+    smla_batch_split split;
+    int64_t decode_query_len;
+    const int32_t *query_start_loc;  /* device [B + 1] */
+    const int32_t *req_id_per_token; /* device [T]; 0 for padding tokens */
+    const int64_t *input_positions;  /* device [T]; 0 for padding tokens */
+} smla_dense_metadata;
+
+typedef struct smla_dense_builder smla_dense_builder;
+
+/* As the functions of smla_builder in step.h. */
+SMLA_API smla_status smla_dense_builder_create(const smla_dense_config *config,
+                                               smla_dense_builder **builder, smla_error *error);
+SMLA_API smla_status smla_dense_builder_build(smla_dense_builder *builder,
+                                              const smla_dense_build_args *args,
+                                              const smla_dense_metadata **metadata,
+                                              smla_error *error);
+SMLA_API void smla_dense_builder_destroy(smla_dense_builder *builder);
+SMLA_API int64_t smla_dense_builder_workspace_bytes(const smla_dense_builder *builder);
+
+/* Runs one layer of the last built step: turns q_pe and k_pe to their positions (with a table),
+ * writes the new tokens to the cache, absorbs W_UK into the queries, attends to the cache, and
+ * applies W_UV. No input is written. Writes the first T = num_actual_tokens rows of out. */
+typedef struct smla_dense_forward_args {
+    size_t struct_size;
+    smla_dense_builder *builder;
+    const DLTensor *q;          /* [>= T, H, Pn + R] bf16, or [>= T, H, Pn] when q_pe is given */
+    const DLTensor *q_pe;       /* [>= T, H, R] bf16, optional */
+    const DLTensor *kv_c;       /* [>= T, 512] bf16 */
+    const DLTensor *k_pe;       /* [>= T, R] bf16 */
+    const DLTensor *kv_cache;   /* [pages, block_size, row] */
+    const DLTensor *W_UK;       /* [512, H, Pn] bf16 */
+    const DLTensor *W_UV;       /* [512, H, Pv] bf16 */
+    const DLTensor *rope_table; /* [positions, R] fp32 | bf16, optional: the inputs are turned */
+    const DLTensor *out;        /* out [>= T, H, Pv] bf16 */
+    smla_scale_arg kv_scale;    /* fp8_e4m3 only */
+    double softmax_scale;
+    int32_t is_neox; /* pairs of RoPE: halves instead of neighbours */
+    void *stream;
+} smla_dense_forward_args;
+
+SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_DENSE_STEP_H */

@@ -1,0 +1,236 @@
+/* plan_dense.c: the plan of a step of dense MLA. Every token attends to the tokens of its request
+ * up to itself. The host sends where the requests' queries start; what depends on lengths, which
+ * only the device knows exactly, one kernel writes behind that copy: positions, and the range of
+ * keys that each token sees. Layers read both.
+ */
+#include "step/plans/plan_dense.h"
+
+#include "core/rule.h"
+#include "ops/check.h"
+#include "step/plans.h"
+
+/* ---- Config -------------------------------------------------------------------------------- */
+
+static const smla_path python_paths[] = {SMLA_PATH_MIXED, SMLA_PATH_AUTO};
+
+#define COUNT(field, most, ...) SMLA_COUNT_FIELD(smla_dense_config, field, most, __VA_ARGS__)
+#define FIELD(field, kind, ...) \
+    SMLA_CONFIG_FIELD(smla_dense_config, field, SMLA_FIELD_##kind, __VA_ARGS__)
+
+static const smla_config_field fields[] = {
+    COUNT(num_heads, SMLA_MAX_HEADS),
+    COUNT(block_size, INT32_MAX),
+    COUNT(qk_nope_head_dim, INT32_MAX),
+    COUNT(qk_rope_head_dim, SMLA_QK_ROPE_HEAD_DIM, .standard = SMLA_QK_ROPE_HEAD_DIM),
+    COUNT(v_head_dim, INT32_MAX),
+    COUNT(max_num_seqs, INT32_MAX - 1),
+    COUNT(max_num_batched_tokens, INT32_MAX),
+    COUNT(max_model_len, INT32_MAX),
+    COUNT(decode_threshold, INT32_MAX, .standard = 1),
+    FIELD(kv_format, FORMAT, .in_python = "kv_cache_dtype"),
+    FIELD(path, PATH, .paths = python_paths),
+    FIELD(device, DEVICE),
+};
+
+static smla_status
+check(smla_step *s, smla_error *error)
+{
+    smla_dense_config *const config = &((smla_dense_builder *)s)->config;
+    const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
+    if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `qk_rope_head_dim` must be %d, got %lld",
+                         smla_create_op, SMLA_QK_ROPE_HEAD_DIM,
+                         (long long)config->qk_rope_head_dim);
+    }
+    if (format == NULL || format->head_dim != SMLA_HEAD_DIM) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be one of keys of %d values, got %s", smla_create_op,
+                         SMLA_HEAD_DIM, format == NULL ? "an unknown one" : format->name);
+    }
+    if (config->path != SMLA_PATH_AUTO && config->path != SMLA_PATH_MIXED) {
+        const char *const name = smla_path_name((smla_path)config->path);
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `path` must be \"mixed\", got \"%s\"",
+                         smla_create_op, name == NULL ? "an unknown one" : name);
+    }
+    config->path = SMLA_PATH_MIXED;
+    SMLA_TAKE_CONFIG(s, config);
+    return SMLA_OK;
+}
+
+/* ---- Buffers ------------------------------------------------------------------------------- */
+
+/* Entries of int32 that hold so many values of 16 bits, whole lines of 64 bytes. */
+static int64_t
+halves(int64_t count)
+{
+    return (count + 31) / 32 * 16;
+}
+
+/* Every array begins at a multiple of 64 bytes. */
+static void
+list_arrays(smla_step *s)
+{
+    const int64_t tokens = (s->limits.max_num_batched_tokens + 15) / 16 * 16;
+    const int64_t rows = s->limits.max_num_batched_tokens * s->num_heads;
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, query_start_loc),
+                   s->limits.max_num_seqs + 1);
+    smla_add_array(&s->made, offsetof(smla_dense_made, positions), 2 * tokens);
+    smla_add_array(&s->made, offsetof(smla_dense_made, req_ids), tokens);
+    smla_add_array(&s->made, offsetof(smla_dense_made, begin), tokens);
+    smla_add_array(&s->made, offsetof(smla_dense_made, end), tokens);
+    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * SMLA_QK_ROPE_HEAD_DIM));
+    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe),
+                   halves(tokens * SMLA_QK_ROPE_HEAD_DIM));
+    smla_add_array(&s->made, offsetof(smla_dense_made, latent),
+                   2 * halves(rows * SMLA_KV_LORA_RANK));
+    smla_add_array(&s->made, offsetof(smla_dense_made, lse), rows);
+}
+
+static int64_t
+find_scratch_bytes(const smla_step *s)
+{
+    const smla_attention_shape largest = {.num_tokens = s->limits.max_num_batched_tokens,
+                                          .num_heads = s->num_heads,
+                                          .topk = s->limits.max_model_len,
+                                          .device_id = s->device.device_id,
+                                          .covers_dense = true};
+    return s->backend->attention_workspace_size(&largest) +
+           smla_key_ranges_bytes(largest.num_tokens);
+}
+
+static smla_status
+find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
+{
+    (void)s;
+    (void)error;
+    *rule = (smla_workspace_rule){.given = NULL, .columns = SMLA_HEAD_DIM, .rows = 0};
+    return SMLA_OK;
+}
+
+static smla_status
+report_no_memory(const smla_step *s, smla_error *error)
+{
+    return smla_fail(error, SMLA_ERROR_MEMORY,
+                     "%s: queries and results of %lld tokens x %lld heads must fit in memory, got "
+                     "none",
+                     smla_create_op, (long long)s->limits.max_num_batched_tokens,
+                     (long long)s->num_heads);
+}
+
+/* ---- A step -------------------------------------------------------------------------------- */
+
+static smla_batch
+read_batch(const void *args)
+{
+    return SMLA_BATCH_OF((const smla_dense_build_args *)args);
+}
+
+static smla_status
+check_args(const smla_step *s, const void *given, smla_error *error)
+{
+    const smla_dense_build_args *const args = given;
+    smla_checker c;
+    smla_open_checker(&c, smla_build_op, error);
+    SMLA_TRY(smla_require_table(&c, "block_table", args->block_table, args->num_reqs, 0));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "slot_mapping",
+                                           .tensor = args->slot_mapping,
+                                           .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {args->num_actual_tokens},
+                                           .hint = "a slot per token"}));
+    SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, args->num_reqs,
+                                 SMLA_RULE_MORE_ROWS, "a length per request"));
+    return smla_require_step_device(s, smla_build_op, "block_table", c.device, error);
+}
+
+static smla_status
+cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
+{
+    (void)s;
+    (void)batch;
+    (void)error;
+    facts->num_chunks = 0;
+    return SMLA_OK;
+}
+
+static void
+fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
+{
+    smla_dense_sent host;
+    smla_cut_arena(&s->sent, memory, &host);
+    for (int64_t req = 0; req <= s->limits.max_num_seqs; req++) {
+        const int64_t known = req < batch->num_reqs ? req : batch->num_reqs;
+        host.query_start_loc[req] = batch->query_start_loc[known];
+    }
+}
+
+static smla_key_ranges_params
+ranges_of(const smla_dense_builder *b, const smla_dense_build_args *args, smla_stream stream)
+{
+    return (smla_key_ranges_params){
+        .call = {.op = smla_build_op, .stream = stream},
+        .num_tokens = args->num_actual_tokens,
+        .num_reqs = args->num_reqs,
+        .query_starts = b->sent.query_start_loc,
+        .query_starts_stride = 1,
+        .seq_lens = smla_data(args->seq_lens),
+        .seq_lens_stride = smla_stride(args->seq_lens, 0),
+        .rule = {.left = -1, .right = 0},
+        .req_ids = b->made.req_ids,
+        .begin = b->made.begin,
+        .end = b->made.end,
+        .positions = (int64_t *)(void *)b->made.positions,
+    };
+}
+
+static smla_status
+fill_lists(const smla_step *s, const void *given, smla_stream stream, smla_error *error)
+{
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    const smla_key_ranges_params params = ranges_of(b, given, stream);
+    return s->backend->find_key_ranges(&params, error);
+}
+
+static void
+commit(smla_step *s, const void *given)
+{
+    smla_dense_builder *const b = (smla_dense_builder *)s;
+    const smla_dense_build_args *const args = given;
+    const smla_stream stream = {.device_id = s->device.device_id, .handle = args->stream};
+    b->ranges = ranges_of(b, args, stream);
+    b->metadata = (smla_dense_metadata){
+        SMLA_METADATA_OF(&s->facts),
+        .query_start_loc = b->sent.query_start_loc,
+        .req_id_per_token = b->made.req_ids,
+        .input_positions = b->ranges.positions,
+    };
+    smla_slice_rows(&b->seq_lens, args->seq_lens, 0, args->num_reqs);
+    smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);
+    smla_slice_rows(&b->slot_mapping, args->slot_mapping, 0, args->num_actual_tokens);
+}
+
+static int
+describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
+{
+    const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
+    int n = 0;
+    smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
+    smla_show_vector(&views[n++], "query_start_loc", m->query_start_loc, m->num_reqs + 1);
+    smla_show_vector(&views[n], "input_positions", m->input_positions, m->num_actual_tokens);
+    views[n++].is_int64 = true;
+    return n;
+}
+
+int64_t
+smla_dense_value_dim(const smla_dense_builder *b)
+{
+    return b->config.v_head_dim;
+}
+
+const smla_step_plan smla_dense_plan = {
+    SMLA_PLAN_TYPES("dense", smla_dense_builder, smla_dense_build_args, fields),
+    SMLA_PLAN_FUNCTIONS,
+    .fill_lists = fill_lists,
+    .has_uniform_decodes = false,
+};
