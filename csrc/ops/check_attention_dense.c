@@ -13,7 +13,7 @@ enum { LEAST_PLANNED_COLUMNS = 256 };
 /* What require_keys has besides the args. */
 typedef struct dense_call {
     const smla_mla_attention_args *args;
-    int64_t num_reqs; /* SMLA_ANY: cache_seqlens has it */
+    const DLTensor *q; /* [T, H, D] */
     smla_key_ranges_params *ranges;
 } dense_call;
 
@@ -80,13 +80,16 @@ rule_of(const smla_mla_attention_args *args)
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
-/* Views an array [B, n, ...] as [B * n, ...]; others stay as they are. */
+/* Views an array [B, n, ...] as [B * n, ...]. Others stay as they are, and so do arrays whose sizes
+ * mean nothing: the rules that follow report both. */
 static smla_status
 flatten_tokens(const char *name, const DLTensor *tensor, smla_view *view, const DLTensor **flat,
                smla_error *error)
 {
+    smla_byte_range range;
     *flat = tensor;
-    if (tensor == NULL || tensor->ndim < 2 || tensor->ndim > 4) {
+    if (tensor == NULL || tensor->ndim < 2 || tensor->ndim > 4 || tensor->shape == NULL ||
+        !smla_find_byte_range(tensor, &range)) {
         return SMLA_OK;
     }
     const int64_t num_reqs = smla_size(tensor, 0), query_len = smla_size(tensor, 1);
@@ -219,8 +222,12 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
                          "%s: `block_table` must be given, or `slot_table` in its place, got %s",
                          c->op, args->block_table == NULL ? "neither" : "both");
     }
-    SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens, call->num_reqs, 0,
+    const bool has_starts = args->cu_seqlens_q != NULL && args->q->ndim != 4;
+    SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
+                                 has_starts ? SMLA_ANY : smla_size(args->q, 0), 0,
                                  "a length per request of the query"));
+    ranges->num_tokens = smla_size(call->q, 0);
+    ranges->query_len = args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
     ranges->num_reqs = smla_size(lens, 0);
     ranges->seq_lens = smla_data(lens);
     ranges->seq_lens_stride = smla_stride(lens, 0);
@@ -247,8 +254,10 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
         .num_blocks = smla_size(table, 1),
     };
     list->begin_stride = list->end_stride = 1;
-    list->topk = smla_clamp_int64(list->map.num_blocks * params->dense.entry_tokens, 0,
-                                  INT32_MAX - SMLA_SPLIT_ALIGN);
+    const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
+    const bool overflows =
+        __builtin_mul_overflow(list->map.num_blocks, params->dense.entry_tokens, &list->topk);
+    list->topk = overflows || list->topk > most ? most : list->topk;
     if (c->device.device_type == kDLCPU) {
         list->topk = smla_clamp_int64(find_longest(ranges), 0, list->topk);
     }
@@ -302,18 +311,8 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
 {
     flat_arrays flat;
     SMLA_TRY(flatten(args, &flat, error));
-    const bool is_uniform = args->q != NULL && (args->q->ndim == 4 || args->cu_seqlens_q == NULL);
-    const int64_t query_len = args->q != NULL && args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
-    *ranges = (smla_key_ranges_params){
-        .num_tokens = flat.q == NULL ? 0 : smla_size(flat.q, 0),
-        .query_len = query_len,
-        .absent_req = -1,
-    };
-    const dense_call call = {
-        .args = args,
-        .num_reqs = is_uniform ? smla_size(args->q, 0) : SMLA_ANY,
-        .ranges = ranges,
-    };
+    *ranges = (smla_key_ranges_params){.absent_req = -1};
+    const dense_call call = {.args = args, .q = flat.q, .ranges = ranges};
     const smla_sparse_attention_args attention = {
         .struct_size = sizeof attention,
         .q = flat.q,

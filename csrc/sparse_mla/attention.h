@@ -103,7 +103,7 @@ typedef struct smla_mla_attention_args {
     smla_scale_arg kv_scale;      /* fp8_e4m3 only */
     double softmax_scale;
     double softcap;          /* 0: none */
-    int64_t window_left;     /* with has_window: -1 = open */
+    int64_t window_left;     /* -1 = open; read where has_window is set */
     int64_t window_right;    /* the same; 0 with is_causal */
     int64_t attention_chunk; /* 0: none */
     int64_t cp_rank;
@@ -116,7 +116,7 @@ typedef struct smla_mla_attention_args {
     int32_t
         num_splits; /* 0 = the plan chooses; 1...64 cut each request's keys into so many ranges */
     int32_t kv_format;
-    int32_t fast_fp8; /* 1: e4m3 products are permitted */
+    int32_t fast_fp8;              /* 1: e4m3 products are permitted */
     int32_t lse_empty_is_plus_inf; /* as in smla_sparse_attention_args */
     void *stream;
 } smla_mla_attention_args;

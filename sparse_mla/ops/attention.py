@@ -389,7 +389,7 @@ def mla_attention(
         rank's own keys only; lengths and masks count all. Results of all ranks are merged by their
         lse.
     q_scale, kv_scale : float, or an array of one fp32
-        As in `sparse_attention`.
+        The scales of an e4m3 query and of an "fp8_e4m3" cache, as in `sparse_attention`.
     kv_format : str or None
         The cache's format; None takes it from the dtype and the last dimension.
     causal : bool

@@ -10,7 +10,7 @@
 
 enum {
     SMLA_PY_MAX_RESULT_DIMS = 4,
-    SMLA_PY_STORED_DIMS = 3, /* of a result that is not contiguous */
+    SMLA_PY_STORED_DIMS = 3, /* dimensions of a result that is not contiguous */
     SMLA_PY_MAX_TERMS = 4,
 };
 

@@ -28,7 +28,7 @@ struct smla_dense_builder {
     smla_dense_metadata metadata;
     smla_dense_sent sent;
     smla_dense_made made;
-    smla_key_ranges_params ranges; /* of the last build */
+    smla_key_ranges_params ranges; /* those of the last build */
     smla_view seq_lens;            /* the caller's, of the last build, like the next two */
     smla_view block_table;
     smla_view slot_mapping;

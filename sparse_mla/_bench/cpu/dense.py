@@ -13,7 +13,7 @@ import sparse_mla
 from sparse_mla._bench.common.timing import Effort, Table
 from sparse_mla._bench.cpu.attention import SOFTMAX_SCALE, make_table, measure_row
 from sparse_mla._judge import BF16, Fractions, exact_rows, judge_row
-from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 BLOCK_SIZE = 64
 LONGEST = 4096
@@ -26,7 +26,7 @@ def make_pages(rng: np.random.Generator, kv_format: str) -> tuple[np.ndarray, np
     slots = np.arange(pages * BLOCK_SIZE)
     kv_c = rng.standard_normal((len(slots), KV_LORA_RANK), np.float32)
     k_pe = rng.standard_normal((len(slots), 64), np.float32)
-    row, dtype = (656, np.uint8) if kv_format == "fp8_ds_mla" else (KEY_DIM, BF16)
+    row, dtype = (FP8_ROW_BYTES, np.uint8) if kv_format == "fp8_ds_mla" else (KEY_DIM, BF16)
     cache = np.zeros((pages, BLOCK_SIZE, row), dtype)
     sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, slots)
     return cache, rng.permutation(pages).reshape(NUM_REQS, -1).astype(np.int32)
