@@ -26,6 +26,21 @@ def is_array(value: object) -> bool:
     return len(getattr(value, "shape", ())) > 0
 
 
+def is_dense_here(q: Array, k_cache: Array) -> bool:
+    """Whether dense decoding is served: FlashMLA's own kernel also takes fp16 and several KV
+    heads."""
+    halves = {str(x.dtype).rpartition(".")[2] for x in (q, k_cache)} & {"float16"}
+    return not halves and (len(k_cache.shape) < 4 or k_cache.shape[2] == 1)
+
+
+def join_queries(q: Array) -> Array:
+    """q [b, s_q, H, D] such that its first two dimensions join without a copy."""
+    batch, s_q, num_heads, head_dim = q.shape
+    if batch == 1 or s_q == 1:
+        return q
+    return q.reshape(batch * s_q, num_heads, head_dim).reshape(batch, s_q, num_heads, head_dim)
+
+
 def check_flag(op: str, name: str, value: object) -> None:
     """Refuses an array, because vLLM's copies of these functions have `out` in a flag's place."""
     if is_array(value):
@@ -46,3 +61,15 @@ def join_out(op: str, out: Array, want: tuple[int, ...]) -> Array:
             rule = "batches that follow each other without a gap"
             raise ValueError(f"{op}: `out` must have {rule}, got strides {list(strides)}")
     return out.reshape(math.prod(want[:-2]), *want[-2:])
+
+
+def per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array:
+    """[b] -> [b * s_q]: attention takes lengths per query token, FlashMLA's are per request."""
+    shape = shape_of(op, name, lengths, "[b]")
+    if shape[0] != batch:
+        raise ValueError(f"{op}: `{name}` must have shape [{batch}], got {list(shape)}")
+    if s_q == 1:
+        return lengths
+    if hasattr(lengths, "expand"):  # torch, whose `repeat` means something else
+        return lengths.reshape(batch, 1).expand(batch, s_q).reshape(batch * s_q)
+    return lengths.repeat(s_q)

@@ -30,8 +30,15 @@ from typing import Any, Literal
 
 from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
-from sparse_mla._flash_arrays import check_flag, is_array, join_out, shape_of
-from sparse_mla._results import dtype_name
+from sparse_mla._flash_arrays import (
+    check_flag,
+    is_array,
+    is_dense_here,
+    join_out,
+    join_queries,
+    per_query,
+    shape_of,
+)
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
@@ -168,6 +175,11 @@ def get_mla_decoding_metadata(
     Returns
     -------
     (None, None).
+
+    Raises
+    ------
+    TypeError
+        A parameter without default is left out.
 
     Source: the signature is that of the wheel sgl-flash-mla 1.0.0.
 
@@ -316,19 +328,23 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
     row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
     if indices is None:
-        for name, given in (
-            ("extra_k_cache", extra_k_cache),
-            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
-            ("topk_length", topk_length),
-            ("extra_topk_length", extra_topk_length),
-        ):
-            if given is not None:
-                raise ValueError(f"{op}: `{name}` must be None without `indices`, got an array")
-        _check_dense(op, q, k_cache)
+        of_lists = {
+            "extra_k_cache": extra_k_cache,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "topk_length": topk_length,
+            "extra_topk_length": extra_topk_length,
+        }
+        for name in (name for name, given in of_lists.items() if given is not None):
+            raise ValueError(f"{op}: `{name}` must be None without `indices`, got an array")
+        if not is_dense_here(q, k_cache):
+            raise ValueError(
+                f"{op}: `q` must be bfloat16 without `indices`, and `k_cache` of one KV head "
+                f"(h_k = 1), {_SERVED}, got {q.dtype} and {list(k_cache.shape)}"
+            )
         if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
             tile_scheduler_metadata.have_initialized = True
         result, lse = ops._mla_attention_plus_inf(
-            _join_queries(_without_grad(q)),
+            join_queries(_without_grad(q)),
             k_cache,
             block_table,
             cache_seqlens,
@@ -349,9 +365,9 @@ def flash_mla_with_kvcache(
         name = "extra_indices_in_kvcache"
         extra_indices = _join_rows(op, name, extra_indices_in_kvcache, batch, s_q)
     if extra_topk_length is not None:
-        extra_topk = _per_query(op, "extra_topk_length", extra_topk_length, batch, s_q)
+        extra_topk = per_query(op, "extra_topk_length", extra_topk_length, batch, s_q)
     if topk_length is not None:
-        topk_length = _per_query(op, "topk_length", topk_length, batch, s_q)
+        topk_length = per_query(op, "topk_length", topk_length, batch, s_q)
     rows = batch * s_q
     out_rows: Array = join_out(op, out, (batch, s_q, num_heads, HEAD_DIM_V))
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
@@ -557,24 +573,6 @@ def _check_cache(
     return row
 
 
-def _check_dense(op: str, q: Array, k_cache: Array) -> None:
-    """Refuses what only FlashMLA's own dense kernel takes: fp16 and several KV heads."""
-    heads = k_cache.shape[2] if len(k_cache.shape) == 4 else 1
-    if heads != 1 or "float16" in (dtype_name(q.dtype), dtype_name(k_cache.dtype)):
-        raise ValueError(
-            f"{op}: `q` must be bfloat16 without `indices`, and `k_cache` of one KV head "
-            f"(h_k = 1), {_SERVED}, got {dtype_name(q.dtype)} and {heads} KV heads"
-        )
-
-
-def _join_queries(q: Array) -> Array:
-    """q [b, s_q, H, D] such that its first two dimensions join without a copy."""
-    batch, s_q, num_heads, head_dim = q.shape
-    if batch == 1 or s_q == 1:
-        return q
-    return q.reshape(batch * s_q, num_heads, head_dim).reshape(batch, s_q, num_heads, head_dim)
-
-
 def _find_formats(
     op: str, rows: tuple[int | None, ...], kv_format: str | None, use_legacy: bool
 ) -> list[str | None]:
@@ -602,15 +600,3 @@ def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Arra
     if shape[0] != batch or shape[1] != s_q:
         raise ValueError(f"{op}: `{name}` must have shape [{batch}, {s_q}, K], got {list(shape)}")
     return indices.reshape(batch * s_q, shape[2])
-
-
-def _per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array:
-    """[b] -> [b * s_q]: attention takes lengths per query token, FlashMLA's are per request."""
-    shape = shape_of(op, name, lengths, "[b]")
-    if shape[0] != batch:
-        raise ValueError(f"{op}: `{name}` must have shape [{batch}], got {list(shape)}")
-    if s_q == 1:
-        return lengths
-    if hasattr(lengths, "expand"):  # torch, whose `repeat` means something else
-        return lengths.reshape(batch, 1).expand(batch, s_q).reshape(batch * s_q)
-    return lengths.repeat(s_q)

@@ -55,10 +55,7 @@ out, lse = flash_mla.flash_mla_with_kvcache(
     kv_format=None, descale_q=None, descale_k=None,
 )
 print(tuple(out.shape), tuple(lse.shape))
-try:
-    flash_mla.get_mla_decoding_metadata(lens, 3, 1)
-except ValueError as error:
-    print(error)
+print(flash_mla.get_mla_decoding_metadata(lens, 3, 1))
 """
 BY_NAME = "import sparse_mla_flash_mla; sparse_mla_flash_mla.install()\n"
 
@@ -83,7 +80,7 @@ def test_a_schedule_may_be_tensors(tmp_path):
     find_framework("torch")
     lines = printed_by_python("-c", as_installed(tmp_path) + DECODE).splitlines()
     assert lines[0] == "(2, 1, 3, 512) (2, 3, 1)"
-    assert lines[1].startswith("get_mla_decoding_metadata: `topk` must be given")
+    assert lines[1].startswith("(tensor(")
 
 
 @without_flash_mla

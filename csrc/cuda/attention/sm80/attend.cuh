@@ -6,6 +6,7 @@
 
 #include "cuda/attention/keys/one_key.cuh"
 #include "cuda/attention/partials/softmax.cuh"
+#include "cuda/attention/sm80/shared_values.cuh"
 #include "cuda/attention/tiles/work_items.cuh"
 #include "cuda/ptx/numeric.cuh"
 
@@ -190,28 +191,6 @@ score_block(shared_memory<Tile> *shared, int thread)
 
 /* ---- Weigh --------------------------------------------------------------------------------- */
 
-/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` changes the order of
- * these pieces. */
-template <int COUNT>
-static __device__ __forceinline__ void
-read_values(const float *row, int first, int flip, float values[COUNT])
-{
-    if constexpr (COUNT == 2) {
-        const float2 pair = *(const float2 *)&row[first ^ flip];
-        values[0] = pair.x;
-        values[1] = pair.y;
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
-            const float4 four = *(const float4 *)&row[(first + i) ^ flip];
-            values[i] = four.x;
-            values[i + 1] = four.y;
-            values[i + 2] = four.z;
-            values[i + 3] = four.w;
-        }
-    }
-}
-
 /* Adds up the partial scores of a lane's keys, in pairs. */
 template <typename Tile>
 static __device__ __forceinline__ void
@@ -230,19 +209,6 @@ read_scores(const shared_memory<Tile> *shared, int head, int first_key,
             const float pair = parts[0][i] + parts[1][i];
             scores[i] = group == 0 ? pair : scores[i] + pair;
         }
-    }
-}
-
-template <int COUNT>
-static __device__ __forceinline__ void
-store_shared(void *to, const uint32_t words[COUNT])
-{
-    if constexpr (COUNT == 4) {
-        *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
-    } else if constexpr (COUNT == 2) {
-        *(uint2 *)to = make_uint2(words[0], words[1]);
-    } else {
-        *(uint32_t *)to = words[0];
     }
 }
 
