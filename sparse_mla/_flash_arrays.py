@@ -26,11 +26,11 @@ def is_array(value: object) -> bool:
     return len(getattr(value, "shape", ())) > 0
 
 
-def is_dense_here(q: Array, k_cache: Array) -> bool:
-    """Whether dense decoding is served: FlashMLA's own kernel also takes fp16 and several KV
-    heads."""
-    halves = {str(x.dtype).rpartition(".")[2] for x in (q, k_cache)} & {"float16"}
-    return not halves and (len(k_cache.shape) < 4 or k_cache.shape[2] == 1)
+def find_unserved(q: Array, k_cache: Array) -> str | None:
+    """What only FlashMLA's own kernel of dense decoding takes: fp16 or several KV heads."""
+    dtype, heads = str(q.dtype).rpartition(".")[2], (*k_cache.shape, 1, 1, 1)[2]
+    is_served = dtype != "float16" and (len(k_cache.shape) < 4 or heads == 1)
+    return None if is_served else f"{dtype} and {heads} KV heads"
 
 
 def join_queries(q: Array) -> Array:

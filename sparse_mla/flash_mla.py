@@ -32,8 +32,8 @@ from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._flash_arrays import (
     check_flag,
+    find_unserved,
     is_array,
-    is_dense_here,
     join_out,
     join_queries,
     per_query,
@@ -328,18 +328,14 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
     row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
     if indices is None:
-        of_lists = {
-            "extra_k_cache": extra_k_cache,
-            "extra_indices_in_kvcache": extra_indices_in_kvcache,
-            "topk_length": topk_length,
-            "extra_topk_length": extra_topk_length,
-        }
-        for name in (name for name, given in of_lists.items() if given is not None):
+        names = "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"
+        of_lists = extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
+        for name in (name for name, x in zip(names, of_lists, strict=True) if x is not None):
             raise ValueError(f"{op}: `{name}` must be None without `indices`, got an array")
-        if not is_dense_here(q, k_cache):
+        if unserved := find_unserved(q, k_cache):
             raise ValueError(
                 f"{op}: `q` must be bfloat16 without `indices`, and `k_cache` of one KV head "
-                f"(h_k = 1), {_SERVED}, got {q.dtype} and {list(k_cache.shape)}"
+                f"(h_k = 1), {_SERVED}, got {unserved}"
             )
         if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
             tile_scheduler_metadata.have_initialized = True

@@ -257,14 +257,15 @@ class MetadataBuilder(steps.Builder):
         """
         steps.check_common(common)
         step = self._step.build(common)
-        first, last = step["num_decodes"], common.num_reqs
+        sizes: Any = common  # build has made ints of its sizes
+        first, last = step["num_decodes"], sizes.num_reqs
         return Metadata(
             path=step["path"],
-            num_reqs=common.num_reqs,
-            num_actual_tokens=common.num_actual_tokens,
-            num_input_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
+            num_reqs=sizes.num_reqs,
+            num_actual_tokens=sizes.num_actual_tokens,
+            num_input_tokens=sizes.num_actual_tokens,
+            max_query_len=sizes.max_query_len,
+            max_seq_len=sizes.max_seq_len,
             **{
                 name: step[name]
                 for name in (
