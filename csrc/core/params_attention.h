@@ -40,17 +40,47 @@ smla_has_ranges(const smla_key_list *list)
     return list->indices == NULL || list->begin != NULL;
 }
 
+/* The requests of a dense call. */
+typedef struct smla_requests {
+    int64_t num_tokens;          /* T */
+    int64_t num_reqs;            /* R */
+    const int32_t *query_starts; /* [R + 1]; NULL: each request has query_len tokens */
+    int64_t query_starts_stride;
+    int64_t query_len;
+    const int32_t *seq_lens; /* [R] */
+    int64_t seq_lens_stride;
+} smla_requests;
+
+/* The number of the first query token of a request. Numbers on a device are unchecked, so they are
+ * clamped. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_query_start(const smla_requests *reqs, int64_t req)
+{
+    const int64_t start = reqs->query_starts == NULL
+                              ? req * reqs->query_len
+                              : reqs->query_starts[req * reqs->query_starts_stride];
+    return smla_clamp_int64(start, 0, reqs->num_tokens);
+}
+
+/* The keys of a request. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_seq_len(const smla_requests *reqs, int64_t req)
+{
+    const int64_t length = reqs->seq_lens[req * reqs->seq_lens_stride];
+    return length < 0 ? 0 : length;
+}
+
 /* What a main list of positions has if attention is dense (mla_attention): a token sees a range of
  * its request's keys, and splits are cut from the request's own length. begin, end and the map's
  * request ids are written by the call itself (smla_key_ranges_params). A token with a negative
  * request id belongs to no request, and its rows of the outputs stay as they are. */
 typedef struct smla_dense_keys {
-    const int32_t *seq_lens; /* [R] */
-    int64_t seq_lens_stride;
-    smla_rank_share share;
+    smla_requests reqs;
+    smla_range_rule rule;
     int32_t least_split_columns; /* a split has at least so many */
     /* Tokens per entry of the block table: a page, or 1 in a slot table. 0: attention is not dense */
     int64_t entry_tokens;
+    bool fills_padding; /* tokens of no request get the results of no keys */
     float softcap; /* logits become softcap * tanh(logit / softcap); 0: they stay */
 } smla_dense_keys;
 
@@ -117,6 +147,7 @@ typedef struct smla_attention_shape {
     bool has_ranges;      /* smla_has_ranges of at least one list */
     bool is_dense;        /* lengths are on the device: no plan depends on topk */
     bool covers_dense;    /* the workspace size is enough for dense calls of this shape, too */
+    bool fits_tiles;      /* dense, without softcap, and all rows are aligned to 16 bytes */
     bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
 } smla_attention_shape;
 
@@ -138,6 +169,7 @@ typedef struct smla_attention_run {
 typedef struct smla_attention_plan {
     int64_t workspace_bytes; /* what attention_workspace_size returns */
     int num_runs;            /* 1, or 2: the first tokens and the rest */
+    bool reads_lengths; /* of a dense call: it needs no ranges per token (smla_key_ranges_params) */
     smla_attention_run runs[2];
 } smla_attention_plan;
 
@@ -170,8 +202,8 @@ smla_dense_split_columns(const smla_attention_params *params, int64_t token)
     const smla_index_map *const map = &params->lists[0].map;
     const int64_t req = map->req_id_per_token[token];
     const bool is_known = req >= 0 && req < map->num_reqs;
-    const int64_t length = is_known ? dense->seq_lens[req * dense->seq_lens_stride] : 0;
-    const int64_t keys = smla_count_own(&dense->share, length < 0 ? 0 : length);
+    const int64_t length = is_known ? smla_seq_len(&dense->reqs, req) : 0;
+    const int64_t keys = smla_count_own(&dense->rule.share, length);
     const int64_t columns = smla_split_columns(keys, params->num_splits);
     return columns > dense->least_split_columns ? columns : dense->least_split_columns;
 }
@@ -179,13 +211,7 @@ smla_dense_split_columns(const smla_attention_params *params, int64_t token)
 /* What writes the ranges of a dense call: for each token its request, and the keys that it sees. */
 typedef struct smla_key_ranges_params {
     smla_call call;
-    int64_t num_tokens;
-    int64_t num_reqs;
-    const int32_t *query_starts; /* [R + 1]; NULL: each request has query_len tokens */
-    int64_t query_starts_stride;
-    int64_t query_len;
-    const int32_t *seq_lens; /* [R] */
-    int64_t seq_lens_stride;
+    smla_requests reqs;
     smla_range_rule rule;
     int32_t absent_req; /* what req_ids has for tokens of no request, which see no key */
     int32_t *req_ids;   /* [T] */
@@ -206,25 +232,15 @@ smla_key_ranges_bytes(int64_t num_tokens)
                : (bytes + 2 * SMLA_RANGES_ALIGN - 1) / SMLA_RANGES_ALIGN * SMLA_RANGES_ALIGN;
 }
 
-/* The number of the first query token of a request. Numbers on a device are unchecked, so they are
- * clamped. */
-SMLA_HOST_DEVICE static inline int64_t
-smla_query_start(const smla_key_ranges_params *params, int64_t req)
-{
-    const int64_t start = params->query_starts == NULL
-                              ? req * params->query_len
-                              : params->query_starts[req * params->query_starts_stride];
-    return smla_clamp_int64(start, 0, params->num_tokens);
-}
-
 /* Writes what belongs to one token. */
 SMLA_HOST_DEVICE static inline void
 smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
 {
+    const smla_requests *const reqs = &params->reqs;
     int64_t req = 0; /* the first request that ends behind the token */
-    for (int64_t past = params->num_reqs; req < past;) {
+    for (int64_t past = reqs->num_reqs; req < past;) {
         const int64_t middle = (req + past) / 2;
-        if (smla_query_start(params, middle + 1) > token) {
+        if (smla_query_start(reqs, middle + 1) > token) {
             past = middle;
         } else {
             req = middle + 1;
@@ -232,12 +248,11 @@ smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
     }
     smla_key_range range = {0, 0};
     int64_t position = 0;
-    const bool is_query = req < params->num_reqs;
+    const bool is_query = req < reqs->num_reqs;
     if (is_query) {
-        const int64_t start = smla_query_start(params, req);
-        const int64_t num_queries = smla_query_start(params, req + 1) - start;
-        const int64_t length = params->seq_lens[req * params->seq_lens_stride];
-        const int64_t num_keys = length < 0 ? 0 : length;
+        const int64_t start = smla_query_start(reqs, req);
+        const int64_t num_queries = smla_query_start(reqs, req + 1) - start;
+        const int64_t num_keys = smla_seq_len(reqs, req);
         position = num_keys - num_queries + (token - start);
         range = smla_find_key_range(&params->rule, position, num_keys);
     }

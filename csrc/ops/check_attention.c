@@ -174,6 +174,32 @@ require_query_scale(smla_checker *c, const smla_attention_rules *rules, const DL
     return SMLA_OK;
 }
 
+/* Whether the first and all other rows of a tensor [T, H, D], and of a cache, begin at multiples of
+ * 16 bytes. */
+static bool
+are_rows_aligned(const DLTensor *tensor)
+{
+    const int64_t bytes = tensor->dtype.bits / 8;
+    return (uintptr_t)smla_data(tensor) % 16 == 0 && smla_stride(tensor, 0) * bytes % 16 == 0 &&
+           smla_stride(tensor, 1) * bytes % 16 == 0;
+}
+
+static bool
+are_cache_rows_aligned(const smla_kv_view *kv)
+{
+    return (uintptr_t)kv->base % 16 == 0 && kv->page_stride_bytes % 16 == 0 &&
+           kv->token_stride_bytes % 16 == 0;
+}
+
+/* smla_attention_shape.fits_tiles */
+static bool
+fits_tiles(const smla_sparse_attention_args *args, const smla_attention_params *params)
+{
+    return smla_is_dense(params) && params->dense.softcap == 0.0f && are_rows_aligned(args->q) &&
+           (args->q_pe == NULL || are_rows_aligned(args->q_pe)) && are_rows_aligned(args->out) &&
+           are_cache_rows_aligned(&params->lists[0].kv);
+}
+
 static smla_status
 require_workspace(smla_checker *c, const char *name, const DLTensor *workspace,
                   int64_t bytes_needed)
@@ -222,6 +248,7 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
         .has_ranges = smla_has_ranges(&params->lists[0]),
         .is_dense = smla_is_dense(params),
         .has_query_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL,
+        .fits_tiles = fits_tiles(args, params),
     };
     backend->plan_attention(&shape, plan);
 }

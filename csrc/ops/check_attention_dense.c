@@ -154,11 +154,11 @@ flatten(const smla_mla_attention_args *args, flat_arrays *flat, smla_error *erro
 
 /* Checks the numbers of cu_seqlens_q, which the CPU can read. */
 static smla_status
-check_query_starts(const smla_checker *c, const smla_key_ranges_params *ranges)
+check_query_starts(const smla_checker *c, const smla_requests *reqs)
 {
     int64_t before = 0;
-    for (int64_t i = 0; i <= ranges->num_reqs; i++) {
-        const int64_t start = ranges->query_starts[i * ranges->query_starts_stride];
+    for (int64_t i = 0; i <= reqs->num_reqs; i++) {
+        const int64_t start = reqs->query_starts[i * reqs->query_starts_stride];
         if (i == 0 ? start != 0 : start < before) {
             return smla_fail(
                 c->error, SMLA_ERROR_VALUE,
@@ -167,22 +167,21 @@ check_query_starts(const smla_checker *c, const smla_key_ranges_params *ranges)
         }
         before = start;
     }
-    return before <= ranges->num_tokens
+    return before <= reqs->num_tokens
                ? SMLA_OK
                : smla_fail(
                      c->error, SMLA_ERROR_VALUE,
                      "%s: `cu_seqlens_q` must end at most at the %lld tokens of `q`, got %lld",
-                     c->op, (long long)ranges->num_tokens, (long long)before);
+                     c->op, (long long)reqs->num_tokens, (long long)before);
 }
 
 /* The most keys of a request, so that the CPU's plan follows lengths, not the table's width. */
 static int64_t
-find_longest(const smla_key_ranges_params *ranges)
+find_longest(const smla_requests *reqs, const smla_rank_share *share)
 {
     int64_t longest = 0;
-    for (int64_t req = 0; req < ranges->num_reqs; req++) {
-        const int64_t length = ranges->seq_lens[req * ranges->seq_lens_stride];
-        const int64_t keys = smla_count_own(&ranges->rule.share, length < 0 ? 0 : length);
+    for (int64_t req = 0; req < reqs->num_reqs; req++) {
+        const int64_t keys = smla_count_own(share, smla_seq_len(reqs, req));
         longest = keys > longest ? keys : longest;
     }
     return longest;
@@ -192,7 +191,7 @@ static smla_status
 require_query_starts(smla_checker *c, const dense_call *call)
 {
     const DLTensor *const starts = call->args->cu_seqlens_q;
-    smla_key_ranges_params *const ranges = call->ranges;
+    smla_requests *const reqs = &call->ranges->reqs;
     if (starts == NULL) {
         return SMLA_OK;
     }
@@ -201,11 +200,11 @@ require_query_starts(smla_checker *c, const dense_call *call)
             c->error, SMLA_ERROR_VALUE,
             "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
     }
-    SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, ranges->num_reqs + 1, 0,
+    SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, reqs->num_reqs + 1, 0,
                                  "one entry more than `cache_seqlens`"));
-    ranges->query_starts = smla_data(starts);
-    ranges->query_starts_stride = smla_stride(starts, 0);
-    return c->device.device_type == kDLCPU ? check_query_starts(c, ranges) : SMLA_OK;
+    reqs->query_starts = smla_data(starts);
+    reqs->query_starts_stride = smla_stride(starts, 0);
+    return c->device.device_type == kDLCPU ? check_query_starts(c, reqs) : SMLA_OK;
 }
 
 /* Fills the main list and what finds its ranges. */
@@ -215,6 +214,7 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     const dense_call *const call = more;
     const smla_mla_attention_args *const args = call->args;
     smla_key_ranges_params *const ranges = call->ranges;
+    smla_requests *const reqs = &ranges->reqs;
     smla_key_list *const list = &params->lists[0];
     const DLTensor *const lens = args->cache_seqlens;
     if ((args->block_table == NULL) == (args->slot_table == NULL)) {
@@ -226,22 +226,21 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
                                  has_starts ? SMLA_ANY : smla_size(args->q, 0), 0,
                                  "a length per request of the query"));
-    ranges->num_tokens = smla_size(call->q, 0);
-    ranges->query_len = args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
-    ranges->num_reqs = smla_size(lens, 0);
-    ranges->seq_lens = smla_data(lens);
-    ranges->seq_lens_stride = smla_stride(lens, 0);
+    reqs->num_tokens = smla_size(call->q, 0);
+    reqs->query_len = args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
+    reqs->num_reqs = smla_size(lens, 0);
+    reqs->seq_lens = smla_data(lens);
+    reqs->seq_lens_stride = smla_stride(lens, 0);
     SMLA_TRY(require_query_starts(c, call));
     const bool has_slots = args->slot_table != NULL;
     const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
     SMLA_TRY(smla_require_table(c, has_slots ? "slot_table" : "block_table", table,
-                                ranges->num_reqs, 0));
+                                reqs->num_reqs, 0));
     SMLA_TRY(require_mask(c, args));
     ranges->rule = rule_of(args);
     params->dense = (smla_dense_keys){
-        .seq_lens = ranges->seq_lens,
-        .seq_lens_stride = ranges->seq_lens_stride,
-        .share = ranges->rule.share,
+        .reqs = *reqs,
+        .rule = ranges->rule,
         .least_split_columns = args->num_splits == 0 ? LEAST_PLANNED_COLUMNS : SMLA_SPLIT_ALIGN,
         .entry_tokens = has_slots || list->kv.block_size == 0 ? 1 : list->kv.block_size,
         .softcap = (float)args->softcap,
@@ -250,7 +249,7 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
         .block_table = smla_data(table),
         .block_table_stride_req = smla_stride(table, 0),
         .block_table_stride_block = smla_stride(table, 1),
-        .num_reqs = ranges->num_reqs,
+        .num_reqs = reqs->num_reqs,
         .num_blocks = smla_size(table, 1),
     };
     list->begin_stride = list->end_stride = 1;
@@ -259,7 +258,7 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
         __builtin_mul_overflow(list->map.num_blocks, params->dense.entry_tokens, &list->topk);
     list->topk = overflows || list->topk > most ? most : list->topk;
     if (c->device.device_type == kDLCPU) {
-        list->topk = smla_clamp_int64(find_longest(ranges), 0, list->topk);
+        list->topk = smla_clamp_int64(find_longest(reqs, &ranges->rule.share), 0, list->topk);
     }
     return SMLA_OK;
 }
@@ -345,6 +344,7 @@ smla_check_mla_step(const smla_mla_attention_args *args, const smla_key_ranges_p
 {
     smla_key_ranges_params unused;
     SMLA_TRY(smla_check_mla_attention(args, params, &unused, plan, backend, error));
+    params->dense.fills_padding = made->absent_req >= 0;
     params->lists[0].map.req_id_per_token = made->req_ids;
     params->lists[0].begin = made->begin;
     params->lists[0].end = made->end;

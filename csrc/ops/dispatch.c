@@ -160,7 +160,9 @@ run_mla_attention(const smla_mla_attention_args *args, smla_error *error)
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("mla_attention", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_mla_attention(&known, &params, &ranges, &plan, &backend, error));
-    SMLA_TRY(ranges.num_tokens == 0 ? SMLA_OK : backend->find_key_ranges(&ranges, error));
+    if (ranges.reqs.num_tokens > 0 && !plan.reads_lengths) {
+        SMLA_TRY(backend->find_key_ranges(&ranges, error));
+    }
     return attend(&params, &plan, backend, error);
 }
 

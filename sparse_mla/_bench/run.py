@@ -47,6 +47,7 @@ CUDA_TABLES = (
     "prefill",
     "inputs",
     "v4",
+    "dense",
     "bytes",
     "projection",
     "logits",
@@ -252,6 +253,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
     from sparse_mla._bench.cuda import top_k as cuda_top_k
+    from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import v4 as cuda_v4
     from sparse_mla._bench.cuda.timing import CudaEffort, describe_error, torch
 
@@ -263,6 +265,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
         "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
+        "dense": lambda: cuda_dense.measure_dense(effort, peer),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
         "top_k": lambda: cuda_top_k.measure_top_k(effort),

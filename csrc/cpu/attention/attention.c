@@ -133,7 +133,7 @@ smla_status
 smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error)
 {
     (void)error;
-    for (int64_t token = 0; token < params->num_tokens; token++) {
+    for (int64_t token = 0; token < params->reqs.num_tokens; token++) {
         smla_write_key_range(params, token);
     }
     return SMLA_OK;

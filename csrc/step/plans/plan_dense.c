@@ -170,12 +170,12 @@ ranges_of(const smla_dense_builder *b, const smla_dense_build_args *args, smla_s
 {
     return (smla_key_ranges_params){
         .call = {.op = smla_build_op, .stream = stream},
-        .num_tokens = args->num_actual_tokens,
-        .num_reqs = args->num_reqs,
-        .query_starts = b->sent.query_start_loc,
-        .query_starts_stride = 1,
-        .seq_lens = smla_data(args->seq_lens),
-        .seq_lens_stride = smla_stride(args->seq_lens, 0),
+        .reqs = {.num_tokens = args->num_actual_tokens,
+                 .num_reqs = args->num_reqs,
+                 .query_starts = b->sent.query_start_loc,
+                 .query_starts_stride = 1,
+                 .seq_lens = smla_data(args->seq_lens),
+                 .seq_lens_stride = smla_stride(args->seq_lens, 0)},
         .rule = {.left = -1, .right = 0},
         .req_ids = b->made.req_ids,
         .begin = b->made.begin,

@@ -72,6 +72,24 @@ class Peer:
         }
         return lambda: self.module.flash_mla_with_kvcache(**arguments)
 
+    def decode_dense(
+        self, q: Array, kv_cache: Array, block_table: Array, lens: Array, scale: float
+    ) -> Callable[[], tuple]:
+        """A call of its dense decode kernel on q [B, n, H, 576], kv_cache [pages, 64, 576] bf16. The
+        first call, not to be measured, makes its plan."""
+        arguments = {
+            "q": q,
+            "k_cache": kv_cache.unsqueeze(2),
+            "block_table": block_table,
+            "cache_seqlens": lens,
+            "head_dim_v": 512,
+            "tile_scheduler_metadata": self.get_plan(),
+            "softmax_scale": scale,
+            "causal": True,
+            "use_legacy": True,
+        }
+        return lambda: self.module.flash_mla_with_kvcache(**arguments)
+
     def get_plan(self) -> Any:
         return self.module.get_mla_metadata()[0]
 

@@ -236,12 +236,11 @@ read_column(const smla_key_list &keys, int32_t token, int32_t column)
 
 /* ---- Slots and rows ------------------------------------------------------------------------ */
 
-/* The slot of position `index` of the token's request, or -1 if there is none. The rules are those
- * of convert_req_index_to_global_index. */
+/* The slot of position `index` of a request, or -1 if there is none. The rules are those of
+ * convert_req_index_to_global_index. */
 static __device__ __forceinline__ int64_t
-map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t token, int32_t index)
+map_position(const smla_index_map &map, const smla_divisor &block_size, int64_t req, int32_t index)
 {
-    const int64_t req = map.req_id_per_token[token];
     const int64_t block = smla_divide_uint32((uint32_t)index, block_size);
     if (req < 0 || req >= map.num_reqs || block >= map.num_blocks) {
         return -1;
@@ -250,6 +249,13 @@ map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t tok
         map.block_table[req * map.block_table_stride_req + block * map.block_table_stride_block];
     const int64_t slot = page * block_size.divisor + (index - block * block_size.divisor);
     return page < 0 || slot > INT32_MAX ? -1 : slot;
+}
+
+/* The slot of position `index` of the token's request. */
+static __device__ __forceinline__ int64_t
+map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t token, int32_t index)
+{
+    return map_position(map, block_size, map.req_id_per_token[token], index);
 }
 
 /* map_index as a called function, which reads the kernel's arguments more slowly. */

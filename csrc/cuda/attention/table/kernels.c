@@ -47,6 +47,9 @@
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = 16, .cta_cost = 48)
 
+#define SM90_DENSE(rows, stem)                                                          \
+    SM90("attention_dense_sm90.cu", stem, (rows) | SMLA_ROWS_TILED, 1, 64, .plans_itself = true)
+
 #define SM80(rows, stem, least, heads)                                                           \
     ROW("attention_sm80.cu", stem,                                                               \
         (rows) | SMLA_ROWS_RANGED | ((rows) == SMLA_ROWS_512 ? SMLA_ROWS_E4M3_QUERY : 0), least, \
@@ -70,6 +73,8 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_BF16(SMLA_ROWS_BF16, sm90_bf16),
     SM90_BF16(SMLA_ROWS_BF16_512, sm90_bf16_512),
     SM90_BF16(SMLA_ROWS_EXACT_512, sm90_512),
+    SM90_DENSE(SMLA_ROWS_BF16, sm90_dense),
+    SM90_DENSE(SMLA_ROWS_BF16_512, sm90_dense_512),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 33, 64),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 17, 32),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 1, 16),
@@ -88,8 +93,8 @@ const smla_attention_kernel smla_attention_kernels[] = {
 
 enum { NUM_KERNELS = sizeof smla_attention_kernels / sizeof smla_attention_kernels[0] - 1 };
 
-_Static_assert((int)SMLA_NUM_KV_FORMATS + 2 < 32,
-               "a set has a bit for every format, and two for what else a kernel serves");
+_Static_assert((int)SMLA_NUM_KV_FORMATS + 3 < 32,
+               "a set has a bit for every format, and three for what else a kernel serves");
 
 /* What kernels() reports of a table entry. The texts live as long as the library. */
 typedef struct row_text {
@@ -103,7 +108,10 @@ text_of(const smla_attention_kernel *kernel)
 {
     return (row_text){
         .arch = kernel->arch == 90 ? "sm_90" : "sm_80+",
-        .formats = (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512 ? "any of 512 values"
+        .formats = kernel->plans_itself ? kernel->formats & SMLA_ROWS_BF16
+                                              ? "bfloat16, dense"
+                                              : "bfloat16 of 512 values, dense"
+                   : (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512 ? "any of 512 values"
                    : (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_EXACT_512
                        ? "of 512 values, exact as bfloat16"
                    : (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED

@@ -31,6 +31,8 @@ enum {
      * kernels that serve e4m3 queries read q_scale and logit_divisor, for bf16 queries too. */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
     SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
+    /* dense calls without softcap, whose rows are aligned to 16 bytes */
+    SMLA_ROWS_TILED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 2),
 };
 
 /* What a launcher is told besides the call's params. */
@@ -58,6 +60,7 @@ typedef struct smla_attention_kernel {
     int32_t start_cost;    /* how much longer a launch takes than one of the quickest kernels */
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
+    bool plans_itself;     /* on the device: splits of dense calls, from the lengths of requests */
     bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
     int32_t ctas_per_sm;   /* the most CTAs per SM; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
@@ -182,6 +185,10 @@ smla_attention_launcher smla_attend_sm90_bf16_64;
 smla_attention_launcher smla_attend_sm90_bf16_512_64;
 smla_attention_launcher smla_attend_sm90_512_64;
 
+/* attention_dense_sm90.cu */
+smla_attention_launcher smla_attend_sm90_dense_64;
+smla_attention_launcher smla_attend_sm90_dense_512_64;
+
 /* attention_sm80.cu */
 smla_attention_launcher smla_attend_sm80_fp8_64;
 smla_attention_launcher smla_attend_sm80_fp8_32;
@@ -258,6 +265,50 @@ smla_partials_of(const smla_attention_params *params)
     partials.out = (float *)(memory + smla_partial_state_bytes(smla_partial_num_rows(params)));
     return partials;
 }
+
+/* ---- Cut tiles ----------------------------------------------------------------------------- */
+
+enum { SMLA_TILE_ROWS = 64 }; /* rows of a tile of attention_dense_sm90.cu */
+
+/* A tile of a dense call whose parts have left partial rows, for combine_tiles.cu. */
+typedef struct smla_cut_tile {
+    int32_t num_parts; /* 0: there is no such tile */
+    int32_t token;     /* the first query token of its request */
+    int32_t first_row; /* the tile's first row: token number * H + head, in its request */
+    int32_t num_rows;
+} smla_cut_tile;
+
+/* How cut tiles lie in the workspace: a tile for each CTA, and two slots of partial rows. */
+typedef struct smla_cut_tiles {
+    int64_t num_ctas;
+    int64_t slot_rows;
+    smla_cut_tile *tiles;
+    smla_partial_rows partials;
+    int64_t bytes; /* that all of it takes, wherever the workspace begins */
+} smla_cut_tiles;
+
+static inline smla_cut_tiles
+smla_cut_tiles_at(void *workspace, int64_t num_rows, int64_t num_ctas)
+{
+    smla_cut_tiles cut;
+    uint8_t *const memory = (uint8_t *)workspace + smla_partial_padding(workspace);
+    const int64_t tile_bytes = num_ctas * (int64_t)sizeof(smla_cut_tile);
+    cut.num_ctas = num_ctas;
+    cut.slot_rows = num_rows < (int64_t)SMLA_TILE_ROWS ? num_rows : (int64_t)SMLA_TILE_ROWS;
+    const int64_t num_partials = 2 * num_ctas * cut.slot_rows;
+    cut.tiles = (smla_cut_tile *)memory;
+    cut.partials.state = (float *)(memory + tile_bytes);
+    cut.partials.out = (float *)(memory + tile_bytes + smla_partial_state_bytes(num_partials));
+    cut.bytes = num_rows == 0
+                    ? 0
+                    : SMLA_PARTIAL_ALIGN + tile_bytes + smla_partial_bytes(num_partials);
+    return cut;
+}
+
+/* combine_tiles.cu: folds the partial rows of cut tiles. */
+cudaError_t smla_cuda_launch_combine_tiles(const smla_attention_params *params,
+                                           const smla_cut_tiles *cut, int32_t team,
+                                           smla_cuda_deferred *deferred);
 
 #ifdef __cplusplus
 }

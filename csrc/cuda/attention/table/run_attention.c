@@ -80,6 +80,11 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
                                         run->interleaves};
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_deferred(&deferred);
+    if (run->kernel->plans_itself) {
+        const smla_attention_start alone = {run->cut_bytes, run->cut_bytes > 0 ? &deferred : NULL,
+                                            false};
+        return smla_cuda_status(op, call, run->kernel->launch(params, &alone), error);
+    }
     SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));
     if (!is_split) {
         return SMLA_OK;

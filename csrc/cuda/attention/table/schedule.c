@@ -288,6 +288,17 @@ find_needs(const smla_attention_shape *shape, smla_kv_set formats)
            (shape->has_query_scale ? SMLA_ROWS_E4M3_QUERY : 0);
 }
 
+/* The kernel that takes tiles of rows of a dense call, or NULL. It takes no given splits, because
+ * one split needs no partial rows, and several are rare. */
+static const smla_attention_kernel *
+find_tile_kernel(const smla_cuda_device *device, const smla_attention_shape *shape,
+                 smla_kv_set formats)
+{
+    return shape->fits_tiles && !shape->has_query_scale && shape->num_splits < 2 && device != NULL
+               ? smla_find_whole_kernel(device, formats | SMLA_ROWS_TILED, shape->num_heads)
+               : NULL;
+}
+
 /* Returns false where no row of the kernel table serves what the call needs. */
 static bool
 find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, smla_kv_set needs,
@@ -363,6 +374,13 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
     return parts;
 }
 
+/* Workspace bytes of a dense call whose tiles may be cut. */
+static int64_t
+tiles_bytes(const smla_cuda_device *device, const smla_attention_shape *shape)
+{
+    return smla_cut_tiles_at(NULL, shape->num_tokens * shape->num_heads, device->num_sms).bytes;
+}
+
 int64_t
 smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 {
@@ -385,7 +403,9 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
             last = formats;
         }
     }
-    return parts_bytes(parts, shape->num_heads);
+    const int64_t tiles = device != NULL && shape->covers_dense ? tiles_bytes(device, shape) : 0;
+    const int64_t bytes = parts_bytes(parts, shape->num_heads);
+    return bytes > tiles ? bytes : tiles;
 }
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
@@ -441,6 +461,14 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     };
     const smla_kv_set needs = find_needs(shape, formats);
     split_problem problem;
+    const smla_attention_kernel *const tiled = find_tile_kernel(device, shape, formats);
+    if (tiled != NULL) {
+        plan->workspace_bytes = is_given ? 0 : tiles_bytes(device, shape);
+        plan->reads_lengths = true;
+        plan->runs[0].kernel = tiled;
+        plan->runs[0].cut_bytes = plan->workspace_bytes;
+        return;
+    }
     if (device == NULL || !find_problem(device, shape, needs, &problem)) {
         return;
     }

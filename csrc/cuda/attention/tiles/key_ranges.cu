@@ -21,7 +21,7 @@ __launch_bounds__(BLOCK_THREADS)
     ptx_wait_for_grids();
     const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
     for (int64_t token = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
-         token < params.num_tokens; token += step) {
+         token < params.reqs.num_tokens; token += step) {
         smla_write_key_range(&params, token);
     }
 }
@@ -30,6 +30,6 @@ cudaError_t
 smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cuda_device *)
 {
     return smla_launch(write_key_ranges, *params,
-                       smla_count_parts(params->num_tokens, BLOCK_THREADS), BLOCK_THREADS, 0,
+                       smla_count_parts(params->reqs.num_tokens, BLOCK_THREADS), BLOCK_THREADS, 0,
                        params->call.stream);
 }

@@ -219,7 +219,7 @@ interleave_splits(attention_launch *launch)
     }
 }
 
-static int64_t
+static inline int64_t
 count_items(const attention_launch &launch)
 {
     return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;

@@ -21,10 +21,12 @@ enum {
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
 
 /* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may
- * have rows of codes (coded_gather.cuh). */
-template <bool ROPE_, bool CODED_> struct key_kind {
+ * have rows of codes (coded_gather.cuh). TILED: the kernel is attention_dense_sm90.cu, where each
+ * row of the tile sees its own range of keys. */
+template <bool ROPE_, bool CODED_, bool TILED_ = false> struct key_kind {
     static constexpr bool ROPE = ROPE_;
     static constexpr bool CODED = CODED_;
+    static constexpr bool TILED = TILED_;
     /* A score is two sums of half the values. With codes there are no registers for two. */
     static constexpr bool HALVES_SCORES = !CODED;
     /* Gather warps that share a quarter of the keys: decoding takes two. */
@@ -57,12 +59,64 @@ nth_piece(int block, int i)
     return block == 0 || Keys::CODED ? i : (i + PIECES / 2) % PIECES;
 }
 
+/* The keys that a row of a tile sees: begin to end - 1. */
+typedef struct row_limits {
+    int32_t begin;
+    int32_t end;
+} row_limits;
+
+/* What a CTA of attention_dense_sm90.cu takes at a time: a tile, which is up to 64 rows of a
+ * request, and steps of its keys. Row token * H + head of a request is that head of its query token
+ * number `token`. */
+typedef struct dense_item {
+    int32_t req;
+    int32_t token;      /* the request's first query token in the batch */
+    int32_t first_row;  /* the tile's first row */
+    int32_t num_rows;   /* 0: the CTA has no further item */
+    int32_t position;   /* where the request's first query token is among its keys */
+    int32_t num_keys;   /* of the request */
+    row_limits seen;    /* keys that some row sees */
+    row_limits shared;  /* keys that all rows see */
+    int32_t first_step; /* a step is the keys 128 n to 128 n + 127 */
+    int32_t num_steps;
+    int32_t slot; /* of the partial rows that it leaves (dense_items.cuh), or NOT_PARTIAL */
+} dense_item;
+
+/* Which items a CTA takes (dense_items.cuh). */
+typedef struct dense_walk {
+    int64_t at;        /* the next unit */
+    int64_t past;      /* the CTA's units end here */
+    int64_t before;    /* units of the requests in front of first_req */
+    int64_t num_units; /* of all teams */
+    int32_t first_req;
+    int32_t num_teams;
+    int32_t team;
+    int32_t member; /* the CTA's number in its team */
+    bool is_cut;
+    bool begins_cut; /* the CTA has begun a cut tile */
+} dense_walk;
+
+enum {
+    ITEM_TURNS = 3, /* gather warps make an item while consumers end the last but one */
+    LIMIT_TURNS = 2,
+};
+
+/* What attention_dense_sm90.cu keeps besides. */
+typedef struct dense_state {
+    dense_walk walk;
+    dense_item items[ITEM_TURNS];
+    int32_t block_key[2]; /* a block's first key, and the turn of the item's row_limits */
+} dense_state;
+
 struct bf16_memory {
     alignas(1024) uint8_t query[QUERY_TILES][TILE_HEADS][128];
     alignas(1024) uint8_t keys[2][QUERY_TILES][BLOCK_KEYS][128];
     alignas(1024) uint8_t probs[TILE_HEADS][128]; /* weights of group 1 (group 0: find_probs) */
     alignas(16) float sums[2][2][TILE_HEADS];     /* [turn][group]; an item's turn is 0 or 1 */
-    alignas(16) float row_maxima[2][2][TILE_HEADS];
+    union {
+        alignas(16) float row_maxima[2][2][TILE_HEADS];
+        row_limits limits[LIMIT_TURNS][TILE_HEADS]; /* TILED, which finds no maxima */
+    };
     alignas(16) float reference[TILE_HEADS]; /* references of the block that published them last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* [block][group]: the half whose values the group adds */
@@ -78,10 +132,19 @@ struct bf16_memory {
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
     item_order order;
+    dense_state dense;
 };
 
-/* The bits of a word of is_key. */
-enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000 };
+/* The bits of a word of is_key. ALL_ROWS: every row of a TILED kernel's tile sees the block. */
+enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000, ALL_ROWS = 0x20000 };
+
+/* What a block's words all have if no score of it is masked. */
+template <typename Keys>
+static __device__ __forceinline__ constexpr uint32_t
+unmasked_bits(void)
+{
+    return ALL_KEYS | (Keys::TILED ? (uint32_t)ALL_ROWS : 0);
+}
 
 /* The argument of the kernel. */
 typedef struct bf16_launch {

@@ -114,8 +114,21 @@ typedef struct query_source {
     const uint16_t *rope;
     int64_t nope_stride; /* elements from a head to the next */
     int64_t rope_stride;
-    int32_t num_heads;
+    int32_t num_rows;
 } query_source;
+
+/* Where the NoPE part of a row of the tile begins. */
+static __device__ __forceinline__ const uint16_t *
+find_nope(const query_source &query, int row)
+{
+    return query.nope + row * query.nope_stride;
+}
+
+static __device__ __forceinline__ const uint16_t *
+find_rope(const query_source &query, int row)
+{
+    return query.rope + row * query.rope_stride;
+}
 
 static __device__ __forceinline__ query_source
 find_query(const smla_attention_params &params, const work_item &item)
@@ -127,25 +140,25 @@ find_query(const smla_attention_params &params, const work_item &item)
                         params.q_nope_stride_head, params.q_pe_stride_head, item.num_heads};
 }
 
-/* Copies the query of an item; `warp` is the number of the calling warp among four. Group 1 brings
- * the CTA's first query, because it is idle while the gather warps read the first indices. The
- * gather warps bring the others. */
-template <bool ROPE, bool ALIGNED>
+/* Copies the query of an item, from where find_nope and find_rope say; `warp` is the number of the
+ * calling warp among four. Group 1 brings the CTA's first query, because it is idle while the
+ * gather warps read the first indices. The gather warps bring the others. */
+template <bool ROPE, bool ALIGNED, typename Query>
 static __device__ __forceinline__ void
-copy_query(const query_source &query, uint32_t base, int warp)
+copy_query(const Query &query, uint32_t base, int warp)
 {
 #pragma unroll 1
     for (int load_wave = 0; load_wave < ROW_LOAD_WAVES; load_wave++) {
         const int head = warp * WARP_ROWS + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8;
-        const uint16_t *const nope = query.nope + head * query.nope_stride;
-        const uint16_t *const rope = query.rope + head * query.rope_stride;
+        const uint16_t *const nope = find_nope(query, head);
+        const uint16_t *const rope = find_rope(query, head);
         const uint32_t to =
             BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), load_wave);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
             copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + gather_lane() % 8 * 8,
-                                head < query.num_heads);
+                                head < query.num_rows);
         }
     }
     announce_copies<ALIGNED>(BF16_AT(base, query_full));
@@ -211,7 +224,8 @@ copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
  * halves are free, and no thread reads the previous is_key. */
 template <int BLOCK, typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)
+gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit,
+             int32_t block_key = 0)
 {
     constexpr int first_half = nth_piece<Keys>(BLOCK, 0) / (PIECES / 2);
     const int first_lane = BLOCK * WARP_ROWS;
@@ -223,6 +237,10 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
     copy_piece<nth_piece<Keys>(BLOCK, 1), Keys, ALIGNED>(state, BLOCK, rows);
     ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, first_half ^ 1), state.phase.step ^ 1);
     if (gather_twin<Keys>() == 0 && gather_lane() == 0) {
+        if (Keys::TILED && gather_warp_again() == 0) {
+            ptx_store_shared_4(BF16_AT(state.base, dense.block_key) + 4 * BLOCK,
+                               (uint32_t)block_key);
+        }
         ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
                            is_key);
         ptx_mbarrier_arrive(full_barrier(state.base, BLOCK, nth_piece<Keys>(BLOCK, KEY_PIECE)),

@@ -85,6 +85,43 @@ mask_scores(const bf16_memory *shared, const thread_index &me, float (&scores)[B
     }
 }
 
+/* Bit i is set if begin <= i < end, of 32 bits. */
+static __device__ __forceinline__ uint32_t
+bits_between(int32_t begin, int32_t end)
+{
+    const uint32_t from = begin >= 32 ? 0 : 0xFFFFFFFFu << max(begin, 0);
+    const uint32_t to = end >= 32 ? 0xFFFFFFFFu : (1u << max(end, 0)) - 1;
+    return from & to;
+}
+
+/* mask_scores where each row of the tile sees its own range of keys. */
+static __device__ __forceinline__ void
+mask_rows(const bf16_memory *shared, const thread_index &me, float (&scores)[BLOCK_KEYS / 2])
+{
+    const int32_t word = *(const volatile int32_t *)&shared->dense.block_key[me.group];
+    const int32_t first = word & -BLOCK_KEYS;
+    const volatile row_limits *const limits =
+        &shared->limits[word & (LIMIT_TURNS - 1)][16 * me.warp + me.row];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t are_keys = load_is_key(shared, me.group, half);
+        const int32_t key = first + 32 * half;
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++) {
+            const uint32_t bits =
+                (are_keys & bits_between(limits[8 * piece].begin - key,
+                                         limits[8 * piece].end - key)) >>
+                2 * me.column;
+#pragma unroll
+            for (int i = 0; i < HALF_SCORES / 2; i++) {
+                float *const score =
+                    &scores[half * HALF_SCORES + 4 * (i / 2) + 2 * piece + i % 2];
+                *score = bits >> (8 * (i / 2) + i % 2) & 1 ? *score : -INFINITY;
+            }
+        }
+    }
+}
+
 /* The largest of the thread's scores of head `row` (piece 0) or row + 8 (piece 1). */
 static __device__ __forceinline__ float
 find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
@@ -280,8 +317,12 @@ find_exponents(const attention_launch &launch, uint32_t base, const thread_index
                 ? fmaf(state->more_scores[i], launch.scale_log2, state->scores[i])
                 : fmaf(state->scores[i], launch.wgmma_scale_log2, -state->reference[i / 2 % 2]);
     }
-    if ((block_bits & ALL_KEYS) != ALL_KEYS) {
-        mask_scores(shared, me, state->scores);
+    if ((block_bits & unmasked_bits<Keys>()) != unmasked_bits<Keys>()) {
+        if constexpr (Keys::TILED) {
+            mask_rows(shared, me, state->scores);
+        } else {
+            mask_scores(shared, me, state->scores);
+        }
     }
     if constexpr (MAXIMA) {
         state->row_max[0] = fmaxf(state->row_max[0], find_row_max(state->scores, 0));

@@ -65,19 +65,18 @@ turn_words(int column, uint32_t words[4])
 }
 
 /* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
- * stores have no branch each, because ptxas would compute their addresses again behind a branch. */
-template <bool ALIGNED>
+ * stores have no branch each, because ptxas would compute their addresses again behind a branch.
+ * find_row: where out of a row of the tile begins. */
+template <bool ALIGNED, typename FindRow>
 static __device__ __forceinline__ void
-write_out_rows(const smla_attention_params &params, const work_item &item, const thread_index &me,
-               const float factors[2], const bf16_consumer &state)
+write_out_rows(int num_rows, FindRow find_row, const thread_index &me, const float factors[2],
+               const bf16_consumer &state)
 {
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const int head = 16 * me.warp + 8 * piece + me.row;
         const float factor = factors[piece];
-        uint16_t *const to = params.out + item.token * params.out_stride_token +
-                             (item.first_head + head) * params.out_stride_head +
-                             HALF_VALUES * me.group + 8 * me.column;
+        uint16_t *const to = find_row(head) + HALF_VALUES * me.group + 8 * me.column;
 #pragma unroll
         for (int j = 0; j < HALF_VALUES / 8; j += 4) {
             uint32_t words[4];
@@ -88,8 +87,8 @@ write_out_rows(const smla_attention_params &params, const work_item &item, const
             }
             turn_words(me.column, words);
             if constexpr (ALIGNED) {
-                smla_store_vector_4_if(to + 8 * j, words, head < item.num_heads);
-            } else if (head < item.num_heads) {
+                smla_store_vector_4_if(to + 8 * j, words, head < num_rows);
+            } else if (head < num_rows) {
                 smla_store_words<16, false>(to + 8 * j, words);
             }
         }
@@ -166,6 +165,11 @@ finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     } else if (item.first_row != NOT_PARTIAL) {
         write_partial_rows(launch, item, me, factors, state);
     } else {
-        write_out_rows<ALIGNED>(launch.base.params, item, me, factors, state);
+        const smla_attention_params &params = launch.base.params;
+        const auto find_row = [&](int row) {
+            return params.out + item.token * params.out_stride_token +
+                   (item.first_head + row) * params.out_stride_head;
+        };
+        write_out_rows<ALIGNED>(item.num_heads, find_row, me, factors, state);
     }
 }

@@ -1,0 +1,164 @@
+/* attention_dense_sm90.cu: dense MLA attention over bf16 rows for Hopper, with wgmma.
+ *
+ * Computes     as attention_bf16_sm90.cu, over the keys of a request that a mask admits: row i of
+ *              a request sees keys begin_i to end_i - 1 (key_range.h)
+ * Shapes       q [T][H][512] and [T][H][64] bf16, or [T][H][512] alone; pages of bf16 rows by block
+ *              table or slot table; lengths and starts of requests on the device. All rows begin at
+ *              multiples of 16 bytes.
+ * Shared mem   that of attention_bf16_sm90.cu, with a row of the tile in place of a head. Where it
+ *              has maxima of logits, which nobody wants here, are the limits of the tile's rows.
+ * Roles        One CTA per SM. A CTA takes items one after the other: a tile, 64 rows of a request,
+ *              and steps of 128 keys. Row i of a request is head i % H of its query token i / H, so
+ *              several query tokens of few heads share a tile, and each key is read once for it.
+ *              4 gather warps   as in attention_bf16_sm90.cu, by page: they read no index and count
+ *                               no keys. Warp 0 plans which items the CTA takes (dense_items.cuh),
+ *                               and makes them.
+ *              2 warpgroups     bf16_steps.cuh. A block that some row sees in part is marked, and
+ *                               masked by the limits of each row.
+ *              mbarriers        those of attention_bf16_sm90.cu but `planned`. query_full also
+ *                               tells consumers of an item, or that there is none.
+ * Roofline     2 * H * 1088 FLOP and 1152 bytes per key of a request. One query token of 16 heads,
+ *              128 requests of 4096 keys: 604 MB, 147 us at 4.1 TB/s of HBM; 64 heads: 34 cycles of
+ *              wgmma per key and SM, where HBM takes 62, so HBM binds, too; 128 heads take two
+ *              tiles: 2 * 44 cycles as measured for index lists, 220 us. RESULTS.md has the times.
+ * Numerics     as attention_bf16_sm90.cu. Blocks begin at multiples of 64 keys of the request, and
+ *              a masked block changes no sum, so the bits of a row do not depend on the other rows
+ *              of its tile. With num_splits = 1 tiles are never cut, and a row's bits do not depend
+ *              on the batch. A NaN in a value that only some rows of a tile see may reach the out
+ *              of all its rows.
+ * Source       an even run of keys for each SM: FlashMLA's scheduler of dense decoding, studied,
+ *              not copied; the rest as attention_bf16_sm90.cu
+ */
+#include "cuda/attention/sm90/dense_bf16/dense_results.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_steps.cuh"
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+/* Group 1 has the planner, because it waits for group 0 when an item begins. */
+static __device__ __forceinline__ bool
+is_planner(void)
+{
+    return threadIdx.x / SMLA_WARP_LANES == GROUP_THREADS / SMLA_WARP_LANES;
+}
+
+template <typename Keys>
+static __device__ __forceinline__ void
+consume_tiles(const dense_launch &launch, bf16_memory *shared)
+{
+    bf16_phase phase = {};
+    start<Keys>(launch, shared);
+    ptx_wait_for_grids();
+    if (is_planner()) {
+        const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+        start_walk(launch, lane, &shared->dense.walk);
+        publish_item(launch, lane, 0, 0, shared);
+    }
+#pragma unroll 1
+    for (int turn = 0;; turn = next_turn(turn)) {
+        const int parity = (int)phase.item;
+        ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase.item);
+        if (((const volatile dense_item *)&shared->dense.items[turn])->num_rows == 0) {
+            break;
+        }
+        if (is_planner()) {
+            publish_item(launch, (int)threadIdx.x % SMLA_WARP_LANES, next_turn(turn),
+                         phase.item ^ 1, shared);
+        }
+        bf16_consumer state;
+        clear_sums(&state);
+        consume_steps<Keys, false>(launch, &phase, shared, &state);
+        finish_tile(launch, shared->dense.items[turn], parity, shared, state);
+    }
+}
+
+/* Keys: key_kind. */
+template <typename Keys>
+__global__ void
+__launch_bounds__(Keys::THREADS, 1) attend_dense(const __grid_constant__ dense_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    bf16_memory *const shared = (bf16_memory *)memory;
+    if (threadIdx.x < CONSUMER_THREADS) {
+        ptx_claim_registers<Keys::CONSUMER_REGISTERS>();
+        consume_tiles<Keys>(launch, shared);
+    } else {
+        ptx_release_registers<Keys::GATHER_REGISTERS>();
+        gather_tiles<Keys>(launch, shared);
+    }
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs of a team: the tiles that share their keys, if it is known how many, and always those of one
+ * token. */
+static int32_t
+count_team(const smla_attention_params *params, int64_t num_ctas)
+{
+    enum { MOST = 4 };
+    const smla_requests *const reqs = &params->dense.reqs;
+    const int64_t tokens = reqs->query_starts == NULL ? reqs->query_len : 1;
+    const int64_t tiles = smla_count_parts(tokens * params->num_heads, TILE_HEADS);
+    const int64_t team = tiles < 1 ? 1 : tiles < MOST ? tiles : (int64_t)MOST;
+    return (int32_t)(team < num_ctas ? team : num_ctas);
+}
+
+/* The most units that a plan can have, or enough for all SMs. */
+static int64_t
+count_most_ctas(const smla_attention_params *params, int64_t num_reqs, bool may_cut)
+{
+    const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
+    const int64_t tiles =
+        smla_count_parts(params->num_tokens * params->num_heads, TILE_HEADS) + num_reqs;
+    const int64_t steps = smla_count_parts(params->lists[0].topk, STEP_KEYS) + TILE_COST;
+    return tiles >= num_sms ? num_sms : may_cut && tiles * steps < num_sms ? tiles * steps
+           : may_cut                                                      ? num_sms
+                                                                          : tiles;
+}
+
+template <typename Keys>
+static cudaError_t
+launch_dense(const smla_attention_params *params, const smla_attention_start *start)
+{
+    constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
+    static uint64_t allowed;
+    const cudaError_t code = prepare_attention((const void *)attend_dense<Keys>, SHARED_BYTES,
+                                               TILE_HEADS, params, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    const smla_dense_keys *const dense = &params->dense;
+    const bool may_cut = start->cut_bytes > 0;
+    dense_launch launch = {};
+    launch.base = make_launch<TILE_HEADS>(params);
+    launch.heads = smla_make_divisor(params->num_heads);
+    launch.num_reqs = (int32_t)dense->reqs.num_reqs + dense->fills_padding;
+    const int64_t num_ctas = count_most_ctas(params, launch.num_reqs, may_cut);
+    launch.team = count_team(params, num_ctas);
+    const smla_cut_tiles cut =
+        smla_cut_tiles_at(params->workspace, params->num_tokens * params->num_heads, num_ctas);
+    if (may_cut) {
+        launch.cut_tiles = cut.tiles;
+        launch.slot_rows = (int32_t)cut.slot_rows;
+        launch.base.partials = cut.partials;
+    }
+    const cudaError_t started =
+        smla_launch(attend_dense<Keys>, launch, num_ctas, Keys::THREADS, SHARED_BYTES,
+                    params->call.stream, false, start->deferred);
+    return started != cudaSuccess || !may_cut
+               ? started
+               : smla_cuda_launch_combine_tiles(params, &cut, launch.team, start->deferred);
+}
+
+cudaError_t
+smla_attend_sm90_dense_64(const smla_attention_params *params, const smla_attention_start *start)
+{
+    return launch_dense<key_kind<true, false, true>>(params, start);
+}
+
+cudaError_t
+smla_attend_sm90_dense_512_64(const smla_attention_params *params,
+                              const smla_attention_start *start)
+{
+    return launch_dense<key_kind<false, false, true>>(params, start);
+}

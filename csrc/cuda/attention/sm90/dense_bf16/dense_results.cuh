@@ -1,0 +1,51 @@
+/* dense_results.cuh: the results of an item of attention_dense_sm90.cu: rows, or partial rows of a
+ * cut tile.
+ */
+#pragma once
+
+#include "cuda/attention/sm90/dense_bf16/dense_gather.cuh"
+#include "cuda/attention/sm90/sparse_bf16/bf16_results.cuh"
+
+/* The item with one row of the tile, as functions for items of one token see it: row `row` of the
+ * tile is head first_head + row of the token. */
+static __device__ __forceinline__ work_item
+find_row_item(const dense_launch &launch, const dense_item &item, int row)
+{
+    const row_place place = find_place(launch, item.token, item.first_row + row);
+    return work_item{place.token,
+                     0,
+                     1,
+                     place.head - row,
+                     item.num_rows,
+                     item.slot == NOT_PARTIAL ? NOT_PARTIAL : item.slot * launch.slot_rows};
+}
+
+/* finish_item of attention_bf16_sm90.cu for a tile. */
+static __device__ __forceinline__ void
+finish_tile(const dense_launch &launch, const dense_item &item, int turn, bf16_memory *shared,
+            const bf16_consumer &state)
+{
+    const thread_index me = find_thread_index_again();
+    const int row = 16 * me.warp + 8 * (me.column & 1) + me.row;
+    store_sums<false>(me, turn, state, shared);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    float factor = 0.0f;
+    if (row < item.num_rows) {
+        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
+        factor = finish_head<false>(launch, find_row_item(launch, item, row), row, turn, reference,
+                                    me.group == 0 && me.column < 2, shared);
+    }
+    const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
+                              __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
+    if (item.slot != NOT_PARTIAL) {
+        write_partial_rows(launch, find_row_item(launch, item, 0), me, factors, state);
+        return;
+    }
+    const smla_attention_params &params = launch.base.params;
+    const auto find_row = [&](int i) {
+        const row_place place = find_place(launch, item.token, item.first_row + i);
+        return params.out + place.token * params.out_stride_token +
+               place.head * params.out_stride_head;
+    };
+    write_out_rows<true>(item.num_rows, find_row, me, factors, state);
+}
