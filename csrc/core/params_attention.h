@@ -81,7 +81,7 @@ typedef struct smla_dense_keys {
     /* Tokens per entry of the block table: a page, or 1 in a slot table. 0: attention is not dense */
     int64_t entry_tokens;
     bool fills_padding; /* tokens of no request get the results of no keys */
-    float softcap; /* logits become softcap * tanh(logit / softcap); 0: they stay */
+    float softcap;      /* logits become softcap * tanh(logit / softcap); 0: they stay */
 } smla_dense_keys;
 
 /* `call` and `dense` stand last, because launches copy this struct, and Hopper's kernels fetch all

@@ -234,8 +234,8 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     SMLA_TRY(require_query_starts(c, call));
     const bool has_slots = args->slot_table != NULL;
     const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
-    SMLA_TRY(smla_require_table(c, has_slots ? "slot_table" : "block_table", table,
-                                reqs->num_reqs, 0));
+    SMLA_TRY(
+        smla_require_table(c, has_slots ? "slot_table" : "block_table", table, reqs->num_reqs, 0));
     SMLA_TRY(require_mask(c, args));
     ranges->rule = rule_of(args);
     params->dense = (smla_dense_keys){

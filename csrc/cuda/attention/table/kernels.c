@@ -47,7 +47,7 @@
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = 16, .cta_cost = 48)
 
-#define SM90_DENSE(rows, stem)                                                          \
+#define SM90_DENSE(rows, stem) \
     SM90("attention_dense_sm90.cu", stem, (rows) | SMLA_ROWS_TILED, 1, 64, .plans_itself = true)
 
 #define SM80(rows, stem, least, heads)                                                           \

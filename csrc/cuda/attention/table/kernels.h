@@ -299,9 +299,8 @@ smla_cut_tiles_at(void *workspace, int64_t num_rows, int64_t num_ctas)
     cut.tiles = (smla_cut_tile *)memory;
     cut.partials.state = (float *)(memory + tile_bytes);
     cut.partials.out = (float *)(memory + tile_bytes + smla_partial_state_bytes(num_partials));
-    cut.bytes = num_rows == 0
-                    ? 0
-                    : SMLA_PARTIAL_ALIGN + tile_bytes + smla_partial_bytes(num_partials);
+    cut.bytes =
+        num_rows == 0 ? 0 : SMLA_PARTIAL_ALIGN + tile_bytes + smla_partial_bytes(num_partials);
     return cut;
 }
 

@@ -34,11 +34,19 @@
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Group 1 has the planner, because it waits for group 0 when an item begins. */
+/* Group 1 has the planner, because it waits for group 0 when an item begins. The shuffle lets ptxas
+ * know that all lanes agree. */
 static __device__ __forceinline__ bool
 is_planner(void)
 {
-    return threadIdx.x / SMLA_WARP_LANES == GROUP_THREADS / SMLA_WARP_LANES;
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    return __shfl_sync(0xFFFFFFFFu, warp, 0) == GROUP_THREADS / SMLA_WARP_LANES;
+}
+
+static __device__ __forceinline__ int
+lane_of_planner(void)
+{
+    return ptx_forget((int)threadIdx.x) % SMLA_WARP_LANES;
 }
 
 template <typename Keys>
@@ -49,9 +57,8 @@ consume_tiles(const dense_launch &launch, bf16_memory *shared)
     start<Keys>(launch, shared);
     ptx_wait_for_grids();
     if (is_planner()) {
-        const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-        start_walk(launch, lane, &shared->dense.walk);
-        publish_item(launch, lane, 0, 0, shared);
+        start_walk(launch, lane_of_planner(), &shared->dense.walk);
+        publish_item(launch, lane_of_planner(), 0, 0, shared);
     }
 #pragma unroll 1
     for (int turn = 0;; turn = next_turn(turn)) {
@@ -61,8 +68,7 @@ consume_tiles(const dense_launch &launch, bf16_memory *shared)
             break;
         }
         if (is_planner()) {
-            publish_item(launch, (int)threadIdx.x % SMLA_WARP_LANES, next_turn(turn),
-                         phase.item ^ 1, shared);
+            publish_item(launch, lane_of_planner(), next_turn(turn), phase.item ^ 1, shared);
         }
         bf16_consumer state;
         clear_sums(&state);
@@ -110,9 +116,17 @@ count_most_ctas(const smla_attention_params *params, int64_t num_reqs, bool may_
     const int64_t tiles =
         smla_count_parts(params->num_tokens * params->num_heads, TILE_HEADS) + num_reqs;
     const int64_t steps = smla_count_parts(params->lists[0].topk, STEP_KEYS) + TILE_COST;
-    return tiles >= num_sms ? num_sms : may_cut && tiles * steps < num_sms ? tiles * steps
-           : may_cut                                                      ? num_sms
-                                                                          : tiles;
+    return tiles >= num_sms                     ? num_sms
+           : may_cut && tiles * steps < num_sms ? tiles * steps
+           : may_cut                            ? num_sms
+                                                : tiles;
+}
+
+/* A window's number of keys, of which more than any request has are as good as that. */
+static int32_t
+clamp_keys(int64_t keys)
+{
+    return keys < INT32_MAX - 1 ? (int32_t)keys : INT32_MAX - 1;
 }
 
 template <typename Keys>
@@ -133,6 +147,9 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
     launch.base = make_launch<TILE_HEADS>(params);
     launch.heads = smla_make_divisor(params->num_heads);
     launch.num_reqs = (int32_t)dense->reqs.num_reqs + dense->fills_padding;
+    launch.left = clamp_keys(dense->rule.left);
+    launch.right = clamp_keys(dense->rule.right);
+    launch.has_shares = dense->rule.chunk > 0 || dense->rule.share.size > 0;
     const int64_t num_ctas = count_most_ctas(params, launch.num_reqs, may_cut);
     launch.team = count_team(params, num_ctas);
     const smla_cut_tiles cut =

@@ -64,8 +64,7 @@ static __device__ __forceinline__ float2
 load_state(const combine_tiles_launch &launch, const row_parts &parts, int part)
 {
     return part < parts.count
-               ? *(const float2 *)(launch.partials.state +
-                                   2 * (parts.first + part * parts.stride))
+               ? *(const float2 *)(launch.partials.state + 2 * (parts.first + part * parts.stride))
                : make_float2(-INFINITY, 0.0f);
 }
 
@@ -139,8 +138,8 @@ __launch_bounds__(COMBINE_WARPS *SMLA_WARP_LANES)
     }
     const int team = cta / launch.team, member = cta - team * launch.team;
     const int64_t slot = (int64_t)2 * team * launch.team + member;
-    const row_parts parts = {slot * launch.slot_rows + row,
-                             (int64_t)launch.team * launch.slot_rows, tile.num_parts};
+    const row_parts parts = {slot * launch.slot_rows + row, (int64_t)launch.team * launch.slot_rows,
+                             tile.num_parts};
     const uint32_t place = (uint32_t)(tile.first_row + row);
     const int32_t query = (int32_t)smla_divide_uint32(place, launch.heads);
     const int64_t token = tile.token + query;

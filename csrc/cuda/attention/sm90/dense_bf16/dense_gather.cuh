@@ -56,8 +56,8 @@ find_step_slot(const dense_launch &launch, const dense_item *item, int32_t step)
     if (key < item->seen.begin || key >= item->seen.end) {
         return -1;
     }
-    const int64_t slot = map_position(launch.base.params.lists[0].map, launch.base.entry_tokens,
-                                      item->req, key);
+    const int64_t slot =
+        map_position(launch.base.params.lists[0].map, launch.base.entry_tokens, item->req, key);
     return slot < launch.base.lists[0].num_slots ? (int32_t)slot : -1;
 }
 
@@ -68,10 +68,11 @@ bit_of_rows(const dense_item *item, int32_t key)
     return key >= item->shared.begin && key + BLOCK_KEYS <= item->shared.end ? ALL_ROWS : 0;
 }
 
-/* Gathers the steps of the CTA's n-th item. The table is read one step ahead. */
+/* Gathers the steps of an item, and its query behind the first block. The table is read one step
+ * ahead. */
 template <typename Keys>
 static __device__ __forceinline__ void
-gather_steps(const dense_launch &launch, const dense_item *item, int n, bf16_gather *state)
+gather_steps(const dense_launch &launch, const dense_item *item, bf16_gather *state)
 {
     const int32_t past = item->first_step + item->num_steps;
     int32_t slot = find_step_slot(launch, item, item->first_step);
@@ -84,7 +85,7 @@ gather_steps(const dense_launch &launch, const dense_item *item, int n, bf16_gat
         slot = step + 1 == past ? -1 : find_step_slot(launch, item, step + 1);
         gather_block<0, Keys, true>(*state, row, are_keys, last_bit | bit_of_rows(item, key),
                                     key | (int32_t)state->phase.item);
-        if (n != 0 && step == item->first_step) {
+        if (step == item->first_step) { /* no item is in front of the first: that wait is over */
             ptx_mbarrier_wait(BF16_AT(state->base, query_empty), state->phase.item ^ 1);
             copy_tile_query<Keys>(launch, item, state->base);
         }
@@ -107,16 +108,13 @@ gather_tiles(const dense_launch &launch, bf16_memory *shared)
     ptx_wait_for_grids();
     ptx_barrier(BARRIER_GATHER, Keys::THREADS); /* consumers have initialised the mbarriers */
 #pragma unroll 1
-    for (int n = 0, turn = 0;; n++, turn = next_turn(turn)) {
+    for (int turn = 0;; turn = next_turn(turn)) {
         const dense_item *const item = &shared->dense.items[turn];
         ptx_mbarrier_wait(BF16_AT(state.base, order.planned), state.phase.item);
         if (((const volatile dense_item *)item)->num_rows == 0) {
             announce_copies<true>(BF16_AT(state.base, query_full));
             break;
         }
-        if (n == 0) {
-            copy_tile_query<Keys>(launch, item, state.base);
-        }
-        gather_steps<Keys>(launch, item, n, &state);
+        gather_steps<Keys>(launch, item, &state);
     }
 }

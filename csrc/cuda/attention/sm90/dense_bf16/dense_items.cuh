@@ -15,6 +15,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
+#include "cuda/host/tensor_map.h"
 
 enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
@@ -29,19 +30,71 @@ typedef struct dense_launch : bf16_launch {
     int32_t slot_rows;        /* partial rows per slot */
     int32_t team;             /* CTAs per team */
     int32_t num_reqs;         /* with one of no keys that has the padding, where that is wanted */
+    int32_t left;             /* of the mask (smla_range_rule); -1: open */
+    int32_t right;
+    bool has_shares; /* the mask has chunks or ranks, too */
 } dense_launch;
 
-/* ---- Requests ------------------------------------------------------------------------------ */
+/* ---- Requests ------------------------------------------------------------------------------
+ *
+ * A launch begins with this code, whose instructions come from memory, so it is short: it divides
+ * by 32 bits, and what few masks need is a called function. */
 
-/* A request, and the steps that some row of it sees. */
 typedef struct dense_request {
-    int32_t token;
+    int32_t token; /* the first query token in the batch */
     int32_t num_queries;
     int32_t num_keys;
-    int32_t num_tiles;
-    int32_t first_step;
-    int32_t num_steps;
 } dense_request;
+
+static __device__ __forceinline__ dense_request
+find_request(const dense_launch &launch, int32_t req)
+{
+    const smla_requests &reqs = launch.base.params.dense.reqs;
+    dense_request request = {};
+    if (req < launch.num_reqs) {
+        const bool is_padding = req == reqs.num_reqs;
+        const int64_t past = is_padding ? reqs.num_tokens : smla_query_start(&reqs, req + 1);
+        request.token = (int32_t)smla_query_start(&reqs, req);
+        request.num_queries = max((int32_t)past - request.token, 0);
+        request.num_keys = is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req);
+    }
+    return request;
+}
+
+static __device__ __forceinline__ int32_t
+count_tiles(const dense_launch &launch, const dense_request &request)
+{
+    const int32_t heads = (int32_t)launch.heads.divisor;
+    return (request.num_queries * heads + TILE_HEADS - 1) / TILE_HEADS;
+}
+
+/* find_limits for every mask. */
+static __device__ __noinline__ row_limits
+find_any_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
+{
+    const smla_key_range range =
+        smla_find_key_range(&launch.base.params.dense.rule, position, num_keys);
+    return row_limits{(int32_t)range.begin, (int32_t)range.end};
+}
+
+/* The keys that a query token of a request sees: those of the rule, as far as the table goes. */
+static __device__ __forceinline__ row_limits
+find_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
+{
+    row_limits limits = {0, num_keys};
+    if (launch.has_shares) {
+        limits = find_any_limits(launch, position, num_keys);
+    } else {
+        if (launch.left >= 0 && position > launch.left) {
+            limits.begin = min(position - launch.left, num_keys);
+        }
+        if (launch.right >= 0 && position < num_keys - 1 - launch.right) {
+            limits.end = max(position + launch.right + 1, 0);
+        }
+    }
+    limits.end = min(limits.end, (int32_t)launch.base.params.lists[0].topk);
+    return limits;
+}
 
 typedef struct step_range {
     int32_t first;
@@ -50,129 +103,88 @@ typedef struct step_range {
 
 /* The steps with keys begin to end - 1. Without keys it is one step, which finds none. */
 static __device__ __forceinline__ step_range
-steps_between(const row_limits &seen)
+steps_between(int32_t begin, int32_t end)
 {
-    const int32_t first = seen.begin < seen.end ? seen.begin / STEP_KEYS : 0;
-    const int32_t past = seen.end > 0 ? (seen.end - 1) / STEP_KEYS + 1 : 0;
+    const int32_t first = begin < end ? begin / STEP_KEYS : 0;
+    const int32_t past = end > 0 ? (end - 1) / STEP_KEYS + 1 : 0;
     return step_range{first, max(past - first, 1)};
 }
 
-/* The keys that a query token of a request sees: those of the rule, as far as the table goes. */
-static __device__ __forceinline__ row_limits
-find_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
+/* The steps that some row of a request sees. */
+static __device__ __forceinline__ step_range
+steps_of_request(const dense_launch &launch, const dense_request &request)
 {
-    const smla_attention_params &params = launch.base.params;
-    const smla_key_range range = smla_find_key_range(&params.dense.rule, position, num_keys);
-    const int64_t end = min(range.end, params.lists[0].topk);
-    return row_limits{(int32_t)range.begin, (int32_t)end};
-}
-
-static __device__ __forceinline__ dense_request
-find_request(const dense_launch &launch, int32_t req)
-{
-    const smla_requests &reqs = launch.base.params.dense.reqs;
-    dense_request request = {};
-    if (req >= launch.num_reqs) {
-        return request;
-    }
-    const bool is_padding = req == reqs.num_reqs;
-    const int64_t past = is_padding ? reqs.num_tokens : smla_query_start(&reqs, req + 1);
-    request.token = (int32_t)smla_query_start(&reqs, req);
-    request.num_queries = max((int32_t)past - request.token, 0);
-    request.num_keys = is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req);
-    const int64_t rows = request.num_queries * launch.heads.divisor;
-    request.num_tiles = (int32_t)((rows + TILE_HEADS - 1) / TILE_HEADS);
     const int32_t position = request.num_keys - request.num_queries;
-    const row_limits first = find_limits(launch, position, request.num_keys);
-    const row_limits last = find_limits(launch, request.num_keys - 1, request.num_keys);
-    const step_range steps = steps_between(row_limits{first.begin, last.end});
-    request.first_step = steps.first;
-    request.num_steps = steps.count;
-    return request;
+    return steps_between(find_limits(launch, position, request.num_keys).begin,
+                         find_limits(launch, request.num_keys - 1, request.num_keys).end);
 }
 
-/* Units of a group of tiles, one per CTA of a team, where tiles are cut. */
+/* The units of a request: where tiles are cut, of groups of tiles, one for each CTA of a team. */
 static __device__ __forceinline__ int32_t
-units_of_group(const dense_request &request)
-{
-    return TILE_COST + request.num_steps;
-}
-
-static __device__ __forceinline__ int64_t
 count_units(const dense_launch &launch, const dense_request &request, bool is_cut)
 {
-    const int32_t num_groups = (request.num_tiles + launch.team - 1) / launch.team;
-    return is_cut ? (int64_t)num_groups * units_of_group(request) : request.num_tiles;
+    const int32_t num_tiles = count_tiles(launch, request);
+    return is_cut ? (num_tiles + launch.team - 1) / launch.team *
+                        (TILE_COST + steps_of_request(launch, request).count)
+                  : num_tiles;
 }
 
 /* ---- The plan ------------------------------------------------------------------------------ */
 
-static __device__ __forceinline__ int64_t
-sum_of_lanes(int64_t value)
-{
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
-    }
-    return value;
-}
-
 /* The first unit of a team. Each of the teams has at least one. */
-static __device__ __forceinline__ int64_t
-first_unit(const dense_walk &walk, int64_t team)
+static __device__ __forceinline__ int32_t
+first_unit(const dense_walk &walk, int32_t team)
 {
-    return team * walk.num_units / walk.num_teams;
+    return team * walk.share + min(team, walk.rest);
 }
 
 static __device__ __forceinline__ int32_t
-team_of_unit(const dense_walk &walk, int64_t unit)
+team_of_unit(const dense_walk &walk, int32_t unit)
 {
-    int64_t team = unit * walk.num_teams / walk.num_units;
-    while (first_unit(walk, team + 1) <= unit) {
-        team++;
-    }
-    while (first_unit(walk, team) > unit) {
-        team--;
-    }
-    return (int32_t)team;
+    const int32_t larger = walk.rest * (walk.share + 1); /* units of teams with one more */
+    return unit < larger ? unit / (walk.share + 1) : walk.rest + (unit - larger) / walk.share;
 }
 
 /* Makes the plan. One warp calls it, and all functions below: the planner. */
 static __device__ __forceinline__ void
 start_walk(const dense_launch &launch, int lane, dense_walk *to)
 {
-    int64_t num_tiles = 0, num_units = 0;
-    int32_t most_units = 0, most_queries = 0;
+    uint64_t num_units = 0;
+    uint32_t num_tiles = 0, most_units = 0, most_queries = 0;
+#pragma unroll 1
     for (int32_t req = lane; req < launch.num_reqs; req += SMLA_WARP_LANES) {
         const dense_request request = find_request(launch, req);
-        num_tiles += request.num_tiles;
-        num_units += count_units(launch, request, true);
-        most_units = max(most_units, request.num_tiles == 0 ? 0 : units_of_group(request));
-        most_queries = max(most_queries, request.num_queries);
+        const uint32_t tiles = (uint32_t)count_tiles(launch, request);
+        const uint32_t units = TILE_COST + (uint32_t)steps_of_request(launch, request).count;
+        num_tiles += tiles;
+        num_units += (uint64_t)((tiles + launch.team - 1) / launch.team) * units;
+        most_units = max(most_units, tiles == 0 ? 0 : units);
+        most_queries = max(most_queries, (uint32_t)request.num_queries);
     }
-    num_tiles = sum_of_lanes(num_tiles);
-    num_units = sum_of_lanes(num_units);
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        num_units += __shfl_xor_sync(0xFFFFFFFFu, num_units, step);
+    }
+    num_tiles = __reduce_add_sync(0xFFFFFFFFu, num_tiles);
     most_units = __reduce_max_sync(0xFFFFFFFFu, most_units);
     most_queries = __reduce_max_sync(0xFFFFFFFFu, most_queries);
-    const int32_t num_ctas = (int32_t)gridDim.x;
-    const int32_t num_teams = num_ctas / launch.team;
-    const int64_t rounds = (num_tiles + num_ctas - 1) / num_ctas;
-    const bool is_cut = launch.cut_tiles != NULL && most_queries <= MOST_CUT_QUERIES &&
-                        num_units / num_teams + TILE_CUT_COST < rounds * most_units;
+    const uint32_t num_ctas = gridDim.x;
+    const uint32_t most_teams = num_ctas / launch.team;
+    const uint32_t rounds = (num_tiles + num_ctas - 1) / num_ctas;
     dense_walk walk = {};
-    walk.is_cut = is_cut;
-    if (is_cut) {
-        walk.num_units = num_units;
-        walk.num_teams = (int32_t)min((int64_t)num_teams, num_units);
-        walk.member = (int32_t)blockIdx.x % launch.team;
-        walk.team = (int32_t)blockIdx.x / launch.team;
-        if (walk.team < walk.num_teams) {
-            walk.at = first_unit(walk, walk.team);
-            walk.past = first_unit(walk, walk.team + 1);
-        }
-    } else {
-        walk.at = blockIdx.x;
-        walk.past = num_tiles;
+    walk.is_cut = launch.cut_tiles != NULL && most_queries <= MOST_CUT_QUERIES &&
+                  num_units <= INT32_MAX &&
+                  (uint32_t)num_units / most_teams + TILE_CUT_COST < rounds * most_units;
+    walk.at = (int32_t)blockIdx.x;
+    walk.past = (int32_t)num_tiles;
+    if (walk.is_cut) {
+        const uint32_t teams = min(most_teams, (uint32_t)num_units);
+        walk.share = (int32_t)((uint32_t)num_units / teams);
+        walk.rest = (int32_t)((uint32_t)num_units - walk.share * teams);
+        walk.team = (int32_t)(blockIdx.x / launch.team);
+        walk.member = (int32_t)(blockIdx.x - walk.team * launch.team);
+        walk.at = walk.team < (int32_t)teams ? first_unit(walk, walk.team) : 0;
+        walk.past = walk.team < (int32_t)teams ? first_unit(walk, walk.team + 1) : 0;
     }
     if (lane == 0) {
         *to = walk;
@@ -180,20 +192,29 @@ start_walk(const dense_launch &launch, int lane, dense_walk *to)
     __syncwarp();
 }
 
-/* Finds the request that has unit walk->at, which is not beyond the last one. Returns the first
- * unit of the request. */
-static __device__ __forceinline__ int64_t
-find_request_of_unit(const dense_launch &launch, int lane, dense_walk *walk, int32_t *req)
+/* A request with unit walk->at, which is not beyond the last one. */
+typedef struct found_request {
+    dense_request request;
+    int32_t req;
+    int32_t first_unit;
+} found_request;
+
+static __device__ __forceinline__ found_request
+find_request_of_unit(const dense_launch &launch, int lane, dense_walk *walk)
 {
+#pragma unroll 1
     for (;;) {
-        const dense_request request = find_request(launch, walk->first_req + lane);
-        const int64_t units = count_units(launch, request, walk->is_cut);
-        const int64_t past = walk->before + smla_scan_lanes(units, lane);
+        const dense_request mine = find_request(launch, walk->first_req + lane);
+        const int32_t units = count_units(launch, mine, walk->is_cut);
+        const int32_t past = walk->before + smla_scan_lanes(units, lane);
         const uint32_t are_behind = __ballot_sync(0xFFFFFFFFu, past > walk->at);
         if (are_behind != 0) {
-            const int found = __ffs(are_behind) - 1;
-            *req = walk->first_req + found;
-            return __shfl_sync(0xFFFFFFFFu, past - units, found);
+            const int from = __ffs(are_behind) - 1;
+            return found_request{{__shfl_sync(0xFFFFFFFFu, mine.token, from),
+                                  __shfl_sync(0xFFFFFFFFu, mine.num_queries, from),
+                                  __shfl_sync(0xFFFFFFFFu, mine.num_keys, from)},
+                                 walk->first_req + from,
+                                 __shfl_sync(0xFFFFFFFFu, past - units, from)};
         }
         walk->before = __shfl_sync(0xFFFFFFFFu, past, SMLA_WARP_LANES - 1);
         walk->first_req += SMLA_WARP_LANES;
@@ -235,25 +256,25 @@ write_limits(const dense_launch &launch, const dense_item &item, int lane, row_l
 
 /* A whole tile. */
 static __device__ __forceinline__ dense_item
-make_tile(const dense_launch &launch, int32_t req, const dense_request &request, int32_t tile)
+make_tile(const dense_launch &launch, const found_request &found, int32_t tile)
 {
-    dense_item item = {};
-    const int64_t num_rows = request.num_queries * launch.heads.divisor;
-    const int64_t first = (int64_t)tile * TILE_HEADS;
-    item.req = req;
+    const dense_request &request = found.request;
+    dense_item item;
+    item.req = found.req;
     item.token = request.token;
-    item.first_row = (int32_t)first;
-    item.num_rows = (int32_t)min(num_rows - first, (int64_t)TILE_HEADS);
+    item.first_row = tile * TILE_HEADS;
+    item.num_rows = min(request.num_queries * (int32_t)launch.heads.divisor - item.first_row,
+                        (int32_t)TILE_HEADS);
     item.num_keys = request.num_keys;
     item.position = request.num_keys - request.num_queries;
-    const int32_t early = (int32_t)smla_divide_uint32(item.first_row, launch.heads);
-    const int32_t late =
-        (int32_t)smla_divide_uint32(item.first_row + item.num_rows - 1, launch.heads);
-    const row_limits first_limits = find_limits(launch, item.position + early, item.num_keys);
-    const row_limits last_limits = find_limits(launch, item.position + late, item.num_keys);
+    const int32_t first = find_place(launch, item.position, item.first_row).token;
+    const int32_t last =
+        find_place(launch, item.position, item.first_row + item.num_rows - 1).token;
+    const row_limits first_limits = find_limits(launch, first, item.num_keys);
+    const row_limits last_limits = find_limits(launch, last, item.num_keys);
     item.seen = row_limits{first_limits.begin, last_limits.end};
     item.shared = row_limits{last_limits.begin, first_limits.end};
-    const step_range steps = steps_between(item.seen);
+    const step_range steps = steps_between(item.seen.begin, item.seen.end);
     item.first_step = steps.first;
     item.num_steps = steps.count;
     item.slot = NOT_PARTIAL;
@@ -267,57 +288,43 @@ take_steps(int32_t first, int32_t past, dense_item *item)
 {
     first = max(first, item->first_step);
     past = min(past, item->first_step + item->num_steps);
-    if (first < past) {
-        item->first_step = first;
-        item->num_steps = past - first;
-        return;
-    }
-    item->seen = row_limits{0, 0};
-    item->first_step = 0;
-    item->num_steps = 1;
+    const bool has_any = first < past;
+    item->seen.end = has_any ? item->seen.end : 0;
+    item->first_step = has_any ? first : 0;
+    item->num_steps = has_any ? past - first : 1;
 }
 
-/* The next part of a tile, or an item without rows where the CTA has its last one. */
-static __device__ __forceinline__ dense_item
-next_part(const dense_launch &launch, int lane, dense_walk *walk)
+/* Reduces a tile to the CTA's part of it, and moves to the next group of tiles. Leaves no rows where
+ * the CTA has no part. */
+static __device__ __forceinline__ void
+take_part(const dense_launch &launch, const found_request &found, int32_t group, int lane,
+          dense_walk *walk, dense_item *item)
 {
-    dense_item item = {};
-    while (walk->at < walk->past) {
-        int32_t req;
-        const int64_t base = find_request_of_unit(launch, lane, walk, &req);
-        const dense_request request = find_request(launch, req);
-        const int32_t units = units_of_group(request);
-        const int32_t group = (int32_t)((walk->at - base) / units);
-        const int64_t begin = base + (int64_t)group * units;
-        const int32_t first = max((int32_t)(walk->at - begin) - TILE_COST, 0);
-        walk->at = min(walk->past, begin + units);
-        const int32_t past = (int32_t)(walk->at - begin) - TILE_COST;
-        const int32_t tile = group * launch.team + walk->member;
-        if (past <= first || tile >= request.num_tiles) {
-            continue;
-        }
-        item = make_tile(launch, req, request, tile);
-        take_steps(request.first_step + first, request.first_step + past, &item);
-        const int32_t first_team = team_of_unit(*walk, begin + TILE_COST);
-        const int32_t last_team = team_of_unit(*walk, begin + units - 1);
-        if (first_team == last_team) {
-            return item;
-        }
-        /* teams between the two have no other tile, so no two cut tiles have a slot in common */
-        item.slot = (first_team + walk->team) * launch.team + walk->member;
-        if (first_team == walk->team) {
-            walk->begins_cut = true;
-            if (lane == 0) {
-                launch.cut_tiles[blockIdx.x] = smla_cut_tile{last_team - first_team + 1, item.token,
-                                                             item.first_row, item.num_rows};
-            }
-        }
-        return item;
+    const step_range steps = steps_of_request(launch, found.request);
+    const int32_t begin = found.first_unit + group * (TILE_COST + steps.count);
+    const int32_t end = begin + TILE_COST + steps.count;
+    const int32_t first = max(walk->at - begin - TILE_COST, 0);
+    walk->at = min(walk->past, end);
+    const int32_t past = walk->at - begin - TILE_COST;
+    if (past <= first || item->num_rows <= 0) {
+        item->num_rows = 0;
+        return;
     }
-    if (lane == 0 && !walk->begins_cut) {
-        launch.cut_tiles[blockIdx.x] = smla_cut_tile{};
+    take_steps(steps.first + first, steps.first + past, item);
+    const int32_t first_team = team_of_unit(*walk, begin + TILE_COST);
+    const int32_t last_team = team_of_unit(*walk, end - 1);
+    if (first_team == last_team) {
+        return;
     }
-    return item;
+    /* teams between the two have no other tile, so no two cut tiles have a slot in common */
+    item->slot = (first_team + walk->team) * launch.team + walk->member;
+    if (first_team == walk->team) {
+        walk->begins_cut = true;
+        if (lane == 0) {
+            launch.cut_tiles[blockIdx.x] = smla_cut_tile{last_team - first_team + 1, item->token,
+                                                         item->first_row, item->num_rows};
+        }
+    }
 }
 
 /* Makes the CTA's next item; one without rows follows the last one. */
@@ -326,18 +333,26 @@ next_item(const dense_launch &launch, int lane, dense_walk *shared_walk, dense_i
           row_limits *limits)
 {
     dense_walk walk = *shared_walk;
-    dense_item item = {};
-    if (walk.is_cut) {
-        item = next_part(launch, lane, &walk);
-    } else if (walk.at < walk.past) {
-        int32_t req;
-        const int64_t base = find_request_of_unit(launch, lane, &walk, &req);
-        item = make_tile(launch, req, find_request(launch, req), (int32_t)(walk.at - base));
-        walk.at += gridDim.x;
-    } else if (launch.cut_tiles != NULL && lane == 0) {
+    dense_item item;
+    item.num_rows = 0;
+#pragma unroll 1
+    while (item.num_rows == 0 && walk.at < walk.past) {
+        const found_request found = find_request_of_unit(launch, lane, &walk);
+        const int32_t at = walk.at - found.first_unit;
+        if (walk.is_cut) {
+            const int32_t group = at / (TILE_COST + steps_of_request(launch, found.request).count);
+            item = make_tile(launch, found, group * launch.team + walk.member);
+            take_part(launch, found, group, lane, &walk, &item);
+        } else {
+            item = make_tile(launch, found, at);
+            walk.at += (int32_t)gridDim.x;
+        }
+    }
+    if (item.num_rows != 0) {
+        write_limits(launch, item, lane, limits);
+    } else if (launch.cut_tiles != NULL && lane == 0 && !walk.begins_cut) {
         launch.cut_tiles[blockIdx.x] = smla_cut_tile{};
     }
-    write_limits(launch, item, lane, limits);
     __syncwarp(); /* all lanes have read the walk */
     if (lane == 0) {
         *shared_walk = walk;

@@ -33,8 +33,9 @@ template <bool ROPE_, bool CODED_, bool TILED_ = false> struct key_kind {
     static constexpr int TWINS = CODED ? 2 : 1;
     static constexpr int GATHER_THREADS = TWINS * GATHER_WARPS * SMLA_WARP_LANES;
     static constexpr int THREADS = CONSUMER_THREADS + GATHER_THREADS;
-    static constexpr int CONSUMER_REGISTERS = CODED ? 200 : 224;
-    static constexpr int GATHER_REGISTERS = 56;
+    /* Gather warps of a TILED kernel go through no list, and one of its consumers makes items. */
+    static constexpr int CONSUMER_REGISTERS = CODED ? 200 : TILED ? 232 : 224;
+    static constexpr int GATHER_REGISTERS = TILED ? 40 : 56;
     static_assert(2 * CONSUMER_REGISTERS + TWINS * GATHER_REGISTERS ==
                       THREADS / GROUP_THREADS * (CODED ? 128 : 168),
                   "setmaxnreg shares out what the launch gave: 168 each, or 128");
@@ -84,15 +85,15 @@ typedef struct dense_item {
 
 /* Which items a CTA takes (dense_items.cuh). */
 typedef struct dense_walk {
-    int64_t at;        /* the next unit */
-    int64_t past;      /* the CTA's units end here */
-    int64_t before;    /* units of the requests in front of first_req */
-    int64_t num_units; /* of all teams */
+    int32_t at;     /* the next unit */
+    int32_t past;   /* the CTA's units end here */
+    int32_t before; /* units of the requests in front of first_req */
     int32_t first_req;
-    int32_t num_teams;
+    int32_t share; /* units of each team; the first `rest` teams have one more */
+    int32_t rest;
     int32_t team;
-    int32_t member; /* the CTA's number in its team */
-    bool is_cut;
+    int32_t member;  /* the CTA's number in its team */
+    bool is_cut;     /* at the borders of the teams' units */
     bool begins_cut; /* the CTA has begun a cut tile */
 } dense_walk;
 

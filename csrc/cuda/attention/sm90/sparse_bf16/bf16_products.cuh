@@ -108,14 +108,12 @@ mask_rows(const bf16_memory *shared, const thread_index &me, float (&scores)[BLO
         const int32_t key = first + 32 * half;
 #pragma unroll
         for (int piece = 0; piece < 2; piece++) {
-            const uint32_t bits =
-                (are_keys & bits_between(limits[8 * piece].begin - key,
-                                         limits[8 * piece].end - key)) >>
-                2 * me.column;
+            const uint32_t bits = (are_keys & bits_between(limits[8 * piece].begin - key,
+                                                           limits[8 * piece].end - key)) >>
+                                  2 * me.column;
 #pragma unroll
             for (int i = 0; i < HALF_SCORES / 2; i++) {
-                float *const score =
-                    &scores[half * HALF_SCORES + 4 * (i / 2) + 2 * piece + i % 2];
+                float *const score = &scores[half * HALF_SCORES + 4 * (i / 2) + 2 * piece + i % 2];
                 *score = bits >> (8 * (i / 2) + i % 2) & 1 ? *score : -INFINITY;
             }
         }
