@@ -78,7 +78,7 @@ typedef struct smla_dense_keys {
     smla_requests reqs;
     smla_range_rule rule;
     int32_t least_split_columns; /* a split has at least so many */
-    /* Tokens per entry of the block table: a page, or 1 in a slot table. 0: attention is not dense */
+    /* Tokens per entry of the block table: of a page, or 1 in a slot table. 0: not dense */
     int64_t entry_tokens;
     bool fills_padding; /* tokens of no request get the results of no keys */
     float softcap;      /* logits become softcap * tanh(logit / softcap); 0: they stay */

@@ -65,8 +65,8 @@ typedef struct smla_attention_rules {
     const char *softmax_scale;
     const char *attn_sink;
     const char *workspace;
-    /* Checks what only this operator has, `more`, once q, the caches and the sinks are checked. NULL
-     * = it has nothing more. */
+    /* Checks what only this operator has, `more`, once q, the caches and the sinks are checked.
+     * NULL: it has nothing more. */
     smla_status (*require_more)(smla_checker *checker, const void *more,
                                 smla_attention_params *params);
     bool any_query_has_scale; /* q_scale may belong to a bf16 query, too */

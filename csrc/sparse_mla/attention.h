@@ -73,19 +73,20 @@ typedef struct smla_sparse_mla_dsv4_args {
 SMLA_API smla_status smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error);
 
 /* Attention of a request's tokens to the keys of its paged cache, without a list of keys: decode,
- * extend and absorbed prefill. Of n_q query tokens and n_k keys of a request, query i is at position
- * p = n_k - n_q + i, and sees key j where all that apply hold: j <= p (causal);
+ * extend and absorbed prefill. Of n_q query tokens and n_k keys of a request, query i is at
+ * position p = n_k - n_q + i, and sees key j where all that apply hold: j <= p (causal);
  * p - window_left <= j <= p + window_right; j / attention_chunk == p / attention_chunk. A softcap
- * c > 0 makes logits c * tanh(logit / c). Keys are values of which the first 512 are v. A token that
- * sees no key has out 0 and lse -inf.
+ * c > 0 makes logits c * tanh(logit / c). A cache row is the key, and its first 512 values are v.
+ * A token that sees no key has out 0 and lse -inf.
  *
- * Key j is in the page block_table[b, j / page size], or in the slot slot_table[b, j]. An entry that
- * is negative, past the cache or past the table's last column hides its key. With cp_size ranks of
- * context parallelism, tables have the rank's own keys only, and lengths and masks count all. */
+ * Key j is in the page block_table[b, j / page size], or in the slot slot_table[b, j]. An entry
+ * that is negative, past the cache or past the table's last column hides its key. With cp_size
+ * ranks of context parallelism, tables have the rank's own keys only, and lengths and masks count
+ * all. */
 typedef struct smla_mla_attention_args {
     size_t struct_size;
-    const DLTensor *q;             /* [T, H, D] | [B, n, H, D] bf16, or 512 with q_pe; e4m3 if D is
-                                    * 512 */
+    const DLTensor *q;             /* [T, H, D] | [B, n, H, D] bf16; D is 512 with q_pe; e4m3
+                                    * if keys have 512 values */
     const DLTensor *q_pe;          /* [T, H, 64] | [B, n, H, 64] bf16, optional */
     const DLTensor *kv_cache;      /* [pages, block_size, row] */
     const DLTensor *block_table;   /* [>= B, W] int32 pages; or slot_table in its place */
@@ -113,8 +114,7 @@ typedef struct smla_mla_attention_args {
     int64_t max_seqlen_k;
     int32_t has_window;
     int32_t is_causal;
-    int32_t
-        num_splits; /* 0 = the plan chooses; 1...64 cut each request's keys into so many ranges */
+    int32_t num_splits; /* 0 = the plan chooses; 1...64 cut each request's keys into so many */
     int32_t kv_format;
     int32_t fast_fp8;              /* 1: e4m3 products are permitted */
     int32_t lse_empty_is_plus_inf; /* as in smla_sparse_attention_args */

@@ -626,8 +626,8 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-/* The CUDA backend's calls: the operators, what the builder's metadata needs, and what mla_attention
- * runs first. */
+/* The CUDA backend's calls: the operators, what the builder's metadata needs, and what
+ * mla_attention runs first. */
 enum { CALL_fill_step_lists = NUM_OPERATORS, CALL_find_key_ranges, NUM_CALLS };
 
 #define NAME(name, args_type, params_type, family) [OP_##name] = #name,

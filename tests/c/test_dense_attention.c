@@ -49,8 +49,10 @@ static const DLTensor *
 make_block_table(void)
 {
     const array *const table = ARRAY(int32, 2, 5);
-    for (int64_t i = 0; i < 10; i++) {
-        SET(table, (double)pages[i / 5][i % 5], i / 5, i % 5);
+    for (int64_t row = 0; row < 2; row++) {
+        for (int64_t column = 0; column < 5; column++) {
+            SET(table, (double)pages[row][column], row, column);
+        }
     }
     return &table->tensor;
 }
