@@ -1,7 +1,6 @@
 """Calls keep nothing on the GPU: memory of torch's allocator and of the device, over many calls."""
 
 import gc
-import os
 import sys
 
 import cases
@@ -12,12 +11,10 @@ import library
 import numpy as np
 import pytest
 import reference as ref
-from gpu import CALLS, moved, torch
+from gpu import ALONE, CALLS, moved, torch
 from helpers import find_framework
 
 import sparse_mla
-
-ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # other workers take and free device memory
 
 
 def settle() -> int:

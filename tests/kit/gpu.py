@@ -5,6 +5,8 @@ Only test_gpu_*.py import this; they are collected only with SMLA_DEVICE=cuda.
 
 from __future__ import annotations
 
+import os
+
 import cases
 import device
 import numpy as np
@@ -20,6 +22,7 @@ put, get = TORCH.put, TORCH.get
 
 DELAY_CYCLES = 100_000_000  # for torch.cuda._sleep: about 50 ms, far longer than any call
 RESULTS = operators.RESULTS  # keywords for the caller's arrays
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # other workers take and free device memory
 
 
 def as_tuple(x) -> tuple:

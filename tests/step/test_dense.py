@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import random_bf16
+from device import host
 from helpers import NO_NAN, Guarded, assert_same_bits
 
 import sparse_mla as package
@@ -24,7 +25,7 @@ def make_config(**changes) -> dense.Config:
 
 @dataclasses.dataclass
 class Engine:
-    """Requests whose tokens come step by step, and all that was ever given for them."""
+    """Requests whose tokens come step by step."""
 
     config: dense.Config
     num_reqs: int
@@ -38,29 +39,25 @@ class Engine:
         self.table = self.rng.permutation(self.num_reqs * pages_each).astype(np.int32)
         self.table = self.table.reshape(self.num_reqs, -1)
         self.cache = np.zeros((self.num_reqs * pages_each, c.block_size, row), dtype)
-        self.latents = [np.zeros((0, 512), ref.BF16) for _ in range(self.num_reqs)]
-        self.ropes = [np.zeros((0, 64), ref.BF16) for _ in range(self.num_reqs)]
+        self.lens = np.zeros(self.num_reqs, np.int32)
         weight = random_bf16(self.rng, 512, 4 * (32 + 48), std=512**-0.5)
         self.rope_table = package.rope_table(LIMITS["max_model_len"])
         self.layer = dense.DenseMLA(c, kv_b_proj=weight, rope_table=self.rope_table)
         self.builder = dense.MetadataBuilder(c)
 
     def common(self, query_lens, padding=0, bound=0):
-        lens = [len(x) + n for x, n in zip(self.latents, query_lens, strict=True)]
+        self.lens = self.lens + np.array(query_lens, np.int32)
         starts = np.cumsum([0, *query_lens]).astype(np.int32)
-        slots = []
-        for b, (length, n) in enumerate(zip(lens, query_lens, strict=True)):
-            at = np.arange(length - n, length)
-            size = self.config.block_size
-            slots += list(self.table[b, at // size].astype(np.int64) * size + at % size)
-        slots += [-1] * padding
-        seq_lens = np.array(lens, np.int32)
+        slots = [
+            slots_of(self.table[b], length, self.config.block_size)[length - n :]
+            for b, (length, n) in enumerate(zip(self.lens, query_lens, strict=True))
+        ]
         return package.CommonAttentionMetadata(
             starts,
-            seq_lens,
-            np.array(slots, np.int64),
+            self.lens,
+            np.concatenate([*slots, np.full(padding, -1)]),
             self.table,
-            seq_lens_cpu=seq_lens + bound,
+            seq_lens_cpu=self.lens + bound,
             num_actual_tokens=int(starts[-1]) + padding,
         )
 
@@ -76,56 +73,68 @@ class Engine:
             (np.ascontiguousarray(q[..., :32]), np.ascontiguousarray(q[..., 32:])) if pair else q
         )
         before = [x.copy() for x in (q, kv_c, k_pe)]
+        cache = self.cache.copy()
+        self.write(cache, k_pe, kv_c, metadata)
         self.layer.forward(given, kv_c, k_pe, self.cache, metadata, out=out.array)
         for x, y in zip(before, (q, kv_c, k_pe), strict=True):
             assert_same_bits(x, y, "an input")
+        assert_same_bits(self.cache, cache, "the cache")
         got = np.asarray(out.check(written=False))
         assert (got[rows:].view(np.uint8) == NO_NAN).all(), "a row past the step was written"
-        want = self.reference(query_lens, q, kv_c, k_pe)
+        want = reference(self.layer, query_lens, self.lens, q, self.cache, self.table)
         self.metadata, self.got = metadata, got[:rows]
         return got[: len(want)], want
 
-    def reference(self, query_lens, q, kv_c, k_pe) -> np.ndarray:
-        """Multi-head attention over the keys and values of the cache's latents, causal."""
-        uk = ref.to_f32(np.asarray(self.layer.W_UK)).astype(np.float64)
-        uv = ref.to_f32(np.asarray(self.layer.W_UV)).astype(np.float64)
-        found, start = [], 0
-        for b, n in enumerate(query_lens):
-            new = slice(start, start + n)
-            context = len(self.latents[b])
-            self.latents[b] = np.concatenate([self.latents[b], kv_c[new]])
-            turned = self.turn(k_pe[new][:, None], context)[:, 0]
-            self.ropes[b] = np.concatenate([self.ropes[b], ref.to_bf16(turned)])
-            length = context + n
-            at = np.arange(length)
-            size = self.config.block_size
-            slots = self.table[b, at // size].astype(np.int64) * size + at % size
-            rows = ref.decode_rows(self.cache, slots)
-            keys = np.einsum("jl,lhp->jhp", rows[:, :512], uk)
-            values = np.einsum("jl,lhv->jhv", rows[:, :512], uv)
-            query = ref.to_f32(q[new]).astype(np.float64)
-            turned_q = ref.to_f32(ref.to_bf16(self.turn(q[new][..., 32:], context)))
-            for i in range(n):
-                seen = slice(0, context + i + 1)
-                s = np.einsum("hp,jhp->hj", query[i, :, :32], keys[seen])
-                s = SCALE * (s + turned_q[i].astype(np.float64) @ rows[seen, 512:].T)
-                p = np.exp(s - s.max(1, keepdims=True))
-                p /= p.sum(1, keepdims=True)
-                found.append(np.einsum("hj,jhv->hv", p, values[seen]))
-            start += n
-        return np.array(found).reshape(-1, 4, 48)
+    def write(self, cache, k_pe, kv_c, metadata) -> None:
+        """What a step writes to the cache, by the operators that do it alone."""
+        _, turned = package.apply_rope(
+            metadata.input_positions,
+            k_pe[:, None],
+            k_pe,
+            self.rope_table,
+            interleaved=self.config.interleaved,
+        )
+        package.concat_and_cache_mla(kv_c, turned, cache, metadata.slot_mapping)
 
-    def turn(self, x: np.ndarray, first: int) -> np.ndarray:
-        """RoPE of [n, heads, 64] from position `first` on."""
-        angles = self.rope_table[first : first + len(x)].astype(np.float64)
-        cos, sin = angles[:, None, :32], angles[:, None, 32:]
-        v = ref.to_f32(x).astype(np.float64)
-        if self.config.interleaved:
-            a, b = v[..., 0::2], v[..., 1::2]
-            pairs = np.stack([a * cos - b * sin, b * cos + a * sin], -1)
-            return pairs.reshape(v.shape).astype(np.float32)
-        a, b = v[..., :32], v[..., 32:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
+
+def slots_of(row: np.ndarray, length: int, block_size: int) -> np.ndarray:
+    """The slots of a request's tokens; `row` is its row of the block table."""
+    at = np.arange(length)
+    return row[at // block_size].astype(np.int64) * block_size + at % block_size
+
+
+def reference(layer: dense.DenseMLA, query_lens, lens, q, cache, table) -> np.ndarray:
+    """Causal multi-head attention, in fp64, over the keys and values that the layer's weights make
+    of the cache's latents. Arrays are NumPy's. -> [T, H, Pv]"""
+    config, turns = layer.config, host(layer.rope_table)
+    nope = config.qk_nope_head_dim
+    uk, uv = (ref.to_f32(host(w)).astype(np.float64) for w in (layer.W_UK, layer.W_UV))
+    found, start = [], 0
+    for b, (n, length) in enumerate(zip(query_lens, lens, strict=True)):
+        query = ref.to_f32(q[start : start + n]).astype(np.float64)
+        turned = turn(query[..., nope:], turns[length - n : length], config.interleaved)
+        query[..., nope:] = ref.to_f32(ref.to_bf16(turned.astype(np.float32)))
+        start += n
+        rows = ref.decode_rows(cache, slots_of(table[b], length, config.block_size))
+        keys, values = (np.tensordot(rows[:, :512], w, 1) for w in (uk, uv))
+        for i in range(n):
+            seen = slice(0, length - n + i + 1)
+            s = np.einsum("hp,jhp->hj", query[i, :, :nope], keys[seen], optimize=True)
+            s = config.softmax_scale * (s + query[i, :, nope:] @ rows[seen, 512:].T)
+            p = np.exp(s - s.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            found.append(np.einsum("hj,jhv->hv", p, values[seen], optimize=True))
+    return np.array(found).reshape(-1, config.num_heads, config.v_head_dim)
+
+
+def turn(x: np.ndarray, angles: np.ndarray, interleaved: bool) -> np.ndarray:
+    """RoPE of [n, heads, 64] by n rows of a table."""
+    cos, sin = angles[:, None, :32].astype(np.float64), angles[:, None, 32:].astype(np.float64)
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+    a, b = x[..., :32], x[..., 32:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def assert_close(got, want) -> None:
