@@ -181,6 +181,55 @@ def test_slots_and_pages_are_the_same():
     assert_same_bits(got["lse"], again["lse"])
 
 
+def by_slots(case: Dense) -> np.ndarray:
+    """Row b has the slots of request b's keys, in order."""
+    rows = [case.table[b] for b in range(len(case.seq_lens))]
+    within = np.arange(case.block_size, dtype=np.int64)
+    return np.stack(
+        [(row[:, None].astype(np.int64) * case.block_size + within).ravel() for row in rows]
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 130, 199])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_parts_of_the_keys_merge_to_the_whole(fmt, cut):
+    """Split at any key: the front half without a mask, the other one causal."""
+    case = Dense([3, 1], [203, 260], 16, fmt, mask=Mask(causal=True))
+    slots = by_slots(case).astype(np.int32)
+    options = {**case.options, "causal": False}
+    lens = np.array(case.seq_lens, np.int32)
+    front = attend(
+        case.q, case.cache.array, None, np.minimum(lens, cut), slot_table=slots, **options
+    )
+    behind = attend(
+        case.q, case.cache.array, None, lens - cut, slot_table=slots[:, cut:], **case.options
+    )
+    out, lse = sparse_mla.merge_attn_states(*front, *behind)
+    assert_within_bounds(case.reference(), {"out": out, "lse": lse}, merges=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 48])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_chunks_are_requests_of_their_own(fmt, chunk):
+    """Attention in chunks is causal attention of virtual requests, each of which has the tokens
+    and the keys of one chunk."""
+    case = Dense([20, 1, 33], [90, 48, 33], 16, fmt, mask=Mask(causal=True, chunk=chunk))
+    slots = by_slots(case)
+    starts, lens, rows = [0], [], []
+    for b, (n_q, n_k) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        for first in range((n_k - n_q) // chunk * chunk, n_k, chunk):
+            end = min(first + chunk, n_k)
+            starts.append(starts[-1] + end - max(first, n_k - n_q))
+            lens.append(end - first)
+            rows.append(np.resize(slots[b, first:end], chunk))
+    options = case.options | {"attention_chunk": 0, "cu_seqlens_q": int32(*starts)}
+    table = np.stack(rows).astype(np.int32)
+    out, lse = attend(case.q, case.cache.array, None, int32(*lens), slot_table=table, **options)
+    assert_within_bounds(case.reference(), {"out": out, "lse": lse})
+    got = check(case)
+    assert np.abs(lse - got["lse"]).max() < 1e-5
+
+
 @pytest.mark.parametrize("hint", [1, 7, 10**6])
 def test_hints_change_nothing(hint):
     case = Dense([3, 1], [200, 700], 16, "fp8", mask=Mask(causal=True))
@@ -229,6 +278,28 @@ def test_splits_are_cut_from_the_request_s_own_length():
     wide[:2, : case.table.shape[1]] = case.table[:2]
     case.table = wide
     assert_same_bits(case.run(attend)["out"], got["out"])
+
+
+# --- bad keys ---
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_a_bad_key_that_the_mask_hides(bad, heads, num_splits):
+    """The last key of a request, which only its last token sees, is NaN or infinite. It changes no
+    bit of another request, and of the request's other tokens no lse. On the CPU it changes no bit
+    of their results either."""
+    case = Dense([3, 4, 2], [80, 90, 70], heads, mask=Mask(causal=True), num_splits=num_splits)
+    want = case.run(attend)
+    case.cache.array.reshape(-1, 576)[case.slots[6][-1]] = bad
+    got = case.run(attend)
+    assert np.isnan(np.asarray(got["out"][6], np.float32)).any()
+    others = [0, 1, 2, 7, 8]
+    assert_same_bits(got["out"][others], want["out"][others])
+    assert_same_bits(np.delete(got["lse"], 6, 0), np.delete(want["lse"], 6, 0))
+    if not ON_CUDA:
+        assert_same_bits(got["out"][3:6], want["out"][3:6])
 
 
 # --- lengths -------------------------------------------------------------------------------------
@@ -394,6 +465,18 @@ ERRORS = [
     ({"kv_scale": 2.0}, "`kv_scale` must"),
     ({"max_seqlen_k": 0}, "`max_seqlen_k` must be at least 1"),
     ({"q": np.ones((1, 2, 512), ref.BF16)}, "`q` must"),
+    ({"q": np.ones((1, 129, 576), ref.BF16)}, "`q` must have 1 to 128 heads"),
+    ({"kv_cache": np.ones((2, 4, 640), ref.BF16)}, "`kv_cache` must"),
+    ({"kv_format": "fp8_ds_mla", "kv_cache": np.zeros((2, 4, 640), np.uint8)}, "`kv_cache` must"),
+    ({"softmax_scale": float("nan")}, "`softmax_scale` must"),
+    ({"q_scale": 0.5}, "`q_scale` must"),
+    ({"attn_sink": np.zeros(1, np.float32)}, "`attn_sink` must"),
+    ({"window_size": (2**31, 0)}, "number of keys on its left, got 2147483648"),
+    ({"max_seqlen_q": -1}, "`max_seqlen_q` must be at least 1"),
+    ({"cp": (0, 2**31, 1)}, "`cp` must be (rank, ranks, interleave)"),
+    ({"cp": (0, 2, 2**31)}, "`cp` must be (rank, ranks, interleave)"),
+    ({"num_splits": -1}, "`num_splits` must be 0 (the plan chooses) or 1 to 64"),
+    ({"lse": np.zeros((1, 3), np.float32)}, "`lse` must"),
     ({"out": np.zeros((1, 1, 512), ref.BF16)}, "`out` must"),
 ]
 
@@ -413,9 +496,16 @@ def test_a_window_is_two_ints(value):
 
 
 @pytest.mark.skipif(ON_CUDA, reason="numbers on the device are clamped")
-@pytest.mark.parametrize("starts", [(1, 1), (0, -1), (0, 2)])
-def test_query_starts_are_checked(starts):
-    with pytest.raises(ValueError, match="mla_attention: `cu_seqlens_q` must"):
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ((1, 1), "begin with 0 and never fall, got 1 at 0"),
+        ((0, -1), "begin with 0 and never fall, got -1 at 1"),
+        ((0, 2), "end at most at the 1 tokens of `q`, got 2"),
+    ],
+)
+def test_query_starts_are_checked(starts, words):
+    with pytest.raises(ValueError, match=f"mla_attention: `cu_seqlens_q` must {words}"):
         call(cu_seqlens_q=int32(*starts))
 
 

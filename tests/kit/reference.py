@@ -240,9 +240,11 @@ class Attention:
         """E of the contract plus 1e-6. units: 16 on the CPU, 32 on CUDA tensor cores."""
         return self._logit_error(units, f16_scales) + 1e-6 + (self._gather() if gathered else 0)
 
-    def out_tolerance(self, *, units=16, f16_scales=False, gathered=False) -> np.ndarray:
+    def out_tolerance(self, *, units=16, f16_scales=False, gathered=False, merges=0) -> np.ndarray:
+        """merges: how many parts in bf16 were merged into the first one, one after another."""
         error = self._logit_error(units, f16_scales)[..., None]
-        bound = 2 * 2.0**-9 * (self.p_abs_v + np.abs(self.out)) + 2 * error * self.p_abs_v + 1e-6
+        bound = 2 * (1 + merges) * 2.0**-9 * (self.p_abs_v + np.abs(self.out))
+        bound = bound + 2 * error * self.p_abs_v + 1e-6
         if gathered:
             bound = bound + (2 * self._gather()[..., None] + 2.0**-9) * self.p_abs_v
         return bound
@@ -366,13 +368,15 @@ def worst_ratio(got: np.ndarray, want: np.ndarray, tolerance: np.ndarray) -> flo
     return float(np.where(np.isnan(ratio), np.inf, ratio).max())
 
 
-def attention_ratios(ref: Attention, out, lse, max_logits=None, **tolerance) -> dict[str, float]:
+def attention_ratios(
+    ref: Attention, out, lse, max_logits=None, *, merges=0, **tolerance
+) -> dict[str, float]:
     """Worst |err| / bound of each result; at most 1 is inside the contract.
 
     Tokens without any key must give exactly 0 and -inf, so the tolerance of their out is 0.
     """
     empty = np.isneginf(ref.lse)
-    out_tolerance = np.where(empty[..., None], 0, ref.out_tolerance(**tolerance))
+    out_tolerance = np.where(empty[..., None], 0, ref.out_tolerance(merges=merges, **tolerance))
     lse_tolerance = ref.lse_tolerance(**tolerance)
     with np.errstate(divide="ignore"):
         ratios = {
