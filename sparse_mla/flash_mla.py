@@ -1,4 +1,4 @@
-"""Drop-in for the `flash_mla` package, as far as it serves sparse MLA of DeepSeek-V3.2 and V4.
+"""Drop-in for the `flash_mla` package: sparse MLA of DeepSeek-V3.2 and V4, and dense decoding.
 
     from sparse_mla import flash_mla                           was: import flash_mla
     from sparse_mla.flash_mla import flash_mla_with_kvcache    was: from flash_mla import ...

@@ -129,7 +129,7 @@ static const smla_py_param layer_dense[] = {
 static const smla_py_plan plans[] = {
     PLAN(v32, smla_build_args, smla_forward_args, "forward", forward, allocate_results),
     PLAN(v4, smla_v4_build_args, smla_v4_attend_args, "attend", v4_attend, allocate_results),
-    PLAN(dense, smla_dense_build_args, smla_dense_forward_args, "forward", dense_forward,
+    PLAN(dense, smla_dense_build_args, smla_dense_forward_args, "dense.forward", dense_forward,
          allocate_values),
 };
 
