@@ -1,9 +1,9 @@
-"""DeepSeek-V3.2 of Hugging Face Transformers, served from a paged cache, step by step.
+"""DeepSeek models of Hugging Face Transformers, served from a paged cache, step by step.
 
-The tokens of a step run through the model as one row, without padding. Embedding, norms, RoPE, MLP,
-MoE and lm_head are Transformers' own, and so are the projections of the attention and, unless
-`index_cache_dtype` asks for ours, the indexer that chooses its keys. The rest of the attention is
-this library's:
+The tokens of a step run through the model as one row, without padding. Embedding, norms, MLP, MoE
+and lm_head are Transformers' own, and so are the projections of the attention. The rest of the
+attention is this library's. DeepSeek-V3.2 attends to the keys that its indexer chooses, which is
+Transformers' own unless `index_cache_dtype` asks for ours:
 
     q_a, q_b and kv_a projections, RoPE     the model's
     concat_and_cache_mla                    the new latents to their pages
@@ -11,16 +11,22 @@ this library's:
     k_up_proj, SparseMLA.forward, v_up_proj absorb, attend to the chosen keys, project to the heads
     o_proj                                  the model's
 
+DeepSeek-V3 and V2 attend to all tokens of a request:
+
+    q (or q_a and q_b) and kv_a projections the model's
+    dense.DenseMLA.forward                  RoPE, the new latents to their pages, absorbed attention
+    o_proj                                  the model's
+
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
 goes to torch's current stream, and nothing here waits for the device.
 
 This module needs PyTorch, and transformers 5.17 or later.
 
->>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+>>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 >>> from sparse_mla.integrations.transformers import ModelRunner
 >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
 >>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
->>> model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=50, **sizes)).eval()
+>>> model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=50, **sizes)).eval()
 >>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
 >>> runner = ModelRunner(model, kv_cache_dtype="fp8_ds_mla", num_pages=4, **limits)
 >>> prompt = runner.step({"a": [3, 1, 4]})
@@ -34,17 +40,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 
 try:
     import torch
-    from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
-        DeepseekV32ForCausalLM,
-        apply_rotary_pos_emb_interleave,
-    )
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
 except ImportError as error:
     raise ImportError(
         "sparse_mla.integrations.transformers needs PyTorch, and transformers 5.17 or later, the "
@@ -54,16 +58,17 @@ except ImportError as error:
 import sparse_mla
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat, IndexFormat, Path
-from sparse_mla.integrations._v32_indexer import (
-    INDEX_HEAD_DIM,
-    Group,
-    ModelIndexer,
-    QuantizedIndexer,
-    Step,
-)
-from sparse_mla.steps.v4 import INDEX_CACHE_DTYPES
+from sparse_mla.integrations._dense_layers import DenseLayers
+from sparse_mla.integrations._v32_layers import SparseLayers
 
 __all__ = ["ModelRunner"]
+
+# The models that are served, and what serves their layers.
+_LAYERS: dict[type, type[SparseLayers] | type[DenseLayers]] = {
+    DeepseekV32ForCausalLM: SparseLayers,
+    DeepseekV3ForCausalLM: DenseLayers,
+    DeepseekV2ForCausalLM: DenseLayers,
+}
 
 
 def __dir__() -> list[str]:
@@ -77,69 +82,15 @@ class _Request:
     num_tokens: int = 0  # cached tokens
 
 
-class _PagedAttention(torch.nn.Module):
-    """Replaces one layer's attention, whose weights and indexer it uses."""
-
-    def __init__(
-        self, model: Any, config: sparse_mla.Config, num_pages: int, index_cache_dtype: Any
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.mla = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
-        shape = sparse_mla.Backend.get_kv_cache_shape(
-            num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
-        )
-        is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
-        self.kv_cache = torch.zeros(
-            shape,
-            dtype=torch.uint8 if is_fp8 else torch.bfloat16,
-            device=model.kv_b_proj.weight.device,
-        )
-        self.indexer: ModelIndexer | QuantizedIndexer
-        if index_cache_dtype == "auto":
-            self.indexer = ModelIndexer(model.indexer, *shape[:2])
-        else:
-            self.indexer = QuantizedIndexer(model.indexer, *shape[:2], index_cache_dtype)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [1, T, hidden_size]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, T, 64]
-        sparse_mla_step: Step,
-        **unused: Any,
-    ) -> tuple[torch.Tensor, None]:
-        step, model, config = sparse_mla_step, self.model, self.mla.config
-        q_resid = model.q_a_layernorm(model.q_a_proj(hidden_states))
-        q = model.q_b_proj(q_resid).unflatten(-1, (config.num_heads, -1))
-        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        kv = model.kv_a_proj_with_mqa(hidden_states)
-        kv_c, k_pe = kv.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        kv_c = model.kv_a_layernorm(kv_c)
-        q_pe, k_pe = apply_rotary_pos_emb_interleave(
-            q_pe, k_pe.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
-        )
-
-        sparse_mla.concat_and_cache_mla(
-            kv_c[0], k_pe[0, :, 0], self.kv_cache, step.metadata.slot_mapping
-        )
-        self.indexer.choose(step, hidden_states, q_resid, position_embeddings)
-        ql_nope = self.mla.k_up_proj(q_nope[0].bfloat16())
-        out, _ = self.mla.forward(
-            (ql_nope, q_pe[0].bfloat16()), self.kv_cache, step.topk_indices, step.metadata
-        )
-        values = self.mla.v_up_proj(out).flatten(1)
-        return model.o_proj(values.to(hidden_states.dtype))[None], None
-
-
 @takes_both
 class ModelRunner:
-    """Runs a DeepSeek-V3.2 model over requests whose keys lie in one paged cache.
+    """Runs a DeepSeek-V3.2, V3 or V2 model over requests whose keys lie in one paged cache.
 
     Only one thread may use it at a time, and the model belongs to that thread during a step.
 
     Parameters
     ----------
-    model : DeepseekV32ForCausalLM
+    model : DeepseekV32ForCausalLM, DeepseekV3ForCausalLM or DeepseekV2ForCausalLM
         In eval mode, all of it on one device, in bf16 or fp32. The up projections of its attention
         are copied (in bf16), so later changes of these weights have no effect.
     num_pages : int
@@ -153,13 +104,14 @@ class ModelRunner:
     index_cache_dtype : "auto", "fp8_index" or "mxfp4_index"
         What chooses the keys. "auto" is the model's own indexer, with keys of the model's dtype.
         The two formats stand for this library's indexer, whose queries and keys are quantised: a
-        key has 132 or 68 bytes. `kv_format` and `index_kv_format` are the same two options.
+        key has 132 or 68 bytes. `kv_format` and `index_kv_format` are the same two options. V3 and
+        V2 have no indexer, so "auto" is all that they take.
     path : str, optional
-        Forces a path of `sparse_mla.Config`.
+        Forces a path of `config`.
 
     Attributes
     ----------
-    config : sparse_mla.Config
+    config : sparse_mla.Config, or sparse_mla.dense.Config for V3 and V2
     num_free_pages : int
 
     Raises
@@ -167,13 +119,14 @@ class ModelRunner:
     TypeError, ValueError
         Another model, a model in training mode or on several devices, limits that do not fit the
         model. Sizes without kernels: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64, and for
-        this library's indexer `index_head_dim` 128.
+        this library's indexer `index_head_dim` 128. RoPE of V3 and V2 whose angles depend on the
+        request's length ("longrope").
 
     Source: vLLM's model runner, in small.
 
     Examples
     --------
-    examples/deepseek_v32.py is a whole engine.
+    examples/deepseek_v32.py and examples/deepseek_v3.py are whole engines.
 
     >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
     >>> from sparse_mla.integrations.transformers import ModelRunner
@@ -193,11 +146,11 @@ class ModelRunner:
     torch.Size([1, 50])
     """
 
-    config: sparse_mla.Config
+    config: sparse_mla.Config | sparse_mla.dense.Config
 
     def __init__(
         self,
-        model: DeepseekV32ForCausalLM,
+        model: DeepseekV32ForCausalLM | DeepseekV3ForCausalLM | DeepseekV2ForCausalLM,
         *,
         num_pages: int,
         max_num_seqs: int,
@@ -208,44 +161,33 @@ class ModelRunner:
         index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
         path: Path | None = None,
     ) -> None:
-        if not isinstance(model, DeepseekV32ForCausalLM):
+        make_layers = next((x for kind, x in _LAYERS.items() if isinstance(model, kind)), None)
+        if make_layers is None:
+            *most, last = (kind.__name__ for kind in _LAYERS)
             raise TypeError(
-                "ModelRunner: `model` must be a DeepseekV32ForCausalLM, whose indexer chooses the "
-                f"keys, got {type(model).__name__}"
+                f"ModelRunner: `model` must be a {', a '.join(most)} or a {last}, got "
+                f"{type(model).__name__}"
             )
         devices = sorted({str(weight.device) for weight in model.parameters()})
         if len(devices) > 1:
             raise ValueError(
                 f"ModelRunner: `model` must be on one device, got one on {', '.join(devices)}"
             )
-        sizes = model.config
         if num_pages < 1:
             raise ValueError(f"ModelRunner: `num_pages` must be at least 1, got {num_pages}")
-        if max_model_len > sizes.max_position_embeddings:
+        most_positions = model.config.max_position_embeddings
+        if max_model_len > most_positions:
             raise ValueError(
                 "ModelRunner: `max_model_len` must be at most the model's max_position_embeddings "
-                f"= {sizes.max_position_embeddings}, got {max_model_len}"
-            )
-        if index_cache_dtype not in ("auto", *INDEX_CACHE_DTYPES):
-            raise ValueError(
-                'ModelRunner: `index_cache_dtype` must be "auto" or one of '
-                f"{', '.join(INDEX_CACHE_DTYPES)}, got {index_cache_dtype!r}"
-            )
-        if index_cache_dtype != "auto" and sizes.index_head_dim != INDEX_HEAD_DIM:
-            raise ValueError(
-                f'ModelRunner: `index_cache_dtype` must be "auto" unless index_head_dim is '
-                f"{INDEX_HEAD_DIM}, got {index_cache_dtype!r} with {sizes.index_head_dim}"
+                f"= {most_positions}, got {max_model_len}"
             )
         self.model = model
         self._check_eval()
-        self.config = sparse_mla.Config(
-            sizes.num_attention_heads,
-            softmax_scale=model.model.layers[0].self_attn.scaling,  # it includes YaRN's factor
-            kv_lora_rank=sizes.kv_lora_rank,
-            qk_nope_head_dim=sizes.qk_nope_head_dim,
-            qk_rope_head_dim=sizes.qk_rope_head_dim,
-            v_head_dim=sizes.v_head_dim,
-            topk_tokens=sizes.index_topk,
+        self._device = torch.device(devices[0])
+        self._layers = make_layers(
+            model,
+            num_pages,
+            index_cache_dtype,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -254,13 +196,7 @@ class ModelRunner:
             path=path,
             device=devices[0],
         )
-        self._device = torch.device(devices[0])
-        self._builder = sparse_mla.MetadataBuilder(self.config)
-        self._attentions = [
-            _PagedAttention(layer.self_attn, self.config, num_pages, index_cache_dtype)
-            for layer in model.model.layers
-        ]
-        self._has_groups = index_cache_dtype == "auto"  # the library's indexer needs none
+        self.config = self._layers.config
         self._free_pages = list(range(num_pages))
         self._requests: dict[Hashable, _Request] = {}
 
@@ -449,7 +385,7 @@ class ModelRunner:
             x = x.pin_memory()
         return x.to(self._device, non_blocking=True)
 
-    def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, Step]:
+    def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, Any]:
         """Returns positions [T] of the step's tokens in their requests, and what layers need."""
         block_size = self.config.block_size
         states = [self._requests[request] for request in rows]
@@ -474,51 +410,14 @@ class ModelRunner:
             seq_lens_cpu=seq_lens,
         )
         where = self._put(positions)
-        width = min(block_size * block_table.shape[1], self.config.topk_tokens)
-        step = Step(
-            metadata=self._builder.build(common),
-            groups=self._group(query_lens, seq_lens, common, where) if self._has_groups else [],
-            block_table=common.block_table,
-            context_lens=where.int() + 1,
-            topk_indices=torch.full(
-                (len(positions), width), -1, dtype=torch.int32, device=self._device
-            ),
-        )
-        return where, step
-
-    def _group(
-        self,
-        query_lens: list[int],
-        seq_lens: np.ndarray,
-        common: sparse_mla.CommonAttentionMetadata,
-        positions: torch.Tensor,
-    ) -> list[Group]:
-        block_size = self.config.block_size
-        groups, request, row = [], 0, 0
-        for query_len, members in groupby(query_lens):
-            requests = slice(request, request + len(list(members)))
-            rows = slice(row, row + (requests.stop - request) * query_len)
-            num_pages = -(-int(seq_lens[requests].max()) // block_size)
-            its_positions = positions[rows].view(-1, query_len, 1)
-            columns = torch.arange(num_pages * block_size, device=self._device)
-            groups.append(
-                Group(
-                    rows=rows,
-                    block_table=common.block_table[requests, :num_pages],
-                    slots=common.slot_mapping[rows],
-                    positions=its_positions,
-                    is_visible=columns <= its_positions,
-                )
-            )
-            request, row = requests.stop, rows.stop
-        return groups
+        return where, self._layers.plan(common, where)
 
     @contextmanager
     def _attention_replaced(self) -> Iterator[None]:
         layers = self.model.model.layers
         originals = [layer.self_attn for layer in layers]
         try:
-            for layer, attention in zip(layers, self._attentions, strict=True):
+            for layer, attention in zip(layers, self._layers.attentions, strict=True):
                 layer.self_attn = attention
             yield
         finally:

@@ -1,0 +1,85 @@
+"""The layers of a DeepSeek-V3 or V2 model on a paged cache: DenseMLA attends to all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import sparse_mla
+from sparse_mla import dense
+from sparse_mla.integrations._mla_layers import PagedAttention, config_fields
+
+
+class DenseAttention(PagedAttention):
+    """Replaces one layer's attention, whose weights it uses."""
+
+    def __init__(
+        self, model: Any, config: dense.Config, num_pages: int, rope_table: torch.Tensor
+    ) -> None:
+        mla = dense.DenseMLA(config, kv_b_proj=model.kv_b_proj, rope_table=rope_table)
+        super().__init__(model, mla, num_pages)
+        self.mla = mla
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, hidden_size]
+        sparse_mla_step: dense.Metadata,
+        **unused: Any,  # among them the model's angles, which the RoPE table holds too
+    ) -> tuple[torch.Tensor, None]:
+        model = self.model
+        if model.q_lora_rank is None:
+            q = model.q_proj(hidden_states)
+        else:
+            q = model.q_b_proj(model.q_a_layernorm(model.q_a_proj(hidden_states)))
+        q = q[0].unflatten(-1, (self.mla.config.num_heads, -1))
+        kv_c, k_pe = self.project_latents(hidden_states)
+        values = self.mla.forward(
+            q.bfloat16(), kv_c.bfloat16(), k_pe.bfloat16(), self.kv_cache, sparse_mla_step
+        )
+        return self.project_values(values, hidden_states.dtype), None
+
+
+class DenseLayers:
+    """All layers' attentions, and the plan of a step."""
+
+    config: dense.Config
+
+    def __init__(self, model: Any, num_pages: int, index_cache_dtype: Any, **limits: Any) -> None:
+        if index_cache_dtype != "auto":
+            raise ValueError(
+                'ModelRunner: `index_cache_dtype` must be "auto" for a '
+                f"{type(model).__name__}, which has no indexer, got {index_cache_dtype!r}"
+            )
+        # DeepSeek-V2 has no such flag: its pairs are always neighbours.
+        interleaved = bool(getattr(model.config, "rope_interleave", True))
+        self.config = dense.Config(interleaved=interleaved, **config_fields(model), **limits)
+        self._builder = dense.MetadataBuilder(self.config)
+        rope_table = make_rope_table(model.model.rotary_emb, self.config)
+        self.attentions = [
+            DenseAttention(layer.self_attn, self.config, num_pages, rope_table)
+            for layer in model.model.layers
+        ]
+
+    def plan(
+        self, common: sparse_mla.CommonAttentionMetadata, positions: torch.Tensor
+    ) -> dense.Metadata:
+        """Returns what all layers of a step share."""
+        return self._builder.build(common)
+
+
+def make_rope_table(rotary_emb: Any, config: dense.Config) -> torch.Tensor:
+    """The model's cosines, then its sines, of every position: [max_model_len, 64] fp32."""
+    if rotary_emb.rope_type == "longrope":
+        raise ValueError(
+            "ModelRunner: `model` must have a rope_type whose angles depend on a token's position "
+            'alone, got "longrope", whose angles depend on the length of its request, too'
+        )
+    positions = torch.arange(config.max_model_len, device=config.device)[None]
+    example = torch.empty(0, dtype=torch.float32, device=config.device)  # for dtype and device
+    angles = rotary_emb(example, positions)
+    if isinstance(angles, tuple):  # DeepSeek-V3: cos and sin, each of two equal halves
+        cos, sin = (x.chunk(2, dim=-1)[0] for x in angles)
+    else:  # DeepSeek-V2: cos + i sin
+        cos, sin = angles.real, angles.imag
+    return torch.cat([cos, sin], dim=-1)[0]

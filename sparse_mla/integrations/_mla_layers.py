@@ -1,0 +1,51 @@
+"""What the layers of all models of transformers.py share: a paged cache, and the model's own
+projections before and after the attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import sparse_mla
+
+
+class PagedAttention(torch.nn.Module):
+    """Replaces one layer's attention, whose weights it uses. A subclass adds `forward`."""
+
+    def __init__(
+        self, model: Any, mla: sparse_mla.SparseMLA | sparse_mla.dense.DenseMLA, num_pages: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config = mla.config
+        shape = sparse_mla.Backend.get_kv_cache_shape(
+            num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
+        )
+        is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
+        self.kv_cache = torch.zeros(
+            shape,
+            dtype=torch.uint8 if is_fp8 else torch.bfloat16,
+            device=model.kv_b_proj.weight.device,
+        )
+
+    def project_latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, hidden_size] -> kv_c [T, 512] after its norm, and k_pe [T, 64] before RoPE."""
+        kv = self.model.kv_a_proj_with_mqa(hidden_states)[0]
+        kv_c, k_pe = kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        return self.model.kv_a_layernorm(kv_c), k_pe
+
+    def project_values(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Every head's result [T, H, v_head_dim] -> [1, T, hidden_size]."""
+        return self.model.o_proj(values.flatten(1).to(dtype))[None]
+
+
+def config_fields(model: Any) -> dict[str, Any]:
+    """The fields that the configs of all layers take from a model of Transformers."""
+    sizes = model.config
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {
+        "num_heads": sizes.num_attention_heads,
+        "softmax_scale": model.model.layers[0].self_attn.scaling,  # it includes YaRN's factor
+        **{name: getattr(sizes, name) for name in names},
+    }
