@@ -50,7 +50,9 @@ def tokens(example):
 
 
 def assert_close(example, got, want):
-    comparison = example.compare([got.float()], [want.float()], example.BOUNDS["bfloat16"])
+    comparison = example.common.compare(
+        [got.float()], [want.float()], example.common.BOUNDS["bfloat16"]
+    )
     assert comparison.within, comparison
 
 
@@ -63,17 +65,17 @@ def assert_close(example, got, want):
 def test_served_logits_are_within_the_bounds(example, kv_cache_dtype, num_heads):
     """On an FP8 cache 8 heads take path "mixed", and 32 heads "separate" (or "direct")."""
     options = example.parse([*SMALL, f"--heads={num_heads}"])
-    model, prompts = example.make_model(options), example.make_prompts(options)
-    greedy = example.continue_greedily(model, prompts, options.new_tokens)
+    model, prompts = example.make_model(options), example.common.make_prompts(options)
+    greedy = example.common.continue_greedily(model, prompts, options.new_tokens)
     engine = example.Engine(model, options, kv_cache_dtype)
     num_pages = engine.runner.num_free_pages
-    report = example.judge(model, engine, prompts, greedy, options)
+    report = example.judge(model, engine, prompts, greedy)
     assert report.within, report
     assert report.against_eager.num_clear > 100
     # The bound is relative to the logits' standard deviation, about 1. A log likelihood is a logit
     # less their log-sum-exp, so it moves by two bounds at most.
     shift = math.log(report.perplexity / report.eager_perplexity)
-    assert abs(shift) < 2 * example.BOUNDS[kv_cache_dtype]
+    assert abs(shift) < 2 * example.common.BOUNDS[kv_cache_dtype]
     assert engine.num_chunks > 2 * len(prompts)
     assert 0 < engine.num_mixed_steps < engine.num_steps
     assert engine.runner.num_free_pages == num_pages
@@ -84,11 +86,11 @@ def test_bf16_models_too(example):
     """The roundings of sparse_mla and of Transformers have the same size, so that results differ by
     √2 of that size."""
     options = example.parse([*SMALL, "--dtype=bfloat16", "--prompts=2"])
-    model, prompts = example.make_model(options), example.make_prompts(options)
-    greedy = example.continue_greedily(model, prompts, options.new_tokens)
-    example.cast(model, find_framework("torch").module.bfloat16)
+    model, prompts = example.make_model(options), example.common.make_prompts(options)
+    greedy = example.common.continue_greedily(model, prompts, options.new_tokens)
+    example.common.cast(model, find_framework("torch").module.bfloat16)
     engine = example.Engine(model, options, "bfloat16")
-    report = example.judge(model, engine, prompts, greedy, options)
+    report = example.judge(model, engine, prompts, greedy)
     assert report.within, report
     assert report.against_eager.rms < 1.5 * report.eager_in_bf16.rms
 
@@ -98,14 +100,14 @@ def test_our_indexer_in_place_of_the_model_s(example, adapter, model, tokens, dt
     """The bound is that of an FP8 cache, because the keys that quantisation exchanges have as
     little weight as those at the edge of the top-k. test_transformers_indexer.py judges the
     choice itself."""
-    example.cast(model, getattr(find_framework("torch").module, dtype))
+    example.common.cast(model, getattr(find_framework("torch").module, dtype))
     runner = adapter.ModelRunner(model, **LIMITS, index_cache_dtype="fp8_index")
     got = [
         runner.step({"a": tokens[0, start:end]}, all_logits=True).float()
         for start, end in ((0, 70), (70, 71), (71, 72), (72, 150))
     ]
     want = example.run_eager(model, tokens[0])[0]
-    comparison = example.compare(got, [want.float()], example.BOUNDS["fp8_ds_mla"])
+    comparison = example.common.compare(got, [want.float()], example.common.BOUNDS["fp8_ds_mla"])
     assert comparison.within, comparison
 
 
@@ -124,7 +126,7 @@ def test_the_comparison_sees_faults(example, runner, model, tokens, fault):
     else:
         model.model.rotary_emb.inv_freq *= 1.02
     want = example.run_eager(model, tokens[0, :100])[0]
-    assert not example.compare([got], [want], example.BOUNDS["bfloat16"]).within
+    assert not example.common.compare([got], [want], example.common.BOUNDS["bfloat16"]).within
 
 
 def test_the_scale_of_yarn(example, adapter, tokens):
@@ -157,7 +159,7 @@ def test_the_script_prints_its_table_and_verdict(example, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert len(re.findall(r"^ours, (?:bfloat16|fp8_ds_mla) .* within", text, re.MULTILINE)) == 4
     assert text.endswith("within the bounds\n")
-    monkeypatch.setitem(example.BOUNDS, "fp8_ds_mla", 1e-4)
+    monkeypatch.setitem(example.common.BOUNDS, "fp8_ds_mla", 1e-4)
     assert example.main(options) == 1
     text = capsys.readouterr().out
     assert len(re.findall("MISSED", text)) == 2

@@ -1,7 +1,7 @@
-"""Small models of Transformers with random weights: DeepSeek-V3.2, and parts of DeepSeek-V4."""
+"""Small models of Transformers with random weights: DeepSeek-V3.2, V3 and V2, and parts of V4."""
 
 import functools
-import importlib.util
+import importlib
 import itertools
 import sys
 from pathlib import Path
@@ -13,15 +13,13 @@ V4_HIDDEN = 96
 
 
 @functools.cache
-def load_example():
-    """examples/deepseek_v32.py as a module."""
+def load_example(name: str = "deepseek_v32"):
+    """A script of examples/ as a module. `common` of it is deepseek_common.py."""
     find_framework("transformers")
-    spec = importlib.util.spec_from_file_location(
-        "deepseek_v32_example", Path(__file__).parents[2] / "examples/deepseek_v32.py"
-    )
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def make_v32(**sizes):
