@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import deepseek_common as common
 import torch
@@ -34,7 +34,7 @@ from transformers import (
     DeepseekV3ForCausalLM,
 )
 
-Model = DeepseekV3ForCausalLM | DeepseekV2ForCausalLM
+Model: TypeAlias = DeepseekV3ForCausalLM | DeepseekV2ForCausalLM
 
 # DeepSeek-V3's own, but for the length before YaRN, which the prompts exceed here.
 YARN = {

@@ -1,5 +1,6 @@
 """Every script and notebook of examples/ runs, and its own assertions hold. `make examples-c` runs
-the C examples. test_transformers.py runs deepseek_v32.py, which takes minutes, at a smaller size.
+the C examples. test_transformers.py and test_transformers_dense.py run deepseek_v32.py and
+deepseek_v3.py, which take minutes, at a smaller size.
 
 A new script or notebook is tested as soon as it exists. Its imports at the left margin say what its
 test needs: a missing framework skips the test, or fails it if SMLA_REQUIRE demands the framework.
@@ -24,7 +25,8 @@ EXAMPLES = sorted(
     path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)
 )
 NEEDS_A_GPU = {"cuda_graph.py"}
-LONG = {"deepseek_v32.py"}
+LONG = {"deepseek_v32.py", "deepseek_v3.py"}
+MODULES = {"deepseek_common.py"}  # what those two import
 C_EXAMPLES = sorted((ROOT / "examples" / "c").glob("*.[ch]"))
 VARIANT = sparse_mla.build_info()["flags"]  # others round in other places
 LIBRARY = ROOT / "build" / VARIANT.removeprefix("release") / "lib"  # built with the C tests
@@ -42,7 +44,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def each():
-    for path in [path for path in EXAMPLES if path.name not in LONG]:
+    for path in [path for path in EXAMPLES if path.name not in LONG | MODULES]:
         names = (imports_of(path) & set(FRAMEWORKS)) - {"numpy"}
         marks = [getattr(pytest.mark, name) for name in sorted(names)]
         yield pytest.param(path, marks=marks, id=path.name)

@@ -22,7 +22,6 @@ MODELS = {
     "YaRN": ["--yarn"],
     "40 heads": ["--heads=40"],
     "DeepSeek-V2": ["--model=deepseek_v2"],
-    "DeepSeek-V2, YaRN": ["--model=deepseek_v2", "--yarn"],
 }
 # The chunks of each request's prompt. A request begins three steps after the one before it.
 CHUNKS = ([1, 64, 37], [63, 2, 33, 25], [64, 17, 1])
@@ -39,6 +38,17 @@ def adapter(example):
     from sparse_mla.integrations import transformers
 
     return transformers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(example):
+    """Gives PyTorch one thread: on a busy machine, two that share a small operator spend most of
+    their time waiting for each other."""
+    torch = find_framework("torch").module
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def make_model(example, *options, **sizes):
@@ -104,13 +114,17 @@ def test_served_logits_are_within_the_bounds(example, adapter, tokens, name):
         got = [row for request in requests for row in request.logits]
         want = [example.run_eager(model, request.tokens) for request in requests]
         comparison = compare(example, got, want, kv_cache_dtype)
-        print(f"{name}, {kv_cache_dtype}: {comparison}")
         assert comparison.within, comparison
         assert comparison.num_clear > 300
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v2"])
-@pytest.mark.parametrize("fault", ["values", "keys", "angles", "pairs", "scale"])
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        *(("deepseek_v3", fault) for fault in ("values", "keys", "angles", "pairs", "scale")),
+        *(("deepseek_v2", fault) for fault in ("values", "keys", "angles", "scale")),
+    ],
+)
 def test_the_comparison_sees_faults(example, adapter, tokens, model_type, fault):
     """Eager attention runs on a model that was changed a little after the runner took it."""
     model = make_model(example, f"--model={model_type}")
@@ -126,12 +140,10 @@ def test_the_comparison_sees_faults(example, adapter, tokens, model_type, fault)
         heads[:, :128] *= 1.1
     elif fault == "angles":
         model.model.rotary_emb.inv_freq *= 1.02
-    elif fault == "scale":
-        attention.scaling *= 1.1
-    elif model_type == "deepseek_v3":
+    elif fault == "pairs":
         model.config.rope_interleave = False
     else:
-        pytest.skip("pairs of DeepSeek-V2 are always neighbours")
+        attention.scaling *= 1.1
     want = example.run_eager(model, tokens[0, :150])
     assert not compare(example, [got], [want]).within
 
@@ -178,11 +190,13 @@ def test_any_attention_of_transformers_is_replaced(example, adapter, tokens):
 
 def test_between_steps_the_model_is_as_it_was(example, adapter, model, tokens):
     torch = find_framework("torch").module
-    eager = example.run_eager(model, tokens[0])
+    attentions = [layer.self_attn for layer in model.model.layers]
+    eager = example.run_eager(model, tokens[0, :150])
     runner = adapter.ModelRunner(model, **LIMITS)
-    runner.step({"a": tokens[0]})[:, :0]
-    assert torch.equal(example.run_eager(model, tokens[0]), eager)
-    assert runner.num_free_pages == LIMITS["num_pages"] - 4
+    runner.step({"a": tokens[0, :150]})
+    assert [layer.self_attn for layer in model.model.layers] == attentions
+    assert torch.equal(example.run_eager(model, tokens[0, :150]), eager)
+    assert runner.num_free_pages == LIMITS["num_pages"] - 3
     runner.free("a")
     assert runner.num_free_pages == LIMITS["num_pages"]
 
@@ -193,7 +207,7 @@ def test_the_script_prints_its_table_and_verdict(example, capsys, monkeypatch):
     assert example.main(options) == 0
     text = capsys.readouterr().out
     assert len(re.findall(r"^ours, (?:bfloat16|fp8_ds_mla) .* within", text, re.MULTILINE)) == 2
-    assert "4 chunks of prompts in 5 steps" in text
+    assert "4 chunks of prompts in 4 steps, 1 of them with decodes" in text
     assert text.endswith("within the bounds\n")
     monkeypatch.setitem(example.common.BOUNDS, "fp8_ds_mla", 1e-4)
     assert example.main(options) == 1

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.frameworks
 
 ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "tests" / "typing"
-EXAMPLES_WITH_TORCH = [ROOT / "examples" / name for name in ("cuda_graph.py", "deepseek_v32.py")]
+EXAMPLES_WITH_TORCH = [
+    ROOT / "examples" / f"{name}.py"
+    for name in ("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32")
+]
 PACKAGE = Path(sparse_mla.__file__).parent.parent
 
 Errors = list[tuple[str, int]]  # name of a file, line
@@ -39,7 +42,7 @@ def mypy(tmp_path, *files: Path) -> Errors:
 def pyright(tmp_path, *files: Path) -> Errors:
     require("basedpyright")
     settings = {"typeCheckingMode": "standard", "include": [str(file) for file in files]}
-    settings["extraPaths"] = [str(PACKAGE)]
+    settings["extraPaths"] = [str(PACKAGE), str(ROOT / "examples")]
     config = tmp_path / "pyrightconfig.json"
     config.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--level", "error"]
