@@ -8,6 +8,7 @@ of the library. An error is reported as a fraction of its bound, so that 1.0 is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -74,22 +75,63 @@ def judge_row(
     keys: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    **allowed: Any,
+) -> Fractions:
+    """Judges one query token: out [H, 512] bf16 and lse [H] fp32. attend_row has the others."""
+    if len(keys) == 0:
+        empty = not out.astype(np.float64).any() and bool(np.isneginf(lse).all())
+        return Fractions(out=0.0 if empty else np.inf, lse=0.0 if empty else np.inf, rows=1)
+    exact = attend_row(q, keys, **allowed)
+    return Fractions(
+        out=float((np.abs(out.astype(np.float64) - exact.out) / exact.out_bound).max()),
+        lse=float((np.abs(lse.astype(np.float64) - exact.lse) / exact.lse_bound).max()),
+        rows=1,
+    )
+
+
+def judge_values(
+    q: np.ndarray, keys: np.ndarray, w_uv: np.ndarray, values: np.ndarray, **allowed: Any
+) -> Fractions:
+    """Judges what a dense layer makes of one query token: values [H, V] bf16, by W_UV [512, H, V].
+
+    attend_row has the others. The layer rounds the attention's result to bf16, and what W_UV makes
+    of it again.
+    """
+    exact = attend_row(q, keys, **allowed)
+    w_uv = w_uv.astype(np.float64)
+    want = np.einsum("hl,lhv->hv", exact.out, w_uv)
+    magnitude = np.einsum("hl,lhv->hv", np.abs(exact.out), np.abs(w_uv))
+    bound = np.einsum("hl,lhv->hv", exact.out_bound, np.abs(w_uv))
+    bound += (2.0**-8 + KV_LORA_RANK * 2.0**-24) * magnitude + 1e-6
+    error = np.abs(values.astype(np.float64) - want)
+    return Fractions(out=float((error / bound).max()), rows=1)
+
+
+@dataclass
+class Exact:
+    """The attention of one query token in fp64, and how far a result may be from it."""
+
+    out: np.ndarray  # [H, 512], as is its bound
+    out_bound: np.ndarray
+    lse: np.ndarray  # [H], as is its bound
+    lse_bound: np.ndarray
+
+
+def attend_row(
+    q: np.ndarray,
+    keys: np.ndarray,
     *,
     softmax_scale: float,
     gathered: bool = False,
     units: int = 16,
     f16_scales: bool = False,
-) -> Fractions:
-    """Judges one query token.
+) -> Exact:
+    """Attends from q [H, 576] bf16 to keys [n, 576] fp64 (the selected rows, n >= 1).
 
-    q [H, 576] bf16, keys [n, 576] fp64 (the selected rows), out [H, 512] bf16, lse [H] fp32.
     `gathered`: the kernel read these keys rounded to bf16, so the bounds allow for that rounding.
     A GPU is allowed 32 `units` of 2^-24 in the logits, and `f16_scales` of FP8 rows: e4m3 times its
     scale is rounded to fp16.
     """
-    if len(keys) == 0:
-        empty = not out.astype(np.float64).any() and bool(np.isneginf(lse).all())
-        return Fractions(out=0.0 if empty else np.inf, lse=0.0 if empty else np.inf, rows=1)
     q = q.astype(np.float64)
     values = keys[:, :KV_LORA_RANK]
     logits = softmax_scale * q @ keys.T
@@ -115,8 +157,4 @@ def judge_row(
         e_gather = 2.0**-9 * nope.max(axis=1)
         lse_bound += e_gather
         out_bound += (2 * e_gather + 2.0**-9)[:, None] * magnitude
-    return Fractions(
-        out=float((np.abs(out.astype(np.float64) - exact_out) / out_bound).max()),
-        lse=float((np.abs(lse.astype(np.float64) - exact_lse) / lse_bound).max()),
-        rows=1,
-    )
+    return Exact(exact_out, out_bound, exact_lse, lse_bound)

@@ -1,7 +1,7 @@
-"""`python -m sparse_mla demo`: a small inference engine around one sparse MLA layer.
+"""`python -m sparse_mla demo`: a small inference engine around one layer of sparse MLA.
 
 Read in this order: `engine.py` (how the library is called), `scheduler.py` (requests, pages,
 batches), `model.py` (the toy layer that gives the numbers meaning), `memory.py`
-(where the arrays are), `check.py` (how the run is judged), `run.py` (options and the printed
-table).
+(where the arrays are), `check.py` (how the run is judged), `dense.py` (what a layer of dense MLA
+changes), `run.py` (options and the printed table).
 """

@@ -7,20 +7,22 @@ that allows for the rounding in between.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-import sparse_mla
-from sparse_mla._demo.engine import Engine, StepResult
+from sparse_mla._demo.engine import StepResult
 from sparse_mla._demo.scheduler import Batch, Request
 from sparse_mla._judge import FP8_ROW_BYTES, Fractions, exact_rows, judge_row, upconvert_rows
 
 
 class Checker:
-    def __init__(self, engine: Engine, *, seed: int, rows_per_part: int = 1) -> None:
+    has_lse = True
+
+    def __init__(self, engine: Any, *, seed: int, rows_per_part: int = 1) -> None:
         self.engine = engine
         self.rng = np.random.default_rng(seed)
         self.rows_per_part = rows_per_part
-        self.units = 16 if engine.memory.device == "cpu" else 32  # see _judge.py
         self.fractions: dict[str, Fractions] = {}
         self.gathered_rows = 0
         self.wrong_gathered_rows = 0
@@ -32,44 +34,60 @@ class Checker:
     def check_step(self, batch: Batch, result: StepResult) -> None:
         """Samples the decodes' rows and the prefills' rows of a step that has just run."""
         self.kv_cache = self.engine.memory.get(self.engine.kv_cache)
-        if result.metadata.prefill is not None:
-            self._check_gather(batch, result, result.metadata.prefill.chunks[-1])
+        self.check_gather(batch, result)
         num_decode_tokens = result.metadata.num_decode_tokens
         for start, end in ((0, num_decode_tokens), (num_decode_tokens, batch.num_tokens)):
             if start < end:
-                for token in self.rng.integers(start, end, self.rows_per_part):
-                    self._check_token(batch, result, int(token))
+                for token in self.rng.integers(start, end, self.rows_per_part).tolist():
+                    starts = batch.query_start_loc
+                    request_idx = int(np.searchsorted(starts, token, side="right")) - 1
+                    self.check_token(batch, result, request_idx, token)
 
-    def _cache_rows(self, request: Request, positions: np.ndarray) -> np.ndarray:
+    def cache_rows(self, request: Request, positions: np.ndarray) -> np.ndarray:
         block_size = self.engine.config.block_size
         pages = np.array(request.pages)[positions // block_size]
         return self.kv_cache[pages, positions % block_size]
 
-    def _check_gather(self, batch: Batch, result: StepResult, chunk: sparse_mla.Chunk) -> None:
+    def check_gather(self, batch: Batch, result: StepResult) -> None:
         """Compares the last chunk, which is what the workspace still holds."""
+        if result.metadata.prefill is None:
+            return
+        chunk = result.metadata.prefill.chunks[-1]
         get = self.engine.memory.get
         workspace = get(self.engine.workspace)
         first = result.metadata.num_decodes + chunk.req_start_idx
         for r, start in enumerate(get(chunk.workspace_starts)):
             seq_len = int(batch.seq_lens[first + r])
-            rows = self._cache_rows(batch.requests[first + r], np.arange(seq_len))
+            rows = self.cache_rows(batch.requests[first + r], np.arange(seq_len))
             gathered = workspace[start : start + seq_len].view(np.uint16)
             wrong = (upconvert_rows(rows).view(np.uint16) != gathered).any(axis=1)
             self.gathered_rows += seq_len
             self.wrong_gathered_rows += int(wrong.sum())
 
-    def _check_token(self, batch: Batch, result: StepResult, token: int) -> None:
+    def check_token(self, batch: Batch, result: StepResult, request_idx: int, token: int) -> None:
         metadata = result.metadata
-        request_idx = int(np.searchsorted(batch.query_start_loc, token, side="right")) - 1
         positions = result.topk_indices[token]
-        rows = self._cache_rows(batch.requests[request_idx], positions[positions >= 0])
+        rows = self.cache_rows(batch.requests[request_idx], positions[positions >= 0])
         if metadata.path == "separate" and token >= metadata.num_decode_tokens:
             self._judge("prefill on the gathered bf16 rows", result, token, upconvert_rows(rows))
             self._judge("prefill, gather included, on FP8", result, token, rows, gathered=True)
         else:
-            part = "decode" if token < metadata.num_decode_tokens else "prefill"
-            cache = "bf16" if metadata.path == "bf16" else "FP8"
-            self._judge(f"{part} on the {cache} cache", result, token, rows)
+            self._judge(self.describe(result, token), result, token, rows)
+
+    def describe(self, result: StepResult, token: int) -> str:
+        part = "decode" if token < result.metadata.num_decode_tokens else "prefill"
+        is_fp8 = self.kv_cache.shape[2] == FP8_ROW_BYTES
+        return f"{part} on the {'FP8' if is_fp8 else 'bf16'} cache"
+
+    def allowed(self, rows: np.ndarray, *, gathered: bool = False) -> dict[str, Any]:
+        """What the bounds of results on these cache rows allow for; see _judge.py."""
+        on_gpu = self.engine.memory.device != "cpu"
+        return {
+            "softmax_scale": self.engine.config.softmax_scale,
+            "gathered": gathered,
+            "units": 32 if on_gpu else 16,
+            "f16_scales": on_gpu and rows.shape[1] == FP8_ROW_BYTES and not gathered,
+        }
 
     def _judge(
         self, what: str, result: StepResult, token: int, rows: np.ndarray, gathered: bool = False
@@ -79,9 +97,6 @@ class Checker:
             exact_rows(rows),
             result.out[token],
             result.lse[token],
-            softmax_scale=self.engine.config.softmax_scale,
-            gathered=gathered,
-            units=self.units,
-            f16_scales=self.units > 16 and rows.shape[1] == FP8_ROW_BYTES and not gathered,
+            **self.allowed(rows, gathered=gathered),
         )
         self.fractions.setdefault(what, Fractions()).add(fractions)

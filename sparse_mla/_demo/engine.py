@@ -1,8 +1,9 @@
 """How an engine calls the library: one layer, one step at a time.
 
 Everything that lives longer than a step is made once: the caches, the prefill workspace, the
-metadata builder and the output buffers. A step writes the new tokens into the caches, lets the
-indexer choose the top-k positions of every query, and runs the layer.
+metadata builder and the output buffers. A step of SparseEngine writes the new tokens into the
+caches, lets the indexer choose the top-k positions of every query, and runs the layer. `dense.py`
+has the engine of a dense layer.
 """
 
 from __future__ import annotations
@@ -26,79 +27,67 @@ class StepResult:
     """What a step computed, in host memory. On the CPU these are the engine's buffers, valid until
     the next step."""
 
-    metadata: sparse_mla.Metadata
-    q: tuple[np.ndarray, np.ndarray]  # absorbed: [T, H, 512], [T, H, 64] bf16
-    topk_indices: np.ndarray  # [T, K] int32, positions inside each request
-    out: np.ndarray  # [T, H, 512] bf16
-    lse: np.ndarray  # [T, H] fp32
+    metadata: Any  # the builder's
     predicted: np.ndarray  # [T] the next byte, as the model sees it
     library_seconds: float  # time spent in sparse_mla
     total_seconds: float  # the same plus the toy model, and copies to a GPU and back
+    q: tuple[np.ndarray, ...]  # absorbed [T, H, 512] (dense: not, [T, H, 128]), [T, H, 64] bf16
+    out: np.ndarray  # [T, H, 512] bf16; dense: the values [T, H, 128]
+    topk_indices: Any = None  # [T, K] int32, positions inside each request; dense: None
+    lse: Any = None  # [T, H] fp32; dense: None
 
 
 class Engine:
-    def __init__(
-        self, model: ToyModel, config: sparse_mla.Config, num_pages: int, memory: Memory
-    ) -> None:
-        num_tokens = config.max_num_batched_tokens
+    """What the engines of both layers share."""
+
+    builder: Any
+    layer: Any
+
+    def __init__(self, model: ToyModel, config: Any, num_pages: int, memory: Memory) -> None:
         shape = sparse_mla.Backend.get_kv_cache_shape(
             num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
         )
         is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
         self.kv_cache = memory.zeros(shape, np.uint8 if is_fp8 else BF16)
-        index_shape = sparse_mla.v4.Backend.get_kv_cache_shape(
-            num_pages, config.block_size, head_size=INDEX_DIM, cache_dtype_str="fp8_index"
-        )
-        self.index_cache = memory.zeros(index_shape, np.uint8)  # in pages of the same numbers
-        self.index_cos_sin = memory.put(sparse_mla.rope_table(config.max_model_len))
         self.memory = memory
         self.model = model
         self.config = config
-        # Left out, the builder would make its own workspace; the check has to read this one.
-        workspace_tokens = config.prefill_workspace_tokens
-        if workspace_tokens is None:
-            workspace_tokens = sparse_mla.get_prefill_workspace_size(config.max_model_len)
-        self.workspace = memory.zeros((workspace_tokens, KEY_DIM), BF16)
-        self.builder = sparse_mla.MetadataBuilder(config, workspace=self.workspace)
-        self.layer = sparse_mla.SparseMLA(config, kv_b_proj=memory.put(model.kv_b_proj))
-        self.first_keys = memory.zeros((num_tokens,), np.int32)
-        self.topk_indices = memory.zeros((num_tokens, config.topk_tokens), np.int32)
-        self.out = memory.zeros((num_tokens, model.num_heads, KV_LORA_RANK), BF16)
-        self.lse = memory.zeros((num_tokens, model.num_heads), np.float32)
+
+    def project(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The layer's inputs for the tokens at `positions` of `text`."""
+        raise NotImplementedError
+
+    def run_layer(
+        self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
+    ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
+        """Plans the step and runs the layer on what `project` gave.
+
+        -> metadata, every head's values [T, H, 128], and a StepResult's q and its other arrays
+        """
+        raise NotImplementedError
 
     def run_step(self, batch: Batch) -> StepResult:
         start = time.perf_counter()
         get, put = self.memory.get, self.memory.put
-        kv_c, k_pe, q_nope, q_pe, *index_inputs = map(put, self._project(batch))
+        projected = [
+            self.project(request.text, positions) for request, _, positions in batch.parts()
+        ]
+        inputs = [put(np.concatenate(arrays)) for arrays in zip(*projected, strict=True)]
         common = self._describe(batch)
 
         self.memory.wait()
         library_start = time.perf_counter()
-        metadata = self.builder.build(common)  # once per step, for all layers
-        ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
-        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, common.slot_mapping)
-        topk_indices = self._select_topk(common, metadata, *index_inputs)
-        out, lse = self.layer.forward(
-            (ql_nope, q_pe),
-            self.kv_cache,
-            topk_indices,
-            metadata,
-            out=self.out[: batch.num_tokens],
-            lse=self.lse[: batch.num_tokens],
-        )
-        values = self.layer.v_up_proj(out)
+        metadata, values, q, arrays = self.run_layer(common, *inputs)
         self.memory.wait()
         library_seconds = time.perf_counter() - library_start
 
         predicted = self.model.predict(get(values))
         return StepResult(
             metadata=metadata,
-            q=(get(ql_nope), get(q_pe)),
-            topk_indices=get(topk_indices),
-            out=get(out),
-            lse=get(lse),
             predicted=predicted,
             library_seconds=library_seconds,
+            q=tuple(map(get, q)),
+            **{name: get(x) for name, x in arrays.items()},
             total_seconds=time.perf_counter() - start,
         )
 
@@ -118,21 +107,60 @@ class Engine:
             max_seq_len=int(batch.seq_lens.max()),
         )
 
-    def _project(self, batch: Batch) -> list[np.ndarray]:
-        """The layer's inputs for the batch's tokens: kv_c, k_pe, q_nope, q_pe, then the indexer's
-        keys, queries, weights, and positions."""
+
+class SparseEngine(Engine):
+    def __init__(
+        self, model: ToyModel, config: sparse_mla.Config, num_pages: int, memory: Memory
+    ) -> None:
+        super().__init__(model, config, num_pages, memory)
+        num_tokens = config.max_num_batched_tokens
+        index_shape = sparse_mla.v4.Backend.get_kv_cache_shape(
+            num_pages, config.block_size, head_size=INDEX_DIM, cache_dtype_str="fp8_index"
+        )
+        self.index_cache = memory.zeros(index_shape, np.uint8)  # in pages of the same numbers
+        self.index_cos_sin = memory.put(sparse_mla.rope_table(config.max_model_len))
+        # Left out, the builder would make its own workspace; the check has to read this one.
+        workspace_tokens = config.prefill_workspace_tokens
+        if workspace_tokens is None:
+            workspace_tokens = sparse_mla.get_prefill_workspace_size(config.max_model_len)
+        self.workspace = memory.zeros((workspace_tokens, KEY_DIM), BF16)
+        self.builder = sparse_mla.MetadataBuilder(config, workspace=self.workspace)
+        self.layer = sparse_mla.SparseMLA(config, kv_b_proj=memory.put(model.kv_b_proj))
+        self.first_keys = memory.zeros((num_tokens,), np.int32)
+        self.topk_indices = memory.zeros((num_tokens, config.topk_tokens), np.int32)
+        self.out = memory.zeros((num_tokens, model.num_heads, KV_LORA_RANK), BF16)
+        self.lse = memory.zeros((num_tokens, model.num_heads), np.float32)
+
+    def project(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """kv_c, k_pe, q_nope, q_pe, then the indexer's keys, queries, weights, and positions."""
         model = self.model
-        projected = [
-            (
-                *model.keys(request.text, positions),
-                *model.queries(request.text, positions),
-                model.index_keys(request.text, positions),
-                *model.index_queries(request.text, positions),
-                positions.astype(np.int32),
-            )
-            for request, _, positions in batch.parts()
-        ]
-        return [np.concatenate(arrays) for arrays in zip(*projected, strict=True)]
+        return (
+            *model.keys(text, positions),
+            *model.queries(text, positions),
+            model.index_keys(text, positions),
+            *model.index_queries(text, positions),
+            positions.astype(np.int32),
+        )
+
+    def run_layer(
+        self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
+    ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
+        kv_c, k_pe, q_nope, q_pe, *index_inputs = inputs
+        num_tokens = len(kv_c)
+        metadata = self.builder.build(common)  # once per step, for all layers
+        ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, common.slot_mapping)
+        topk_indices = self._select_topk(common, metadata, *index_inputs)
+        out, lse = self.layer.forward(
+            (ql_nope, q_pe),
+            self.kv_cache,
+            topk_indices,
+            metadata,
+            out=self.out[:num_tokens],
+            lse=self.lse[:num_tokens],
+        )
+        arrays = {"topk_indices": topk_indices, "out": out, "lse": lse}
+        return metadata, self.layer.v_up_proj(out), (ql_nope, q_pe), arrays
 
     def _select_topk(
         self,

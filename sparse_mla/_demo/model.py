@@ -54,16 +54,21 @@ class ToyModel:
         w_index = rng.standard_normal((CONTEXT_CODE_DIM, INDEX_DIM - ROPE_DIM), np.float32)
         self.w_index = w_index * (INDEX_SHARPNESS * CONTEXT_CODE_DIM**-0.5)
 
-    def keys(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """kv_c [T, 512] and k_pe [T, 64] bf16 of the tokens at `positions` of `text`."""
+    def keys(
+        self, text: np.ndarray, positions: np.ndarray, *, has_rope: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """kv_c [T, 512] and k_pe [T, 64] bf16 of the tokens at `positions` of `text`. Without RoPE,
+        k_pe is as it is at position 0."""
         context = self._context_code(text, positions - 1)
         kv_c = np.concatenate([context, self.byte_codes[text[positions]]], axis=1)
-        return kv_c.astype(BF16), self._rope(positions).astype(BF16)
+        return kv_c.astype(BF16), self._rope(positions * has_rope).astype(BF16)
 
-    def queries(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def queries(
+        self, text: np.ndarray, positions: np.ndarray, *, has_rope: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         """q_nope [T, H, 128] and q_pe [T, H, 64] bf16."""
         q_nope = self._context_code(text, positions) @ self.w_q
-        q_pe = np.repeat(self._rope(positions)[:, None], self.num_heads, axis=1)
+        q_pe = np.repeat(self._rope(positions * has_rope)[:, None], self.num_heads, axis=1)
         return q_nope.reshape(-1, self.num_heads, HEAD_DIM).astype(BF16), q_pe.astype(BF16)
 
     def index_keys(self, text: np.ndarray, positions: np.ndarray) -> np.ndarray:

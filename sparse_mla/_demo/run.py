@@ -7,16 +7,20 @@ import sys
 import time
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import sparse_mla
 from sparse_mla._demo.check import Checker
-from sparse_mla._demo.engine import Engine, StepResult
+from sparse_mla._demo.dense import DenseChecker, DenseEngine
+from sparse_mla._demo.engine import Engine, SparseEngine, StepResult
 from sparse_mla._demo.memory import find_memory
 from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch, Request, Scheduler
 from sparse_mla._rows import BF16_ROW_BYTES
+
+TOPK = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=3072, help="bytes of the longest request (%(default)s)")
     add("--decode", type=int, default=16, help="tokens that each request decodes (%(default)s)")
     add("--heads", type=int, default=32, help="query heads, 1 to 128 (%(default)s)")
-    add("--topk", type=int, default=2048, help="keys that a query attends to (%(default)s)")
+    add("--topk", type=int, help=f"keys that a query attends to ({TOPK})")
+    add("--dense", action="store_true", help="dense MLA: a query attends to all keys before it")
     add(
         "--kv-format",
         "--kv-cache-dtype",
@@ -51,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         engine, scheduler = make_engine(options, requests)
     except (OSError, ValueError) as error:
         raise SystemExit(f"demo: {error}") from None
-    checker = Checker(engine, seed=options.seed)
+    checker = (DenseChecker if options.dense else Checker)(engine, seed=options.seed)
     table = Table(engine, scheduler, requests)
     for step in range(options.steps or sys.maxsize):
         if not (scheduler.waiting or scheduler.running):
@@ -71,8 +76,11 @@ def run(options: argparse.Namespace) -> int:
 def make_requests(options: argparse.Namespace) -> list[Request]:
     """Requests of half to all of --context bytes of the text; one arrives every other step."""
     for option in ("requests", "context", "decode", "topk", "block_size", "tokens_per_step"):
-        if getattr(options, option) < 1:
+        value = getattr(options, option)
+        if value is not None and value < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1")
+    if options.dense and options.topk is not None:
+        raise ValueError("--topk is not for --dense, where a query attends to all keys before it")
     text = read_text(options.text)
     rng = np.random.default_rng(options.seed)
     requests = []
@@ -107,19 +115,22 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
             f"got {options.pages}"
         )
     memory = find_memory(options.device)
-    config = sparse_mla.Config(
-        options.heads,
-        softmax_scale=SOFTMAX_SCALE,
-        kv_cache_dtype=options.kv_cache_dtype,
-        block_size=options.block_size,
-        topk_tokens=options.topk,
-        max_num_seqs=len(requests),
-        max_num_batched_tokens=options.tokens_per_step,
-        max_model_len=longest,
-        prefill_workspace_tokens=longest,  # small on purpose: a busy step needs several chunks
-        path=options.path,
-        device=memory.device,
-    )
+    topk = options.topk or TOPK
+    fields: dict[str, Any] = {
+        "num_heads": options.heads,
+        "softmax_scale": SOFTMAX_SCALE,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "block_size": options.block_size,
+        "max_num_seqs": len(requests),
+        "max_num_batched_tokens": options.tokens_per_step,
+        "max_model_len": longest,
+        "path": options.path,
+        "device": memory.device,
+    }
+    if not options.dense:
+        # small on purpose: a busy step needs several chunks
+        fields |= {"topk_tokens": topk, "prefill_workspace_tokens": longest}
+    config: Any = (sparse_mla.dense.Config if options.dense else sparse_mla.Config)(**fields)
     scheduler = Scheduler(
         requests,
         num_pages=options.pages or max(-(-2 * all_pages // 3), least_pages),
@@ -128,13 +139,15 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     model = ToyModel(options.heads, options.seed)
+    keys = "all keys" if options.dense else f"top-{topk}"
     print(
         f"sparse_mla {sparse_mla.__version__} · {len(requests)} requests of up to {longest} bytes"
-        f" · {options.heads} heads · top-{options.topk} · {options.kv_cache_dtype} cache of "
+        f" · {options.heads} heads · {keys} · {options.kv_cache_dtype} cache of "
         f"{scheduler.pool.num_pages} pages × {options.block_size} tokens"
         f" · {memory.name} arrays, {memory.device}\n"
     )
-    return Engine(model, config, scheduler.pool.num_pages, memory), scheduler
+    make = DenseEngine if options.dense else SparseEngine
+    return make(model, config, scheduler.pool.num_pages, memory), scheduler
 
 
 class Table:
@@ -153,7 +166,7 @@ class Table:
 
     def add(self, step: int, batch: Batch, result: StepResult) -> None:
         metadata = result.metadata
-        chunks = len(metadata.prefill.chunks) if metadata.prefill is not None else 0
+        chunks = len(getattr(metadata.prefill, "chunks", ()))  # a dense step has none
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         self.num_decode_tokens += metadata.num_decode_tokens
@@ -202,9 +215,10 @@ def count_hits(batch: Batch, predicted: np.ndarray) -> int:
 
 def print_verdict(checker: Checker) -> None:
     print("\nworst error against fp64, as a fraction of its bound")
-    print(f"  {'':36} rows     out     lse")
+    print(f"  {'':36} rows     out" + "     lse" * checker.has_lse)
     for what, fractions in sorted(checker.fractions.items()):
-        print(f"  {what:36} {fractions.rows:4} {fractions.out:7.3f} {fractions.lse:7.3f}")
+        lse = f" {fractions.lse:7.3f}" if checker.has_lse else ""
+        print(f"  {what:36} {fractions.rows:4} {fractions.out:7.3f}{lse}")
     if checker.gathered_rows:
         print(
             f"  gather to the bf16 workspace: {checker.gathered_rows} rows compared, "

@@ -754,7 +754,7 @@ def test_the_demo_s_indexer_takes_the_best_keys_up_to_the_token():
         max_model_len=90,
     )
     toy = model.ToyModel(2, 0)
-    made = engine.Engine(toy, config, 20, demo_memory.Memory())
+    made = engine.SparseEngine(toy, config, 20, demo_memory.Memory())
     same = total = 0
     for step in range(3):
         batch = plan.next_batch(step)
@@ -787,7 +787,7 @@ def test_the_demo_s_workspace_is_as_large_as_the_plan_wants():
         max_num_batched_tokens=8,
         max_model_len=64,
     )
-    made = engine.Engine(model.ToyModel(2, 0), config, 2, demo_memory.Memory())
+    made = engine.SparseEngine(model.ToyModel(2, 0), config, 2, demo_memory.Memory())
     assert made.workspace.shape == (sparse_mla.get_prefill_workspace_size(64), 576)
 
 

@@ -33,7 +33,8 @@ def test_the_readme_s_example_runs():
     assert printed == "(3, 16, 512) bfloat16 (3, 16)\n"
 
 
-SHORT = ["--requests", "3", "--context", "300", "--topk", "64", "--decode", "3"]
+DENSE = ["--requests", "3", "--context", "300", "--decode", "3", "--dense"]
+SHORT = ["--requests", "3", "--context", "300", "--decode", "3", "--topk", "64"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,22 @@ def test_demo_takes_the_path_and_is_within_the_bounds(options, path):
     assert "0 pages in use at the end" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "cache"),
+    [
+        (["--heads", "32"], "FP8"),
+        (["--heads", "3", "--kv-format", "bfloat16", "--block-size", "17"], "bf16"),
+    ],
+)
+def test_demo_of_a_dense_layer_is_within_the_bounds(options, cache):
+    done = run_command("demo", *DENSE, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "· all keys ·" in done.stdout
+    for part in ("decode", "prefill"):
+        assert re.search(rf"^  {part} on the {cache} cache +\d+ +0\.\d+$", done.stdout, re.M)
+    assert "0 pages in use at the end" in done.stdout
+
+
 def test_demo_reads_the_user_s_text(tmp_path):
     text = tmp_path / "text"
     text.write_text("the cat sat on the mat, the dog sat on the log. " * 20)
@@ -60,7 +77,10 @@ def test_demo_reads_the_user_s_text(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("options", [["--heads", "200"], ["--path", "bf16"], ["--text", "/none"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--heads", "200"], ["--path", "bf16"], ["--text", "/none"], ["--dense"]],  # with a top-k
+)
 def test_demo_refuses_in_one_line(options):
     done = run_command("demo", *SHORT, *options)
     assert done.returncode != 0

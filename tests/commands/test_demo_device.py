@@ -12,7 +12,7 @@ from helpers import assert_same_bits, find_framework, run_python
 
 import sparse_mla
 from sparse_mla import _judge
-from sparse_mla._demo import memory
+from sparse_mla._demo import dense, memory
 from sparse_mla._demo import run as demo
 
 pytestmark = pytest.mark.frameworks
@@ -121,6 +121,28 @@ def keep_the_engine(checker, engines):
 def judged(lines: list[str]) -> list[str]:
     """The lines of the verdict."""
     return lines[next(i for i, line in enumerate(lines) if line.startswith("worst error")) :]
+
+
+@pytest.mark.parametrize("fault", [None, "angles", "values"])
+def test_the_demo_s_verdict_on_a_dense_layer(fault, monkeypatch, capsys):
+    """The layer is given other angles, or another W_UV, than the checker."""
+
+    class Faulty(dense.DenseEngine):
+        def run_layer(self, common, *inputs):
+            right = self.layer.rope_table, self.layer.W_UV
+            if fault == "angles":
+                self.layer.rope_table = sparse_mla.rope_table(self.config.max_model_len, base=9e3)
+            elif fault == "values":
+                self.layer.W_UV = right[1] * right[1].dtype.type(1.02)
+            done = super().run_layer(common, *inputs)
+            self.layer.rope_table, self.layer.W_UV = right
+            return done
+
+    monkeypatch.setattr(demo, "DenseEngine", Faulty)
+    options = demo_options("--dense", "--requests", "2", "--context", "150", "--heads", "4")
+    assert demo.run(options) == (0 if fault is None else 1)
+    verdict = "within the bounds" if fault is None else "OUTSIDE THE BOUNDS"
+    assert capsys.readouterr().out.endswith(f"{verdict}\n")
 
 
 @pytest.mark.parametrize("fp8", [True, False])

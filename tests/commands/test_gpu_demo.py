@@ -3,7 +3,7 @@
 import gpu
 import pytest
 from helpers import printed_by_python
-from test_commands import SHORT
+from test_commands import DENSE, SHORT
 from test_demo_device import demo, demo_options
 
 from sparse_mla._demo import memory
@@ -25,6 +25,14 @@ def test_the_demo_is_within_the_bounds(options, paths):
     assert paths & set(printed.split())
     assert "within the bounds" in printed
     assert "0 pages in use at the end" in printed
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "bfloat16"])
+def test_the_demo_of_a_dense_layer_is_within_the_bounds(kv_format):
+    options = [*DENSE, "--device", "cuda", "--kv-format", kv_format]
+    printed = printed_by_python("-m", "sparse_mla", "demo", *options)
+    assert printed.splitlines()[0].endswith(" · PyTorch arrays, cuda")
+    assert "within the bounds" in printed
 
 
 @pytest.mark.cupy
