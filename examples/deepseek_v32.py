@@ -128,7 +128,7 @@ class Engine(common.Engine):
     """An engine that keeps the keys that the indexers chose."""
 
     def serve(self, prompts: list[torch.Tensor]) -> list[common.Request]:
-        # of each request, [tokens, layers, K] of each step
+        # One list per request, of [tokens, layers, K] per step.
         self.chosen: list[list[torch.Tensor]] = [[] for _ in prompts]
         return super().serve(prompts)
 
