@@ -169,7 +169,7 @@ typedef struct smla_attention_run {
 typedef struct smla_attention_plan {
     int64_t workspace_bytes; /* what attention_workspace_size returns */
     int num_runs;            /* 1, or 2: the first tokens and the rest */
-    bool reads_lengths; /* of a dense call: it needs no ranges per token (smla_key_ranges_params) */
+    bool reads_lengths;      /* a dense call needs no ranges per token (smla_key_ranges_params) */
     smla_attention_run runs[2];
 } smla_attention_plan;
 

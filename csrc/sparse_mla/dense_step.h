@@ -53,6 +53,8 @@ typedef struct smla_dense_metadata {
     const int32_t *query_start_loc;  /* device [B + 1] */
     const int32_t *req_id_per_token; /* device [T]; 0 for padding tokens */
     const int64_t *input_positions;  /* device [T]; 0 for padding tokens */
+    /* device [prefills + 1]: where their queries start among the tokens of prefills */
+    const int32_t *prefill_query_start_loc;
 } smla_dense_metadata;
 
 typedef struct smla_dense_builder smla_dense_builder;

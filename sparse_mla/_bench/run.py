@@ -246,6 +246,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.common.peer import find_peer
     from sparse_mla._bench.cuda import attention as cuda_attention
     from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import lightning as cuda_lightning
     from sparse_mla._bench.cuda import logits as cuda_logits
@@ -253,7 +254,6 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
     from sparse_mla._bench.cuda import top_k as cuda_top_k
-    from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import v4 as cuda_v4
     from sparse_mla._bench.cuda.timing import CudaEffort, describe_error, torch
 

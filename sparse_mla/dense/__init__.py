@@ -28,3 +28,8 @@ __all__ = [
     "MetadataBuilder",
     "Part",
 ]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__

@@ -96,7 +96,7 @@ class Part(steps.ShortRepr):
         The part's rows of the caller's block table, like the next one of its lengths.
     seq_lens : [n] int32
     query_start_loc : [n + 1] int32
-        Where the queries of each request start among the step's tokens.
+        Where the queries of each request start among the part's tokens; it begins with 0.
 
     Source: vLLM's MLACommonDecodeMetadata and MLACommonPrefillMetadata.
 
@@ -278,16 +278,18 @@ class MetadataBuilder(steps.Builder):
             slot_mapping=common.slot_mapping,
             block_table=common.block_table,
             head_dim=self.config.kv_lora_rank + self.config.qk_rope_head_dim,
-            decode=_make_part(common, 0, first) if first > 0 else None,
-            prefill=_make_part(common, first, last) if step["num_prefills"] > 0 else None,
+            decode=_make_part(common, 0, first, common.query_start_loc[: first + 1])
+            if first > 0
+            else None,
+            prefill=_make_part(common, first, last, step["prefill_query_start_loc"])
+            if step["num_prefills"] > 0
+            else None,
             _step=self._step,
             _generation=step["generation"],
         )
 
 
-def _make_part(common: steps.CommonAttentionMetadata, start: int, end: Any) -> Part:
-    return Part(
-        common.block_table[start:end],
-        common.seq_lens[start:end],
-        common.query_start_loc[start : end + 1],
-    )
+def _make_part(
+    common: steps.CommonAttentionMetadata, start: int, end: Any, query_start_loc: Any
+) -> Part:
+    return Part(common.block_table[start:end], common.seq_lens[start:end], query_start_loc)

@@ -124,13 +124,19 @@ def test_info_line_by_line(monkeypatch, capsys):
 V4_FORMATS = ("fp8_v4", "fp8_e4m3", "fp8_v41", "fp8_v41_split", "fp8_nope")
 
 
+def workspace_of_plan() -> int:
+    """attention_workspace_size without what dense attention alone needs: three int32 per token."""
+    ranges = (8 * 12 + 2 * 64 - 1) // 64 * 64
+    return sparse_mla.attention_workspace_size(8, 64, 2048, device="cpu") - ranges
+
+
 def test_info_prints_the_plan_of_a_call(capsys):
     assert _info.run(info_options("--plan", "8", "64", "2048")) == 0
     title, heading, *lines = capsys.readouterr().out.splitlines()
     assert title == "sparse_attention of 8 tokens, 64 heads, 2048 indices each"
     assert heading.split() == ["device", "kv_format", "tokens", "splits", "kernel", "workspace"]
     chosen = {row["name"] for row in sparse_mla.kernels() if row["selected"]}
-    size = sparse_mla.attention_workspace_size(8, 64, 2048, device="cpu")
+    size = workspace_of_plan()
     on_cpu = [re.split(r"  +", line) for line in lines if line.startswith("cpu ")]
     assert [row[1] for row in on_cpu] == [
         "bfloat16 of 576 values",
@@ -184,7 +190,7 @@ def test_info_gives_programs_a_call_s_plan(capsys):
         "device": "cpu",
         "kv_format": "fp8_ds_mla",
         "head_dim": 576,
-        "workspace_bytes": sparse_mla.attention_workspace_size(8, 64, 2048, device="cpu"),
+        "workspace_bytes": workspace_of_plan(),
     }
 
 
@@ -345,6 +351,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.common import peer
     from sparse_mla._bench.cuda import attention as cuda_attention
     from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import lightning as cuda_lightning
     from sparse_mla._bench.cuda import logits as cuda_logits
@@ -379,6 +386,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
     monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
     monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
+    monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
     monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
@@ -397,7 +405,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "bytes", "projection"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "bytes", "projection"]
     wanted += ["logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()

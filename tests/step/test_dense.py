@@ -169,7 +169,7 @@ def test_metadata():
     assert m.input_positions.dtype == np.int64
     assert m.head_dim == 576
     assert m.decode.seq_lens.tolist() == [6, 4]
-    assert m.prefill.query_start_loc.tolist() == [3, 7, 10]
+    assert m.prefill.query_start_loc.tolist() == [0, 4, 7]
     assert m.prefill.block_table.shape[0] == 2
 
 

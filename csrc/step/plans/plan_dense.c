@@ -74,6 +74,8 @@ list_arrays(smla_step *s)
     const int64_t rows = s->limits.max_num_batched_tokens * s->num_heads;
     smla_add_array(&s->sent, offsetof(smla_dense_sent, query_start_loc),
                    s->limits.max_num_seqs + 1);
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, prefill_query_start_loc),
+                   s->limits.max_num_seqs + 1);
     smla_add_array(&s->made, offsetof(smla_dense_made, positions), 2 * tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, req_ids), tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, begin), tokens);
@@ -157,11 +159,14 @@ cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, 
 static void
 fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
 {
+    const int64_t num_reqs = batch->num_reqs, first = s->facts.split.num_decodes;
+    const int32_t *const starts = batch->query_start_loc;
     smla_dense_sent host;
     smla_cut_arena(&s->sent, memory, &host);
-    for (int64_t req = 0; req <= s->limits.max_num_seqs; req++) {
-        const int64_t known = req < batch->num_reqs ? req : batch->num_reqs;
-        host.query_start_loc[req] = batch->query_start_loc[known];
+    for (int64_t i = 0; i <= s->limits.max_num_seqs; i++) {
+        host.query_start_loc[i] = starts[i < num_reqs ? i : num_reqs];
+        const int64_t prefill = first + i < num_reqs ? first + i : num_reqs;
+        host.prefill_query_start_loc[i] = starts[prefill] - starts[first];
     }
 }
 
@@ -204,6 +209,7 @@ commit(smla_step *s, const void *given)
         .query_start_loc = b->sent.query_start_loc,
         .req_id_per_token = b->made.req_ids,
         .input_positions = b->ranges.positions,
+        .prefill_query_start_loc = b->sent.prefill_query_start_loc,
     };
     smla_slice_rows(&b->seq_lens, args->seq_lens, 0, args->num_reqs);
     smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);
@@ -217,6 +223,8 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     int n = 0;
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
     smla_show_vector(&views[n++], "query_start_loc", m->query_start_loc, m->num_reqs + 1);
+    smla_show_vector(&views[n++], "prefill_query_start_loc", m->prefill_query_start_loc,
+                     m->split.num_prefills + 1);
     smla_show_vector(&views[n], "input_positions", m->input_positions, m->num_actual_tokens);
     views[n++].is_int64 = true;
     return n;

@@ -7,7 +7,8 @@
 
 /* What a build sends. */
 typedef struct smla_dense_sent {
-    int32_t *query_start_loc; /* [max_num_seqs + 1] */
+    int32_t *query_start_loc;         /* [max_num_seqs + 1] */
+    int32_t *prefill_query_start_loc; /* [max_num_seqs + 1]: of the prefills, among their tokens */
 } smla_dense_sent;
 
 /* What kernels write: the ranges of the step's tokens, and the scratch of its layers. */

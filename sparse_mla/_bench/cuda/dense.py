@@ -96,9 +96,7 @@ def encode(keys: Array) -> Array:
 def make_ours(call: Call) -> Callable[[], tuple[Array, Array]]:
     num_reqs, query_len, heads, _ = call.q.shape
     longest = call.table.shape[1] * BLOCK_SIZE
-    room = sparse_mla.attention_workspace_size(
-        num_reqs * query_len, heads, longest, device=DEVICE
-    )
+    room = sparse_mla.attention_workspace_size(num_reqs * query_len, heads, longest, device=DEVICE)
     options = {
         "softmax_scale": SCALE,
         "causal": True,

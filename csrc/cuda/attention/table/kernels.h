@@ -284,7 +284,7 @@ typedef struct smla_cut_tiles {
     int64_t slot_rows;
     smla_cut_tile *tiles;
     smla_partial_rows partials;
-    int64_t bytes; /* that all of it takes, wherever the workspace begins */
+    int64_t bytes; /* the bytes of all this, wherever the workspace begins */
 } smla_cut_tiles;
 
 static inline smla_cut_tiles

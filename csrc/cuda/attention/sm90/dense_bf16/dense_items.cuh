@@ -20,7 +20,7 @@
 enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
     TILE_CUT_COST = 4,     /* steps: the cost of partial rows and of folding them */
-    MOST_CUT_QUERIES = 64, /* with more query tokens, a request's tiles differ much in length */
+    MOST_CUT_QUERIES = 64, /* tiles of requests with more query tokens differ much in length */
 };
 
 /* The argument of the kernel. */
@@ -29,8 +29,8 @@ typedef struct dense_launch : bf16_launch {
     smla_cut_tile *cut_tiles; /* [CTAs]: the cut tile that a CTA begins; NULL: nothing is cut */
     int32_t slot_rows;        /* partial rows per slot */
     int32_t team;             /* CTAs per team */
-    int32_t num_reqs;         /* with one of no keys that has the padding, where that is wanted */
-    int32_t left;             /* of the mask (smla_range_rule); -1: open */
+    int32_t num_reqs;         /* including one without keys that has the padding, if wanted */
+    int32_t left;             /* the mask's (smla_range_rule); -1: open */
     int32_t right;
     bool has_shares; /* the mask has chunks or ranks, too */
 } dense_launch;
@@ -294,8 +294,8 @@ take_steps(int32_t first, int32_t past, dense_item *item)
     item->num_steps = has_any ? past - first : 1;
 }
 
-/* Reduces a tile to the CTA's part of it, and moves to the next group of tiles. Leaves no rows where
- * the CTA has no part. */
+/* Reduces a tile to the CTA's part of it, and moves to the next group of tiles. Leaves no rows
+ * where the CTA has no part. */
 static __device__ __forceinline__ void
 take_part(const dense_launch &launch, const found_request &found, int32_t group, int lane,
           dense_walk *walk, dense_item *item)

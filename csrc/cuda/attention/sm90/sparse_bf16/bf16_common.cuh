@@ -75,12 +75,12 @@ typedef struct dense_item {
     int32_t first_row;  /* the tile's first row */
     int32_t num_rows;   /* 0: the CTA has no further item */
     int32_t position;   /* where the request's first query token is among its keys */
-    int32_t num_keys;   /* of the request */
+    int32_t num_keys;   /* keys of the request */
     row_limits seen;    /* keys that some row sees */
     row_limits shared;  /* keys that all rows see */
     int32_t first_step; /* a step is the keys 128 n to 128 n + 127 */
     int32_t num_steps;
-    int32_t slot; /* of the partial rows that it leaves (dense_items.cuh), or NOT_PARTIAL */
+    int32_t slot; /* the slot of its partial rows (dense_items.cuh), or NOT_PARTIAL */
 } dense_item;
 
 /* Which items a CTA takes (dense_items.cuh). */
