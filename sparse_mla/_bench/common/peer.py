@@ -75,8 +75,8 @@ class Peer:
     def decode_dense(
         self, q: Array, kv_cache: Array, block_table: Array, lens: Array, scale: float
     ) -> Callable[[], tuple]:
-        """A call of its dense decode kernel on q [B, n, H, 576], kv_cache [pages, 64, 576] bf16. Its
-        first call makes its plan."""
+        """A call of its dense decode kernel on q [B, n, H, 576] and kv_cache [pages, 64, 576] bf16.
+        Its first call makes its plan."""
         arguments = {
             "q": q,
             "k_cache": kv_cache.unsqueeze(2),
