@@ -367,7 +367,7 @@ MLA = [
     ("q of rank 4", "q", lambda x: x[None], ValueError, ("out",)),
     ("129 heads", "q", lambda x: zeros(3, 129, 576), ValueError, ()),
     ("q apart", "q", apart, ValueError, ()),
-    ("few tokens", "q", lambda x: x[:2], ValueError, ("cu_seqlens_q",)),
+    ("few tokens", "q", lambda x: x[:2], ValueError, ("cu_seqlens_q", "out")),
     ("pair tokens", "q", lambda x: (x[..., :512], x[1:, :, 512:]), ValueError, ("q[1]", "q_pe")),
     ("cache of 640", "kv_cache", lambda x: x[..., :640], ValueError, ()),
     ("cache address", "kv_cache", lambda x: shifted(x, 4), ValueError, ()),
