@@ -13,7 +13,11 @@ Nothing is copied, and no framework is imported.
 5120
 """
 
-from sparse_mla import backend, dense, flash_mla, ops, v4
+import importlib
+import types
+import typing
+
+from sparse_mla import backend, flash_mla, ops
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
 from sparse_mla.ops.attention import *
@@ -28,6 +32,11 @@ from sparse_mla.ops.projection import *
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 
+if typing.TYPE_CHECKING:
+    from sparse_mla import dense, v4
+
+_LAZY = ("dense", "v4")  # imported by the first use: their plans' classes take time to make
+
 __all__ = ["Tensor", "__version__", "dense", "flash_mla", "v4"]
 __all__ += backend.__all__
 __all__ += ops.__all__
@@ -36,3 +45,9 @@ __all__ += ops.__all__
 def __dir__() -> list[str]:
     """What tab completion offers."""
     return __all__
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"sparse_mla.{name}")
+    raise AttributeError(f"module 'sparse_mla' has no attribute {name!r}")

@@ -96,6 +96,15 @@ def test_bits_are_the_same_every_time():
         assert_same_bits(got["lse"], want["lse"])
 
 
+def test_a_last_item_of_one_step():
+    """Whatever the time that its copies take, a CTA ends after it, not before."""
+    for seed in range(100):
+        case = Dense([1] * 9, lengths(9, 100, seed), heads=16, fmt="bf16", seed=seed)
+        want = case.run(attend)
+        for _ in range(5):
+            assert_same_bits(case.run(attend)["out"], want["out"])
+
+
 def test_rows_that_are_not_aligned():
     """Rows that begin 2 bytes past a multiple of 16 take the portable kernel, with equal results
     within the bounds."""

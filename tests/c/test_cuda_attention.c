@@ -393,9 +393,49 @@ test_known_plans(void)
     expect_launch(2, "combine", 1, 16);
 }
 
+/* Tiles take a dense call that fits them, whole or cut by lengths; portable kernels take the rest. */
+static void
+test_dense_plans(void)
+{
+    smla_attention_plan plan;
+    smla_attention_params params = make_params(128, 64, 4096, 0);
+    smla_attention_shape shape = {.num_tokens = 128,
+                                  .num_heads = 64,
+                                  .topk = 4096,
+                                  .formats = {find_format(false)},
+                                  .has_ranges = true,
+                                  .is_dense = true,
+                                  .fits_tiles = true};
+    smla_attention_shape most = {.num_tokens = 128,
+                                 .num_heads = 64,
+                                 .topk = 4096,
+                                 .covers_dense = true};
+    params.dense.entry_tokens = 64;
+    for (int splits = 0; splits <= 2; splits++) {
+        shape.num_splits = most.num_splits = splits;
+        smla_cuda_plan_attention(&shape, &plan);
+        EXPECT_EQ(plan.reads_lengths, splits < 2);
+        EXPECT_EQ(plan.runs[0].cut_bytes, splits == 0 ? plan.workspace_bytes : 0);
+        EXPECT_EQ(plan.workspace_bytes > 0, splits != 1);
+        EXPECT(plan.workspace_bytes <= smla_cuda_attention_workspace_size(&most));
+        num_launches = 0;
+        params.num_splits = plan.runs[0].num_splits;
+        EXPECT_OK(smla_cuda_sparse_attention(&params, &plan, &error));
+        expect_launch(0, splits < 2 ? "sm90_dense_64" : "sm80_bf16_64", 128, splits < 2 ? 1 : 2);
+    }
+    shape.num_splits = 0;
+    shape.has_query_scale = true;
+    smla_cuda_plan_attention(&shape, &plan);
+    EXPECT(!plan.reads_lengths);
+    shape.has_query_scale = shape.fits_tiles = false;
+    smla_cuda_plan_attention(&shape, &plan);
+    EXPECT(!plan.reads_lengths);
+}
+
 int
 main(void)
 {
+    RUN(test_dense_plans);
     RUN(test_given_splits);
     RUN(test_batches_are_alike);
     RUN(test_formats);

@@ -769,7 +769,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                              .req_id_per_token = device_zeros,
                                              .is_valid = device_flags};
     const smla_step_lists_params step_lists = {.call = call, .num_rows = count};
-    const smla_key_ranges_params ranges = {.call = call, .num_tokens = count};
+    const smla_key_ranges_params ranges = {.call = call, .reqs.num_tokens = count};
     switch (i) {
     case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
     case OP_quantize_and_insert_k_cache: return b->quantize_and_insert_k_cache(&write, &error);

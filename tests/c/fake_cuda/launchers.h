@@ -36,7 +36,8 @@ static inline cudaError_t
 hold_launch(const char *launcher, const smla_attention_params *params,
             const smla_attention_start *start)
 {
-    EXPECT_EQ(start->deferred != NULL, params->num_splits > 1);
+    EXPECT_EQ(start->deferred != NULL,
+              params->num_splits > 1 || (smla_is_dense(params) && start->cut_bytes > 0));
     if (start->deferred != NULL) {
         EXPECT(!start->deferred->is_full);
         start->deferred->is_full = true;
@@ -66,6 +67,8 @@ LAUNCHER(sm90_v4_16)
 LAUNCHER(sm90_bf16_64)
 LAUNCHER(sm90_bf16_512_64)
 LAUNCHER(sm90_512_64)
+LAUNCHER(sm90_dense_64)
+LAUNCHER(sm90_dense_512_64)
 LAUNCHER(sm80_fp8_64)
 LAUNCHER(sm80_fp8_32)
 LAUNCHER(sm80_fp8_16)

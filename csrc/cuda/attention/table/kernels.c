@@ -234,7 +234,8 @@ is_repeated(int number)
     return false;
 }
 
-/* Portable kernels come first: they are what a device without kernels of its own needs. */
+/* Portable kernels come first: they are what a device without kernels of its own needs. Kernels of
+ * dense calls alone are left out, because others serve their formats, too. */
 void
 smla_describe_kernels(char text[SMLA_KERNELS_TEXT])
 {
@@ -243,7 +244,7 @@ smla_describe_kernels(char text[SMLA_KERNELS_TEXT])
     for (int is_special = 0; is_special < 2; is_special++) {
         for (int i = 0; i < NUM_KERNELS && length < SMLA_KERNELS_TEXT; i++) {
             if ((smla_attention_kernels[i].arch != SMLA_PORTABLE_ARCH) != is_special ||
-                is_repeated(i)) {
+                is_repeated(i) || smla_attention_kernels[i].plans_itself) {
                 continue;
             }
             const row_text row = text_of(&smla_attention_kernels[i]);

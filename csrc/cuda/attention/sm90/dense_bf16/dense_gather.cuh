@@ -112,6 +112,8 @@ gather_tiles(const dense_launch &launch, bf16_memory *shared)
         const dense_item *const item = &shared->dense.items[turn];
         ptx_mbarrier_wait(BF16_AT(state.base, order.planned), state.phase.item);
         if (((const volatile dense_item *)item)->num_rows == 0) {
+            /* Consumers have the last query: its arrivals and these could else share a phase. */
+            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.item ^ 1);
             announce_copies<true>(BF16_AT(state.base, query_full));
             break;
         }
