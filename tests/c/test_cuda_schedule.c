@@ -60,6 +60,10 @@ test_table(void)
          SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
         {"sm90_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_dense_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+        {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16_512 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -224,6 +228,7 @@ test_words(void)
          kernel++) {
         smla_describe_formats(kernel->formats, text);
         const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
+        strcat(text, kernel->formats & SMLA_ROWS_TILED ? ", dense" : "");
         EXPECT(strcmp(text_of(kernel).formats, formats == SMLA_ROWS_512 ? "any of 512 values"
                                                : formats == SMLA_ROWS_EXACT_512
                                                    ? "of 512 values, exact as bfloat16"
@@ -287,12 +292,14 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512.
+    /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
+     * bf16, 576 and 512.
      * sm80: fp8; bf16, 576 and 512; mixed; 512 */
     expect_listed(&h200,
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "111"
                   "111111"
                   "1"
@@ -300,6 +307,7 @@ test_listed(void)
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "000"
                   "000000"
                   "1"
@@ -308,6 +316,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "111"
                   "111111"
                   "1"
@@ -315,6 +324,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "111"
                   "111111"
                   "1"
@@ -323,6 +333,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "011"
                   "011011"
                   "1"
@@ -330,6 +341,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "011"
                   "011011"
                   "1"
@@ -338,6 +350,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "000"
                   "000000"
                   "0"
@@ -345,6 +358,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "000"
                   "000000"
                   "0"
