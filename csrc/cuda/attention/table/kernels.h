@@ -284,23 +284,34 @@ typedef struct smla_cut_tiles {
     int64_t slot_rows;
     smla_cut_tile *tiles;
     smla_partial_rows partials;
-    int64_t bytes; /* the bytes of all this, wherever the workspace begins */
 } smla_cut_tiles;
+
+/* Partial rows per slot, in a call of so many rows of out. */
+static inline int64_t
+smla_cut_slot_rows(int64_t num_rows)
+{
+    return num_rows < (int64_t)SMLA_TILE_ROWS ? num_rows : (int64_t)SMLA_TILE_ROWS;
+}
+
+static inline int64_t
+smla_cut_tiles_bytes(int64_t num_rows, int64_t num_ctas)
+{
+    return num_rows == 0 ? 0
+                         : SMLA_PARTIAL_ALIGN + num_ctas * (int64_t)sizeof(smla_cut_tile) +
+                               smla_partial_bytes(2 * num_ctas * smla_cut_slot_rows(num_rows));
+}
 
 static inline smla_cut_tiles
 smla_cut_tiles_at(void *workspace, int64_t num_rows, int64_t num_ctas)
 {
     smla_cut_tiles cut;
     uint8_t *const memory = (uint8_t *)workspace + smla_partial_padding(workspace);
-    const int64_t tile_bytes = num_ctas * (int64_t)sizeof(smla_cut_tile);
+    uint8_t *const states = memory + num_ctas * (int64_t)sizeof(smla_cut_tile);
     cut.num_ctas = num_ctas;
-    cut.slot_rows = num_rows < (int64_t)SMLA_TILE_ROWS ? num_rows : (int64_t)SMLA_TILE_ROWS;
-    const int64_t num_partials = 2 * num_ctas * cut.slot_rows;
+    cut.slot_rows = smla_cut_slot_rows(num_rows);
     cut.tiles = (smla_cut_tile *)memory;
-    cut.partials.state = (float *)(memory + tile_bytes);
-    cut.partials.out = (float *)(memory + tile_bytes + smla_partial_state_bytes(num_partials));
-    cut.bytes =
-        num_rows == 0 ? 0 : SMLA_PARTIAL_ALIGN + tile_bytes + smla_partial_bytes(num_partials);
+    cut.partials.state = (float *)states;
+    cut.partials.out = (float *)(states + smla_partial_state_bytes(2 * num_ctas * cut.slot_rows));
     return cut;
 }
 

@@ -378,7 +378,7 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
 static int64_t
 tiles_bytes(const smla_cuda_device *device, const smla_attention_shape *shape)
 {
-    return smla_cut_tiles_at(NULL, shape->num_tokens * shape->num_heads, device->num_sms).bytes;
+    return smla_cut_tiles_bytes(shape->num_tokens * shape->num_heads, device->num_sms);
 }
 
 int64_t

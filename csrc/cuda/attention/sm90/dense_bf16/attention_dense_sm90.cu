@@ -152,9 +152,10 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
     launch.has_shares = dense->rule.chunk > 0 || dense->rule.share.size > 0;
     const int64_t num_ctas = count_most_ctas(params, launch.num_reqs, may_cut);
     launch.team = count_team(params, num_ctas);
-    const smla_cut_tiles cut =
-        smla_cut_tiles_at(params->workspace, params->num_tokens * params->num_heads, num_ctas);
+    smla_cut_tiles cut = {};
     if (may_cut) {
+        cut =
+            smla_cut_tiles_at(params->workspace, params->num_tokens * params->num_heads, num_ctas);
         launch.cut_tiles = cut.tiles;
         launch.slot_rows = (int32_t)cut.slot_rows;
         launch.base.partials = cut.partials;
