@@ -393,7 +393,7 @@ test_known_plans(void)
     expect_launch(2, "combine", 1, 16);
 }
 
-/* Tiles take a dense call that fits them, whole or cut by lengths; portable kernels take the rest. */
+/* Tiles take dense calls that fit them, whole or cut by lengths. Portable kernels take others. */
 static void
 test_dense_plans(void)
 {

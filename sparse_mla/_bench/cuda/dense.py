@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import sparse_mla
 from sparse_mla._bench.common.peer import Peer
@@ -26,7 +27,8 @@ from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
 
 BLOCK_SIZE = 64
 SCALE = KEY_DIM**-0.5
-BF16, FP8 = "bfloat16", "fp8_ds_mla"
+BF16: Final = "bfloat16"
+FP8: Final = "fp8_ds_mla"
 RAGGED = "1…8192"
 EQUAL = (
     (BF16, 128, 1, 16, 4096),
