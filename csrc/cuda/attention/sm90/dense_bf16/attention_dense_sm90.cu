@@ -11,12 +11,13 @@
  *              and steps of 128 keys. Row i of a request is head i % H of its query token i / H, so
  *              several query tokens of few heads share a tile, and each key is read once for it.
  *              4 gather warps   as in attention_bf16_sm90.cu, by page: they read no index and count
- *                               no keys. Warp 0 plans which items the CTA takes (dense_items.cuh),
- *                               and makes them.
+ *                               no keys.
  *              2 warpgroups     bf16_steps.cuh. A block that some row sees in part is marked, and
- *                               masked by the limits of each row.
- *              mbarriers        those of attention_bf16_sm90.cu but `planned`. query_full also
- *                               tells consumers of an item, or that there is none.
+ *                               masked by the limits of each row. A warp of group 1 is the planner:
+ *                               it decides which items the CTA takes (dense_items.cuh), and makes
+ *                               an item when consumers begin the one before.
+ *              mbarriers        those of attention_bf16_sm90.cu. `planned` tells gather warps of an
+ *                               item, query_full consumers, or both that there is none.
  * Roofline     2 * H * 1088 FLOP and 1152 bytes per key of a request. One query token of 16 heads,
  *              128 requests of 4096 keys: 604 MB, 147 us at 4.1 TB/s of HBM; 64 heads: 34 cycles of
  *              wgmma per key and SM, where HBM takes 62, so HBM binds, too; 128 heads take two
@@ -108,18 +109,16 @@ count_team(const smla_attention_params *params, int64_t num_ctas)
     return (int32_t)(team < num_ctas ? team : num_ctas);
 }
 
-/* The most units that a plan can have, or enough for all SMs. */
+/* A CTA per unit of the plan, as far as the host knows, and one per SM at most. */
 static int64_t
-count_most_ctas(const smla_attention_params *params, int64_t num_reqs, bool may_cut)
+count_dense_ctas(const smla_attention_params *params, int64_t num_reqs, bool may_cut)
 {
     const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
     const int64_t tiles =
         smla_count_parts(params->num_tokens * params->num_heads, TILE_HEADS) + num_reqs;
     const int64_t steps = smla_count_parts(params->lists[0].topk, STEP_KEYS) + TILE_COST;
-    return tiles >= num_sms                     ? num_sms
-           : may_cut && tiles * steps < num_sms ? tiles * steps
-           : may_cut                            ? num_sms
-                                                : tiles;
+    const int64_t most = may_cut ? tiles * steps : tiles;
+    return most < num_sms ? most : num_sms;
 }
 
 /* A window's number of keys, of which more than any request has are as good as that. */
@@ -150,7 +149,7 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
     launch.left = clamp_keys(dense->rule.left);
     launch.right = clamp_keys(dense->rule.right);
     launch.has_shares = dense->rule.chunk > 0 || dense->rule.share.size > 0;
-    const int64_t num_ctas = count_most_ctas(params, launch.num_reqs, may_cut);
+    const int64_t num_ctas = count_dense_ctas(params, launch.num_reqs, may_cut);
     launch.team = count_team(params, num_ctas);
     smla_cut_tiles cut = {};
     if (may_cut) {

@@ -15,7 +15,6 @@
 #pragma once
 
 #include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
-#include "cuda/host/tensor_map.h"
 
 enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
