@@ -8,6 +8,7 @@ has the engine of a dense layer.
 
 from __future__ import annotations
 
+import abc
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class StepResult:
     lse: Any = None  # [T, H] fp32; dense: None
 
 
-class Engine:
+class Engine(abc.ABC):
     """What the engines of both layers share."""
 
     builder: Any
@@ -53,10 +54,11 @@ class Engine:
         self.model = model
         self.config = config
 
+    @abc.abstractmethod
     def project(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """The layer's inputs for the tokens at `positions` of `text`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run_layer(
         self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
     ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
@@ -64,7 +66,6 @@ class Engine:
 
         -> metadata, every head's values [T, H, 128], and a StepResult's q and its other arrays
         """
-        raise NotImplementedError
 
     def run_step(self, batch: Batch) -> StepResult:
         start = time.perf_counter()

@@ -369,19 +369,8 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.num_splits = params->num_splits;
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
-    launch.empty_lse_is_plus_inf = params->empty_lse_is_plus_inf;
-    launch.out = params->out;
-    launch.lse = params->lse;
     launch.num_heads = smla_make_divisor(params->num_heads);
-    launch.out_stride_token = params->out_stride_token;
-    launch.out_stride_head = params->out_stride_head;
-    launch.lse_stride_token = params->lse_stride_token;
-    launch.lse_stride_head = params->lse_stride_head;
-    launch.attn_sink = params->attn_sink;
-    launch.max_logits = params->max_logits;
-    launch.attn_sink_stride = params->attn_sink_stride;
-    launch.max_logits_stride_token = params->max_logits_stride_token;
-    launch.max_logits_stride_head = params->max_logits_stride_head;
+    take_results(*params, &launch);
     if (smla_is_dense(params)) { /* kernels that serve ranges leave no halves */
         launch.req_ids = params->lists[0].map.req_id_per_token;
         return launch_combine<false, true>(launch, shared_bytes, params->call.stream, deferred);

@@ -9,6 +9,7 @@
 
 #include "core/backend.h"
 #include "core/numeric.h"
+#include "core/params_attention.h"
 #include "cuda/ptx/launch.cuh"
 
 /* The reference: an integer to subtract from the scores; 0 where there are no scores. */
@@ -37,6 +38,26 @@ softmax_lse(float sum, float reference)
     const float mantissa = frexpf(sum, &exponent);
     const float integer = reference + (float)exponent;
     return fmaf(integer, ln_2_high, fmaf(integer, ln_2_low, logf(mantissa)));
+}
+
+/* Gives the launch of a kernel that finishes rows the call's results and sinks, in the fields that
+ * softmax_sink, softmax_finish and writers of out read. */
+template <typename Launch>
+static inline void
+take_results(const smla_attention_params &params, Launch *launch)
+{
+    launch->empty_lse_is_plus_inf = params.empty_lse_is_plus_inf;
+    launch->out = params.out;
+    launch->out_stride_token = params.out_stride_token;
+    launch->out_stride_head = params.out_stride_head;
+    launch->lse = params.lse;
+    launch->lse_stride_token = params.lse_stride_token;
+    launch->lse_stride_head = params.lse_stride_head;
+    launch->attn_sink = params.attn_sink;
+    launch->attn_sink_stride = params.attn_sink_stride;
+    launch->max_logits = params.max_logits;
+    launch->max_logits_stride_token = params.max_logits_stride_token;
+    launch->max_logits_stride_head = params.max_logits_stride_head;
 }
 
 /* The sink of a head; 0 if the call has no sinks. Params may be any struct in which the fields that

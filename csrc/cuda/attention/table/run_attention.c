@@ -76,15 +76,12 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
     static const char call[] = "cudaLaunchKernelExC";
     smla_cuda_deferred deferred;
     const bool is_split = params->num_splits > 1;
-    const smla_attention_start start = {run->cut_bytes, is_split ? &deferred : NULL,
+    /* A kernel that plans its cuts itself launches what combines them, too. */
+    const bool is_cut = run->kernel->plans_itself && run->cut_bytes > 0;
+    const smla_attention_start start = {run->cut_bytes, is_split || is_cut ? &deferred : NULL,
                                         run->interleaves};
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_deferred(&deferred);
-    if (run->kernel->plans_itself) {
-        const smla_attention_start alone = {run->cut_bytes, run->cut_bytes > 0 ? &deferred : NULL,
-                                            false};
-        return smla_cuda_status(op, call, run->kernel->launch(params, &alone), error);
-    }
     SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));
     if (!is_split) {
         return SMLA_OK;

@@ -42,7 +42,7 @@ typedef struct combine_tiles_launch {
     const float *attn_sink;
     int64_t attn_sink_stride;
     bool empty_lse_is_plus_inf;
-    float *max_logits; /* NULL */
+    float *max_logits;
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
 } combine_tiles_launch;
@@ -175,15 +175,7 @@ smla_cuda_launch_combine_tiles(const smla_attention_params *params, const smla_c
     launch.slot_rows = (int32_t)cut->slot_rows;
     launch.team = team;
     launch.heads = smla_make_divisor(params->num_heads);
-    launch.out = params->out;
-    launch.out_stride_token = params->out_stride_token;
-    launch.out_stride_head = params->out_stride_head;
-    launch.lse = params->lse;
-    launch.lse_stride_token = params->lse_stride_token;
-    launch.lse_stride_head = params->lse_stride_head;
-    launch.attn_sink = params->attn_sink;
-    launch.attn_sink_stride = params->attn_sink_stride;
-    launch.empty_lse_is_plus_inf = params->empty_lse_is_plus_inf;
+    take_results(*params, &launch);
     return smla_launch(combine_tiles, launch, cut->num_ctas * TILE_CTAS,
                        COMBINE_WARPS * SMLA_WARP_LANES, 0, params->call.stream, false, deferred);
 }
