@@ -17,6 +17,7 @@ smla_cuda_projection(const smla_projection_params *params, smla_error *error)
     return smla_cpu_backend.projection(params, error);
 }
 
+#include "each_launcher.h"
 #include "runtime.h"
 #include "shape.h"
 
@@ -129,34 +130,7 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
         return attend(params, smla_attend_##name);                      \
     }
 
-ATTEND(sm90_small_32)
-ATTEND(sm90_small_16)
-ATTEND(sm90_small_64)
-ATTEND(sm90_small_v4_32)
-ATTEND(sm90_small_v4_16)
-ATTEND(sm90_small_v4_64)
-ATTEND(sm90_fp8_64)
-ATTEND(sm90_fp8_32)
-ATTEND(sm90_fp8_16)
-ATTEND(sm90_v4_64)
-ATTEND(sm90_v4_32)
-ATTEND(sm90_v4_16)
-ATTEND(sm90_bf16_64)
-ATTEND(sm90_bf16_512_64)
-ATTEND(sm90_512_64)
-ATTEND(sm80_fp8_64)
-ATTEND(sm80_fp8_32)
-ATTEND(sm80_fp8_16)
-ATTEND(sm80_bf16_64)
-ATTEND(sm80_bf16_32)
-ATTEND(sm80_bf16_16)
-ATTEND(sm80_bf16_512_64)
-ATTEND(sm80_bf16_512_32)
-ATTEND(sm80_bf16_512_16)
-ATTEND(sm80_mixed_16)
-ATTEND(sm80_512_64)
-ATTEND(sm80_512_32)
-ATTEND(sm80_512_16)
+EACH_LAUNCHER(ATTEND)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,

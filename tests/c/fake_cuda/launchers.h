@@ -6,6 +6,7 @@
 #include "cuda/attention/table/kernels.h"
 
 #include "../testing.h"
+#include "each_launcher.h"
 
 typedef struct attention_launch {
     const char *launcher;
@@ -52,36 +53,7 @@ hold_launch(const char *launcher, const smla_attention_params *params,
         return hold_launch(#name, params, start);                       \
     }
 
-LAUNCHER(sm90_small_32)
-LAUNCHER(sm90_small_16)
-LAUNCHER(sm90_small_64)
-LAUNCHER(sm90_small_v4_32)
-LAUNCHER(sm90_small_v4_16)
-LAUNCHER(sm90_small_v4_64)
-LAUNCHER(sm90_fp8_64)
-LAUNCHER(sm90_fp8_32)
-LAUNCHER(sm90_fp8_16)
-LAUNCHER(sm90_v4_64)
-LAUNCHER(sm90_v4_32)
-LAUNCHER(sm90_v4_16)
-LAUNCHER(sm90_bf16_64)
-LAUNCHER(sm90_bf16_512_64)
-LAUNCHER(sm90_512_64)
-LAUNCHER(sm90_dense_64)
-LAUNCHER(sm90_dense_512_64)
-LAUNCHER(sm80_fp8_64)
-LAUNCHER(sm80_fp8_32)
-LAUNCHER(sm80_fp8_16)
-LAUNCHER(sm80_bf16_64)
-LAUNCHER(sm80_bf16_32)
-LAUNCHER(sm80_bf16_16)
-LAUNCHER(sm80_bf16_512_64)
-LAUNCHER(sm80_bf16_512_32)
-LAUNCHER(sm80_bf16_512_16)
-LAUNCHER(sm80_mixed_16)
-LAUNCHER(sm80_512_64)
-LAUNCHER(sm80_512_32)
-LAUNCHER(sm80_512_16)
+EACH_LAUNCHER(LAUNCHER)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
