@@ -1,5 +1,5 @@
-/* each_launcher.h: the names of all launchers in kernels.c. EACH_LAUNCHER(LAUNCHER) defines them for
- * a machine without CUDA: LAUNCHER(name) expands to the function smla_attend_name.
+/* each_launcher.h: the names of all launchers in kernels.c. EACH_LAUNCHER(LAUNCHER) defines them
+ * for a machine without CUDA: LAUNCHER(name) expands to the function smla_attend_name.
  */
 #pragma once
 
