@@ -13,7 +13,7 @@ Nothing is copied, and no framework is imported.
 5120
 """
 
-from sparse_mla import backend, flash_mla, ops, v4
+from sparse_mla import backend, flash_mla, ops
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
 from sparse_mla.ops.attention import *
@@ -30,7 +30,7 @@ from sparse_mla.ops.topk import *
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes time
 if TYPE_CHECKING:
-    from sparse_mla import dense
+    from sparse_mla import dense, v4
 del TYPE_CHECKING
 
 __all__ = ["Tensor", "__version__", "dense", "flash_mla", "v4"]
@@ -44,9 +44,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    """Imports `dense` at its first use, because its classes take a tenth of the import's time."""
-    if name == "dense":
+    """Imports `dense` and `v4` at their first use, because their classes take time to make."""
+    if name in ("dense", "v4"):
         import importlib
 
-        return importlib.import_module("sparse_mla.dense")
+        return importlib.import_module(f"sparse_mla.{name}")
     raise AttributeError(f"module 'sparse_mla' has no attribute {name!r}")

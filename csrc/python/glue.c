@@ -30,6 +30,17 @@ smla_py_find_dtype(DLDataType dtype)
     return NULL;
 }
 
+const smla_py_dtype *
+smla_py_find_dtype_name(const char *name)
+{
+    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+        if (strcmp(dtypes[i].name, name) == 0) {
+            return &dtypes[i];
+        }
+    }
+    return NULL;
+}
+
 /* ---- Errors -------------------------------------------------------------------------------- */
 
 PyObject *

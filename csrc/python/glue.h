@@ -79,6 +79,9 @@ void smla_py_free_shared(smla_py_state *state);
 /* xla_handlers(): capsules with the handlers of XLA custom calls, by platform, for jax.ffi. */
 extern PyMethodDef smla_py_xla_functions[];
 
+/* Memory and order between streams, for layers that Python composes: step/compose.c. */
+extern PyMethodDef smla_py_compose_functions[];
+
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 
 /* One element type under its names in DLPack, NumPy and the buffer protocol. */
@@ -90,6 +93,7 @@ typedef struct smla_py_dtype {
 
 /* The row of the dtype table, or NULL for a type that is not in the table. */
 const smla_py_dtype *smla_py_find_dtype(DLDataType dtype);
+const smla_py_dtype *smla_py_find_dtype_name(const char *name);
 
 /* The bytes of all elements. */
 static inline int64_t

@@ -368,6 +368,7 @@ module_exec(PyObject *module)
         add_format_names(module, "SPLIT_KV_FORMATS", find_split_formats()) < 0 ||
         add_format_names(module, "CONCAT_KV_FORMATS", SMLA_KV_CONCAT) < 0 ||
         PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
+        PyModule_AddFunctions(module, smla_py_compose_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

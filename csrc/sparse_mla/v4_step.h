@@ -117,15 +117,20 @@ SMLA_API int64_t smla_v4_builder_workspace_bytes(const smla_v4_builder *builder)
 typedef struct smla_v4_attend_args {
     size_t struct_size;
     smla_v4_builder *builder;
-    int64_t compress_ratio;       /* the layer's; 1: it has the sliding window only */
-    const DLTensor *q;            /* [>= T, H, 512] bf16 | e4m3 */
-    const DLTensor *swa_cache;    /* pages of swa_block_size tokens */
-    const DLTensor *compressed;   /* pages of block_size / ratio rows, unless the ratio is 1 */
-    const DLTensor *topk_indices; /* [>= T, K] int32, -1 = none; layers with an indexer only */
-    const DLTensor *attn_sink;    /* [>= H] fp32, optional */
-    const DLTensor *out;          /* out [>= T, >= H, 512] bf16; more heads stay as they are */
-    const DLTensor *lse;          /* out [>= T, H] fp32 */
+    int64_t compress_ratio;     /* the layer's; 1: it has the sliding window only */
+    const DLTensor *q;          /* [>= T, H, 512] bf16 | e4m3 */
+    const DLTensor *swa_cache;  /* pages of swa_block_size tokens */
+    const DLTensor *compressed; /* pages of block_size / ratio rows, unless the ratio is 1 */
+    const DLTensor
+        *topk_indices;         /* [>= T, K] int32, -1 = none; layers with an indexer only. NULL is
+                                   * enough with slots, unless path "separate" has prefills */
+    const DLTensor *attn_sink; /* [>= H] fp32, optional */
+    const DLTensor *out;       /* out [>= T, >= H, 512] bf16; more heads stay as they are */
+    const DLTensor *lse;       /* out [>= T, H] fp32 */
     void *stream;
+    const DLTensor *slots; /* [>= T, K] int32, optional: the slots of topk_indices, as the call of
+                            * lightning_indexer that chose them gives them */
+    const DLTensor *lens;  /* [>= T] int32, with slots: their number */
 } smla_v4_attend_args;
 
 SMLA_API smla_status smla_v4_attend(const smla_v4_attend_args *args, smla_error *error);

@@ -11,6 +11,7 @@ from sparse_mla._compiled import names_integration
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
 from sparse_mla.steps import common as steps
+from sparse_mla.steps.memory import Memory
 
 Array = Any
 Tables = Mapping[int, Array]
@@ -18,6 +19,7 @@ Tables = Mapping[int, Array]
 HEAD_SIZE = 512
 INDEXED_RATIO = 4  # its layers have an indexer
 PATHS = ("direct", "separate")
+NORMAL_FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 SYNONYMS = dict.fromkeys(("auto", "fp8", "fp8_ds_mla"), "fp8_v4")
 # What the compressed cache may hold, then what the sliding window's cache may, too.
 COMPRESSED_DTYPES = tuple(
@@ -78,6 +80,11 @@ class Config:
         Query tokens that a decode has at most: 1 + the number of speculative tokens.
     prefill_chunk_size : int
         Prefills that share the workspace of path "separate" at a time.
+    eps : float
+        Of the layer's norms: 0, or a normal float32.
+    overlap_gemm_tokens : int
+        `SparseMLA.forward` with streams runs its first projections side by side up to this many
+        tokens.
     path : "direct" or "separate", optional
         How prefills run, see help(sparse_mla.v4). None is "direct".
     device : str
@@ -122,6 +129,8 @@ class Config:
     max_model_len: int
     decode_threshold: int = 1
     prefill_chunk_size: int = 4
+    eps: float = 1e-6
+    overlap_gemm_tokens: int = 1024
     path: PathV4 | None = None
     device: str = "cpu"
     if TYPE_CHECKING:  # the same options
@@ -136,6 +145,10 @@ class Config:
         if self.path is not None and self.path not in PATHS:
             rule = " or ".join(map(repr, PATHS))
             raise ValueError(f"Config: `path` must be None, {rule}, got {self.path!r}")
+        if self.eps != 0 and not NORMAL_FP32[0] <= self.eps <= NORMAL_FP32[1]:
+            raise ValueError(
+                f"Config: `eps` must be 0 or a normal float32, 1.2e-38 to 3.4e38, got {self.eps}"
+            )
 
     def _check_ratios(self) -> None:
         if isinstance(self.compress_ratios, str) or not hasattr(self.compress_ratios, "__iter__"):
@@ -386,6 +399,7 @@ class Metadata(steps.StepMetadata):
     prefill: Prefill | None
     _step: _C.Step = field(repr=False)
     _generation: int = field(repr=False)
+    _memory: Memory = field(repr=False)
 
 
 def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
@@ -423,6 +437,9 @@ class MetadataBuilder(steps.Builder):
     config : Config
     workspace_bytes : int
         Bytes of the prefill workspace, 0 on path "direct".
+    forward_bytes : int
+        Bytes that `SparseMLA.forward` has taken so far for what lies between its operators. All
+        layers share them. They are sized for the largest batch by the first calls.
 
     Raises
     ------
@@ -437,12 +454,19 @@ class MetadataBuilder(steps.Builder):
     >>> import sparse_mla
     >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
     >>> config = sparse_mla.v4.Config(64, path="separate", **limits)
-    >>> sparse_mla.v4.MetadataBuilder(config).workspace_bytes == 4 * (32 + 128 + 64) * 1024
-    True
+    >>> builder = sparse_mla.v4.MetadataBuilder(config)
+    >>> builder.workspace_bytes == 4 * (32 + 128 + 64) * 1024, builder.forward_bytes
+    (True, 0)
     """
 
     def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
         self._create("v4", config, Config, "a sparse_mla.v4.Config", workspace)
+        self._memory = Memory()
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes that `SparseMLA.forward` has taken so far."""
+        return self._memory.num_bytes
 
     @names_integration()
     def build(
@@ -547,6 +571,7 @@ class MetadataBuilder(steps.Builder):
             index=index_layer,
             decode=Decode(step["decode_query_len"]) if has_decodes else None,
             prefill=_make_prefill(step, common.block_table) if has_prefills else None,
+            _memory=self._memory,
         )
 
     def _check_tables(self, name: str, tables: Tables | None) -> Tables:

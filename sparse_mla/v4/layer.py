@@ -1,16 +1,20 @@
-"""The attention of one DeepSeek V4 layer in a step."""
+"""One DeepSeek V4 layer in a step: its attention, and the whole of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_mla import _C
+from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
-from sparse_mla.steps.v4 import Config, Metadata
+from sparse_mla.steps.v4 import INDEXED_RATIO, Config, Metadata
+from sparse_mla.v4 import forward
+from sparse_mla.v4.checks import check_projections, check_weights
+from sparse_mla.v4.lanes import Lanes
 
 Array = Any
 
@@ -50,7 +54,7 @@ class Caches(ShortRepr):
 
 @dataclass(eq=False, repr=False)
 class Weights(ShortRepr):
-    """One layer's weights outside its dense projections. `attend` reads `attn_sink`.
+    """One layer's weights outside its dense projections. `attend` reads `attn_sink` alone.
 
     Parameters
     ----------
@@ -93,7 +97,7 @@ class Weights(ShortRepr):
 
 
 class SparseMLA:
-    """One layer's attention.
+    """One layer.
 
     Parameters
     ----------
@@ -101,17 +105,34 @@ class SparseMLA:
     compress_ratio : int
         The layer's ratio: one of the config's, or up to 1 for the sliding window alone.
     weights : Weights
+    projections : mapping of callables, or an object that has them as attributes, optional
+        The layer's dense projections, which belong to the caller. `forward` needs them, `attend`
+        does not. Each takes an array [T, any] and returns a new one::
+
+            fused_wqa_wkv       hidden states -> [T, q_lora + 512] bf16: the latent query, the key
+            wq_b                the latent query -> [T, H * 512] bf16; it is written
+            wo_b                [T, G * N] bf16 -> what `forward` returns
+            wkv_wgate           hidden states -> [T, 2 c 512] fp32 or bf16: the compressor's values
+                                and scores; c is 2 for ratio 4, else 1
+            index_wkv_wgate     hidden states -> [T, 512] fp32 or bf16: those of the indexer's
+            index_weights_proj  hidden states -> [T, index_n_heads] bf16 or fp32
+            index_wq_b          the latent query -> [T, index_n_heads * 128] bf16
+
+        All layers need the first three, those of a ratio above 1 `wkv_wgate`, those of ratio 4
+        all.
 
     Attributes
     ----------
     config : Config
     compress_ratio : int
     weights : Weights
+    projections : dict of callables, or None
 
     Raises
     ------
     TypeError, ValueError
-        No Config, no Weights, or a ratio that is not in the config.
+        No Config, no Weights, a ratio that is not in the config. With `projections`: names that are
+        missing or unknown, weights of another shape, heads that o_groups does not divide.
 
     Source: vLLM's attention layers of DeepSeek V4.
 
@@ -125,7 +146,13 @@ class SparseMLA:
     128
     """
 
-    def __init__(self, config: Config, compress_ratio: int, weights: Weights) -> None:
+    def __init__(
+        self,
+        config: Config,
+        compress_ratio: int,
+        weights: Weights,
+        projections: Mapping[str, Callable[..., Any]] | object | None = None,
+    ) -> None:
         if not isinstance(config, Config):
             raise wrong_type("SparseMLA", "config", "a sparse_mla.v4.Config", config)
         if not isinstance(weights, Weights):
@@ -139,6 +166,18 @@ class SparseMLA:
         self.config = config
         self.compress_ratio = ratio
         self.weights = weights
+        self.projections = None
+        if projections is not None:
+            self.projections = check_projections(ratio, projections)
+            check_weights(config, ratio, weights)
+        self._indexer_bytes = 0
+        if projections is not None and ratio == INDEXED_RATIO:
+            self._indexer_bytes = ops.lightning_indexer_workspace_size(
+                config.max_num_batched_tokens,
+                -(-config.max_model_len // ratio),
+                k=config.topk_tokens,
+                device=config.device,
+            )
 
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"
@@ -151,6 +190,8 @@ class SparseMLA:
         metadata: Metadata | None,
         topk_indices: Given | None = None,
         *,
+        slots: Given | None = None,
+        lens: Given | None = None,
         out: Given | None = None,
         lse: Given | None = None,
         stream: Any = None,
@@ -168,7 +209,11 @@ class SparseMLA:
             of the results become 0.
         topk_indices : [>= T, K] int32, optional
             The rows that the indexer of a layer of ratio 4 chose, as numbers inside each request,
-            -1 = none. Other layers take none.
+            -1 = none. Other layers take none. It may be left out with `slots`, unless the step has
+            prefills on path "separate", which find rows by their numbers.
+        slots, lens : [>= T, K] and [>= T] int32, optional
+            The same rows as slots of the compressed cache, and how many each token has:
+            `lightning_indexer` writes them with the choice, so that nothing has to find them here.
         out : [>= T, >= H, 512] bf16, optional
             Heads behind the first H are left alone.
         lse : [>= T, H] fp32, optional
@@ -221,6 +266,8 @@ class SparseMLA:
             swa=caches.swa,
             compressed=caches.compressed if self.compress_ratio > 1 else None,
             topk_indices=topk_indices,
+            slots=slots,
+            lens=lens,
             attn_sink=self.weights.attn_sink,
             out=out,
             lse=lse,
@@ -228,3 +275,94 @@ class SparseMLA:
             generation=metadata._generation,
             stream=stream,
         )
+
+    @names_integration()
+    def forward(
+        self,
+        x: Array,
+        caches: Caches,
+        metadata: Metadata | None,
+        *,
+        streams: Sequence[Any] = (),
+        out: Array = None,
+        stream: Any = None,
+    ) -> Array:
+        """Run the layer for all tokens of the step, from hidden states to the result of `wo_b`.
+
+        The step's rows go into the caches first, so that its tokens see each other. A token that
+        is not valid (see `Metadata.is_valid`) writes nothing, and `wo_b` gets zeros for it.
+
+        What lies between the operators belongs to the builder (`MetadataBuilder.forward_bytes`),
+        and the first calls make it. So call `forward` once before a capture; a captured layer then
+        allocates nothing but what the projections do.
+
+        Parameters
+        ----------
+        x : [>= T, hidden], the dtype of the projections
+            Hidden states: an array of NumPy, PyTorch or CuPy, or of
+            a framework whose arrays have slices, `reshape` and `swapaxes`. Rows behind the first
+            num_actual_tokens are not read.
+        caches : Caches
+            Written: `swa`; for a ratio above 1 also `compressed` and `state`; for ratio 4 also
+            `index` and `index_state`.
+        metadata : Metadata or None
+            The result of its builder's latest build, with a block table for each of these caches.
+            None, as engines pass it to warm up: only `wo_b` runs, on zeros.
+        streams : sequence of up to three handles or stream objects
+            GPU streams beside the main one, which run parts of the layer at the same time: the
+            indexer on the first, the compressor on the second, the indexer's compressor on the
+            third (a layer without an indexer: the compressor on the first). Parts without a stream
+            run on the main one. A part's projections run on its stream: PyTorch's and CuPy's under
+            it as their current stream, those of other frameworks get `stream=`, a handle. The main
+            stream waits for all of them. No result depends on it. The CPU ignores streams.
+        out : shape of what wo_b returns, dtype of that, optional
+            Is passed on to `wo_b` as `out=`.
+        stream : int handle or stream object, optional
+            The main stream.
+
+        Returns
+        -------
+        What `wo_b` returned for an array [rows of x, G * N].
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError, MemoryError
+            A layer without projections, metadata that a later build replaced or that lacks a block
+            table, too few or too many rows of x, a missing cache, more than three streams: before
+            anything is written. Then the errors of the operators and of the projections.
+
+        Source: vLLM's DeepSeek V4 attention layer, with its multi-stream overlap.
+
+        Examples
+        --------
+        >>> import numpy as np, ml_dtypes, sparse_mla
+        >>> bf16, limits = ml_dtypes.bfloat16, dict(max_num_seqs=8, max_num_batched_tokens=64)
+        >>> config = sparse_mla.v4.Config(2, o_groups=1, max_model_len=512, **limits)
+        >>> table = sparse_mla.rope_table(512, fp32_angles=True)
+        >>> ones, wo_a = np.ones(512, bf16), np.full((1, 4, 1024), 1 / 1024, bf16)
+        >>> weights = sparse_mla.v4.Weights(ones[:64], ones, None, table, wo_a)
+        >>> rng = np.random.default_rng(0)
+        >>> shapes = {"fused_wqa_wkv": (32, 576), "wq_b": (64, 1024), "wo_b": (4, 32)}
+        >>> w = {name: rng.normal(0, 0.1, shape) for name, shape in shapes.items()}
+        >>> projections = {name: lambda x, m=m: (x @ m).astype(bf16) for name, m in w.items()}
+        >>> layer = sparse_mla.v4.SparseMLA(config, 1, weights, projections)
+        >>> starts, lens = np.array([0, 3], np.int32), np.array([3], np.int32)
+        >>> pages = np.array([[0]], np.int32)
+        >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, np.arange(3), pages)
+        >>> metadata = sparse_mla.v4.MetadataBuilder(config).build(common)  # a prompt of 3 tokens
+        >>> caches = sparse_mla.v4.Caches(np.zeros((1, 64, 584), np.uint8))
+        >>> x = rng.normal(0, 1, (3, 32)).astype(bf16)
+        >>> layer.forward(x, caches, metadata).shape
+        (3, 32)
+        """
+        if self.projections is None:
+            raise ValueError(
+                "SparseMLA.forward: `projections` must be given to SparseMLA, got none"
+            )
+        if not isinstance(caches, Caches):
+            raise wrong_type("SparseMLA.forward", "caches", "a sparse_mla.v4.Caches", caches)
+        if metadata is not None and not isinstance(metadata, Metadata):
+            wanted = "what MetadataBuilder.build returned for this step, or None"
+            raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
+        with Lanes(x, stream, streams) as lanes:
+            return forward.run(self, x, caches, metadata, lanes, out)

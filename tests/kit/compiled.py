@@ -109,6 +109,8 @@ def make_v4() -> Example:
         "swa": np.zeros((5, 4, 584), np.uint8),
         "compressed": np.zeros((5, 8, 584), np.uint8),
         "topk_indices": np.zeros((4, 4), np.int32),
+        "slots": None,
+        "lens": None,
         "compress_ratio": 4,
     }
     step = ("v4", vars(config), np.zeros((4 * (4 + 3 + 8), 512), ref.BF16))
@@ -177,6 +179,11 @@ def make_calls() -> dict[str, Call]:
         "Step.build": (partial(_C.Step(*example.step).build, **example.batch), (None,)),
         "Step.layer": (partial(builder.layer, **layer), ()),
         "Step.warm_up": (_C.Step.warm_up, warm_up),
+        "Step.check": (builder.check, (layer["generation"],)),
+        "new_array": (_C.new_array, ("x", int32(1), (2, 3), "float32", 0, False)),
+        "find_stream": (_C.find_stream, (int32(1), 0)),
+        "read_stream": (_C.read_stream, (7,)),
+        "order_streams": (_C.order_streams, (0, 7, 7)),  # a stream waits for itself anyway
         "Operator": (_C.Operator, (k_up_proj, "k_up_proj")),
         "split_decodes_and_prefills": (_C.split_decodes_and_prefills, (int32(0, 1, 4), 4, 1, True)),
         "reorder_batch": (_C.reorder_batch, (int32(9, 1, 12, 1), 1)),

@@ -254,6 +254,32 @@ def test_chunks(chunk_size):
         assert_same_bits(got[name], want[name], name)
 
 
+def slots_of(case: Case, metadata) -> dict:
+    """The choice of a layer with an indexer, as slots."""
+    layer, tokens = metadata.layers[4], case.batch.num_tokens
+    slots, lens = sparse_mla.compute_global_topk_indices_and_lens(
+        case.topk, metadata.req_id_per_token, layer.block_table, layer.block_size,
+        metadata.is_valid,
+    )  # fmt: skip
+    return {"slots": slots[:tokens], "lens": lens[:tokens]}
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_slots_in_place_of_numbers(name, path):
+    """The bits are those that the numbers give. Only prefills on path "separate" need both."""
+    lens, contexts, padding = BATCHES[name]
+    case = make_case(4, path, lens, contexts, padding=padding)
+    want = check(case)
+    metadata = case.build()
+    slots = slots_of(case, metadata)
+    topk = case.topk if path == "separate" and metadata.prefill else None
+    rows = case.batch.num_tokens
+    out, lse = case.layer.attend(case.q[:rows], case.caches, metadata, topk, **slots)
+    assert_same_bits(host(out), host(want["out"]), "out")
+    assert_same_bits(host(lse), host(want["lse"]), "lse")
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_decodes_do_not_depend_on_the_path(ratio):
     """Decode tokens are attended to by the same call on both paths."""
@@ -485,6 +511,16 @@ def bad_calls(case: Case) -> dict:
         "wide topk": ({"topk_indices": wide}, r"`topk_indices` must have at most .* = 16 columns"),
         "short topk": ({"topk_indices": wide[1:]}, "`topk_indices` must have shape"),
         "topk dtype": ({"topk_indices": wide.astype(np.int64)}, "`topk_indices` must be int32"),
+        "no lens": ({"slots": wide[:, :11]}, "`lens` must be given, got none"),
+        "no slots": ({"lens": wide[:, 0].copy()}, "`slots` must be given, got none"),
+        "wide slots": (
+            {"slots": wide, "lens": wide[:, 0].copy()},
+            r"`slots` must have at most topk_tokens = 16 columns, got 17",
+        ),
+        "short lens": (
+            {"slots": wide[:, :11], "lens": wide[1:, 0].copy()},
+            r"`lens` must have shape \[>= 43\]",
+        ),
         "out": ({"out": np.zeros((tokens, 2, 512), ref.BF16)}, "`out` must have shape"),
         "lse": ({"lse": np.zeros((tokens, 4), np.float32)}, "`lse` must have shape"),
         "overlap": ({"out": case.q}, "`out` must not overlap `q`, got arrays that share memory"),
@@ -513,6 +549,16 @@ def test_bad_arguments_of_other_layers():
     metadata = case.build()
     with pytest.raises(ValueError, match=r"^attend: `topk_indices` must be None for a layer with"):
         case.layer.attend(case.q, case.caches, metadata, np.zeros((43, 3), np.int32))
+    for name in ("slots", "lens"):
+        with pytest.raises(
+            ValueError, match=rf"^attend: `{name}` must be None for a layer without"
+        ):
+            case.layer.attend(case.q, case.caches, metadata, **{name: np.zeros(43, np.int32)})
+    prefills = make_case(4, "separate")
+    metadata = prefills.build()
+    with pytest.raises(ValueError, match="`topk_indices` must be given beside slots for the prefi"):
+        prefills.layer.attend(prefills.q, prefills.caches, metadata, **slots_of(prefills, metadata))
+    metadata = case.build()
     with pytest.raises(TypeError, match=r"`caches` must be a sparse_mla\.v4\.Caches, got tuple"):
         package.v4.SparseMLA(case.config, 16, v4.Weights(*5 * [None])).attend(case.q, (), metadata)
     with pytest.raises(TypeError, match=r"`metadata` must be what MetadataBuilder.build returned"):

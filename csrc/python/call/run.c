@@ -100,7 +100,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
     case SMLA_PY_ASK: return smla_py_parse_flag(object, &call->asks);
     case SMLA_PY_STEP: return smla_py_take_step(call, object, field);
-    case SMLA_PY_GENERATION: return smla_py_check_generation(call, object);
+    case SMLA_PY_GENERATION: return smla_py_check_generation(call->op, call->step, object);
     case SMLA_PY_STREAM: return smla_py_take_stream(call, object);
     default: return 0;
     }

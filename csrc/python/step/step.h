@@ -69,7 +69,7 @@ smla_py_leave_step(smla_py_step *step)
 int smla_py_take_step(smla_py_call *call, PyObject *object, void *builder);
 
 /* Checks that the step of a layer's metadata, the build of this number, is the latest one. */
-int smla_py_check_generation(const smla_py_call *call, PyObject *object);
+int smla_py_check_generation(const char *op, const void *step, PyObject *object);
 
 /* ---- Arrays: step_arrays.c ----------------------------------------------------------------- */
 

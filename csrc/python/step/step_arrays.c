@@ -103,11 +103,11 @@ smla_py_take_step(smla_py_call *call, PyObject *object, void *builder)
 }
 
 int
-smla_py_check_generation(const smla_py_call *call, PyObject *object)
+smla_py_check_generation(const char *op, const void *step, PyObject *object)
 {
-    const int64_t latest = ((const smla_py_step *)call->step)->generation;
+    const int64_t latest = ((const smla_py_step *)step)->generation;
     int64_t generation = 0;
-    if (smla_py_parse_int(call->op, "generation", object, &generation) < 0) {
+    if (smla_py_parse_int(op, "generation", object, &generation) < 0) {
         return -1;
     }
     if (generation == latest) {
@@ -116,7 +116,7 @@ smla_py_check_generation(const smla_py_call *call, PyObject *object)
     PyErr_Format(PyExc_ValueError,
                  "%s: `metadata` must come from its builder's latest build (number %lld), got that "
                  "of build %lld",
-                 call->op, (long long)latest, (long long)generation);
+                 op, (long long)latest, (long long)generation);
     return -1;
 }
 

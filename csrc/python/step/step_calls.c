@@ -72,6 +72,8 @@ static const smla_py_param layer_v4[] = {
     {"caches.swa", SMLA_PY_INPUT, offsetof(smla_v4_attend_args, swa_cache)},
     {"caches.compressed", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, compressed)},
     {"topk_indices", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, topk_indices)},
+    {"slots", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, slots)},
+    {"lens", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, lens)},
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, attn_sink)},
     {"out", SMLA_PY_OUTPUT, offsetof(smla_v4_attend_args, out)},
     {"lse", SMLA_PY_OUTPUT, offsetof(smla_v4_attend_args, lse)},

@@ -106,11 +106,21 @@ PyDoc_STRVAR(layer_doc, "layer($self, /, **arguments)\n--\n\n"
 PyDoc_STRVAR(warm_up_doc, "warm_up($type, q, out, lse, num_heads, stream, /)\n--\n\n"
                           "The results of a layer without a step: zeros.");
 
+PyDoc_STRVAR(check_doc, "check($self, generation, /)\n--\n\n"
+                        "Raise a ValueError unless the latest build has this number.");
+
+static PyObject *
+check(PyObject *self, PyObject *generation)
+{
+    return smla_py_check_generation("forward", self, generation) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef step_methods[] = {
     {"build", (PyCFunction)(void (*)(void))smla_py_build_step, METH_FASTCALL | METH_KEYWORDS,
      build_doc},
     {"layer", (PyCFunction)(void (*)(void))smla_py_run_layer, METH_FASTCALL | METH_KEYWORDS,
      layer_doc},
+    {"check", check, METH_O, check_doc},
     {"warm_up", (PyCFunction)(void (*)(void))smla_py_warm_up, METH_FASTCALL | METH_CLASS,
      warm_up_doc},
     {NULL, NULL, 0, NULL},

@@ -25,11 +25,11 @@ smla_require_step(const smla_layer *layer)
 }
 
 smla_status
-smla_require_topk(const smla_layer *layer, smla_checker *c, const DLTensor *topk,
+smla_require_topk(const smla_layer *layer, smla_checker *c, const char *name, const DLTensor *topk,
                   int64_t topk_tokens)
 {
     SMLA_TRY(
-        smla_require(c, &(smla_rule){.name = "topk_indices",
+        smla_require(c, &(smla_rule){.name = name,
                                      .tensor = topk,
                                      .dtypes = SMLA_DTYPE_INT32,
                                      .flags = SMLA_RULE_MORE_ROWS,
@@ -38,9 +38,8 @@ smla_require_topk(const smla_layer *layer, smla_checker *c, const DLTensor *topk
     return smla_size(topk, 1) <= topk_tokens
                ? SMLA_OK
                : smla_fail(layer->error, SMLA_ERROR_VALUE,
-                           "%s: `topk_indices` must have at most topk_tokens = %lld columns, got "
-                           "%lld",
-                           layer->op, (long long)topk_tokens, (long long)smla_size(topk, 1));
+                           "%s: `%s` must have at most topk_tokens = %lld columns, got %lld",
+                           layer->op, name, (long long)topk_tokens, (long long)smla_size(topk, 1));
 }
 
 smla_status

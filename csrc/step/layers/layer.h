@@ -22,9 +22,9 @@ smla_status smla_enter_layer(const char *op, const void *args, void *known, size
 /* Checks that the layer has a step. */
 smla_status smla_require_step(const smla_layer *layer);
 
-/* Checks topk_indices [>= T, up to topk_tokens]. */
-smla_status smla_require_topk(const smla_layer *layer, smla_checker *checker, const DLTensor *topk,
-                              int64_t topk_tokens);
+/* Checks an indexer's choice [>= T, up to topk_tokens]. */
+smla_status smla_require_topk(const smla_layer *layer, smla_checker *checker, const char *name,
+                              const DLTensor *topk, int64_t topk_tokens);
 
 typedef struct smla_layer_results {
     const DLTensor *attn_sink;   /* [H], optional */

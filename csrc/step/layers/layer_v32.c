@@ -67,7 +67,8 @@ check_forward(forward_call *f)
                                 args->q_pe, b->metadata.num_actual_tokens, b->config.num_heads,
                                 SMLA_RULE_MORE_ROWS));
     SMLA_TRY(check_cache(&c, args, b, &f->cache));
-    SMLA_TRY(smla_require_topk(&f->layer, &c, args->topk_indices, b->config.topk_tokens));
+    SMLA_TRY(smla_require_topk(&f->layer, &c, "topk_indices", args->topk_indices,
+                               b->config.topk_tokens));
     SMLA_TRY(smla_require_finite(op, "softmax_scale", args->softmax_scale, f->layer.error));
     return smla_require_results(&f->layer, &c,
                                 &(smla_layer_results){.attn_sink = args->attn_sink,

@@ -2,7 +2,8 @@
  * of the public operators.
  *
  *   decodes    attention over the sliding window's cache, and over the compressed cache: the rows
- *              that the indexer chose, or all complete groups
+ *              that the indexer chose, or all complete groups. Where the caller has numbers only,
+ *              they are turned into slots first
  *   direct     the same for prefills
  *   separate   chunks of prefills: both caches to the workspace -> rows of the workspace ->
  *              attention over it as one page
@@ -89,18 +90,62 @@ check_caches(smla_checker *c, const attend_call *call)
                                                    .formats = SMLA_KV_EXTRA});
 }
 
-static smla_status
-check_topk(smla_checker *c, const attend_call *call)
+/* Whether prefills attend to a workspace, whose rows are found by the numbers of the choice. */
+static bool
+has_chunks(const attend_call *call)
 {
-    const DLTensor *const topk = call->args->topk_indices;
+    const smla_v4_metadata *const m = &call->b->metadata;
+    return m->path == SMLA_PATH_SEPARATE && m->num_chunks > 0;
+}
+
+/* A layer without an indexer takes no choice. */
+static smla_status
+refuse_choice(const attend_call *call, const char *name, const DLTensor *given)
+{
+    return given == NULL ? SMLA_OK
+                         : smla_fail(call->layer.error, SMLA_ERROR_VALUE,
+                                     "%s: `%s` must be None for a layer without an indexer "
+                                     "(compress ratio %lld), got an array",
+                                     op, name, (long long)call->args->compress_ratio);
+}
+
+static smla_status
+check_slots(smla_checker *c, const attend_call *call)
+{
+    const int64_t num_tokens = call->b->metadata.num_actual_tokens;
+    SMLA_TRY(smla_require_topk(&call->layer, c, "slots", call->args->slots,
+                               call->b->config.topk_tokens));
+    return smla_require(c, &(smla_rule){.name = "lens",
+                                        .tensor = call->args->lens,
+                                        .dtypes = SMLA_DTYPE_INT32,
+                                        .flags = SMLA_RULE_MORE_ROWS,
+                                        .ndim = 1,
+                                        .shape = {num_tokens},
+                                        .hint = "the number of each token's slots"});
+}
+
+static smla_status
+check_choice(smla_checker *c, const attend_call *call)
+{
+    const smla_v4_attend_args *const args = call->args;
     if (!call->is_indexed) {
-        return topk == NULL ? SMLA_OK
-                            : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                        "%s: `topk_indices` must be None for a layer without an "
-                                        "indexer (compress ratio %lld), got an array",
-                                        op, (long long)call->args->compress_ratio);
+        SMLA_TRY(refuse_choice(call, "topk_indices", args->topk_indices));
+        SMLA_TRY(refuse_choice(call, "slots", args->slots));
+        return refuse_choice(call, "lens", args->lens);
     }
-    return smla_require_topk(&call->layer, c, topk, call->b->config.topk_tokens);
+    if (args->slots != NULL || args->lens != NULL) {
+        SMLA_TRY(check_slots(c, call));
+    }
+    if (args->topk_indices == NULL && args->slots != NULL && has_chunks(call)) {
+        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
+                         "%s: `topk_indices` must be given beside slots for the prefills of path "
+                         "\"separate\", got none",
+                         op);
+    }
+    return args->topk_indices == NULL && args->slots != NULL
+               ? SMLA_OK
+               : smla_require_topk(&call->layer, c, "topk_indices", args->topk_indices,
+                                   call->b->config.topk_tokens);
 }
 
 static smla_status
@@ -121,7 +166,7 @@ check_attend(attend_call *call)
                          op, config->q_scale);
     }
     SMLA_TRY(check_caches(&c, call));
-    SMLA_TRY(check_topk(&c, call));
+    SMLA_TRY(check_choice(&c, call));
     return smla_require_results(&call->layer, &c,
                                 &(smla_layer_results){.attn_sink = call->args->attn_sink,
                                                       .out = call->args->out,
@@ -237,27 +282,37 @@ view_rows(const attend_call *call, smla_view *view)
                           b->metadata.groups[call->group].width, b->columns[call->group]);
 }
 
-/* Attends of tokens [start, end), all decodes or none, over the caches. */
+/* Finds the lists of slots for tokens [start, end), all decodes or none. */
 static smla_status
-attend_tokens(attend_call *call, int64_t start, int64_t end)
+find_lists(attend_call *call, int64_t start, int64_t end)
 {
     const smla_v4_builder *const b = call->b;
     const bool are_slots = !call->is_indexed && end <= b->metadata.split.num_decode_tokens;
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     smla_view rows;
+    if (call->is_indexed && call->args->slots != NULL) {
+        smla_slice_rows(&call->indices, call->args->slots, 0, num_tokens);
+        smla_slice_rows(&call->lens, call->args->lens, 0, num_tokens);
+        return SMLA_OK;
+    }
+    const DLTensor *const numbers = view_rows(call, &rows);
+    if (are_slots) {
+        smla_slice_rows(&call->indices, numbers, 0, num_tokens);
+        smla_view_vector(&call->layer, &call->lens, b->made.groups[call->group].lens, num_tokens);
+        return SMLA_OK;
+    }
+    const int64_t columns = smla_size(numbers, 1);
+    smla_view_rows(&call->layer, &call->indices, b->made.indices, num_tokens, columns, columns);
+    smla_view_vector(&call->layer, &call->lens, b->made.index_lens, num_tokens);
+    return find_slots(call, numbers, start, end);
+}
+
+/* Attends of tokens [start, end), all decodes or none, over the caches. */
+static smla_status
+attend_tokens(attend_call *call, int64_t start, int64_t end)
+{
     if (call->group >= 0) {
-        const DLTensor *const numbers = view_rows(call, &rows);
-        if (are_slots) {
-            smla_slice_rows(&call->indices, numbers, 0, num_tokens);
-            smla_view_vector(&call->layer, &call->lens, b->made.groups[call->group].lens,
-                             num_tokens);
-        } else {
-            const int64_t columns = smla_size(numbers, 1);
-            smla_view_rows(&call->layer, &call->indices, b->made.indices, num_tokens, columns,
-                           columns);
-            smla_view_vector(&call->layer, &call->lens, b->made.index_lens, num_tokens);
-            SMLA_TRY(find_slots(call, numbers, start, end));
-        }
+        SMLA_TRY(find_lists(call, start, end));
     }
     return attend_caches(call, start, end);
 }
@@ -417,7 +472,7 @@ run(void *given)
 {
     attend_call *const call = given;
     const smla_v4_metadata *const m = &call->b->metadata;
-    const int64_t num_chunks = m->path == SMLA_PATH_SEPARATE ? m->num_chunks : 0;
+    const int64_t num_chunks = has_chunks(call) ? m->num_chunks : 0;
     smla_view_scratch(&call->layer, &call->scratch);
     for (int64_t i = 0; i < num_chunks; i++) {
         SMLA_TRY(gather_chunk(call, &m->chunks[i], smla_check_gather_k_values));

@@ -1,0 +1,370 @@
+"""A layer of DeepSeek V4, from hidden states to its output: `SparseMLA.forward`.
+
+    x -> fused_wqa_wkv -> norm -> wq_b -> norm, RoPE, insert into the window's cache ->+
+    x -> wkv_wgate ------------------> compressor: states, compressed rows ----------->+
+    x -> index_wkv_wgate ------------> the indexer's compressor: its keys ->+          |
+    x -> index_weights_proj, qr -> index_wq_b -> RoPE, quantise ----------->+ choice ->+
+    attention -> inverse RoPE, quantise -> wo_a -> wo_b
+
+The lines may run on streams of their own until attention waits for them. What is computed does not
+depend on that: every line calls the same operators on the same values.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from sparse_mla import _C, ops
+from sparse_mla.steps.v4 import HEAD_SIZE, INDEXED_RATIO, Metadata
+from sparse_mla.v4.checks import INDEX_SIZE
+from sparse_mla.v4.lanes import Lane, Lanes
+
+Array = Any
+OP = "SparseMLA.forward"
+
+
+def run(
+    layer: Any, x: Array, caches: Any, metadata: Metadata | None, lanes: Lanes, out: Array | None
+) -> Array:
+    """One layer on lanes that are entered already."""
+    if metadata is None:
+        return warm_up(layer, x, lanes, out)
+    step = Step(layer, x, caches, metadata, lanes)
+    step.check()
+    if metadata.num_actual_tokens > 0:
+        step.run()
+    return step.project_out(out)
+
+
+def warm_up(layer: Any, x: Array, lanes: Lanes, out: Array | None) -> Array:
+    """Without a step the output is that of zeros."""
+    groups, rank = layer.weights.wo_a.shape[:2]
+    shape = (x.shape[0], groups * rank)
+    z = _C.new_array("z", x, shape, "bfloat16", lanes.main.handle, True)
+    return call_wo_b(layer, lanes.main, z, out)
+
+
+def call_wo_b(layer: Any, lane: Lane, z: Array, out: Array | None) -> Array:
+    keywords = {} if out is None else {"out": out}
+    result = lane.call(layer.projections["wo_b"], z, **keywords)
+    return copy(result) if result is z else result  # z is written again by the next layer
+
+
+def copy(array: Array) -> Array:
+    return array.clone() if hasattr(array, "clone") else array.copy()
+
+
+class Step:
+    """One call of `forward`."""
+
+    def __init__(self, layer: Any, x: Array, caches: Any, metadata: Metadata, lanes: Lanes) -> None:
+        self.layer, self.caches, self.metadata, self.lanes = layer, caches, metadata, lanes
+        self.config, self.weights, self.ratio = layer.config, layer.weights, layer.compress_ratio
+        self.num_rows, self.num_tokens = x.shape[0], metadata.num_actual_tokens
+        self.x = x[: self.num_tokens]
+        self.is_indexed = self.ratio == INDEXED_RATIO
+        main = lanes.main
+        # The indexer's lane, that of the compressor, and that of the indexer's compressor.
+        self.choosing = lanes.side(0, main)
+        self.pooling = lanes.side(1 if self.is_indexed else 0, main)
+        self.index_pooling = lanes.side(2, self.choosing)
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Checks what the operators cannot: that the step has what this layer needs."""
+        m, most = self.metadata, self.config.max_num_batched_tokens
+        m._step.check(m._generation)
+        if self.num_rows < self.num_tokens or self.num_rows > most:
+            raise ValueError(
+                f"{OP}: `x` must have {self.num_tokens} to {most} rows, got {self.num_rows}"
+            )
+        if self.ratio > 1:
+            self.check_group(m.layers.get(self.ratio), "compressed", "states")
+            self.check_caches("compressed", "state")
+        if self.is_indexed:
+            self.check_group(m.index, "index", "index_states")
+            self.check_caches("index", "index_state")
+
+    def check_group(self, group: Any, pages: str, states: str) -> None:
+        if group is None or group.state_slot_mapping is None:
+            name = pages if group is None else states
+            raise ValueError(
+                f"{OP}: `metadata` must have a block table of ratio {self.ratio} for `{name}`, got "
+                f"none: give it to MetadataBuilder.build"
+            )
+
+    def check_caches(self, *names: str) -> None:
+        for name in names:
+            if getattr(self.caches, name) is None:
+                raise ValueError(
+                    f"{OP}: `caches.{name}` must be given for compress ratio {self.ratio}, got none"
+                )
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: str, size: int) -> Array:
+        """An array of the builder. `size` is what the largest batch needs."""
+        like, stream = self.x, self.lanes.main.handle
+        return self.metadata._memory.view(like, stream, name, shape, dtype, size)
+
+    def rows(self, name: str, row: tuple[int, ...], dtype: str) -> Array:
+        """An array with a row per token."""
+        most = self.config.max_num_batched_tokens
+        return self.array(name, (self.num_tokens, *row), dtype, most * prod(row))
+
+    def is_scaled(self, kv_format: str) -> float:
+        return self.config.kv_scale if kv_format == "fp8_e4m3" else 1.0
+
+    # --- the lines -------------------------------------------------------------------------------
+
+    def project(self, lane: Lane, name: str, x: Array) -> Array:
+        return lane.call(self.layer.projections[name], x)
+
+    def run(self) -> None:
+        """Everything before `project_out`."""
+        lanes, main, x = self.lanes, self.lanes.main, self.x
+        # Large products fill the device by themselves: side by side they only disturb each other.
+        is_early = self.num_tokens <= self.config.overlap_gemm_tokens
+        kv_score = index_weights = index_kv_score = None
+        if is_early:
+            lanes.fork()
+        qr_kv = self.project(main, "fused_wqa_wkv", x)
+        if self.ratio > 1:
+            kv_score = self.project(self.pooling if is_early else main, "wkv_wgate", x)
+        if self.is_indexed:
+            index_kv_score = self.project(
+                self.index_pooling if is_early else main, "index_wkv_wgate", x
+            )
+            index_weights = self.project(
+                self.choosing if is_early else main, "index_weights_proj", x
+            )
+        if not is_early:
+            lanes.fork()
+        qr, kv = self.normalise(qr_kv)
+        if self.is_indexed:
+            lanes.order(main, self.choosing)  # for qr
+        if self.ratio > 1:
+            self.pool(kv_score)
+        choice = self.choose(qr, index_weights, index_kv_score) if self.is_indexed else {}
+        q = self.insert(self.project(main, "wq_b", qr), kv)
+        lanes.join()
+        self.attend(q, choice)
+
+    def normalise(self, qr_kv: Array) -> tuple[Array, Array]:
+        width = qr_kv.shape[-1] - HEAD_SIZE
+        qr, kv = self.rows("qr", (width,), "bfloat16"), self.rows("kv", (HEAD_SIZE,), "bfloat16")
+        ops.fused_q_kv_rmsnorm(
+            qr_kv[:, :width],
+            qr_kv[:, width:],
+            self.weights.q_norm,
+            self.weights.kv_norm,
+            eps=self.config.eps,
+            q_out=qr,
+            kv_out=kv,
+            stream=self.lanes.main.handle,
+        )
+        return qr, kv
+
+    def insert(self, q: Array, kv: Array) -> Array:
+        """The queries as attention takes them; the keys go into the window's cache."""
+        config, m = self.config, self.metadata
+        heads = (config.num_heads, HEAD_SIZE)
+        q = q.reshape(self.num_tokens, *heads)
+        is_e4m3 = config.q_scale != 1
+        q_out = self.rows("q", heads, "uint8") if is_e4m3 else q
+        ops.fused_qnorm_rope_kv_insert(
+            q,
+            kv,
+            m.positions,
+            self.weights.cos_sin,
+            self.caches.swa,
+            m.slot_mapping[: self.num_tokens],
+            eps=config.eps,
+            q_out=q_out,
+            q_scale_inv=1 / config.q_scale if is_e4m3 else None,
+            kv_scale=self.is_scaled(config.kv_cache_dtype),
+            kv_format=config.kv_cache_dtype,
+            block_size=config.swa_block_size,
+            stream=self.lanes.main.handle,
+        )
+        return q_out
+
+    def pool(self, kv_score: Array) -> None:
+        config, weights = self.config, self.weights
+        kv_format = config.compressed_kv_cache_dtype
+        with self.pooling as lane:
+            compress(
+                self.metadata.layers[self.ratio],
+                self.metadata,
+                kv_score,
+                state=self.caches.state,
+                cache=self.caches.compressed,
+                ape=weights.ape,
+                norm_weight=weights.compressor_norm,
+                cos_sin=weights.cos_sin,
+                eps=config.eps,
+                ratio=self.ratio,
+                kv_scale=self.is_scaled(kv_format),
+                kv_format=kv_format,
+                stream=lane.handle,
+            )
+
+    def index_cos_sin(self) -> Array:
+        table = self.weights.index_cos_sin
+        return self.weights.cos_sin if table is None else table
+
+    def choose(self, qr: Array, weights: Array, kv_score: Array) -> dict[str, Array]:
+        """The rows that each token attends to, as numbers and as slots."""
+        config, m = self.config, self.metadata
+        group: Any = m.index  # `check` has seen it
+        with self.index_pooling as lane:
+            compress(
+                group,
+                m,
+                kv_score,
+                state=self.caches.index_state,
+                cache=self.caches.index,
+                ape=self.weights.index_ape,
+                norm_weight=self.weights.index_norm,
+                cos_sin=self.index_cos_sin(),
+                eps=config.eps,
+                ratio=self.ratio,
+                kv_format=config.index_cache_dtype,
+                stream=lane.handle,
+            )
+        query = self.quantise_query(self.project(self.choosing, "index_wq_b", qr), weights)
+        self.lanes.order(self.index_pooling, self.choosing)
+        topk = config.topk_tokens
+        choice = {
+            "topk_indices": self.rows("topk_indices", (topk,), "int32"),
+            "slots": self.rows("slots", (topk,), "int32"),
+            "lens": self.rows("lens", (), "int32"),
+        }
+        pages = m.layers[self.ratio]
+        with self.choosing as lane:
+            ops.lightning_indexer(
+                k_cache=self.caches.index,
+                context_lens=group.context_lens,
+                k=topk,
+                block_table=group.block_table,
+                req_id_per_token=m.req_id_per_token,
+                kv_format=config.index_cache_dtype,
+                block_size=group.block_size,
+                slots_block_table=pages.block_table,
+                slots_block_size=pages.block_size,
+                is_valid=m.is_valid,
+                out=choice["topk_indices"],
+                slots=choice["slots"],
+                lens=choice["lens"],
+                workspace=self.indexer_workspace(),
+                stream=lane.handle,
+                **query,
+            )
+        return choice
+
+    def quantise_query(self, q: Array, weights: Array) -> dict[str, Array]:
+        """The indexer's queries, as lightning_indexer takes them."""
+        config = self.config
+        heads, is_fp4 = config.index_n_heads, config.index_cache_dtype == "mxfp4_index"
+        found = {
+            "q": self.rows("index_q", (heads, INDEX_SIZE // 2 if is_fp4 else INDEX_SIZE), "uint8"),
+            "weights": self.rows("index_weights", (heads,), "float32"),
+            "q_scale": self.rows("index_q_scale", (heads, 4), "uint8") if is_fp4 else None,
+        }
+        with self.choosing as lane:
+            ops.fused_indexer_q_rope_quant(
+                q.reshape(self.num_tokens, heads, INDEX_SIZE),
+                weights,
+                self.metadata.positions,
+                self.index_cos_sin(),
+                softmax_scale=INDEX_SIZE**-0.5,
+                head_scale=heads**-0.5,
+                use_fp4=is_fp4,
+                out=found["q"],
+                out_weights=found["weights"],
+                out_scale=found["q_scale"],
+                stream=lane.handle,
+            )
+        return found
+
+    def indexer_workspace(self) -> Array:
+        size = self.layer._indexer_bytes
+        return self.array("indexer_workspace", (size,), "uint8", size)
+
+    def attend(self, q: Array, choice: dict[str, Array]) -> None:
+        num_heads = self.config.num_heads
+        self.layer.attend(
+            q,
+            self.caches,
+            self.metadata,
+            **choice,
+            out=self.rows("out", (num_heads, HEAD_SIZE), "bfloat16"),
+            lse=self.rows("lse", (num_heads,), "float32"),
+            stream=self.lanes.main.handle,
+        )
+
+    # --- after attention -------------------------------------------------------------------------
+
+    def project_out(self, out: Array | None) -> Array:
+        groups, rank = self.weights.wo_a.shape[:2]
+        most = self.config.max_num_batched_tokens
+        shape = (self.num_rows, groups, rank)
+        z = self.array("z", shape, "bfloat16", most * groups * rank)
+        if self.num_tokens > 0:
+            self.project_groups(z[: self.num_tokens])
+        if self.num_tokens < self.num_rows:
+            with self.lanes.main:
+                z[self.num_tokens :] = 0
+        z = z.reshape(self.num_rows, groups * rank)
+        return call_wo_b(self.layer, self.lanes.main, z, out)
+
+    def project_groups(self, z: Array) -> None:
+        stream = self.lanes.main.handle
+        o, o_scale = self.turned()
+        ops.fused_inv_rope_fp8_quant(
+            self.rows("out", (self.config.num_heads, HEAD_SIZE), "bfloat16"),
+            self.metadata.positions,
+            self.weights.cos_sin,
+            groups=self.config.o_groups,
+            quantize=o_scale is not None,
+            out=o,
+            out_scale=o_scale,
+            stream=stream,
+        )
+        ops.grouped_output_projection(
+            o, o_scale, self.weights.wo_a, self.weights.wo_a_scale, out=z, stream=stream
+        )
+
+    def turned(self) -> tuple[Array, Array | None]:
+        """Memory for attention's output, turned back: [T, G, values], and its scales [Tp, G, n],
+        whose storage is [G, n, Tp]. Tp is T rounded up to 4."""
+        config, num_tokens = self.config, self.num_tokens
+        most = config.max_num_batched_tokens + 3
+        groups, values = config.o_groups, config.num_heads * HEAD_SIZE
+        shape, size = (groups, num_tokens, values // groups), most * values
+        if self.weights.wo_a_scale is None:
+            return self.array("o", shape, "bfloat16", size).swapaxes(0, 1), None
+        columns = values // groups // 128
+        room = (groups, columns, -(-num_tokens // 4) * 4)
+        scales = self.array("o_scale", room, "float32", most * groups * columns)
+        return self.array("o", shape, "uint8", size).swapaxes(0, 1), scales.swapaxes(0, 2).swapaxes(
+            1, 2
+        )
+
+
+def compress(group: Any, m: Metadata, kv_score: Array, **arguments: Any) -> None:
+    """One compressor: the step's states, then the rows of the groups that it closes."""
+    width = kv_score.shape[-1] // 2
+    ops.compress_norm_rope_store(
+        block_table=group.state_block_table,
+        req_id_per_token=m.req_id_per_token,
+        positions=m.positions,
+        slot_mapping=group.state_slot_mapping,
+        kv_slot_mapping=group.slot_mapping,
+        kv=kv_score[:, :width],
+        score=kv_score[:, width:],
+        block_size=group.block_size,
+        **arguments,
+    )
