@@ -32,9 +32,14 @@ def run(
         return warm_up(layer, x, lanes, out)
     step = Step(layer, x, caches, metadata, lanes)
     step.check()
-    if metadata.num_actual_tokens > 0:
-        step.run()
-    return step.project_out(out)
+    try:
+        if metadata.num_actual_tokens > 0:
+            step.run()
+        z = step.project_groups()
+    finally:  # a later build may be on another stream, and write what this call reads
+        lanes.join()
+        metadata._step.mark_use(lanes.main.handle)
+    return call_wo_b(layer, lanes.main, z, out)
 
 
 def warm_up(layer: Any, x: Array, lanes: Lanes, out: Array | None) -> Array:
@@ -64,11 +69,12 @@ class Step:
         self.num_rows, self.num_tokens = x.shape[0], metadata.num_actual_tokens
         self.x = x[: self.num_tokens]
         self.is_indexed = self.ratio == INDEXED_RATIO
+        # The lanes of the indexer, of the compressor, and of the indexer's compressor.
         main = lanes.main
-        # The indexer's lane, that of the compressor, and that of the indexer's compressor.
-        self.choosing = lanes.side(0, main)
-        self.pooling = lanes.side(1 if self.is_indexed else 0, main)
-        self.index_pooling = lanes.side(2, self.choosing)
+        self.choosing = lanes.side(0, main) if self.is_indexed else main
+        self.pooling = lanes.side(1 if self.is_indexed else 0, main) if self.ratio > 1 else main
+        self.index_pooling = lanes.side(2, self.choosing) if self.is_indexed else main
+        self.sides = (self.choosing, self.pooling, self.index_pooling)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -114,7 +120,8 @@ class Step:
         most = self.config.max_num_batched_tokens
         return self.array(name, (self.num_tokens, *row), dtype, most * prod(row))
 
-    def is_scaled(self, kv_format: str) -> float:
+    def scale_of(self, kv_format: str) -> float:
+        """The scale of a cache, if its format has one."""
         return self.config.kv_scale if kv_format == "fp8_e4m3" else 1.0
 
     # --- the lines -------------------------------------------------------------------------------
@@ -123,13 +130,13 @@ class Step:
         return lane.call(self.layer.projections[name], x)
 
     def run(self) -> None:
-        """Everything before `project_out`."""
+        """Everything up to attention."""
         lanes, main, x = self.lanes, self.lanes.main, self.x
         # Large products fill the device by themselves: side by side they only disturb each other.
         is_early = self.num_tokens <= self.config.overlap_gemm_tokens
         kv_score = index_weights = index_kv_score = None
         if is_early:
-            lanes.fork()
+            lanes.fork(self.sides)
         qr_kv = self.project(main, "fused_wqa_wkv", x)
         if self.ratio > 1:
             kv_score = self.project(self.pooling if is_early else main, "wkv_wgate", x)
@@ -141,7 +148,7 @@ class Step:
                 self.choosing if is_early else main, "index_weights_proj", x
             )
         if not is_early:
-            lanes.fork()
+            lanes.fork(self.sides)
         qr, kv = self.normalise(qr_kv)
         if self.is_indexed:
             lanes.order(main, self.choosing)  # for qr
@@ -184,7 +191,7 @@ class Step:
             eps=config.eps,
             q_out=q_out,
             q_scale_inv=1 / config.q_scale if is_e4m3 else None,
-            kv_scale=self.is_scaled(config.kv_cache_dtype),
+            kv_scale=self.scale_of(config.kv_cache_dtype),
             kv_format=config.kv_cache_dtype,
             block_size=config.swa_block_size,
             stream=self.lanes.main.handle,
@@ -206,7 +213,7 @@ class Step:
                 cos_sin=weights.cos_sin,
                 eps=config.eps,
                 ratio=self.ratio,
-                kv_scale=self.is_scaled(kv_format),
+                kv_scale=self.scale_of(kv_format),
                 kv_format=kv_format,
                 stream=lane.handle,
             )
@@ -242,7 +249,7 @@ class Step:
             "slots": self.rows("slots", (topk,), "int32"),
             "lens": self.rows("lens", (), "int32"),
         }
-        pages = m.layers[self.ratio]
+        pages, workspace = m.layers[self.ratio], self.indexer_workspace()
         with self.choosing as lane:
             ops.lightning_indexer(
                 k_cache=self.caches.index,
@@ -258,7 +265,7 @@ class Step:
                 out=choice["topk_indices"],
                 slots=choice["slots"],
                 lens=choice["lens"],
-                workspace=self.indexer_workspace(),
+                workspace=workspace,
                 stream=lane.handle,
                 **query,
             )
@@ -307,20 +314,19 @@ class Step:
 
     # --- after attention -------------------------------------------------------------------------
 
-    def project_out(self, out: Array | None) -> Array:
+    def project_groups(self) -> Array:
+        """What `wo_b` gets: [rows of x, G * N], zeros behind the step's tokens."""
         groups, rank = self.weights.wo_a.shape[:2]
         most = self.config.max_num_batched_tokens
         shape = (self.num_rows, groups, rank)
         z = self.array("z", shape, "bfloat16", most * groups * rank)
         if self.num_tokens > 0:
-            self.project_groups(z[: self.num_tokens])
+            self.project_tokens(z[: self.num_tokens])
         if self.num_tokens < self.num_rows:
-            with self.lanes.main:
-                z[self.num_tokens :] = 0
-        z = z.reshape(self.num_rows, groups * rank)
-        return call_wo_b(self.layer, self.lanes.main, z, out)
+            z[self.num_tokens :] = 0
+        return z.reshape(self.num_rows, groups * rank)
 
-    def project_groups(self, z: Array) -> None:
+    def project_tokens(self, z: Array) -> None:
         stream = self.lanes.main.handle
         o, o_scale = self.turned()
         ops.fused_inv_rope_fp8_quant(

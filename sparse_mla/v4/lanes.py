@@ -8,8 +8,9 @@ CPU there is one lane, and it does nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from sparse_mla import _C
@@ -18,21 +19,21 @@ MAX_SIDES = 3
 
 
 class Lane:
-    """One stream of a call: `with lane:` makes it the current one."""
+    """One stream of a call. `with lane:` makes it the current one."""
 
     def __init__(
         self,
         handle: int | None = None,
         enter: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        keywords: dict[str, Any] | None = None,
+        keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.handle = handle
-        self.keywords = keywords or {}
-        self._enter = enter
+        self.enter = enter
+        self.keywords = keywords  # what a callable gets besides
         self._contexts: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Lane:
-        context = self._enter()
+        context = self.enter()
         context.__enter__()
         self._contexts.append(context)
         return self
@@ -47,20 +48,21 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one call: `main`, and up to three beside it. As a context it makes `main` the
-    current one. At its end, also after an error, `main` waits for those beside it."""
+    """The lanes of one call: `main`, and up to three beside it. In its block `main` is the current
+    one. At the end, also after an error, `main` waits for those beside it."""
 
     def __init__(self, x: Any, stream: Any, streams: Sequence[Any]) -> None:
         given = check_streams(streams)
         self.device_id, handle = _C.find_stream(x, stream)
-        self.main = HOST
+        self.main = Lane()
         self.sides: list[Lane] = []
+        self._block = Lane()
+        self._forked: list[Lane] = []
         if self.device_id >= 0:
             make = _lane_maker(x, self.device_id)
-            # PyTorch's and CuPy's current stream is the main one, unless the caller gives another.
-            self.main = make(stream, handle)
+            self._block = make(stream, handle)
+            self.main = Lane(handle, keywords=self._block.keywords)
             self.sides = [make(side, _C.read_stream(side)) for side in given]
-        self.forked: list[Lane] = []
 
     def side(self, i: int, otherwise: Lane) -> Lane:
         """The lane beside the main one with this number, if there is one."""
@@ -71,29 +73,27 @@ class Lanes:
         if first is not then and first.handle is not None and then.handle is not None:
             _C.order_streams(self.device_id, first.handle, then.handle)
 
-    def fork(self) -> None:
-        """Makes the lanes beside the main one wait for it."""
-        for lane in self.sides:
-            self.order(self.main, lane)
-            self.forked.append(lane)
+    def fork(self, lanes: Iterable[Lane]) -> None:
+        """Makes these lanes wait for the main one."""
+        for lane in dict.fromkeys(lanes):
+            if lane is not self.main:
+                self.order(self.main, lane)
+                self._forked.append(lane)
 
     def join(self) -> None:
         """Makes the main lane wait for those beside it."""
-        while self.forked:
-            self.order(self.forked.pop(), self.main)
+        while self._forked:
+            self.order(self._forked.pop(), self.main)
 
     def __enter__(self) -> Lanes:
-        self.main.__enter__()
+        self._block.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         try:
             self.join()
         finally:
-            self.main.__exit__(*exception)
-
-
-HOST = Lane()
+            self._block.__exit__(*exception)
 
 
 def check_streams(streams: Any) -> Sequence[Any]:

@@ -180,6 +180,7 @@ def make_calls() -> dict[str, Call]:
         "Step.layer": (partial(builder.layer, **layer), ()),
         "Step.warm_up": (_C.Step.warm_up, warm_up),
         "Step.check": (builder.check, (layer["generation"],)),
+        "Step.mark_use": (builder.mark_use, (0,)),
         "new_array": (_C.new_array, ("x", int32(1), (2, 3), "float32", 0, False)),
         "find_stream": (_C.find_stream, (int32(1), 0)),
         "read_stream": (_C.read_stream, (7,)),

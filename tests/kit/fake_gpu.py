@@ -158,6 +158,21 @@ class CupyArray:
     def __getitem__(self, key) -> CupyArray:
         return CupyArray(self.array[key], self.data.device_id)
 
+    def __setitem__(self, key, value) -> None:
+        self.array[key] = value
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def reshape(self, *shape) -> CupyArray:
+        return CupyArray(self.array.reshape(*shape), self.data.device_id)
+
+    def swapaxes(self, a: int, b: int) -> CupyArray:
+        return CupyArray(self.array.swapaxes(a, b), self.data.device_id)
+
+    def copy(self) -> CupyArray:
+        return CupyArray(self.array.copy(), self.data.device_id)
+
 
 class Cupy(ModuleType):
     """The part of the package `cupy` that the extension uses."""
@@ -186,10 +201,30 @@ class Cupy(ModuleType):
             self.asked.append(device_id)
             return SimpleNamespace(ptr=self.stream)
 
-        self.cuda = SimpleNamespace(Device=Device, get_current_stream=get_current_stream)
+        class Stream:
+            """A stream by its handle; as a context it is the current one."""
+
+            def __init__(self, ptr: int, device_id: int = -1) -> None:
+                self.ptr = ptr
+
+            def __enter__(self):
+                cupy.former.append(cupy.stream)
+                cupy.stream = self.ptr
+                return self
+
+            def __exit__(self, *error) -> None:
+                cupy.stream = cupy.former.pop()
+
+        self.cuda = SimpleNamespace(
+            Device=Device,
+            get_current_stream=get_current_stream,
+            Stream=Stream,
+            ExternalStream=Stream,
+        )
 
     def reset(self) -> None:
         self.stream, self.current = 0, 0
+        self.former: list[int] = []  # streams that are current again later
         self.asked: list[int] = []  # devices whose stream was asked for
         self.entered: list[int] = []
         self.left: list[tuple] = []  # arguments of __exit__

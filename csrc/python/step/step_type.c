@@ -115,12 +115,39 @@ check(PyObject *self, PyObject *generation)
     return smla_py_check_generation("forward", self, generation) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+PyDoc_STRVAR(mark_use_doc, "mark_use($self, stream, /)\n--\n\n"
+                           "Let later builds wait for the work that a stream has been given, which "
+                           "reads the step.");
+
+static smla_status
+mark_use(const smla_step *core, smla_stream stream, smla_error *error)
+{
+    SMLA_TRY(core->backend->begin_use("forward", core->mirror, stream, error));
+    return core->backend->end_use("forward", core->mirror, stream, error);
+}
+
+static PyObject *
+step_mark_use(PyObject *self, PyObject *handle)
+{
+    smla_py_step *const step = (smla_py_step *)self;
+    smla_stream stream = {.device_id = step->core->device.device_id};
+    smla_error error;
+    if (smla_py_parse_stream("forward", handle, &stream.handle) < 0 ||
+        smla_py_enter_step(step, "forward") < 0) {
+        return NULL;
+    }
+    const smla_status status = mark_use(step->core, stream, &error);
+    smla_py_leave_step(step);
+    return smla_py_check(status, &error) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef step_methods[] = {
     {"build", (PyCFunction)(void (*)(void))smla_py_build_step, METH_FASTCALL | METH_KEYWORDS,
      build_doc},
     {"layer", (PyCFunction)(void (*)(void))smla_py_run_layer, METH_FASTCALL | METH_KEYWORDS,
      layer_doc},
     {"check", check, METH_O, check_doc},
+    {"mark_use", step_mark_use, METH_O, mark_use_doc},
     {"warm_up", (PyCFunction)(void (*)(void))smla_py_warm_up, METH_FASTCALL | METH_CLASS,
      warm_up_doc},
     {NULL, NULL, 0, NULL},
