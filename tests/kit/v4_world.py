@@ -180,18 +180,23 @@ class World:
             max_seq_len=s.max_model_len,
         )
 
+    def place(self, name: str, x: np.ndarray) -> Any:
+        """An array of the engine, for the step to come."""
+        return self.to(x)
+
     def build(self, parts, padding=0) -> Any:
         batch = self.batch(parts, padding)
         requests = [b for b, _, _ in parts]
+        place = self.place
         tables = {
-            "compressed": {r: self.to(x) for r, x in batch.compressed.items()},
-            "states": {r: self.to(x) for r, x in batch.states.items()},
+            "compressed": {r: place("compressed", x) for r, x in batch.compressed.items()},
+            "states": {r: place("states", x) for r, x in batch.states.items()},
         }
         if self.ratio == 4:
-            tables["index"] = self.to(self.tables["index"][requests])
-            tables["index_states"] = self.to(self.tables["index_state"][requests])
+            tables["index"] = place("index", self.tables["index"][requests])
+            tables["index_states"] = place("index_states", self.tables["index_state"][requests])
         arrays = {
-            name: self.to(getattr(batch, name))
+            name: place(name, getattr(batch, name))
             for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
         }
         return self.builder.build(batch.common(self.package, **arrays), **tables)
