@@ -23,6 +23,7 @@ from sparse_mla._bench.cpu import (
     attention,
     calls,
     dense,
+    layer,
     memory,
     projection,
     subnormal,
@@ -34,6 +35,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
     "v4": v4.measure,
     "dense": dense.measure,
+    "layer": layer.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
     "top_k": top_k.measure,
@@ -41,13 +43,19 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "subnormal": subnormal.measure,
 }
 BY_NAME_ONLY = ("subnormal",)  # about behaviour, not about the machine: measured on request
-WITHOUT_RATES = ("top_k", "calls", "subnormal")  # tables of the CPU that --plot cannot show
+WITHOUT_RATES = (
+    "layer",
+    "top_k",
+    "calls",
+    "subnormal",
+)  # tables of the CPU that --plot cannot show
 CUDA_TABLES = (
     "decode",
     "prefill",
     "inputs",
     "v4",
     "dense",
+    "layer",
     "bytes",
     "projection",
     "logits",
@@ -248,6 +256,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import calls as cuda_calls
     from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import helpers as cuda_helpers
+    from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
@@ -266,6 +275,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
+        "layer": lambda: cuda_layer.measure_layer(effort),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
         "top_k": lambda: cuda_top_k.measure_top_k(effort),

@@ -249,7 +249,8 @@ class Step:
             "slots": self.rows("slots", (topk,), "int32"),
             "lens": self.rows("lens", (), "int32"),
         }
-        pages, workspace = m.layers[self.ratio], self.indexer_workspace()
+        pages = m.layers[self.ratio]
+        workspace = self.indexer_workspace(group.block_table, group.block_size)
         with self.choosing as lane:
             ops.lightning_indexer(
                 k_cache=self.caches.index,
@@ -296,8 +297,15 @@ class Step:
             )
         return found
 
-    def indexer_workspace(self) -> Array:
-        size = self.layer._indexer_bytes
+    def indexer_workspace(self, block_table: Array, block_size: int) -> Array:
+        """Its size follows from the table's width, which an engine does not change."""
+        most, max_context = self.config.max_num_batched_tokens, block_table.shape[1] * block_size
+        sizes = self.layer._indexer_bytes
+        if max_context not in sizes:
+            sizes[max_context] = ops.lightning_indexer_workspace_size(
+                most, max_context, k=self.config.topk_tokens, device=self.config.device
+            )
+        size = sizes[max_context]
         return self.array("indexer_workspace", (size,), "uint8", size)
 
     def attend(self, q: Array, choice: dict[str, Array]) -> None:

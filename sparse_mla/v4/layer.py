@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_mla import _C, ops
+from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
-from sparse_mla.steps.v4 import INDEXED_RATIO, Config, Metadata
+from sparse_mla.steps.v4 import Config, Metadata
 from sparse_mla.v4 import forward
 from sparse_mla.v4.checks import check_projections, check_weights
 from sparse_mla.v4.lanes import Lanes
@@ -166,18 +166,11 @@ class SparseMLA:
         self.config = config
         self.compress_ratio = ratio
         self.weights = weights
+        self._indexer_bytes: dict[int, int] = {}  # its workspace by the longest context
         self.projections = None
         if projections is not None:
             self.projections = check_projections(ratio, projections)
             check_weights(config, ratio, weights)
-        self._indexer_bytes = 0
-        if projections is not None and ratio == INDEXED_RATIO:
-            self._indexer_bytes = ops.lightning_indexer_workspace_size(
-                config.max_num_batched_tokens,
-                -(-config.max_model_len // ratio),
-                k=config.topk_tokens,
-                device=config.device,
-            )
 
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"

@@ -353,6 +353,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import calls as cuda_calls
     from sparse_mla._bench.cuda import dense as cuda_dense
     from sparse_mla._bench.cuda import helpers as cuda_helpers
+    from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
@@ -387,6 +388,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
     monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
     monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
+    monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
     monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
@@ -405,8 +407,8 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "bytes", "projection"]
-    wanted += ["logits", "top_k", "lightning", "helpers", "calls"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "layer", "bytes"]
+    wanted += ["projection", "logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
