@@ -18,18 +18,23 @@ class Memory:
 
     def __init__(self) -> None:
         self._owned: dict[tuple[Any, ...], Array] = {}
-        self._views: dict[tuple[Any, ...], tuple[tuple[int, ...], Array]] = {}
+        self._views: dict[str, tuple[tuple[Any, ...], Array]] = {}  # the latest of each name
         self.num_bytes = 0
 
     def view(
         self, like: Array, stream: Any, name: str, shape: tuple[int, ...], dtype: str, size: int
     ) -> Array:
         """A contiguous array of `shape`, the first part of one of `size` elements."""
-        key = (type(like), name, dtype, size)
-        found = self._views.get(key)
-        if found is None or found[0] != shape:
-            if key not in self._owned:
-                self._owned[key] = _C.new_array(name, like, (size,), dtype, stream, False)
-                self.num_bytes += size * BYTES[dtype]
-            found = self._views[key] = shape, self._owned[key][: prod(shape)].reshape(shape)
+        wanted = type(like), shape, dtype, size
+        found = self._views.get(name)
+        if found is None or found[0] != wanted:
+            owned = self._own(like, stream, name, dtype, size)
+            found = self._views[name] = wanted, owned[: prod(shape)].reshape(shape)
         return found[1]
+
+    def _own(self, like: Array, stream: Any, name: str, dtype: str, size: int) -> Array:
+        key = type(like), name, dtype, size
+        if key not in self._owned:
+            self._owned[key] = _C.new_array(name, like, (size,), dtype, stream, False)
+            self.num_bytes += size * BYTES[dtype]
+        return self._owned[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -18,28 +18,33 @@ from sparse_mla import _C
 MAX_SIDES = 3
 
 
+Context = AbstractContextManager[Any]
+
+
 class Lane:
     """One stream of a call. `with lane:` makes it the current one."""
 
     def __init__(
         self,
         handle: int | None = None,
-        enter: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        enter: Callable[[], Context] | None = None,
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.handle = handle
-        self.enter = enter
         self.keywords = keywords  # what a callable gets besides
-        self._contexts: list[AbstractContextManager[Any]] = []
+        self._enter = enter  # None: the stream is the current one, or there is none
+        self._contexts: list[Context] = []
 
     def __enter__(self) -> Lane:
-        context = self.enter()
-        context.__enter__()
-        self._contexts.append(context)
+        if self._enter is not None:
+            context = self._enter()
+            context.__enter__()
+            self._contexts.append(context)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._contexts.pop().__exit__(*exception)
+        if self._enter is not None:
+            self._contexts.pop().__exit__(*exception)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Calls a callable of the caller on this stream."""
