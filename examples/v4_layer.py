@@ -33,9 +33,10 @@ PROMPTS, LENGTHS, CHUNK = (45, 30), (70, 61), 20  # tokens of the prompts, reque
 PAGE = 4  # rows per page of every cache
 WO_A_SCALE = 2.0**-9  # brings the weights wo_a into the range of e4m3
 
-# Of the length of a token's result. One wrong group of the six changes it by 10 % and more.
+# Parts of the length of a token's result. One wrong group of the six changes it by 10 % and more.
 BOUNDS: dict[Literal["bfloat16", "fp8_v4"], float] = {"bfloat16": 0.02, "fp8_v4": 0.12}
-MARGIN, MOST_CLOSE = 2.0**-8, 0.05  # of the best score (what bf16 rounds by), of all tokens
+MARGIN = 2.0**-8  # a choice is too close if two scores differ by less, as a part of the best one
+MOST_CLOSE = 0.1  # part of all tokens
 
 rng = np.random.default_rng(0)
 
@@ -75,7 +76,7 @@ weights = {
     "index_ape": normal(RATIO, 256) / 4,
     "index_norm": 1 + normal(128) / 8,
 }
-hidden = [normal(n, HIDDEN).astype(BF16) for n in LENGTHS]  # of every request
+hidden = [normal(n, HIDDEN).astype(BF16) for n in LENGTHS]  # the tokens of every request
 
 
 # --- the layer in plain NumPy --------------------------------------------------------------------
@@ -152,7 +153,7 @@ def plain(x: Array) -> tuple[Array, Array]:
     chosen, is_close = choose(x, qr, complete)
     seen = np.concatenate([(age >= 0) & (age < WINDOW), chosen], axis=1)
 
-    keys = np.concatenate([kv, rows])  # which are the values, too
+    keys = np.concatenate([kv, rows])  # keys are the values, too
     logits = np.where(seen[:, None], 512**-0.5 * np.einsum("thd,kd->thk", q, keys), -np.inf)
     sink = np.broadcast_to(weights["attn_sink"][:, None], (len(x), HEADS, 1))
     shares = softmax(np.concatenate([logits, sink], axis=2), axis=2)[..., :-1]
@@ -182,9 +183,9 @@ class Engine:
             max_model_len=max(LENGTHS),
             eps=EPS,
         )
-        wo_a = {"wo_a": weights["wo_a"].astype(BF16)}
+        wo_a = {"wo_a": weights["wo_a"].astype(BF16)}  # it may be bf16 with any cache
         if kv_format == "fp8_v4":
-            blocks = GROUPS, -(-RANK // 128), HEADS // GROUPS * 512 // 128  # of 128 x 128 weights
+            blocks = GROUPS, -(-RANK // 128), HEADS // GROUPS * 512 // 128  # 128 x 128 weights each
             wo_a = {"wo_a": (weights["wo_a"] / WO_A_SCALE).astype(E4M3)}
             wo_a["wo_a_scale"] = np.full(blocks, WO_A_SCALE, np.float32)
         self.builder = v4.MetadataBuilder(config)
