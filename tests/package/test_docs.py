@@ -20,7 +20,7 @@ from types import ModuleType
 import device
 import numpy as np
 import pytest
-from helpers import find_framework, run_python, with_marks
+from helpers import find_framework, run_examples, run_python, with_marks
 
 import sparse_mla
 
@@ -250,6 +250,12 @@ def test_links_and_paths_of_a_page_lead_somewhere(page):
         assert (page.parent / target).exists(), target
     for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", text):
         assert any(ROOT.glob(path.rstrip("/"))), path
+
+
+@pytest.mark.parametrize("page", ["choosing_keys.md", "v4.md"])
+def test_a_page_s_examples_run(page):
+    """The tests of a framework run the examples that import it."""
+    run_examples(page, "import numpy")
 
 
 # What vLLM's FlashMLA backend (and its port with ixformer) calls, and readers will search for.
