@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparse_mla._results import dtype_name
 from sparse_mla.steps.v4 import HEAD_SIZE, INDEXED_RATIO, Config
 
 OP = "SparseMLA"
 INDEX_SIZE = 128  # values of an indexer's key
+ROPE_SIZE = 64
 SCALE_BLOCK = 128  # weights that share a scale, in both dimensions
 
 # Projections by the layers that need them: all, those with compressed rows, those with an indexer.
@@ -64,10 +66,11 @@ def check_projections(ratio: int, given: Any) -> Projections:
 # --- weights -------------------------------------------------------------------------------------
 
 ANY = None  # a size that no rule names
+BF16, FP32, E4M3 = ("bfloat16",), ("float32",), ("float8_e4m3fn", "uint8")
 
 
 def check_weights(config: Config, ratio: int, weights: Any) -> None:
-    """Checks what `forward` reads of a layer's weights."""
+    """Checks what `forward` reads of a layer's weights, so that no step begins with wrong ones."""
     num_heads, groups = config.num_heads, config.o_groups
     if num_heads % groups:
         raise ValueError(
@@ -75,42 +78,45 @@ def check_weights(config: Config, ratio: int, weights: Any) -> None:
             f"num_heads {num_heads} and o_groups {groups}"
         )
     width = num_heads // groups * HEAD_SIZE
-    _check(weights, "q_norm", (ANY,))
-    _check(weights, "kv_norm", (HEAD_SIZE,))
-    _check(weights, "cos_sin", (ANY, 64))
-    _check(weights, "wo_a", (groups, ANY, width))
-    rank = weights.wo_a.shape[1]
-    scales = (groups, -(-rank // SCALE_BLOCK), width // SCALE_BLOCK)
-    _check(weights, "wo_a_scale", scales, is_optional=True)
-    _check_sink(weights, num_heads)
+    given = {name: x for name, x in vars(weights).items() if x is not None}
+    has_scales = "wo_a_scale" in given
+    _check(given, "q_norm", (ANY,), BF16 + FP32)
+    _check(given, "kv_norm", (HEAD_SIZE,), BF16 + FP32)
+    _check(given, "cos_sin", (ANY, ROPE_SIZE), FP32)
+    _check(given, "wo_a", (groups, ANY, width), E4M3 if has_scales else BF16)
+    if has_scales:
+        blocks = -(-given["wo_a"].shape[1] // SCALE_BLOCK)
+        _check(given, "wo_a_scale", (groups, blocks, width // SCALE_BLOCK), FP32)
+    if "attn_sink" in given:
+        _check(given, "attn_sink", (ANY,), FP32)
+        if given["attn_sink"].shape[0] < num_heads:
+            raise ValueError(
+                f"{OP}: `weights.attn_sink` must have at least {num_heads} values, got "
+                f"{given['attn_sink'].shape[0]}"
+            )
     if ratio > 1:
-        _check(weights, "ape", (ratio, state_groups(ratio) * HEAD_SIZE))
-        _check(weights, "compressor_norm", (HEAD_SIZE,))
+        _check(given, "ape", (ratio, state_groups(ratio) * HEAD_SIZE), FP32)
+        _check(given, "compressor_norm", (HEAD_SIZE,), BF16 + FP32)
     if ratio == INDEXED_RATIO:
-        _check(weights, "index_ape", (ratio, state_groups(ratio) * INDEX_SIZE))
-        _check(weights, "index_norm", (INDEX_SIZE,))
-        _check(weights, "index_cos_sin", (ANY, 64), is_optional=True)
+        _check(given, "index_ape", (ratio, state_groups(ratio) * INDEX_SIZE), FP32)
+        _check(given, "index_norm", (INDEX_SIZE,), BF16 + FP32)
+        if "index_cos_sin" in given:
+            _check(given, "index_cos_sin", (ANY, ROPE_SIZE), FP32)
 
 
 def _check(
-    weights: Any, name: str, shape: tuple[int | None, ...], *, is_optional: bool = False
+    given: Mapping[str, Any], name: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]
 ) -> None:
-    array = getattr(weights, name)
-    if array is None and is_optional:
-        return
-    rule = f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+    rule = f"[{', '.join('any' if size is ANY else str(size) for size in shape)}]"
+    if name not in given:
+        raise ValueError(f"{OP}: `weights.{name}` must have shape {rule}, got none")
+    array = given[name]
     found = tuple(getattr(array, "shape", ()))
-    if array is None or len(found) != len(shape):
-        got = "none" if array is None else str(list(found))
-        raise ValueError(f"{OP}: `weights.{name}` must have shape {rule}, got {got}")
-    if any(size not in (ANY, n) for size, n in zip(shape, found, strict=True)):
+    if len(found) != len(shape) or any(
+        size not in (ANY, n) for size, n in zip(shape, found, strict=True)
+    ):
         raise ValueError(f"{OP}: `weights.{name}` must have shape {rule}, got {list(found)}")
-
-
-def _check_sink(weights: Any, num_heads: int) -> None:
-    sink = weights.attn_sink
-    if sink is not None and (len(sink.shape) != 1 or sink.shape[0] < num_heads):
-        raise ValueError(
-            f"{OP}: `weights.attn_sink` must have at least {num_heads} values, got shape "
-            f"{list(sink.shape)}"
+    if dtype_name(array.dtype) not in dtypes:
+        raise TypeError(
+            f"{OP}: `weights.{name}` must be {' or '.join(dtypes)}, got {dtype_name(array.dtype)}"
         )

@@ -356,6 +356,25 @@ def test_weights_of_another_shape(name, shape, text):
         replaced(world, **{name: array})
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kv_norm": np.ones(512)}, "kv_norm` must be bfloat16 or float32, got float64"),
+        ({"cos_sin": np.zeros((8, 64), ref.BF16)}, "cos_sin` must be float32, got bfloat16"),
+        (
+            {"wo_a": np.zeros((2, RANK, 1024), ref.BF16)},
+            "wo_a` must be float8_e4m3fn or uint8, got",
+        ),
+        ({"wo_a_scale": None}, "wo_a` must be bfloat16, got uint8"),
+        ({"index_ape": np.zeros((4, 256), ref.BF16)}, "index_ape` must be float32, got bfloat16"),
+    ],
+)
+def test_weights_of_another_dtype(changes, text):
+    world = World(sparse_mla, 4, (8,))
+    with pytest.raises(TypeError, match=f"^SparseMLA: `weights.{text}"):
+        replaced(world, **changes)
+
+
 def test_other_bad_weights():
     world = World(sparse_mla, 4, (8,))
     with pytest.raises(ValueError, match=r"`weights.attn_sink` must have at least 4 values"):
