@@ -139,6 +139,120 @@ split_prefill_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     return chunks;
 }
 
+static PyObject *
+list_int32(const int32_t *numbers, int64_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *const number = PyLong_FromLong(numbers[i]);
+        if (number == NULL || PyList_SetItem(list, (Py_ssize_t)i, number) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* New list of (first prefill, last + 1, starts, lens). */
+static PyObject *
+list_context(const smla_context_chunk *chunks, int64_t num_chunks, const int32_t *starts,
+             const int32_t *lens)
+{
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < num_chunks; i++) {
+        const smla_context_chunk *const chunk = &chunks[i];
+        const int64_t count = chunk->req_end - chunk->req_start;
+        PyObject *const row =
+            Py_BuildValue("(LLNN)", (long long)chunk->req_start, (long long)chunk->req_end,
+                          list_int32(starts + chunk->first, count),
+                          list_int32(lens + chunk->first, count));
+        if (row == NULL || PyList_Append(list, row) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* Counts, then plans. */
+static PyObject *
+plan_context(const smla_context_args *args)
+{
+    int64_t num_chunks = 0;
+    int64_t num_entries = 0;
+    smla_error error;
+    if (smla_split_context_chunks(args, NULL, NULL, NULL, &num_chunks, &num_entries, &error) !=
+        SMLA_OK) {
+        return smla_py_raise(&error);
+    }
+    PyObject *list = NULL;
+    smla_context_chunk *chunks = malloc((size_t)(num_chunks + 1) * sizeof *chunks);
+    int32_t *starts = malloc((size_t)(num_entries + 1) * sizeof *starts);
+    int32_t *lens = malloc((size_t)(num_entries + 1) * sizeof *lens);
+    if (chunks == NULL || starts == NULL || lens == NULL) {
+        PyErr_NoMemory();
+    } else if (smla_split_context_chunks(args, chunks, starts, lens, &num_chunks, &num_entries,
+                                         &error) == SMLA_OK) {
+        list = list_context(chunks, num_chunks, starts, lens);
+    }
+    free(lens);
+    free(starts);
+    free(chunks);
+    return list;
+}
+
+PyDoc_STRVAR(split_context_chunks_doc,
+             "split_context_chunks($module, context_lens, workspace_tokens, block_size, packed, "
+             "/)\n--\n\nSee sparse_mla.split_context_chunks. The chunks of either plan: first "
+             "prefill, last + 1, starts, lengths.");
+
+static PyObject *
+split_context_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "split_context_chunks";
+    smla_context_args context = {.struct_size = sizeof context};
+    int32_t *lens = NULL;
+    bool is_packed = false;
+    if (smla_py_check_count(op, num_args, 4) < 0 ||
+        smla_py_parse_int(op, "workspace_tokens", args[1], &context.workspace_tokens) < 0 ||
+        smla_py_parse_int(op, "block_size", args[2], &context.block_size) < 0 ||
+        smla_py_parse_flag(args[3], &is_packed) < 0 ||
+        smla_py_host_ints(PyModule_GetState(module), op, "context_lens", args[0], &lens,
+                          &context.num_prefills) < 0) {
+        return NULL;
+    }
+    context.context_lens = lens;
+    context.plan = is_packed ? SMLA_CONTEXT_PACKED : SMLA_CONTEXT_EQUAL;
+    PyObject *const chunks = plan_context(&context);
+    free(lens);
+    return chunks;
+}
+
+PyDoc_STRVAR(get_context_workspace_size_doc,
+             "get_context_workspace_size($module, max_model_len, max_num_seqs, block_size, "
+             "/)\n--\n\nSee sparse_mla.get_context_workspace_size.");
+
+static PyObject *
+get_context_workspace_size(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "get_context_workspace_size";
+    static const char *const names[] = {"max_model_len", "max_num_seqs", "block_size"};
+    int64_t values[3] = {0, 0, 0};
+    if (smla_py_check_count(op, num_args, 3) < 0) {
+        return NULL;
+    }
+    for (int i = 0; i < 3; i++) {
+        if (smla_py_parse_int(op, names[i], args[i], &values[i]) < 0) {
+            return NULL;
+        }
+        if (values[i] < 1 || values[i] > INT32_MAX) {
+            PyErr_Format(PyExc_ValueError, "%s: `%s` must be 1 to %d, got %lld", op, names[i],
+                         INT32_MAX, (long long)values[i]);
+            return NULL;
+        }
+    }
+    return PyLong_FromLongLong(smla_context_workspace_size(values[0], values[1], values[2]));
+}
+
 PyDoc_STRVAR(get_prefill_workspace_size_doc,
              "get_prefill_workspace_size($module, max_model_len, /)\n--\n\n"
              "See sparse_mla.get_prefill_workspace_size.");
@@ -261,6 +375,10 @@ static PyMethodDef functions[] = {
     {"reorder_batch", (PyCFunction)(void (*)(void))reorder_batch, METH_FASTCALL, reorder_batch_doc},
     {"split_prefill_chunks", (PyCFunction)(void (*)(void))split_prefill_chunks, METH_FASTCALL,
      split_prefill_chunks_doc},
+    {"split_context_chunks", (PyCFunction)(void (*)(void))split_context_chunks, METH_FASTCALL,
+     split_context_chunks_doc},
+    {"get_context_workspace_size", (PyCFunction)(void (*)(void))get_context_workspace_size,
+     METH_FASTCALL, get_context_workspace_size_doc},
     {"get_prefill_workspace_size", get_prefill_workspace_size, METH_O,
      get_prefill_workspace_size_doc},
     {"kernels", kernels, METH_NOARGS, kernels_doc},

@@ -41,6 +41,44 @@ SMLA_API smla_status smla_split_prefill_chunks(const int32_t *seq_lens, int64_t 
 /* The default number of tokens in the prefill workspace: 5 * max_model_len. */
 SMLA_API int64_t smla_prefill_workspace_size(int64_t max_model_len);
 
+/* How the cached context of prefills is cut. EQUAL: every chunk has the same rows of every prefill.
+ * PACKED: a chunk is filled prefill by prefill, so that fewer chunks are needed. */
+typedef enum smla_context_plan {
+    SMLA_CONTEXT_EQUAL = 0,
+    SMLA_CONTEXT_PACKED = 1,
+} smla_context_plan;
+
+typedef struct smla_context_args {
+    size_t struct_size;
+    const int32_t *context_lens; /* host [num_prefills]: cached tokens in front of each query */
+    int64_t num_prefills;
+    int64_t workspace_tokens; /* rows of the workspace */
+    int64_t block_size;       /* tokens per page; chunks begin at pages */
+    smla_context_plan plan;
+} smla_context_args;
+
+/* Rows of the prefills req_start to req_end - 1: `lens[first + i]` rows of prefill req_start + i,
+ * from its token `starts[first + i]` on. */
+typedef struct smla_context_chunk {
+    int64_t req_start;
+    int64_t req_end;
+    int64_t first;
+    int64_t num_tokens; /* the sum of its lens */
+    int64_t max_len;
+} smla_context_chunk;
+
+/* Cuts context into chunks of at most workspace_tokens rows, so that each token is in one chunk.
+ * With `chunks` NULL it only counts: how much room `chunks`, and `starts` and `lens` need. */
+SMLA_API smla_status smla_split_context_chunks(const smla_context_args *args,
+                                               smla_context_chunk *chunks, int32_t *starts,
+                                               int32_t *lens, int64_t *num_chunks,
+                                               int64_t *num_entries, smla_error *error);
+
+/* The default rows of that workspace: room for eight of the longest requests or four pages of each
+ * request, up to 65536, and at least a page of each. All arguments are at least 1. */
+SMLA_API int64_t smla_context_workspace_size(int64_t max_model_len, int64_t max_num_seqs,
+                                             int64_t block_size);
+
 /* How a step runs: which attention calls it makes, and over which rows. */
 typedef enum smla_path {
     SMLA_PATH_AUTO = 0,     /* cache format and heads decide; a SEPARATE step may run as DIRECT */

@@ -3,13 +3,21 @@ host memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
 
 from sparse_mla import _C
+from sparse_mla._types import overload
 
 __all__ = [
+    "ContextChunks",
+    "get_context_workspace_size",
     "get_prefill_workspace_size",
     "reorder_batch",
+    "split_context_chunks",
     "split_decodes_and_prefills",
     "split_prefill_chunks",
 ]
@@ -153,3 +161,158 @@ def get_prefill_workspace_size(max_model_len: int) -> int:
     819200
     """
     return _C.get_prefill_workspace_size(max_model_len)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextChunks:
+    """The cached context of prefills, cut into chunks of equal rows. `split_context_chunks` makes
+    it.
+
+    Attributes
+    ----------
+    context_chunk_starts : [num_chunks, num_prefills] int32
+        The first token of each prefill in each chunk: what `gather_kv_cache` takes as seq_starts.
+    context_chunk_seq_lens : [num_chunks, num_prefills] int32
+        How many tokens follow; 0 where a prefill has none left.
+    context_chunk_cu_seq_lens : [num_chunks, num_prefills + 1] int32
+        Where each prefill's rows begin in the workspace.
+    context_chunk_seq_tot, context_chunk_max_seq_lens : list of int
+        Each chunk's tokens, and those of its longest part.
+
+    Source: ChunkedContextMetadata of vLLM's MLA backends.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> chunks = sparse_mla.split_context_chunks([0, 10, 300], 256, block_size=64)
+    >>> chunks.context_chunk_starts.tolist(), chunks.context_chunk_seq_tot
+    ([[0, 0, 0], [128, 128, 128], [256, 256, 256]], [138, 128, 44])
+    """
+
+    context_chunk_starts: np.ndarray[Any, np.dtype[np.int32]]
+    context_chunk_seq_lens: np.ndarray[Any, np.dtype[np.int32]]
+    context_chunk_cu_seq_lens: np.ndarray[Any, np.dtype[np.int32]]
+    context_chunk_seq_tot: list[int]
+    context_chunk_max_seq_lens: list[int]
+
+
+PackedChunks = list[tuple[int, int, list[int], list[int]]]
+
+
+@overload
+def split_context_chunks(
+    context_lens: Any,
+    workspace_tokens: int,
+    *,
+    block_size: int,
+    plan: Literal["equal"] = "equal",
+) -> ContextChunks | None: ...
+@overload
+def split_context_chunks(
+    context_lens: Any, workspace_tokens: int, *, block_size: int, plan: Literal["packed"]
+) -> PackedChunks: ...
+def split_context_chunks(
+    context_lens: Any,
+    workspace_tokens: int,
+    *,
+    block_size: int,
+    plan: Literal["equal", "packed"] = "equal",
+) -> ContextChunks | PackedChunks | None:
+    """Cut the cached context of prefills into chunks that fit a workspace.
+
+    A prefill attends to its new tokens, and to those that are cached already. The latter are
+    gathered to a workspace chunk by chunk, and the partial results are merged. Every cached token
+    is in exactly one chunk, and chunks begin at pages.
+
+    "equal" gives every prefill that has context the same room, n pages, in every chunk: chunk c has
+    its tokens from c * n * block_size on. "packed" fills a chunk prefill by prefill; one that does
+    not fit is cut at a page and goes on in the next chunk. That takes fewer chunks where lengths
+    differ.
+
+    Parameters
+    ----------
+    context_lens : [num_prefills] integers in host memory
+        Cached tokens of each prefill, 0 for a new request: an array, list or tuple.
+    workspace_tokens : int
+        Rows of the workspace, see `get_context_workspace_size`.
+    block_size : int
+        Tokens per page.
+    plan : "equal" or "packed"
+
+    Returns
+    -------
+    For "equal" ContextChunks, or None where no prefill has context. For "packed" a list of
+    (first, last + 1, starts, lens): the chunk's prefills, which are neighbours, and the first
+    token and the number of tokens of each. Only a chunk's first prefill can begin behind 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A negative length, values beyond int32, a workspace without a page for each prefill that
+        has context ("packed": without a page), another plan.
+
+    Source: the chunked context of vLLM's MLA backends; "packed" is ours.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> chunks = sparse_mla.split_context_chunks([0, 10, 300], 256, block_size=64)
+    >>> chunks.context_chunk_seq_lens.tolist()
+    [[0, 10, 128], [0, 0, 128], [0, 0, 44]]
+    >>> sparse_mla.split_context_chunks([0, 10, 300], 256, block_size=64, plan="packed")
+    [(1, 3, [0, 0], [10, 192]), (2, 3, [192], [108])]
+    """
+    if plan not in ("equal", "packed"):
+        raise ValueError(f"split_context_chunks: `plan` must be 'equal' or 'packed', got {plan!r}")
+    chunks = _C.split_context_chunks(context_lens, workspace_tokens, block_size, plan == "packed")
+    if plan == "packed":
+        return chunks
+    return _make_equal(chunks) if chunks else None
+
+
+def _make_equal(chunks: Sequence[tuple[int, int, list[int], list[int]]]) -> ContextChunks:
+    lens = np.array([row for *_, row in chunks], np.int32)
+    cumulative = np.zeros((lens.shape[0], lens.shape[1] + 1), np.int32)
+    np.cumsum(lens, axis=1, out=cumulative[:, 1:])
+    return ContextChunks(
+        context_chunk_starts=np.array([row for _, _, row, _ in chunks], np.int32),
+        context_chunk_seq_lens=lens,
+        context_chunk_cu_seq_lens=cumulative,
+        context_chunk_seq_tot=cumulative[:, -1].tolist(),
+        context_chunk_max_seq_lens=lens.max(axis=1).tolist(),
+    )
+
+
+def get_context_workspace_size(max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+    """The default size of the workspace for cached context, in tokens.
+
+    It has room for eight of the longest requests, or for four pages of each request where that is
+    more, but at most 65536 tokens; and at least a page of each request.
+
+    Parameters
+    ----------
+    max_model_len : int
+        Tokens that a request has at most.
+    max_num_seqs : int
+        Requests of the largest batch.
+    block_size : int
+        Tokens per page.
+
+    Returns
+    -------
+    int, a multiple of block_size.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that is not an int, is below 1, or is beyond int32.
+
+    Source: the chunked prefill workspace of vLLM's MLA backends.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.get_context_workspace_size(4096, 256, 64)
+    65536
+    """
+    return _C.get_context_workspace_size(max_model_len, max_num_seqs, block_size)

@@ -98,6 +98,35 @@ test_null(void)
                 "`ends` must be given");
     EXPECT_FAIL(smla_split_prefill_chunks(starts, 1, 9, ends, NULL, &error), SMLA_ERROR_VALUE,
                 "`num_chunks` must be given");
+    smla_context_chunk chunk;
+    int64_t num_entries;
+    int32_t first, len;
+    const smla_context_args context = {.struct_size = sizeof context,
+                                       .context_lens = starts + 1,
+                                       .num_prefills = 1,
+                                       .workspace_tokens = 4,
+                                       .block_size = 2};
+    EXPECT_FAIL(smla_split_context_chunks(NULL, NULL, NULL, NULL, &count, &num_entries, &error),
+                SMLA_ERROR_VALUE, "split_context_chunks: `struct_size` must");
+    EXPECT_FAIL(smla_split_context_chunks(&context, NULL, NULL, NULL, NULL, &num_entries, &error),
+                SMLA_ERROR_VALUE, "`num_chunks` must be given");
+    EXPECT_FAIL(smla_split_context_chunks(&context, NULL, NULL, NULL, &count, NULL, &error),
+                SMLA_ERROR_VALUE, "`num_entries` must be given");
+    EXPECT_FAIL(smla_split_context_chunks(&context, &chunk, NULL, &len, &count, &num_entries,
+                                          &error),
+                SMLA_ERROR_VALUE, "`starts` must be given");
+    EXPECT_FAIL(smla_split_context_chunks(&context, &chunk, &first, NULL, &count, &num_entries,
+                                          &error),
+                SMLA_ERROR_VALUE, "`lens` must be given");
+    EXPECT_OK(smla_split_context_chunks(&context, NULL, NULL, NULL, &count, &num_entries, &error));
+    EXPECT_EQ(count, 1);
+    EXPECT_EQ(num_entries, 1);
+    EXPECT_OK(
+        smla_split_context_chunks(&context, &chunk, &first, &len, &count, &num_entries, &error));
+    EXPECT_EQ(chunk.req_end, 1);
+    EXPECT_EQ(chunk.num_tokens, 1);
+    EXPECT_EQ(first, 0);
+    EXPECT_EQ(len, 1);
     EXPECT_EQ(smla_builder_create(NULL, &builder, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_builder_build(NULL, NULL, NULL, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_forward(NULL, NULL), SMLA_ERROR_VALUE);

@@ -189,6 +189,8 @@ def make_calls() -> dict[str, Call]:
         "split_decodes_and_prefills": (_C.split_decodes_and_prefills, (int32(0, 1, 4), 4, 1, True)),
         "reorder_batch": (_C.reorder_batch, (int32(9, 1, 12, 1), 1)),
         "split_prefill_chunks": (_C.split_prefill_chunks, (int32(9, 12), 20)),
+        "split_context_chunks": (_C.split_context_chunks, (int32(9, 12), 20, 4, False)),
+        "get_context_workspace_size": (_C.get_context_workspace_size, (16, 4, 4)),
         "get_prefill_workspace_size": (_C.get_prefill_workspace_size, (16,)),
         "kernels": (_C.kernels, ()),
         "build_info": (_C.build_info, ()),

@@ -54,6 +54,12 @@ def reorder_batch(num_scheduled_tokens, *, decode_threshold=1):
     return swaps, len(d), len(p), *tokens
 
 
+def split_context(lens, tokens: int, page: int) -> list[list[int]]:
+    """The equal plan: the rows of each prefill in each chunk."""
+    size = tokens // sum(n > 0 for n in lens) // page * page
+    return [[min(max(n - start, 0), size) for n in lens] for start in range(0, max(lens), size)]
+
+
 def split_prefill_chunks(seq_lens, workspace_tokens) -> list[tuple[int, int]]:
     """Requests packed greedily in order while the sum of seq_lens fits the workspace."""
     chunks, start, used = [], 0, 0

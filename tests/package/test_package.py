@@ -24,6 +24,8 @@ FUNCTIONS = {
     "rope_table": ("max_pos= R=64 base=10000.0 yarn=", "fp32_angles=False"),
     "mla_softmax_scale": ("qk_head_dim=192", "yarn="),
     "reorder_batch": ("num_scheduled_tokens", "decode_threshold=1"),
+    "split_context_chunks": ("context_lens workspace_tokens", "block_size plan=equal"),
+    "get_context_workspace_size": ("max_model_len max_num_seqs block_size", ""),
     "split_decodes_and_prefills": (
         "query_start_loc num_actual_tokens",
         "decode_threshold=1 require_uniform=False",

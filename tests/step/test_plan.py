@@ -220,3 +220,117 @@ def test_bad_chunks(seq_lens, workspace, rule):
 def test_workspace_size():
     assert sparse_mla.get_prefill_workspace_size(163840) == 5 * 163840
     assert sparse_mla.get_prefill_workspace_size(1) == 5
+
+
+# --- cached context ------------------------------------------------------------------------------
+
+EQUAL = [
+    # context lengths, workspace, page -> the rows of each chunk
+    ([0, 10, 300], 256, 64, [[0, 10, 128], [0, 0, 128], [0, 0, 44]]),
+    ([16, 32, 48, 64], 64, 1, [[16] * 4, [0, 16, 16, 16], [0, 0, 16, 16], [0, 0, 0, 16]]),
+    ([1, 64], 31, 1, [[1, 15], [0, 15], [0, 15], [0, 15], [0, 4]]),
+]
+PACKED = [
+    ([0, 10, 300], 256, 64, [(1, 3, [0, 0], [10, 192]), (2, 3, [192], [108])]),
+    (
+        [300, 10, 0, 40],
+        256,
+        64,
+        [(0, 1, [0], [256]), (0, 2, [256, 0], [44, 10]), (3, 4, [0], [40])],
+    ),
+]
+
+
+@pytest.mark.parametrize(("lens", "tokens", "page", "want"), EQUAL)
+def test_equal_chunks_of_context(lens, tokens, page, want):
+    chunks = sparse_mla.split_context_chunks(lens, tokens, block_size=page)
+    assert chunks.context_chunk_seq_lens.tolist() == want
+    assert chunks.context_chunk_seq_tot == [sum(row) for row in want]
+    assert chunks.context_chunk_max_seq_lens == [max(row) for row in want]
+    rows = [[0, *np.cumsum(row)] for row in want]
+    assert chunks.context_chunk_cu_seq_lens.tolist() == rows
+    size = tokens // sum(n > 0 for n in lens) // page * page
+    starts_of = [[c * size] * len(lens) for c in range(len(want))]
+    assert chunks.context_chunk_starts.tolist() == starts_of
+
+
+@pytest.mark.parametrize(("lens", "tokens", "page", "want"), PACKED)
+def test_packed_chunks_of_context(lens, tokens, page, want):
+    given = sparse_mla.split_context_chunks(lens, tokens, block_size=page, plan="packed")
+    assert given == want
+
+
+@pytest.mark.parametrize("lens", [[], [0], [0, 0]])
+def test_no_context_has_no_chunks(lens):
+    assert sparse_mla.split_context_chunks(lens, 0, block_size=64) is None
+    assert sparse_mla.split_context_chunks(lens, 64, block_size=64, plan="packed") == []
+
+
+def random_contexts(rng):
+    """Lengths with zeros among them, a page, and a workspace that is large enough."""
+    lens = [int(n) * int(rng.random() < 0.7) for n in rng.integers(1, 400, rng.integers(1, 9))]
+    page = int(rng.choice([1, 3, 16, 64]))
+    most = max(sum(n > 0 for n in lens), 1) * page
+    return lens, int(rng.integers(most, most + 500)), page
+
+
+def test_random_contexts_in_equal_chunks():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        lens, tokens, page = random_contexts(rng)
+        chunks = sparse_mla.split_context_chunks(lens, tokens, block_size=page)
+        if not any(lens):
+            assert chunks is None
+            continue
+        assert chunks.context_chunk_seq_lens.tolist() == plan.split_context(lens, tokens, page)
+        assert max(chunks.context_chunk_seq_tot) <= tokens
+
+
+def test_random_contexts_in_packed_chunks():
+    """Every token is in one chunk, a chunk fits and begins at pages, and only its first prefill
+    goes on from another. A prefill is cut only where no further page of it would fit."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        lens, tokens, page = random_contexts(rng)
+        chunks = sparse_mla.split_context_chunks(lens, tokens, block_size=page, plan="packed")
+        done = [0] * len(lens)
+        for first, past, begins, counts in chunks:
+            assert len(begins) == len(counts) == past - first > 0
+            assert sum(counts) <= tokens
+            assert not any(begins[1:])
+            for req, start, count in zip(range(first, past), begins, counts, strict=True):
+                assert start == done[req]
+                assert start % page == 0
+                assert count > 0
+                done[req] += count
+            rest = lens[past - 1] - done[past - 1]
+            assert rest == 0 or tokens - sum(counts) < page or rest <= page
+        assert done == lens
+
+
+def test_bad_contexts():
+    split = sparse_mla.split_context_chunks
+    text = "`workspace_tokens` must have a page of 64 tokens for each of 2 prefills with context, "
+    with pytest.raises(ValueError, match=f"^split_context_chunks: {text}got 127$"):
+        split([0, 1, 2], 127, block_size=64)
+    with pytest.raises(ValueError, match=r"must be at least a page of 64 tokens, got 63$"):
+        split([1], 63, block_size=64, plan="packed")
+    with pytest.raises(ValueError, match=r"`context_lens` must be >= 0, got -3 at request 1$"):
+        split([1, -3], 64, block_size=1)
+    with pytest.raises(ValueError, match=r"`block_size` must be at least 1, got 0$"):
+        split([1], 64, block_size=0)
+    with pytest.raises(ValueError, match=r"`workspace_tokens` must be 0 to 2147483647, got -1$"):
+        split([1], -1, block_size=1)
+    with pytest.raises(ValueError, match=r"`plan` must be 'equal' or 'packed', got 'half'$"):
+        split([1], 64, block_size=1, plan="half")
+    with pytest.raises(TypeError, match="`context_lens` must be an int, got float"):
+        split([1.5], 64, block_size=1)
+
+
+def test_the_default_workspace_of_context():
+    size = sparse_mla.get_context_workspace_size
+    assert [size(4096, 256, 64), size(1024, 16, 64), size(100, 3, 7)] == [65536, 8192, 805]
+    assert size(1, 5000, 64) == 320000  # a page of each request
+    for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (2**31, 1, 1)):
+        with pytest.raises(ValueError, match=r"get_context_workspace_size: `\w+` must be 1 to"):
+            size(*bad)
