@@ -205,7 +205,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	@echo clang-tidy
 	@mkdir -p build/lint
 	@$(PY) -m ninja -f build/$(VARIANT)/build.ninja -t compdb cc > build/lint/compile_commands.json
-	@sed -n 's/.*"file": "\(.*\)".*/\1/p' build/lint/compile_commands.json | sort > build/lint/files.txt
+	@sed -n 's/.*"file": "\(.*\)".*/\1/p' build/lint/compile_commands.json | sort -u > build/lint/files.txt
 	@grep -v '^tests/' build/lint/files.txt | \
 	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_FLAGS)
 	@grep '^tests/' build/lint/files.txt | \
