@@ -116,7 +116,8 @@ def _check(
         size not in (ANY, n) for size, n in zip(shape, found, strict=True)
     ):
         raise ValueError(f"{OP}: `weights.{name}` must have shape {rule}, got {list(found)}")
-    if dtype_name(array.dtype) not in dtypes:
+    dtype = getattr(array, "dtype", None)  # DLPack does not ask for it: the operators check all
+    if dtype is not None and dtype_name(dtype) not in dtypes:
         raise TypeError(
-            f"{OP}: `weights.{name}` must be {' or '.join(dtypes)}, got {dtype_name(array.dtype)}"
+            f"{OP}: `weights.{name}` must be {' or '.join(dtypes)}, got {dtype_name(dtype)}"
         )

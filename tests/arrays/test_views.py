@@ -550,6 +550,11 @@ def reorder(dtype) -> Example:
     return call("reorder_batch", {"num_scheduled_tokens": np.array([100, 1, 120, 1], dtype)})
 
 
+def split_context(dtype) -> Example:
+    arrays = {"context_lens": np.array([10, 0, 20, 5], dtype)}
+    return call("split_context_chunks", arrays, workspace_tokens=25, block_size=1, plan="packed")
+
+
 def step(path: str, fp8: bool) -> Example:
     """A build and its forward: two decodes, and two prefills in two chunks.
 
@@ -1044,6 +1049,9 @@ for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
     TABLE[f"split chunks {kind}"] = Row(
         "split_prefill_chunks", lambda kind=kind: split_chunks(kind), {"seq_lens": "host"}
     )
+    TABLE[f"split context {kind}"] = Row(
+        "split_context_chunks", lambda kind=kind: split_context(kind), {"context_lens": "host"}
+    )
 
 # Operators that have no declaration of their own.
 DECLARED_AS = {
@@ -1055,6 +1063,7 @@ WITHOUT_ARRAYS = {
     "_attention_plans",
     "attention_workspace_size",
     "lightning_indexer_workspace_size",
+    "get_context_workspace_size",
     "get_prefill_workspace_size",
     "kernels",
     "build_info",
@@ -1067,7 +1076,7 @@ WITHOUT_ARRAYS = {
 
 def array_parameters(op) -> set[str]:
     parameters = inspect.signature(op).parameters.values()
-    host = ("query_start_loc", "seq_lens", "num_scheduled_tokens")
+    host = ("query_start_loc", "seq_lens", "num_scheduled_tokens", "context_lens")
     words = ("Array", "Like[", "Written")  # types of sparse_mla/_types.py
     return {p.name for p in parameters if any(w in p.annotation for w in words) or p.name in host}
 
@@ -1092,16 +1101,22 @@ def test_every_array_of_every_operator_has_a_row():
     assert {row.op for row in TABLE.values()} <= {*operators, *functions, "forward"}
     assert {n for n, x in vars(_C).items() if inspect.isbuiltin(x)} == {
         "reorder_batch",
+        "split_context_chunks",
         "split_decodes_and_prefills",
         "split_prefill_chunks",
+        "get_context_workspace_size",
         "get_prefill_workspace_size",
+        "new_array",
+        "find_stream",
+        "read_stream",
+        "order_streams",
         "kernels",
         "build_info",
         "call_exactly",
         "xla_handlers",
     }
     members = {n for n in vars(_C.Step) if not n.startswith("_")}
-    assert members == {"build", "layer", "warm_up", "workspace_bytes"}
+    assert members == {"build", "check", "layer", "mark_use", "warm_up", "workspace_bytes"}
 
 
 def test_tables_name_arrays_that_examples_have():

@@ -213,7 +213,7 @@ def fails(call, *args, **kwargs) -> bool:
     """Whether the call raises an error, of which nothing is kept."""
     try:
         call(*args, **kwargs)
-    except (TypeError, ValueError, BufferError, AttributeError, ZeroDivisionError):
+    except (TypeError, ValueError, BufferError, AttributeError, ZeroDivisionError, RuntimeError):
         return True
     return False
 

@@ -1,7 +1,6 @@
 /* compose.c: what a layer that Python composes of operators needs of C: memory in the framework of
  * its arrays, and order between streams. sparse_mla/v4/ uses it.
  */
-#include "python/arrays/exchange.h"
 #include "python/step/step.h"
 
 static const char op[] = "forward";
@@ -142,25 +141,31 @@ order(smla_stream before, smla_stream after, smla_error *error)
     return status;
 }
 
-static PyObject *
-order_streams(PyObject *Py_UNUSED(module), PyObject *args)
+static int
+parse_handle(const char *name, PyObject *object, void **handle)
 {
-    int device_id = 0;
-    PyObject *handles[2] = {NULL, NULL};
-    smla_stream streams[2] = {{.handle = NULL}, {.handle = NULL}};
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be the int handle of a stream", op, name);
+        return -1;
+    }
+    return smla_py_parse_stream(op, object, handle);
+}
+
+static PyObject *
+order_streams(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    int32_t device_id = 0;
+    smla_stream first = {.handle = NULL};
+    smla_stream then = {.handle = NULL};
     smla_error error;
-    if (!PyArg_ParseTuple(args, "iO!O!:order_streams", &device_id, &PyLong_Type, &handles[0],
-                          &PyLong_Type, &handles[1])) {
+    if (smla_py_check_count("order_streams", num_args, 3) < 0 ||
+        smla_py_parse_int32(op, "device_id", args[0], &device_id) < 0 ||
+        parse_handle("first", args[1], &first.handle) < 0 ||
+        parse_handle("then", args[2], &then.handle) < 0) {
         return NULL;
     }
-    for (int i = 0; i < 2; i++) {
-        streams[i].device_id = device_id;
-        if (smla_py_read_handle(handles[i], &streams[i].handle) < 0) {
-            return NULL;
-        }
-    }
-    if (streams[0].handle != streams[1].handle &&
-        smla_py_check(order(streams[0], streams[1], &error), &error) < 0) {
+    first.device_id = then.device_id = device_id;
+    if (first.handle != then.handle && smla_py_check(order(first, then, &error), &error) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -183,6 +188,6 @@ PyMethodDef smla_py_compose_functions[] = {
     {"new_array", new_array_like, METH_VARARGS, new_array_doc},
     {"find_stream", find_stream, METH_VARARGS, find_stream_doc},
     {"read_stream", read_stream, METH_O, read_stream_doc},
-    {"order_streams", order_streams, METH_VARARGS, order_streams_doc},
+    {"order_streams", (PyCFunction)(void (*)(void))order_streams, METH_FASTCALL, order_streams_doc},
     {NULL, NULL, 0, NULL},
 };
