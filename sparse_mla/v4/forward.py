@@ -27,7 +27,7 @@ OP = "SparseMLA.forward"
 def run(
     layer: Any, x: Array, caches: Any, metadata: Metadata | None, lanes: Lanes, out: Array | None
 ) -> Array:
-    """One layer on lanes that are entered already."""
+    """One layer in the block of its main lane, which waits for the others, also after an error."""
     if metadata is None:
         return warm_up(layer, x, lanes, out)
     step = Step(layer, x, caches, metadata, lanes)
@@ -36,7 +36,7 @@ def run(
         if metadata.num_actual_tokens > 0:
             step.run()
         z = step.project_groups()
-    finally:  # a later build may be on another stream, and write what this call reads
+    finally:  # a later build may be on another stream, and write what any lane reads
         lanes.join()
         metadata._step.mark_use(lanes.main.handle)
     return call_wo_b(layer, lanes.main, z, out)
@@ -74,7 +74,6 @@ class Step:
         self.choosing = lanes.side(0, main) if self.is_indexed else main
         self.pooling = lanes.side(1 if self.is_indexed else 0, main) if self.ratio > 1 else main
         self.index_pooling = lanes.side(2, self.choosing) if self.is_indexed else main
-        self.sides = (self.choosing, self.pooling, self.index_pooling)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -131,30 +130,33 @@ class Step:
 
     def run(self) -> None:
         """Everything up to attention."""
-        lanes, main, x = self.lanes, self.lanes.main, self.x
+        lanes, main = self.lanes, self.lanes.main
+        places = {"fused_wqa_wkv": main}  # projections of x -> the lanes of their lines
+        if self.ratio > 1:
+            places["wkv_wgate"] = self.pooling
+        if self.is_indexed:
+            places |= {
+                "index_wkv_wgate": self.index_pooling,
+                "index_weights_proj": self.choosing,
+            }
         # Large products fill the device by themselves: side by side they only disturb each other.
         is_early = self.num_tokens <= self.config.overlap_gemm_tokens
-        kv_score = index_weights = index_kv_score = None
         if is_early:
-            lanes.fork(self.sides)
-        qr_kv = self.project(main, "fused_wqa_wkv", x)
-        if self.ratio > 1:
-            kv_score = self.project(self.pooling if is_early else main, "wkv_wgate", x)
-        if self.is_indexed:
-            index_kv_score = self.project(
-                self.index_pooling if is_early else main, "index_wkv_wgate", x
-            )
-            index_weights = self.project(
-                self.choosing if is_early else main, "index_weights_proj", x
-            )
+            lanes.fork(places.values())
+        made = {
+            name: self.project(lane if is_early else main, name, self.x)
+            for name, lane in places.items()
+        }
         if not is_early:
-            lanes.fork(self.sides)
-        qr, kv = self.normalise(qr_kv)
+            lanes.fork(places.values())
+        qr, kv = self.normalise(made["fused_wqa_wkv"])
         if self.is_indexed:
             lanes.order(main, self.choosing)  # for qr
         if self.ratio > 1:
-            self.pool(kv_score)
-        choice = self.choose(qr, index_weights, index_kv_score) if self.is_indexed else {}
+            self.pool(made["wkv_wgate"])
+        choice = {}
+        if self.is_indexed:
+            choice = self.choose(qr, made["index_weights_proj"], made["index_wkv_wgate"])
         q = self.insert(self.project(main, "wq_b", qr), kv)
         lanes.join()
         self.attend(q, choice)
@@ -299,13 +301,13 @@ class Step:
 
     def indexer_workspace(self, block_table: Array, block_size: int) -> Array:
         """Its size follows from the table's width, which an engine does not change."""
-        most, max_context = self.config.max_num_batched_tokens, block_table.shape[1] * block_size
-        sizes = self.layer._indexer_bytes
-        if max_context not in sizes:
-            sizes[max_context] = ops.lightning_indexer_workspace_size(
-                most, max_context, k=self.config.topk_tokens, device=self.config.device
-            )
-        size = sizes[max_context]
+        config = self.config
+        size = ops.lightning_indexer_workspace_size(
+            config.max_num_batched_tokens,
+            block_table.shape[1] * block_size,
+            k=config.topk_tokens,
+            device=config.device,
+        )
         return self.array("indexer_workspace", (size,), "uint8", size)
 
     def attend(self, q: Array, choice: dict[str, Array]) -> None:

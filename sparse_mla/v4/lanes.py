@@ -30,7 +30,7 @@ class Lane:
         enter: Callable[[], Context] | None = None,
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.handle = handle
+        self.handle: Any = handle  # None on the CPU, which has one lane
         self.keywords = keywords  # what a callable gets besides
         self._enter = enter  # None: the stream is the current one, or there is none
         self._contexts: list[Context] = []
@@ -53,20 +53,19 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one call: `main`, and up to three beside it. In its block `main` is the current
-    one. At the end, also after an error, `main` waits for those beside it."""
+    """The lanes of one call: `main`, and up to three beside it. The call is in the block `entered`,
+    where the main stream is the current one."""
 
     def __init__(self, x: Any, stream: Any, streams: Sequence[Any]) -> None:
         given = check_streams(streams)
         self.device_id, handle = _C.find_stream(x, stream)
-        self.main = Lane()
+        self.main = self.entered = Lane()
         self.sides: list[Lane] = []
-        self._block = Lane()
         self._forked: list[Lane] = []
         if self.device_id >= 0:
             make = _lane_maker(x, self.device_id)
-            self._block = make(stream, handle)
-            self.main = Lane(handle, keywords=self._block.keywords)
+            self.entered = make(stream, handle)
+            self.main = Lane(handle, keywords=self.entered.keywords)
             self.sides = [make(side, _C.read_stream(side)) for side in given]
 
     def side(self, i: int, otherwise: Lane) -> Lane:
@@ -75,7 +74,7 @@ class Lanes:
 
     def order(self, first: Lane, then: Lane) -> None:
         """Makes what is given to `then` from now on wait for what `first` has been given."""
-        if first is not then and first.handle is not None and then.handle is not None:
+        if first is not then:
             _C.order_streams(self.device_id, first.handle, then.handle)
 
     def fork(self, lanes: Iterable[Lane]) -> None:
@@ -89,16 +88,6 @@ class Lanes:
         """Makes the main lane wait for those beside it."""
         while self._forked:
             self.order(self._forked.pop(), self.main)
-
-    def __enter__(self) -> Lanes:
-        self._block.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self.join()
-        finally:
-            self._block.__exit__(*exception)
 
 
 def check_streams(streams: Any) -> Sequence[Any]:

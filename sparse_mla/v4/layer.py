@@ -166,7 +166,6 @@ class SparseMLA:
         self.config = config
         self.compress_ratio = ratio
         self.weights = weights
-        self._indexer_bytes: dict[int, int] = {}  # its workspace by the longest context
         self.projections = None
         if projections is not None:
             self.projections = check_projections(ratio, projections)
@@ -292,9 +291,8 @@ class SparseMLA:
         Parameters
         ----------
         x : [>= T, hidden], the dtype of the projections
-            Hidden states: an array of NumPy, PyTorch or CuPy, or of
-            a framework whose arrays have slices, `reshape` and `swapaxes`. Rows behind the first
-            num_actual_tokens are not read.
+            Hidden states: an array of NumPy, PyTorch or CuPy, or of a framework whose arrays have
+            slices, `reshape` and `swapaxes`. Rows behind the first num_actual_tokens are not read.
         caches : Caches
             Written: `swa`; for a ratio above 1 also `compressed` and `state`; for ratio 4 also
             `index` and `index_state`.
@@ -357,5 +355,6 @@ class SparseMLA:
         if metadata is not None and not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step, or None"
             raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
-        with Lanes(x, stream, streams) as lanes:
+        lanes = Lanes(x, stream, streams)
+        with lanes.entered:
             return forward.run(self, x, caches, metadata, lanes, out)
