@@ -19,10 +19,10 @@ from fake_gpu import (
     OUT_OF_MEMORY,
     Cupy,
     CupyArray,
-    Driver,
     LikeJax,
     LikePythonJax,
     LikeTorch,
+    give_back,
     load,
     on_gpu,
 )
@@ -31,45 +31,6 @@ from helpers import assert_keeps_nothing, assert_same_bits, assert_within_bounds
 import sparse_mla
 
 LEGACY = 1  # DLPack's number for the default stream
-
-
-@pytest.fixture(scope="module")
-def package():
-    gc.collect()  # frees packages of other tests, and what they have kept
-    return load()
-
-
-@pytest.fixture
-def gpu(package):
-    """The driver of the fake GPUs, with no work under way."""
-    driver = Driver()
-    driver.reset()
-    give_back(package)
-    driver.reset()
-    num_failures = driver.num_failures
-    yield driver
-    assert driver.num_failures == num_failures, "see the captured output"
-    driver.reset()
-    give_back(package)
-
-
-def give_back(package) -> None:
-    """Releases what was kept for work that is over by now. The call itself keeps nothing."""
-    Exchanged.stream = 0
-    package.dynamic_per_tensor_quant(exchanged(np.ones((1, 1), np.float32)))
-
-
-@pytest.fixture(scope="module")
-def met_cupy(package):
-    """The CuPy module that the package meets first, and keeps."""
-    return Cupy()
-
-
-@pytest.fixture
-def cupy(met_cupy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", met_cupy)
-    met_cupy.reset()
-    return met_cupy
 
 
 @pytest.fixture

@@ -4,49 +4,17 @@ real ones."""
 
 from __future__ import annotations
 
-import gc
-import sys
-
 import numpy as np
 import pytest
 import reference as ref
 from exchange_producer import Exchanged
-from fake_gpu import Cupy, CupyArray, Driver, load
+from fake_gpu import CupyArray
 from helpers import assert_same_bits
 from v4_world import HIDDEN, World
 
 import sparse_mla
 
 PARTS = [(0, 0, 20), (1, 0, 9)]
-
-
-@pytest.fixture(scope="module")
-def package():
-    gc.collect()  # frees packages of other tests, and what they have kept
-    return load()
-
-
-@pytest.fixture
-def gpu(package):
-    driver = Driver()
-    driver.reset()
-    num_failures = driver.num_failures
-    yield driver
-    assert driver.num_failures == num_failures, "see the captured output"
-    driver.reset()
-
-
-@pytest.fixture(scope="module")
-def met_cupy(package):
-    """The CuPy module that the package meets first, and keeps."""
-    return Cupy()
-
-
-@pytest.fixture
-def cupy(met_cupy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", met_cupy)
-    met_cupy.reset()
-    return met_cupy
 
 
 def to_cupy(x):
