@@ -178,8 +178,8 @@ def test_steps_on_streams_of_their_own(ratio):
     steps = [([(0, 0, 20), (1, 0, 7)], 0), ([(0, 20, 1), (1, 7, 2)], 1), ([(0, 21, 19)], 0)]
     want = [worlds[0].step(*step) for step in steps]
     world, results = worlds[1], []
-    for parts, padding in steps:
-        x = put(world.inputs(parts, padding))
+    inputs = [put(world.inputs(*step)) for step in steps]  # kept: a late stream reads them
+    for x, (parts, padding) in zip(inputs, steps, strict=True):
         with torch.cuda.stream(torch.cuda.Stream()):
             metadata = world.build(parts, padding)
         main = torch.cuda.Stream()

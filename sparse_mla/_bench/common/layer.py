@@ -167,8 +167,11 @@ class Recorder:
 
 
 def keep_calls(parts: Parts, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `function` and keeps the call, without the stream: it may run again in a capture."""
+
     def call(*arguments: Any, **keywords: Any) -> Any:
-        parts.append((name, lambda: function(*arguments, **keywords)))
+        later = {key: value for key, value in keywords.items() if key != "stream"}
+        parts.append((name, lambda: function(*arguments, **later)))
         return function(*arguments, **keywords)
 
     return call
