@@ -5,20 +5,24 @@
  *              where b is a block of 128 values of k, a step
  * Shapes       x [T, H, k] e4m3, w [H, n, k] e4m3: base and strides are multiples of 16 bytes; the
  *              scales fp32, or x's four exponents per int32, any strides; out [T, H, n] bf16
- * Shared mem   a ring of STEPS steps. A step has [TOKENS + OUTPUTS][128] bytes, a scale word per
+ * Shared mem   two rings of STEPS steps. A step has [TOKENS + OUTPUTS][128] bytes, a scale word per
  *              token, and one scale of the weight. Chunk j of row i is at index j ^ 4 (i % 2), so
  *              that the eight lanes of a 128-byte read touch eight banks. Tiles of 16 tokens x 64
- *              outputs have 8 steps of 10.1 KiB, tiles of 64 x 64 have 4 of 16.3 KiB
- * Roles        128 threads bring a step with cp.async, STEPS - 1 steps ahead, and multiply: four
- *              warps of 16 tokens x 16 outputs, or of 32 x 32. There is a barrier per step: all
- *              have read the step that is overwritten next, and all see what others have copied.
+ *              outputs have 2 x 4 steps of 10.1 KiB, tiles of 64 x 64 have 2 x 3 of 16.3 KiB
+ * Roles        two teams of 256 threads: one has a tile's even steps, the other its odd ones. A
+ *              team brings a step with cp.async, STEPS - 1 steps ahead. Four of its warps, a
+ *              quarter of the threads, multiply the first halves of its steps, four the second
+ *              ones: each warp 16 tokens x 16 outputs, or 32 x 32. A team has a barrier per step:
+ *              all have read the step that is overwritten next, and all see what others have
+ *              copied. At the end three quarters' sums go through shared memory to the first one,
+ *              which stores.
  * Roofline     Up to 64 tokens the weight's bytes bind: 8 x 1024 x 4096 take 8 us of an H200's HBM.
  *              Beyond, mma.sync and the conversions of both operands bind.
  * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT), and so are products. A
  *              step is summed in fp32 by tensor cores, then multiplied by its factor, which is
  *              x_scale * w_scale rounded to fp32, and added in fp32. NaN reaches only results of
  *              its own token or output. Lanes take values of k in another order than k's. The order
- *              of a sum depends on k alone.
+ *              of a sum depends on k alone: a quarter's half steps, then the quarters.
  * Source       DeepGEMM, for a sum per 128 values; the kernel is ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"
@@ -26,9 +30,16 @@
 namespace {
 
 enum {
-    BLOCK_THREADS = 128,
-    PARITY_BIT = 1, /* the bit of a row's index that its chunks' order depends on */
-    HALF_CHUNKS = ROW_CHUNKS / 2,
+    TEAMS = 2,
+    HALVES = 2,
+    QUARTERS = TEAMS * HALVES,
+    QUARTER_THREADS = 128,
+    QUARTER_WARPS = QUARTER_THREADS / SMLA_WARP_LANES,
+    TEAM_THREADS = HALVES * QUARTER_THREADS,
+    BLOCK_THREADS = QUARTERS * QUARTER_THREADS,
+    TEAM_BARRIER = 1, /* of team 0; barrier 0 is __syncthreads's */
+    PARITY_BIT = 1,   /* the bit of a row's index that its chunks' order depends on */
+    HALF_CHUNKS = ROW_CHUNKS / HALVES,
     WORDS = CHUNK_BYTES / 4, /* words per chunk: a word is a lane's part of a k-step of 16 values */
 };
 
@@ -38,20 +49,27 @@ template <int WARP_ROWS_, int ROW_TILES_, int COLUMN_TILES_, int STEPS_> struct 
     static constexpr int WARP_ROWS = WARP_ROWS_; /* number of warps along the tokens */
     static constexpr int ROW_TILES = ROW_TILES_;
     static constexpr int COLUMN_TILES = COLUMN_TILES_;
-    static constexpr int STEPS = STEPS_; /* steps of the ring, a power of two */
-    static constexpr int WARP_COLUMNS = BLOCK_THREADS / SMLA_WARP_LANES / WARP_ROWS;
+    static constexpr int STEPS = STEPS_; /* steps of a ring */
+    static constexpr int WARP_COLUMNS = QUARTER_WARPS / WARP_ROWS;
     static constexpr int TOKENS = WARP_ROWS * ROW_TILES * 16;
     static constexpr int OUTPUTS = WARP_COLUMNS * COLUMN_TILES * 8;
+    static constexpr int VALUES = ROW_TILES * COLUMN_TILES * 4; /* results per lane */
 };
 
-using small_tile = tile_shape<1, 1, 2, 8>;  /* 16 tokens x 64 outputs */
-using medium_tile = tile_shape<2, 2, 4, 4>; /* 64 tokens x 64 outputs */
+using small_tile = tile_shape<1, 1, 2, 4>;  /* 16 tokens x 64 outputs */
+using medium_tile = tile_shape<2, 2, 4, 3>; /* 64 tokens x 64 outputs */
 
-template <typename Shape> struct tile_memory {
+/* A team's ring. */
+template <typename Shape> struct step_ring {
     alignas(128) uint8_t tokens[Shape::STEPS][Shape::TOKENS][STEP_VALUES];
     uint8_t weights[Shape::STEPS][Shape::OUTPUTS][STEP_VALUES];
     uint32_t token_scales[Shape::STEPS][Shape::TOKENS];
     float weight_scale[Shape::STEPS];
+};
+
+template <typename Shape> union tile_memory {
+    step_ring<Shape> rings[TEAMS];
+    float sums[QUARTERS - 1][Shape::VALUES][QUARTER_THREADS]; /* of all quarters but the first */
 };
 
 template <typename Shape> struct tile_sums {
@@ -59,34 +77,106 @@ template <typename Shape> struct tile_sums {
     float d[Shape::ROW_TILES][Shape::COLUMN_TILES][4];
 };
 
+template <typename Shape>
+__device__ __forceinline__ float &
+sum_of(tile_sums<Shape> *sums, int i)
+{
+    return sums->d[i / 4 / Shape::COLUMN_TILES][i / 4 % Shape::COLUMN_TILES][i % 4];
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+clear_sums(tile_sums<Shape> *sums)
+{
+#pragma unroll
+    for (int i = 0; i < Shape::VALUES; i++) {
+        sum_of(sums, i) = 0.0f;
+    }
+}
+
 /* ---- Copies -------------------------------------------------------------------------------- */
+
+enum { ROWS_APART = TEAM_THREADS / ROW_CHUNKS }; /* a thread copies one of so many rows */
+
+/* Where a thread's copies of a tile's steps come from: its chunk of step 0 of its first rows. Rows
+ * that do not exist become zeros. */
+struct step_copier {
+    const uint8_t *tokens;
+    const uint8_t *weights;
+    uint32_t to;    /* its first chunk, in bytes behind the first row of a step in shared memory */
+    int num_tokens; /* of its rows, those that exist */
+    int num_weights;
+    const uint32_t *scale; /* of step 0: that of the thread's token, or the weight's */
+    bool has_scale;
+};
+
+/* How many of the rows from `row` on, ROWS_APART apart, are in a tile. */
+__device__ __forceinline__ int
+count_rows(int64_t num_rows, int row, int tile_rows)
+{
+    const int rest = (int)(num_rows < tile_rows ? num_rows : tile_rows) - row;
+    return (rest + ROWS_APART - 1) / ROWS_APART;
+}
+
+template <typename Shape>
+__device__ __forceinline__ step_copier
+make_copier(const e4m3_projection &args, int64_t number)
+{
+    const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
+    const smla_projection_params &p = args.p;
+    const int thread = (int)threadIdx.x % TEAM_THREADS;
+    const int row = thread / ROW_CHUNKS, chunk = thread % ROW_CHUNKS;
+    const int index = chunk ^ (row & PARITY_BIT) * HALF_CHUNKS;
+    return step_copier{first_token_row(p, tile) + row * p.x_stride_token + chunk * CHUNK_BYTES,
+                       first_weight_row(p, tile) + row * p.w_stride_outer + chunk * CHUNK_BYTES,
+                       (uint32_t)(row * STEP_VALUES + index * CHUNK_BYTES),
+                       count_rows(p.num_tokens - tile.token, row, Shape::TOKENS),
+                       count_rows(p.outer_dim - tile.outer, row, Shape::OUTPUTS),
+                       thread < Shape::TOKENS
+                           ? smla_token_scale_word(&p.scales, tile.token + thread, tile.head, 0)
+                           : (const uint32_t *)smla_weight_scale(&p.scales, tile.head, tile.outer,
+                                                                 0),
+                       tile.token + thread < p.num_tokens};
+}
+
+/* Starts the thread's copies of ROWS rows of a step. */
+template <int ROWS>
+__device__ __forceinline__ void
+copy_own_rows(const uint8_t *from, int64_t stride, uint32_t to, int num_rows)
+{
+#pragma unroll
+    for (int i = 0; i < (ROWS + ROWS_APART - 1) / ROWS_APART; i++) {
+        ptx_cp_async_16_or_zero(to + i * ROWS_APART * STEP_VALUES, from + i * ROWS_APART * stride,
+                                i < num_rows);
+    }
+}
 
 /* Starts the copies of a step. The outputs of a tile share one scale of the weight, because the
  * first output is a multiple of 64. */
 template <typename Shape>
 __device__ __forceinline__ void
-copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step,
-          tile_memory<Shape> *shared)
+copy_step(const e4m3_projection &args, const step_copier &copier, int64_t step, int slot,
+          step_ring<Shape> *ring)
 {
-    static_assert(Shape::OUTPUTS == 64 && Shape::TOKENS < BLOCK_THREADS, "a thread per scale");
+    static_assert(Shape::OUTPUTS == 64 && Shape::TOKENS < TEAM_THREADS, "a thread per scale");
     const smla_projection_params &p = args.p;
-    const int slot = (int)(step % Shape::STEPS);
-    const int thread = (int)threadIdx.x;
-    const int64_t num_tokens = p.num_tokens - tile.token;
-    copy_rows<Shape::TOKENS, BLOCK_THREADS, PARITY_BIT, HALF_CHUNKS>(
-        ptx_shared_address(shared->tokens[slot]), first_token_row(p, tile) + step * STEP_VALUES,
-        p.x_stride_token, num_tokens, thread);
-    copy_rows<Shape::OUTPUTS, BLOCK_THREADS, PARITY_BIT, HALF_CHUNKS>(
-        ptx_shared_address(shared->weights[slot]), first_weight_row(p, tile) + step * STEP_VALUES,
-        p.w_stride_outer, p.outer_dim - tile.outer, thread);
+    const int thread = (int)threadIdx.x % TEAM_THREADS;
+    const int64_t column = step * STEP_VALUES;
+    copy_own_rows<Shape::OUTPUTS>(copier.weights + column, p.w_stride_outer,
+                                  ptx_shared_address(ring->weights[slot]) + copier.to,
+                                  copier.num_weights);
+    if (thread < Shape::TOKENS * ROW_CHUNKS) {
+        copy_own_rows<Shape::TOKENS>(copier.tokens + column, p.x_stride_token,
+                                     ptx_shared_address(ring->tokens[slot]) + copier.to,
+                                     copier.num_tokens);
+    }
     if (thread < Shape::TOKENS) {
-        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->token_scales[slot][thread]),
-                               smla_token_scale_word(&p.scales, tile.token + thread, tile.head,
-                                                     step),
-                               thread < num_tokens);
+        const int64_t word = p.scales.x_is_packed ? step / 4 : step;
+        ptx_cp_async_4_or_zero(ptx_shared_address(&ring->token_scales[slot][thread]),
+                               copier.scale + word * p.scales.x_stride_column, copier.has_scale);
     } else if (thread == Shape::TOKENS) {
-        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weight_scale[slot]),
-                               smla_weight_scale(&p.scales, tile.head, tile.outer, step), true);
+        ptx_cp_async_4_or_zero(ptx_shared_address(&ring->weight_scale[slot]),
+                               copier.scale + step * p.scales.w_stride_inner, true);
     }
 }
 
@@ -107,7 +197,7 @@ template <typename Shape>
 __device__ __forceinline__ int
 token_row(void)
 {
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const int warp = (int)threadIdx.x % QUARTER_THREADS / SMLA_WARP_LANES;
     return warp / Shape::WARP_COLUMNS * Shape::ROW_TILES * 16 +
            (int)threadIdx.x % SMLA_WARP_LANES / 4;
 }
@@ -116,7 +206,7 @@ template <typename Shape>
 __device__ __forceinline__ int
 output_row(void)
 {
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const int warp = (int)threadIdx.x % QUARTER_THREADS / SMLA_WARP_LANES;
     return warp % Shape::WARP_COLUMNS * Shape::COLUMN_TILES * 8 +
            (int)threadIdx.x % SMLA_WARP_LANES / 4;
 }
@@ -124,66 +214,50 @@ output_row(void)
 /* sums += the products of half a step, which is 64 values of k. */
 template <typename Shape>
 __device__ __forceinline__ void
-multiply_half(const tile_memory<Shape> *shared, int slot, int half, tile_sums<Shape> *sums)
+multiply_half(const step_ring<Shape> *ring, int slot, int half, tile_sums<Shape> *sums)
 {
-    uint32_t tokens[Shape::ROW_TILES][2][WORDS];
-    uint32_t weights[Shape::COLUMN_TILES][WORDS];
+    uint32_t a[Shape::ROW_TILES][WORDS][4]; /* operands of tokens */
 #pragma unroll
     for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
-        load_chunk(shared->tokens[slot], token_row<Shape>() + 8 * i, half, tokens[i / 2][i % 2]);
+        uint32_t words[WORDS];
+        load_chunk(ring->tokens[slot], token_row<Shape>() + 8 * i, half, words);
+#pragma unroll
+        for (int word = 0; word < WORDS; word++) {
+            uint32_t pairs[2];
+            smla_widen_e4m3x4(words[word], pairs);
+            a[i / 2][word][i % 2] = pairs[0];
+            a[i / 2][word][2 + i % 2] = pairs[1];
+        }
     }
 #pragma unroll
     for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-        load_chunk(shared->weights[slot], output_row<Shape>() + 8 * j, half, weights[j]);
-    }
+        uint32_t words[WORDS];
+        load_chunk(ring->weights[slot], output_row<Shape>() + 8 * j, half, words);
 #pragma unroll
-    for (int word = 0; word < WORDS; word++) {
-        uint32_t b[Shape::COLUMN_TILES][2];
+        for (int word = 0; word < WORDS; word++) {
+            uint32_t b[2];
+            smla_widen_e4m3x4(words[word], b);
 #pragma unroll
-        for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-            smla_widen_e4m3x4(weights[j][word], b[j]);
-        }
-#pragma unroll
-        for (int i = 0; i < Shape::ROW_TILES; i++) {
-            uint32_t rows[2][2];
-            smla_widen_e4m3x4(tokens[i][0][word], rows[0]);
-            smla_widen_e4m3x4(tokens[i][1][word], rows[1]);
-            const uint32_t a[4] = {rows[0][0], rows[1][0], rows[0][1], rows[1][1]};
-#pragma unroll
-            for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-                ptx_mma_f16(sums->d[i][j], a, b[j]);
+            for (int i = 0; i < Shape::ROW_TILES; i++) {
+                ptx_mma_f16(sums->d[i][j], a[i][word], b);
             }
         }
     }
 }
 
+/* sums += each token's factor * the products of half a step. */
 template <typename Shape>
 __device__ __forceinline__ void
-clear_sums(tile_sums<Shape> *sums)
+add_half(const e4m3_projection &args, int64_t step, int slot, int half,
+         const step_ring<Shape> *ring, tile_sums<Shape> *sums)
 {
-#pragma unroll
-    for (int i = 0; i < Shape::ROW_TILES * Shape::COLUMN_TILES * 4; i++) {
-        sums->d[i / 4 / Shape::COLUMN_TILES][i / 4 % Shape::COLUMN_TILES][i % 4] = 0.0f;
-    }
-}
-
-/* sums += each token's factor * the products of a step. */
-template <typename Shape>
-__device__ __forceinline__ void
-add_step(const e4m3_projection &args, int64_t step, const tile_memory<Shape> *shared,
-         tile_sums<Shape> *sums)
-{
-    const int slot = (int)(step % Shape::STEPS);
     tile_sums<Shape> products;
     clear_sums(&products);
-#pragma unroll 1 /* unrolled, the loads of both halves would spill registers */
-    for (int half = 0; half < 2; half++) {
-        multiply_half(shared, slot, half, &products);
-    }
-    const float weight_scale = shared->weight_scale[slot];
+    multiply_half(ring, slot, half, &products);
+    const float weight_scale = ring->weight_scale[slot];
 #pragma unroll
     for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
-        const uint32_t word = shared->token_scales[slot][token_row<Shape>() + 8 * i];
+        const uint32_t word = ring->token_scales[slot][token_row<Shape>() + 8 * i];
         const float factor = smla_scale_of_word(&args.p.scales, word, step) * weight_scale;
 #pragma unroll
         for (int j = 0; j < Shape::COLUMN_TILES; j++) {
@@ -198,54 +272,103 @@ add_step(const e4m3_projection &args, int64_t step, const tile_memory<Shape> *sh
 /* ---- A tile -------------------------------------------------------------------------------- */
 
 template <typename Shape>
-__device__ __forceinline__ void
-compute_tile(const e4m3_projection &args, const result_tile &tile, tile_memory<Shape> *shared,
-             tile_sums<Shape> *sums)
+__device__ __forceinline__ int
+next_slot(int slot)
 {
+    return slot + 1 == Shape::STEPS ? 0 : slot + 1;
+}
+
+/* The sums of a quarter. */
+template <typename Shape>
+__device__ __forceinline__ void
+sum_quarter(const e4m3_projection &args, int64_t number, int team, int half, step_ring<Shape> *ring,
+            tile_sums<Shape> *sums)
+{
+    const int num_own = (int)(args.num_steps + TEAMS - 1 - team) / TEAMS;
+    const step_copier copier = make_copier<Shape>(args, number);
     clear_sums(sums);
 #pragma unroll 1
-    for (int64_t step = 0; step < Shape::STEPS - 1; step++) {
-        if (step < args.num_steps) {
-            copy_step(args, tile, step, shared);
+    for (int i = 0; i < Shape::STEPS - 1; i++) {
+        if (i < num_own) {
+            copy_step(args, copier, i * TEAMS + team, i, ring);
         }
         ptx_cp_async_commit();
     }
+    int slot = 0, free_slot = Shape::STEPS - 1;
 #pragma unroll 1
-    for (int64_t step = 0; step < args.num_steps; step++) {
+    for (int i = 0; i < num_own; i++) {
         ptx_cp_async_wait<Shape::STEPS - 2>();
-        __syncthreads();
-        if (step + Shape::STEPS - 1 < args.num_steps) {
-            copy_step(args, tile, step + Shape::STEPS - 1, shared);
+        ptx_barrier(TEAM_BARRIER + team, TEAM_THREADS);
+        if (i + Shape::STEPS - 1 < num_own) {
+            copy_step(args, copier, (i + Shape::STEPS - 1) * TEAMS + team, free_slot, ring);
         }
         /* Where nothing is copied, an empty group keeps the count of groups right. */
         ptx_cp_async_commit();
-        add_step(args, step, shared, sums);
+        add_half(args, i * TEAMS + team, slot, half, ring, sums);
+        slot = next_slot<Shape>(slot);
+        free_slot = next_slot<Shape>(free_slot);
     }
-    /* All have read this tile's last steps, which the next tile's first ones overwrite. */
+}
+
+/* Adds the other quarters' sums to the first one's. */
+template <typename Shape>
+__device__ __forceinline__ void
+add_quarters(int quarter, tile_memory<Shape> *shared, tile_sums<Shape> *sums)
+{
+    const int thread = (int)threadIdx.x % QUARTER_THREADS;
+    __syncthreads(); /* all have read both rings */
+    if (quarter > 0) {
+#pragma unroll
+        for (int i = 0; i < Shape::VALUES; i++) {
+            shared->sums[quarter - 1][i][thread] = sum_of(sums, i);
+        }
+    }
     __syncthreads();
+    if (quarter == 0) {
+#pragma unroll
+        for (int from = 0; from < QUARTERS - 1; from++) {
+#pragma unroll
+            for (int i = 0; i < Shape::VALUES; i++) {
+                sum_of(sums, i) += shared->sums[from][i][thread];
+            }
+        }
+    }
+    __syncthreads(); /* the next tile's steps may overwrite the sums */
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+store_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &sums)
+{
+    const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
+    const int64_t outer =
+        tile.outer + output_row<Shape>() - threadIdx.x % SMLA_WARP_LANES / 4 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
+        const int64_t token = tile.token + token_row<Shape>() + 8 * i;
+#pragma unroll
+        for (int j = 0; j < Shape::COLUMN_TILES; j++) {
+            const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
+            store_pair(args, tile.head, token, outer + 8 * j, pair[0], pair[1]);
+        }
+    }
 }
 
 template <typename Shape>
 __global__ void
-__launch_bounds__(BLOCK_THREADS, 2) project_e4m3(const __grid_constant__ e4m3_projection args)
+__launch_bounds__(BLOCK_THREADS, 1) project_e4m3(const __grid_constant__ e4m3_projection args)
 {
     extern __shared__ __align__(128) uint8_t memory[];
     tile_memory<Shape> *const shared = (tile_memory<Shape> *)memory;
+    const int quarter = (int)threadIdx.x / QUARTER_THREADS;
+    const int team = quarter / HALVES, half = quarter % HALVES;
     ptx_wait_for_grids();
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
-        const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
         tile_sums<Shape> sums;
-        compute_tile(args, tile, shared, &sums);
-        const int64_t outer = tile.outer + output_row<Shape>() - threadIdx.x % SMLA_WARP_LANES / 4 +
-                              threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
-            const int64_t token = tile.token + token_row<Shape>() + 8 * i;
-#pragma unroll
-            for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-                const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
-                store_pair(args, tile.head, token, outer + 8 * j, pair[0], pair[1]);
-            }
+        sum_quarter(args, number, team, half, &shared->rings[team], &sums);
+        add_quarters(quarter, shared, &sums);
+        if (quarter == 0) {
+            store_tile(args, number, sums);
         }
     }
 }

@@ -80,25 +80,6 @@ first_weight_row(const smla_projection_params &p, const result_tile &tile)
     return (const uint8_t *)p.w + tile.head * p.w_stride_head + tile.outer * p.w_stride_outer;
 }
 
-/* Copies a step's ROWS rows, by THREADS threads; rows from num_rows on become zeros. `to` is the
- * address of the first row in shared memory, `from` that of its values. Chunk j of row i is stored
- * at index j ^ (i & SWIZZLE) * FACTOR. */
-template <int ROWS, int THREADS, int SWIZZLE, int FACTOR>
-static __device__ __forceinline__ void
-copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)
-{
-    static_assert(THREADS % ROW_CHUNKS == 0 && ROWS % (THREADS / ROW_CHUNKS) == 0,
-                  "all threads copy equally many chunks");
-    const int chunk = thread % ROW_CHUNKS;
-#pragma unroll
-    for (int i = 0; i < ROWS / (THREADS / ROW_CHUNKS); i++) {
-        const int row = thread / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
-        const int index = chunk ^ (row & SWIZZLE) * FACTOR;
-        ptx_cp_async_16_or_zero(to + row * STEP_VALUES + index * CHUNK_BYTES,
-                                from + row * stride + chunk * CHUNK_BYTES, row < num_rows);
-    }
-}
-
 /* Stores the results of outputs `outer` and outer + 1, if they exist. */
 static __device__ __forceinline__ void
 store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,

@@ -69,6 +69,24 @@ advance(ring_position *position)
 
 /* ---- Copy warps ---------------------------------------------------------------------------- */
 
+/* Copies a step's ROWS rows; rows from num_rows on become zeros. `to` is the address of the first
+ * row in shared memory, `from` that of its values. Chunk j of row i is stored at index j ^ i % 8. */
+template <int ROWS>
+__device__ __forceinline__ void
+copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)
+{
+    constexpr int ROWS_APART = COPIERS / ROW_CHUNKS;
+    static_assert(ROWS % ROWS_APART == 0, "all threads copy equally many chunks");
+    const int chunk = thread % ROW_CHUNKS;
+#pragma unroll
+    for (int i = 0; i < ROWS / ROWS_APART; i++) {
+        const int row = thread / ROW_CHUNKS + i * ROWS_APART;
+        const int index = chunk ^ (row & SWIZZLE_BITS);
+        ptx_cp_async_16_or_zero(to + row * STEP_VALUES + index * CHUNK_BYTES,
+                                from + row * stride + chunk * CHUNK_BYTES, row < num_rows);
+    }
+}
+
 __device__ __forceinline__ void
 copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step, int slot,
           ring_memory *shared)
@@ -76,14 +94,12 @@ copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step, in
     const smla_projection_params &p = args.p;
     const int thread = (int)threadIdx.x - CONSUMERS;
     const int64_t num_tokens = p.num_tokens - tile.token;
-    copy_rows<TILE_TOKENS, COPIERS, SWIZZLE_BITS, 1>(ptx_shared_address(shared->tokens[slot]),
-                                                     first_token_row(p, tile) + step * STEP_VALUES,
-                                                     p.x_stride_token, num_tokens, thread);
-    copy_rows<TILE_OUTPUTS, COPIERS, SWIZZLE_BITS, 1>(ptx_shared_address(shared->weights[slot]),
-                                                      first_weight_row(p, tile) +
-                                                          step * STEP_VALUES,
-                                                      p.w_stride_outer, p.outer_dim - tile.outer,
-                                                      thread);
+    copy_rows<TILE_TOKENS>(ptx_shared_address(shared->tokens[slot]),
+                           first_token_row(p, tile) + step * STEP_VALUES, p.x_stride_token,
+                           num_tokens, thread);
+    copy_rows<TILE_OUTPUTS>(ptx_shared_address(shared->weights[slot]),
+                            first_weight_row(p, tile) + step * STEP_VALUES, p.w_stride_outer,
+                            p.outer_dim - tile.outer, thread);
     ptx_cp_async_4_or_zero(ptx_shared_address(&shared->token_scales[slot][thread]),
                            smla_token_scale_word(&p.scales, tile.token + thread, tile.head, step),
                            thread < num_tokens);
