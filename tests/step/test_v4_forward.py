@@ -18,6 +18,7 @@ import sparse_mla
 RATIOS = (1, 4, 16)
 FORMATS = [
     {"kv": "fp8_v4"},
+    {"kv": "fp8_v4", "compressed": "fp4_v41"},
     {"kv": "bfloat16", "compressed": "fp8_v41", "index": "mxfp4_index"},
     {"kv": "fp8_e4m3", "compressed": "fp8_v4", "q_scale": Q_SCALE},
     {"kv": "bfloat16", "quantized": False},
@@ -154,7 +155,7 @@ def assert_equal(got: dict, want: dict) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("formats", FORMATS[:3], ids=lambda f: "-".join(map(str, f.values())))
+@pytest.mark.parametrize("formats", FORMATS[:4], ids=lambda f: "-".join(map(str, f.values())))
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_any_schedule_gives_the_same_bits(ratio, formats, seed):
     """Token by token, in chunks beside other requests, and in drafts that are rejected."""
