@@ -7,6 +7,7 @@
  *   cache.h       write tokens into a paged cache, gather them back
  *   index.h       positions -> slots
  *   attention.h   attention -> merge, and the kernels that serve them
+ *   varlen.h      attention to contiguous keys and values: prefill in the form of MHA
  *   projection.h  kv_b_proj split, projections, per-tensor quantisation
  *   norm.h        norms around the attention of DeepSeek V4
  *   rope.h        RoPE of what attention returns
@@ -54,5 +55,6 @@
 #include "sparse_mla/step.h"
 #include "sparse_mla/topk.h"
 #include "sparse_mla/v4_step.h"
+#include "sparse_mla/varlen.h"
 
 #endif /* SPARSE_MLA_H */

@@ -27,6 +27,7 @@ from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
+from sparse_mla.ops.varlen import *
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes time
 if TYPE_CHECKING:

@@ -144,6 +144,8 @@ class _Given:
     def dtype(self, source: str, name: str) -> str:
         if source == "array":
             return str(self.values[name].dtype).removeprefix("torch.")
+        if source == "halves":
+            return "float16" if dtype_name(self.array(name).dtype) == "float16" else "bfloat16"
         return self.named(name) if source == "option" else name
 
     # --- sizes -----------------------------------------------------------------------------------

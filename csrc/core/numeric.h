@@ -67,6 +67,23 @@ smla_half_to_float(uint16_t x)
     return smla_bits_float(sign | smla_float_bits(subnormal));
 }
 
+/* Rounds once, to infinity from 65520 on. A NaN becomes the quiet NaN of its sign. */
+SMLA_HOST_DEVICE static inline uint16_t
+smla_float_to_half(float x)
+{
+    const uint32_t bits = smla_float_bits(x);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude >= 0x477FF000u) {
+        return (uint16_t)(sign | (magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u));
+    }
+    if (magnitude < 0x38800000u) { /* below 2^-14: the last bit of the sum is 2^-24 */
+        return (uint16_t)(sign |
+                          (smla_float_bits(smla_bits_float(magnitude) + 0.5f) - 0x3F000000u));
+    }
+    return (uint16_t)(sign | (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13);
+}
+
 /* e4m3 (the "fn" variant): 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; no infinity, one NaN
  * per sign (0x7F, 0xFF), largest value 448, smallest positive value 2^-9. */
 SMLA_HOST_DEVICE static inline float

@@ -11,3 +11,4 @@
 #include "core/params_rope.h"
 #include "core/params_step.h"
 #include "core/params_topk.h"
+#include "core/params_varlen.h"

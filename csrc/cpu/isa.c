@@ -15,6 +15,7 @@
 #include "cpu/projection/projection.h"
 #include "cpu/rope/rotate.h"
 #include "cpu/topk/select.h"
+#include "cpu/varlen/varlen.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
 #include <cpuid.h>
@@ -115,7 +116,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_avx2,
      .select = &smla_select_avx512,
      .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512},
+     .slots = &smla_slots_avx512,
+     .varlen = &smla_varlen_amx},
     {.name = "avx512bf16",
      .is_supported = support_avx512bf16,
      .is_slow = is_intel,
@@ -127,7 +129,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_avx2,
      .select = &smla_select_avx512,
      .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512},
+     .slots = &smla_slots_avx512,
+     .varlen = &smla_varlen_avx512bf16},
     {.name = "avx512",
      .is_supported = support_avx512,
      .attention = &smla_attention_avx512,
@@ -138,7 +141,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_avx2,
      .select = &smla_select_avx512,
      .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512},
+     .slots = &smla_slots_avx512,
+     .varlen = &smla_varlen_avx512},
     {.name = "avx2",
      .is_supported = support_avx2,
      .attention = &smla_attention_avx2,
@@ -149,7 +153,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_avx2,
      .select = &smla_select_avx2,
      .logits = &smla_logits_avx2,
-     .slots = &smla_slots_avx2},
+     .slots = &smla_slots_avx2,
+     .varlen = &smla_varlen_avx2},
 #elif defined(SMLA_HAVE_ARM_ISA)
     {.name = "neonbf16",
      .is_supported = support_neonbf16,
@@ -161,7 +166,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_base,
      .select = &smla_select_base,
      .logits = &smla_logits_base,
-     .slots = &smla_slots_base},
+     .slots = &smla_slots_base,
+     .varlen = &smla_varlen_neonbf16},
     {.name = "neon",
      .is_supported = support_neon,
      .attention = &smla_attention_neon,
@@ -172,7 +178,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_base,
      .select = &smla_select_base,
      .logits = &smla_logits_base,
-     .slots = &smla_slots_base},
+     .slots = &smla_slots_base,
+     .varlen = &smla_varlen_neon},
 #endif
     {.name = "base",
      .is_supported = support_base,
@@ -184,7 +191,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .rotate = &smla_rotate_base,
      .select = &smla_select_base,
      .logits = &smla_logits_base,
-     .slots = &smla_slots_base},
+     .slots = &smla_slots_base,
+     .varlen = &smla_varlen_base},
 };
 
 const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];

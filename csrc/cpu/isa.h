@@ -15,6 +15,7 @@ struct smla_projection_isa;
 struct smla_logits_isa;
 struct smla_select_isa;
 struct smla_slot_isa;
+struct smla_varlen_isa;
 
 typedef struct smla_cpu_isa {
     const char *name;
@@ -29,6 +30,7 @@ typedef struct smla_cpu_isa {
     const struct smla_select_isa *select;
     const struct smla_logits_isa *logits;
     const struct smla_slot_isa *slots;
+    const struct smla_varlen_isa *varlen;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/key_range.h"
 #include "core/rule.h"
 #include "sparse_mla.h"
 
@@ -122,6 +123,29 @@ smla_status smla_require_is_valid(smla_checker *checker, const DLTensor *tensor,
 /* Checks a number of `least` to INT32_MAX. */
 smla_status smla_require_number(const smla_checker *checker, const char *name, int64_t value,
                                 int64_t least);
+
+/* What the operators of dense attention have in common. */
+typedef struct smla_mask_args {
+    bool has_window;
+    bool is_causal;
+    int64_t window_left; /* -1: open */
+    int64_t window_right;
+    int64_t attention_chunk;
+    double softcap;
+    int64_t max_seqlen_q;
+    int64_t max_seqlen_k;
+} smla_mask_args;
+
+/* Checks the arguments of a mask, and finds its rule, of which a rank's share is left out. */
+smla_status smla_require_mask(const smla_checker *checker, const smla_mask_args *args,
+                              smla_range_rule *rule);
+
+smla_status smla_require_num_splits(const smla_checker *checker, int64_t num_splits);
+
+/* Checks that the numbers at which requests start begin with 0, never fall, and end at most at
+ * `most` of what `rows` names. Numbers on a device are not read. */
+smla_status smla_require_starts(const smla_checker *checker, const char *name,
+                                const DLTensor *tensor, int64_t most, const char *rows);
 
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,

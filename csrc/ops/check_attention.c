@@ -12,17 +12,6 @@
 #include "core/params_attention.h"
 #include "core/rule.h"
 
-static smla_status
-check_num_splits(const smla_checker *c, int64_t num_splits)
-{
-    if (num_splits < 0 || num_splits > SMLA_MAX_SPLITS) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
-                         c->op, SMLA_MAX_SPLITS, (long long)num_splits);
-    }
-    return SMLA_OK;
-}
-
 /* The arguments of the main or the extra list. */
 typedef struct list_args {
     const smla_list_rules *rules;
@@ -338,7 +327,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     }
     SMLA_TRY(rules->require_more == NULL ? SMLA_OK : rules->require_more(&c, more, params));
     SMLA_TRY(smla_require_finite(c.op, rules->softmax_scale, args->softmax_scale, error));
-    SMLA_TRY(check_num_splits(&c, args->num_splits));
+    SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_BF16,
@@ -387,7 +376,7 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
     SMLA_TRY(smla_require_count(c.op, "topk", args->topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(c.op, "extra_topk", args->extra_topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(c.op, "num_heads", args->num_heads, 1, SMLA_MAX_HEADS, error));
-    SMLA_TRY(check_num_splits(&c, args->num_splits));
+    SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     const DLDevice device = smla_normal_device(args->device);
     SMLA_TRY(smla_find_backend(c.op, device, backend, error));
     *shape = (smla_attention_shape){.num_tokens = args->num_tokens,

@@ -2,8 +2,6 @@
  * sparse_attention, whose check does what the two share; the main list is one of positions, which
  * the block table turns into slots, and whose limits per token the call writes to its workspace.
  */
-#include <math.h>
-
 #include "core/params_attention.h"
 #include "ops/check.h"
 
@@ -18,17 +16,6 @@ typedef struct dense_call {
 } dense_call;
 
 /* ---- Numbers ------------------------------------------------------------------------------- */
-
-static smla_status
-require_window(const smla_checker *c, const char *side, int64_t keys)
-{
-    return keys >= -1 && keys <= INT32_MAX
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `window_size` must have -1 (open) or a number of keys on its %s, "
-                           "got %lld",
-                           c->op, side, (long long)keys);
-}
 
 static smla_status
 require_share(const smla_checker *c, const smla_mla_attention_args *args)
@@ -47,35 +34,23 @@ require_share(const smla_checker *c, const smla_mla_attention_args *args)
 }
 
 static smla_status
-require_mask(const smla_checker *c, const smla_mla_attention_args *args)
+find_rule(const smla_checker *c, const smla_mla_attention_args *args, smla_range_rule *rule)
 {
-    if (args->has_window) {
-        SMLA_TRY(require_window(c, "left", args->window_left));
-        SMLA_TRY(require_window(c, "right", args->window_right));
-    }
-    SMLA_TRY(smla_require_number(c, "attention_chunk", args->attention_chunk, 0));
-    SMLA_TRY(smla_require_number(c, "max_seqlen_q", args->max_seqlen_q, 0));
-    SMLA_TRY(smla_require_number(c, "max_seqlen_k", args->max_seqlen_k, 0));
-    SMLA_TRY(smla_require_finite(c->op, "softcap", args->softcap, c->error));
-    if (args->softcap < 0 || (args->softcap > 0 && (float)args->softcap == 0.0f)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `softcap` must be 0 (none) or a positive float32, got %g", c->op,
-                         args->softcap);
-    }
-    return require_share(c, args);
-}
-
-static smla_range_rule
-rule_of(const smla_mla_attention_args *args)
-{
-    return (smla_range_rule){
-        .left = args->has_window ? args->window_left : -1,
-        .right = args->is_causal    ? 0
-                 : args->has_window ? args->window_right
-                                    : -1,
-        .chunk = args->attention_chunk,
-        .share = {(int32_t)args->cp_rank, (int32_t)args->cp_size, (int32_t)args->cp_interleave},
+    const smla_mask_args mask = {
+        .has_window = args->has_window != 0,
+        .is_causal = args->is_causal != 0,
+        .window_left = args->window_left,
+        .window_right = args->window_right,
+        .attention_chunk = args->attention_chunk,
+        .softcap = args->softcap,
+        .max_seqlen_q = args->max_seqlen_q,
+        .max_seqlen_k = args->max_seqlen_k,
     };
+    SMLA_TRY(smla_require_mask(c, &mask, rule));
+    SMLA_TRY(require_share(c, args));
+    rule->share = (smla_rank_share){(int32_t)args->cp_rank, (int32_t)args->cp_size,
+                                    (int32_t)args->cp_interleave};
+    return SMLA_OK;
 }
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
@@ -152,29 +127,6 @@ flatten(const smla_mla_attention_args *args, flat_arrays *flat, smla_error *erro
     return flatten_tokens("lse", args->lse, &flat->views[3], &flat->lse, error);
 }
 
-/* Checks the numbers of cu_seqlens_q, which the CPU can read. */
-static smla_status
-check_query_starts(const smla_checker *c, const smla_requests *reqs)
-{
-    int64_t before = 0;
-    for (int64_t i = 0; i <= reqs->num_reqs; i++) {
-        const int64_t start = reqs->query_starts[i * reqs->query_starts_stride];
-        if (i == 0 ? start != 0 : start < before) {
-            return smla_fail(
-                c->error, SMLA_ERROR_VALUE,
-                "%s: `cu_seqlens_q` must begin with 0 and never fall, got %lld at %lld", c->op,
-                (long long)start, (long long)i);
-        }
-        before = start;
-    }
-    return before <= reqs->num_tokens
-               ? SMLA_OK
-               : smla_fail(
-                     c->error, SMLA_ERROR_VALUE,
-                     "%s: `cu_seqlens_q` must end at most at the %lld tokens of `q`, got %lld",
-                     c->op, (long long)reqs->num_tokens, (long long)before);
-}
-
 /* The most keys of a request, so that the CPU's plan follows lengths, not the table's width. */
 static int64_t
 find_longest(const smla_requests *reqs, const smla_rank_share *share)
@@ -204,7 +156,7 @@ require_query_starts(smla_checker *c, const dense_call *call)
                                  "one entry more than `cache_seqlens`"));
     reqs->query_starts = smla_data(starts);
     reqs->query_starts_stride = smla_stride(starts, 0);
-    return c->device.device_type == kDLCPU ? check_query_starts(c, reqs) : SMLA_OK;
+    return smla_require_starts(c, "cu_seqlens_q", starts, reqs->num_tokens, "tokens of `q`");
 }
 
 /* Fills the main list and what finds its ranges. */
@@ -236,8 +188,7 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
     SMLA_TRY(
         smla_require_table(c, has_slots ? "slot_table" : "block_table", table, reqs->num_reqs, 0));
-    SMLA_TRY(require_mask(c, args));
-    ranges->rule = rule_of(args);
+    SMLA_TRY(find_rule(c, args, &ranges->rule));
     params->dense = (smla_dense_keys){
         .reqs = *reqs,
         .rule = ranges->rule,

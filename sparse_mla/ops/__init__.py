@@ -46,6 +46,7 @@ from sparse_mla.ops import (
     projection,
     rope,
     topk,
+    varlen,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
 from sparse_mla.ops.attention import *
@@ -63,6 +64,7 @@ from sparse_mla.ops.projection import *
 from sparse_mla.ops.projection import _split_kv_b_proj as _split_kv_b_proj
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
+from sparse_mla.ops.varlen import *
 
 __all__ = []
 __all__ += projection.__all__
@@ -76,3 +78,4 @@ __all__ += norm.__all__
 __all__ += rope.__all__
 __all__ += planning.__all__
 __all__ += topk.__all__
+__all__ += varlen.__all__

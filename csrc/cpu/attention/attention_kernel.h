@@ -46,12 +46,10 @@
 #include <math.h>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/softmax_lanes.h"
 #include "cpu/machine/narrow.h"
 
-enum {
-    GROUP_VECTORS = 2,
-    GROUP_HEADS = GROUP_VECTORS * WIDTH,
-};
+enum { GROUP_HEADS = GROUP_LANES };
 
 _Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of heads");
 _Static_assert(SMLA_FOLD_HEADS % GROUP_HEADS == 0, "a fold task must hold whole groups");
@@ -243,81 +241,6 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int 
     }
 }
 
-/* ---- Softmax ------------------------------------------------------------------------------- */
-
-/* The log2 of a maximum's reference: an integer that is at least as large, or -inf for -inf. */
-SMLA_INLINE vfloat
-reference_of(vfloat max_log2)
-{
-    return ceil_lanes(max_log2);
-}
-
-/* reference_of, but 0 for -inf, so that it can be subtracted. */
-SMLA_INLINE vfloat
-finite_reference_of(vfloat max_log2)
-{
-    return (vfloat)((vint)reference_of(max_log2) & (max_log2 != -INFINITY));
-}
-
-/* What makes logits of scores, in the log2 domain. */
-typedef struct logit_rule {
-    float scale_log2;
-    float cap_log2; /* 0: logits are not capped */
-} logit_rule;
-
-/* Replaces scores by capped logits, cap * tanh(scale * s / cap). Where the quotient is small, tanh
- * changes nothing. */
-static void
-cap_scores(float *scores, int count, logit_rule rule)
-{
-    for (int i = 0; i < count; i += WIDTH) {
-        vfloat *const s = (vfloat *)(scores + i);
-        const vfloat logit = *s * rule.scale_log2;
-        const vfloat x = logit / rule.cap_log2;
-        const vfloat magnitude = (vfloat)((vuint)x & 0x7FFFFFFFu);
-        *s = select_lanes(magnitude < 0x1p-13f, logit, tanh_lanes(x) * rule.cap_log2);
-    }
-}
-
-/* Replaces scores by weights 2^(s - ref). Updates the maximum and the sum of the group's heads, and
- * sets `alpha` to the factors by which older sums shrink. */
-SMLA_INLINE void
-weigh_scores(float *scores, int count, float scale_log2, smla_attention_state state,
-             head_group group, vfloat *alpha, const int vectors)
-{
-    for (int v = 0; v < vectors; v++) {
-        float *const column = scores + v * WIDTH;
-        const int stride = vectors * WIDTH;
-        vfloat *const max_log2 = (vfloat *)(state.max_log2 + group.head + v * WIDTH);
-        double *const sum = state.sum + group.head + v * WIDTH;
-        const vfloat old_max = *max_log2;
-        vfloat new_max = old_max;
-        for (int j = 0; j < count; j++) {
-            vfloat *const s = (vfloat *)(column + j * stride);
-            *s *= scale_log2;
-            new_max = max_lanes(new_max, *s);
-        }
-        const vfloat reference = finite_reference_of(new_max);
-        /* Compensated sum: equal terms all round the same way, and lse must not lose that much. */
-        vfloat block_sum = {0};
-        vfloat excess = {0}; /* how much too large block_sum is */
-        for (int j = 0; j < count; j++) {
-            vfloat *const s = (vfloat *)(column + j * stride);
-            *s = exp2_lanes(*s - reference);
-            const vfloat term = *s - excess;
-            const vfloat next_sum = block_sum + term;
-            excess = (next_sum - block_sum) - term;
-            block_sum = next_sum;
-        }
-        *max_log2 = new_max;
-        alpha[v] = exp2_lanes(reference_of(old_max) - reference);
-        for (int lane = 0; lane < WIDTH; lane++) {
-            const double exact_sum = (double)block_sum[lane] - (double)excess[lane];
-            sum[lane] = sum[lane] * (double)alpha[v][lane] + exact_sum;
-        }
-    }
-}
-
 /* ---- Values -------------------------------------------------------------------------------- */
 
 SMLA_INLINE void
@@ -354,7 +277,7 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
         cap_scores(scratch->scores, block->count * vectors * WIDTH, rule);
     }
     weigh_scores(scratch->scores, block->count, rule.cap_log2 != 0.0f ? 1.0f : rule.scale_log2,
-                 state, group, alpha, vectors);
+                 state.max_log2 + group.head, state.sum + group.head, alpha, vectors);
     add_values(scratch, block->count, has_tile_scales(block->format), alpha,
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
 }
@@ -406,16 +329,6 @@ set_aside(smla_head_range heads, bool is_first, smla_attention_state older,
     clear(heads.end, state);
 }
 
-/* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter: 0, or
- * a normal number of at most 2^16. Asked of the bits, because a subnormal scale equals 0 there. */
-static bool
-is_ordinary_scale(float softmax_scale)
-{
-    const uint32_t least = 0x00800000u, most = 0x47800000u;
-    const uint32_t magnitude = smla_float_bits(softmax_scale) & 0x7FFFFFFFu;
-    return magnitude == 0 || (magnitude >= least && magnitude <= most);
-}
-
 /* Returns false if a value is huge, unless `takes_huge`; the state is then garbage. Not inlined,
  * because the caller changes the floating-point mode. */
 __attribute__((noinline)) static bool
@@ -425,9 +338,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
     const thread_scratch scratch = carve_scratch(memory, params->num_heads);
     const smla_head_range all_heads = {.begin = 0, .end = params->num_heads};
     int num_blocks = 0;
-    const double log2_e = 1.4426950408889634074;
-    const logit_rule rule = {.scale_log2 = (float)(params->softmax_scale * log2_e),
-                             .cap_log2 = (float)(params->dense.softcap * log2_e)};
+    const logit_rule rule = logit_rule_of(params->softmax_scale, params->dense.softcap);
     key_cursor cursor = start_cursor(params, token, split);
     key_block blocks[2];
     const key_block no_block = {.count = 0};
@@ -451,7 +362,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         if (!is_ordinary && !takes_huge) {
             return false;
         }
-        arrange_values(scratch.values, block->count);
+        arrange_values(scratch.values, SMLA_KV_LORA_RANK, block->count);
         for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
             const head_group group = group_at(head, params->num_heads);
             (group.vectors == 1 ? attend_one_vector : attend_two_vectors)(&scratch, block, next,

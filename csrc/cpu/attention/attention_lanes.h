@@ -3,7 +3,6 @@
  */
 #pragma once
 
-#include "cpu/attention/attention_block.h"
 #include "cpu/machine/simd.h"
 
 enum {
@@ -76,9 +75,10 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
 
 /* Nothing to do: values stay where the unit has put them. */
 SMLA_INLINE void
-arrange_values(unit_scalar *values, int count)
+arrange_values(unit_scalar *values, int num_dims, int count)
 {
     (void)values;
+    (void)num_dims;
     (void)count;
 }
 

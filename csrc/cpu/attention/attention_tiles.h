@@ -150,10 +150,10 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
 /* Transposes the value pairs of a block in place, 16 dimensions of 16 pairs at a time. A row of a
  * tile is then a dimension. Pairs past `count` keys become zeros. */
 SMLA_INLINE void
-arrange_values(unit_scalar *values, int count)
+arrange_values(unit_scalar *values, int num_dims, int count)
 {
     const int pairs = (count + 1) / 2;
-    for (int chunk = 0; chunk < SMLA_KV_LORA_RANK / 16; chunk++) {
+    for (int chunk = 0; chunk < num_dims / 16; chunk++) {
         for (int begin = 0; begin < pairs; begin += TILE_ROWS) {
             vuint *const tile = (vuint *)(values + chunk * VALUE_CHUNK + begin * VALUE_STEP);
             vuint square[WIDTH];

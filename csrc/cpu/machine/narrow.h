@@ -145,6 +145,21 @@ round_to_e2m1(vfloat x)
     return code | ((vuint)x >> 28 & 8u & (vuint)(x == x));
 }
 
+/* smla_float_to_half of every lane: the lower half. */
+SMLA_INLINE vuint
+round_to_half(vfloat x)
+{
+    const vuint sign = (vuint)x >> 16 & 0x8000u;
+    const vuint magnitude = (vuint)x & 0x7FFFFFFFu;
+    const vuint special = 0x7C00u | ((vuint)(magnitude > 0x7F800000u) & 0x0200u);
+    const vuint subnormal = (vuint)((vfloat)magnitude + 0.5f) - 0x3F000000u;
+    const vuint normal = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+    const vuint finite =
+        (vuint)select_lanes((vint)(magnitude < 0x38800000u), (vfloat)subnormal, (vfloat)normal);
+    return sign |
+           (vuint)select_lanes((vint)(magnitude >= 0x477FF000u), (vfloat)special, (vfloat)finite);
+}
+
 /* ---- Duos ---------------------------------------------------------------------------------- */
 
 /* 2 WIDTH values in a row, the even ones in one vector and the odd ones in another: bf16 values

@@ -78,20 +78,18 @@ add_pair(smla_py_call *call, const pair_names *names, PyObject *object)
 }
 
 int
-smla_py_add_query(smla_py_call *call, PyObject *query)
+smla_py_add_pair(smla_py_call *call, const char *name, PyObject *object)
 {
-    static const pair_names names = {"q", {"q[0]", "q[1]"}, "q_pe", "(ql_nope, q_pe)"};
-    return add_pair(call, &names, query);
-}
-
-int
-smla_py_add_keys(smla_py_call *call, PyObject *keys)
-{
-    static const pair_names names = {"k_cache",
-                                     {"k_cache[0]", "k_cache[1]"},
-                                     "k_scale",
-                                     "(k, scale)"};
-    return add_pair(call, &names, keys);
+    static const pair_names pairs[] = {
+        {"q", {"q[0]", "q[1]"}, "q_pe", "(ql_nope, q_pe)"},
+        {"k", {"k[0]", "k[1]"}, "k_pe", "(k_nope, k_pe)"},
+        {"k_cache", {"k_cache[0]", "k_cache[1]"}, "k_scale", "(k, scale)"},
+    };
+    const pair_names *names = pairs;
+    while (strcmp(names->whole, name) != 0) {
+        names++;
+    }
+    return add_pair(call, names, object);
 }
 
 void

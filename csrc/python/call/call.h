@@ -39,11 +39,9 @@ int smla_py_take_stream(smla_py_call *call, PyObject *object);
 /* Appends an array. */
 int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object);
 
-/* Appends two arrays: `query` and an absent array, or the two items of a tuple or list. */
-int smla_py_add_query(smla_py_call *call, PyObject *query);
-
-/* Adds k_cache, which may be a pair of flat keys and their scales. */
-int smla_py_add_keys(smla_py_call *call, PyObject *keys);
+/* Appends two arrays: `object` and an absent array, or the two items of a tuple or list. The names
+ * of pairs are "q", "k" and "k_cache". */
+int smla_py_add_pair(smla_py_call *call, const char *name, PyObject *object);
 
 void smla_py_close(smla_py_call *call);
 

@@ -134,6 +134,7 @@ extern const smla_py_operator smla_py_norm_operators[];
 extern const smla_py_operator smla_py_rope_operators[];
 extern const smla_py_operator smla_py_projection_operators[];
 extern const smla_py_operator smla_py_compressor_operators[];
+extern const smla_py_operator smla_py_varlen_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);

@@ -160,6 +160,14 @@ is_float(DLDataType dtype)
                                 (dtype.code == kDLFloat && dtype.bits == 32));
 }
 
+/* The dtype of attention's out for a query of `dtype`. The core refuses what is neither half. */
+static DLDataType
+halves_of(DLDataType dtype)
+{
+    const bool is_fp16 = dtype.lanes == 1 && dtype.code == kDLFloat && dtype.bits == 16;
+    return is_fp16 ? dtype : smla_py_bf16;
+}
+
 /* false: the core refuses the dtype of the array that the result's follows. */
 static bool
 find_dtype(const row_reader *reader, const smla_py_result_dtype *dtype, DLDataType *found)
@@ -168,6 +176,9 @@ find_dtype(const row_reader *reader, const smla_py_result_dtype *dtype, DLDataTy
     case SMLA_PY_FLOATS_OF_ARRAY:
         *found = reader->call->arrays[dtype->row].view.dtype;
         return is_float(*found);
+    case SMLA_PY_HALVES_OF_ARRAY:
+        *found = halves_of(reader->call->arrays[dtype->row].view.dtype);
+        return true;
     case SMLA_PY_DTYPE_OF_OPTION:
         *found = *(const DLDataType *)field_of(reader, dtype->row);
         return true;
@@ -316,6 +327,7 @@ list_dtype(const smla_py_operator *op, const smla_py_result_dtype *dtype)
 {
     switch (dtype->source) {
     case SMLA_PY_FLOATS_OF_ARRAY: return Py_BuildValue("(ss)", "array", name_of(op, dtype->row));
+    case SMLA_PY_HALVES_OF_ARRAY: return Py_BuildValue("(ss)", "halves", name_of(op, dtype->row));
     case SMLA_PY_DTYPE_OF_OPTION: return Py_BuildValue("(ss)", "option", name_of(op, dtype->row));
     default: return Py_BuildValue("(ss)", "fixed", smla_py_find_dtype(dtype->fixed)->name);
     }

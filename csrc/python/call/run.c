@@ -13,9 +13,10 @@ const smla_py_operator *
 smla_py_find_operator(const char *name, size_t length)
 {
     static const smla_py_operator *const lists[] = {
-        smla_py_cache_operators, smla_py_attention_operators,  smla_py_index_operators,
-        smla_py_topk_operators,  smla_py_indexer_operators,    smla_py_norm_operators,
-        smla_py_rope_operators,  smla_py_compressor_operators, smla_py_projection_operators,
+        smla_py_cache_operators,  smla_py_attention_operators,  smla_py_index_operators,
+        smla_py_topk_operators,   smla_py_indexer_operators,    smla_py_norm_operators,
+        smla_py_rope_operators,   smla_py_compressor_operators, smla_py_projection_operators,
+        smla_py_varlen_operators,
     };
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
@@ -127,9 +128,7 @@ static int
 add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
 {
     switch (param->kind) {
-    case SMLA_PY_PAIR:
-        return strcmp(param->name, "q") == 0 ? smla_py_add_query(call, object)
-                                             : smla_py_add_keys(call, object);
+    case SMLA_PY_PAIR: return smla_py_add_pair(call, param->name, object);
     case SMLA_PY_SECOND: return 0; /* added together with the first */
     case SMLA_PY_ASKING:
         call->asks = object != Py_None;

@@ -1,0 +1,114 @@
+/* softmax_lanes.h: what the attention kernels do to lanes, which are query rows: heads of a token in
+ * sparse attention, tokens or heads of a group in varlen_attention. Their scores become weights. One
+ * or two vectors of lanes are a group.
+ *
+ * Computes     w_j = 2^(s_j - ref), sum = sum_j w_j, for the scores s_j [key][lanes] of a block
+ * Numerics     ref is the running maximum rounded up to an integer, so rescaling by a power of two
+ *              is exact however often the maximum grows. `sum` is fp32 inside a block, compensated,
+ *              and double across blocks.
+ */
+#pragma once
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "core/numeric.h"
+#include "cpu/machine/narrow.h"
+
+enum {
+    GROUP_VECTORS = 2,
+    GROUP_LANES = GROUP_VECTORS * WIDTH,
+};
+
+/* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter: 0, or
+ * a normal number of at most 2^16. Asked of the bits, because a subnormal scale equals 0 there. */
+static bool
+is_ordinary_scale(float softmax_scale)
+{
+    const uint32_t least = 0x00800000u, most = 0x47800000u;
+    const uint32_t magnitude = smla_float_bits(softmax_scale) & 0x7FFFFFFFu;
+    return magnitude == 0 || (magnitude >= least && magnitude <= most);
+}
+
+/* ---- Softmax ------------------------------------------------------------------------------- */
+
+/* The log2 of a maximum's reference: an integer that is at least as large, or -inf for -inf. */
+SMLA_INLINE vfloat
+reference_of(vfloat max_log2)
+{
+    return ceil_lanes(max_log2);
+}
+
+/* reference_of, but 0 for -inf, so that it can be subtracted. */
+SMLA_INLINE vfloat
+finite_reference_of(vfloat max_log2)
+{
+    return (vfloat)((vint)reference_of(max_log2) & (max_log2 != -INFINITY));
+}
+
+/* What makes logits of scores, in the log2 domain. */
+typedef struct logit_rule {
+    float scale_log2;
+    float cap_log2; /* 0: logits are not capped */
+} logit_rule;
+
+static inline logit_rule
+logit_rule_of(float scale, float softcap)
+{
+    const double log2_e = 1.4426950408889634074;
+    return (logit_rule){.scale_log2 = (float)(scale * log2_e),
+                        .cap_log2 = (float)(softcap * log2_e)};
+}
+
+/* Replaces scores by capped logits, cap * tanh(scale * s / cap). Where the quotient is small, tanh
+ * changes nothing. */
+static void
+cap_scores(float *scores, int count, logit_rule rule)
+{
+    for (int i = 0; i < count; i += WIDTH) {
+        vfloat *const s = (vfloat *)(scores + i);
+        const vfloat logit = *s * rule.scale_log2;
+        const vfloat x = logit / rule.cap_log2;
+        const vfloat magnitude = (vfloat)((vuint)x & 0x7FFFFFFFu);
+        *s = select_lanes(magnitude < 0x1p-13f, logit, tanh_lanes(x) * rule.cap_log2);
+    }
+}
+
+/* Replaces scores by weights 2^(s - ref). Updates the maximum and the sum of the group's lanes, and
+ * sets `alpha` to the factors by which older sums shrink. */
+SMLA_INLINE void
+weigh_scores(float *scores, int count, float scale_log2, float *max_log2, double *sums,
+             vfloat *alpha, const int vectors)
+{
+    for (int v = 0; v < vectors; v++) {
+        float *const column = scores + v * WIDTH;
+        const int stride = vectors * WIDTH;
+        vfloat *const max = (vfloat *)(max_log2 + v * WIDTH);
+        double *const sum = sums + v * WIDTH;
+        const vfloat old_max = *max;
+        vfloat new_max = old_max;
+        for (int j = 0; j < count; j++) {
+            vfloat *const s = (vfloat *)(column + j * stride);
+            *s *= scale_log2;
+            new_max = max_lanes(new_max, *s);
+        }
+        const vfloat reference = finite_reference_of(new_max);
+        /* Compensated sum: equal terms all round the same way, and lse must not lose that much. */
+        vfloat block_sum = {0};
+        vfloat excess = {0}; /* how much too large block_sum is */
+        for (int j = 0; j < count; j++) {
+            vfloat *const s = (vfloat *)(column + j * stride);
+            *s = exp2_lanes(*s - reference);
+            const vfloat term = *s - excess;
+            const vfloat next_sum = block_sum + term;
+            excess = (next_sum - block_sum) - term;
+            block_sum = next_sum;
+        }
+        *max = new_max;
+        alpha[v] = exp2_lanes(reference_of(old_max) - reference);
+        for (int lane = 0; lane < WIDTH; lane++) {
+            const double exact_sum = (double)block_sum[lane] - (double)excess[lane];
+            sum[lane] = sum[lane] * (double)alpha[v][lane] + exact_sum;
+        }
+    }
+}

@@ -1,0 +1,112 @@
+/* rows_bf16.h: how the units of AVX-512 BF16, AMX-BF16 and NEON with BF16 lay out the operands of
+ * varlen_attention: as pairs of bf16. A pair of a query or key is two neighbouring dimensions; a
+ * pair of values or weights is two neighbouring keys. rows_fp32.h is the other unit.
+ *
+ * bf16 holds every e4m3 value exactly. fp16 goes to the fp32 unit.
+ */
+#pragma once
+
+#include "cpu/cpu.h"
+#include "cpu/machine/bf16_pairs.h"
+#include "cpu/machine/narrow.h"
+#include "cpu/varlen/varlen.h"
+
+enum {
+    BLOCK_KEYS = 128,
+    KEY_STRIDE = 576 / 2 + 16, /* 19 cache lines: an odd number uses every set */
+    /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
+    VALUE_CHUNK = (BLOCK_KEYS / 2 + 1) * 16,
+    VALUE_STEP = 16,
+    VALUE_ELEMENTS = 512 / 16 * VALUE_CHUNK,
+    PROB_ELEMENTS = BLOCK_KEYS / 2 * 2 * WIDTH,
+};
+
+/* Whether the unit can compute with these operands. */
+static bool
+serves(const smla_varlen_params *params)
+{
+    return params->q_type != SMLA_FLOAT_FP16 && params->kv_type != SMLA_FLOAT_FP16;
+}
+
+/* Copies or widens `count` values, from element `at` of an array on. */
+static void
+widen_values(const void *array, smla_float_type type, int64_t at, int64_t count, unit_scalar *to)
+{
+    uint16_t *const halves = (uint16_t *)to;
+    int64_t i = 0;
+    if (type == SMLA_FLOAT_BF16) {
+        memcpy(halves, (const uint16_t *)array + at, (size_t)count * sizeof *halves);
+        return;
+    }
+    for (; i + QUAD <= count; i += QUAD) {
+        store_bf16(load_e4m3((const uint8_t *)array + at + i, 1.0f), halves + i);
+    }
+    for (; i < count; i++) {
+        halves[i] = smla_float_to_bf16(smla_cpu_load_float(array, type, at + i));
+    }
+}
+
+/* Whether one of `count` pairs has a value above 2^64, infinite or NaN. */
+static bool
+has_huge_value(const unit_scalar *row, int count)
+{
+    vuint noted = {0};
+    for (int i = 0; i < count; i += WIDTH) {
+        noted = note_huge(noted, *(const vuint *)(row + i));
+    }
+    return has_noted(noted);
+}
+
+SMLA_INLINE unit_scalar *
+value_at(unit_scalar *values, int dim)
+{
+    return values + dim / 16 * VALUE_CHUNK + dim % 16;
+}
+
+/* Adds value row j of a block to its other rows. An even row waits, as halves, for the odd one. */
+SMLA_INLINE void
+place_values(const unit_scalar *row, int j, int num_dims, unit_scalar *values)
+{
+    unit_scalar *const pairs = values + j / 2 * VALUE_STEP;
+    for (int d = 0; d < num_dims; d += 2 * WIDTH) {
+        const vuint x = *(const vuint *)(row + d / 2);
+        vuint *const first = (vuint *)value_at(pairs, d);
+        vuint *const second = (vuint *)value_at(pairs, d + WIDTH);
+        if (j % 2 == 0) {
+            *first = x;
+            continue;
+        }
+        const vuint even = *first;
+        *first = interleave_halves(even, x, 0);
+        *second = interleave_halves(even, x, WIDTH);
+    }
+}
+
+/* Pairs the last of an odd number of rows with zeros. */
+static void
+finish_values(int count, int num_dims, unit_scalar *values)
+{
+    static const unit_scalar zeros[512 / 2] __attribute__((aligned(64))) = {0};
+    if (count % 2 == 1) {
+        place_values(zeros, count, num_dims, values);
+    }
+}
+
+/* The factors of values: pairs of weights, each rounded once, with zeros up to a multiple
+ * of `depth` pairs. */
+SMLA_INLINE unit_scalar *
+pack_weights(float *weights, int count, int depth, const int vectors, unit_scalar *probs)
+{
+    const int row = vectors * WIDTH;
+    const int pairs = (count + 1) / 2;
+    const int padded = (pairs + depth - 1) / depth * depth;
+    for (int j = 0; j < pairs; j++) {
+        for (int at = j * row; at < (j + 1) * row; at += WIDTH) {
+            const float *const from = weights + at + j * row;
+            const vfloat odd = 2 * j + 1 < count ? *as_vectors(from + row) : (vfloat){0};
+            *(vuint *)(probs + at) = round_to_pairs(*as_vectors(from), odd);
+        }
+    }
+    memset(probs + pairs * row, 0, (size_t)((padded - pairs) * row) * sizeof *probs);
+    return probs;
+}

@@ -1,0 +1,95 @@
+/* rows_fp32.h: how the fp32 unit lays out the operands of varlen_attention: all are rows of floats.
+ * rows_bf16.h is the other unit.
+ */
+#pragma once
+
+#include "cpu/cpu.h"
+#include "cpu/machine/fp32_values.h"
+#include "cpu/machine/narrow.h"
+#include "cpu/varlen/varlen.h"
+
+enum {
+    BLOCK_KEYS = 64,
+    KEY_STRIDE = 576 + 16, /* 37 cache lines: an odd number uses every set */
+    /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
+    VALUE_CHUNK = 16,
+    VALUE_STEP = 512 + 16,
+    VALUE_ELEMENTS = BLOCK_KEYS * VALUE_STEP,
+    PROB_ELEMENTS = 0, /* the weights serve as factors of values */
+};
+
+/* Whether the unit can compute with these operands. */
+static bool
+serves(const smla_varlen_params *params)
+{
+    (void)params;
+    return true;
+}
+
+/* Widens `count` values, from element `at` of an array on. */
+static void
+widen_values(const void *array, smla_float_type type, int64_t at, int64_t count, unit_scalar *to)
+{
+    const uint16_t *const halves = (const uint16_t *)array + at;
+    int64_t i = 0;
+    switch (type) {
+    case SMLA_FLOAT_BF16:
+        for (; i + WIDTH <= count; i += WIDTH) {
+            const vhalf half = *(const vhalf *)(halves + i);
+            *(vuint_unaligned *)(to + i) = __builtin_convertvector(half, vuint) << 16;
+        }
+        break;
+    case SMLA_FLOAT_FP16:
+        for (; i + WIDTH <= count; i += WIDTH) {
+            const vhalf half = *(const vhalf *)(halves + i);
+            *(vuint_unaligned *)(to + i) =
+                (vuint)half_to_float(__builtin_convertvector(half, vuint) << 16);
+        }
+        break;
+    default:
+        for (; i + QUAD <= count; i += QUAD) {
+            store_float(load_e4m3((const uint8_t *)array + at + i, 1.0f), to + i);
+        }
+    }
+    for (; i < count; i++) {
+        to[i] = smla_cpu_load_float(array, type, at + i);
+    }
+}
+
+/* Whether one of `count` elements is above 2^64, infinite or NaN. */
+static bool
+has_huge_value(const unit_scalar *row, int count)
+{
+    vint noted = {0};
+    for (int i = 0; i < count; i += WIDTH) {
+        noted |= (vint)(*(const vuint *)(row + i) & 0x7FFFFFFFu) > 0x5F800000;
+    }
+    return has_lane(noted);
+}
+
+/* Adds value row j of a block to its other rows. */
+SMLA_INLINE void
+place_values(const unit_scalar *row, int j, int num_dims, unit_scalar *values)
+{
+    memcpy(values + j * VALUE_STEP, row, (size_t)num_dims * sizeof *row);
+}
+
+/* Nothing to do: there are no pairs of rows. */
+SMLA_INLINE void
+finish_values(int count, int num_dims, unit_scalar *values)
+{
+    (void)count;
+    (void)num_dims;
+    (void)values;
+}
+
+/* The factors of values. */
+SMLA_INLINE unit_scalar *
+pack_weights(float *weights, int count, int depth, const int vectors, unit_scalar *probs)
+{
+    (void)count;
+    (void)depth;
+    (void)vectors;
+    (void)probs;
+    return weights;
+}

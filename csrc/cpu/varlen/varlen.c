@@ -1,0 +1,107 @@
+/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.h computes. Tiles run in parallel,
+ * each on one thread, so the number of threads changes no result.
+ */
+#include "cpu/varlen/varlen.h"
+#include "core/fp_mode.h"
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
+#include "cpu/machine/thread_scratch.h"
+
+/* Tiles of one KV head of a request. */
+static int64_t
+count_tiles(const smla_varlen_params *params, int64_t req)
+{
+    const int64_t group = params->num_heads / params->num_kv_heads;
+    const int64_t rows = smla_find_varlen_request(params, req).num_queries * group;
+    return (rows + SMLA_VARLEN_ROWS - 1) / SMLA_VARLEN_ROWS;
+}
+
+/* tiles[b] counts the tiles, of one KV head, of the requests before b. */
+static void
+add_tiles(const smla_varlen_params *params, int64_t *tiles)
+{
+    tiles[0] = 0;
+    for (int64_t req = 0; req < params->num_reqs; req++) {
+        tiles[req + 1] = tiles[req] + count_tiles(params, req);
+    }
+}
+
+/* The tile of a task. The last tiles of a request, which see the most keys, come first; all heads
+ * take a tile before the next one. */
+static smla_varlen_tile
+find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
+{
+    const int64_t number = task / params->num_kv_heads;
+    int64_t req = 0;
+    for (int64_t past = params->num_reqs - 1; req < past;) { /* the last one from `number` on */
+        const int64_t middle = (req + past) / 2;
+        if (tiles[middle + 1] > number) {
+            past = middle;
+        } else {
+            req = middle + 1;
+        }
+    }
+    const smla_varlen_request of = smla_find_varlen_request(params, req);
+    const int64_t num_rows = of.num_queries * (params->num_heads / params->num_kv_heads);
+    const int64_t row = (tiles[req + 1] - 1 - number) * SMLA_VARLEN_ROWS;
+    const int64_t left = num_rows - row;
+    return (smla_varlen_tile){
+        .of = of,
+        .req = req,
+        .kv_head = task % params->num_kv_heads,
+        .row = row,
+        .num_rows = left < SMLA_VARLEN_ROWS ? (int)left : SMLA_VARLEN_ROWS,
+    };
+}
+
+/* Scratch per thread, enough for the instruction sets that one may hand a tile to. */
+static int64_t
+thread_bytes(const smla_varlen_params *params)
+{
+    int64_t most = 0;
+    for (int i = 0; i < smla_cpu_num_isas; i++) {
+        const int64_t bytes = smla_cpu_isas[i].varlen->scratch_bytes(params);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+static smla_status
+run_tiles(const smla_varlen_params *params, const smla_varlen_isa *isa, const int64_t *tiles,
+          smla_error *error)
+{
+    const int64_t num_tasks = tiles[params->num_reqs] * params->num_kv_heads;
+    const smla_scratch_size size = {smla_count_threads(num_tasks), thread_bytes(params)};
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
+    smla_interrupt *const interrupt = smla_find_interrupt();
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(size.num_parts)
+    for (int64_t task = 0; task < num_tasks; task++) {
+        if (!smla_is_ended(interrupt)) {
+            const smla_varlen_tile tile = find_tile(params, tiles, task);
+            isa->run_tile(params, &tile, smla_own_scratch(&scratch));
+        }
+    }
+    smla_fp_change(before);
+    smla_close_scratch(&scratch);
+    return smla_check_ended(params->call.op, interrupt, error);
+}
+
+smla_status
+smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
+    if (params->num_tokens == 0 || params->num_reqs == 0) {
+        return SMLA_OK;
+    }
+    const smla_scratch_size size = {1, (params->num_reqs + 1) * (int64_t)sizeof(int64_t)};
+    smla_thread_scratch counts;
+    SMLA_TRY(smla_open_scratch(&counts, params->call.op, size, error));
+    int64_t *const tiles = smla_scratch_part(&counts, 0);
+    add_tiles(params, tiles);
+    const smla_status status = run_tiles(params, isa->varlen, tiles, error);
+    smla_close_scratch(&counts);
+    return status;
+}

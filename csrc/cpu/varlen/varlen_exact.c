@@ -1,0 +1,131 @@
+/* varlen_exact.c: rows of varlen_attention in double, one after another, and the last step of every
+ * row. Kernels leave rows to it whose results could depend on what they cannot do: sums that
+ * overflow, products of huge and subnormal numbers, NaN and infinity in keys that only some rows of
+ * a tile see.
+ */
+#include <math.h>
+
+#include "core/fp_mode.h"
+#include "cpu/cpu.h"
+#include "cpu/varlen/varlen.h"
+
+enum { MAX_VALUE_DIM = 512 };
+
+double
+smla_finish_varlen_row(const smla_varlen_params *params, const smla_varlen_tile *tile,
+                       const smla_varlen_row *row, double sum, double lse)
+{
+    params->lse[row->token * params->lse_stride_token + row->head * params->lse_stride_head] =
+        (float)lse;
+    if (sum == 0.0) {
+        return 0.0;
+    }
+    double factor =
+        (double)smla_read_varlen_scale(&params->v_descale, tile->req, tile->kv_head) / sum;
+    if (params->attn_sink != NULL) {
+        factor /= 1.0 + exp(params->attn_sink[row->head * params->attn_sink_stride] - lse);
+    }
+    return factor;
+}
+
+static double
+multiply_part(const smla_varlen_rows *q, smla_float_type q_type, int64_t q_at,
+              const smla_varlen_rows *k, smla_float_type kv_type, int64_t k_at)
+{
+    double sum = 0;
+    for (int64_t d = 0; d < q->dim; d++) {
+        sum += (double)smla_cpu_load_float(q->data, q_type, q_at + d) *
+               (double)smla_cpu_load_float(k->data, kv_type, k_at + d);
+    }
+    return sum;
+}
+
+/* q . k of a row and key `key` of its request. */
+static double
+multiply(const smla_varlen_params *params, const smla_varlen_tile *tile, const smla_varlen_row *row,
+         int64_t key)
+{
+    double sum = 0;
+    for (int i = 0; i < 2; i++) {
+        const smla_varlen_rows *const q = &params->q[i];
+        const smla_varlen_rows *const k = &params->k[i];
+        sum += multiply_part(q, params->q_type,
+                             row->token * q->stride_token + row->head * q->stride_head, k,
+                             params->kv_type,
+                             (tile->of.first_key + key) * k->stride_token +
+                                 tile->kv_head * k->stride_head);
+    }
+    return sum;
+}
+
+static double
+find_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
+           const smla_varlen_row *row, int64_t key)
+{
+    const double logit = smla_varlen_logit_scale(params, tile) * multiply(params, tile, row, key);
+    const double cap = params->softcap;
+    return cap > 0 ? cap * tanh(logit / cap) : logit;
+}
+
+static void
+store_float(void *array, smla_float_type type, int64_t at, float x)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: ((uint16_t *)array)[at] = smla_float_to_bf16(x); break;
+    case SMLA_FLOAT_FP16: ((uint16_t *)array)[at] = smla_float_to_half(x); break;
+    default: ((float *)array)[at] = x;
+    }
+}
+
+/* The state of a softmax after some keys. */
+typedef struct exact_state {
+    double max;
+    double sum;
+    double out[MAX_VALUE_DIM];
+} exact_state;
+
+/* Adds a key. A logit of -inf is no key; one of NaN or +inf makes the state NaN. */
+static void
+add_key(const smla_varlen_params *params, int64_t v_at, double logit, exact_state *state)
+{
+    if (logit == -INFINITY) {
+        return;
+    }
+    const double max = logit > state->max ? logit : state->max;
+    const double alpha = state->max == max ? 1.0 : exp(state->max - max);
+    const double weight = exp(logit - max);
+    state->max = max;
+    state->sum = state->sum * alpha + weight;
+    for (int64_t d = 0; d < params->value_dim; d++) {
+        state->out[d] =
+            state->out[d] * alpha +
+            weight * (double)smla_cpu_load_float(params->v.data, params->kv_type, v_at + d);
+    }
+}
+
+static void
+attend(const smla_varlen_params *params, const smla_varlen_tile *tile, const smla_varlen_row *row)
+{
+    exact_state state = {.max = -INFINITY};
+    for (int64_t key = row->keys.begin; key < row->keys.end; key++) {
+        const int64_t v_at = (tile->of.first_key + key) * params->v.stride_token +
+                             tile->kv_head * params->v.stride_head;
+        add_key(params, v_at, find_logit(params, tile, row, key), &state);
+    }
+    const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
+    const double factor = smla_finish_varlen_row(params, tile, row, state.sum, lse);
+    const int64_t at = row->token * params->out_stride_token + row->head * params->out_stride_head;
+    for (int64_t d = 0; d < params->value_dim; d++) {
+        const double x = state.sum == 0.0 ? 0.0 : state.out[d] * factor;
+        store_float(params->out, params->out_type, at + d, (float)x);
+    }
+}
+
+void
+smla_attend_varlen_exactly(const smla_varlen_params *params, const smla_varlen_tile *tile,
+                           const smla_varlen_row *row)
+{
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
+    attend(params, tile, row);
+    smla_fp_change(before);
+}

@@ -1,0 +1,525 @@
+/* varlen_kernel.h: a tile of varlen_attention, for one instruction set.
+ *
+ * Computes     s_j = scale * log2(e) * (q . k_j), capped,  w_j = 2^(s_j - ref),
+ *              out = sum_j w_j v_j / sum_j w_j * sink factor * v_descale,
+ *              lse = (ref + log2(sum_j w_j)) * ln 2   over the keys j that a row sees
+ * Shapes       q [tokens][H][D], k [keys][Hk][D] each in one or two parts, v [keys][Hk][Dv], of
+ *              bf16, fp16 or e4m3; out [tokens][H][Dv] of bf16, fp16 or fp32; lse [tokens][H] fp32
+ * Scratch      q       [group][D / step][group rows]   packed once per tile
+ *              keys    [BLOCK_KEYS][KEY_STRIDE]        widened once for all rows of the tile
+ *              values  [BLOCK_KEYS / step][Dv]         likewise
+ *              scores  [BLOCK_KEYS][group rows] fp32, then the weights
+ *              probs   [BLOCK_KEYS / step][group rows] weights as the unit multiplies them
+ *              state   out [group][Dv][group rows] fp32, sum, max; twice
+ *              Lanes are rows. A group is one or two vectors of rows; its slices of q and out stay
+ *              in L1, and the block in L2.
+ * Roofline     2 * pairs * (D + Dv) FLOP. The multiply unit binds; widening a block costs a
+ *              fraction 3 / rows of it, and the softmax 1 / 10 at D + Dv = 320.
+ * Numerics     Those of attention_kernel.h, whose products these are (attention_lanes.h,
+ *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
+ *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So a
+ *              row's bits depend on its query and its request's keys alone. Every 16384 keys the
+ *              state is added to those before it.
+ *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
+ *              count as zeros here; rows that have or see such a value are computed again by
+ *              varlen_exact.c.
+ * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
+ *              power-of-two reference are ours.
+ *
+ * The including file defines what attention_kernel.h names, except that it includes a rows_*.h in
+ * place of a unit_*.h.
+ */
+#pragma once
+
+#include "core/fp_mode.h"
+#include "cpu/attention/softmax_lanes.h"
+
+enum {
+    PAD = 32,               /* D and Dv are padded to a multiple: whole steps of every unit */
+    PRODUCT_DIMS = 128,     /* dimensions per product of scores */
+    STATE_KEYS = 16384,     /* a state takes so many keys at most */
+    MAX_ROW_ELEMENTS = 576, /* of a row of q, k or v */
+};
+
+_Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
+_Static_assert(SMLA_VARLEN_ROWS % GROUP_LANES == 0, "a tile has room for whole groups");
+_Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
+_Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
+
+/* The state of softmax, as in attention.h; `out` is [group][value_dims][group rows]. */
+typedef struct tile_state {
+    double *sum;
+    float *max_log2;
+    float *out;
+} tile_state;
+
+/* What a tile works with. */
+typedef struct tile_work {
+    const smla_varlen_params *params;
+    const smla_varlen_tile *tile;
+    int query_dims; /* padded */
+    int value_dims; /* padded */
+    int num_lanes;  /* rows, padded to whole vectors */
+    logit_rule rule;
+    unit_scalar *q;
+    unit_scalar *keys;
+    unit_scalar *values;
+    unit_scalar *probs;
+    unit_scalar *row; /* [MAX_ROW_ELEMENTS] */
+    float *scores;
+    tile_state state;
+    tile_state older; /* the sum of the states before the latest */
+    smla_varlen_row *rows;
+    int32_t *begin; /* keys that a lane sees, relative to the block */
+    int32_t *end;
+    uint8_t *is_exact; /* rows that varlen_exact.c computes */
+} tile_work;
+
+static int
+pad_dims(int64_t dims)
+{
+    return (int)((dims + PAD - 1) / PAD * PAD);
+}
+
+/* Takes `bytes` of scratch, in whole cache lines; NULL as memory counts only. */
+static void *
+take(uint8_t *memory, int64_t *used, int64_t bytes)
+{
+    void *const taken = memory == NULL ? NULL : memory + *used;
+    *used += (bytes + 63) / 64 * 64;
+    return taken;
+}
+
+/* Carves scratch memory, and returns how much it is. */
+static int64_t
+carve(const smla_varlen_params *params, uint8_t *memory, tile_work *work)
+{
+    int64_t used = 0;
+    work->query_dims = pad_dims(params->q[0].dim + params->q[1].dim);
+    work->value_dims = pad_dims(params->value_dim);
+    work->q = take(memory, &used, SMLA_VARLEN_ROWS * (work->query_dims / UNIT_STEP) * 4);
+    work->keys = take(memory, &used, BLOCK_KEYS * KEY_STRIDE * 4);
+    work->values = take(memory, &used, VALUE_ELEMENTS * 4);
+    work->probs = take(memory, &used, PROB_ELEMENTS * 4);
+    work->row = take(memory, &used, WIDTH * MAX_ROW_ELEMENTS * 4);
+    work->scores = take(memory, &used, BLOCK_KEYS * GROUP_LANES * 4);
+    tile_state *const states[] = {&work->state, &work->older};
+    for (int i = 0; i < 2; i++) {
+        states[i]->sum = take(memory, &used, SMLA_VARLEN_ROWS * (int64_t)sizeof(double));
+        states[i]->max_log2 = take(memory, &used, SMLA_VARLEN_ROWS * 4);
+        states[i]->out = take(memory, &used, SMLA_VARLEN_ROWS * work->value_dims * 4);
+    }
+    work->rows = take(memory, &used, SMLA_VARLEN_ROWS * (int64_t)sizeof *work->rows);
+    work->begin = take(memory, &used, GROUP_LANES * 4);
+    work->end = take(memory, &used, GROUP_LANES * 4);
+    work->is_exact = take(memory, &used, SMLA_VARLEN_ROWS);
+    return used;
+}
+
+static int64_t
+scratch_bytes(const smla_varlen_params *params)
+{
+    tile_work unused;
+    return carve(params, NULL, &unused);
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* Widens the two parts of a row, with zeros behind them. Returns whether all values are usual. */
+static bool
+load_row(const smla_varlen_rows *parts, int num_parts, smla_float_type type, int64_t token,
+         int64_t head, int padded_dims, unit_scalar *row)
+{
+    int64_t dim = 0;
+    for (int i = 0; i < num_parts; i++) {
+        const smla_varlen_rows *const part = &parts[i];
+        widen_values(part->data, type, token * part->stride_token + head * part->stride_head,
+                     part->dim, row + dim / UNIT_STEP);
+        dim += part->dim;
+    }
+    memset(row + dim / UNIT_STEP, 0, (size_t)(padded_dims - dim) / UNIT_STEP * sizeof *row);
+    return !has_huge_value(row, padded_dims / UNIT_STEP);
+}
+
+static int
+lanes_at(const tile_work *work, int lane)
+{
+    return work->num_lanes - lane > WIDTH ? GROUP_LANES : WIDTH;
+}
+
+/* Transposes the rows of queries. Lanes past the last row are zeros. */
+static void
+pack_queries(const tile_work *work)
+{
+    const smla_varlen_params *const params = work->params;
+    const int columns = work->query_dims / UNIT_STEP;
+    for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
+        const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+        const int lanes = lanes_at(work, first);
+        unit_scalar *const to = work->q + first * columns + (lane - first);
+        for (int i = 0; i < WIDTH; i++) {
+            unit_scalar *const row = work->row + i * columns;
+            if (lane + i >= work->tile->num_rows) {
+                memset(row, 0, (size_t)columns * sizeof *row);
+                continue;
+            }
+            const smla_varlen_row *const of = &work->rows[lane + i];
+            work->is_exact[lane + i] |=
+                !load_row(params->q, 2, params->q_type, of->token, of->head, work->query_dims, row);
+        }
+        for (int k = 0; k < columns; k += WIDTH) {
+            vuint square[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                square[i] = *(const vuint *)(work->row + i * columns + k);
+            }
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                *(vuint *)(to + (k + i) * lanes) = square[i];
+            }
+        }
+    }
+}
+
+/* Marks the rows that see a key. */
+static void
+mark_rows(const tile_work *work, int64_t key)
+{
+    for (int i = 0; i < work->tile->num_rows; i++) {
+        const smla_key_range *const keys = &work->rows[i].keys;
+        work->is_exact[i] |= key >= keys->begin && key < keys->end;
+    }
+}
+
+/* Widens keys and values of a block. A key with an unusual value becomes zeros. */
+static void
+load_block(const tile_work *work, int64_t key, int count)
+{
+    const smla_varlen_params *const params = work->params;
+    const int64_t kv_head = work->tile->kv_head;
+    for (int j = 0; j < count; j++) {
+        const int64_t token = work->tile->of.first_key + key + j;
+        unit_scalar *const row = work->keys + j * KEY_STRIDE;
+        const bool is_usual_key =
+            load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row);
+        const bool is_usual_value =
+            load_row(&params->v, 1, params->kv_type, token, kv_head, work->value_dims, work->row);
+        if (!is_usual_key || !is_usual_value) {
+            mark_rows(work, key + j);
+            memset(row, 0, (size_t)work->query_dims / UNIT_STEP * sizeof *row);
+            memset(work->row, 0, (size_t)work->value_dims / UNIT_STEP * sizeof *row);
+        }
+        place_values(work->row, j, work->value_dims, work->values);
+    }
+    finish_values(count, work->value_dims, work->values);
+    arrange_values(work->values, work->value_dims, count);
+}
+
+/* ---- Masks --------------------------------------------------------------------------------- */
+
+typedef enum block_view {
+    SEES_NO_KEY = 0,
+    SEES_SOME = 1, /* lanes see different keys, or not all */
+    SEES_ALL = 2,
+} block_view;
+
+/* Finds which keys of a block the lanes of a group see. Lanes past the last row see what it does. */
+static block_view
+find_view(const tile_work *work, int first, int lanes, int64_t key, int count)
+{
+    int least = count, most = 0; /* how many keys the lanes see */
+    for (int i = 0; i < lanes; i++) {
+        const int last = work->tile->num_rows - 1;
+        const smla_key_range *const keys = &work->rows[first + i < last ? first + i : last].keys;
+        const int begin = (int)smla_clamp_int64(keys->begin - key, 0, count);
+        const int end = (int)smla_clamp_int64(keys->end - key, begin, count);
+        work->begin[i] = begin;
+        work->end[i] = end;
+        least = end - begin < least ? end - begin : least;
+        most = end - begin > most ? end - begin : most;
+    }
+    return most == 0 ? SEES_NO_KEY : least == count ? SEES_ALL : SEES_SOME;
+}
+
+/* Makes logits of scores, which are -inf for hidden keys. */
+static void
+mask_scores(float *scores, int count, float scale_log2, const int32_t *begin, const int32_t *end,
+            int vectors)
+{
+    for (int j = 0; j < count; j++) {
+        for (int v = 0; v < vectors; v++) {
+            vfloat *const s = (vfloat *)(scores + (j * vectors + v) * WIDTH);
+            const vint first = *(const vint *)(begin + v * WIDTH);
+            const vint past = *(const vint *)(end + v * WIDTH);
+            *s = select_lanes((first <= j) & (past > j), *s * scale_log2, splat(-INFINITY));
+        }
+    }
+}
+
+/* ---- A block and a group ------------------------------------------------------------------- */
+
+SMLA_INLINE void
+score_keys(const tile_work *work, const unit_scalar *q, int count, const int rows,
+           const int vectors)
+{
+    static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                   1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    for (int begin = 0; begin < work->query_dims; begin += PRODUCT_DIMS) {
+        const int left = work->query_dims - begin;
+        for (int j = 0; j < count; j += rows) {
+            score_rows(work->keys + j * KEY_STRIDE + begin / UNIT_STEP,
+                       q + begin / UNIT_STEP * vectors * WIDTH,
+                       left < PRODUCT_DIMS ? left : PRODUCT_DIMS, ones, begin == 0,
+                       work->scores + j * vectors * WIDTH, rows, vectors);
+        }
+    }
+}
+
+SMLA_INLINE void
+attend_group(const tile_work *work, int first, int64_t key, int count, const int key_rows,
+             const int value_rows, const int vectors)
+{
+    const block_view view = find_view(work, first, vectors * WIDTH, key, count);
+    if (view == SEES_NO_KEY) {
+        return;
+    }
+    vfloat alpha[GROUP_VECTORS];
+    float scale_log2 = work->rule.scale_log2;
+    score_keys(work, work->q + first * (work->query_dims / UNIT_STEP), count, key_rows, vectors);
+    if (work->rule.cap_log2 != 0.0f) {
+        cap_scores(work->scores, count * vectors * WIDTH, work->rule);
+        scale_log2 = 1.0f;
+    }
+    if (view == SEES_SOME) {
+        mask_scores(work->scores, count, scale_log2, work->begin, work->end, vectors);
+        scale_log2 = 1.0f;
+    }
+    weigh_scores(work->scores, count, scale_log2, work->state.max_log2 + first,
+                 work->state.sum + first, alpha, vectors);
+    const unit_scalar *const probs =
+        pack_weights(work->scores, count, VALUE_DEPTH, vectors, work->probs);
+    const int steps = (count + UNIT_STEP - 1) / UNIT_STEP;
+    const int padded_steps = (steps + VALUE_DEPTH - 1) / VALUE_DEPTH * VALUE_DEPTH;
+    float *const out = work->state.out + first * work->value_dims;
+    for (int d = 0; d < work->value_dims; d += value_rows) {
+        add_value_rows(work->values + d / 16 * VALUE_CHUNK + d % 16, probs, padded_steps, alpha,
+                       out + d * vectors * WIDTH, value_rows, vectors);
+    }
+}
+
+/* The group's two sizes. Not inlined, so that the registers of their loops are theirs alone. */
+__attribute__((noinline)) static void
+attend_one_vector(const tile_work *work, int first, int64_t key, int count)
+{
+    attend_group(work, first, key, count, KEY_ROWS_1, VALUE_ROWS_1, 1);
+}
+
+__attribute__((noinline)) static void
+attend_two_vectors(const tile_work *work, int first, int64_t key, int count)
+{
+    attend_group(work, first, key, count, KEY_ROWS_2, VALUE_ROWS_2, 2);
+}
+
+/* ---- States -------------------------------------------------------------------------------- */
+
+static void
+clear(const tile_work *work, tile_state state)
+{
+    for (int lane = 0; lane < work->num_lanes; lane++) {
+        state.sum[lane] = 0.0;
+        state.max_log2[lane] = -INFINITY;
+    }
+    memset(state.out, 0, (size_t)work->num_lanes * (size_t)work->value_dims * sizeof *state.out);
+}
+
+/* older += state, for one vector of lanes. */
+static void
+fold_vector(const tile_work *work, int lane)
+{
+    const tile_state total = work->older, part = work->state;
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int lanes = lanes_at(work, first);
+    vfloat *const total_max = (vfloat *)(total.max_log2 + lane);
+    const vfloat part_max = *as_vectors(part.max_log2 + lane);
+    const vfloat new_max = max_lanes(*total_max, part_max);
+    const vfloat reference = finite_reference_of(new_max);
+    const vfloat total_factor = exp2_lanes(reference_of(*total_max) - reference);
+    const vfloat part_factor = exp2_lanes(reference_of(part_max) - reference);
+    *total_max = new_max;
+    for (int i = 0; i < WIDTH; i++) {
+        total.sum[lane + i] = total.sum[lane + i] * (double)total_factor[i] +
+                              part.sum[lane + i] * (double)part_factor[i];
+    }
+    for (int d = 0; d < work->value_dims; d++) {
+        const int at = first * work->value_dims + d * lanes + (lane - first);
+        vfloat *const to = (vfloat *)(total.out + at);
+        *to = *to * total_factor + *as_vectors(part.out + at) * part_factor;
+    }
+}
+
+/* Adds the state to those before it, and clears it. */
+static void
+set_aside(const tile_work *work)
+{
+    for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
+        fold_vector(work, lane);
+    }
+    clear(work, work->state);
+}
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* Writes `count` values of a row. */
+SMLA_INLINE void
+store_values(vfloat x, smla_float_type type, int64_t at, int64_t count, void *out)
+{
+    vuint words = (vuint)x;
+    size_t bytes = 4;
+    if (type != SMLA_FLOAT_FP32) {
+        const vuint halves = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
+        const vhalf narrow = __builtin_convertvector(halves, vhalf);
+        bytes = 2;
+        memcpy(&words, &narrow, sizeof narrow);
+    }
+    uint8_t *const to = (uint8_t *)out + at * (int64_t)bytes;
+    if (count >= WIDTH) {
+        memcpy(to, &words, WIDTH * bytes);
+    } else {
+        memcpy(to, &words, (size_t)count * bytes);
+    }
+}
+
+/* Writes the results of one vector of lanes. */
+static void
+finish_vector(const tile_work *work, int lane)
+{
+    const smla_varlen_params *const params = work->params;
+    const double ln_2 = 0.69314718055994530942;
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int lanes = lanes_at(work, first);
+    const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
+    const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
+    vfloat factor = {0};
+    for (int i = 0; i < num_rows; i++) {
+        const double sum = work->state.sum[lane + i];
+        const double lse = sum == 0.0 ? -INFINITY : (double)reference[i] * ln_2 + log(sum);
+        factor[i] =
+            (float)smla_finish_varlen_row(params, work->tile, &work->rows[lane + i], sum, lse);
+    }
+    const float *const out = work->state.out + first * work->value_dims + (lane - first);
+    for (int d = 0; d < params->value_dim; d += WIDTH) {
+        vuint square[WIDTH];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            /* Adding 0 makes +0 of -0, which depends on how often a sum was rescaled. */
+            square[i] = (vuint)(*as_vectors(out + (d + i) * lanes) * factor + 0.0f);
+        }
+        transpose(square);
+        for (int i = 0; i < num_rows; i++) {
+            const smla_varlen_row *const row = &work->rows[lane + i];
+            const int64_t at =
+                row->token * params->out_stride_token + row->head * params->out_stride_head + d;
+            store_values((vfloat)square[i], params->out_type, at, params->value_dim - d,
+                         params->out);
+        }
+    }
+}
+
+/* ---- A tile -------------------------------------------------------------------------------- */
+
+/* Finds the rows, and the keys that any of them sees. */
+static smla_key_range
+find_rows(const tile_work *work)
+{
+    smla_key_range all = {INT64_MAX, 0};
+    for (int i = 0; i < work->tile->num_rows; i++) {
+        const smla_varlen_row row = smla_find_varlen_row(work->params, work->tile, i);
+        work->rows[i] = row;
+        if (row.keys.begin < row.keys.end) {
+            all.begin = row.keys.begin < all.begin ? row.keys.begin : all.begin;
+            all.end = row.keys.end > all.end ? row.keys.end : all.end;
+        }
+    }
+    return all;
+}
+
+/* Whether the scales let SMLA_FP_FLUSH take small products as zero. */
+static bool
+has_ordinary_scales(const tile_work *work)
+{
+    const float v_descale =
+        smla_read_varlen_scale(&work->params->v_descale, work->tile->req, work->tile->kv_head);
+    return is_ordinary_scale((float)smla_varlen_logit_scale(work->params, work->tile)) &&
+           is_ordinary_scale(v_descale);
+}
+
+/* Returns whether the sum is in `older`. */
+static bool
+attend_keys(const tile_work *work, smla_key_range keys)
+{
+    const int64_t first_block = keys.begin / BLOCK_KEYS * BLOCK_KEYS;
+    bool has_older = false;
+    clear(work, work->state);
+    for (int64_t key = first_block; key < keys.end; key += BLOCK_KEYS) {
+        const int64_t left = keys.end - key;
+        const int count = left < BLOCK_KEYS ? (int)left : BLOCK_KEYS;
+        if (key % STATE_KEYS == 0 && key > first_block) {
+            if (!has_older) {
+                clear(work, work->older);
+            }
+            has_older = true;
+            set_aside(work);
+        }
+        load_block(work, key, count);
+        for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
+            (lanes_at(work, lane) == WIDTH ? attend_one_vector : attend_two_vectors)(work, lane,
+                                                                                     key, count);
+        }
+    }
+    if (has_older) {
+        set_aside(work);
+    }
+    return has_older;
+}
+
+/* Not inlined, because the caller changes the floating-point mode. */
+__attribute__((noinline)) static void
+run_usual_tile(tile_work *work, smla_key_range keys)
+{
+    const int lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
+    work->num_lanes = lanes;
+    memset(work->is_exact, !has_ordinary_scales(work), (size_t)work->tile->num_rows);
+    begin_products();
+    pack_queries(work);
+    if (attend_keys(work, keys)) {
+        work->state = work->older;
+    }
+    end_products();
+    for (int lane = 0; lane < lanes; lane += WIDTH) {
+        finish_vector(work, lane);
+    }
+}
+
+static void
+run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t *scratch)
+{
+    if (!serves(params)) {
+        SMLA_VARLEN_FP32.run_tile(params, tile, scratch);
+        return;
+    }
+    tile_work work = {.params = params, .tile = tile};
+    carve(params, scratch, &work);
+    work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->softcap);
+    run_usual_tile(&work, find_rows(&work));
+    for (int i = 0; i < tile->num_rows; i++) {
+        if (work.is_exact[i]) {
+            smla_attend_varlen_exactly(params, tile, &work.rows[i]);
+        }
+    }
+}
+
+const smla_varlen_isa SMLA_VARLEN = {
+    .scratch_bytes = scratch_bytes,
+    .run_tile = run_tile,
+};

@@ -1,0 +1,77 @@
+/* check_masks.c: what the operators of dense attention share: masks, softcaps, the number of
+ * splits, and the numbers at which requests start.
+ */
+#include "core/key_range.h"
+#include "ops/check.h"
+
+static smla_status
+require_window(const smla_checker *c, const char *side, int64_t keys)
+{
+    return keys >= -1 && keys <= INT32_MAX
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `window_size` must have -1 (open) or a number of keys on its %s, "
+                           "got %lld",
+                           c->op, side, (long long)keys);
+}
+
+smla_status
+smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_range_rule *rule)
+{
+    if (args->has_window) {
+        SMLA_TRY(require_window(c, "left", args->window_left));
+        SMLA_TRY(require_window(c, "right", args->window_right));
+    }
+    SMLA_TRY(smla_require_number(c, "attention_chunk", args->attention_chunk, 0));
+    SMLA_TRY(smla_require_number(c, "max_seqlen_q", args->max_seqlen_q, 0));
+    SMLA_TRY(smla_require_number(c, "max_seqlen_k", args->max_seqlen_k, 0));
+    SMLA_TRY(smla_require_finite(c->op, "softcap", args->softcap, c->error));
+    if (args->softcap < 0 || (args->softcap > 0 && (float)args->softcap == 0.0f)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `softcap` must be 0 (none) or a positive float32, got %g", c->op,
+                         args->softcap);
+    }
+    *rule = (smla_range_rule){
+        .left = args->has_window ? args->window_left : -1,
+        .right = args->is_causal    ? 0
+                 : args->has_window ? args->window_right
+                                    : -1,
+        .chunk = args->attention_chunk,
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_num_splits(const smla_checker *c, int64_t num_splits)
+{
+    return num_splits >= 0 && num_splits <= SMLA_MAX_SPLITS
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
+                           c->op, SMLA_MAX_SPLITS, (long long)num_splits);
+}
+
+smla_status
+smla_require_starts(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t most,
+                    const char *rows)
+{
+    const int32_t *const starts = smla_data(tensor);
+    const int64_t stride = smla_stride(tensor, 0);
+    int64_t before = 0;
+    if (c->device.device_type != kDLCPU) {
+        return SMLA_OK;
+    }
+    for (int64_t i = 0; i < smla_size(tensor, 0); i++) {
+        const int64_t start = starts[i * stride];
+        if (i == 0 ? start != 0 : start < before) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must begin with 0 and never fall, got %lld at %lld", c->op,
+                             name, (long long)start, (long long)i);
+        }
+        before = start;
+    }
+    return before <= most ? SMLA_OK
+                          : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                      "%s: `%s` must end at most at the %lld %s, got %lld", c->op,
+                                      name, (long long)most, rows, (long long)before);
+}

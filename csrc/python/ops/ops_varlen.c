@@ -1,0 +1,70 @@
+/* ops_varlen.c: attention to contiguous keys and values. */
+#include "core/params_varlen.h"
+#include "python/call/operator.h"
+#include "sparse_mla.h"
+
+/* Python's window is a pair of which each side may be open. */
+static smla_status
+compute_varlen_attention(const void *args, smla_error *error)
+{
+    smla_varlen_attention_args a = *(const smla_varlen_attention_args *)args;
+    a.has_window = true;
+    return smla_varlen_attention(&a, error);
+}
+
+enum { VARLEN_Q, VARLEN_V = 4, VARLEN_OUT = 11, VARLEN_LSE };
+
+static const smla_py_param varlen_params[] = {
+    [VARLEN_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_varlen_attention_args, q)},
+    {"q_pe", SMLA_PY_SECOND, offsetof(smla_varlen_attention_args, q_pe)},
+    {"k", SMLA_PY_PAIR, offsetof(smla_varlen_attention_args, k)},
+    {"k_pe", SMLA_PY_SECOND, offsetof(smla_varlen_attention_args, k_pe)},
+    [VARLEN_V] = {"v", SMLA_PY_INPUT, offsetof(smla_varlen_attention_args, v)},
+    {"cu_seqlens_q", SMLA_PY_INPUT, offsetof(smla_varlen_attention_args, cu_seqlens_q)},
+    {"cu_seqlens_k", SMLA_PY_INPUT, offsetof(smla_varlen_attention_args, cu_seqlens_k)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_varlen_attention_args, attn_sink)},
+    {"q_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_varlen_attention_args, q_descale)},
+    {"k_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_varlen_attention_args, k_descale)},
+    {"v_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_varlen_attention_args, v_descale)},
+    [VARLEN_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_varlen_attention_args, out)},
+    [VARLEN_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_varlen_attention_args, lse)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_varlen_attention_args, workspace)},
+    {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_varlen_attention_args, softmax_scale)},
+    {"causal", SMLA_PY_FLAG, offsetof(smla_varlen_attention_args, is_causal)},
+    {"window_size", SMLA_PY_TWO_INTS, offsetof(smla_varlen_attention_args, window_left)},
+    {"attention_chunk", SMLA_PY_INT, offsetof(smla_varlen_attention_args, attention_chunk)},
+    {"softcap", SMLA_PY_FLOAT, offsetof(smla_varlen_attention_args, softcap)},
+    {"max_seqlen_q", SMLA_PY_SIZE, offsetof(smla_varlen_attention_args, max_seqlen_q)},
+    {"max_seqlen_k", SMLA_PY_SIZE, offsetof(smla_varlen_attention_args, max_seqlen_k)},
+    {"num_splits", SMLA_PY_INT32, offsetof(smla_varlen_attention_args, num_splits)},
+    {"fast_fp8", SMLA_PY_FLAG, offsetof(smla_varlen_attention_args, fast_fp8)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_varlen_attention_args, stream)},
+};
+
+_Static_assert(offsetof(smla_varlen_attention_args, window_right) ==
+                   offsetof(smla_varlen_attention_args, window_left) + sizeof(int64_t),
+               "the integers of a tuple follow each other");
+
+static const smla_py_result_row varlen_results[] = {
+    {.result = VARLEN_OUT,
+     .dtype = {.source = SMLA_PY_HALVES_OF_ARRAY, .row = VARLEN_Q},
+     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1), SMLA_PY_SIZE(VARLEN_V, 2)}},
+    {.result = VARLEN_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1)}},
+};
+
+static const smla_py_limit varlen_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, VARLEN_Q, 3, 3},
+    {SMLA_PY_LIMIT_NDIM, VARLEN_V, 3, 3},
+    {SMLA_PY_LIMIT_HEADS, VARLEN_Q, 1, SMLA_MAX_HEADS},
+};
+
+const smla_py_operator smla_py_varlen_operators[] = {
+    {.name = "varlen_attention",
+     SMLA_PY_TABLE(varlen_params, smla_varlen_attention_args, smla_varlen_attention_args),
+     .compute = compute_varlen_attention,
+     SMLA_PY_RESULTS(varlen_results),
+     SMLA_PY_LIMITS(varlen_limits)},
+    {.name = NULL},
+};

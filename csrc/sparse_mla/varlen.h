@@ -1,0 +1,61 @@
+/* varlen.h: attention of query tokens to contiguous keys and values of their request, the way to
+ * prefill. The conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_VARLEN_H
+#define SPARSE_MLA_VARLEN_H
+
+#include "sparse_mla/cache.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* out = softmax(logits) v of B requests, which follow each other in all arrays. Request b has the
+ * query tokens cu_seqlens_q[b]...cu_seqlens_q[b + 1] - 1 and the keys cu_seqlens_k[b]... likewise;
+ * both may be none. Query head h reads KV head h / (H / Hk). The logit of a key is softmax_scale *
+ * q_descale * k_descale * (q . k); masks, softcap and sink are those of smla_mla_attention_args. A
+ * token that sees no key has out 0 and lse -inf. Rows of no request are not read or written.
+ *
+ * A query or a key may be two arrays, whose values are those of one row of D = Pn + R. k_pe is
+ * shared by all heads. D is at most 576, Dv at most 512, and all of Pn, R, D, Dv are multiples of 8.
+ *
+ * Each row is summed in one order, which depends on its request's keys alone: no number of splits
+ * changes it, and no scratch memory is needed. */
+typedef struct smla_varlen_attention_args {
+    size_t struct_size;
+    const DLTensor *q;            /* [Tq, H, D] bf16 | fp16 | e4m3; [Tq, H, Pn] with q_pe */
+    const DLTensor *q_pe;         /* [Tq, H, R], the dtype of q; optional */
+    const DLTensor *k;            /* [Tk, Hk, D], the dtype of q | e4m3, with an e4m3 query any of
+                                   * the three; [Tk, Hk, Pn] with k_pe */
+    const DLTensor *k_pe;         /* [Tk, R], the dtype of k; optional */
+    const DLTensor *v;            /* [Tk, Hk, Dv], the dtype of k */
+    const DLTensor *cu_seqlens_q; /* [B + 1] int32 */
+    const DLTensor *cu_seqlens_k; /* [B + 1] int32 */
+    const DLTensor *attn_sink;    /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *out;          /* out [Tq, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
+    const DLTensor *lse;          /* out [Tq, H] fp32, natural log */
+    const DLTensor *workspace;    /* [any] uint8, optional, not used */
+    smla_scale_arg q_descale;     /* of an e4m3 query: a number, one fp32, or [B, Hk] fp32 */
+    smla_scale_arg k_descale;     /* the same for e4m3 keys */
+    smla_scale_arg v_descale;     /* the same for e4m3 values */
+    double softmax_scale;
+    double softcap;          /* 0: none */
+    int64_t window_left;     /* -1 = open; read where has_window is set */
+    int64_t window_right;    /* the same; 0 with is_causal */
+    int64_t attention_chunk; /* 0: none */
+    int64_t max_seqlen_q;    /* hints, which change no result; 0: none */
+    int64_t max_seqlen_k;
+    int32_t has_window;
+    int32_t is_causal;
+    int32_t num_splits; /* 0...64; changes no result */
+    int32_t fast_fp8;   /* 1: e4m3 products are permitted */
+    void *stream;
+} smla_varlen_attention_args;
+
+SMLA_API smla_status smla_varlen_attention(const smla_varlen_attention_args *args,
+                                           smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_VARLEN_H */
