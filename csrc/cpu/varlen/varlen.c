@@ -26,29 +26,31 @@ add_tiles(const smla_varlen_params *params, int64_t *tiles)
     }
 }
 
-/* The tile of a task. The last tiles of a request, which see the most keys, come first; all heads
- * take a tile before the next one. */
+/* The tile of a task. Tiles of a request and a KV head follow each other, because they read the same
+ * keys. The last ones of a head, which see the most keys, come first. */
 static smla_varlen_tile
 find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
 {
-    const int64_t number = task / params->num_kv_heads;
-    int64_t req = 0;
-    for (int64_t past = params->num_reqs - 1; req < past;) { /* the last one from `number` on */
+    const int64_t num_kv_heads = params->num_kv_heads;
+    int64_t req = 0; /* the first one that ends behind the task */
+    for (int64_t past = params->num_reqs - 1; req < past;) {
         const int64_t middle = (req + past) / 2;
-        if (tiles[middle + 1] > number) {
+        if (tiles[middle + 1] * num_kv_heads > task) {
             past = middle;
         } else {
             req = middle + 1;
         }
     }
     const smla_varlen_request of = smla_find_varlen_request(params, req);
-    const int64_t num_rows = of.num_queries * (params->num_heads / params->num_kv_heads);
-    const int64_t row = (tiles[req + 1] - 1 - number) * SMLA_VARLEN_ROWS;
+    const int64_t num_rows = of.num_queries * (params->num_heads / num_kv_heads);
+    const int64_t num_tiles = tiles[req + 1] - tiles[req];
+    const int64_t number = task - tiles[req] * num_kv_heads;
+    const int64_t row = (num_tiles - 1 - number % num_tiles) * SMLA_VARLEN_ROWS;
     const int64_t left = num_rows - row;
     return (smla_varlen_tile){
         .of = of,
         .req = req,
-        .kv_head = task % params->num_kv_heads,
+        .kv_head = number / num_tiles,
         .row = row,
         .num_rows = left < SMLA_VARLEN_ROWS ? (int)left : SMLA_VARLEN_ROWS,
     };

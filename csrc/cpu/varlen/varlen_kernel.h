@@ -35,10 +35,11 @@
 #include "cpu/attention/softmax_lanes.h"
 
 enum {
-    PAD = 32,               /* D and Dv are padded to a multiple: whole steps of every unit */
-    PRODUCT_DIMS = 128,     /* dimensions per product of scores */
-    STATE_KEYS = 16384,     /* a state takes so many keys at most */
-    MAX_ROW_ELEMENTS = 576, /* of a row of q, k or v */
+    PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
+    PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : 576, /* dimensions per product of scores */
+    KEYS_AHEAD = 8,                              /* how early rows are prefetched */
+    STATE_KEYS = 16384,                          /* a state takes so many keys at most */
+    MAX_ROW_ELEMENTS = 576,                      /* of a row of q, k or v */
 };
 
 _Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
@@ -189,6 +190,37 @@ mark_rows(const tile_work *work, int64_t key)
     for (int i = 0; i < work->tile->num_rows; i++) {
         const smla_key_range *const keys = &work->rows[i].keys;
         work->is_exact[i] |= key >= keys->begin && key < keys->end;
+    }
+}
+
+/* Rows of a head lie far apart, where the processor does not expect them. */
+static void
+prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, int64_t head)
+{
+    const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
+    const uint8_t *const row = (const uint8_t *)rows->data +
+                               (token * rows->stride_token + head * rows->stride_head) * element;
+    for (int64_t at = 0; at < rows->dim * element; at += 64) {
+        __builtin_prefetch(row + at, 0, 2);
+    }
+}
+
+/* Prefetches some of the keys first...end - 1, those that are due while the tile's lanes from `lane`
+ * on are busy. */
+static void
+prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
+{
+    const smla_varlen_params *const params = work->params;
+    const int64_t kv_head = work->tile->kv_head;
+    const int64_t left = end - first < BLOCK_KEYS ? end - first : BLOCK_KEYS;
+    const int groups = (work->num_lanes + GROUP_LANES - 1) / GROUP_LANES;
+    const int64_t share = (left + groups - 1) / groups;
+    for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
+         j++) {
+        const int64_t token = work->tile->of.first_key + first + j;
+        prefetch_row(&params->k[0], params->kv_type, token, kv_head);
+        prefetch_row(&params->k[1], params->kv_type, token, kv_head);
+        prefetch_row(&params->v, params->kv_type, token, kv_head);
     }
 }
 
@@ -473,6 +505,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
         }
         load_block(work, key, count);
         for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
+            prefetch_keys(work, lane, key + BLOCK_KEYS, keys.end);
             (lanes_at(work, lane) == WIDTH ? attend_one_vector : attend_two_vectors)(work, lane,
                                                                                      key, count);
         }
