@@ -22,7 +22,7 @@
  *              state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
  *              count as zeros here; rows that have or see such a value are computed again by
- *              varlen_exact.c.
+ *              varlen_exact.c. So are rows with one key, whose out is its value to the bit.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
  *
@@ -522,7 +522,11 @@ run_usual_tile(tile_work *work, smla_key_range keys)
 {
     const int lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
     work->num_lanes = lanes;
-    memset(work->is_exact, !has_ordinary_scales(work), (size_t)work->tile->num_rows);
+    const bool is_ordinary = has_ordinary_scales(work);
+    for (int i = 0; i < work->tile->num_rows; i++) {
+        const smla_key_range *const seen = &work->rows[i].keys;
+        work->is_exact[i] = !is_ordinary || seen->end - seen->begin == 1;
+    }
     begin_products();
     pack_queries(work);
     if (attend_keys(work, keys)) {
