@@ -36,10 +36,10 @@
 
 enum {
     PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
-    PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : 576, /* dimensions per product of scores */
-    KEYS_AHEAD = 8,                              /* how early rows are prefetched */
-    STATE_KEYS = 16384,                          /* a state takes so many keys at most */
-    MAX_ROW_ELEMENTS = 576,                      /* of a row of q, k or v */
+    PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
+    KEYS_AHEAD = 8,                                        /* how early rows are prefetched */
+    STATE_KEYS = 16384,                                    /* a state takes so many keys at most */
+    MAX_ROW_ELEMENTS = SMLA_HEAD_DIM,                      /* at most, in a row of q, k or v */
 };
 
 _Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
@@ -155,7 +155,7 @@ pack_queries(const tile_work *work)
     const smla_varlen_params *const params = work->params;
     const int columns = work->query_dims / UNIT_STEP;
     for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
-        const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+        const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
         for (int i = 0; i < WIDTH; i++) {
@@ -370,7 +370,7 @@ static void
 fold_vector(const tile_work *work, int lane)
 {
     const tile_state total = work->older, part = work->state;
-    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
     const int lanes = lanes_at(work, first);
     vfloat *const total_max = (vfloat *)(total.max_log2 + lane);
     const vfloat part_max = *as_vectors(part.max_log2 + lane);
@@ -428,7 +428,7 @@ finish_vector(const tile_work *work, int lane)
 {
     const smla_varlen_params *const params = work->params;
     const double ln_2 = 0.69314718055994530942;
-    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
     const int lanes = lanes_at(work, first);
     const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
     const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
