@@ -37,7 +37,7 @@ class Varlen:
     dims: tuple[int, int] = (192, 128)  # D, Dv
     q_type: str = "bf16"
     kv_type: str = "bf16"
-    pairs: str = ""  # which of "q" and "k" are two arrays
+    pairs: str = ""  # "q", "k" or "qk": those are two arrays
     rope_dim: int = 8
     mask: Mask = field(default_factory=Mask)
     sink: bool = False

@@ -4,8 +4,8 @@
  *
  * Computes     w_j = 2^(s_j - ref), sum = sum_j w_j, for the scores s_j [key][lanes] of a block
  * Numerics     ref is the running maximum rounded up to an integer, so rescaling by a power of two
- *              is exact however often the maximum grows. `sum` is fp32 inside a block, in chains
- *              of 8 weights whose sums are added with compensation, and double across blocks.
+ *              is exact however often the maximum grows. `sum` is fp32 inside a block, compensated,
+ *              and double across blocks.
  */
 #pragma once
 
@@ -74,10 +74,7 @@ cap_scores(float *scores, int count, logit_rule rule)
     }
 }
 
-enum {
-    SUM_CHAINS = 4, /* sums of weights that grow side by side, to hide the latency of an addition */
-    SUM_KEYS = 32,  /* keys that they take before they join */
-};
+enum { SUM_CHAINS = 2 }; /* sums that grow side by side, to hide the latency of additions */
 
 /* Adds to a compensated sum: equal terms all round the same way, and lse must not lose that much.
  * `excess` is how much too large the sum is. */
@@ -100,7 +97,7 @@ weigh_scores(float *scores, int count, float scale_log2, float *max_log2, double
     const int stride = vectors * WIDTH;
     const int padded = (count + SUM_CHAINS - 1) / SUM_CHAINS * SUM_CHAINS;
     vfloat max[GROUP_VECTORS], reference[GROUP_VECTORS];
-    vfloat total[GROUP_VECTORS] = {{0}}, excess[GROUP_VECTORS] = {{0}};
+    vfloat total[SUM_CHAINS * GROUP_VECTORS] = {{0}}, excess[SUM_CHAINS * GROUP_VECTORS] = {{0}};
     for (int v = 0; v < vectors; v++) {
         max[v] = *as_vectors(max_log2 + v * WIDTH);
     }
@@ -121,28 +118,20 @@ weigh_scores(float *scores, int count, float scale_log2, float *max_log2, double
     for (int at = count * stride; at < padded * stride; at += WIDTH) {
         *(vfloat *)(scores + at) = splat(-INFINITY);
     }
-    for (int begin = 0; begin < padded; begin += SUM_KEYS) {
-        const int end = begin + SUM_KEYS < padded ? begin + SUM_KEYS : padded;
-        vfloat part[SUM_CHAINS * GROUP_VECTORS] = {{0}};
-        for (int j = begin; j < end; j += SUM_CHAINS) {
-#pragma GCC unroll 8
-            for (int i = 0; i < SUM_CHAINS * vectors; i++) {
-                vfloat *const s = (vfloat *)(scores + j * stride + i * WIDTH);
-                *s = exp2_lanes(*s - reference[i % vectors]);
-                part[i] += *s;
-            }
-        }
-        for (int v = 0; v < vectors; v++) {
-            const vfloat first = part[v] + part[vectors + v];
-            const vfloat second = part[2 * vectors + v] + part[3 * vectors + v];
-            add_compensated(first + second, &total[v], &excess[v]);
+    for (int j = 0; j < padded; j += SUM_CHAINS) {
+#pragma GCC unroll 4
+        for (int i = 0; i < SUM_CHAINS * vectors; i++) {
+            vfloat *const s = (vfloat *)(scores + j * stride + i * WIDTH);
+            *s = exp2_lanes(*s - reference[i % vectors]);
+            add_compensated(*s, &total[i], &excess[i]);
         }
     }
-    for (int v = 0; v < vectors; v++) {
-        for (int lane = 0; lane < WIDTH; lane++) {
-            double *const sum = &sums[v * WIDTH + lane];
-            *sum =
-                *sum * (double)alpha[v][lane] + ((double)total[v][lane] - (double)excess[v][lane]);
+    for (int i = 0; i < vectors * WIDTH; i++) {
+        const int v = i / WIDTH, lane = i % WIDTH;
+        double block_sum = 0.0;
+        for (int chain = v; chain < SUM_CHAINS * vectors; chain += vectors) {
+            block_sum += (double)total[chain][lane] - (double)excess[chain][lane];
         }
+        sums[i] = sums[i] * (double)alpha[v][lane] + block_sum;
     }
 }
