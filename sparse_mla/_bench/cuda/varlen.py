@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 import sparse_mla
 from sparse_mla._bench.common.timing import Table
 from sparse_mla._bench.common.varlen import JUDGED_HEADS, Shape, judge_head, judged_tokens
@@ -86,8 +84,7 @@ def judge(shape: Shape, arrays: Arrays, results: tuple[Array, Array]) -> float:
         for head in range(JUDGED_HEADS):
             q, out_row = (x[token, head].double().cpu().numpy() for x in (arrays[0], out))
             k, v = (x[first : token + 1, head].double().cpu().numpy() for x in arrays[1:])
-            given: tuple[np.ndarray, ...] = (q, k, v, out_row)
-            found = judge_head(*given, float(lse[token, head]), shape.scale, units=32)
+            found = judge_head(q, k, v, out_row, float(lse[token, head]), shape.scale, units=32)
             worst = max(worst, found.out, found.lse)
     return worst
 
