@@ -5,7 +5,11 @@
 #include "core/rule_parts.h"
 #include "ops/check.h"
 
-enum { MAX_HEAD_DIM = 576, MAX_VALUE_DIM = 512, DIM_MULTIPLE = 8 };
+enum {
+    MAX_HEAD_DIM = SMLA_HEAD_DIM,
+    MAX_VALUE_DIM = SMLA_KV_LORA_RANK,
+    DIM_MULTIPLE = 8,
+};
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 

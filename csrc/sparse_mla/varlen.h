@@ -34,9 +34,9 @@ typedef struct smla_varlen_attention_args {
     const DLTensor *out;          /* out [Tq, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
     const DLTensor *lse;          /* out [Tq, H] fp32, natural log */
     const DLTensor *workspace;    /* [any] uint8, optional, not used */
-    smla_scale_arg q_descale;     /* of an e4m3 query: a number, one fp32, or [B, Hk] fp32 */
-    smla_scale_arg k_descale;     /* the same for e4m3 keys */
-    smla_scale_arg v_descale;     /* the same for e4m3 values */
+    smla_scale_arg q_descale;     /* an e4m3 query only: a number, one fp32, or [B, Hk] fp32 */
+    smla_scale_arg k_descale;     /* e4m3 keys only, likewise */
+    smla_scale_arg v_descale;     /* e4m3 values only, likewise */
     double softmax_scale;
     double softcap;          /* 0: none */
     int64_t window_left;     /* -1 = open; read where has_window is set */

@@ -29,12 +29,14 @@ from sparse_mla._bench.cpu import (
     subnormal,
     top_k,
     v4,
+    varlen,
 )
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
     "v4": v4.measure,
     "dense": dense.measure,
+    "varlen": varlen.measure,
     "layer": layer.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
@@ -55,6 +57,7 @@ CUDA_TABLES = (
     "inputs",
     "v4",
     "dense",
+    "varlen",
     "layer",
     "bytes",
     "projection",
@@ -264,6 +267,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import sent as cuda_sent
     from sparse_mla._bench.cuda import top_k as cuda_top_k
     from sparse_mla._bench.cuda import v4 as cuda_v4
+    from sparse_mla._bench.cuda import varlen as cuda_varlen
     from sparse_mla._bench.cuda.timing import CudaEffort, describe_error, torch
 
     torch.manual_seed(0)
@@ -275,6 +279,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
+        "varlen": lambda: cuda_varlen.measure_varlen(effort),
         "layer": lambda: cuda_layer.measure_layer(effort),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),

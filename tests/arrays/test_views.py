@@ -74,7 +74,7 @@ def call(op: str, arrays: dict, **options) -> Example:
 
     def run(given: dict) -> Any:
         given = dict(given)
-        for name in ("q", "k_cache"):
+        for name in ("q", "k", "k_cache"):
             if f"{name}[0]" in given:
                 given[name] = (given.pop(f"{name}[0]"), given.pop(f"{name}[1]"))
         return function(**given, **options)
@@ -319,6 +319,45 @@ def slots(op="mla_attention") -> Example:
         "workspace": np.zeros(size, np.uint8),
     }
     return call(op, arrays, block_table=None, softmax_scale=0.04)
+
+
+def ragged() -> Example:
+    """Two requests with queries and keys in two parts, and rows of no request."""
+    rng = np.random.default_rng(8)
+    arrays = {
+        "q[0]": cases.random_bf16(rng, 5, 4, 16),
+        "q[1]": cases.random_bf16(rng, 5, 4, 8),
+        "k[0]": cases.random_bf16(rng, 9, 2, 16),
+        "k[1]": cases.random_bf16(rng, 9, 8),
+        "v": cases.random_bf16(rng, 9, 2, 24),
+        "cu_seqlens_q": int32(0, 2, 4),
+        "cu_seqlens_k": int32(0, 5, 8),
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "out": np.zeros((5, 4, 24), ref.BF16),
+        "lse": np.zeros((5, 4), np.float32),
+        "workspace": np.zeros(16, np.uint8),
+    }
+    options = {"causal": True, "window_size": (3, -1), "softcap": 2.0, "num_splits": 2}
+    return call("varlen_attention", arrays, softmax_scale=0.2, **options)
+
+
+def ragged_codes() -> Example:
+    """The same in e4m3, with a scale of each request and KV head."""
+    rng = np.random.default_rng(9)
+    codes = lambda *shape: ref.e4m3_encode(rng.normal(0, 1, shape).astype(np.float32))  # noqa: E731
+    arrays = {
+        "q": codes(5, 4, 24).view(ref.E4M3),
+        "k": codes(9, 2, 24).view(ref.E4M3),
+        "v": codes(9, 2, 16).view(ref.E4M3),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k": int32(0, 5, 9),
+        "q_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32),
+        "k_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32),
+        "v_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32),
+        "out": np.zeros((5, 4, 16), ref.BF16),
+        "lse": np.zeros((5, 4), np.float32),
+    }
+    return call("varlen_attention", arrays, softmax_scale=0.2)
 
 
 def merge(dtype) -> Example:
@@ -632,6 +671,9 @@ PAGES |= {"block_table": "strided", "cu_seqlens_q": "strided"}
 SLOTS = {"q": "", "kv_cache": "cache", "slot_table": "strided"} | DENSE
 SLOTS |= dict.fromkeys(("q_scale", "kv_scale"), "strided")
 UNREAD = [("sparse_mla_dsv4", "seq_lens"), ("sparse_mla_dsv4", "cum_seq_lens_q")]
+UNREAD += [("varlen_attention", "workspace")]
+RAGGED = {"v": "", "cu_seqlens_q": "strided", "cu_seqlens_k": "strided"}
+RAGGED |= {"out": "written", "lse": "strided written"}
 LISTS = {"out": "written", "lens": "strided written"}
 BATCH = {"query_start_loc": "strided", "seq_lens": "strided"}
 MIXED = BATCH | {
@@ -903,6 +945,20 @@ TABLE: dict[str, Row] = {
         lambda: slots("_mla_attention_plus_inf"),
         SLOTS,
         dict.fromkeys(SLOTS, "mla_attention"),
+    ),
+    "attend to rows": Row(
+        "varlen_attention",
+        ragged,
+        dict.fromkeys(("q[0]", "q[1]", "k[0]", "k[1]"), "")
+        | RAGGED
+        | {"attn_sink": "strided", "workspace": "scratch written"},
+    ),
+    "attend to rows of e4m3": Row(
+        "varlen_attention",
+        ragged_codes,
+        {"q": "", "k": ""}
+        | RAGGED
+        | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "strided"),
     ),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),

@@ -289,6 +289,19 @@ set_scalars(reader *r, int number, any_args *a)
             a->mla.slot_table = a->mla.block_table;
             a->mla.block_table = NULL;
         }
+    } else if (number == OP_varlen_attention) {
+        int64_t *const numbers[] = {&a->varlen.window_left, &a->varlen.window_right,
+                                    &a->varlen.attention_chunk, &a->varlen.max_seqlen_q,
+                                    &a->varlen.max_seqlen_k};
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->varlen.softcap, &bits, sizeof bits);
+        set_numbers(r, numbers, 5);
+        a->varlen.has_window = (int32_t)read_count(r, 2);
+        a->varlen.is_causal = (int32_t)read_count(r, 2);
+        a->varlen.num_splits = (int32_t)read_number(r);
+        a->varlen.q_descale.value = (double)read_count(r, 3);
+        a->varlen.k_descale.value = (double)read_count(r, 3);
+        a->varlen.q_pe = read_count(r, 4) == 0 ? NULL : a->varlen.q_pe;
     } else if (number == OP_fused_qnorm_rope_kv_insert) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->qnorm.eps, &bits, sizeof bits);

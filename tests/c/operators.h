@@ -44,6 +44,7 @@ typedef union any_args {
     smla_sparse_attention_args attention;
     smla_sparse_mla_dsv4_args dsv4;
     smla_mla_attention_args mla;
+    smla_varlen_attention_args varlen;
     smla_merge_attn_states_args merge;
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
@@ -303,6 +304,24 @@ make_mla(void)
 }
 
 static inline any_args
+make_varlen(void)
+{
+    return (any_args){.varlen = {.struct_size = sizeof(smla_varlen_attention_args),
+                                 .q = ZEROS(bf16, 3, 2, 16),
+                                 .q_pe = ZEROS(bf16, 3, 2, 8),
+                                 .k = ZEROS(bf16, 5, 1, 16),
+                                 .k_pe = ZEROS(bf16, 5, 8),
+                                 .v = ZEROS(bf16, 5, 1, 16),
+                                 .cu_seqlens_q = &VECTOR(int32, 0, 2, 3)->tensor,
+                                 .cu_seqlens_k = &VECTOR(int32, 0, 4, 5)->tensor,
+                                 .attn_sink = ZEROS(fp32, 2),
+                                 .out = ZEROS(bf16, 3, 2, 16),
+                                 .lse = ZEROS(fp32, 3, 2),
+                                 .workspace = ZEROS(uint8, 4),
+                                 .softmax_scale = 1.0}};
+}
+
+static inline any_args
 make_merge(void)
 {
     return (any_args){.merge = {.struct_size = sizeof(smla_merge_attn_states_args),
@@ -519,6 +538,7 @@ CALL(mixed, smla_build_mixed_sparse_indices)
 CALL(attention, smla_sparse_attention)
 CALL(dsv4, smla_sparse_mla_dsv4)
 CALL(mla, smla_mla_attention)
+CALL(varlen, smla_varlen_attention)
 CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
@@ -594,6 +614,22 @@ static const operator_case operators[NUM_OPERATORS] = {
           {"lse", AT_FIELD(attention, lse), OUTPUT | ANY_STRIDE, 3},
           {"max_logits", AT_FIELD(attention, max_logits), OUTPUT | ANY_STRIDE | OPTIONAL, 3},
           {"workspace", AT_FIELD(attention, workspace), OUTPUT, 0}}},
+    [OP_varlen_attention] =
+        {"varlen_attention",
+         sizeof(smla_varlen_attention_args),
+         call_varlen,
+         make_varlen,
+         {{"q[0]", AT_FIELD(varlen, q), 0, 4},
+          {"q[1]", AT_FIELD(varlen, q_pe), NEEDED, 7},
+          {"k[0]", AT_FIELD(varlen, k), 0, 4},
+          {"k[1]", AT_FIELD(varlen, k_pe), NEEDED, 3},
+          {"v", AT_FIELD(varlen, v), 0, 7},
+          {"cu_seqlens_q", AT_FIELD(varlen, cu_seqlens_q), ANY_STRIDE | READ, 0},
+          {"cu_seqlens_k", AT_FIELD(varlen, cu_seqlens_k), ANY_STRIDE | READ, 1},
+          {"attn_sink", AT_FIELD(varlen, attn_sink), ANY_STRIDE | OPTIONAL, 0},
+          {"out", AT_FIELD(varlen, out), OUTPUT, 7},
+          {"lse", AT_FIELD(varlen, lse), OUTPUT | ANY_STRIDE, 3},
+          {"workspace", AT_FIELD(varlen, workspace), OUTPUT | OPTIONAL, 0}}},
     [OP_merge_attn_states] = {"merge_attn_states",
                               sizeof(smla_merge_attn_states_args),
                               call_merge,

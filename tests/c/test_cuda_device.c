@@ -709,6 +709,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                          .req_id_per_token = device_zeros};
     const smla_attention_params attention = {.call = call, .num_tokens = count};
     const smla_attention_plan plan = {.num_runs = 1};
+    const smla_varlen_params varlen = {.call = call, .num_tokens = count, .num_reqs = 1};
     const smla_merge_params merge = {.call = call, .num_tokens = count, .num_heads = 1};
     const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
     const smla_projection_params project = {.call = call, .num_tokens = 1, .outer_dim = count};
@@ -779,6 +780,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);
     case OP_convert_req_index_to_global_index:
         return b->convert_req_index_to_global_index(&convert, &error);
+    case OP_varlen_attention: return b->varlen_attention(&varlen, &error);
     case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
     case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);
     case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);

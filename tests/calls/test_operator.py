@@ -275,7 +275,7 @@ def joined(op, arguments: dict) -> dict:
     """The arguments with pairs in one, and without arrays for results."""
     table = dict(op.table)
     values = {n: x for n, x in arguments.items() if table.get(n) not in WRITTEN}
-    for name in ("q", "k_cache"):
+    for name in ("q", "k", "k_cache"):
         if f"{name}[0]" in values:
             values[name] = (values.pop(f"{name}[0]"), values.pop(f"{name}[1]"))
     return values
@@ -329,7 +329,7 @@ def refusal(call, *args) -> str | None:
 
 # Where a name of an option is an array's, and an option of no result.
 NOT_RULED = {("quantize_and_insert_k_cache", "k"), ("indexer_k_quant_and_cache", "k")}
-NOT_RULED |= {("lightning_indexer", "dtype")}
+NOT_RULED |= {("lightning_indexer", "dtype"), ("varlen_attention", "k")}
 RULED_OPTIONS = ("dtype", "k", "align", "groups", "scale_layout")
 WRONG_OPTIONS = {
     "dtype": ("int8", "", "float16"),

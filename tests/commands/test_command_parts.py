@@ -362,6 +362,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import timing as cuda_timing
     from sparse_mla._bench.cuda import top_k as cuda_top_k
     from sparse_mla._bench.cuda import v4 as cuda_v4
+    from sparse_mla._bench.cuda import varlen as cuda_varlen
 
     measured = []
 
@@ -388,6 +389,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
     monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
     monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
+    monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
     monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
@@ -407,7 +409,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "layer", "bytes"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "layer", "bytes"]
     wanted += ["projection", "logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()

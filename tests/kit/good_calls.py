@@ -148,6 +148,29 @@ def mla_call() -> Call:
     return Call("mla_attention", args, kwargs)
 
 
+def varlen_call() -> Call:
+    """Two tokens of a request with four keys, and one of another with three."""
+    rng = np.random.default_rng(22)
+    args = {
+        "q": cases.random_bf16(rng, 3, 4, 24),
+        "k": cases.random_bf16(rng, 7, 2, 24),
+        "v": cases.random_bf16(rng, 7, 2, 16),
+        "cu_seqlens_q": int32(0, 2, 3),
+        "cu_seqlens_k": int32(0, 4, 7),
+    }
+    kwargs = {
+        "softmax_scale": 0.2,
+        "causal": True,
+        "window_size": (2, -1),
+        "softcap": 20.0,
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "num_splits": 0,
+        "out": np.zeros((3, 4, 16), ref.BF16),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+    return Call("varlen_attention", args, kwargs)
+
+
 def merge_call() -> Call:
     rng = np.random.default_rng(4)
     args = {

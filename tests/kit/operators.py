@@ -41,6 +41,7 @@ from good_calls import (
     save_states_call,
     top_k_call,
     v_up_call,
+    varlen_call,
     write_call,
 )
 
@@ -178,6 +179,19 @@ FACTS: dict[str, Facts] = {
         good=mla_call,
         num_results=2,
         takes_workspace=True,
+        refused=("attn_sink", np.zeros(1, np.float32)),
+        shape_of="q",
+        overloads=("out",),
+    ),
+    "varlen_attention": Facts(
+        positional="q k v cu_seqlens_q cu_seqlens_k",
+        keywords=(
+            "softmax_scale causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
+            "attn_sink= q_descale= k_descale= v_descale= max_seqlen_q= max_seqlen_k= num_splits=0 "
+            "fast_fp8=False out= lse= workspace= stream="
+        ),
+        good=varlen_call,
+        num_results=2,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
         overloads=("out",),

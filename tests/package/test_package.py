@@ -138,7 +138,7 @@ def test_kernels_are_the_dispatch_rows():
 
 ROOMS = """
     status.h cache.h index.h attention.h projection.h norm.h rope.h compressor.h topk.h
-    indexer.h step.h v4_step.h dense_step.h
+    indexer.h step.h v4_step.h dense_step.h varlen.h
 """
 HEADERS = ["sparse_mla.h", *(f"sparse_mla/{room}" for room in ROOMS.split())]
 
@@ -191,7 +191,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     ours |= {".backend", ".backend.facts", ".backend.layer", ".flash_mla", ".ops", ".steps"}
     ours |= {f".steps.{name}" for name in ("common", "v32")}  # dense and v4: at their first use
     names = "_declare", "attention", "cache", "compressor", "facts", "index"
-    names += "indexer", "norm", "planning", "projection", "rope", "topk"
+    names += "indexer", "norm", "planning", "projection", "rope", "topk", "varlen"
     ours |= {f".ops.{name}" for name in names}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 

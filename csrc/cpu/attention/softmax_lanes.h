@@ -74,41 +74,64 @@ cap_scores(float *scores, int count, logit_rule rule)
     }
 }
 
+enum { SUM_CHAINS = 2 }; /* sums that grow side by side, to hide the latency of additions */
+
+/* Adds to a compensated sum: equal terms all round the same way, and lse must not lose that much.
+ * `excess` is how much too large the sum is. */
+SMLA_INLINE void
+add_compensated(vfloat x, vfloat *sum, vfloat *excess)
+{
+    const vfloat term = x - *excess;
+    const vfloat next = *sum + term;
+    *excess = (next - *sum) - term;
+    *sum = next;
+}
+
 /* Replaces scores by weights 2^(s - ref). Updates the maximum and the sum of the group's lanes, and
- * sets `alpha` to the factors by which older sums shrink. */
+ * sets `alpha` to the factors by which older sums shrink. Scores have room for a multiple of
+ * SUM_CHAINS keys. */
 SMLA_INLINE void
 weigh_scores(float *scores, int count, float scale_log2, float *max_log2, double *sums,
              vfloat *alpha, const int vectors)
 {
+    const int stride = vectors * WIDTH;
+    const int padded = (count + SUM_CHAINS - 1) / SUM_CHAINS * SUM_CHAINS;
+    vfloat max[GROUP_VECTORS], reference[GROUP_VECTORS];
+    vfloat total[SUM_CHAINS * GROUP_VECTORS] = {{0}}, excess[SUM_CHAINS * GROUP_VECTORS] = {{0}};
     for (int v = 0; v < vectors; v++) {
-        float *const column = scores + v * WIDTH;
-        const int stride = vectors * WIDTH;
-        vfloat *const max = (vfloat *)(max_log2 + v * WIDTH);
-        double *const sum = sums + v * WIDTH;
-        const vfloat old_max = *max;
-        vfloat new_max = old_max;
-        for (int j = 0; j < count; j++) {
-            vfloat *const s = (vfloat *)(column + j * stride);
+        max[v] = *as_vectors(max_log2 + v * WIDTH);
+    }
+    for (int j = 0; j < count; j++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            vfloat *const s = (vfloat *)(scores + j * stride + v * WIDTH);
             *s *= scale_log2;
-            new_max = max_lanes(new_max, *s);
+            max[v] = max_lanes(max[v], *s);
         }
-        const vfloat reference = finite_reference_of(new_max);
-        /* Compensated sum: equal terms all round the same way, and lse must not lose that much. */
-        vfloat block_sum = {0};
-        vfloat excess = {0}; /* how much too large block_sum is */
-        for (int j = 0; j < count; j++) {
-            vfloat *const s = (vfloat *)(column + j * stride);
-            *s = exp2_lanes(*s - reference);
-            const vfloat term = *s - excess;
-            const vfloat next_sum = block_sum + term;
-            excess = (next_sum - block_sum) - term;
-            block_sum = next_sum;
+    }
+    for (int v = 0; v < vectors; v++) {
+        const vfloat old_max = *as_vectors(max_log2 + v * WIDTH);
+        reference[v] = finite_reference_of(max[v]);
+        alpha[v] = exp2_lanes(reference_of(old_max) - reference[v]);
+        *(vfloat *)(max_log2 + v * WIDTH) = max[v];
+    }
+    for (int at = count * stride; at < padded * stride; at += WIDTH) {
+        *(vfloat *)(scores + at) = splat(-INFINITY);
+    }
+    for (int j = 0; j < padded; j += SUM_CHAINS) {
+#pragma GCC unroll 4
+        for (int i = 0; i < SUM_CHAINS * vectors; i++) {
+            vfloat *const s = (vfloat *)(scores + j * stride + i * WIDTH);
+            *s = exp2_lanes(*s - reference[i % vectors]);
+            add_compensated(*s, &total[i], &excess[i]);
         }
-        *max = new_max;
-        alpha[v] = exp2_lanes(reference_of(old_max) - reference);
-        for (int lane = 0; lane < WIDTH; lane++) {
-            const double exact_sum = (double)block_sum[lane] - (double)excess[lane];
-            sum[lane] = sum[lane] * (double)alpha[v][lane] + exact_sum;
+    }
+    for (int i = 0; i < vectors * WIDTH; i++) {
+        const int v = i / WIDTH, lane = i % WIDTH;
+        double block_sum = 0.0;
+        for (int chain = v; chain < SUM_CHAINS * vectors; chain += vectors) {
+            block_sum += (double)total[chain][lane] - (double)excess[chain][lane];
         }
+        sums[i] = sums[i] * (double)alpha[v][lane] + block_sum;
     }
 }

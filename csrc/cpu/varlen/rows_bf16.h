@@ -13,11 +13,11 @@
 
 enum {
     BLOCK_KEYS = 128,
-    KEY_STRIDE = 576 / 2 + 16, /* 19 cache lines: an odd number uses every set */
+    KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number uses every set */
     /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
     VALUE_CHUNK = (BLOCK_KEYS / 2 + 1) * 16,
     VALUE_STEP = 16,
-    VALUE_ELEMENTS = 512 / 16 * VALUE_CHUNK,
+    VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
     PROB_ELEMENTS = BLOCK_KEYS / 2 * 2 * WIDTH,
 };
 
@@ -86,7 +86,7 @@ place_values(const unit_scalar *row, int j, int num_dims, unit_scalar *values)
 static void
 finish_values(int count, int num_dims, unit_scalar *values)
 {
-    static const unit_scalar zeros[512 / 2] __attribute__((aligned(64))) = {0};
+    static const unit_scalar zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     if (count % 2 == 1) {
         place_values(zeros, count, num_dims, values);
     }

@@ -10,10 +10,10 @@
 
 enum {
     BLOCK_KEYS = 64,
-    KEY_STRIDE = 576 + 16, /* 37 cache lines: an odd number uses every set */
+    KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number uses every set */
     /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
     VALUE_CHUNK = 16,
-    VALUE_STEP = 512 + 16,
+    VALUE_STEP = SMLA_KV_LORA_RANK + 16,
     VALUE_ELEMENTS = BLOCK_KEYS * VALUE_STEP,
     PROB_ELEMENTS = 0, /* the weights serve as factors of values */
 };

@@ -26,29 +26,31 @@ add_tiles(const smla_varlen_params *params, int64_t *tiles)
     }
 }
 
-/* The tile of a task. The last tiles of a request, which see the most keys, come first; all heads
- * take a tile before the next one. */
+/* The tile of a task. Tiles of a request and a KV head follow each other, because they read the same
+ * keys. The last ones of a head, which see the most keys, come first. */
 static smla_varlen_tile
 find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
 {
-    const int64_t number = task / params->num_kv_heads;
-    int64_t req = 0;
-    for (int64_t past = params->num_reqs - 1; req < past;) { /* the last one from `number` on */
+    const int64_t num_kv_heads = params->num_kv_heads;
+    int64_t req = 0; /* the first one that ends behind the task */
+    for (int64_t past = params->num_reqs - 1; req < past;) {
         const int64_t middle = (req + past) / 2;
-        if (tiles[middle + 1] > number) {
+        if (tiles[middle + 1] * num_kv_heads > task) {
             past = middle;
         } else {
             req = middle + 1;
         }
     }
     const smla_varlen_request of = smla_find_varlen_request(params, req);
-    const int64_t num_rows = of.num_queries * (params->num_heads / params->num_kv_heads);
-    const int64_t row = (tiles[req + 1] - 1 - number) * SMLA_VARLEN_ROWS;
+    const int64_t num_rows = of.num_queries * (params->num_heads / num_kv_heads);
+    const int64_t num_tiles = tiles[req + 1] - tiles[req];
+    const int64_t number = task - tiles[req] * num_kv_heads;
+    const int64_t row = (num_tiles - 1 - number % num_tiles) * SMLA_VARLEN_ROWS;
     const int64_t left = num_rows - row;
     return (smla_varlen_tile){
         .of = of,
         .req = req,
-        .kv_head = task % params->num_kv_heads,
+        .kv_head = number / num_tiles,
         .row = row,
         .num_rows = left < SMLA_VARLEN_ROWS ? (int)left : SMLA_VARLEN_ROWS,
     };
@@ -66,26 +68,23 @@ thread_bytes(const smla_varlen_params *params)
     return most;
 }
 
-static smla_status
-run_tiles(const smla_varlen_params *params, const smla_varlen_isa *isa, const int64_t *tiles,
-          smla_error *error)
+/* Tasks: the tiles of all requests and KV heads. */
+static int64_t
+count_tasks(const smla_varlen_params *params)
 {
-    const int64_t num_tasks = tiles[params->num_reqs] * params->num_kv_heads;
-    const smla_scratch_size size = {smla_count_threads(num_tasks), thread_bytes(params)};
-    smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
-    smla_interrupt *const interrupt = smla_find_interrupt();
-    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(size.num_parts)
-    for (int64_t task = 0; task < num_tasks; task++) {
-        if (!smla_is_ended(interrupt)) {
-            const smla_varlen_tile tile = find_tile(params, tiles, task);
-            isa->run_tile(params, &tile, smla_own_scratch(&scratch));
-        }
+    int64_t count = 0;
+    for (int64_t req = 0; req < params->num_reqs; req++) {
+        count += count_tiles(params, req);
     }
-    smla_fp_change(before);
-    smla_close_scratch(&scratch);
-    return smla_check_ended(params->call.op, interrupt, error);
+    return count * params->num_kv_heads;
+}
+
+/* Whole parts of scratch, behind those of threads, that hold the numbers of tiles. */
+static int
+count_parts(const smla_varlen_params *params, int64_t part_bytes)
+{
+    const int64_t bytes = (params->num_reqs + 1) * (int64_t)sizeof(int64_t);
+    return (int)((bytes + part_bytes - 1) / part_bytes);
 }
 
 smla_status
@@ -93,15 +92,27 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
-    if (params->num_tokens == 0 || params->num_reqs == 0) {
+    const int64_t num_tasks = count_tasks(params);
+    if (num_tasks == 0) {
         return SMLA_OK;
     }
-    const smla_scratch_size size = {1, (params->num_reqs + 1) * (int64_t)sizeof(int64_t)};
-    smla_thread_scratch counts;
-    SMLA_TRY(smla_open_scratch(&counts, params->call.op, size, error));
-    int64_t *const tiles = smla_scratch_part(&counts, 0);
+    const int num_threads = smla_count_threads(num_tasks);
+    const int64_t part_bytes = thread_bytes(params);
+    const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
+    int64_t *const tiles = smla_scratch_part(&scratch, num_threads);
     add_tiles(params, tiles);
-    const smla_status status = run_tiles(params, isa->varlen, tiles, error);
-    smla_close_scratch(&counts);
-    return status;
+    smla_interrupt *const interrupt = smla_find_interrupt();
+    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+    for (int64_t task = 0; task < num_tasks; task++) {
+        if (!smla_is_ended(interrupt)) {
+            const smla_varlen_tile tile = find_tile(params, tiles, task);
+            isa->varlen->run_tile(params, &tile, smla_own_scratch(&scratch));
+        }
+    }
+    smla_fp_change(before);
+    smla_close_scratch(&scratch);
+    return smla_check_ended(params->call.op, interrupt, error);
 }

@@ -9,7 +9,7 @@
 #include "cpu/cpu.h"
 #include "cpu/varlen/varlen.h"
 
-enum { MAX_VALUE_DIM = 512 };
+enum { MAX_VALUE_DIM = SMLA_KV_LORA_RANK };
 
 double
 smla_finish_varlen_row(const smla_varlen_params *params, const smla_varlen_tile *tile,

@@ -22,7 +22,7 @@
  *              state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
  *              count as zeros here; rows that have or see such a value are computed again by
- *              varlen_exact.c.
+ *              varlen_exact.c. So are rows with one key, whose out is its value to the bit.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
  *
@@ -35,10 +35,11 @@
 #include "cpu/attention/softmax_lanes.h"
 
 enum {
-    PAD = 32,               /* D and Dv are padded to a multiple: whole steps of every unit */
-    PRODUCT_DIMS = 128,     /* dimensions per product of scores */
-    STATE_KEYS = 16384,     /* a state takes so many keys at most */
-    MAX_ROW_ELEMENTS = 576, /* of a row of q, k or v */
+    PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
+    PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
+    KEYS_AHEAD = 8,                                        /* how early rows are prefetched */
+    STATE_KEYS = 16384,                                    /* a state takes so many keys at most */
+    MAX_ROW_ELEMENTS = SMLA_HEAD_DIM,                      /* at most, in a row of q, k or v */
 };
 
 _Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
@@ -154,7 +155,7 @@ pack_queries(const tile_work *work)
     const smla_varlen_params *const params = work->params;
     const int columns = work->query_dims / UNIT_STEP;
     for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
-        const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+        const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
         for (int i = 0; i < WIDTH; i++) {
@@ -189,6 +190,37 @@ mark_rows(const tile_work *work, int64_t key)
     for (int i = 0; i < work->tile->num_rows; i++) {
         const smla_key_range *const keys = &work->rows[i].keys;
         work->is_exact[i] |= key >= keys->begin && key < keys->end;
+    }
+}
+
+/* Rows of a head lie far apart, where the processor does not expect them. */
+static void
+prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, int64_t head)
+{
+    const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
+    const uint8_t *const row = (const uint8_t *)rows->data +
+                               (token * rows->stride_token + head * rows->stride_head) * element;
+    for (int64_t at = 0; at < rows->dim * element; at += 64) {
+        __builtin_prefetch(row + at, 0, 2);
+    }
+}
+
+/* Prefetches some of the keys first...end - 1, those that are due while the tile's lanes from `lane`
+ * on are busy. */
+static void
+prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
+{
+    const smla_varlen_params *const params = work->params;
+    const int64_t kv_head = work->tile->kv_head;
+    const int64_t left = end - first < BLOCK_KEYS ? end - first : BLOCK_KEYS;
+    const int groups = (work->num_lanes + GROUP_LANES - 1) / GROUP_LANES;
+    const int64_t share = (left + groups - 1) / groups;
+    for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
+         j++) {
+        const int64_t token = work->tile->of.first_key + first + j;
+        prefetch_row(&params->k[0], params->kv_type, token, kv_head);
+        prefetch_row(&params->k[1], params->kv_type, token, kv_head);
+        prefetch_row(&params->v, params->kv_type, token, kv_head);
     }
 }
 
@@ -338,7 +370,7 @@ static void
 fold_vector(const tile_work *work, int lane)
 {
     const tile_state total = work->older, part = work->state;
-    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
     const int lanes = lanes_at(work, first);
     vfloat *const total_max = (vfloat *)(total.max_log2 + lane);
     const vfloat part_max = *as_vectors(part.max_log2 + lane);
@@ -396,7 +428,7 @@ finish_vector(const tile_work *work, int lane)
 {
     const smla_varlen_params *const params = work->params;
     const double ln_2 = 0.69314718055994530942;
-    const int first = lane / GROUP_LANES * GROUP_LANES; /* of the group */
+    const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
     const int lanes = lanes_at(work, first);
     const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
     const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
@@ -473,6 +505,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
         }
         load_block(work, key, count);
         for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
+            prefetch_keys(work, lane, key + BLOCK_KEYS, keys.end);
             (lanes_at(work, lane) == WIDTH ? attend_one_vector : attend_two_vectors)(work, lane,
                                                                                      key, count);
         }
@@ -489,7 +522,11 @@ run_usual_tile(tile_work *work, smla_key_range keys)
 {
     const int lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
     work->num_lanes = lanes;
-    memset(work->is_exact, !has_ordinary_scales(work), (size_t)work->tile->num_rows);
+    const bool is_ordinary = has_ordinary_scales(work);
+    for (int i = 0; i < work->tile->num_rows; i++) {
+        const smla_key_range *const seen = &work->rows[i].keys;
+        work->is_exact[i] = !is_ordinary || seen->end - seen->begin == 1;
+    }
     begin_products();
     pack_queries(work);
     if (attend_keys(work, keys)) {
