@@ -269,7 +269,8 @@ typedef struct smla_merge_params {
     int64_t num_tokens;
     int64_t num_heads;
     int64_t value_dim;
-    smla_float_type type;  /* element type of out_a, out_b and out: bf16 or fp32 */
+    int64_t merged_tokens; /* tokens behind these have no part a, and what it holds is not read */
+    smla_float_type type;  /* element type of out_a, out_b and out: bf16, fp16 or fp32 */
     const void *out_in[2]; /* [T, H, V] */
     int64_t out_in_stride_token[2];
     int64_t out_in_stride_head[2];

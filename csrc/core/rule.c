@@ -366,7 +366,7 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
 
 static inline smla_status
 remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_byte_range *range,
-         unsigned flags, const DLTensor *may_be)
+         unsigned flags, const DLTensor *const may_be[2])
 {
     if (c->num_arrays == 0 || !is_same_device(tensor->device, c->device)) {
         SMLA_TRY(settle_device(c, name, tensor));
@@ -382,7 +382,8 @@ remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_b
     c->arrays[c->num_arrays].tensor = tensor;
     c->arrays[c->num_arrays].range = *range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
-    c->arrays[c->num_arrays].may_be = may_be;
+    c->arrays[c->num_arrays].may_be[0] = may_be[0];
+    c->arrays[c->num_arrays].may_be[1] = may_be[1];
     c->num_arrays++;
     return SMLA_OK;
 }
@@ -391,7 +392,8 @@ smla_status
 smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
               unsigned flags)
 {
-    return remember(c, name, tensor, &range, flags, NULL);
+    const DLTensor *const none[2] = {NULL, NULL};
+    return remember(c, name, tensor, &range, flags, none);
 }
 
 smla_status
@@ -436,12 +438,13 @@ is_same_array(const DLTensor *a, const DLTensor *b)
     return same;
 }
 
-/* Whether array j is the input that output i may be. A caller may give one DLTensor for two inputs:
+/* Whether array j is an input that output i may be. A caller may give one DLTensor for two inputs:
  * the second one is another argument, which the call reads after it has written over the first. */
 static bool
 is_partner(const smla_checker *c, int i, int j)
 {
-    bool is_it = c->arrays[i].may_be == c->arrays[j].tensor;
+    bool is_it = c->arrays[i].may_be[0] == c->arrays[j].tensor ||
+                 c->arrays[i].may_be[1] == c->arrays[j].tensor;
     for (int k = 0; is_it && k < j; k++) {
         is_it = c->arrays[k].tensor != c->arrays[j].tensor;
     }

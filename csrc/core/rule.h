@@ -28,8 +28,8 @@ typedef struct smla_rule {
     unsigned flags;
     int ndim; /* SMLA_ANY: any rank up to SMLA_MAX_RANK, and `shape` is not read */
     int64_t shape[3];
-    const char *hint;       /* explains a wrong shape in the error text; NULL = no explanation */
-    const DLTensor *may_be; /* an input that this output may be; NULL = none */
+    const char *hint;          /* explains a wrong shape in the error text; NULL = no explanation */
+    const DLTensor *may_be[2]; /* inputs that this output may be; NULL = none */
 } smla_rule;
 
 enum { SMLA_MAX_ARRAYS = 16 };
@@ -44,7 +44,7 @@ typedef struct smla_checker {
         const DLTensor *tensor;
         smla_byte_range range;
         bool is_output;
-        const DLTensor *may_be;
+        const DLTensor *may_be[2];
     } arrays[SMLA_MAX_ARRAYS];
 } smla_checker;
 

@@ -396,7 +396,7 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     smla_open_checker(&c, "merge_attn_states", error);
     smla_rule out = {.name = "out_a",
                      .tensor = args->out_a,
-                     .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                     .dtypes = SMLA_DTYPE_FLOATS,
                      .ndim = 3,
                      .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}};
     SMLA_TRY(smla_require(&c, &out));
@@ -420,15 +420,30 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     out.name = "out";
     out.tensor = args->out;
     out.flags = SMLA_RULE_OUTPUT;
+    out.may_be[0] = args->out_a;
+    out.may_be[1] = args->out_b;
     SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(
-        smla_require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
+                                           .tensor = args->lse,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {out.shape[0], out.shape[1]},
+                                           .may_be = {args->lse_a, args->lse_b}}));
+    const int64_t alone = args->tokens_without_context;
+    if (alone < 0 || alone > out.shape[0]) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `prefill_tokens_with_context` must be 0 to the %lld tokens of "
+                         "`out_a`, got %lld",
+                         c.op, (long long)out.shape[0], (long long)(out.shape[0] - alone));
+    }
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_merge_params){
         .call = smla_call_of(&c, args->stream, NULL),
         .num_tokens = out.shape[0],
         .num_heads = out.shape[1],
         .value_dim = out.shape[2],
+        .merged_tokens = out.shape[0] - alone,
         .type = smla_float_type_of(args->out_a),
         .out_in = {smla_data(args->out_a), smla_data(args->out_b)},
         .out_in_stride_token = {smla_stride(args->out_a, 0), smla_stride(args->out_b, 0)},

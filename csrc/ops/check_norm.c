@@ -78,12 +78,12 @@ smla_check_fused_q_kv_rmsnorm(const smla_fused_q_kv_rmsnorm_args *args,
     rows.tensor = args->q_out;
     rows.shape[1] = q_size;
     rows.flags = SMLA_RULE_OUTPUT;
-    rows.may_be = args->q;
+    rows.may_be[0] = args->q;
     SMLA_TRY(smla_require(&c, &rows));
     rows.name = "kv_out";
     rows.tensor = args->kv_out;
     rows.shape[1] = SMLA_V4_HEAD_DIM;
-    rows.may_be = args->kv;
+    rows.may_be[0] = args->kv;
     SMLA_TRY(smla_require(&c, &rows));
     SMLA_TRY(smla_require_eps(&c, args->eps));
     SMLA_TRY(smla_finish_check(&c, backend));

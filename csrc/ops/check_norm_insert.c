@@ -30,7 +30,7 @@ require_queries(smla_checker *c, const smla_qnorm_insert_args *args, bool quanti
                                   .ndim = 3,
                                   .shape = {SMLA_ANY, num_heads, SMLA_V4_HEAD_DIM},
                                   .hint = "tokens, the heads of `q` or more, values of a head",
-                                  .may_be = args->q}));
+                                  .may_be = {args->q}}));
     if (smla_size(args->q_out, 0) > smla_size(args->q, 0)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `q_out` must have at most as many tokens as `q` (%lld), got %lld",

@@ -73,7 +73,7 @@ require_rotated(smla_checker *c, const char *name, const DLTensor *tensor, const
                                                   smla_size(input->tensor, 1),
                                                   smla_size(input->tensor, 2)},
                                         .hint = "the shape of what is turned",
-                                        .may_be = input->tensor});
+                                        .may_be = {input->tensor}});
 }
 
 static smla_status

@@ -235,18 +235,19 @@ smla_py_parse_flag(PyObject *object, bool *value)
 }
 
 int
-smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t *value)
+smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t least,
+                   int64_t *value)
 {
-    *value = 0;
+    *value = least - 1;
     if (object == Py_None) {
         return 0;
     }
     if (smla_py_parse_int(op, name, object, value) < 0) {
         return -1;
     }
-    if (*value < 1) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must be at least 1, got %lld", op, name,
-                     (long long)*value);
+    if (*value < least) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be at least %lld, got %lld", op, name,
+                     (long long)least, (long long)*value);
         return -1;
     }
     return 0;

@@ -139,10 +139,11 @@ SMLA_API smla_status smla_attention_workspace_size(const smla_attention_workspac
                                                    int64_t *bytes, smla_error *error);
 
 /* Merges two partial results over disjoint keys by softmax weight. An lse +inf counts as -inf. The
- * parts have been computed without the sink, which is no part of lse either. */
+ * parts have been computed without the sink, which is no part of lse either. out may be out_a or
+ * out_b, lse may be lse_a or lse_b: the whole of it. */
 typedef struct smla_merge_attn_states_args {
     size_t struct_size;
-    const DLTensor *out_a; /* [T, H, V] bf16 | fp32 */
+    const DLTensor *out_a; /* [T, H, V] bf16 | fp16 | fp32 */
     const DLTensor *lse_a; /* [T, H] fp32, natural log */
     const DLTensor *out_b; /* the shape and dtype of out_a */
     const DLTensor *lse_b; /* [T, H] fp32, natural log */
@@ -150,6 +151,9 @@ typedef struct smla_merge_attn_states_args {
     const DLTensor *lse;   /* out [T, H] fp32 */
     void *stream;
     const DLTensor *attn_sink; /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    /* The last so many tokens have no part a, a prefill's context: their rows are out_b and lse_b,
+     * whatever out_a and lse_a hold. */
+    int64_t tokens_without_context;
 } smla_merge_attn_states_args;
 
 SMLA_API smla_status smla_merge_attn_states(const smla_merge_attn_states_args *args,

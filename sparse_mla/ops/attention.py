@@ -521,6 +521,7 @@ def merge_attn_states(
     lse_b: Array,
     *,
     attn_sink: Array | None = None,
+    prefill_tokens_with_context: int | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     stream: Stream = None,
@@ -532,15 +533,23 @@ def merge_attn_states(
     With `attn_sink`, out is multiplied by 1 / (1 + exp(sink - lse)) where lse is not -inf; lse
     stays. The parts must have been computed without the sink.
 
+    Part a may be the cached context of a batch's prefills, part b their new tokens. Tokens from
+    number `prefill_tokens_with_context` on have no context: their rows are those of part b, and
+    what part a holds for them is not read.
+
     Parameters
     ----------
-    out_a, out_b : [T, H, V] bf16 or fp32
+    out_a, out_b : [T, H, V] bf16, fp16 or fp32
     lse_a, lse_b : [T, H] fp32
         Natural logarithms.
     attn_sink : [>= H] fp32, optional
         -inf has no effect, +inf makes out 0.
+    prefill_tokens_with_context : int, optional
+        0 to T; by default all tokens have both parts.
     out : [T, H, V], the dtype of out_a, optional
+        May be out_a or out_b: the whole of it.
     lse : [T, H] fp32, optional
+        May be lse_a or lse_b.
     stream : int handle or stream object, optional
 
     Returns
@@ -550,7 +559,7 @@ def merge_attn_states(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        Shapes that differ.
+        Shapes that differ; an output that overlaps an input without being the whole of it.
         `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.

@@ -10,7 +10,7 @@ from library import sparse_mla
 
 pytestmark = pytest.mark.frameworks
 
-DTYPES = {"bf16": ref.BF16, "fp32": np.dtype(np.float32)}
+DTYPES = {"bf16": ref.BF16, "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 
 
 def states(dtype, shape=(5, 7), spread=3.0, seed=0):
@@ -18,27 +18,27 @@ def states(dtype, shape=(5, 7), spread=3.0, seed=0):
 
     def state():
         value = rng.standard_t(2, (*shape, 512)).astype(np.float32)
-        out = value if dtype == np.float32 else ref.to_bf16(value)
+        out = ref.to_bf16(value) if dtype == ref.BF16 else value.astype(dtype)
         return out, rng.normal(0, spread, shape).astype(np.float32)
 
     return *state(), *state()
 
 
-def merge(out_a, lse_a, out_b, lse_b, attn_sink=None, row_gap=0):
+def merge(out_a, lse_a, out_b, lse_b, attn_sink=None, row_gap=0, **options):
     out = Guarded(out_a.shape, out_a.dtype, row_gap=row_gap)
     lse = Guarded(lse_a.shape, np.float32, row_gap=row_gap)
     result = sparse_mla.merge_attn_states(
-        out_a, lse_a, out_b, lse_b, attn_sink=attn_sink, out=out.array, lse=lse.array
+        out_a, lse_a, out_b, lse_b, attn_sink=attn_sink, out=out.array, lse=lse.array, **options
     )
     assert result[0] is out.array
     assert result[1] is lse.array
     return out.check(), lse.check()
 
 
-def check(*state, row_gap=0):
-    out, lse = merge(*state, row_gap=row_gap)
-    want, want_lse, magnitude = ref.merge_attn_states(*state)
-    tolerance = ref.merge_tolerance(want, magnitude, bf16=out.dtype == ref.BF16)
+def check(*state, row_gap=0, **options):
+    out, lse = merge(*state, row_gap=row_gap, **options)
+    want, want_lse, magnitude = ref.merge_attn_states(*state, **options)
+    tolerance = ref.merge_tolerance(want, magnitude, out.dtype)
     assert ref.worst_ratio(out, want, tolerance) <= 1
     assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
     return out, lse
@@ -105,7 +105,7 @@ def test_sinks_of_empty_states(dtype):
         want, want_lse, magnitude = ref.merge_attn_states(
             np.nan_to_num(ref.to_f32(out_a)), lse_a, np.nan_to_num(ref.to_f32(out_b)), lse_b, sink
         )
-        tolerance = ref.merge_tolerance(want, magnitude, bf16=out.dtype == ref.BF16)
+        tolerance = ref.merge_tolerance(want, magnitude, out.dtype)
         assert ref.worst_ratio(out, want, tolerance) <= 1
         assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
         assert_same_bits(out[2], out_a[2], "neither")
@@ -131,6 +131,52 @@ def test_parts_with_a_sink_are_the_whole():
     tolerance = 3 * reference.out_tolerance(**device.BOUNDS)
     assert ref.worst_ratio(out, ref.to_f32(want[0]), tolerance) <= 1
     assert ref.worst_ratio(lse, want[1], 2 * reference.lse_tolerance(**device.BOUNDS)) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_tokens_without_context(dtype, count):
+    """Their rows are those of part b, whatever part a holds: here NaN."""
+    out_a, lse_a, out_b, lse_b = states(DTYPES[dtype], (5, 7))
+    lse_b[4, 0] = np.inf
+    sink = np.linspace(-3, 3, 7).astype(np.float32)
+    out_a[count:], lse_a[count:] = np.nan, np.nan
+    out, lse = check(out_a, lse_a, out_b, lse_b, prefill_tokens_with_context=count)
+    assert_same_bits(out[count:], out_b[count:])
+    assert_same_bits(lse[count:], np.where(np.isinf(lse_b), -np.inf, lse_b)[count:])
+    check(out_a, lse_a, out_b, lse_b, sink, prefill_tokens_with_context=count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [7, 64, 512, 1500])
+@pytest.mark.parametrize("side", [0, 1])
+def test_in_place(dtype, side, width):
+    """The outputs may be those of either side, together or each alone."""
+    given = [x[..., :width] if x.ndim == 3 else x for x in states(DTYPES[dtype], (40, 9))]
+    if width > 512:
+        given = [np.concatenate([x] * 3, -1)[..., :width] if x.ndim == 3 else x for x in given]
+    given[1][3], given[3][4] = -np.inf, np.inf
+    want, want_lse = merge(*given)
+    for replaces in ("out", "lse"), ("out",), ("lse",):
+        arrays = [np.array(x) for x in given]
+        results = {name: arrays[2 * side + (name == "lse")] for name in replaces}
+        out, lse = sparse_mla.merge_attn_states(*arrays, **results)
+        assert_same_bits(out, want, f"{replaces}")
+        assert_same_bits(lse, want_lse, f"{replaces}")
+
+
+def test_bad_input():
+    out_a, lse_a, out_b, lse_b = states(ref.BF16, (5, 7))
+    for count in (6, 10):
+        with pytest.raises(ValueError, match=rf"`prefill_tokens_with_context` .* 5 .*got {count}"):
+            merge(out_a, lse_a, out_b, lse_b, prefill_tokens_with_context=count)
+    with pytest.raises(
+        ValueError, match="`prefill_tokens_with_context` must be at least 0, got -1"
+    ):
+        merge(out_a, lse_a, out_b, lse_b, prefill_tokens_with_context=-1)
+    two = np.concatenate([out_a, out_b])
+    with pytest.raises(ValueError, match="`out` must be the whole of or not overlap `out_a`"):
+        sparse_mla.merge_attn_states(two[:5], lse_a, two[5:], lse_b, out=two[1:6])
 
 
 def test_lse_of_one_dtype_of_state_only():
@@ -159,7 +205,7 @@ def test_merge_of_two_halves_is_the_whole():
     # Each half may be off by its bound, and their sums of p|v| add up to that of the whole. The
     # merge adds its own rounding.
     merged, merged_lse, magnitude = ref.merge_attn_states(*halves)
-    merge_error = ref.merge_tolerance(merged, magnitude, bf16=True)
+    merge_error = ref.merge_tolerance(merged, magnitude, ref.BF16)
     tolerance = 2 * want.out_tolerance(**device.BOUNDS) + merge_error
     empty = np.isneginf(want.lse)[..., None]
     assert ref.worst_ratio(out, want.out, np.where(empty, 1e-300, tolerance)) <= 1

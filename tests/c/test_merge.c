@@ -3,6 +3,7 @@
 
 typedef struct merge {
     array *out_a, *lse_a, *out_b, *lse_b, *out, *lse, *sink;
+    int64_t without_context;
 } merge;
 
 static smla_status
@@ -16,7 +17,8 @@ run_merge(const merge *m)
                                               .out = &m->out->tensor,
                                               .lse = &m->lse->tensor,
                                               .attn_sink =
-                                                  m->sink == NULL ? NULL : &m->sink->tensor};
+                                                  m->sink == NULL ? NULL : &m->sink->tensor,
+                                              .tokens_without_context = m->without_context};
     return smla_merge_attn_states(&args, &error);
 }
 
@@ -123,6 +125,32 @@ test_empty_sides(void)
     }
 }
 
+/* Tokens without context take part b, whatever part a holds, and in place as well. */
+static void
+test_tokens_without_context(void)
+{
+    merge m = make_merge(bf16, 4, 2, 40);
+    merge same = m;
+    same.out = same.out_b;
+    same.lse = same.lse_b;
+    m.without_context = same.without_context = 3;
+    SET(m.lse_a, NAN, 2, 1);
+    SET(m.out_a, NAN, 1, 0, 7);
+    EXPECT_OK(run_merge(&m));
+    for (int64_t t = 1; t < 4; t++) {
+        EXPECT_NEAR(GET(m.out, t, 0, 7), GET(m.out_b, t, 0, 7), 0.0);
+        EXPECT_NEAR(GET(m.lse, t, 1), GET(m.lse_b, t, 1), 0.0);
+    }
+    EXPECT_OK(run_merge(&same));
+    for (int64_t i = 0; i < 40; i++) {
+        EXPECT_NEAR(GET(same.out, 0, 1, i), GET(m.out, 0, 1, i), 0.0);
+        EXPECT_NEAR(GET(same.out, 3, 0, i), GET(m.out, 3, 0, i), 0.0);
+    }
+    m.without_context = 5;
+    EXPECT_FAIL(run_merge(&m), SMLA_ERROR_VALUE,
+                "`prefill_tokens_with_context` must be 0 to the 4");
+}
+
 /* Where the lse are far apart, the smaller state vanishes without overflow. */
 static void
 test_extreme_lse(void)
@@ -153,6 +181,7 @@ main(void)
     RUN(test_sinks);
     RUN(test_strides);
     RUN(test_empty_sides);
+    RUN(test_tokens_without_context);
     RUN(test_extreme_lse);
     RUN(test_nothing_to_do);
     return report("test_merge");

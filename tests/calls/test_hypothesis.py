@@ -189,20 +189,20 @@ def test_split(lens, extra, threshold, uniform):
 @given(
     shape=st.tuples(st.integers(0, 5), st.integers(1, 40)),
     spread=st.sampled_from([0.1, 5.0, 500.0]),
-    bf16=st.booleans(),
+    dtype=st.sampled_from([ref.BF16, np.float16, np.float32]),
     seed=seeds,
 )
-def test_merge(shape, spread, bf16, seed):
+def test_merge(shape, spread, dtype, seed):
     rng = np.random.default_rng(seed)
     state = []
     for _ in range(2):
         value = rng.standard_t(2, (*shape, 512)).astype(np.float32)
         lse = rng.normal(0, spread, shape).astype(np.float32)
         lse[rng.random(shape) < 0.2] = rng.choice([np.inf, -np.inf])
-        state += [ref.to_bf16(value) if bf16 else value, lse]
+        state += [ref.to_bf16(value) if dtype == ref.BF16 else value.astype(dtype), lse]
     out, lse = sparse_mla.merge_attn_states(*state)
     want, want_lse, magnitude = ref.merge_attn_states(*state)
-    assert ref.worst_ratio(out, want, ref.merge_tolerance(want, magnitude, bf16=bf16)) <= 1
+    assert ref.worst_ratio(out, want, ref.merge_tolerance(want, magnitude, dtype)) <= 1
     assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
 
 

@@ -392,9 +392,16 @@ def attention_ratios(
 
 
 def merge_attn_states(
-    out_a, lse_a, out_b, lse_b, attn_sink=None
+    out_a, lse_a, out_b, lse_b, attn_sink=None, prefill_tokens_with_context=None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """-> (out, lse, sum of weight |state| without the sink), fp64; +inf counts as -inf."""
+    if prefill_tokens_with_context is not None:
+        n = prefill_tokens_with_context
+        out_a, lse_a = (
+            np.concatenate([out_a[:n], out_b[n:]]),
+            np.concatenate([lse_a[:n], lse_b[n:]]),
+        )
+        lse_b = np.concatenate([lse_b[:n], np.full_like(lse_b[n:], -np.inf)])
     a, b = (to_f32(np.asarray(x)).astype(np.float64) for x in (out_a, out_b))
     la, lb = (np.where(np.isposinf(x), -np.inf, np.asarray(x, np.float64)) for x in (lse_a, lse_b))
     top = np.maximum(la, lb)
@@ -412,11 +419,14 @@ def merge_attn_states(
     return factor[..., None] * (wa * a + wb * b), lse, wa * np.abs(a) + wb * np.abs(b)
 
 
-def merge_tolerance(out, magnitude, *, bf16: bool) -> np.ndarray:
-    """One rounding of the result (2^-8 relative for bf16, 2^-24 for fp32) and eight fp32 steps:
-    two exp of a rounded difference, a sum, a division, two products, an addition. A sink's factor
-    adds two, and its exponent d at most |d| / (2 + e^d + e^-d) < 0.23 steps."""
-    return (2.0**-8 if bf16 else 2.0**-24) * np.abs(out) + 16 * 2.0**-24 * magnitude + 1e-37
+def merge_tolerance(out, magnitude, dtype) -> np.ndarray:
+    """One rounding of the result to the states' dtype and eight fp32 steps: two exp of a rounded
+    difference, a sum, a division, two products, an addition. A sink's factor adds two, and its
+    exponent d at most |d| / (2 + e^d + e^-d) < 0.23 steps."""
+    relative, least = {2: (2.0**-8, 1e-37), 4: (2.0**-24, 1e-37)}[np.dtype(dtype).itemsize]
+    if np.dtype(dtype) == np.float16:
+        relative, least = 2.0**-11, 2.0**-25  # half of the smallest subnormal number
+    return relative * np.abs(out) + 16 * 2.0**-24 * magnitude + least
 
 
 def merge_lse_tolerance(lse) -> np.ndarray:

@@ -2,7 +2,7 @@
  *
  *   lse = ln(e^lse_a + e^lse_b),  out = f (e^(lse_a - lse) out_a + e^(lse_b - lse) out_b)
  *
- * f = 1 / (1 + e^(sink - lse)), or 1 without a sink.
+ * f = 1 / (1 + e^(sink - lse)), or 1 without a sink. From token merged_tokens on, b is all.
  */
 #include <math.h>
 
@@ -42,8 +42,10 @@ row_in(const smla_merge_params *p, int side, int64_t token, int64_t head, int64_
 static void
 merge_row(const smla_norm_isa *norm, const smla_merge_params *p, int64_t token, int64_t head)
 {
-    const int64_t bytes = p->type == SMLA_FLOAT_BF16 ? 2 : 4;
-    const double lse[2] = {read_lse(p, 0, token, head), read_lse(p, 1, token, head)};
+    const int64_t bytes = p->type == SMLA_FLOAT_FP32 ? 4 : 2;
+    const bool takes_b = token >= p->merged_tokens;
+    const double lse[2] = {takes_b ? -INFINITY : read_lse(p, 0, token, head),
+                           read_lse(p, 1, token, head)};
     const uint8_t *const rows[2] = {row_in(p, 0, token, head, bytes),
                                     row_in(p, 1, token, head, bytes)};
     uint8_t *const out =
@@ -52,7 +54,7 @@ merge_row(const smla_norm_isa *norm, const smla_merge_params *p, int64_t token, 
     /* An empty side is ignored, whatever its rows hold. If both sides are empty, side 0 is copied,
      * whatever the sink is. */
     if (isinf(lse[0]) || isinf(lse[1])) {
-        const int side = isinf(lse[1]) ? 0 : 1;
+        const int side = isinf(lse[1]) && !takes_b ? 0 : 1;
         const float weights[2] = {isinf(lse[side]) ? 1.0f : (float)find_factor(p, head, lse[side]),
                                   0.0f};
         *merged = (float)lse[side];

@@ -1,7 +1,8 @@
 /* merge_kernel.h: weighted sums of rows, for one instruction set. norm_kernel.h includes it.
  *
  * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
- * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
+ * Shapes       a, b, out [count] of bf16, fp16 or fp32, contiguous, of any alignment; out may be a
+ *              or b
  * Roofline     Memory binds.
  * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: what is below 2^-126 is zero. Only
  *              rows that have no other values are added as they are, in units of 2^-149. A result
@@ -104,13 +105,20 @@ static void
 add_weighted(const void *a, const void *b, const float weights[2], smla_float_type type,
              int64_t count, void *out)
 {
-    if (type == SMLA_FLOAT_BF16 && b != NULL) {
-        add_weighted_by(a, b, weights, SMLA_FLOAT_BF16, count, out);
-    } else if (type == SMLA_FLOAT_BF16) {
-        add_weighted_by(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
-    } else if (b != NULL) {
-        add_weighted_by(a, b, weights, SMLA_FLOAT_FP32, count, out);
-    } else {
-        add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP32, count, out);
+    if (b == NULL) {
+        switch (type) {
+        case SMLA_FLOAT_BF16:
+            add_weighted_by(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
+            return;
+        case SMLA_FLOAT_FP16:
+            add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP16, count, out);
+            return;
+        default: add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP32, count, out); return;
+        }
+    }
+    switch (type) {
+    case SMLA_FLOAT_BF16: add_weighted_by(a, b, weights, SMLA_FLOAT_BF16, count, out); return;
+    case SMLA_FLOAT_FP16: add_weighted_by(a, b, weights, SMLA_FLOAT_FP16, count, out); return;
+    default: add_weighted_by(a, b, weights, SMLA_FLOAT_FP32, count, out);
     }
 }

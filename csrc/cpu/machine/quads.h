@@ -52,15 +52,18 @@ load_part_of_duo(const void *values, smla_float_type type, int64_t count)
     return load_duo(padded, type);
 }
 
-/* Stores a duo of bf16 or fp32. */
 SMLA_INLINE void
 store_duo(duo x, smla_float_type type, void *out)
 {
-    if (type == SMLA_FLOAT_BF16) {
+    switch (type) {
+    case SMLA_FLOAT_BF16:
         store_words(join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd)), out,
                     0);
-    } else {
-        store_float_duo(x, out);
+        return;
+    case SMLA_FLOAT_FP16:
+        store_words(round_to_half(x.even) | round_to_half(x.odd) << 16, out, 0);
+        return;
+    default: store_float_duo(x, out);
     }
 }
 

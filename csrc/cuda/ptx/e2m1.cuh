@@ -12,15 +12,6 @@
 
 #define SMLA_E2M1_UNIT 0x1p14f /* ratio of an e2m1 and the fp16 with its bits */
 
-/* Rounds both values to fp16; a NaN becomes the positive one. */
-static __device__ __forceinline__ uint32_t
-smla_cvt_f16x2(float low, float high)
-{
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 /* Clamps both halves to +-limit. A NaN becomes +limit. */
 static __device__ __forceinline__ uint32_t
 smla_clamp_f16x2(uint32_t x, uint32_t limits)

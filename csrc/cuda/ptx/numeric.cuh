@@ -21,6 +21,15 @@ smla_cvt_bf16x2(float low, float high)
     return pair;
 }
 
+/* Rounds both values to fp16; a NaN becomes the positive one. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_f16x2(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 /* Converts exactly, but for the sign of a NaN. */
 static __device__ __forceinline__ float
 smla_cvt_float(uint16_t half)

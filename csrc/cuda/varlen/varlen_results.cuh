@@ -60,7 +60,7 @@ write_pair(const varlen_args &args, int64_t index, float low, float high)
         return;
     }
     const uint32_t pair =
-        args.p.out_type == SMLA_FLOAT_FP16 ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+        args.p.out_type == SMLA_FLOAT_FP16 ? smla_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
     uint16_t *const to = (uint16_t *)args.p.out + index;
     if (args.out_is_paired) {
         smla_store_words<4, true>(to, &pair);

@@ -157,7 +157,7 @@ static bool
 is_float(DLDataType dtype)
 {
     return dtype.lanes == 1 && ((dtype.code == kDLBfloat && dtype.bits == 16) ||
-                                (dtype.code == kDLFloat && dtype.bits == 32));
+                                (dtype.code == kDLFloat && (dtype.bits == 16 || dtype.bits == 32)));
 }
 
 /* The dtype of attention's out for a query of `dtype`. The core refuses what is neither half. */

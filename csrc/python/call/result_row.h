@@ -60,7 +60,7 @@ typedef struct smla_py_condition {
 
 typedef enum smla_py_dtype_source {
     SMLA_PY_FIXED_DTYPE = 0,
-    SMLA_PY_FLOATS_OF_ARRAY = 1, /* array `row`, which the operator takes in bf16 or fp32 */
+    SMLA_PY_FLOATS_OF_ARRAY = 1, /* array `row`, which the operator takes in bf16, fp16 or fp32 */
     SMLA_PY_DTYPE_OF_OPTION = 2, /* option `row`, a DLDataType */
     /* array `row`, which the operator takes in bf16, fp16 or e4m3; bf16 for e4m3 */
     SMLA_PY_HALVES_OF_ARRAY = 3,

@@ -320,7 +320,15 @@ answer_plans(const void *args)
 
 /* ---- Merge --------------------------------------------------------------------------------- */
 
-SMLA_PY_COMPUTE(merge_attn_states)
+/* Python counts the tokens that have a part a, or says nothing, which is -1. */
+static smla_status
+compute_merge_attn_states(const void *args, smla_error *error)
+{
+    smla_merge_attn_states_args a = *(const smla_merge_attn_states_args *)args;
+    const bool has_all = a.tokens_without_context < 0 || a.out_a == NULL || a.out_a->ndim == 0;
+    a.tokens_without_context = has_all ? 0 : a.out_a->shape[0] - a.tokens_without_context;
+    return smla_merge_attn_states(&a, error);
+}
 
 enum { MERGE_OUT_A, MERGE_OUT = 5, MERGE_LSE };
 
@@ -332,6 +340,8 @@ static const smla_py_param merge_params[] = {
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_merge_attn_states_args, attn_sink)},
     [MERGE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, out)},
     [MERGE_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, lse)},
+    {"prefill_tokens_with_context", SMLA_PY_COUNT_OR_ALL,
+     offsetof(smla_merge_attn_states_args, tokens_without_context)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_states_args, stream)},
 };
 

@@ -81,16 +81,17 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
 
 /* Reads a size that may be left out. To the core 0 is one that is left out, so it is refused. */
 static smla_status
-read_size(const xla_call *call, const char *name, int64_t *value)
+read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
 {
+    *value = least - 1;
     if (find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
         return SMLA_OK;
     }
     SMLA_TRY(read_int(call, name, value));
-    return *value >= 1
+    return *value >= least
                ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be at least 1, got %lld",
-                           call->op, name, (long long)*value);
+               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be at least %lld, got %lld",
+                           call->op, name, (long long)least, (long long)*value);
 }
 
 /* Reads the integers of a tuple: attributes `name`[0], `name`[1], and so on. Without the first, the
@@ -375,7 +376,8 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             SMLA_TRY(read_int32(call, param->name, field));
             *(int32_t *)field = *(int32_t *)field == 0;
             break;
-        case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, field)); break;
+        case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, 1, field)); break;
+        case SMLA_PY_COUNT_OR_ALL: SMLA_TRY(read_size(call, param->name, 0, field)); break;
         case SMLA_PY_TWO_INTS:
         case SMLA_PY_THREE_INTS: SMLA_TRY(read_ints(call, param, field)); break;
         case SMLA_PY_SCALE_OR_NONE:

@@ -2,12 +2,15 @@
  *
  * Computes     lse = ln(e^lse_a + e^lse_b),
  *              out = f (e^(lse_a - lse) out_a + e^(lse_b - lse) out_b),
- *              f = 1 / (1 + e^(sink - lse)), or 1 without a sink
- * Shapes       out_a, out_b, out [T, H, V] bf16 or fp32; lse_a, lse_b, lse [T, H] fp32; tokens and
- *              heads any stride apart; attn_sink [H] fp32
+ *              f = 1 / (1 + e^(sink - lse)), or 1 without a sink; from token merged_tokens on side
+ *              b is all
+ * Shapes       out_a, out_b, out [T, H, V] bf16, fp16 or fp32; lse_a, lse_b, lse [T, H] fp32; tokens
+ *              and heads any stride apart; attn_sink [H] fp32. out may be out_a or out_b, and lse
+ *              may be lse_a or lse_b
  * Shared mem   none
  * Roles        A thread computes 16 bytes of a row of out at a time (one element where rows are not
- *              aligned) and the row's weights. A row's first thread writes lse. No barriers.
+ *              aligned) and the row's weights. When all threads of a block have read what their
+ *              weights come from, a row's first thread writes lse.
  * Roofline     Memory binds: 2 rows read, 1 written, 3072 bytes for V 512 in bf16, 0.71 ns at 4.3
  *              TB/s. While memory moves 48 bytes, 132 SMs of 128 lanes at 1.75 GHz execute 330
  *              instructions. A thread needs about 150 for them, with two exponentials and a
@@ -51,8 +54,8 @@ struct merge_weights {
 __device__ __forceinline__ float
 read_lse(const smla_merge_params &p, int side, int64_t token, int64_t head)
 {
-    const float lse = __ldg(p.lse_in[side] + token * p.lse_in_stride_token[side] +
-                            head * p.lse_in_stride_head[side]);
+    const float lse =
+        p.lse_in[side][token * p.lse_in_stride_token[side] + head * p.lse_in_stride_head[side]];
     return isinf(lse) ? -INFINITY : lse;
 }
 
@@ -66,11 +69,11 @@ weigh_sink(const smla_merge_params &p, int64_t head, float top, float rest)
     return expf(__ldg(p.attn_sink + head * p.attn_sink_stride) - top - rest);
 }
 
-/* If both sides are empty, only b is marked as empty. */
+/* If both sides are empty, only b is marked as empty, unless b is all. */
 __device__ __forceinline__ merge_weights
-weigh(const smla_merge_params &p, int64_t head, float a, float b)
+weigh(const smla_merge_params &p, int64_t head, bool takes_b, float a, float b)
 {
-    if (isinf(b)) {
+    if (isinf(b) && !takes_b) {
         return {a, 1.0f / (1.0f + weigh_sink(p, head, a, 0.0f)), 0.0f, false, true};
     }
     if (isinf(a)) {
@@ -97,7 +100,9 @@ scale_value(float weight, float value)
 __device__ __forceinline__ merge_weights
 weigh_row(const smla_merge_params &p, int64_t token, int64_t head)
 {
-    return weigh(p, head, read_lse(p, 0, token, head), read_lse(p, 1, token, head));
+    const bool takes_b = token >= p.merged_tokens;
+    return weigh(p, head, takes_b, takes_b ? -INFINITY : read_lse(p, 0, token, head),
+                 read_lse(p, 1, token, head));
 }
 
 __device__ __forceinline__ void
@@ -111,12 +116,13 @@ template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 load_bits(const void *array, int64_t index, uint32_t *words)
 {
-    if constexpr (TYPE == SMLA_FLOAT_FP32) {
-        smla_load_words<COUNT * 4, true>((const float *)array + index, words);
-    } else if constexpr (COUNT == 1) {
-        words[0] = __ldg((const uint16_t *)array + index);
+    if constexpr (COUNT > 1) { /* 16 bytes */
+        const int64_t bytes = TYPE == SMLA_FLOAT_FP32 ? 4 : 2;
+        smla_load_own_vector_4((const uint8_t *)array + index * bytes, words);
+    } else if constexpr (TYPE == SMLA_FLOAT_FP32) {
+        words[0] = ((const uint32_t *)array)[index];
     } else {
-        smla_load_words<COUNT * 2, true>((const uint16_t *)array + index, words);
+        words[0] = ((const uint16_t *)array)[index];
     }
 }
 
@@ -127,6 +133,8 @@ take_value(const uint32_t *words, int i)
 {
     if constexpr (TYPE == SMLA_FLOAT_FP32) {
         return smla_bits_float(words[i]);
+    } else if constexpr (TYPE == SMLA_FLOAT_FP16) {
+        return smla_cvt_float((uint16_t)(words[i / 2] >> i % 2 * 16));
     } else {
         return i % 2 == 0 ? smla_low_bf16(words[i / 2]) : smla_high_bf16(words[i / 2]);
     }
@@ -144,35 +152,49 @@ store_values(void *array, int64_t index, const float *values)
         }
         smla_store_words<COUNT * 4, true>((float *)array + index, words);
     } else if constexpr (COUNT == 1) {
-        ((uint16_t *)array)[index] = smla_float_to_bf16(values[0]);
+        ((uint16_t *)array)[index] =
+            TYPE == SMLA_FLOAT_FP16 ? smla_float_to_half(values[0]) : smla_float_to_bf16(values[0]);
     } else {
         uint32_t words[COUNT / 2];
 #pragma unroll
         for (int i = 0; i < COUNT / 2; i++) {
-            words[i] = smla_floats_to_bf16x2(values[2 * i], values[2 * i + 1]);
+            words[i] = TYPE == SMLA_FLOAT_FP16
+                           ? smla_cvt_f16x2(values[2 * i], values[2 * i + 1])
+                           : smla_floats_to_bf16x2(values[2 * i], values[2 * i + 1]);
         }
         smla_store_words<COUNT * 2, true>((uint16_t *)array + index, words);
     }
 }
 
-/* Merges UNROLL vectors of COUNT values, `step` apart, of which the first begins at `start`. */
+/* UNROLL vectors of COUNT values of both sides, `step` apart, of which the first begins at
+ * `start`. */
+template <int TYPE, int COUNT> struct row_part {
+    uint32_t words[2][UNROLL][TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2];
+};
+
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
-merge_values(const smla_merge_params &p, int64_t token, int64_t head, int64_t start, int64_t step)
+load_part(const smla_merge_params &p, int64_t token, int64_t head, int64_t start, int64_t step,
+          row_part<TYPE, COUNT> *part)
 {
-    constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
-    uint32_t words[2][UNROLL][WORDS];
 #pragma unroll
     for (int side = 0; side < 2; side++) {
         const int64_t row = token * p.out_in_stride_token[side] + head * p.out_in_stride_head[side];
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
             if (start + i * step < p.value_dim) {
-                load_bits<TYPE, COUNT>(p.out_in[side], row + start + i * step, words[side][i]);
+                load_bits<TYPE, COUNT>(p.out_in[side], row + start + i * step,
+                                       part->words[side][i]);
             }
         }
     }
-    const merge_weights merged = weigh_row(p, token, head);
+}
+
+template <int TYPE, int COUNT>
+__device__ __forceinline__ void
+store_merged(const smla_merge_params &p, int64_t token, int64_t head, int64_t start, int64_t step,
+             const merge_weights &merged, const row_part<TYPE, COUNT> &part)
+{
     const int64_t row = token * p.out_stride_token + head * p.out_stride_head;
 #pragma unroll
     for (int i = 0; i < UNROLL; i++) {
@@ -182,17 +204,14 @@ merge_values(const smla_merge_params &p, int64_t token, int64_t head, int64_t st
         float values[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const float a = take_value<TYPE>(words[0][i], k);
-            const float b = take_value<TYPE>(words[1][i], k);
+            const float a = take_value<TYPE>(part.words[0][i], k);
+            const float b = take_value<TYPE>(part.words[1][i], k);
             /* No product with a weight of 0, because the row of an empty side may hold NaN. */
             values[k] = merged.a_is_empty   ? scale_value(merged.b, b)
                         : merged.b_is_empty ? scale_value(merged.a, a)
                                             : merged.a * a + merged.b * b;
         }
         store_values<TYPE, COUNT>(p.out, row + start + i * step, values);
-    }
-    if (start == 0) {
-        store_lse(p, token, head, merged.lse);
     }
 }
 
@@ -207,15 +226,27 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     const int64_t num_rows = p.num_tokens * p.num_heads;
     const int64_t first = (int64_t)(threadIdx.x % args.row_threads) * COUNT;
     const int64_t step = (int64_t)args.row_threads * COUNT;
-    int64_t row = (int64_t)blockIdx.x * block_rows + threadIdx.x / args.row_threads;
-    for (; row < num_rows; row += (int64_t)gridDim.x * block_rows) {
+    int64_t block_row = (int64_t)blockIdx.x * block_rows;
+    for (; block_row < num_rows; block_row += (int64_t)gridDim.x * block_rows) {
+        const int64_t own = block_row + threadIdx.x / args.row_threads;
+        const bool has_row = own < num_rows;
+        const int64_t row = has_row ? own : num_rows - 1;
         const int64_t token = smla_divide(row, args.num_heads);
         const int64_t head = row - token * p.num_heads;
-        if (p.value_dim == 0) {
-            store_lse(p, token, head, weigh_row(p, token, head).lse);
+        row_part<TYPE, COUNT> part;
+        load_part(p, token, head, first, step, &part);
+        const merge_weights merged = weigh_row(p, token, head);
+        __syncthreads(); /* lse may be the lse of a side, which all of the row's threads have read */
+        if (!has_row) {
+            continue;
         }
-        for (int64_t start = first; start < p.value_dim; start += step * UNROLL) {
-            merge_values<TYPE, COUNT>(p, token, head, start, step);
+        store_merged(p, token, head, first, step, merged, part);
+        for (int64_t start = first + UNROLL * step; start < p.value_dim; start += UNROLL * step) {
+            load_part(p, token, head, start, step, &part);
+            store_merged(p, token, head, start, step, merged, part);
+        }
+        if (first == 0) {
+            store_lse(p, token, head, merged.lse);
         }
     }
 }
@@ -229,6 +260,8 @@ struct merge_row {
 const merge_row merge_rows[] = {
     {SMLA_FLOAT_BF16, 8, merge_kernel<SMLA_FLOAT_BF16, 8>},
     {SMLA_FLOAT_BF16, 1, merge_kernel<SMLA_FLOAT_BF16, 1>},
+    {SMLA_FLOAT_FP16, 8, merge_kernel<SMLA_FLOAT_FP16, 8>},
+    {SMLA_FLOAT_FP16, 1, merge_kernel<SMLA_FLOAT_FP16, 1>},
     {SMLA_FLOAT_FP32, 4, merge_kernel<SMLA_FLOAT_FP32, 4>},
     {SMLA_FLOAT_FP32, 1, merge_kernel<SMLA_FLOAT_FP32, 1>},
 };
