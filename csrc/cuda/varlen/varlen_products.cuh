@@ -1,0 +1,286 @@
+/* varlen_products.cuh: what a warp does with a block of keys: scores, weights, and out. */
+#pragma once
+
+#include "cuda/attention/partials/softmax.cuh"
+#include "cuda/varlen/varlen_rows.cuh"
+
+/* A reference moves when a logit exceeds it by more than 2^MOST_EXCESS as a weight. */
+constexpr float MOST_EXCESS = 8.0f;
+
+/* Weights of fp16 are multiplied by 2^7, so that weights down to 2^-21 of a row's largest keep all
+ * bits, and none exceeds 2^15. */
+template <bool HALF> constexpr float WEIGHT_SHIFT = HALF ? 7.0f : 0.0f;
+
+/* Segments whose products are added in one accumulator; tensor cores truncate every sum. */
+constexpr int CHAIN_SEGMENTS = 4;
+
+/* What makes logits of scores, in the log2 domain: score * scale, or where `is_early`, before masks
+ * are applied, the capped score * early_scale. Then scale is 1. */
+struct varlen_rule {
+    float scale;
+    float early_scale;
+    bool is_early;
+};
+
+/* A thread has rows lane / 4 + 8 i of each 16 rows. Weights are 2^(logit - reference). */
+template <typename Shape> struct varlen_rows {
+    float reference[Shape::M][2]; /* -inf: no logit so far */
+    float sum[Shape::M][2];       /* of the lane's weights */
+    float rest[Shape::M][2];      /* what roundings of the sum lost */
+};
+
+template <bool HALF>
+__device__ __forceinline__ void
+multiply(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+    if constexpr (HALF) {
+        ptx_mma_f16(d, a, b);
+    } else {
+        ptx_mma_bf16(d, a, b);
+    }
+}
+
+/* ---- Scores -------------------------------------------------------------------------------- */
+
+/* scores += queries * keys of one segment. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+score_segment(uint32_t queries, uint32_t keys, float scores[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int step = 0; step < SEGMENT / 16; step++) {
+        uint32_t a[Shape::M][4];
+#pragma unroll
+        for (int m = 0; m < Shape::M; m++) {
+            ptx_ldmatrix_x4((queries ^ step * 32) + m * 16 * SEGMENT_BYTES, a[m]);
+        }
+#pragma unroll
+        for (int n = 0; n < Shape::N; n += 2) {
+            uint32_t b[4];
+            ptx_ldmatrix_x4((keys ^ step * 32) + n * 8 * SEGMENT_BYTES, b);
+#pragma unroll
+            for (int m = 0; m < Shape::M; m++) {
+                multiply<HALF>(scores[m][n], a[m], b);
+                multiply<HALF>(scores[m][n + 1], a[m], b + 2);
+            }
+        }
+    }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+add_scores(const float part[Shape::M][Shape::N][4], float scores[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[m][n][i] += part[m][n][i];
+            }
+        }
+    }
+}
+
+/* scores = queries * keys of a block. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+score_block(uint32_t queries, uint32_t keys, int num_segments, float scores[Shape::M][Shape::N][4])
+{
+    constexpr int SEGMENTS = Shape::D / SEGMENT;
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[m][n][i] = 0.0f;
+            }
+        }
+    }
+    if constexpr (SEGMENTS <= CHAIN_SEGMENTS) {
+#pragma unroll
+        for (int segment = 0; segment < SEGMENTS; segment++) {
+            score_segment<Shape, HALF>(queries + segment * Shape::ROWS * SEGMENT_BYTES,
+                                       keys + segment * Shape::KEYS * SEGMENT_BYTES, scores);
+        }
+    } else {
+#pragma unroll 1
+        for (int first = 0; first < num_segments; first += CHAIN_SEGMENTS) {
+            float part[Shape::M][Shape::N][4] = {};
+            const int end = min(first + CHAIN_SEGMENTS, num_segments);
+#pragma unroll 1
+            for (int segment = first; segment < end; segment++) {
+                score_segment<Shape, HALF>(queries + segment * Shape::ROWS * SEGMENT_BYTES,
+                                           keys + segment * Shape::KEYS * SEGMENT_BYTES, part);
+            }
+            add_scores<Shape>(part, scores);
+        }
+    }
+}
+
+/* ---- Logits -------------------------------------------------------------------------------- */
+
+/* Where the quotient is small, tanh changes nothing. */
+__device__ __noinline__ float
+cap_logit(float logit, float cap_log2)
+{
+    const float x = logit / cap_log2;
+    return fabsf(x) < 0x1p-13f ? logit : cap_log2 * tanhf(x);
+}
+
+/* Turns scores into capped logits, for rules that are early. */
+template <typename Shape>
+__device__ __forceinline__ void
+cap_scores(float early_scale, float cap_log2, float scores[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float logit = scores[m][n][i] * early_scale;
+                scores[m][n][i] = cap_log2 == 0.0f ? logit : cap_logit(logit, cap_log2);
+            }
+        }
+    }
+}
+
+/* Hides the keys of a block that a row does not see. `limits` are those of the warp's rows. */
+template <typename Shape>
+__device__ __forceinline__ void
+mask_scores(const varlen_limits *limits, uint32_t first_key, float scores[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const varlen_limits row = limits[16 * m + 8 * i + lane_idx() / 4];
+            const uint32_t count = row.end - row.begin;
+            const uint32_t key = first_key + lane_idx() % 4 * 2 - row.begin;
+#pragma unroll
+            for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    if (key + 8 * n + k >= count) {
+                        scores[m][n][2 * i + k] = -INFINITY;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+/* Moves the references of rows whose largest logit is too far above them. */
+template <typename Shape>
+__device__ __forceinline__ void
+move_references(float scale, const float largest[Shape::M][2], varlen_rows<Shape> *rows,
+                float out[Shape::M][Shape::V][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float score = largest[m][i];
+            score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, 1));
+            score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, 2));
+            const float older = rows->reference[m][i];
+            if (fmaf(score, scale, -older) > MOST_EXCESS) {
+                const float factor = ptx_exp2(older - score * scale);
+                rows->reference[m][i] = score * scale;
+                rows->sum[m][i] *= factor;
+                rows->rest[m][i] *= factor;
+#pragma unroll
+                for (int v = 0; v < Shape::V; v++) {
+                    out[m][v][2 * i] *= factor;
+                    out[m][v][2 * i + 1] *= factor;
+                }
+            }
+        }
+    }
+}
+
+/* Moves references where this is needed, which seldom happens after the first block. All lanes of a
+ * row decide alike, and what they do does not depend on other rows. */
+template <typename Shape>
+__device__ __forceinline__ void
+update_references(float scale, const float scores[Shape::M][Shape::N][4], varlen_rows<Shape> *rows,
+                  float out[Shape::M][Shape::V][4])
+{
+    float largest[Shape::M][2];
+    bool is_above = false;
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float score = fmaxf(scores[m][0][2 * i], scores[m][0][2 * i + 1]);
+#pragma unroll
+            for (int n = 1; n < Shape::N; n++) {
+                score = fmaxf(score, fmaxf(scores[m][n][2 * i], scores[m][n][2 * i + 1]));
+            }
+            largest[m][i] = score;
+            is_above |= fmaf(score, scale, -rows->reference[m][i]) > MOST_EXCESS;
+        }
+    }
+    if (__any_sync(ALL_LANES, is_above)) {
+        move_references<Shape>(scale, largest, rows, out);
+    }
+}
+
+/* Turns scores into weights, and adds these to the rows' sums before they are rounded. A block
+ * without a key of a row leaves the row's bits as they are. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+weigh_scores(float scale, float scores[Shape::M][Shape::N][4], varlen_rows<Shape> *rows,
+             uint32_t weights[Shape::M][Shape::N / 2][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float reference = rows->reference[m][i];
+            const float shift = WEIGHT_SHIFT<HALF> - (reference == -INFINITY ? 0.0f : reference);
+            float pairs[Shape::N];
+#pragma unroll
+            for (int n = 0; n < Shape::N; n++) {
+                const float low = ptx_exp2(fmaf(scores[m][n][2 * i], scale, shift));
+                const float high = ptx_exp2(fmaf(scores[m][n][2 * i + 1], scale, shift));
+                weights[m][n / 2][n % 2 * 2 + i] = pack_pair<HALF>(low, high);
+                pairs[n] = low + high;
+            }
+            const float term = sum_values<Shape::N>(pairs);
+            const float older = rows->sum[m][i];
+            rows->sum[m][i] = older + term;
+            rows->rest[m][i] += term - (rows->sum[m][i] - older);
+        }
+    }
+}
+
+/* ---- Out ----------------------------------------------------------------------------------- */
+
+/* out += weights * values. `values` is the address of the lane's chunk of the warp's part. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+add_block(uint32_t values, const uint32_t weights[Shape::M][Shape::N / 2][4],
+          float out[Shape::M][Shape::V][4])
+{
+#pragma unroll
+    for (int k = 0; k < Shape::KEYS / 16; k++) {
+#pragma unroll
+        for (int v = 0; v < Shape::V; v += 2) {
+            uint32_t b[4];
+            ptx_ldmatrix_x4_trans((values ^ v % 8 * 16) +
+                                      (v / 8 * Shape::KEYS + k * 16) * SEGMENT_BYTES,
+                                  b);
+#pragma unroll
+            for (int m = 0; m < Shape::M; m++) {
+                multiply<HALF>(out[m][v], weights[m][k], b);
+                multiply<HALF>(out[m][v + 1], weights[m][k], b + 2);
+            }
+        }
+    }
+}

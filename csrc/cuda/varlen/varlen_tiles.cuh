@@ -1,0 +1,210 @@
+/* varlen_tiles.cuh: what a CTA of varlen_attention.cu computes at a time, and its shared memory. A
+ * tile is up to ROWS query rows of one request that read the same KV head: (token, head of the
+ * group) pairs, token by token. Only the device knows the requests' lengths, so the host starts
+ * CTAs for the most tiles that there can be, and every CTA looks for its own.
+ */
+#pragma once
+
+#include "core/params_varlen.h"
+#include "cuda/ptx/launch.cuh"
+
+enum {
+    CTA_WARPS = 4,
+    CTA_THREADS = CTA_WARPS * SMLA_WARP_LANES,
+    SEGMENT = 64,        /* 16-bit elements of a row in 128 bytes, whose chunks the swizzle mixes */
+    SEGMENT_BYTES = 128, /* also the bytes between two rows of a segment */
+    CHUNK = 8,           /* elements that are copied at once: 16 bytes in shared memory */
+    SEGMENT_CHUNKS = SEGMENT / CHUNK,
+    COPY_ROWS = CTA_THREADS / SEGMENT_CHUNKS, /* rows that all threads copy at once */
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* D, DV: dims of a query and of a value, padded. A warp has WARP_ROWS rows of the tile. The warps
+ * that share rows have a part of the values each. A block has KEYS keys. */
+template <int D_, int DV_, int WARP_ROWS_, int WARPS_ALONG_ROWS_, int KEYS_> struct varlen_shape {
+    static constexpr int D = D_;
+    static constexpr int DV = DV_;
+    static constexpr int WARP_ROWS = WARP_ROWS_;
+    static constexpr int WARPS_ALONG_ROWS = WARPS_ALONG_ROWS_;
+    static constexpr int WARPS_ALONG_VALUES = CTA_WARPS / WARPS_ALONG_ROWS;
+    static constexpr int ROWS = WARP_ROWS * WARPS_ALONG_ROWS;
+    static constexpr int KEYS = KEYS_;
+    static constexpr int WARP_VALUES = DV / WARPS_ALONG_VALUES;
+    /* a warp's 16 x 8 pieces: of its scores M x N, of its out M x V */
+    static constexpr int M = WARP_ROWS / 16;
+    static constexpr int N = KEYS / 8;
+    static constexpr int V = WARP_VALUES / 8;
+};
+
+/* The keys begin...end - 1 of a request. */
+struct varlen_limits {
+    uint32_t begin;
+    uint32_t end;
+};
+
+/* How the rows of an array are copied. */
+enum varlen_copy {
+    COPY_CHUNKS = 1,    /* 16-bit elements, 16-byte aligned: without registers */
+    COPY_ELEMENTS = 2,  /* 16-bit elements, 2-byte aligned */
+    WIDEN_CHUNKS = 3,   /* e4m3, 8-byte aligned */
+    WIDEN_ELEMENTS = 4, /* e4m3 at any byte */
+};
+
+/* Rows of queries, keys or values. Values have one part. */
+struct varlen_source {
+    const uint8_t *data[2];
+    int64_t token_bytes[2];
+    int64_t head_bytes[2];
+    int32_t first_dim; /* elements of part 0 */
+    int32_t dim;       /* elements of both parts */
+    int32_t element_bytes;
+    varlen_copy copy;
+};
+
+struct varlen_args {
+    smla_varlen_params p;
+    varlen_source q;
+    varlen_source k;
+    varlen_source v;
+    smla_divisor group;         /* H / Hk */
+    smla_divisor slots;         /* the most tiles that a KV head can have */
+    smla_divisor section_heads; /* KV heads whose tiles run at the same time */
+    int64_t num_items;          /* Hk * slots */
+    int32_t num_segments;       /* segments of a query or key */
+    bool out_is_paired;         /* two elements of out can be stored at once */
+};
+
+struct varlen_tile {
+    smla_varlen_request request;
+    int64_t req;
+    int64_t kv_head;
+    int64_t first_row; /* number in the request: token * group + head of the group */
+    int32_t num_rows;
+};
+
+/* A row's 16-byte chunk c lies at c ^ row % 8 of its segment. */
+template <typename Shape> struct varlen_memory {
+    uint16_t queries[Shape::D / SEGMENT][Shape::ROWS][SEGMENT];
+    uint16_t keys[Shape::D / SEGMENT][Shape::KEYS][SEGMENT];
+    uint16_t values[Shape::DV / SEGMENT][Shape::KEYS][SEGMENT];
+    varlen_limits limits[Shape::ROWS]; /* of each row; 0, 0: the row sees no key */
+    varlen_tile tile;                  /* here, because the loop over blocks needs the registers */
+};
+
+/* A query row's place. */
+struct varlen_row {
+    int64_t query; /* number in the request */
+    int64_t head;
+};
+
+__device__ __forceinline__ int
+lane_idx(void)
+{
+    return (int)threadIdx.x % SMLA_WARP_LANES;
+}
+
+__device__ __forceinline__ varlen_row
+find_row(const varlen_args &args, const varlen_tile &tile, int row)
+{
+    const int64_t number = tile.first_row + row;
+    const int64_t query = smla_divide(number, args.group);
+    return varlen_row{query,
+                      tile.kv_head * args.group.divisor + number - query * args.group.divisor};
+}
+
+/* Finds the tile of a slot of a KV head, or returns false. Slots number the tiles of all requests.
+ * In a request, the last rows come first, because causal masks give them the most keys. Each warp
+ * searches by itself, 32 requests at a time. */
+template <typename Shape>
+__device__ __forceinline__ bool
+find_slot(const varlen_args &args, int64_t slot, varlen_tile *tile)
+{
+    const int64_t group = args.group.divisor;
+#pragma unroll 1
+    for (int64_t first = 0; first < args.p.num_reqs; first += SMLA_WARP_LANES) {
+        const int64_t own = first + lane_idx();
+        int64_t count = 0;
+        if (own < args.p.num_reqs) {
+            count = (smla_find_varlen_request(&args.p, own).num_queries * group + Shape::ROWS - 1) /
+                    Shape::ROWS;
+        }
+        const int64_t sum = smla_scan_lanes(count, lane_idx());
+        const uint32_t past = __ballot_sync(ALL_LANES, slot < sum);
+        if (past != 0) {
+            const int owner = __ffs((int)past) - 1;
+            tile->req = first + owner;
+            tile->request = smla_find_varlen_request(&args.p, tile->req);
+            const int64_t last = __shfl_sync(ALL_LANES, sum, owner) - 1;
+            tile->first_row = (last - slot) * Shape::ROWS;
+            const int64_t left = tile->request.num_queries * group - tile->first_row;
+            tile->num_rows = (int32_t)(left < Shape::ROWS ? left : Shape::ROWS);
+            return true;
+        }
+        slot -= __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+    }
+    return false;
+}
+
+/* Finds the tile of an item, or returns false. Heads of a section come first, then slots, then
+ * sections, so that the keys and values that are read at the same time fit in L2. */
+template <typename Shape>
+__device__ __forceinline__ bool
+find_tile(const varlen_args &args, int64_t item, varlen_tile *tile)
+{
+    const int64_t row = smla_divide(item, args.section_heads);
+    const int64_t section = smla_divide(row, args.slots);
+    tile->kv_head = section * args.section_heads.divisor + item - row * args.section_heads.divisor;
+    return find_slot<Shape>(args, row - section * args.slots.divisor, tile);
+}
+
+/* ---- Which keys rows see ------------------------------------------------------------------- */
+
+/* Stores the limits of the tile's rows. */
+template <typename Shape>
+__device__ __forceinline__ void
+store_limits(const varlen_args &args, const varlen_tile &tile, varlen_limits *limits)
+{
+    for (int row = (int)threadIdx.x; row < Shape::ROWS; row += CTA_THREADS) {
+        varlen_limits own = {0, 0};
+        if (row < tile.num_rows) {
+            const smla_key_range range =
+                smla_find_varlen_range(&args.p, &tile.request, find_row(args, tile, row).query);
+            if (range.begin < range.end) {
+                own = varlen_limits{(uint32_t)range.begin, (uint32_t)range.end};
+            }
+        }
+        limits[row] = own;
+    }
+}
+
+/* What `count` rows see: any of them, and each of them. */
+struct varlen_view {
+    varlen_limits any; /* an empty range if no row sees a key */
+    varlen_limits each;
+};
+
+template <int ROWS>
+__device__ __forceinline__ varlen_view
+merge_limits(const varlen_limits *limits, int count)
+{
+    varlen_view view = {{UINT32_MAX, 0}, {0, UINT32_MAX}};
+#pragma unroll
+    for (int first = 0; first < ROWS; first += SMLA_WARP_LANES) {
+        const int row = first + lane_idx();
+        if (row < ROWS && row < count) {
+            const varlen_limits own = limits[row];
+            if (own.begin < own.end) {
+                view.any.begin = min(view.any.begin, own.begin);
+                view.any.end = max(view.any.end, own.end);
+            }
+            view.each.begin = max(view.each.begin, own.begin);
+            view.each.end = min(view.each.end, own.end);
+        }
+    }
+    view.any.begin = __reduce_min_sync(ALL_LANES, view.any.begin);
+    view.any.end = __reduce_max_sync(ALL_LANES, view.any.end);
+    view.each.begin = __reduce_max_sync(ALL_LANES, view.each.begin);
+    view.each.end = __reduce_min_sync(ALL_LANES, view.each.end);
+    return view;
+}
