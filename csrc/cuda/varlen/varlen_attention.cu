@@ -16,10 +16,13 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
     const int first_row = warp / Shape::WARPS_ALONG_VALUES * Shape::WARP_ROWS;
     const int first_value = warp % Shape::WARPS_ALONG_VALUES * Shape::WARP_VALUES;
     const int lane = lane_idx();
-    bring_queries<Shape, HALF>(args, tile, ptx_shared_address(shared->queries));
+    bring_queries<Shape, HALF>(args.q, args, tile, ptx_shared_address(shared->queries));
     store_limits<Shape>(args, tile, shared->limits);
     if (threadIdx.x == 0) {
         shared->tile = tile;
+        shared->parts[PART_K0] = find_part(args.k, 0, tile);
+        shared->parts[PART_K1] = find_part(args.k, 1, tile);
+        shared->parts[PART_V] = find_part(args.v, 0, tile);
     }
     ptx_barrier(0, CTA_THREADS); /* the tile and its limits are visible */
     const varlen_limits all = merge_limits<Shape::ROWS>(shared->limits, tile.num_rows).any;
@@ -50,18 +53,15 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
     }
     uint32_t first_key = all.begin / Shape::KEYS * Shape::KEYS;
     if (first_key < all.end) {
-        bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->tile.request.first_key + first_key,
-                                                 shared->tile.kv_head, all.end - first_key, keys);
+        bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->parts, first_key, all.end, keys);
     }
 #pragma unroll 1
     for (; first_key < all.end; first_key += Shape::KEYS) {
         const bool is_seen = first_key < own.any.end && first_key + Shape::KEYS > own.any.begin;
         ptx_cp_async_wait_all();
         ptx_barrier(0, CTA_THREADS); /* the keys are visible; nobody reads the values any more */
-        bring_block<Shape::DV, Shape::KEYS, HALF>(args.v,
-                                                  shared->tile.request.first_key + first_key,
-                                                  shared->tile.kv_head, all.end - first_key,
-                                                  values);
+        bring_block<Shape::DV, Shape::KEYS, HALF>(args.v, shared->parts + PART_V, first_key,
+                                                  all.end, values);
         uint32_t weights[Shape::M][Shape::N / 2][4];
         if (is_seen) {
             float scores[Shape::M][Shape::N][4];
@@ -78,9 +78,8 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
         ptx_cp_async_wait_all();
         ptx_barrier(0, CTA_THREADS); /* the values are visible; nobody reads the keys any more */
         if (first_key + Shape::KEYS < all.end) {
-            const uint32_t next = first_key + Shape::KEYS;
-            bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->tile.request.first_key + next,
-                                                     shared->tile.kv_head, all.end - next, keys);
+            bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->parts, first_key + Shape::KEYS,
+                                                     all.end, keys);
         }
         if (is_seen) {
             add_block<Shape, HALF>(value_chunk, weights, out);

@@ -60,24 +60,11 @@ bring_chunk(uint32_t to, const uint8_t *from, varlen_copy copy, bool is_on)
     ptx_store_shared_16(to, words);
 }
 
-/* A thread's chunk in a segment of an array, as far as it does not depend on the row. */
-struct varlen_column {
-    const uint8_t *from; /* the chunk in token 0 of head 0 */
-    int64_t token_bytes;
-    int64_t head_bytes;
-    bool exists;
-};
-
-__device__ __forceinline__ varlen_column
-find_column(const varlen_source &source, int segment)
+/* The first dim of the thread's chunk of a segment. */
+__device__ __forceinline__ int
+find_dim(int segment)
 {
-    const int dim = segment * SEGMENT + (int)threadIdx.x % SEGMENT_CHUNKS * CHUNK;
-    const bool is_second = dim >= source.first_dim;
-    const int part_dim = is_second ? dim - source.first_dim : dim;
-    return varlen_column{(is_second ? source.data[1] : source.data[0]) +
-                             part_dim * source.element_bytes,
-                         is_second ? source.token_bytes[1] : source.token_bytes[0],
-                         is_second ? source.head_bytes[1] : source.head_bytes[0], dim < source.dim};
+    return segment * SEGMENT + (int)threadIdx.x % SEGMENT_CHUNKS * CHUNK;
 }
 
 /* The offset of the thread's chunk in the first row that it copies. Rows that are COPY_ROWS apart
@@ -94,9 +81,9 @@ find_place(void)
 /* Brings a tile's query rows. */
 template <typename Shape, bool HALF>
 __device__ __forceinline__ void
-bring_queries(const varlen_args &args, const varlen_tile &tile, uint32_t to)
+bring_queries(const varlen_source &source, const varlen_args &args, const varlen_tile &tile,
+              uint32_t to)
 {
-    const varlen_source &source = args.q;
     to += find_place();
 #pragma unroll 1
     for (int i = 0; i < Shape::ROWS / COPY_ROWS; i++) {
@@ -106,39 +93,68 @@ bring_queries(const varlen_args &args, const varlen_tile &tile, uint32_t to)
         const int64_t token = tile.request.first_query + place.query;
 #pragma unroll
         for (int segment = 0; segment < Shape::D / SEGMENT; segment++) {
-            const varlen_column column = find_column(source, segment);
-            const uint8_t *const from =
-                column.from + token * column.token_bytes + place.head * column.head_bytes;
+            const int dim = find_dim(segment);
+            const int part = dim >= source.first_dim;
+            const int part_dim = part == 0 ? dim : dim - source.first_dim;
+            const bool is_on = is_row && dim < source.dim;
+            const uint8_t *const from = source.data[part] + token * source.token_bytes[part] +
+                                        place.head * source.head_bytes[part] +
+                                        part_dim * source.element_bytes;
             const uint32_t chunk = to + (segment * Shape::ROWS + i * COPY_ROWS) * SEGMENT_BYTES;
             if (source.copy == COPY_CHUNKS) {
-                ptx_cp_async_16_or_zero(chunk, from, is_row && column.exists);
+                ptx_cp_async_16_or_zero(chunk, from, is_on);
             } else {
-                bring_chunk<HALF>(chunk, from, source.copy, is_row && column.exists);
+                bring_chunk<HALF>(chunk, from, source.copy, is_on);
             }
         }
     }
 }
 
-/* Brings a block of keys or values whose first row belongs to `token`. The first num_rows rows
- * exist. */
-template <int DIMS, int ROWS, bool HALF>
+/* Part `part` of what a tile reads. */
+__device__ __forceinline__ varlen_part
+find_part(const varlen_source &source, int part, const varlen_tile &tile)
+{
+    return varlen_part{source.data[part] + tile.request.first_key * source.token_bytes[part] +
+                           tile.kv_head * source.head_bytes[part],
+                       source.token_bytes[part]};
+}
+
+/* A thread's chunk of a segment, in row 0. */
+struct varlen_column {
+    const uint8_t *from;
+    int64_t token_bytes;
+    bool exists;
+};
+
+__device__ __forceinline__ varlen_column
+find_column(const varlen_source &source, const varlen_part *parts, int segment)
+{
+    const int dim = find_dim(segment);
+    const bool is_second = dim >= source.first_dim;
+    const varlen_part part = parts[is_second];
+    const int part_dim = is_second ? dim - source.first_dim : dim;
+    return varlen_column{part.from + part_dim * source.element_bytes, part.token_bytes,
+                         dim < source.dim};
+}
+
+/* Brings a block of keys or values, from key `first` of the request on. Keys from `end` on become
+ * zeros. */
+template <int DIMS, int KEYS, bool HALF>
 __device__ __forceinline__ void
-bring_block(const varlen_source &source, int64_t token, int64_t kv_head, uint32_t num_rows,
+bring_block(const varlen_source &source, const varlen_part *parts, uint32_t first, uint32_t end,
             uint32_t to)
 {
-    const uint32_t first_row = threadIdx.x / SEGMENT_CHUNKS;
+    const uint32_t own = first + threadIdx.x / SEGMENT_CHUNKS;
     to += find_place();
     if (__builtin_expect(source.copy == COPY_CHUNKS, true)) {
 #pragma unroll
         for (int segment = 0; segment < DIMS / SEGMENT; segment++) {
-            const varlen_column column = find_column(source, segment);
-            const uint8_t *from = column.from + (token + first_row) * column.token_bytes +
-                                  kv_head * column.head_bytes;
+            const varlen_column column = find_column(source, parts, segment);
+            const uint8_t *from = column.from + own * column.token_bytes;
 #pragma unroll
-            for (int i = 0; i < ROWS / COPY_ROWS; i++) {
-                const uint32_t row = i * COPY_ROWS + first_row;
-                ptx_cp_async_16_or_zero(to + (segment * ROWS + i * COPY_ROWS) * SEGMENT_BYTES, from,
-                                        row < num_rows && column.exists);
+            for (int i = 0; i < KEYS / COPY_ROWS; i++) {
+                ptx_cp_async_16_or_zero(to + (segment * KEYS + i * COPY_ROWS) * SEGMENT_BYTES, from,
+                                        own + i * COPY_ROWS < end && column.exists);
                 from += COPY_ROWS * column.token_bytes;
             }
         }
@@ -146,14 +162,12 @@ bring_block(const varlen_source &source, int64_t token, int64_t kv_head, uint32_
     }
 #pragma unroll 1
     for (int segment = 0; segment < DIMS / SEGMENT; segment++) {
-        const varlen_column column = find_column(source, segment);
-        const uint8_t *from =
-            column.from + (token + first_row) * column.token_bytes + kv_head * column.head_bytes;
+        const varlen_column column = find_column(source, parts, segment);
+        const uint8_t *from = column.from + own * column.token_bytes;
 #pragma unroll 2
-        for (int i = 0; i < ROWS / COPY_ROWS; i++) {
-            const uint32_t row = i * COPY_ROWS + first_row;
-            bring_chunk<HALF>(to + (segment * ROWS + i * COPY_ROWS) * SEGMENT_BYTES, from,
-                              source.copy, row < num_rows && column.exists);
+        for (int i = 0; i < KEYS / COPY_ROWS; i++) {
+            bring_chunk<HALF>(to + (segment * KEYS + i * COPY_ROWS) * SEGMENT_BYTES, from,
+                              source.copy, own + i * COPY_ROWS < end && column.exists);
             from += COPY_ROWS * column.token_bytes;
         }
     }

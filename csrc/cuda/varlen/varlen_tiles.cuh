@@ -83,13 +83,22 @@ struct varlen_tile {
     int32_t num_rows;
 };
 
+/* A part of the rows of keys or values that a tile reads. */
+struct varlen_part {
+    const uint8_t *from; /* key 0 of the request */
+    int64_t token_bytes;
+};
+
+enum varlen_part_idx { PART_K0 = 0, PART_K1 = 1, PART_V = 2, NUM_PARTS = 3 };
+
 /* A row's 16-byte chunk c lies at c ^ row % 8 of its segment. */
 template <typename Shape> struct varlen_memory {
     uint16_t queries[Shape::D / SEGMENT][Shape::ROWS][SEGMENT];
     uint16_t keys[Shape::D / SEGMENT][Shape::KEYS][SEGMENT];
     uint16_t values[Shape::DV / SEGMENT][Shape::KEYS][SEGMENT];
     varlen_limits limits[Shape::ROWS]; /* of each row; 0, 0: the row sees no key */
-    varlen_tile tile;                  /* here, because the loop over blocks needs the registers */
+    varlen_part parts[NUM_PARTS];
+    varlen_tile tile; /* here, because the loop over blocks needs the registers */
 };
 
 /* A query row's place. */
