@@ -231,8 +231,8 @@ move_references(float scale, const float largest[Shape::M][2], varlen_rows<Shape
             score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, 2));
             const float older = rows->reference[m][i];
             if (fmaf(score, scale, -older) > MOST_EXCESS) {
-                const float factor = ptx_exp2(older - score * scale);
-                rows->reference[m][i] = score * scale;
+                rows->reference[m][i] = __fmul_rn(score, scale); /* not a part of an FMA */
+                const float factor = ptx_exp2(older - rows->reference[m][i]);
                 rows->sum[m][i] *= factor;
                 rows->rest[m][i] *= factor;
 #pragma unroll
