@@ -216,7 +216,7 @@ require_descale(smla_checker *c, const char *name, const smla_scale_arg *given, 
         tensor->ndim == 2 && tensor->shape[0] == num_reqs && tensor->shape[1] == num_kv_heads;
     if (!has_rows && !has_one_value(tensor)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be a float, or have one value or shape [%lld, %lld], got "
+                         "%s: `%s` must have one value or shape [%lld, %lld], or be a float, got "
                          "shape %s",
                          c->op, name, (long long)num_reqs, (long long)num_kv_heads,
                          smla_describe_shape(tensor).text);

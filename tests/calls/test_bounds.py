@@ -127,10 +127,23 @@ def is_cache(row: Row, name: str) -> bool:
     return name in CACHES and not (name == "kv" and row.op in rows)
 
 
+# What varlen_attention takes, beside a query of bf16 or e4m3.
+HALVES = {
+    "q": ("bfloat16", "float16", "uint8", "float8_e4m3fn"),
+    "k[0]": ("bfloat16", "uint8", "float8_e4m3fn"),
+    "v": ("uint8", "float8_e4m3fn"),
+    "out": ("bfloat16", "float32"),
+    "workspace": ("uint8", "int8"),
+}
+HALVES |= {"q[0]": HALVES["q"], "k": HALVES["q"]}
+
+
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
+    if row.op == "varlen_attention" and name in HALVES:
+        return HALVES[name] if name != "v" or "v_descale" in row.rules else ("bfloat16",)
     if row.op in ("indexer_logits", "lightning_indexer") and name == "q_scale":
         return ("uint8",)
     if row.op in ("indexer_logits", "lightning_indexer") and name in ("q", "k_cache[0]"):
@@ -226,6 +239,8 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
+    if row.op == "varlen_attention":
+        return unlike_half(row, name, dtype)
     if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
         rest = "`q_scale` must be left out for a bfloat16 query, got an array"
         return ValueError, f"{row.blames.get(name, row.op)}: {rest}"
@@ -234,6 +249,23 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
         rest = "`weight_scale_inv` must be given for an e4m3 weight, got none"
         return ValueError, f"split_kv_b_proj: {rest}"
+    return None
+
+
+def unlike_half(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
+    """The error for another kind of query or key, which its second array, its values or its scale
+    does not have."""
+    codes = ("uint8", "float8_e4m3fn")
+    wanted = listed(codes) if dtype in codes else dtype
+    hint = BF16_HINT if dtype == "bfloat16" else ""
+    if name in ("q[0]", "k[0]") and dtype != "bfloat16":
+        other = name.replace("0", "1")
+        return TypeError, f"{row.op}: `{other}` must be {wanted}, got bfloat16"
+    if name == "k" and dtype not in codes:
+        return TypeError, f"{row.op}: `v` must be {wanted}, got float8_e4m3fn{hint}"
+    if name == "q" and dtype not in codes:
+        rule = "must be left out unless `q` is e4m3"
+        return ValueError, f"{row.op}: `q_descale` {rule}, got {dtype}"
     return None
 
 
@@ -394,6 +426,8 @@ LARGER = {
     ("mla_attention", "attn_sink"): {0},
     ("mla_attention", "out"): {1},
     ("mla_attention", "workspace"): {0},
+    ("varlen_attention", "attn_sink"): {0},
+    ("varlen_attention", "workspace"): {0},
     ("merge_attn_states", "attn_sink"): {0},
     ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
     ("fused_qnorm_rope_kv_insert", "kv"): {0},

@@ -1,5 +1,47 @@
 /* varlen_attention.cu: multi-head attention over ragged, contiguous keys and values, for every GPU
- * from sm_80 on, with mma.sync.
+ * from sm_80 on, with mma.sync. README.md tells why it is as it is.
+ *
+ * Computes     s_j = softmax_scale * q_descale * k_descale * log2(e) * (q . k_j), perhaps capped,
+ *              w_j = 2^(s_j - ref) for the keys that the row sees (params_varlen.h),
+ *              out = v_descale * sum_j w_j v_j / sum_j w_j / (1 + e^(sink - lse)),
+ *              lse = ref * ln 2 + ln(sum_j w_j)
+ * Shapes       q [Tq][H][D], k [Tk][Hk][D], v [Tk][Hk][Dv] bf16, fp16 or e4m3, any strides; q and k
+ *              may be two arrays, split at any multiple of 8; out [Tq][H][Dv] bf16, fp16 or fp32,
+ *              lse [Tq][H] fp32, any strides. D and Dv are multiples of 8, padded with zeros in
+ *              shared memory to the next instance. q, k and v of which every chunk of 8 elements is
+ *              aligned are copied without registers (e4m3 is widened in them).
+ * Shared mem   queries [D / 64][rows][64], keys [D / 64][block][64], values [Dv / 64][block][64],
+ *              16 bits, 16-byte chunk c of row r at c ^ r % 8; limits of rows, parts, the tile.
+ *                instance  rows  keys  a warp's rows x values  bytes   registers
+ *                64/64     128   64    32 x 64                 33,904  228
+ *                128/128   128   64    32 x 128                66,672  255
+ *                192/128   128   64    32 x 128                91,248  255
+ *                256/256   64    64    16 x 256                98,928  246
+ *                576/512   32    16    16 x 256 (two parts)    72,048  240
+ *              99 KiB suffice (sm_86, 89, 120). Registers allow two CTAs per SM, and so does the
+ *              memory of A100 and Hopper, except for 192/128 and 256/256 on A100.
+ * Roles        A CTA of 4 warps takes a tile of query rows that share a KV head. All warps copy and
+ *              multiply. A block of keys has two phases, each behind a barrier of all threads:
+ *                keys     The block's keys are visible. Copies of its values start; scores and
+ *                         weights are computed, in registers.
+ *                values   The block's values are visible. Copies of the next keys start; weights
+ *                         are multiplied by values.
+ *              The other CTA of the SM multiplies while this one waits or takes exponents.
+ * Roofline     2 (D + Dv) FLOP per pair of row and key. mma.sync binds, about 62 % of the tensor
+ *              cores' rate on Hopper. A warp of 32 rows reads 416 cycles of shared memory per block
+ *              of 192/128 while tensor cores work 516. Not measured yet.
+ * Numerics     e4m3 is exact in bf16 and fp16. Scores and out are sums of fp32 by tensor cores,
+ *              over D at most 256 long, and fp32 beyond. Weights are rounded once, to the type of
+ *              the operands; their sum is not rounded to it, and is compensated. So out is off by
+ *              2^-8 of sum_j p_j |v_j| and of |out| at most, and lse does not know of 16 bits.
+ *              ref is the largest logit of the row's first block with a key, and moves to a larger
+ *              one only if that is 2^8 heavier. Keys past the last one that the tile sees are
+ *              zeros, so no other request's NaN meets a product. A NaN value in a key that only a
+ *              mask hides makes 0 * NaN. No key: out 0, lse -inf. A row's bits depend on its query,
+ *              its request's keys and the dims alone: blocks begin at multiples of their size from
+ *              the request's key 0, and a block that the row does not see changes none of its bits.
+ * Source       FlashAttention-2, for the loop and for registers as operands; the references that
+ *              seldom move, tiles of several heads and the order of tiles are ours.
  */
 #include "cuda/varlen/varlen_results.cuh"
 
@@ -7,15 +49,11 @@ namespace {
 
 enum { MIN_CTAS_PER_SM = 2 };
 
-/* Attends to the keys of a tile. */
+/* Starts the copies of queries, and leaves in shared memory what the loop reads. */
 template <typename Shape, bool HALF>
 __device__ __forceinline__ void
-attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shape> *shared)
+start_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shape> *shared)
 {
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const int first_row = warp / Shape::WARPS_ALONG_VALUES * Shape::WARP_ROWS;
-    const int first_value = warp % Shape::WARPS_ALONG_VALUES * Shape::WARP_VALUES;
-    const int lane = lane_idx();
     bring_queries<Shape, HALF>(args.q, args, tile, ptx_shared_address(shared->queries));
     store_limits<Shape>(args, tile, shared->limits);
     if (threadIdx.x == 0) {
@@ -24,65 +62,57 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
         shared->parts[PART_K1] = find_part(args.k, 1, tile);
         shared->parts[PART_V] = find_part(args.v, 0, tile);
     }
-    ptx_barrier(0, CTA_THREADS); /* the tile and its limits are visible */
+    ptx_barrier(0, CTA_THREADS); /* limits, parts and the tile are visible */
+}
+
+/* Computes a tile. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shape> *shared)
+{
+    constexpr uint32_t KEYS = Shape::KEYS;
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const int first_row = warp / Shape::WARPS_ALONG_VALUES * Shape::WARP_ROWS;
+    const int first_value = warp % Shape::WARPS_ALONG_VALUES * Shape::WARP_VALUES;
+    start_tile<Shape, HALF>(args, tile, shared);
     const varlen_limits all = merge_limits<Shape::ROWS>(shared->limits, tile.num_rows).any;
     const varlen_view own =
         merge_limits<Shape::WARP_ROWS>(shared->limits + first_row, tile.num_rows - first_row);
     const varlen_rule rule = find_rule(args.p, tile);
-
     const uint32_t keys = ptx_shared_address(shared->keys);
     const uint32_t values = ptx_shared_address(shared->values);
-    const uint32_t query_chunk = ptx_shared_address(shared->queries) +
-                                 (first_row + lane % 16) * SEGMENT_BYTES +
-                                 (lane / 16 ^ lane % 8) * 16;
-    const uint32_t key_chunk =
-        keys + (lane / 16 * 8 + lane % 8) * SEGMENT_BYTES + (lane / 8 % 2 ^ lane % 8) * 16;
-    const uint32_t value_chunk = values + first_value / SEGMENT * Shape::KEYS * SEGMENT_BYTES +
-                                 lane % 16 * SEGMENT_BYTES + (lane / 16 ^ lane % 8) * 16;
+    const varlen_operands operands = find_operands<Shape>(*shared, first_row, first_value);
 
     varlen_rows<Shape> rows;
+    start_rows<Shape>(&rows);
     float out[Shape::M][Shape::V][4] = {};
-#pragma unroll
-    for (int m = 0; m < Shape::M; m++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            rows.reference[m][i] = -INFINITY;
-            rows.sum[m][i] = 0.0f;
-            rows.rest[m][i] = 0.0f;
-        }
-    }
-    uint32_t first_key = all.begin / Shape::KEYS * Shape::KEYS;
+    uint32_t first_key = all.begin / KEYS * KEYS;
     if (first_key < all.end) {
-        bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->parts, first_key, all.end, keys);
+        bring_block<Shape::D, KEYS, HALF>(args.k, shared->parts, first_key, all.end, keys);
     }
 #pragma unroll 1
-    for (; first_key < all.end; first_key += Shape::KEYS) {
-        const bool is_seen = first_key < own.any.end && first_key + Shape::KEYS > own.any.begin;
+    for (; first_key < all.end; first_key += KEYS) {
+        const uint32_t next = first_key + KEYS;
+        const bool is_seen = first_key < own.any.end && next > own.any.begin;
         ptx_cp_async_wait_all();
         ptx_barrier(0, CTA_THREADS); /* the keys are visible; nobody reads the values any more */
-        bring_block<Shape::DV, Shape::KEYS, HALF>(args.v, shared->parts + PART_V, first_key,
-                                                  all.end, values);
+        bring_block<Shape::DV, KEYS, HALF>(args.v, shared->parts + PART_V, first_key, all.end,
+                                           values);
         uint32_t weights[Shape::M][Shape::N / 2][4];
         if (is_seen) {
             float scores[Shape::M][Shape::N][4];
-            score_block<Shape, HALF>(query_chunk, key_chunk, args.num_segments, scores);
-            if (rule.is_early) {
-                cap_scores<Shape>(rule.early_scale, args.p.softcap * 1.44269504f, scores);
-            }
-            if (first_key < own.each.begin || first_key + Shape::KEYS > own.each.end) {
-                mask_scores<Shape>(shared->limits + first_row, first_key, scores);
-            }
-            update_references<Shape>(rule.scale, scores, &rows, out);
-            weigh_scores<Shape, HALF>(rule.scale, scores, &rows, weights);
+            score_block<Shape, HALF>(operands.queries, operands.keys, args.num_segments, scores);
+            weigh_block<Shape, HALF>(rule, args.p.softcap * LOG2_E, shared->limits + first_row,
+                                     first_key < own.each.begin || next > own.each.end, first_key,
+                                     scores, &rows, out, weights);
         }
         ptx_cp_async_wait_all();
         ptx_barrier(0, CTA_THREADS); /* the values are visible; nobody reads the keys any more */
-        if (first_key + Shape::KEYS < all.end) {
-            bring_block<Shape::D, Shape::KEYS, HALF>(args.k, shared->parts, first_key + Shape::KEYS,
-                                                     all.end, keys);
+        if (next < all.end) {
+            bring_block<Shape::D, KEYS, HALF>(args.k, shared->parts, next, all.end, keys);
         }
         if (is_seen) {
-            add_block<Shape, HALF>(value_chunk, weights, out);
+            add_block<Shape, HALF>(operands.values, weights, out);
         }
     }
     ptx_cp_async_wait_all(); /* for queries that no key was multiplied with */
@@ -96,9 +126,12 @@ __launch_bounds__(CTA_THREADS, MIN_CTAS_PER_SM)
 {
     extern __shared__ __align__(128) uint8_t memory[];
     ptx_wait_for_grids();
-    varlen_tile tile;
-    if (find_tile<Shape>(args, (int64_t)blockIdx.x, &tile)) {
-        attend_tile<Shape, HALF>(args, tile, (varlen_memory<Shape> *)memory);
+    for (int64_t item = blockIdx.x; item < args.num_items; item += gridDim.x) {
+        varlen_tile tile;
+        if (find_tile<Shape>(args, item, &tile)) {
+            attend_tile<Shape, HALF>(args, tile, (varlen_memory<Shape> *)memory);
+            ptx_barrier(0, CTA_THREADS); /* nobody reads the tile's memory any more */
+        }
     }
 }
 
@@ -160,11 +193,11 @@ make_args(const smla_varlen_params &p)
     const int64_t group = p.num_heads / p.num_kv_heads;
     /* Every request with queries may have one tile that is not full. */
     const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
-    const int64_t slots = (p.num_tokens * group + num_reqs * (Shape::ROWS - 1)) / Shape::ROWS;
+    const int64_t head_tiles = (p.num_tokens * group + num_reqs * (Shape::ROWS - 1)) / Shape::ROWS;
     args.group = smla_make_divisor(group);
-    args.slots = smla_make_divisor(slots);
+    args.head_tiles = smla_make_divisor(head_tiles);
     args.section_heads = smla_make_divisor(choose_section(args));
-    args.num_items = p.num_kv_heads * slots;
+    args.num_items = p.num_kv_heads * head_tiles;
     args.num_segments = (int32_t)smla_count_parts(args.q.dim, SEGMENT);
     const int64_t pair_bytes = p.out_type == SMLA_FLOAT_FP32 ? 8 : 4;
     args.out_is_paired = smla_is_multiple(p.out, p.out_stride_token * pair_bytes / 2, pair_bytes) &&

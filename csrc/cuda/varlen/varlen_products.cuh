@@ -4,6 +4,8 @@
 #include "cuda/attention/partials/softmax.cuh"
 #include "cuda/varlen/varlen_rows.cuh"
 
+constexpr float LOG2_E = 1.44269504f;
+
 /* A reference moves when a logit exceeds it by more than 2^MOST_EXCESS as a weight. */
 constexpr float MOST_EXCESS = 8.0f;
 
@@ -25,9 +27,24 @@ struct varlen_rule {
 /* A thread has rows lane / 4 + 8 i of each 16 rows. Weights are 2^(logit - reference). */
 template <typename Shape> struct varlen_rows {
     float reference[Shape::M][2]; /* -inf: no logit so far */
-    float sum[Shape::M][2];       /* of the lane's weights */
+    float sum[Shape::M][2];       /* sum of the lane's weights */
     float rest[Shape::M][2];      /* what roundings of the sum lost */
 };
+
+template <typename Shape>
+__device__ __forceinline__ void
+start_rows(varlen_rows<Shape> *rows)
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            rows->reference[m][i] = -INFINITY;
+            rows->sum[m][i] = 0.0f;
+            rows->rest[m][i] = 0.0f;
+        }
+    }
+}
 
 template <bool HALF>
 __device__ __forceinline__ void
@@ -38,6 +55,30 @@ multiply(float d[4], const uint32_t a[4], const uint32_t b[2])
     } else {
         ptx_mma_bf16(d, a, b);
     }
+}
+
+/* Addresses in shared memory of the lane's chunks of a warp's operands. */
+struct varlen_operands {
+    uint32_t queries;
+    uint32_t keys;
+    uint32_t values;
+};
+
+template <typename Shape>
+__device__ __forceinline__ varlen_operands
+find_operands(const varlen_memory<Shape> &shared, int first_row, int first_value)
+{
+    const int lane = lane_idx();
+    const int line = lane % 8; /* in one of the four matrices of ldmatrix */
+    const int upper = lane / 16;
+    const int middle = lane / 8 % 2;
+    return varlen_operands{
+        ptx_shared_address(shared.queries) + (first_row + middle * 8 + line) * SEGMENT_BYTES +
+            (upper ^ line) * 16,
+        ptx_shared_address(shared.keys) + (upper * 8 + line) * SEGMENT_BYTES + (middle ^ line) * 16,
+        ptx_shared_address(shared.values) + first_value / SEGMENT * Shape::KEYS * SEGMENT_BYTES +
+            (middle * 8 + line) * SEGMENT_BYTES + (upper ^ line) * 16,
+    };
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
@@ -190,8 +231,8 @@ move_references(float scale, const float largest[Shape::M][2], varlen_rows<Shape
             score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, 2));
             const float older = rows->reference[m][i];
             if (fmaf(score, scale, -older) > MOST_EXCESS) {
-                const float factor = ptx_exp2(older - score * scale);
-                rows->reference[m][i] = score * scale;
+                rows->reference[m][i] = __fmul_rn(score, scale); /* not a part of an FMA */
+                const float factor = ptx_exp2(older - rows->reference[m][i]);
                 rows->sum[m][i] *= factor;
                 rows->rest[m][i] *= factor;
 #pragma unroll
@@ -258,6 +299,24 @@ weigh_scores(float scale, float scores[Shape::M][Shape::N][4], varlen_rows<Shape
             rows->rest[m][i] += term - (rows->sum[m][i] - older);
         }
     }
+}
+
+/* Turns the scores of a block into weights. `limits` are those of the warp's rows; `is_cut` tells
+ * whether one of these rows does not see the whole block. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+weigh_block(const varlen_rule &rule, float cap_log2, const varlen_limits *limits, bool is_cut,
+            uint32_t first_key, float scores[Shape::M][Shape::N][4], varlen_rows<Shape> *rows,
+            float out[Shape::M][Shape::V][4], uint32_t weights[Shape::M][Shape::N / 2][4])
+{
+    if (rule.is_early) {
+        cap_scores<Shape>(rule.early_scale, cap_log2, scores);
+    }
+    if (is_cut) {
+        mask_scores<Shape>(limits, first_key, scores);
+    }
+    update_references<Shape>(rule.scale, scores, rows, out);
+    weigh_scores<Shape, HALF>(rule.scale, scores, rows, weights);
 }
 
 /* ---- Out ----------------------------------------------------------------------------------- */

@@ -15,8 +15,8 @@ load_scale(const smla_varlen_scale &scale, const varlen_tile &tile)
 __device__ __forceinline__ varlen_rule
 find_rule(const smla_varlen_params &p, const varlen_tile &tile)
 {
-    const float scale = p.softmax_scale * load_scale(p.q_descale, tile) *
-                        load_scale(p.k_descale, tile) * 1.44269504f;
+    const float scale =
+        p.softmax_scale * load_scale(p.q_descale, tile) * load_scale(p.k_descale, tile) * LOG2_E;
     /* -inf * scale must be -inf, so a scale that is not positive is multiplied before masks. */
     const bool is_early = p.softcap != 0.0f || !(scale > 0.0f);
     return varlen_rule{is_early ? 1.0f : scale, scale, is_early};
@@ -60,7 +60,7 @@ write_pair(const varlen_args &args, int64_t index, float low, float high)
         return;
     }
     const uint32_t pair =
-        args.p.out_type == SMLA_FLOAT_FP16 ? smla_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+        args.p.out_type == SMLA_FLOAT_FP16 ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
     uint16_t *const to = (uint16_t *)args.p.out + index;
     if (args.out_is_paired) {
         smla_store_words<4, true>(to, &pair);

@@ -12,7 +12,7 @@ template <bool HALF>
 __device__ __forceinline__ uint32_t
 pack_pair(float low, float high)
 {
-    return HALF ? smla_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+    return HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
 }
 
 /* ---- Chunks -------------------------------------------------------------------------------- */

@@ -68,9 +68,9 @@ struct varlen_args {
     varlen_source k;
     varlen_source v;
     smla_divisor group;         /* H / Hk */
-    smla_divisor slots;         /* the most tiles that a KV head can have */
+    smla_divisor head_tiles;    /* the most tiles that a KV head can have */
     smla_divisor section_heads; /* KV heads whose tiles run at the same time */
-    int64_t num_items;          /* Hk * slots */
+    int64_t num_items;          /* Hk * head_tiles */
     int32_t num_segments;       /* segments of a query or key */
     bool out_is_paired;         /* two elements of out can be stored at once */
 };
@@ -122,12 +122,12 @@ find_row(const varlen_args &args, const varlen_tile &tile, int row)
                       tile.kv_head * args.group.divisor + number - query * args.group.divisor};
 }
 
-/* Finds the tile of a slot of a KV head, or returns false. Slots number the tiles of all requests.
- * In a request, the last rows come first, because causal masks give them the most keys. Each warp
- * searches by itself, 32 requests at a time. */
+/* Finds a KV head's tile `number`, or returns false where there are fewer. Tiles are numbered
+ * request by request. In a request, the last rows come first, because causal masks give them the
+ * most keys. Each warp searches by itself, 32 requests at a time. */
 template <typename Shape>
 __device__ __forceinline__ bool
-find_slot(const varlen_args &args, int64_t slot, varlen_tile *tile)
+find_head_tile(const varlen_args &args, int64_t number, varlen_tile *tile)
 {
     const int64_t group = args.group.divisor;
 #pragma unroll 1
@@ -139,32 +139,33 @@ find_slot(const varlen_args &args, int64_t slot, varlen_tile *tile)
                     Shape::ROWS;
         }
         const int64_t sum = smla_scan_lanes(count, lane_idx());
-        const uint32_t past = __ballot_sync(ALL_LANES, slot < sum);
+        const uint32_t past = __ballot_sync(ALL_LANES, number < sum);
         if (past != 0) {
             const int owner = __ffs((int)past) - 1;
             tile->req = first + owner;
             tile->request = smla_find_varlen_request(&args.p, tile->req);
             const int64_t last = __shfl_sync(ALL_LANES, sum, owner) - 1;
-            tile->first_row = (last - slot) * Shape::ROWS;
+            tile->first_row = (last - number) * Shape::ROWS;
             const int64_t left = tile->request.num_queries * group - tile->first_row;
             tile->num_rows = (int32_t)(left < Shape::ROWS ? left : Shape::ROWS);
             return true;
         }
-        slot -= __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+        number -= __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
     }
     return false;
 }
 
-/* Finds the tile of an item, or returns false. Heads of a section come first, then slots, then
- * sections, so that the keys and values that are read at the same time fit in L2. */
+/* Finds the tile of a work item, or returns false. The heads of a section come first, then the
+ * tiles of a head, then sections, so that the keys and values that are read at the same time fit in
+ * L2. */
 template <typename Shape>
 __device__ __forceinline__ bool
 find_tile(const varlen_args &args, int64_t item, varlen_tile *tile)
 {
     const int64_t row = smla_divide(item, args.section_heads);
-    const int64_t section = smla_divide(row, args.slots);
+    const int64_t section = smla_divide(row, args.head_tiles);
     tile->kv_head = section * args.section_heads.divisor + item - row * args.section_heads.divisor;
-    return find_slot<Shape>(args, row - section * args.slots.divisor, tile);
+    return find_head_tile<Shape>(args, row - section * args.head_tiles.divisor, tile);
 }
 
 /* ---- Which keys rows see ------------------------------------------------------------------- */
