@@ -119,6 +119,7 @@ _TYPES = {
     "int32": "int",
     "flag": "bool",
     "size": "SymInt?",
+    "count or none": "SymInt?",
     "two ints": "int[2]",
     "three ints or none": "int[]?",
     "float": "float",

@@ -176,7 +176,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
-    if name in ("out_a", "q_weight", "kv_weight", "norm_weight", "logits", "q_pe", "table"):
+    if name == "out_a":
+        return ("bfloat16", "float16", "float32")
+    if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe", "table"):
         return ("bfloat16", "float32")
     if name == "kv" and "ape" in row.rules:
         return ("bfloat16", "float32")
@@ -1503,6 +1505,7 @@ def test_neighbours_and_overlaps(row, out, other):
     if both and names[0] == other:
         first, second = other, out
     may_be = first == f"{second.removesuffix('_pe')}_out"
+    may_be |= row.op == "merge_attn_states" and second in (f"{first}_a", f"{first}_b")
     rule = "be the whole of or not overlap" if may_be else "not overlap"
     text = f"{error_op(row)}: `{first}` must {rule} `{second}`, got arrays that share memory"
     raw = np.full(x.nbytes + y.nbytes + 256, RED, U8)

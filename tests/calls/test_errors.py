@@ -415,7 +415,7 @@ MLA = [
 ]  # fmt: skip
 
 MERGE = [
-    ("fp16", "out_a", lambda x: x.astype(np.float16), TypeError, ()),
+    ("integers", "out_a", lambda x: x.view(np.int16), TypeError, ()),
     ("two dtypes", "out_b", lambda x: x.astype(np.float32), TypeError, ("out_a",)),
     ("rank", "out_a", lambda x: x[0], ValueError, ()),
     ("heads", "out_b", lambda x: x[:, :3], ValueError, ("out_a",)),

@@ -198,7 +198,7 @@ FACTS: dict[str, Facts] = {
     ),
     "merge_attn_states": Facts(
         positional="out_a lse_a out_b lse_b",
-        keywords="attn_sink= out= lse= stream=",
+        keywords="attn_sink= prefill_tokens_with_context= out= lse= stream=",
         good=merge_call,
         num_results=2,
         refused=("lse_b", np.zeros((3, 5), np.float32)),

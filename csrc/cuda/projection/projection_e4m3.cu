@@ -37,7 +37,7 @@ enum {
     QUARTER_WARPS = QUARTER_THREADS / SMLA_WARP_LANES,
     TEAM_THREADS = HALVES * QUARTER_THREADS,
     BLOCK_THREADS = QUARTERS * QUARTER_THREADS,
-    TEAM_BARRIER = 1, /* of team 0; barrier 0 is __syncthreads's */
+    TEAM_BARRIER = 1, /* team 0's; barrier 0 is __syncthreads's */
     PARITY_BIT = 1,   /* the bit of a row's index that its chunks' order depends on */
     HALF_CHUNKS = ROW_CHUNKS / HALVES,
     WORDS = CHUNK_BYTES / 4, /* words per chunk: a word is a lane's part of a k-step of 16 values */
@@ -69,7 +69,8 @@ template <typename Shape> struct step_ring {
 
 template <typename Shape> union tile_memory {
     step_ring<Shape> rings[TEAMS];
-    float sums[QUARTERS - 1][Shape::VALUES][QUARTER_THREADS]; /* of all quarters but the first */
+    float sums[QUARTERS - 1][Shape::VALUES]
+              [QUARTER_THREADS]; /* all quarters' but the first one's */
 };
 
 template <typename Shape> struct tile_sums {
@@ -104,9 +105,9 @@ struct step_copier {
     const uint8_t *tokens;
     const uint8_t *weights;
     uint32_t to;    /* its first chunk, in bytes behind the first row of a step in shared memory */
-    int num_tokens; /* of its rows, those that exist */
+    int num_tokens; /* those of its rows that exist */
     int num_weights;
-    const uint32_t *scale; /* of step 0: that of the thread's token, or the weight's */
+    const uint32_t *scale; /* its token's or the weight's, in step 0 */
     bool has_scale;
 };
 

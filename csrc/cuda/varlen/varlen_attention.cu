@@ -17,7 +17,7 @@
  *                128/128   128   64    32 x 128                66,672  255
  *                192/128   128   64    32 x 128                91,248  255
  *                256/256   64    64    16 x 256                98,928  246
- *                576/512   32    16    16 x 256 (two parts)    72,048  240
+ *                MLA       32    16    16 x 256 (two parts)    72,048  240
  *              99 KiB suffice (sm_86, 89, 120). Registers allow two CTAs per SM, and so does the
  *              memory of A100 and Hopper, except for 192/128 and 256/256 on A100.
  * Roles        A CTA of 4 warps takes a tile of query rows that share a KV head. All warps copy and
@@ -115,7 +115,7 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
             add_block<Shape, HALF>(operands.values, weights, out);
         }
     }
-    ptx_cp_async_wait_all(); /* for queries that no key was multiplied with */
+    ptx_cp_async_wait_all(); /* queries that no key was multiplied with are still under way */
     write_results<Shape, HALF>(args, shared->tile, first_row, first_value, rows, out);
 }
 
@@ -241,10 +241,10 @@ typedef varlen_shape<64, 64, 32, 4, 64> shape_64;
 typedef varlen_shape<128, 128, 32, 4, 64> shape_128;
 typedef varlen_shape<192, 128, 32, 4, 64> shape_192;
 typedef varlen_shape<256, 256, 16, 4, 64> shape_256;
-typedef varlen_shape<576, 512, 16, 2, 16> shape_576;
+typedef varlen_shape<SMLA_HEAD_DIM, SMLA_KV_LORA_RANK, 16, 2, 16> shape_mla;
 
 const varlen_kernel varlen_kernels[] = {
-    KERNEL(shape_64), KERNEL(shape_128), KERNEL(shape_192), KERNEL(shape_256), KERNEL(shape_576),
+    KERNEL(shape_64), KERNEL(shape_128), KERNEL(shape_192), KERNEL(shape_256), KERNEL(shape_mla),
 };
 
 } /* namespace */

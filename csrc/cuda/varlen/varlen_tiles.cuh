@@ -96,7 +96,7 @@ template <typename Shape> struct varlen_memory {
     uint16_t queries[Shape::D / SEGMENT][Shape::ROWS][SEGMENT];
     uint16_t keys[Shape::D / SEGMENT][Shape::KEYS][SEGMENT];
     uint16_t values[Shape::DV / SEGMENT][Shape::KEYS][SEGMENT];
-    varlen_limits limits[Shape::ROWS]; /* of each row; 0, 0: the row sees no key */
+    varlen_limits limits[Shape::ROWS]; /* each row's; 0, 0: the row sees no key */
     varlen_part parts[NUM_PARTS];
     varlen_tile tile; /* here, because the loop over blocks needs the registers */
 };

@@ -38,24 +38,24 @@ typedef enum smla_py_kind {
     SMLA_PY_RESULT, /* always new */
     SMLA_PY_ASKED_RESULT,
     /* options */
-    SMLA_PY_INT,          /* int64_t */
-    SMLA_PY_INT32,        /* int32_t */
-    SMLA_PY_FLAG,         /* int32_t: 1 where the argument is true */
-    SMLA_PY_UNLESS,       /* int32_t: 1 where the argument is false */
-    SMLA_PY_SIZE,         /* int64_t: None, which is 0, or at least 1 */
-    SMLA_PY_COUNT_OR_ALL, /* int64_t: None, which is -1, or at least 0 */
-    SMLA_PY_TWO_INTS,     /* int64_t[2]: a tuple */
-    SMLA_PY_THREE_INTS,   /* int64_t[3]: None, which is zeros, or a tuple */
-    SMLA_PY_FLOAT,        /* double */
-    SMLA_PY_KV_FORMAT,    /* int32_t: None or the name of a cache format */
-    SMLA_PY_FLOATS,       /* DLDataType: "float32" or "bfloat16" */
-    SMLA_PY_SCALES,       /* int32_t: the name of a scale layout */
-    SMLA_PY_DEVICE,       /* DLDevice */
-    SMLA_PY_STARTS,       /* a build: a copy of host integers, one more than requests */
-    SMLA_PY_LENGTHS,      /* a build: the same, one per request */
-    SMLA_PY_GENERATION,   /* no field: the number of the step's latest build */
-    SMLA_PY_ASK,          /* no field: whether to return the asked output or result */
-    SMLA_PY_STREAM,       /* void *; the last row where there are arrays */
+    SMLA_PY_INT,           /* int64_t */
+    SMLA_PY_INT32,         /* int32_t */
+    SMLA_PY_FLAG,          /* int32_t: 1 where the argument is true */
+    SMLA_PY_UNLESS,        /* int32_t: 1 where the argument is false */
+    SMLA_PY_SIZE,          /* int64_t: None, which is 0, or at least 1 */
+    SMLA_PY_COUNT_OR_NONE, /* int64_t: None, which is -1, or at least 0 */
+    SMLA_PY_TWO_INTS,      /* int64_t[2]: a tuple */
+    SMLA_PY_THREE_INTS,    /* int64_t[3]: None, which is zeros, or a tuple */
+    SMLA_PY_FLOAT,         /* double */
+    SMLA_PY_KV_FORMAT,     /* int32_t: None or the name of a cache format */
+    SMLA_PY_FLOATS,        /* DLDataType: "float32" or "bfloat16" */
+    SMLA_PY_SCALES,        /* int32_t: the name of a scale layout */
+    SMLA_PY_DEVICE,        /* DLDevice */
+    SMLA_PY_STARTS,        /* a build: a copy of host integers, one more than requests */
+    SMLA_PY_LENGTHS,       /* a build: the same, one per request */
+    SMLA_PY_GENERATION,    /* no field: the number of the step's latest build */
+    SMLA_PY_ASK,           /* no field: whether to return the asked output or result */
+    SMLA_PY_STREAM,        /* void *; the last row where there are arrays */
     /* as SMLA_PY_STREAM, but without an argument: always the stream of the arrays */
     SMLA_PY_ARRAYS_STREAM,
     SMLA_PY_STEP, /* a layer's step, without an argument; before its generation */

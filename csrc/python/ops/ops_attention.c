@@ -340,7 +340,7 @@ static const smla_py_param merge_params[] = {
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_merge_attn_states_args, attn_sink)},
     [MERGE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, out)},
     [MERGE_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, lse)},
-    {"prefill_tokens_with_context", SMLA_PY_COUNT_OR_ALL,
+    {"prefill_tokens_with_context", SMLA_PY_COUNT_OR_NONE,
      offsetof(smla_merge_attn_states_args, tokens_without_context)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_states_args, stream)},
 };

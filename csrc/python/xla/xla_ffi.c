@@ -377,7 +377,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             *(int32_t *)field = *(int32_t *)field == 0;
             break;
         case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, 1, field)); break;
-        case SMLA_PY_COUNT_OR_ALL: SMLA_TRY(read_size(call, param->name, 0, field)); break;
+        case SMLA_PY_COUNT_OR_NONE: SMLA_TRY(read_size(call, param->name, 0, field)); break;
         case SMLA_PY_TWO_INTS:
         case SMLA_PY_THREE_INTS: SMLA_TRY(read_ints(call, param, field)); break;
         case SMLA_PY_SCALE_OR_NONE:
