@@ -92,7 +92,7 @@ typedef struct range_stream {
     const int32_t *entries; /* the row of the token's request in the table */
     uint32_t begin;
     uint32_t end;
-    uint32_t position; /* of the lane's key in the next step */
+    uint32_t position; /* where the lane's key of the next step is */
     uint32_t entry;    /* the table's entry for this position, loaded ahead; or NO_INDEX */
 } range_stream;
 
