@@ -20,7 +20,7 @@
  *              = 1 a row's bits depend on its query and keys, H and the device. Outlier keys are not
  *              taken first, as in all calls with a block table. A key that a row does not see is
  *              never read: its row is zeros.
- * Source       as attention_fp8_sm90.cu; a copy per page is TMA's usual granularity
+ * Source       as attention_fp8_sm90.cu
  */
 #include "cuda/attention/sm90/sparse_fp8/fp8_kernel.cuh"
 
