@@ -36,6 +36,7 @@ enum {
     CUT_COST = 384,      /* columns: the cost of beginning and ending a piece */
     MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
+    WHOLE_KEYS = CUT_COST + (MIN_GAIN + 1) * SEGMENT_ALIGN, /* a longer item may be cut */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
     MOST_LEVEL = 9,            /* the highest load; 0: no item, 1 to 9: 0 to 8 eighths */
@@ -133,8 +134,8 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
 }
 
 /* Begins a plan in a dense call, in place of find_quarters: finds the longest item's number of keys.
- * Returns whether an item is so much shorter that there may be something to plan. All consumers
- * call it. */
+ * Returns whether it is long enough to be cut, and another item so much shorter that there may be
+ * something to plan. All consumers call it. */
 template <typename Memory>
 static __device__ __noinline__ bool
 are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Memory *shared)
@@ -154,7 +155,8 @@ are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Me
     }
     ptx_barrier(barrier, ORDER_THREADS);
     const uint32_t longest = *(const volatile uint32_t *)&shared->order.seen;
-    return ptx_barrier_or(barrier, ORDER_THREADS, is_item && is_short(num_keys, longest));
+    return ptx_barrier_or(barrier, ORDER_THREADS,
+                          is_item && is_short(num_keys, longest) && longest > WHOLE_KEYS);
 }
 
 /* Whether items differ in length; called after find_quarters and a barrier. */
