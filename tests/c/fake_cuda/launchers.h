@@ -32,7 +32,7 @@ write_launch(const char *launcher, const smla_attention_params *params,
     return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-/* Only launches that the combine kernel follows are deferred for it. Tiles have one of their own. */
+/* Only launches that a combine kernel follows are deferred for it. */
 static inline cudaError_t
 hold_launch(const char *launcher, const smla_attention_params *params,
             const smla_attention_start *start)

@@ -288,8 +288,8 @@ find_needs(const smla_attention_shape *shape, smla_kv_set formats)
            (shape->has_query_scale ? SMLA_ROWS_E4M3_QUERY : 0);
 }
 
-/* The kernel for dense calls alone that takes this one, or NULL. One that plans itself takes no given
- * splits, because one split needs no partial rows, and several are rare. */
+/* The kernel for dense calls alone that takes this one, or NULL. One that plans itself takes no
+ * given splits, because one split needs no partial rows, and several are rare. */
 static const smla_attention_kernel *
 find_dense_kernel(const smla_cuda_device *device, const smla_attention_shape *shape,
                   smla_kv_set formats)

@@ -133,8 +133,8 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
     }
 }
 
-/* Begins a plan in a dense call, in place of find_quarters: finds the longest item's number of keys.
- * Returns whether it is long enough to be cut, and another item so much shorter that there may be
+/* Begins a plan in a dense call, in place of find_quarters: finds how many keys the longest item
+ * has. Returns whether these are enough to cut, and another item so much shorter that there may be
  * something to plan. All consumers call it. */
 template <typename Memory>
 static __device__ __noinline__ bool

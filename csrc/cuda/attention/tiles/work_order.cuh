@@ -35,8 +35,8 @@ enum {
 typedef struct item_order {
     alignas(8) uint64_t planned;   /* mbarrier of `items`: 1 arrival, or each consumer's */
     int32_t items[1 + NUM_ROUNDS]; /* what nth_item returns for the CTA */
-    /* Where items may be cut: one bit for each length that was found. In a dense call: the number
-     * of keys of the longest item. At the end: one bit for each item of the CTA that it must fold. */
+    /* Where items may be cut: one bit for each length that was found. In a dense call: how many
+     * keys the longest item has. At the end: one bit for each item of the CTA that it must fold. */
     uint32_t seen;
 } item_order;
 

@@ -1,5 +1,5 @@
-/* fp8_kernel.cuh: the kernel of attention_fp8_sm90.cu and attention_fp8_dense_sm90.cu, which say what
- * it does, and its launch.
+/* fp8_kernel.cuh: the kernel of attention_fp8_sm90.cu and attention_fp8_dense_sm90.cu, which
+ * describe it, and its launch.
  */
 #pragma once
 

@@ -214,8 +214,8 @@ ends_pair(int chunk)
     return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
-/* The upper limit of find_row_headroom in a dense call, where a row's bits may not depend on how wide
- * the table is: the item's own steps decide. */
+/* The upper limit of find_row_headroom in a dense call, where a row's bits may not depend on how
+ * wide the table is: the item's own steps decide. */
 static __device__ __forceinline__ float
 find_range_headroom(const fp8_launch &launch, int steps)
 {
