@@ -197,7 +197,8 @@ find_segment(const column_range &columns, int32_t segment)
 {
     const uint32_t first = (uint32_t)columns.begin & ~(uint32_t)(NEIGHBOURS - 1);
     const uint64_t before = (uint64_t)((uint32_t)columns.end - first) * (uint32_t)segment;
-    const uint32_t chunks = (uint32_t)(before / NUM_SEGMENTS + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
+    constexpr uint64_t PER_CHUNK = NUM_SEGMENTS * CHUNK_COLUMNS;
+    const uint32_t chunks = (uint32_t)((before + PER_CHUNK - 1) / PER_CHUNK);
     return min(first + chunks * CHUNK_COLUMNS, (uint32_t)columns.end);
 }
 
