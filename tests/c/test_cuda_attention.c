@@ -455,7 +455,8 @@ test_dense_fp8_plans(void)
         {128, 64, 0, "sm90_fp8_dense_64", 128, 1},  {128, 16, 0, "sm90_fp8_dense_16", 128, 1},
         {128, 128, 0, "sm90_fp8_dense_64", 128, 1}, {128, 20, 1, "sm90_fp8_dense_32", 128, 1},
         {1, 64, 3, "sm90_fp8_dense_64", 1, 3},      {5, 1, 64, "sm90_fp8_dense_16", 5, 64},
-        {8, 16, 0, "sm90_fp8_dense_16", 8, 16},
+        {8, 16, 0, "sm90_fp8_dense_16", 8, 16},     {1, 128, 0, "sm90_fp8_dense_32", 1, 32},
+        {1, 16, 0, "sm90_fp8_dense_16", 1, 64},     {64, 64, 0, "sm90_fp8_dense_64", 64, 2},
     };
     static const int64_t widths[] = {1, 4096, 1 << 20};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

@@ -321,8 +321,10 @@ find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, 
 /* No length of a dense call is known, so its number of splits follows from the number of tokens
  * alone. */
 enum {
-    DENSE_WAVES = 2,   /* waves of the portable kernel, so that unequal lengths fill the device */
-    DENSE_KEYS = 4096, /* keys per token for which Hopper's kernel for FP8 rows is planned */
+    DENSE_WAVES = 2, /* waves of the portable kernel, so that unequal lengths fill the device */
+    /* Keys per token for which Hopper's kernel for FP8 rows is planned. For 4096, one request would
+     * have half as many splits, which would take twice as long for a very long one. */
+    DENSE_KEYS = 16384,
 };
 
 static int64_t
