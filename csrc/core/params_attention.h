@@ -111,8 +111,8 @@ typedef struct smla_attention_params {
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     bool empty_lse_is_plus_inf; /* lse of a row without keys: +inf, not -inf */
-    /* Hopper's kernels for FP8 rows read nothing from here on. attention_fp8_sm90.cu fetches the
-     * rest of their arguments early. */
+    /* Hopper's kernels for FP8 rows read nothing from here on but `dense`, in dense calls.
+     * attention_fp8_sm90.cu fetches the rest of their arguments early. */
     smla_given_scale kv_scale[2]; /* main, extra: of formats with a scale of the cache, else 1 */
     smla_given_scale q_scale; /* multiplies logits; 1 for a bf16 query, but in sparse_mla_dsv4 */
     smla_given_scale logit_divisor; /* divides logits; 1 but in sparse_mla_dsv4 */

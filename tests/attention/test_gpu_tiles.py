@@ -20,7 +20,7 @@ def lengths(count: int, most: int, seed=0) -> list[int]:
 
 
 def test_hopper_takes_its_own_kernel():
-    rows = [row for row in sparse_mla.kernels() if "dense" in row["name"]]
+    rows = [row for row in sparse_mla.kernels() if "attention_dense" in row["name"]]
     assert {row["kv_format"] for row in rows} == {
         "bfloat16, dense",
         "bfloat16 of 512 values, dense",

@@ -393,19 +393,27 @@ test_known_plans(void)
     expect_launch(2, "combine", 1, 16);
 }
 
-/* Tiles take dense calls that fit them, whole or cut by lengths. Portable kernels take others. */
+/* The shape of a dense call that Hopper's kernels for dense calls take. */
+static smla_attention_shape
+make_dense_shape(bool is_fp8, int64_t tokens, int64_t heads)
+{
+    return (smla_attention_shape){.num_tokens = tokens,
+                                  .num_heads = heads,
+                                  .topk = 4096,
+                                  .formats = {find_format(is_fp8)},
+                                  .has_ranges = true,
+                                  .is_dense = true,
+                                  .fits_tiles = true};
+}
+
+/* Tiles take dense calls of bf16 rows that fit them, whole or cut by lengths. Portable kernels take
+ * others. */
 static void
 test_dense_plans(void)
 {
     smla_attention_plan plan;
     smla_attention_params params = make_params(128, 64, 4096, 0);
-    smla_attention_shape shape = {.num_tokens = 128,
-                                  .num_heads = 64,
-                                  .topk = 4096,
-                                  .formats = {find_format(false)},
-                                  .has_ranges = true,
-                                  .is_dense = true,
-                                  .fits_tiles = true};
+    smla_attention_shape shape = make_dense_shape(false, 128, 64);
     smla_attention_shape most = {.num_tokens = 128,
                                  .num_heads = 64,
                                  .topk = 4096,
@@ -432,10 +440,86 @@ test_dense_plans(void)
     EXPECT(!plan.reads_lengths);
 }
 
+/* Plans of dense calls of FP8 rows on an H200: the first run's launcher, tokens and splits. However
+ * wide the table is, they are the same, and every kernel reads the ranges per token. */
+static void
+test_dense_fp8_plans(void)
+{
+    static const struct {
+        int64_t tokens, heads;
+        int given;
+        const char *launcher;
+        int64_t first_tokens;
+        int splits;
+    } cases[] = {
+        {128, 64, 0, "sm90_fp8_dense_64", 128, 1},  {128, 16, 0, "sm90_fp8_dense_16", 128, 1},
+        {128, 128, 0, "sm90_fp8_dense_64", 128, 1}, {128, 20, 1, "sm90_fp8_dense_32", 128, 1},
+        {1, 64, 3, "sm90_fp8_dense_64", 1, 3},      {5, 1, 64, "sm90_fp8_dense_16", 5, 64},
+        {8, 16, 0, "sm90_fp8_dense_16", 8, 16},     {1, 128, 0, "sm90_fp8_dense_32", 1, 32},
+        {1, 16, 0, "sm90_fp8_dense_16", 1, 64},     {64, 64, 0, "sm90_fp8_dense_64", 64, 2},
+    };
+    static const int64_t widths[] = {1, 4096, 1 << 20};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smla_attention_shape shape = make_dense_shape(true, cases[i].tokens, cases[i].heads);
+        shape.num_splits = cases[i].given;
+        for (int w = 0; w < 3; w++) {
+            smla_attention_plan plan;
+            smla_attention_shape most = {.num_tokens = cases[i].tokens,
+                                         .num_heads = cases[i].heads,
+                                         .num_splits = cases[i].given,
+                                         .topk = widths[w],
+                                         .covers_dense = true};
+            shape.topk = widths[w];
+            smla_cuda_plan_attention(&shape, &plan);
+            EXPECT(!plan.reads_lengths && !plan.runs[0].interleaves);
+            EXPECT(strcmp(launcher_of(plan.runs[0].kernel), cases[i].launcher) == 0);
+            EXPECT_EQ(plan.runs[0].num_tokens, cases[i].first_tokens);
+            EXPECT_EQ(plan.runs[0].num_splits, cases[i].splits);
+            EXPECT_EQ(plan.runs[0].cut_bytes > 0, cases[i].given == 0 && cases[i].splits == 1);
+            EXPECT(plan.workspace_bytes <= smla_cuda_attention_workspace_size(&most));
+        }
+    }
+    smla_attention_plan plan;
+    smla_attention_shape shape = make_dense_shape(true, 128, 64);
+    shape.fits_tiles = false; /* a softcap, say */
+    smla_cuda_plan_attention(&shape, &plan);
+    EXPECT(strcmp(launcher_of(plan.runs[0].kernel), "sm80_fp8_64") == 0);
+}
+
+/* A dense call of FP8 rows in two runs: each has its own tokens, and ranges. */
+static void
+test_dense_fp8_runs(void)
+{
+    int32_t ranges[160] = {0};
+    smla_attention_plan plan;
+    smla_attention_params params = make_params(160, 64, 4096, 0);
+    smla_attention_shape shape = make_dense_shape(true, 160, 64);
+    params.dense.entry_tokens = 64;
+    params.lists[0].indices = NULL;
+    params.lists[0].begin = params.lists[0].end = ranges;
+    params.lists[0].begin_stride = params.lists[0].end_stride = 1;
+    params.lists[0].map = (smla_index_map){.block_table = ranges, .req_id_per_token = ranges};
+    smla_cuda_plan_attention(&shape, &plan);
+    EXPECT_EQ(plan.num_runs, 2);
+    num_launches = 0;
+    params.num_splits = plan.runs[0].num_splits;
+    params.workspace = workspace;
+    params.workspace_bytes = plan.workspace_bytes;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &plan, &error));
+    EXPECT_EQ(num_launches, 3);
+    expect_launch(0, "sm90_fp8_dense_64", 132, 1);
+    expect_launch(2, "combine", 28, plan.runs[1].num_splits);
+    EXPECT(launches[1].params.lists[0].begin == ranges + 132);
+    EXPECT(launches[1].params.lists[0].end == ranges + 132);
+    EXPECT(launches[1].params.lists[0].map.req_id_per_token == ranges + 132);
+}
+
 int
 main(void)
 {
     RUN(test_dense_plans);
+    RUN(test_dense_fp8_plans);
+    RUN(test_dense_fp8_runs);
     RUN(test_given_splits);
     RUN(test_batches_are_alike);
     RUN(test_formats);

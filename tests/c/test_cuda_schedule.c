@@ -64,6 +64,12 @@ test_table(void)
          SMLA_ROWS_BF16 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
         {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16_512 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+        {"sm90_fp8_dense_64", "attention_fp8_dense_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8_dense_32", "attention_fp8_dense_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8_dense_16", "attention_fp8_dense_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 1, 16, 0, 128, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -110,7 +116,8 @@ test_table(void)
         EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
         EXPECT_EQ(kernel->leaves_halves,
-                  is_hopper && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
+                  is_hopper &&
+                      (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4 | SMLA_ROWS_TILED)) == 0);
         EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
         EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
     }
@@ -297,13 +304,14 @@ static void
 test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
-     * bf16, 576 and 512.
+     * bf16, 576 and 512, and of fp8_ds_mla.
      * sm80: fp8; bf16, 576 and 512; mixed; 512 */
     expect_listed(&h200,
                   "111111"
                   "111111"
                   "111"
                   "11"
+                  "111"
                   "111"
                   "111111"
                   "1"
@@ -312,6 +320,7 @@ test_listed(void)
                   "111111"
                   "111"
                   "11"
+                  "111"
                   "000"
                   "000000"
                   "1"
@@ -321,6 +330,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "000"
                   "111"
                   "111111"
                   "1"
@@ -329,6 +339,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "000"
                   "111"
                   "111111"
                   "1"
@@ -338,6 +349,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "000"
                   "011"
                   "011011"
                   "1"
@@ -346,6 +358,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "000"
                   "011"
                   "011011"
                   "1"
@@ -356,6 +369,7 @@ test_listed(void)
                   "000"
                   "00"
                   "000"
+                  "000"
                   "000000"
                   "0"
                   "000",
@@ -363,6 +377,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "000"
                   "000"
                   "000000"
                   "0"

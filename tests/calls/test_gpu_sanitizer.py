@@ -13,6 +13,7 @@ import pytest
 import reference as ref
 import row_formats
 from cases import AttentionCase
+from dense_cases import Dense, Mask
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
 from test_compressor import Case as Compressor
@@ -20,6 +21,7 @@ from test_gpu_growth import check as check_large
 from test_gpu_outlier_keys import make as make_large
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
+from test_mla_attention import check as check_dense
 from test_qnorm_insert import Case, check_all
 from test_top_k import check as check_top_k
 from test_top_k import make as top_k_rows
@@ -209,3 +211,18 @@ def test_a_step(path):
         step.q, step.fp8_cache, step.topk_indices, metadata, attn_sink=step.attn_sink
     )
     assert_within_bounds(step.reference(path, step.fp8_cache), {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("heads", [16, 20, 64])
+@pytest.mark.parametrize(("num_splits", "block_size"), [(0, 16), (1, 3), (3, 64)])
+def test_dense_fp8_rows(heads, num_splits, block_size):
+    """Rows one by one and four at once, pages that are not there, and tokens of no request."""
+    check_dense(Dense([2, 1, 1, 1], [300, 1, 0, 40], heads, "fp8", block_size=block_size,
+                      mask=Mask(causal=True), num_splits=num_splits, holes=0.2,
+                      padding=1))  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [100, 140])
+def test_dense_fp8_items(count):
+    """A long item that is cut, and items in an order."""
+    check_dense(Dense([1] * count, [1000] + [5] * (count - 1), 16, "fp8"))

@@ -21,6 +21,9 @@
     LAUNCHER(sm90_512_64)       \
     LAUNCHER(sm90_dense_64)     \
     LAUNCHER(sm90_dense_512_64) \
+    LAUNCHER(sm90_fp8_dense_64) \
+    LAUNCHER(sm90_fp8_dense_32) \
+    LAUNCHER(sm90_fp8_dense_16) \
     LAUNCHER(sm80_fp8_64)       \
     LAUNCHER(sm80_fp8_32)       \
     LAUNCHER(sm80_fp8_16)       \

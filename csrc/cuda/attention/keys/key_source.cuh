@@ -8,8 +8,11 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
-/* Columns that a split takes at once where splits take them in turn. */
-enum { CHUNK_COLUMNS = 128 };
+enum {
+    CHUNK_COLUMNS = 128, /* columns that a split takes at once where splits take them in turn */
+    NUM_SEGMENTS = 16,   /* segments per item, where items may be cut */
+    NEIGHBOURS = 4, /* rows of one page that Hopper's kernel for dense FP8 rows copies at once */
+};
 
 /* The index that stands for an absent entry of a list. It is not below any index_limit. */
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
@@ -186,16 +189,40 @@ is_left_alone(const attention_launch &launch, const work_item &item)
     return RANGED && smla_is_left_alone(&launch.params, item.token);
 }
 
+/* The first column of a segment of an item of a dense call, where items may be cut. Segments have
+ * equal numbers of the item's own columns, so that a wide table makes none of them larger. They
+ * begin at multiples of CHUNK_COLUMNS behind the item's first group of NEIGHBOURS. */
+static __device__ __forceinline__ uint32_t
+find_segment(const column_range &columns, int32_t segment)
+{
+    const uint32_t first = (uint32_t)columns.begin & ~(uint32_t)(NEIGHBOURS - 1);
+    const uint64_t before = (uint64_t)((uint32_t)columns.end - first) * (uint32_t)segment;
+    constexpr uint64_t PER_CHUNK = NUM_SEGMENTS * CHUNK_COLUMNS;
+    const uint32_t chunks = (uint32_t)((before + PER_CHUNK - 1) / PER_CHUNK);
+    return min(first + chunks * CHUNK_COLUMNS, (uint32_t)columns.end);
+}
+
+/* The columns in an item's own segments, of all `columns` of a dense call's item. */
+static __device__ __forceinline__ column_range
+take_segments(const column_range &columns, const work_item &item)
+{
+    return column_range{(int32_t)max(find_segment(columns, item.split), (uint32_t)columns.begin),
+                        (int32_t)find_segment(columns, item.split + item.num_segments)};
+}
+
 /* The columns of an item of a dense call, where splits are cut from the request's own keys. */
 static __device__ __forceinline__ column_range
 find_dense_columns(const attention_launch &launch, const work_item &item)
 {
     const smla_key_list &keys = launch.params.lists[0];
+    const bool may_be_cut = launch.num_segments > 1; /* then there is one split */
     const int64_t columns = smla_dense_split_columns(&launch.params, item.token);
-    const int64_t first = item.split * columns;
+    const int64_t first = may_be_cut ? 0 : item.split * columns;
     const int64_t begin = max(first, (int64_t)keys.begin[item.token]);
     const int64_t end = min(min(first + columns, (int64_t)keys.end[item.token]), keys.topk);
-    return begin < end ? column_range{(int32_t)begin, (int32_t)end} : column_range{0, 0};
+    const column_range found =
+        begin < end ? column_range{(int32_t)begin, (int32_t)end} : column_range{0, 0};
+    return may_be_cut ? take_segments(found, item) : found;
 }
 
 /* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has

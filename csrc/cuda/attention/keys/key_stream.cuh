@@ -345,6 +345,11 @@ count_step(uint32_t are_keys, bool is_mine, const Key &key, uint32_t turn, int (
     }
 }
 
+/* A key of an item of a dense call, by its position in the request. */
+typedef struct listed_position {
+    int32_t position;
+} listed_position;
+
 /* A key of an item, by its index; listed_key has the slot. */
 typedef struct listed_index {
     int32_t index;
@@ -361,6 +366,12 @@ static __device__ __forceinline__ listed_key
 find_listed_key(const attention_launch &launch, const work_item &item, const listed_index &key)
 {
     return listed_key{slot_of_index(launch, key.list, item.token, key.index), key.list};
+}
+
+static __device__ __forceinline__ listed_key
+find_listed_key(const attention_launch &launch, const work_item &item, const listed_position &key)
+{
+    return listed_key{slot_of_position(launch, item.token, key.position), 0};
 }
 
 /* Whether an item has exactly one key. Tensor cores would change the key's value: they add bf16

@@ -344,7 +344,7 @@ launch_combine(const combine_launch &launch, int shared_bytes, smla_stream strea
                        stream, false, deferred);
 }
 
-template <bool HALF, bool DENSE = false>
+template <bool HALF, bool DENSE>
 static cudaError_t
 launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
                smla_cuda_deferred *deferred)
@@ -371,11 +371,11 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     launch.num_heads = smla_make_divisor(params->num_heads);
     take_results(*params, &launch);
-    if (smla_is_dense(params)) { /* kernels that serve ranges leave no halves */
-        launch.req_ids = params->lists[0].map.req_id_per_token;
-        return launch_combine<false, true>(launch, shared_bytes, params->call.stream, deferred);
-    }
-    return kernel->leaves_halves
-               ? launch_combine<true>(launch, shared_bytes, params->call.stream, deferred)
-               : launch_combine<false>(launch, shared_bytes, params->call.stream, deferred);
+    const bool is_dense = smla_is_dense(params);
+    launch.req_ids = is_dense ? params->lists[0].map.req_id_per_token : NULL;
+    return (kernel->leaves_halves
+                ? is_dense ? launch_combine<true, true> : launch_combine<true, false>
+            : is_dense ? launch_combine<false, true>
+                       : launch_combine<false, false>)(launch, shared_bytes, params->call.stream,
+                                                       deferred);
 }

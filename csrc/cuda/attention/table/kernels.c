@@ -25,9 +25,16 @@
     ROW(file, stem, rows, least, heads, .arch = 90, .ctas_per_sm = 1, \
         .shared_bytes = SMLA_SM90_SHARED_BYTES, __VA_ARGS__)
 
-#define SM90_FP8(rows, stem, least, heads, cost, start)                                      \
-    SM90("attention_fp8_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
-         .block_cost = cost, .cta_cost = start, .start_cost = 12, .leaves_halves = true)
+#define SM90_FP8_OF(file, rows, stem, least, heads, cost, start)                              \
+    SM90(file, stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, .block_cost = cost, \
+         .cta_cost = start, .start_cost = 12, .leaves_halves = true)
+
+#define SM90_FP8(rows, stem, least, heads, cost, start) \
+    SM90_FP8_OF("attention_fp8_sm90.cu", rows, stem, least, heads, cost, start)
+
+#define SM90_FP8_DENSE(least, heads, cost, start)                                               \
+    SM90_FP8_OF("attention_fp8_dense_sm90.cu", SMLA_ROWS_FP8 | SMLA_ROWS_TILED, sm90_fp8_dense, \
+                least, heads, cost, start)
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
@@ -75,6 +82,9 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_BF16(SMLA_ROWS_EXACT_512, sm90_512),
     SM90_DENSE(SMLA_ROWS_BF16, sm90_dense),
     SM90_DENSE(SMLA_ROWS_BF16_512, sm90_dense_512),
+    SM90_FP8_DENSE(33, 64, 16, 48),
+    SM90_FP8_DENSE(17, 32, 10, 50),
+    SM90_FP8_DENSE(1, 16, 10, 48),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 33, 64),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 17, 32),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 1, 16),
@@ -108,9 +118,10 @@ text_of(const smla_attention_kernel *kernel)
 {
     return (row_text){
         .arch = kernel->arch == 90 ? "sm_90" : "sm_80+",
-        .formats = kernel->plans_itself ? kernel->formats & SMLA_ROWS_BF16
-                                              ? "bfloat16, dense"
-                                              : "bfloat16 of 512 values, dense"
+        .formats = kernel->formats & SMLA_ROWS_TILED
+                       ? kernel->formats & SMLA_ROWS_FP8    ? "fp8_ds_mla, dense"
+                         : kernel->formats & SMLA_ROWS_BF16 ? "bfloat16, dense"
+                                                            : "bfloat16 of 512 values, dense"
                    : (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512 ? "any of 512 values"
                    : (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_EXACT_512
                        ? "of 512 values, exact as bfloat16"
@@ -244,7 +255,7 @@ smla_describe_kernels(char text[SMLA_KERNELS_TEXT])
     for (int is_special = 0; is_special < 2; is_special++) {
         for (int i = 0; i < NUM_KERNELS && length < SMLA_KERNELS_TEXT; i++) {
             if ((smla_attention_kernels[i].arch != SMLA_PORTABLE_ARCH) != is_special ||
-                is_repeated(i) || smla_attention_kernels[i].plans_itself) {
+                is_repeated(i) || (smla_attention_kernels[i].formats & SMLA_ROWS_TILED)) {
                 continue;
             }
             const row_text row = text_of(&smla_attention_kernels[i]);

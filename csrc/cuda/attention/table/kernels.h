@@ -60,7 +60,7 @@ typedef struct smla_attention_kernel {
     int32_t start_cost;    /* how much longer a launch takes than one of the quickest kernels */
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
-    bool plans_itself;     /* on the device: splits of dense calls, from the lengths of requests */
+    bool plans_itself;     /* on the device: cuts of tiles of rows, from the lengths of requests */
     bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
     int32_t ctas_per_sm;   /* the most CTAs per SM; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
@@ -179,6 +179,11 @@ smla_attention_launcher smla_attend_sm90_fp8_16;
 smla_attention_launcher smla_attend_sm90_v4_64;
 smla_attention_launcher smla_attend_sm90_v4_32;
 smla_attention_launcher smla_attend_sm90_v4_16;
+
+/* attention_fp8_dense_sm90.cu */
+smla_attention_launcher smla_attend_sm90_fp8_dense_64;
+smla_attention_launcher smla_attend_sm90_fp8_dense_32;
+smla_attention_launcher smla_attend_sm90_fp8_dense_16;
 
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;

@@ -44,7 +44,7 @@ skip_tokens(smla_key_list *keys, int64_t count)
     keys->indices += keys->indices == NULL ? 0 : count * keys->indices_stride_token;
     keys->begin += keys->begin == NULL ? 0 : count * keys->begin_stride;
     keys->end += keys->end == NULL ? 0 : count * keys->end_stride;
-    keys->map.req_id_per_token += keys->map.block_table == NULL ? 0 : count;
+    keys->map.req_id_per_token += keys->map.req_id_per_token == NULL ? 0 : count;
 }
 
 /* Tokens [start, start + count) of a call. */

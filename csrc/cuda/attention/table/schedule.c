@@ -288,15 +288,17 @@ find_needs(const smla_attention_shape *shape, smla_kv_set formats)
            (shape->has_query_scale ? SMLA_ROWS_E4M3_QUERY : 0);
 }
 
-/* The kernel that takes tiles of rows of a dense call, or NULL. It takes no given splits, because
- * one split needs no partial rows, and several are rare. */
+/* The kernel for dense calls alone that takes this one, or NULL. One that plans itself takes no
+ * given splits, because one split needs no partial rows, and several are rare. */
 static const smla_attention_kernel *
-find_tile_kernel(const smla_cuda_device *device, const smla_attention_shape *shape,
-                 smla_kv_set formats)
+find_dense_kernel(const smla_cuda_device *device, const smla_attention_shape *shape,
+                  smla_kv_set formats)
 {
-    return shape->fits_tiles && !shape->has_query_scale && shape->num_splits < 2 && device != NULL
-               ? smla_find_whole_kernel(device, formats | SMLA_ROWS_TILED, shape->num_heads)
-               : NULL;
+    const smla_attention_kernel *const kernel =
+        shape->fits_tiles && !shape->has_query_scale && device != NULL
+            ? smla_find_whole_kernel(device, formats | SMLA_ROWS_TILED, shape->num_heads)
+            : NULL;
+    return kernel != NULL && kernel->plans_itself && shape->num_splits > 1 ? NULL : kernel;
 }
 
 /* Returns false where no row of the kernel table serves what the call needs. */
@@ -316,9 +318,14 @@ find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, 
 
 /* ---- Workspace ------------------------------------------------------------------------------ */
 
-/* The most CTAs of a dense call: two waves, so that requests of unequal lengths still fill the
- * device. No length is known, so the number of splits follows from the number of tokens alone. */
-enum { DENSE_WAVES = 2 };
+/* No length of a dense call is known, so its number of splits follows from the number of tokens
+ * alone. */
+enum {
+    DENSE_WAVES = 2, /* waves of the portable kernel, so that unequal lengths fill the device */
+    /* Keys per token for which Hopper's kernel for FP8 rows is planned. For 4096, one request would
+     * have half as many splits, which would take twice as long for a very long one. */
+    DENSE_KEYS = 16384,
+};
 
 static int64_t
 max_dense_parts(const split_problem *problem)
@@ -357,6 +364,14 @@ most_dense_parts(const split_problem *problem, int64_t num_tokens)
     return min_int64(num_tokens * SMLA_MAX_SPLITS, most);
 }
 
+/* Makes the plan of a dense call independent of how wide its table is. */
+static void
+expect_dense_keys(split_problem *problem)
+{
+    problem->topk = DENSE_KEYS;
+    problem->extra_topk = 0;
+}
+
 /* most_parts of a call with these formats; 0 where no kernel serves them. */
 static int64_t
 most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
@@ -369,6 +384,12 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
     if (shape->covers_dense &&
         find_problem(device, shape, find_needs(shape, formats) | SMLA_ROWS_RANGED, &problem)) {
         const int64_t dense = most_dense_parts(&problem, shape->num_tokens);
+        parts = dense > parts ? dense : parts;
+    }
+    if (shape->covers_dense && find_problem(device, shape, formats | SMLA_ROWS_TILED, &problem) &&
+        !problem.whole->plans_itself) {
+        expect_dense_keys(&problem);
+        const int64_t dense = most_parts(&problem, shape->num_tokens);
         parts = dense > parts ? dense : parts;
     }
     return parts;
@@ -411,11 +432,12 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 /* ---- Plans of calls -------------------------------------------------------------------------- */
 
 /* Whether splits take chunks of columns in turn. Splits of few columns have a range each, so that
- * no split is without columns. */
+ * no split is without columns, and so have those of dense calls. */
 static bool
 interleaves(const split_problem *problem, const smla_attention_kernel *kernel, int num_splits)
 {
     return num_splits > 1 && kernel->arch == 90 && kernel->max_columns == 0 &&
+           (kernel->formats & SMLA_ROWS_TILED) == 0 &&
            count_columns(problem, num_splits) >= 2 * SMLA_SM90_KEYS;
 }
 
@@ -459,13 +481,14 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         .runs[0] = {.num_tokens = shape->num_tokens,
                     .num_splits = is_given ? shape->num_splits : 1},
     };
-    const smla_kv_set needs = find_needs(shape, formats);
+    const smla_attention_kernel *const dense = find_dense_kernel(device, shape, formats);
+    const smla_kv_set needs =
+        dense == NULL ? find_needs(shape, formats) : formats | SMLA_ROWS_TILED;
     split_problem problem;
-    const smla_attention_kernel *const tiled = find_tile_kernel(device, shape, formats);
-    if (tiled != NULL) {
+    if (dense != NULL && dense->plans_itself) {
         plan->workspace_bytes = is_given ? 0 : tiles_bytes(device, shape);
         plan->reads_lengths = true;
-        plan->runs[0].kernel = tiled;
+        plan->runs[0].kernel = dense;
         plan->runs[0].cut_bytes = plan->workspace_bytes;
         return;
     }
@@ -477,7 +500,9 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
                                                 count_columns(&problem, shape->num_splits));
         return;
     }
-    if (shape->is_dense) {
+    if (dense != NULL) {
+        expect_dense_keys(&problem);
+    } else if (shape->is_dense) {
         const int num_splits = count_dense_splits(&problem, shape->num_tokens);
         const int64_t parts = num_splits == 1 ? 0 : shape->num_tokens * num_splits;
         plan->workspace_bytes = parts_bytes(parts, shape->num_heads);

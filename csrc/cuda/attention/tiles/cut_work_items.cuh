@@ -7,7 +7,9 @@
  * as splits do, and the CTA that finishes the last part of an item folds them.
  *
  * An item has NUM_SEGMENTS segments of columns. Its length is the number of segments that have
- * keys, as if entries that are no keys stood at the end of its list. All CTAs look at the same
+ * keys, as if entries that are no keys stood at the end of its list. An item of a dense call has as
+ * many segments of its own keys, and its length is the number of segments that it would have, were
+ * they as long as those of the longest item. All CTAs look at the same
  * columns and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each
  * long item gets a team of CTAs with short items. The longest item gets the CTA with the least
  * load, and so on; once all have one CTA, each gets a second one. A piece costs its CTA cut_cost
@@ -34,6 +36,7 @@ enum {
     CUT_COST = 384,      /* columns: the cost of beginning and ending a piece */
     MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
+    WHOLE_KEYS = CUT_COST + (MIN_GAIN + 1) * SEGMENT_ALIGN, /* a longer item may be cut */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
     MOST_LEVEL = 9,            /* the highest load; 0: no item, 1 to 9: 0 to 8 eighths */
@@ -67,6 +70,20 @@ find_problem(const attention_launch &launch, int num_items)
 {
     return cut_problem{find_main_lists(launch), (uint32_t)launch.split_columns[0], launch.cut_cost,
                        launch.max_pieces, num_items};
+}
+
+/* find_problem of a dense call, whose longest item has `longest` keys. Lengths are measured in
+ * segments of that item. */
+static __device__ __forceinline__ cut_problem
+find_range_problem(const attention_launch &launch, int num_items, uint32_t longest)
+{
+    const uint32_t columns = longest / NUM_SEGMENTS + 1;
+    cut_problem problem = {};
+    problem.columns = columns;
+    problem.cost = (int)((CUT_COST + columns - 1) / columns);
+    problem.max_pieces = launch.max_pieces;
+    problem.num_items = num_items;
+    return problem;
 }
 
 /* Whether the last one of a list's first `segments` segments has a key in its middle column. */
@@ -116,6 +133,32 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
     }
 }
 
+/* Begins a plan in a dense call, in place of find_quarters: finds how many keys the longest item
+ * has. Returns whether these are enough to cut, and another item so much shorter that there may be
+ * something to plan. All consumers call it. */
+template <typename Memory>
+static __device__ __noinline__ bool
+are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Memory *shared)
+{
+    static_assert(sizeof(cut_scratch) <= sizeof shared->probs, "free until the first weights");
+    cut_scratch *const scratch = (cut_scratch *)shared->probs;
+    const int thread = ptx_forget((int)threadIdx.x);
+    const bool is_item = thread < num_items;
+    const uint32_t num_keys = is_item ? count_range_keys(launch, thread) : 0;
+    clear_level(thread, &scratch->ctas);
+    if (thread < 2) {
+        scratch->pass_maxima[thread] = 0;
+    }
+    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, num_keys);
+    if (ptx_elect()) {
+        atomicMax(&shared->order.seen, most);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+    const uint32_t longest = *(const volatile uint32_t *)&shared->order.seen;
+    return ptx_barrier_or(barrier, ORDER_THREADS,
+                          is_item && is_short(num_keys, longest) && longest > WHOLE_KEYS);
+}
+
 /* Whether items differ in length; called after find_quarters and a barrier. */
 static __device__ __forceinline__ bool
 are_items_ragged(const item_order &order)
@@ -131,6 +174,15 @@ find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
     const int eighths = 2 * scratch->quarters[idx];
     return eighths + has_segments(problem.lists, find_list(problem.lists, idx, true),
                                   problem.columns, EIGHTH * (eighths + 1));
+}
+
+/* find_length in a dense call. */
+static __device__ __forceinline__ int
+find_range_length(const attention_launch &launch, const cut_problem &problem, int idx)
+{
+    const uint32_t columns = EIGHTH * problem.columns;
+    const uint32_t eighths = (count_range_keys(launch, idx) + columns - 1) / columns;
+    return (int)min(eighths, (uint32_t)FULL_LENGTH);
 }
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
@@ -232,6 +284,19 @@ describe_part(int idx, int nth, const piece_range &range, int first_piece, int b
     return make_part(idx, begin, end, nth, range.count + 1, first_piece);
 }
 
+/* describe_part in a dense call, where the `length` segments that were planned for an item are
+ * NUM_SEGMENTS of its own. */
+static __device__ __forceinline__ int
+describe_range_part(int idx, int nth, const piece_range &range, int first_piece, int budget,
+                    int length)
+{
+    const int begin = nth == 0 ? 0 : budget + range.before;
+    const int end = budget + range.before + range.size;
+    return make_part(idx, begin * NUM_SEGMENTS / length,
+                     nth == range.count ? (int)NUM_SEGMENTS : end * NUM_SEGMENTS / length, nth,
+                     range.count + 1, first_piece);
+}
+
 /* The rank of CTA number `thread`, from 0 for the most load. CTAs of one level keep their order. */
 static __device__ __forceinline__ int
 find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
@@ -248,17 +313,21 @@ find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
 
 /* Decides which items are cut. All consumers call it, after find_quarters. Its scratch memory is
  * that of the weights, which come later. Not inlined, because few launches come here. */
-template <typename Memory>
+template <bool RANGED, typename Memory>
 static __device__ __noinline__ void
 plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     cut_scratch *const scratch = (cut_scratch *)shared->probs;
     item_order *const order = &shared->order;
-    const cut_problem problem = find_problem(launch, num_items);
+    const cut_problem problem =
+        RANGED ? find_range_problem(launch, num_items, *(const volatile uint32_t *)&order->seen)
+               : find_problem(launch, num_items);
     const int thread = ptx_forget((int)threadIdx.x);
     const int num_ctas = (int)gridDim.x;
     const bool is_cta = thread < num_ctas;
-    const int level = thread < num_items ? 1 + find_length(problem, thread, scratch) : 0;
+    const int level = thread < num_items ? 1 + (RANGED ? find_range_length(launch, problem, thread)
+                                                       : find_length(problem, thread, scratch))
+                                         : 0;
     const int my_rank = find_rank(thread, level, is_cta, barrier, scratch);
     if (is_cta) {
         scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);
@@ -293,8 +362,12 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
         const int rank = has_head ? my_rank : from_end - helper * teams.num_long;
         const piece_range range = find_piece(problem, teams, rank, helper, budget, scratch);
         if (has_head ? range.count > 0 : range.size > 0) {
-            order->items[has_head ? 0 : 1] = describe_part(cta_of_rank(scratch, rank), 1 + helper,
-                                                           range, rank * teams.num_helpers, budget);
+            const int idx = cta_of_rank(scratch, rank);
+            const int first_piece = rank * teams.num_helpers;
+            order->items[has_head ? 0 : 1] =
+                RANGED ? describe_range_part(idx, 1 + helper, range, first_piece, budget,
+                                             load_of_rank(scratch, rank) - problem.cost)
+                       : describe_part(idx, 1 + helper, range, first_piece, budget);
         }
     }
     ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */

@@ -18,6 +18,7 @@ static __global__ void
 __launch_bounds__(BLOCK_THREADS)
     write_key_ranges(const __grid_constant__ smla_key_ranges_params params)
 {
+    ptx_let_next_grid_start(); /* attention's CTAs start meanwhile, and wait for the ranges */
     ptx_wait_for_grids();
     const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
     for (int64_t token = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;

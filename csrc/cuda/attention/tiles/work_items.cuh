@@ -65,8 +65,7 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
  * of the item's first piece. The first part of an item is its head. The others are pieces, numbered
  * over all items. */
 enum {
-    NUM_SEGMENTS = 16, /* segments per item, with equal numbers of columns */
-    MAX_PARTS = 8,     /* the most parts per item */
+    MAX_PARTS = 8, /* the most parts per item */
     MAX_CUT_ITEMS = 256,
     WHOLE_ITEM = -1, /* stands for the word in a launch that cuts no items */
 };

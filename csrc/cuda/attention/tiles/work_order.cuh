@@ -11,7 +11,8 @@
  * longest item, and so on. In a last round that is not full, the CTAs with the largest loads take
  * none.
  *
- * Lengths are estimated from a few columns of each item's main list. A wrong estimate costs time.
+ * Lengths are estimated from a few columns of each item's main list; a dense call has them in its
+ * ranges, relative to the longest of which they count. A wrong estimate costs time.
  * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
  * every quarter of every list ends with a key, all lists count as full. There is nothing to level
  * then, and the order is the fixed one.
@@ -34,8 +35,8 @@ enum {
 typedef struct item_order {
     alignas(8) uint64_t planned;   /* mbarrier of `items`: 1 arrival, or each consumer's */
     int32_t items[1 + NUM_ROUNDS]; /* what nth_item returns for the CTA */
-    /* Where items may be cut: one bit for each length that was found. At the end: one bit for each
-     * item of the CTA that it must fold. */
+    /* Where items may be cut: one bit for each length that was found. In a dense call: how many
+     * keys the longest item has. At the end: one bit for each item of the CTA that it must fold. */
     uint32_t seen;
 } item_order;
 
@@ -195,6 +196,52 @@ estimate_length(const main_lists &lists, int idx, uint32_t quarters)
     return 2 * quarters + is_key_at(lists, find_list(lists, idx, true), column);
 }
 
+/* The keys of an item of a dense call without splits. */
+static __device__ __forceinline__ uint32_t
+count_range_keys(const attention_launch &launch, int idx)
+{
+    const smla_key_list &keys = launch.params.lists[0];
+    const uint32_t token = smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const int32_t end = min(keys.end[token], (int32_t)keys.topk);
+    return (uint32_t)max(end - keys.begin[token], 0);
+}
+
+/* Whether an item has so much fewer keys than the longest one that it counts as shorter. */
+static __device__ __forceinline__ bool
+is_short(uint32_t num_keys, uint32_t longest)
+{
+    return num_keys < longest - longest / FULL_LENGTH;
+}
+
+/* Finds the lengths of all items of a dense call, if they differ. All consumer threads call it.
+ * Returns whether they do. */
+static __device__ __forceinline__ bool
+find_range_lengths(const attention_launch &launch, int num_items, int barrier, uint8_t *lengths,
+                   uint32_t *longest_at)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    uint32_t most = 0, least = UINT32_MAX;
+#pragma unroll 1
+    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
+        const uint32_t num_keys = count_range_keys(launch, idx);
+        most = max(most, num_keys);
+        least = min(least, num_keys);
+    }
+    atomicMax(longest_at, most);
+    ptx_barrier(barrier, ORDER_THREADS);
+    const uint32_t longest = *(const volatile uint32_t *)longest_at;
+    if (!ptx_barrier_or(barrier, ORDER_THREADS, is_short(least, longest))) {
+        return false;
+    }
+    const float per_key = (float)FULL_LENGTH / (float)longest;
+#pragma unroll 1
+    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
+        const uint32_t length = __float2uint_ru((float)count_range_keys(launch, idx) * per_key);
+        lengths[idx] = (uint8_t)min(length, (uint32_t)FULL_LENGTH);
+    }
+    return true;
+}
+
 /* ---- Ranks ---------------------------------------------------------------------------------- */
 
 /* Clears the counts of one level; threads 0 to NUM_LEVELS - 1 together clear the table. */
@@ -272,7 +319,7 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
 
 /* Not inlined: most launches have no order, and jumping over the code would cost them up to 2 us,
  * because code that lies behind a jump is not fetched ahead. */
-template <typename Memory>
+template <bool RANGED, typename Memory>
 static __device__ __noinline__ void
 plan_order(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
@@ -281,17 +328,24 @@ plan_order(const attention_launch &launch, int num_items, int barrier, Memory *s
     const main_lists lists = find_main_lists(launch);
     item_order *const order = &shared->order;
     const int thread = ptx_forget((int)threadIdx.x);
-    bool is_ragged = false;
+    int to_order = 0;
+    if constexpr (RANGED) {
+        to_order = find_range_lengths(launch, num_items, barrier, scratch->lengths, &order->seen)
+                       ? num_items
+                       : 0;
+    } else {
+        bool is_ragged = false;
 #pragma unroll 1
-    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
-        const uint32_t quarters = count_quarters(lists, idx);
-        scratch->lengths[idx] = (uint8_t)quarters;
-        is_ragged |= quarters != 4;
-    }
-    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_items : 0;
+        for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
+            const uint32_t quarters = count_quarters(lists, idx);
+            scratch->lengths[idx] = (uint8_t)quarters;
+            is_ragged |= quarters != 4;
+        }
+        to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_items : 0;
 #pragma unroll 1
-    for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
-        scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
+        for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
+            scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
+        }
     }
     ptx_barrier(barrier, ORDER_THREADS);
     uint32_t load = thread < (int)gridDim.x ? scratch->lengths[thread] : 0;
@@ -317,11 +371,11 @@ plan_order(const attention_launch &launch, int num_items, int barrier, Memory *s
 
 /* Makes the plan of an ordered launch. All consumers call it when they may read memory of other
  * grids, and meet at `barrier`. Its scratch memory is that of the weights, which come later. */
-template <typename Launch, typename Memory>
+template <bool RANGED = false, typename Launch, typename Memory>
 static __device__ __forceinline__ void
 order_items(const Launch &launch, int barrier, Memory *shared)
 {
     if (launch.is_ordered && launch.base.num_segments == 1) {
-        plan_order(launch.base, launch.num_items, barrier, shared);
+        plan_order<RANGED>(launch.base, launch.num_items, barrier, shared);
     }
 }

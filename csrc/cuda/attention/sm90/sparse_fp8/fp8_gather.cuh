@@ -368,6 +368,21 @@ begin_launch(const fp8_launch &launch, const work_item &item, fp8_memory<Shape> 
     return has_step;
 }
 
+/* What a gather warp begins with. */
+template <typename Shape>
+static __device__ __forceinline__ void
+start_gather(fp8_memory<Shape> *shared, gather_state *state)
+{
+    /* the shuffles keep ptxas from computing the address again and again */
+    state->base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
+    state->rows =
+        state->base + (uint32_t)offsetof(fp8_memory<Shape>, ring) +
+        __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * Shape::Row::PITCH);
+    state->slot = 0;
+    state->parity = 1;
+    shared->num_absent[0][find_gather_warp()] = 0;
+}
+
 /* Gathers all items of the CTA. With 64 heads, the keys of an item are counted after the first step
  * of the previous item, because the consumers store a query then. With fewer heads they are counted
  * after its last step, because memory binds there. After a launch's first item they are counted
@@ -379,14 +394,7 @@ gather(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
     gather_state state;
-    /* the shuffles keep ptxas from computing the address again and again */
-    state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
-    state.rows =
-        state.base + (uint32_t)offsetof(fp8_memory<Shape>, ring) +
-        __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * Shape::Row::PITCH);
-    state.slot = 0;
-    state.parity = 1;
-    shared->num_absent[0][find_gather_warp()] = 0;
+    start_gather(shared, &state);
     ptx_wait_for_grids();
     work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
     bool has_begun = begin_launch<Shape>(launch, item, shared, &state);

@@ -9,7 +9,11 @@
  * at most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
-enum { SHORT_STEPS = 8 };
+enum {
+    SHORT_STEPS = 8,
+    MOST_FREE_STEPS = 1024, /* 2^17 keys, for which the largest headroom suffices (find_headroom) */
+    MAX_DOUBLINGS = 6,
+};
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
@@ -210,6 +214,15 @@ ends_pair(int chunk)
     return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
+/* The upper limit of find_row_headroom in a dense call, where a row's bits may not depend on how
+ * wide the table is: the item's own steps decide. */
+static __device__ __forceinline__ float
+find_range_headroom(const fp8_launch &launch, int steps)
+{
+    const int doublings = steps <= MOST_FREE_STEPS ? 0 : 32 - __clz((steps - 1) / MOST_FREE_STEPS);
+    return launch.headroom - (float)min(doublings, (int)MAX_DOUBLINGS);
+}
+
 /* A new reference minus the maximum rounded up: a negative exponent. It leaves range for heavier
  * keys that come later. It leaves less of it where few keys come, so that light keys keep more
  * bits. */
@@ -222,7 +235,7 @@ find_row_headroom(const fp8_launch &launch, const consumer<Shape> &state)
     const float of_row = steps < 2              ? ONE_STEP_HEADROOM
                          : steps <= SHORT_STEPS ? SHORT_HEADROOM
                                                 : 0.0f;
-    return fminf(launch.headroom, of_row);
+    return fminf(Shape::RANGED ? find_range_headroom(launch, steps) : launch.headroom, of_row);
 }
 
 /* Puts the scores together when all products are done. With SCALES_SCORES, state.scores hold only

@@ -1,0 +1,82 @@
+/* fp8_shape.cuh: the template parameters of the kernels attention_fp8_sm90.cu and
+ * attention_fp8_dense_sm90.cu, and what follows from them: sizes of the ring and of tiles of heads,
+ * and how keys are found and counted.
+ */
+#pragma once
+
+#include "cuda/attention/keys/key_stream.cuh"
+#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/sm90/sparse_fp8/ring_rows.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+enum {
+    GRANULE_KEYS = 16,
+    GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* keys per gather warp in a granule */
+    BLOCK_GRANULES = 4,                        /* the block of a warpgroup: 64 keys */
+    STEP_GRANULES = 2 * BLOCK_GRANULES,        /* the blocks of both warpgroups */
+    STEP_KEYS = SMLA_SM90_KEYS,
+    CONSUMER_WARPS = CTA_WARPS,
+    CONSUMER_THREADS = CTA_THREADS,
+    GROUP_THREADS = 128,
+    FP8_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
+    CONSUMER_REGISTERS = 240,
+    GATHER_REGISTERS = 24,
+};
+
+static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
+static_assert(FP8_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
+              "setmaxnreg shares out what the launch gave: 168 each");
+
+/* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
+template <typename Row> struct ring_granule {
+    alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
+    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* scales relative to E, as f16 */
+    uint64_t full;
+    uint64_t empty;
+    uint32_t is_key;         /* byte w: four bits, for the rows of gather warp w */
+    uint32_t reference_jump; /* mark of a block's first granule (mark_reference_jump) */
+};
+
+/* The key of an item that has only one: in a dense call its position, else its index. */
+template <bool RANGED> struct only_key {
+    typedef listed_index type;
+};
+
+template <> struct only_key<true> {
+    typedef listed_position type;
+};
+
+template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_shape {
+    typedef ring_row<ROW> Row;
+    typedef ring_granule<Row> Granule;
+    static constexpr int HEADS = HEADS_;
+    static constexpr bool MAXIMA = MAXIMA_; /* the caller wants max_logits */
+    /* A dense call: keys are ranges of positions (range_gather.cuh), not lists of indices. */
+    static constexpr bool RANGED = RANGED_;
+    typedef typename only_key<RANGED>::type OnlyKey;
+    static constexpr int GRANULES =
+        HEADS < 64 ? 16 : (Row::ROPE_IS_VALUE ? 15 : 13) - (MAXIMA ? 1 : 0);
+    static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
+    /* Indices per lane that consumers load at once to count keys: short code for short calls. */
+    static constexpr int FIRST_COUNT_LOADS = HEADS == 16 ? 8 : 16;
+    /* Indices per lane that gather warps load at once; fewer heads have no registers for eight. */
+    static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
+    static constexpr bool COUNTS_APART = HEADS == 64 && !MAXIMA; /* maxima leave no register */
+    static constexpr bool OUTLIERS_FIRST =
+        HEADS == 64 && !Row::IS_SPLIT && !RANGED; /* see outlier_keys.cuh */
+    /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
+     * heads that takes as many multiplications as scaling the values, and too many registers. */
+    static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
+    static constexpr int SCORE_PARTS = SCALES_SCORES ? Row::NUM_SCALES : 1;
+    static constexpr int CHUNKS = HEADS / 16;
+    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
+    static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
+    static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
+                                         : HEADS == 32 ? WGMMA_SWIZZLE_64
+                                                       : WGMMA_SWIZZLE_32;
+    /* The fallback has tiles of at most 32 heads: larger ones need more registers. */
+    static constexpr int FALLBACK_TILES = HEADS == 64 ? 2 : 1;
+    typedef tile<HEADS_ / FALLBACK_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8,
+                 RANGED>
+        Portable;
+};
