@@ -295,15 +295,13 @@ SMLA_INLINE void
 score_keys(const tile_work *work, const unit_scalar *q, int count, const int rows,
            const int vectors)
 {
-    static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                   1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     for (int begin = 0; begin < work->query_dims; begin += PRODUCT_DIMS) {
         const int left = work->query_dims - begin;
         for (int j = 0; j < count; j += rows) {
             score_rows(work->keys + j * KEY_STRIDE + begin / UNIT_STEP,
                        q + begin / UNIT_STEP * vectors * WIDTH,
-                       left < PRODUCT_DIMS ? left : PRODUCT_DIMS, ones, begin == 0,
-                       work->scores + j * vectors * WIDTH, rows, vectors);
+                       left < PRODUCT_DIMS ? left : PRODUCT_DIMS, NULL, begin == 0,
+                       work->scores + j * vectors * WIDTH, false, rows, vectors);
         }
     }
 }
@@ -402,23 +400,26 @@ set_aside(const tile_work *work)
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Writes `count` values of a row. */
+/* Writes a vector of a row, or the `count` values that are left. */
 SMLA_INLINE void
 store_values(vfloat x, smla_float_type type, int64_t at, int64_t count, void *out)
 {
-    vuint words = (vuint)x;
-    size_t bytes = 4;
-    if (type != SMLA_FLOAT_FP32) {
-        const vuint halves = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
-        const vhalf narrow = __builtin_convertvector(halves, vhalf);
-        bytes = 2;
-        memcpy(&words, &narrow, sizeof narrow);
+    if (type == SMLA_FLOAT_FP32) {
+        float *const to = (float *)out + at;
+        if (count >= WIDTH) {
+            *(vuint_unaligned *)to = (vuint)x;
+        } else {
+            memcpy(to, &x, (size_t)count * sizeof *to);
+        }
+        return;
     }
-    uint8_t *const to = (uint8_t *)out + at * (int64_t)bytes;
+    uint16_t *const to = (uint16_t *)out + at;
+    const vuint words = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
+    const vhalf halves = __builtin_convertvector(words, vhalf);
     if (count >= WIDTH) {
-        memcpy(to, &words, WIDTH * bytes);
+        *(vhalf_unaligned *)to = halves;
     } else {
-        memcpy(to, &words, (size_t)count * bytes);
+        memcpy(to, &halves, (size_t)count * sizeof *to);
     }
 }
 
