@@ -256,22 +256,27 @@ typedef enum block_view {
     SEES_ALL = 2,
 } block_view;
 
-/* Finds which keys of a block the lanes of a group see. Lanes past the last row see what it does. */
+/* Finds which keys of a block the lanes of a group see: from `begin` to `end` of them, where lanes
+ * differ. Lanes past the last row see what it does. Neither limit falls from row to row. */
 static block_view
 find_view(const tile_work *work, int first, int lanes, int64_t key, int count)
 {
-    int least = count, most = 0; /* how many keys the lanes see */
-    for (int i = 0; i < lanes; i++) {
-        const int last = work->tile->num_rows - 1;
-        const smla_key_range *const keys = &work->rows[first + i < last ? first + i : last].keys;
-        const int begin = (int)smla_clamp_int64(keys->begin - key, 0, count);
-        const int end = (int)smla_clamp_int64(keys->end - key, begin, count);
-        work->begin[i] = begin;
-        work->end[i] = end;
-        least = end - begin < least ? end - begin : least;
-        most = end - begin > most ? end - begin : most;
+    const int last = work->tile->num_rows - 1;
+    const smla_key_range low = work->rows[first].keys;
+    const smla_key_range high =
+        work->rows[first + lanes - 1 < last ? first + lanes - 1 : last].keys;
+    if (low.begin >= key + count || high.end <= key) {
+        return SEES_NO_KEY;
     }
-    return most == 0 ? SEES_NO_KEY : least == count ? SEES_ALL : SEES_SOME;
+    if (high.begin <= key && low.end >= key + count) {
+        return SEES_ALL;
+    }
+    for (int i = 0; i < lanes; i++) {
+        const smla_key_range *const keys = &work->rows[first + i < last ? first + i : last].keys;
+        work->begin[i] = (int32_t)smla_clamp_int64(keys->begin - key, 0, count);
+        work->end[i] = (int32_t)smla_clamp_int64(keys->end - key, 0, count);
+    }
+    return SEES_SOME;
 }
 
 /* Makes logits of scores, which are -inf for hidden keys. */
