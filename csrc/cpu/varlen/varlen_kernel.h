@@ -17,8 +17,8 @@
  *              fraction 3 / rows of it, and the softmax 1 / 10 at D + Dv = 320.
  * Numerics     Those of attention_kernel.h, whose products these are (attention_lanes.h,
  *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
- *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So a
- *              row's bits depend on its query and its request's keys alone. Every 16384 keys the
+ *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
+ *              a row's bits depend on its query and its request's keys alone. Every 16384 keys the
  *              state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
  *              count as zeros here; rows that have or see such a value are computed again by
@@ -205,8 +205,8 @@ prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, 
     }
 }
 
-/* Prefetches some of the keys first...end - 1, those that are due while the tile's lanes from `lane`
- * on are busy. */
+/* Prefetches some of the keys first...end - 1: those that are due while the tile's lanes from
+ * `lane` on are busy. */
 static void
 prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
 {
