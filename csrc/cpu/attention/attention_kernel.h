@@ -236,7 +236,7 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int 
             score_rows(scratch->keys + j * KEY_STRIDE + begin / UNIT_STEP,
                        q + begin / UNIT_STEP * vectors * WIDTH, end - begin,
                        scratch->scales + tile * BLOCK_KEYS + j, tile == 0,
-                       scratch->scores + j * vectors * WIDTH, rows, vectors);
+                       scratch->scores + j * vectors * WIDTH, true, rows, vectors);
         }
     }
 }
