@@ -19,6 +19,7 @@ from library import sparse_mla
 from test_compressor import Case as Compressor
 from test_gpu_growth import check as check_large
 from test_gpu_outlier_keys import make as make_large
+from test_gpu_v4_forward import filled, new_streams
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
 from test_mla_attention import check as check_dense
@@ -28,6 +29,8 @@ from test_top_k import make as top_k_rows
 from test_top_k import whole
 from test_v4_attention import V4Case
 from test_v4_attention import check as check_v4
+from test_varlen import check as check_varlen
+from varlen_cases import Varlen
 
 pytestmark = pytest.mark.sanitizer
 
@@ -226,3 +229,28 @@ def test_dense_fp8_rows(heads, num_splits, block_size):
 def test_dense_fp8_items(count):
     """A long item that is cut, and items in an order."""
     check_dense(Dense([1] * count, [1000] + [5] * (count - 1), 16, "fp8"))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (320, 264)])
+@pytest.mark.parametrize(("q_type", "kv_type"), [("bf16", "bf16"), ("fp16", "e4m3")])
+def test_ragged_prefills(dims, q_type, kv_type):
+    """Each kernel, rows that are copied and rows that are loaded, tiles of one request and empty
+    ones."""
+    case = Varlen([70, 0, 3], [150, 9, 0], 4, 2, dims, q_type, kv_type, padding=2,
+                  mask=Mask(causal=True))  # fmt: skip
+    check_varlen(case)
+    case.is_spread = True
+    check_varlen(case)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+def test_a_v4_layer(ratio, count):
+    """Prefills, then a decode of all requests, which may run on streams."""
+    world, parts = filled(ratio)
+    world.use_products()
+    metadata = world.build(parts, 1)
+    x = gpu.put(world.inputs(parts, 1))
+    want = world.layer.forward(x, world.caches, metadata)
+    out = world.layer.forward(x, world.caches, metadata, streams=new_streams(count))
+    assert gpu.torch.equal(out, want)
