@@ -60,7 +60,7 @@ find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
 static int64_t
 thread_bytes(const smla_varlen_params *params)
 {
-    int64_t most = 0;
+    int64_t most = (int64_t)sizeof(int64_t); /* one number of tiles fits, whatever kernels need */
     for (int i = 0; i < smla_cpu_num_isas; i++) {
         const int64_t bytes = smla_cpu_isas[i].varlen->scratch_bytes(params);
         most = bytes > most ? bytes : most;
