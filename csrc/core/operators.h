@@ -44,5 +44,6 @@
 #define SMLA_PROJECTIONS(X)                                                                   \
     X(k_up_proj, smla_k_up_proj_args, smla_projection_params, projection)                     \
     X(v_up_proj, smla_v_up_proj_args, smla_projection_params, projection)                     \
+    X(kv_up_proj, smla_kv_up_proj_args, smla_projection_params, projection)                   \
     X(grouped_output_projection, smla_grouped_output_projection_args, smla_projection_params, \
       projection)

@@ -405,6 +405,11 @@ def v_up() -> Example:
     return call("v_up_proj", arrays | {"out": np.zeros((3, 2, 40), ref.BF16)})
 
 
+def kv_up() -> Example:
+    arrays = {"kv_c": weight(3, 512), "kv_b_proj": weight(512, 40)}
+    return call("kv_up_proj", arrays | {"out": np.zeros((3, 40), ref.BF16)})
+
+
 def grouped(scale=None) -> Example:
     out = {"out": np.zeros((3, 2, 40), ref.BF16)}
     if scale is None:
@@ -978,6 +983,7 @@ TABLE: dict[str, Row] = {
     ),
     "k_up": Row("k_up_proj", k_up, {"q_nope": "", "W_UK": "", "out": "written"}),
     "v_up": Row("v_up_proj", v_up, {"x": "", "W_UV": "", "out": "written"}),
+    "kv_up": Row("kv_up_proj", kv_up, {"kv_c": "", "kv_b_proj": "strided", "out": "written"}),
     "grouped bf16": Row(
         "grouped_output_projection", grouped, {"o": "", "weight": "", "out": "written"}
     ),

@@ -49,6 +49,7 @@ typedef union any_args {
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
     smla_v_up_proj_args v_up;
+    smla_kv_up_proj_args kv_up;
     smla_grouped_output_projection_args grouped;
     smla_dynamic_per_tensor_quant_args quant;
     smla_fused_q_kv_rmsnorm_args norm;
@@ -363,6 +364,15 @@ make_v_up(void)
 }
 
 static inline any_args
+make_kv_up(void)
+{
+    return (any_args){.kv_up = {.struct_size = sizeof(smla_kv_up_proj_args),
+                                .kv_c = ZEROS(bf16, 3, 512),
+                                .kv_b_proj = ZEROS(bf16, 512, 4),
+                                .out = ZEROS(bf16, 3, 4)}};
+}
+
+static inline any_args
 make_grouped(void)
 {
     return (any_args){.grouped = {.struct_size = sizeof(smla_grouped_output_projection_args),
@@ -543,6 +553,7 @@ CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
 CALL(v_up, smla_v_up_proj)
+CALL(kv_up, smla_kv_up_proj)
 CALL(grouped, smla_grouped_output_projection)
 CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
@@ -664,6 +675,13 @@ static const operator_case operators[NUM_OPERATORS] = {
                       {{"x", AT_FIELD(v_up, x), 0, 4},
                        {"W_UV", AT_FIELD(v_up, w_uv), 0, 3},
                        {"out", AT_FIELD(v_up, out), OUTPUT, 7}}},
+    [OP_kv_up_proj] = {"kv_up_proj",
+                       sizeof(smla_kv_up_proj_args),
+                       call_kv_up,
+                       make_kv_up,
+                       {{"kv_c", AT_FIELD(kv_up, kv_c), 0, 2},
+                        {"kv_b_proj", AT_FIELD(kv_up, kv_b_proj), ANY_STRIDE, 1},
+                        {"out", AT_FIELD(kv_up, out), OUTPUT, 3}}},
     [OP_dynamic_per_tensor_quant] =
         {"dynamic_per_tensor_quant",
          sizeof(smla_dynamic_per_tensor_quant_args),

@@ -645,6 +645,7 @@ static const char *const launch_names[NUM_CALLS] = {
         "top_k_per_row", /* logits are not asked for */
     [OP_k_up_proj] = "project",
     [OP_v_up_proj] = "project",
+    [OP_kv_up_proj] = "project",
     [OP_grouped_output_projection] = "e4m3_project",
     [OP_sparse_attention] = "attention",
     [OP_sparse_mla_dsv4] = "attention",
@@ -660,7 +661,7 @@ static bool
 starts_kernels(int i)
 {
     return i == OP_sparse_attention || i == OP_sparse_mla_dsv4 || i == OP_mla_attention ||
-           i == OP_k_up_proj || i == OP_v_up_proj;
+           i == OP_k_up_proj || i == OP_v_up_proj || i == OP_kv_up_proj;
 }
 
 /* How many arrays a checked call of an operator copies to the host. */
@@ -800,7 +801,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_compress_norm_rope_store: return b->compress_norm_rope_store(&compress, &error);
     case OP_lightning_indexer: return b->lightning_indexer(&lightning, &error);
     case OP_k_up_proj:
-    case OP_v_up_proj: return b->projection(&project, &error);
+    case OP_v_up_proj:
+    case OP_kv_up_proj: return b->projection(&project, &error);
     case OP_grouped_output_projection: return b->projection(&project_e4m3, &error);
     case CALL_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
     case CALL_find_key_ranges: return b->find_key_ranges(&ranges, &error);

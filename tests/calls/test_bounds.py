@@ -142,6 +142,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
+    if row.op == "kv_up_proj":
+        return ("bfloat16",)
     if row.op == "varlen_attention" and name in HALVES:
         return HALVES[name] if name != "v" or "v_descale" in row.rules else ("bfloat16",)
     if row.op in ("indexer_logits", "lightning_indexer") and name == "q_scale":
@@ -234,7 +236,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     """The error if a valid dtype does not fit another argument, or None."""
     partners = {"kv_c": "k_pe", "q_pe": "k_pe", "out_a": "out_b", "logits": "values"}
-    other = partners.get(name)
+    other = partners.get(name) if row.op != "kv_up_proj" else None
     other = "score" if name == "kv" and "ape" in row.rules else other
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:

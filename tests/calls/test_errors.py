@@ -448,6 +448,19 @@ V_UP = [
     ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
 ]
 
+KV_UP = [
+    ("fp32", "kv_c", lambda x: x.astype(np.float32), TypeError, ()),
+    ("width", "kv_c", lambda x: x[:, :500], ValueError, ()),
+    ("rank", "kv_c", lambda x: x[:, None], ValueError, ()),
+    ("apart", "kv_c", apart, ValueError, ()),
+    ("a layer's weight", "kv_b_proj", lambda x: x.T, ValueError, ("transpose",)),
+    ("weight rank", "kv_b_proj", lambda x: x[..., None], ValueError, ()),
+    ("weight dtype", "kv_b_proj", lambda x: x.astype(np.float16), TypeError, ()),
+    ("out shape", "out", lambda x: x[:, :100], ValueError, ()),
+    ("out tokens", "out", lambda x: x[:2], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+]
+
 GROUPED = [
     ("fp16 o", "o", lambda x: x.astype(np.float16), TypeError, ()),
     ("rank", "o", lambda x: x[0], ValueError, ()),
@@ -782,6 +795,7 @@ TABLE = {
     "merge_attn_states": MERGE,
     "k_up_proj": K_UP,
     "v_up_proj": V_UP,
+    "kv_up_proj": KV_UP,
     "grouped_output_projection": GROUPED,
     "dynamic_per_tensor_quant": QUANT,
 }

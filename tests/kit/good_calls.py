@@ -201,6 +201,15 @@ def v_up_call() -> Call:
     return Call("v_up_proj", args, {"out": np.zeros((3, 4, 128), ref.BF16)})
 
 
+def kv_up_call() -> Call:
+    rng = np.random.default_rng(22)
+    args = {
+        "kv_c": cases.random_bf16(rng, 3, 512),
+        "kv_b_proj": cases.random_bf16(rng, 512, 130, std=0.1),
+    }
+    return Call("kv_up_proj", args, {"out": np.zeros((3, 130), ref.BF16)})
+
+
 def grouped_call() -> Call:
     rng = np.random.default_rng(7)
     args = {

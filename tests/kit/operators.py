@@ -30,6 +30,7 @@ from good_calls import (
     insert_index_call,
     inverse_call,
     k_up_call,
+    kv_up_call,
     lightning_call,
     logits_call,
     merge_call,
@@ -221,6 +222,15 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("W_UV", np.zeros((512, 5, 128), ref.BF16)),
         shape_of="W_UV",
+        overloads=("out",),
+    ),
+    "kv_up_proj": Facts(
+        positional="kv_c kv_b_proj",
+        keywords="out= stream=",
+        good=kv_up_call,
+        num_results=1,
+        refused=("kv_b_proj", np.zeros((500, 130), ref.BF16)),
+        shape_of="kv_b_proj",
         overloads=("out",),
     ),
     "grouped_output_projection": Facts(

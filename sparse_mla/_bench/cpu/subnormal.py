@@ -227,6 +227,15 @@ def v_up() -> Case:
     return Case("v_up_proj", make, kinds)
 
 
+def kv_up() -> Case:
+    def make() -> Arrays:
+        return {"kv_c": normal(TOKENS, 512), "kv_b_proj": normal(512, 512, std=0.05)}
+
+    kinds = sizes("kv_c") | {"kv_b_proj 1e-38": times(1e-38, "kv_b_proj")}
+    kinds["both 1e-19"] = both(times(1e-19, "kv_c"), times(1e-19, "kv_b_proj"))
+    return Case("kv_up_proj", make, kinds)
+
+
 def grouped() -> Case:
     def make() -> Arrays:
         return {
@@ -493,6 +502,7 @@ def make_cases() -> list[Case]:
         *map(merge, (np.float32, BF16)),
         k_up(),
         v_up(),
+        kv_up(),
         grouped(),
         *(indexer("indexer_logits", fp4=fp4) for fp4 in (False, True)),
         indexer("lightning_indexer", fp4=False),
