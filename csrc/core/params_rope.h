@@ -1,5 +1,5 @@
-/* params_rope.h: the params of RoPE: positions, angles, what rotates queries and keys and writes the
- * keys into the cache, and what rotates back and quantizes. */
+/* params_rope.h: the params of RoPE: positions, angles, what rotates queries and keys and writes
+ * the keys into the cache, and what rotates back and quantizes. */
 #pragma once
 
 #include "core/params_cache.h"

@@ -103,8 +103,8 @@ heads_of(const DLTensor *x, const DLTensor *out)
     };
 }
 
-/* Checks the args of apply_rope, and fills `params`. If the key goes into a cache, it is needed, has
- * no array k_out, and is left out of `params`. */
+/* Checks the args of apply_rope, and fills `params`. If the key goes into a cache, it is needed,
+ * has no array k_out, and is left out of `params`. */
 static smla_status
 require_turn(smla_checker *c, const smla_apply_rope_args *args, bool caches_key,
              smla_apply_rope_params *params)

@@ -1,5 +1,5 @@
-/* write_token.cuh: a warp loads a token's NoPE and RoPE values, which are in arrays of their own, and
- * writes its cache row. cache_write.cu tells how, and the numerics.
+/* write_token.cuh: a warp loads a token's NoPE and RoPE values, which are in arrays of their own,
+ * and writes its cache row. cache_write.cu tells how, and the numerics.
  */
 #pragma once
 

@@ -1,10 +1,11 @@
 /* rope_and_cache.cu: rotates queries to their positions, and rotates keys and writes them into the
  * cache, in one launch.
  *
- * Computes     q_out = RoPE of q, as apply_rope.cu has it; the row of a slot = kv_c and RoPE of k_pe
- *              in the cache's format, as cache_write.cu has it. k_pe is not written.
+ * Computes     q_out = RoPE of q, as apply_rope.cu has it; the row of a slot = kv_c and RoPE of
+ *              k_pe in the cache's format, as cache_write.cu has it. k_pe is not written.
  * Shapes       q [T, H, 64] bf16 or fp32, tokens and heads any stride apart; k_pe [T, 64] and kv_c
- *              [>= S, 512] of the same type; slot_mapping [S], S <= T; the table as in apply_rope.cu
+ *              [>= S, 512] of the same type; slot_mapping [S], S <= T; the table as in
+ *              apply_rope.cu
  * Shared mem   none
  * Roles        The first blocks write keys, a warp each, because a key's loads depend on each
  *              other: lane i has values 2 i and 2 i + 1 of k_pe, and with halves the lane 16 away
@@ -14,8 +15,8 @@
  *              H 128, T 8192, fp8_ds_mla: 283 MB, 66 us at 4.3 TB/s.
  * Numerics     Every byte is that of the two operators, on every device: products and sums are
  *              rounded one by one, then once to the type of q and k_pe, then as the row's format
- *              asks. A token with a position that the table lacks is not rotated, and one with a bad
- *              slot is not written. Of tokens with one slot the last of 32 wins, as in
+ *              asks. A token with a position that the table lacks is not rotated, and one with a
+ *              bad slot is not written. Of tokens with one slot the last of 32 wins, as in
  *              cache_write.cu.
  * Source       vLLM's fused RoPE and cache write of MLA, for the operator.
  */
