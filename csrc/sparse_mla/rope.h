@@ -28,8 +28,8 @@ typedef struct smla_apply_rope_args {
 
 SMLA_API smla_status smla_apply_rope(const smla_apply_rope_args *args, smla_error *error);
 
-/* apply_rope of q_pe and k_pe, then concat_and_cache_mla of kv_c and the rounded result of k_pe, byte
- * for byte, in one launch. k_pe itself is not written. The first tokens go to the slots of
+/* apply_rope of q_pe and k_pe, then concat_and_cache_mla of kv_c and the rounded result of k_pe,
+ * byte for byte, in one launch. k_pe itself is not written. The first tokens go to the slots of
  * slot_mapping, which may be fewer than T; a negative slot skips its token. */
 typedef struct smla_rope_and_cache_mla_args {
     size_t struct_size;

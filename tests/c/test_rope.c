@@ -1,5 +1,5 @@
-/* test_rope.c: apply_rope, byte for byte with single operations in fp32, and rope_and_cache_mla, byte
- * for byte with apply_rope and concat_and_cache_mla. test_norm.c has V4's inverse.
+/* test_rope.c: apply_rope, byte for byte with single operations in fp32, and rope_and_cache_mla,
+ * byte for byte with apply_rope and concat_and_cache_mla. test_norm.c has V4's inverse.
  */
 #include "testing.h"
 
