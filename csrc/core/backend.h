@@ -92,7 +92,7 @@ typedef struct smla_backend {
     /* `plan` is what plan_attention returned for the call's shape. */
     smla_status (*sparse_attention)(const smla_attention_params *params,
                                     const smla_attention_plan *plan, smla_error *error);
-    /* k_up_proj, v_up_proj and grouped_output_projection */
+    /* k_up_proj, v_up_proj, kv_up_proj and grouped_output_projection */
     smla_status (*projection)(const smla_projection_params *params, smla_error *error);
     /* Fills up to `capacity` rows, and returns how many rows there are. */
     int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);

@@ -37,8 +37,9 @@ typedef struct smla_projection_scales {
     int64_t w_stride_inner;
 } smla_projection_scales;
 
-/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): the up projections, which differ in the strides of w, and
- * the output projection, whose heads are groups and whose rows of w are contiguous. */
+/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): the up projections, which differ in the strides of w
+ * (kv_up_proj has one head for all, and strides of w as the caller likes), and the output
+ * projection, whose heads are groups and whose rows of w are contiguous. */
 typedef struct smla_projection_params {
     smla_call call;
     int64_t num_tokens;

@@ -43,6 +43,19 @@ typedef struct smla_v_up_proj_args {
 
 SMLA_API smla_status smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error);
 
+/* out[t,n] = sum_l kv_c[t,l] * kv_b_proj[l,n], summed in fp32: the keys' NoPE parts and the values
+ * of all heads, side by side. kv_b_proj may have any strides: a layer's weight [N, 512] is given as
+ * its transpose, a view. */
+typedef struct smla_kv_up_proj_args {
+    size_t struct_size;
+    const DLTensor *kv_c;      /* [T, 512] bf16 */
+    const DLTensor *kv_b_proj; /* [512, N = H * (Pn + Pv)] bf16 */
+    const DLTensor *out;       /* out [T, N] bf16 */
+    void *stream;
+} smla_kv_up_proj_args;
+
+SMLA_API smla_status smla_kv_up_proj(const smla_kv_up_proj_args *args, smla_error *error);
+
 /* out[t,g,n] = sum_r o[t,g,r] * weight[g,n,r], rounded once. Either o and weight are bf16 and there
  * are no scales, or both are e4m3 with scales, R is a multiple of 128 (512 for int32 scales), and
  * every 128 values of r are summed before they are scaled, in fp32. */

@@ -13,6 +13,7 @@ __all__ = [
     "dynamic_per_tensor_quant",
     "grouped_output_projection",
     "k_up_proj",
+    "kv_up_proj",
     "split_kv_b_proj",
     "v_up_proj",
 ]
@@ -210,6 +211,70 @@ def v_up_proj(
     >>> x, w = jnp.ones((1, 2, 512), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
     >>> smla.v_up_proj(x, w).shape
     (1, 2, 4)
+    """
+
+
+@operator
+def kv_up_proj(
+    kv_c: Like[Result], kv_b_proj: Array, *, out: Array | None = None, stream: Stream = None
+) -> Result:
+    """Latents to keys and values of every head: out[t, n] = sum_l kv_c[t, l] * kv_b_proj[l, n].
+
+    This is what prefill as multi-head attention reads. As [T, H, Pn + Pv], `out` holds the keys'
+    parts without RoPE in [..., :Pn] and the values in [..., Pn:]; `varlen_attention` takes both as
+    these views.
+
+    Parameters
+    ----------
+    kv_c : [T, 512] bf16
+        Latents, after their norm: as `gather_kv_cache` returns them in [:, :512], for example.
+    kv_b_proj : [512, N] bf16, any strides
+        N = H * (Pn + Pv). The weight of a linear layer, which is stored as [N, 512], is given as
+        its transpose `weight.T`, a view that no memory is copied for.
+    out : [T, N] bf16, optional
+        Its rows may be any distance apart.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, accumulated in fp32 and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        Shapes that do not match; on CUDA a missing cuBLAS, which is loaded when first needed.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: kv_b_proj is W_UK beside W_UV.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> kv_c, weight = (np.ones((n, 512), ml_dtypes.bfloat16) for n in (3, 2 * (128 + 64)))
+    >>> kv = sparse_mla.kv_up_proj(kv_c, weight.T).reshape(3, 2, 128 + 64)
+    >>> k_nope, v = kv[..., :128], kv[..., 128:]
+    >>> v.shape, v[0, 0, 0].item()
+    ((3, 2, 64), 512.0)
+
+    PyTorch
+    -------
+    Keys and values of every head from latents: `sparse_mla.kv_up_proj`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> kv_c, weight = (torch.ones(n, 512, dtype=torch.bfloat16) for n in (3, 2 * (128 + 64)))
+    >>> smla.kv_up_proj(kv_c, weight.T).view(3, 2, 128 + 64)[..., 128:].shape
+    torch.Size([3, 2, 64])
+
+    JAX
+    ---
+    Keys and values of every head from latents: `sparse_mla.kv_up_proj`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> kv_c, weight = (jnp.ones((n, 512), jnp.bfloat16) for n in (3, 2 * (128 + 64)))
+    >>> smla.kv_up_proj(kv_c, weight.T).reshape(3, 2, 128 + 64)[..., 128:].shape
+    (3, 2, 64)
     """
 
 

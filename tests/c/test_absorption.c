@@ -210,6 +210,63 @@ test_v_up_proj(void)
     EXPECT_OK(run_k_up(ARRAY(bf16, 3, 2, 0), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, NOPE)));
 }
 
+static smla_status
+run_kv_up(const array *kv_c, const array *kv_b_proj, const array *out)
+{
+    const smla_kv_up_proj_args args = {.struct_size = sizeof args,
+                                       .kv_c = &kv_c->tensor,
+                                       .kv_b_proj = &kv_b_proj->tensor,
+                                       .out = &out->tensor};
+    return smla_kv_up_proj(&args, &error);
+}
+
+/* A weight [512, n] whose rows lie in memory as they are (0) or as columns (1), or that has gaps in
+ * both dimensions (2). */
+static const array *
+make_kv_b_proj(int64_t n, int layout)
+{
+    switch (layout) {
+    case 0: return fill_normal(ARRAY(bf16, NOPE, n), 1.0);
+    case 1: return transpose(fill_normal(ARRAY(bf16, n, NOPE), 1.0), 0, 1);
+    default:
+        return slice(slice(fill_normal(ARRAY(bf16, 2 * NOPE, 3 * n), 1.0), 0, 0, 2 * NOPE, 2), 1, 0,
+                     3 * n, 3);
+    }
+}
+
+static void
+test_kv_up_proj(void)
+{
+    const int64_t num_outputs[] = {192, 1, 67};
+    for (int i = 0; i < 9; i++) {
+        const int64_t n = num_outputs[i % 3];
+        const array *x = slice(fill_normal(ARRAY(bf16, 18, NOPE + 64), 1.0), 1, 0, NOPE, 1);
+        const array *w = make_kv_b_proj(n, i / 3);
+        array *buffer = ARRAY(bf16, 18, n + 1);
+        const array *out = slice(buffer, 1, 0, n, 1);
+        EXPECT_OK(run_kv_up(x, w, out));
+        for (int64_t t = 0; t < 18; t++) {
+            for (int64_t j = 0; j < n; j++) {
+                double sum = 0.0;
+                double magnitude = 0.0;
+                for (int64_t k = 0; k < NOPE; k++) {
+                    sum += GET(x, t, k) * GET(w, k, j);
+                    magnitude += fabs(GET(x, t, k) * GET(w, k, j));
+                }
+                EXPECT_NEAR(GET(out, t, j), sum, 0x1p-8 * fabs(sum) + NOPE * 0x1p-24 * magnitude);
+            }
+        }
+        EXPECT(is_poison(slice(buffer, 1, n, n + 1, 1)));
+    }
+    /* No tokens, and no outputs: nothing to write. */
+    EXPECT_OK(run_kv_up(ARRAY(bf16, 0, NOPE), ARRAY(bf16, NOPE, 4), ARRAY(bf16, 0, 4)));
+    EXPECT_OK(run_kv_up(ARRAY(bf16, 3, NOPE), ARRAY(bf16, NOPE, 0), ARRAY(bf16, 3, 0)));
+    EXPECT_FAIL(
+        run_kv_up(ARRAY(bf16, 3, NOPE), ARRAY(bf16, 4, NOPE), ARRAY(bf16, 3, 4)), SMLA_ERROR_VALUE,
+        "kv_up_proj: `kv_b_proj` must have shape [512, any], got [4, 512]: a layer's weight "
+        "is given as its transpose");
+}
+
 /* Subnormal numbers that matter because their factors are huge: in one token, or in the weight. */
 static void
 test_projected_subnormals(void)
@@ -558,6 +615,7 @@ run_kernel_tests(void)
 {
     RUN(test_k_up_proj);
     RUN(test_v_up_proj);
+    RUN(test_kv_up_proj);
     RUN(test_projected_subnormals);
     RUN(test_grouped_e4m3);
     RUN(test_grouped_bf16);

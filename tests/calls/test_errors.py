@@ -448,6 +448,19 @@ V_UP = [
     ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
 ]
 
+KV_UP = [
+    ("fp32", "kv_c", lambda x: x.astype(np.float32), TypeError, ()),
+    ("width", "kv_c", lambda x: x[:, :500], ValueError, ()),
+    ("rank", "kv_c", lambda x: x[:, None], ValueError, ()),
+    ("apart", "kv_c", apart, ValueError, ()),
+    ("a layer's weight", "kv_b_proj", lambda x: x.T, ValueError, ("transpose",)),
+    ("weight rank", "kv_b_proj", lambda x: x[..., None], ValueError, ()),
+    ("weight dtype", "kv_b_proj", lambda x: x.astype(np.float16), TypeError, ()),
+    ("out shape", "out", lambda x: x[:, :100], ValueError, ()),
+    ("out tokens", "out", lambda x: x[:2], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+]
+
 GROUPED = [
     ("fp16 o", "o", lambda x: x.astype(np.float16), TypeError, ()),
     ("rank", "o", lambda x: x[0], ValueError, ()),
@@ -508,6 +521,40 @@ NORM = [
     ),
     ("eps beyond fp32", "eps", lambda _: 1e39, ValueError, ()),
     ("eps is text", "eps", lambda _: "1e-6", TypeError, ()),
+]
+
+ROPE_AND_CACHE = [
+    ("fp16 q_pe", "q_pe", lambda x: x.astype(np.float16), TypeError, ()),
+    ("fp32 q_pe", "q_pe", lambda x: x.astype(np.float32), TypeError, ("k_pe",)),
+    ("rank 2", "q_pe", lambda x: x[:, 0], ValueError, ()),
+    ("another width", "q_pe", lambda x: x[..., :32], ValueError, ("k_pe",)),
+    ("fewer tokens", "q_pe", lambda x: x[:2], ValueError, ("k_pe",)),
+    ("q_pe apart", "q_pe", apart, ValueError, ()),
+    ("few positions", "positions", lambda x: x[:2], ValueError, ()),
+    ("int16 positions", "positions", lambda x: x.astype(np.int16), TypeError, ()),
+    ("position past the end", "positions", lambda x: replaced(x, 1, 8), ValueError, ("table",)),
+    ("negative position", "positions", lambda x: replaced(x, 2, -1), ValueError, ("table",)),
+    ("no k_pe", "k_pe", lambda _: None, TypeError, ()),
+    ("fp32 k_pe", "k_pe", lambda x: x.astype(np.float32), TypeError, ()),
+    ("k_pe of heads", "k_pe", lambda x: x[:, None], ValueError, ()),
+    ("k_pe tokens", "k_pe", lambda x: x[:2], ValueError, ()),
+    ("k_pe apart", "k_pe", apart, ValueError, ()),
+    ("fp16 table", "table", lambda x: x.astype(np.float16), TypeError, ()),
+    ("table width", "table", lambda x: x[:, :32], ValueError, ()),
+    ("fp32 kv_c", "kv_c", lambda x: x.astype(np.float32), TypeError, ()),
+    ("kv_c of 511", "kv_c", lambda x: x[:, :511], ValueError, ()),
+    ("few kv_c rows", "kv_c", lambda x: x[:2], ValueError, ("slot_mapping",)),
+    ("cache of 512", "kv_cache", lambda _: zeros(3, 4, 512), (TypeError, ValueError), ()),
+    ("cache of 655", "kv_cache", lambda x: x[..., :655], ValueError, ()),
+    ("apart cache", "kv_cache", apart, ValueError, ()),
+    ("more slots", "slot_mapping", lambda x: x.repeat(2), ValueError, ("kv_c",)),
+    ("int16 slots", "slot_mapping", lambda x: x.astype(np.int16), TypeError, ()),
+    ("slot past the end", "slot_mapping", lambda x: replaced(x, 0, 12), ValueError, ()),
+    ("fp32 q_out", "q_out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("q_out heads", "q_out", lambda x: x[:, :3], ValueError, ()),
+    ("q_out apart", "q_out", apart, ValueError, ()),
+    ("unknown format", "kv_cache_dtype", lambda _: "fp7", ValueError, ()),
+    ("format type", "kv_cache_dtype", lambda _: 8, TypeError, ()),
 ]
 
 APPLY_ROPE = [
@@ -768,6 +815,7 @@ TABLE = {
     "fused_q_kv_rmsnorm": NORM,
     "fused_qnorm_rope_kv_insert": QNORM,
     "apply_rope": APPLY_ROPE,
+    "rope_and_cache_mla": ROPE_AND_CACHE,
     "fused_inv_rope_fp8_quant": INVERSE,
     "concat_and_cache_mla": WRITE,
     "gather_kv_cache": GATHER,
@@ -782,6 +830,7 @@ TABLE = {
     "merge_attn_states": MERGE,
     "k_up_proj": K_UP,
     "v_up_proj": V_UP,
+    "kv_up_proj": KV_UP,
     "grouped_output_projection": GROUPED,
     "dynamic_per_tensor_quant": QUANT,
 }

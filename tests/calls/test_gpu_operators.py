@@ -169,6 +169,18 @@ def test_projections(T):
         assert ref.worst_ratio(out.check(), want, tolerance) <= 1, op
 
 
+@pytest.mark.parametrize("T", [1, 17, 2000])
+def test_latents_become_keys_and_values(T):
+    rng = np.random.default_rng(13)
+    kv_c = cases.random_bf16(rng, T, 576)[:, :512]
+    stored = cases.random_bf16(rng, 16 * 256, 512, std=0.05)
+    want, tolerance = ref.kv_up_proj(kv_c, stored.T)
+    for kv_b_proj in (stored.T, np.ascontiguousarray(stored.T)):
+        out = Guarded(want.shape, ref.BF16, row_gap=8)
+        sparse_mla.kv_up_proj(kv_c, kv_b_proj, out=out.array)
+        assert ref.worst_ratio(out.check(), want, tolerance) <= 1
+
+
 @pytest.mark.parametrize("kind", ["flat", "peaky"])
 @pytest.mark.parametrize("size", [(16, 8, 1024, 4096), (64, 4, 1024, 4096), (1500, 8, 1000, 1024)])
 def test_grouped_projections(size, kind):

@@ -104,6 +104,9 @@ def calls():
         "attention in given splits": attention(50, 700, num_splits=5),
         "k_up_proj of a block": projection("k_up_proj", 512, 2, 128, inner=128),
         "v_up_proj of a block": projection("v_up_proj", 512, 2, 128, inner=512),
+        "kv_up_proj of a weight apart": lambda: sparse_mla.kv_up_proj(
+            normal(70, 512, dtype=BF16), normal(512, 2 * 256, dtype=BF16)[:, ::2]
+        ),
         "forward, separate": forward("separate"),
         "forward, mixed": forward("mixed"),
         "attend, direct": v4_attend("direct"),

@@ -35,7 +35,7 @@ KINDS = [
     for kind in (None, *case.kinds)
 ]
 # Operators whose results are bounded. The bytes of all others are promised.
-BOUNDED = ("sparse_attention", "merge_attn_states", "k_up_proj", "v_up_proj")
+BOUNDED = ("sparse_attention", "merge_attn_states", "k_up_proj", "v_up_proj", "kv_up_proj")
 BOUNDED += ("grouped_output_projection", "indexer_logits", "lightning_indexer")
 
 
@@ -217,14 +217,15 @@ def test_a_merge_with_nothing_keeps_every_bit(dtype, isa, monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("case", "kind"), kinds_of("k_up_proj", "v_up_proj"))
+@pytest.mark.parametrize(("case", "kind"), kinds_of("k_up_proj", "v_up_proj", "kv_up_proj"))
 def test_projections(case, kind, isa, monkeypatch):
     """Small rows are as exact as others, but for the steps of subnormal bf16."""
     monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
     arguments, out = run(case, kind)
     want, tolerance = getattr(ref, case.op)(*arguments.values())
     dims = next(iter(arguments.values())).shape[-1]
-    size = 1 if kind is None or kind[0] == "W" else float(kind.split()[1].strip(","))
+    is_ordinary = kind is None or kind.startswith(("W", "kv_b_proj"))
+    size = 1 if is_ordinary else float(kind.split()[1].strip(","))
     tolerance += (2.0**-133 if size < 1e-30 else dims * 2.0**-125) - 1e-37
     assert (np.abs(ref.to_f32(out).astype(np.float64) - want) <= tolerance).all()
 

@@ -201,6 +201,15 @@ def v_up_call() -> Call:
     return Call("v_up_proj", args, {"out": np.zeros((3, 4, 128), ref.BF16)})
 
 
+def kv_up_call() -> Call:
+    rng = np.random.default_rng(22)
+    args = {
+        "kv_c": cases.random_bf16(rng, 3, 512),
+        "kv_b_proj": cases.random_bf16(rng, 512, 130, std=0.1),
+    }
+    return Call("kv_up_proj", args, {"out": np.zeros((3, 130), ref.BF16)})
+
+
 def grouped_call() -> Call:
     rng = np.random.default_rng(7)
     args = {
@@ -240,6 +249,20 @@ def apply_rope_call() -> Call:
     }
     outputs = {"q_out": np.zeros((3, 4, 16), ref.BF16), "k_out": np.zeros((3, 16), ref.BF16)}
     return Call("apply_rope", args, outputs)
+
+
+def rope_and_cache_call() -> Call:
+    rng = np.random.default_rng(23)
+    args = {
+        "positions": np.array([7, 0, 3], np.int64),
+        "q_pe": cases.random_bf16(rng, 3, 4, 64),
+        "k_pe": cases.random_bf16(rng, 3, 64),
+        "table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "kv_c": cases.random_bf16(rng, 3, 512),
+        "kv_cache": np.zeros((3, 4, 656), np.uint8),
+        "slot_mapping": np.array([11, -1, 5], np.int64),
+    }
+    return Call("rope_and_cache_mla", args, {"q_out": np.zeros((3, 4, 64), ref.BF16)})
 
 
 def inverse_call() -> Call:

@@ -62,7 +62,7 @@ class Operator:
 EXACT = ("split_kv_b_proj", *(op for op, facts in FACTS.items() if facts.is_exact))
 
 
-PROJECTIONS = ("k_up_proj", "v_up_proj", "grouped_output_projection")
+PROJECTIONS = ("k_up_proj", "v_up_proj", "kv_up_proj", "grouped_output_projection")
 
 
 def is_decided(name, args) -> bool:

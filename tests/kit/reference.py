@@ -463,6 +463,10 @@ def v_up_proj(x, w_uv):
     return project(x, w_uv, "thl,lhv->thv")
 
 
+def kv_up_proj(kv_c, kv_b_proj):
+    return project(kv_c, kv_b_proj, "tl,ln->tn")
+
+
 def grouped_output_projection(o, o_scale, weight, weight_scale):
     """fp64 -> (value, sum of magnitudes) [T, G, N]. Scales of o are fp32; None with bf16."""
 

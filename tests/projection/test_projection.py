@@ -1,6 +1,7 @@
-"""Absorption: split_kv_b_proj, k_up_proj, v_up_proj (csrc/cpu/projection/projection.c)."""
+"""split_kv_b_proj, k_up_proj, v_up_proj, kv_up_proj (csrc/cpu/projection/projection.c)."""
 
 import cases
+import device
 import library
 import numpy as np
 import pytest
@@ -130,6 +131,69 @@ def test_strides_that_a_gemm_library_cannot_express():
     x = np.broadcast_to(cases.random_bf16(rng, 1, 4, 512), (5, 4, 512))
     want, tolerance = ref.v_up_proj(x, w_uv)
     assert ref.worst_ratio(sparse_mla.v_up_proj(x, w_uv), want, tolerance) <= 1
+
+
+# --- keys and values of every head ---------------------------------------------------------------
+
+# kv_b_proj [512, N] in all the ways that it may lie in memory.
+LAYOUTS = {
+    "rows": np.ascontiguousarray,
+    "a layer's weight": lambda x: np.ascontiguousarray(x.T).T,
+    "both dimensions apart": lambda x: x.repeat(2, 0).repeat(3, 1)[::2, ::3],
+    "backwards": lambda x: np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("T", [0, 1, 3, 65])
+@pytest.mark.parametrize("N", [0, 1, 67, 2 * (128 + 64), 4 * 256])
+def test_keys_and_values(N, T, layout):
+    rng = np.random.default_rng(9)
+    kv_c = cases.random_bf16(rng, T, 576)[:, :512]  # rows of a cache, say
+    kv_b_proj = LAYOUTS[layout](cases.random_bf16(rng, 512, N, std=0.05))
+    want, tolerance = ref.kv_up_proj(kv_c, kv_b_proj)
+    buffer = Guarded((T, N), ref.BF16, row_gap=8)
+    assert sparse_mla.kv_up_proj(kv_c, kv_b_proj, out=buffer.array) is buffer.array
+    assert ref.worst_ratio(buffer.check(), want, tolerance) <= 1
+    fresh = sparse_mla.kv_up_proj(kv_c, kv_b_proj)
+    assert (type(fresh), fresh.dtype) == (np.ndarray, ref.BF16)
+    assert_same_bits(fresh, buffer.array)
+
+
+def test_one_weight_for_all_heads():
+    """A weight may be broadcast along either dimension."""
+    rng = np.random.default_rng(10)
+    kv_c = cases.random_bf16(rng, 5, 512)
+    for shape in ((512, 1), (1, 40)):
+        kv_b_proj = np.broadcast_to(cases.random_bf16(rng, *shape), (512, 40))
+        want, tolerance = ref.kv_up_proj(kv_c, kv_b_proj)
+        assert ref.worst_ratio(sparse_mla.kv_up_proj(kv_c, kv_b_proj), want, tolerance) <= 1
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="cuBLAS chooses the order of sums by the shape")
+def test_a_token_has_the_same_bits_in_every_batch_and_layout():
+    rng = np.random.default_rng(11)
+    kv_c = cases.random_bf16(rng, 130, 512)
+    weight = cases.random_bf16(rng, 512, 300, std=0.05)
+    whole = np.asarray(sparse_mla.kv_up_proj(kv_c, weight))
+    for first, last in ((0, 1), (63, 66), (129, 130)):
+        for layout in LAYOUTS.values():
+            part = sparse_mla.kv_up_proj(kv_c[first:last], layout(weight)[:, 5:])
+            assert_same_bits(part, whole[first:last, 5:])
+
+
+def test_keys_and_values_are_those_of_the_split_weight():
+    """Per head: W_UK's columns, then W_UV's. v_up_proj sums the same products."""
+    rng = np.random.default_rng(12)
+    size = (3, 128, 64)
+    weight, latents = make_weight(*size), cases.random_bf16(rng, 7, 512)
+    both = np.asarray(sparse_mla.kv_up_proj(latents, weight)).reshape(7, 3, 128 + 64)
+    x = np.broadcast_to(latents[:, None], (7, 3, 512))
+    for part, w in zip(
+        (both[..., :128], both[..., 128:]), ref.split_kv_b_proj(weight, **dims(*size)), strict=True
+    ):
+        want, tolerance = ref.v_up_proj(x, w)
+        assert ref.worst_ratio(part, want, tolerance) <= 1
 
 
 def test_heavy_tailed_inputs():

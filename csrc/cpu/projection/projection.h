@@ -55,7 +55,8 @@ extern const smla_projection_isa smla_projection_neon;
 extern const smla_projection_isa smla_projection_neonbf16;
 #endif
 
-/* Whether dimension n of the weight is contiguous (v_up_proj); else k is (k_up_proj). */
+/* Whether dimension n of the weight is contiguous (v_up_proj); else k is (k_up_proj), or neither
+ * (kv_up_proj alone). */
 static inline bool
 smla_outer_is_contiguous(const smla_projection_params *params)
 {

@@ -3,8 +3,8 @@
  * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
  *              head. For e4m3: bf16(sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x w), where b is
  *              a block of 128 values of k
- * Shapes       x [T][H][k], w(k, h, n) with k or n contiguous, out [T][H][n], all bf16; or x and w
- *              e4m3 with k contiguous, a multiple of 128
+ * Shapes       x [T][H][k], w(k, h, n), out [T][H][n], all bf16; or x and w e4m3 with k contiguous,
+ *              a multiple of 128. The weight is read fast where k or n is contiguous.
  * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
  *                                                     for all tokens of the block
  *              sums  [64 tokens][128 outputs] fp32    32 KiB, in the scratch of the thread
@@ -76,6 +76,17 @@ pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
     return copy;
 }
 
+/* A copy of `count` values that are `stride` apart, with zeros up to `capacity`. */
+static const uint16_t *
+collect_row(const uint16_t *row, int64_t stride, int count, int capacity, uint16_t *copy)
+{
+    memset(copy, 0, (size_t)capacity * sizeof *copy);
+    for (int k = 0; k < count; k++) {
+        copy[k] = row[k * stride];
+    }
+    return copy;
+}
+
 /* `count` values from `at` on as bf16, with zeros up to `capacity`: the values themselves, or a
  * copy. An e4m3 row has 0 values, or a multiple of 4 * WIDTH. */
 SMLA_INLINE const uint16_t *
@@ -93,7 +104,7 @@ read_row(const void *values, int64_t at, bool is_e4m3, int count, int capacity, 
 
 /* ---- Unpacking ----------------------------------------------------------------------------- */
 
-/* Unpacks a weight whose rows are outputs; k runs inside a row. */
+/* Unpacks a weight whose rows are outputs; k runs inside a row, in steps of any size for bf16. */
 static void
 unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
                   unit_scalar *restrict panel)
@@ -104,8 +115,12 @@ unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inne
         const uint16_t *rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
             const bool exists = n + i < num_outer;
-            rows[i] = read_row(params->w, exists ? at + (n + i) * params->w_stride_outer : at,
-                               params->is_e4m3, exists ? num_inner : 0, row_size, copies[i]);
+            const int64_t row = exists ? at + (n + i) * params->w_stride_outer : at;
+            const int count = exists ? num_inner : 0;
+            rows[i] = params->w_stride_inner == 1
+                          ? read_row(params->w, row, params->is_e4m3, count, row_size, copies[i])
+                          : collect_row((const uint16_t *)params->w + row, params->w_stride_inner,
+                                        count, row_size, copies[i]);
         }
         for (int k = 0; k < row_size; k += 2 * WIDTH) {
             vuint square[WIDTH];

@@ -109,6 +109,26 @@ static const smla_py_result_row v_up_results[] = {
      .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1), SMLA_PY_SIZE(UP_W, 2)}},
 };
 
+SMLA_PY_COMPUTE(kv_up_proj)
+
+static const smla_py_param kv_up_params[] = {
+    [UP_X] = {"kv_c", SMLA_PY_INPUT, offsetof(smla_kv_up_proj_args, kv_c)},
+    [UP_W] = {"kv_b_proj", SMLA_PY_INPUT, offsetof(smla_kv_up_proj_args, kv_b_proj)},
+    [UP_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_kv_up_proj_args, out)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_kv_up_proj_args, stream)},
+};
+
+static const smla_py_result_row kv_up_results[] = {
+    {.result = UP_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_W, 1)}},
+};
+
+static const smla_py_limit kv_up_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, UP_X, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, UP_W, 2, 2},
+};
+
 static const smla_py_limit up_limits[] = {
     {SMLA_PY_LIMIT_NDIM, UP_X, 3, 3},
     {SMLA_PY_LIMIT_NDIM, UP_W, 3, 3},
@@ -182,6 +202,11 @@ const smla_py_operator smla_py_projection_operators[] = {
      .compute = compute_v_up_proj,
      SMLA_PY_RESULTS(v_up_results),
      SMLA_PY_LIMITS(up_limits)},
+    {.name = "kv_up_proj",
+     SMLA_PY_TABLE(kv_up_params, smla_kv_up_proj_args, smla_kv_up_proj_args),
+     .compute = compute_kv_up_proj,
+     SMLA_PY_RESULTS(kv_up_results),
+     SMLA_PY_LIMITS(kv_up_limits)},
     {.name = "grouped_output_projection",
      SMLA_PY_TABLE(grouped_params, smla_grouped_output_projection_args,
                    smla_grouped_output_projection_args),

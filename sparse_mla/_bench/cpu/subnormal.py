@@ -227,6 +227,15 @@ def v_up() -> Case:
     return Case("v_up_proj", make, kinds)
 
 
+def kv_up() -> Case:
+    def make() -> Arrays:
+        return {"kv_c": normal(TOKENS, 512), "kv_b_proj": normal(512, 512, std=0.05)}
+
+    kinds = sizes("kv_c") | {"kv_b_proj 1e-38": times(1e-38, "kv_b_proj")}
+    kinds["both 1e-19"] = both(times(1e-19, "kv_c"), times(1e-19, "kv_b_proj"))
+    return Case("kv_up_proj", make, kinds)
+
+
 def grouped() -> Case:
     def make() -> Arrays:
         return {
@@ -403,6 +412,23 @@ def turn(dtype: Any) -> Case:
     return Case("apply_rope", make, sizes("q_pe", "k_pe"), np.dtype(dtype).name)
 
 
+def turn_and_write(dtype: Any, fmt: str) -> Case:
+    def make() -> Arrays:
+        row = (FP8_ROW_BYTES, np.uint8) if fmt == "fp8_ds_mla" else (KEY_DIM, BF16)
+        return {
+            "positions": np.arange(TOKENS),
+            "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
+            "k_pe": normal(TOKENS, 64, dtype=dtype),
+            "table": cos_sin(TOKENS),
+            "kv_c": normal(TOKENS, 512, dtype=dtype),
+            "kv_cache": np.zeros((TOKENS, 1, row[0]), row[1]),
+            "slot_mapping": np.arange(TOKENS),
+        }
+
+    label = f"{np.dtype(dtype).name} to {fmt}"
+    return Case("rope_and_cache_mla", make, sizes("q_pe", "k_pe", "kv_c"), label)
+
+
 def inverse(*, quantizes: bool) -> Case:
     def make() -> Arrays:
         return {
@@ -493,6 +519,7 @@ def make_cases() -> list[Case]:
         *map(merge, (np.float32, BF16)),
         k_up(),
         v_up(),
+        kv_up(),
         grouped(),
         *(indexer("indexer_logits", fp4=fp4) for fp4 in (False, True)),
         indexer("lightning_indexer", fp4=False),
@@ -512,6 +539,8 @@ def make_cases() -> list[Case]:
         norm(),
         *map(queries, (BF16, np.uint8)),
         *map(turn, (BF16, np.float32)),
+        turn_and_write(BF16, "fp8_ds_mla"),
+        turn_and_write(np.float32, "bfloat16"),
         *(inverse(quantizes=quantizes) for quantizes in (True, False)),
         index_query(),
         save(),
