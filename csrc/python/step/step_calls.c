@@ -105,6 +105,7 @@ static const smla_py_param layer_dense[] = {
     {"k_pe", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, k_pe)},
     {"W_UK", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, W_UK)},
     {"W_UV", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, W_UV)},
+    {"kv_b_proj", SMLA_PY_OPTIONAL, offsetof(smla_dense_forward_args, kv_b_proj)},
     {"rope_table", SMLA_PY_OPTIONAL, offsetof(smla_dense_forward_args, rope_table)},
     {"kv_scale", SMLA_PY_SCALE, offsetof(smla_dense_forward_args, kv_scale)},
     {"kv_cache", SMLA_PY_INOUT, offsetof(smla_dense_forward_args, kv_cache)},
