@@ -23,7 +23,7 @@ typedef struct smla_dense_config {
     int64_t max_model_len;
     int64_t decode_threshold; /* 1 + speculative tokens; 0 = 1 */
     int32_t kv_format;        /* a format of attention with keys of 512 + R values */
-    int32_t path;             /* SMLA_PATH_MIXED, SEPARATE, or AUTO: each step has the cheaper one */
+    int32_t path; /* SMLA_PATH_MIXED, SEPARATE, or AUTO: each step has the cheaper one */
     DLDevice device;
     /* Memory that outlives the builder; NULL: it makes its own. Path MIXED uses none. */
     const DLTensor *workspace;        /* [rows, 512 + R] bf16: gathered context */
@@ -64,10 +64,10 @@ typedef struct smla_dense_metadata {
      * prefill req_start + i, and is entry `first` + i of starts and lens. Chunk c has its running
      * sums from entry `first` + c on, one more than parts. All are NULL or 0 without context. */
     int64_t num_context_chunks;
-    const smla_context_chunk *context_chunks; /* host [num_context_chunks] */
-    const int32_t *context_chunk_starts;      /* device: the first token of each part */
-    const int32_t *context_chunk_lens;        /* device: tokens of each part */
-    const int32_t *context_chunk_key_starts;  /* device: where its rows begin in the workspace */
+    const smla_context_chunk *context_chunks;  /* host [num_context_chunks] */
+    const int32_t *context_chunk_starts;       /* device: the first token of each part */
+    const int32_t *context_chunk_lens;         /* device: tokens of each part */
+    const int32_t *context_chunk_key_starts;   /* device: where its rows begin in the workspace */
     const int32_t *context_chunk_query_starts; /* device: and its queries among the chunk's */
 } smla_dense_metadata;
 

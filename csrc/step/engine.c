@@ -128,9 +128,9 @@ smla_step_workspace_bytes(const smla_step *s)
         const DLTensor *const rows = &s->workspaces[i].tensor;
         bytes += smla_size(rows, 0) * smla_size(rows, 1) * (int64_t)sizeof *s->own_workspaces[i];
     }
-    return s->plan->counts_all_memory ? bytes + s->mirror->bytes + smla_arena_bytes(&s->made) +
-                                            s->scratch_bytes
-                                      : bytes;
+    return s->plan->counts_all_memory
+               ? bytes + s->mirror->bytes + smla_arena_bytes(&s->made) + s->scratch_bytes
+               : bytes;
 }
 
 /* ---- Creating a step ----------------------------------------------------------------------- */

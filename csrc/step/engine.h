@@ -21,7 +21,7 @@ typedef struct smla_step_facts {
     smla_batch_split split;
     int64_t decode_query_len; /* query tokens of the longest decode; 0 without a decode part */
     int64_t num_chunks;
-    int64_t num_context_chunks; /* of the cached context of prefills; 0 where none is gathered */
+    int64_t num_context_chunks; /* chunks of prefills' cached context; 0 where none is gathered */
     int64_t num_context_parts;  /* parts of requests in them */
 } smla_step_facts;
 
@@ -99,7 +99,7 @@ typedef struct smla_step_view {
     bool is_flag;     /* uint8 0 or 1; else int32, */
     bool is_int64;    /* or int64 */
     bool is_bf16;     /* or bf16 */
-    bool is_list;     /* of int64 on the host */
+    bool is_list;     /* int64 on the host, shown as a list */
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 
@@ -161,8 +161,8 @@ struct smla_step_plan {
     size_t workspaces[SMLA_NUM_WORKSPACES]; /* offsets in the config of its `const DLTensor *`; 0:
                                              * the plan has no such workspace */
     size_t args_bytes;
-    bool has_uniform_decodes;  /* all decodes of a step have the length of the first */
-    bool counts_all_memory;    /* in workspace_bytes; else it counts the workspaces alone */
+    bool has_uniform_decodes; /* all decodes of a step have the length of the first */
+    bool counts_all_memory;   /* in workspace_bytes; else it counts the workspaces alone */
 
     /* Create. Checks the rules between fields, and takes what the engine reads. */
     smla_status (*check)(smla_step *step, smla_error *error);
@@ -200,8 +200,7 @@ struct smla_step_plan {
     .step_bytes = sizeof(builder), .config = offsetof(builder, config),                           \
     .sent = offsetof(builder, sent), .made = offsetof(builder, made),                             \
     .metadata = offsetof(builder, metadata), .config_bytes = sizeof(((builder *)NULL)->config),   \
-    .workspaces[SMLA_GATHERED] =                                                                  \
-        offsetof(builder, config.workspace) - offsetof(builder, config),                          \
+    .workspaces[SMLA_GATHERED] = offsetof(builder, config.workspace) - offsetof(builder, config), \
     .args_bytes = sizeof(args)
 
 /* The functions that every plan has, under the names that all plans' files give them. */

@@ -30,8 +30,8 @@ typedef struct smla_config_field {
     int64_t capacity;
     int64_t least;
     int64_t most;
-    double standard;        /* the value that 0 stands for; 0 = there is none */
-    const smla_path *paths; /* a path: those that Python takes, up to SMLA_PATH_AUTO */
+    double standard;          /* the value that 0 stands for; 0 = there is none */
+    const smla_path *paths;   /* a path: those that Python takes, up to SMLA_PATH_AUTO */
     const char *const *names; /* a name: all of them, up to NULL */
 } smla_config_field;
 

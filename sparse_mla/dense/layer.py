@@ -170,7 +170,7 @@ class DenseMLA:
 
 
 def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:
-    """The weight as [512, H * (Pn + Pv)] bf16: a view of it if it is bf16, else made of its parts."""
+    """The weight as [512, H * (Pn + Pv)] bf16: a view of a bf16 weight, else made of its parts."""
     if str(weight.dtype).endswith("bfloat16"):
         columns = W_UK.shape[1] * (W_UK.shape[2] + W_UV.shape[2])
         return weight if tuple(weight.shape) == (512, columns) else weight.T

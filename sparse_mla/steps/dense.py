@@ -137,8 +137,10 @@ class PrefillPart(Part):
 
     Attributes
     ----------
-    block_table, seq_lens, query_start_loc
-        As those of `Part`.
+    block_table : [n, W] int32
+        These three as in `Part`.
+    seq_lens : [n] int32
+    query_start_loc : [n + 1] int32
     max_query_len : int
         The longest query, in tokens.
     context_lens : [n] int32, in host memory

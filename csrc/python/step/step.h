@@ -36,7 +36,7 @@ typedef struct smla_py_step {
     smla_py_keywords build;
     smla_py_keywords layer;
     atomic_flag is_busy;
-    int64_t generation;      /* counts successful builds */
+    int64_t generation;                            /* counts successful builds */
     smla_py_array workspaces[SMLA_NUM_WORKSPACES]; /* absent = the core has its own */
     struct {
         int num_arrays;

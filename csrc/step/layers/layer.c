@@ -67,12 +67,14 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
     SMLA_TRY(smla_require_state(c, "lse", results->lse, num_tokens, s->num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
     SMLA_TRY(smla_require_block_table(c, results->block_table));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
-                                          .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(
+        smla_require(c, &(smla_rule){.name = "workspace",
+                                     .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor
+                                                             : NULL,
+                                     .dtypes = SMLA_DTYPE_BF16,
+                                     .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                                     .ndim = 2,
+                                     .shape = {SMLA_ANY, SMLA_ANY}}));
     SMLA_TRY(smla_require_step_device(s, layer->op, "q", c->device, layer->error));
     return smla_require_disjoint(c);
 }
@@ -93,6 +95,17 @@ smla_view_vector(const smla_layer *layer, smla_view *view, const int32_t *data, 
 {
     const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
     smla_make_view(view, (void *)(uintptr_t)data, int32_type, layer->step->device, 1, &count);
+    return &view->tensor;
+}
+
+const DLTensor *
+smla_view_memory(const smla_layer *layer, smla_view *view, const void *data, int bits, int ndim,
+                 const int64_t *shape)
+{
+    const DLDataType dtype = {.code = bits == 32 ? kDLFloat : kDLBfloat,
+                              .bits = (uint8_t)bits,
+                              .lanes = 1};
+    smla_make_view(view, (void *)(uintptr_t)data, dtype, layer->step->device, ndim, shape);
     return &view->tensor;
 }
 

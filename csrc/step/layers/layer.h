@@ -48,10 +48,14 @@ const DLTensor *smla_view_vector(const smla_layer *layer, smla_view *view, const
 const DLTensor *smla_view_rows(const smla_layer *layer, smla_view *view, const int32_t *data,
                                int64_t rows, int64_t columns, int64_t stride);
 
+/* Makes a contiguous view of the step's memory: bf16, or fp32 for 32 bits. */
+const DLTensor *smla_view_memory(const smla_layer *layer, smla_view *view, const void *data,
+                                 int bits, int ndim, const int64_t *shape);
+
 /* Rows of neighbouring requests that a layer gathers from the cache, one request behind another. */
 typedef struct smla_chunk_rows {
     const DLTensor *kv_cache;
-    const DLTensor *block_table; /* of all requests of the step */
+    const DLTensor *block_table; /* the rows of all requests of the step */
     int32_t kv_format;
     smla_scale_arg kv_scale; /* zeros: 1 */
     int64_t first_req;

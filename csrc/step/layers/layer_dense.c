@@ -15,17 +15,6 @@ static const char op[] = "dense.forward";
 
 /* ---- Views --------------------------------------------------------------------------------- */
 
-const DLTensor *
-smla_dense_view(const dense_layer *d, smla_view *view, const void *data, int bits, int ndim,
-                const int64_t *shape)
-{
-    const DLDataType dtype = {.code = bits == 32 ? kDLFloat : kDLBfloat,
-                              .bits = (uint8_t)bits,
-                              .lanes = 1};
-    smla_make_view(view, (void *)(uintptr_t)data, dtype, d->layer.step->device, ndim, shape);
-    return &view->tensor;
-}
-
 /* Values [first, first + count) of every head of a tensor [>= T, H, values]. */
 static const DLTensor *
 take_values(const dense_layer *d, smla_view *view, const DLTensor *tensor, int64_t first,
@@ -169,8 +158,8 @@ check_new_tokens(dense_layer *d)
                                 a->q_pe != NULL ? 0 : nope, rope),
             .k_pe = smla_slice_rows(&k_pe, a->k_pe, 0, tokens),
             .table = a->rope_table,
-            .q_out = smla_dense_view(d, &d->q_pe, b->made.q_pe, 16, 3, query_shape),
-            .k_out = smla_dense_view(d, &d->k_pe, b->made.k_pe, 16, 2, key_shape),
+            .q_out = smla_view_memory(&d->layer, &d->q_pe, b->made.q_pe, 16, 3, query_shape),
+            .k_out = smla_view_memory(&d->layer, &d->k_pe, b->made.k_pe, 16, 2, key_shape),
             .is_neox = a->is_neox,
             .stream = a->stream,
         };
@@ -214,7 +203,7 @@ check_absorbed(dense_layer *d)
         .struct_size = sizeof absorb,
         .q_nope = smla_slice_rows(&q_nope, &d->q_nope.tensor, 0, tokens),
         .w_uk = a->W_UK,
-        .out = smla_dense_view(d, &ql, absorbed, 16, 3, latent_shape),
+        .out = smla_view_memory(&d->layer, &ql, absorbed, 16, 3, latent_shape),
         .stream = a->stream,
     };
     SMLA_TRY(smla_check_k_up_proj(&absorb, &d->absorb, &backend, error));
@@ -225,10 +214,9 @@ check_absorbed(dense_layer *d)
         .kv_cache = a->kv_cache,
         .block_table = smla_slice_rows(&table, &b->block_table.tensor, 0, num_reqs),
         .cache_seqlens = smla_slice_rows(&lens, &b->seq_lens.tensor, 0, num_reqs),
-        .cu_seqlens_q =
-            smla_view_vector(&d->layer, &starts, b->sent.query_start_loc, num_reqs + 1),
-        .out = smla_dense_view(d, &z, attended, 16, 3, latent_shape),
-        .lse = smla_dense_view(d, &lse, b->made.lse, 32, 2, lse_shape),
+        .cu_seqlens_q = smla_view_vector(&d->layer, &starts, b->sent.query_start_loc, num_reqs + 1),
+        .out = smla_view_memory(&d->layer, &z, attended, 16, 3, latent_shape),
+        .lse = smla_view_memory(&d->layer, &lse, b->made.lse, 32, 2, lse_shape),
         .workspace = smla_view_scratch(&d->layer, &scratch),
         .kv_scale = a->kv_scale,
         .softmax_scale = a->softmax_scale,

@@ -41,10 +41,6 @@ typedef struct dense_layer {
     smla_view out;    /* [T, H, Pv] */
 } dense_layer;
 
-/* Makes a view of the builder's memory: bf16, or fp32 for 32 bits. */
-const DLTensor *smla_dense_view(const dense_layer *d, smla_view *view, const void *data, int bits,
-                                int ndim, const int64_t *shape);
-
 /* Checks the arrays that only prefills need, and all that can be wrong with their operators. */
 smla_status smla_dense_check_prefills(dense_layer *d);
 

@@ -31,8 +31,8 @@ view_up_rows(const dense_layer *d, int64_t num_rows, up_rows *up)
     const int64_t shapes[2][3] = {{num_rows, config->num_heads, nope},
                                   {num_rows, config->num_heads, values}};
     const uint16_t *const first = smla_data(smla_slice_rows(&up->all, memory, 0, num_rows));
-    smla_dense_view(d, &up->k_nope, first, 16, 3, shapes[0]);
-    smla_dense_view(d, &up->v, first + nope, 16, 3, shapes[1]);
+    smla_view_memory(&d->layer, &up->k_nope, first, 16, 3, shapes[0]);
+    smla_view_memory(&d->layer, &up->v, first + nope, 16, 3, shapes[1]);
     up->k_nope.strides[0] = up->v.strides[0] = smla_stride(memory, 0);
     up->k_nope.strides[1] = up->v.strides[1] = nope + values;
 }
@@ -45,9 +45,10 @@ view_partial(const dense_layer *d, int which, int64_t start, int64_t end, smla_v
     const int64_t heads = d->builder->config.num_heads, values = d->builder->config.v_head_dim;
     const int64_t shape[3] = {end - start, heads, values};
     const smla_dense_made *const made = &d->builder->made;
-    smla_dense_view(d, out, (uint16_t *)(void *)made->partial[which] + start * heads * values, 16,
-                    3, shape);
-    smla_dense_view(d, lse, made->partial_lse[which] + start * heads, 32, 2, shape);
+    smla_view_memory(&d->layer, out,
+                     (uint16_t *)(void *)made->partial[which] + start * heads * values, 16, 3,
+                     shape);
+    smla_view_memory(&d->layer, lse, made->partial_lse[which] + start * heads, 32, 2, shape);
 }
 
 /* The lse of rows [start, end) over the new tokens. */
@@ -56,7 +57,7 @@ view_lse(const dense_layer *d, smla_view *lse, int64_t start, int64_t end)
 {
     const int64_t heads = d->builder->config.num_heads;
     const int64_t shape[2] = {end - start, heads};
-    return smla_dense_view(d, lse, d->builder->made.lse + start * heads, 32, 2, shape);
+    return smla_view_memory(&d->layer, lse, d->builder->made.lse + start * heads, 32, 2, shape);
 }
 
 /* ---- New tokens ---------------------------------------------------------------------------- */

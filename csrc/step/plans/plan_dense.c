@@ -1,10 +1,8 @@
 /* plan_dense.c: the plan of a step of dense MLA. Every token attends to the tokens of its request
  * up to itself. The host sends where the requests' queries start; what depends on lengths, which
  * only the device knows exactly, one kernel writes behind that copy: positions, and the range of
- * keys that each token sees. Layers read both.
- *
- * On path "separate" prefills do not read the cache token by token: the host cuts their cached
- * context into chunks (context.c), and a layer makes keys and values of one chunk after another.
+ * keys that each token sees. Layers read both. The chunks of path "separate" are in
+ * plan_dense_context.c.
  */
 #include "step/plans/plan_dense.h"
 
@@ -16,8 +14,9 @@
 /* ---- Config -------------------------------------------------------------------------------- */
 
 static const smla_path python_paths[] = {SMLA_PATH_SEPARATE, SMLA_PATH_MIXED, SMLA_PATH_AUTO};
-static const char *const context_plans[] = {
-    [SMLA_CONTEXT_EQUAL] = "equal", [SMLA_CONTEXT_PACKED] = "packed", NULL};
+static const char *const context_plans[] = {[SMLA_CONTEXT_EQUAL] = "equal",
+                                            [SMLA_CONTEXT_PACKED] = "packed",
+                                            NULL};
 
 #define COUNT(field, most, ...) SMLA_COUNT_FIELD(smla_dense_config, field, most, __VA_ARGS__)
 #define FIELD(field, kind, ...) \
@@ -62,11 +61,12 @@ choose_path(smla_dense_config *config, smla_error *error)
     case SMLA_PATH_SEPARATE:
         return can_separate(config)
                    ? SMLA_OK
-                   : smla_fail(error, SMLA_ERROR_VALUE,
-                               "%s: `path` must be \"mixed\" unless qk_nope_head_dim and v_head_dim "
-                               "are multiples of 8, at most %d, got \"separate\" with %lld and %lld",
-                               smla_create_op, SMLA_KV_LORA_RANK,
-                               (long long)config->qk_nope_head_dim, (long long)config->v_head_dim);
+                   : smla_fail(
+                         error, SMLA_ERROR_VALUE,
+                         "%s: `path` must be \"mixed\" unless qk_nope_head_dim and v_head_dim "
+                         "are multiples of 8, at most %d, got \"separate\" with %lld and %lld",
+                         smla_create_op, SMLA_KV_LORA_RANK, (long long)config->qk_nope_head_dim,
+                         (long long)config->v_head_dim);
     default:
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `path` must be \"separate\" or \"mixed\", got \"%s\"", smla_create_op,
@@ -129,62 +129,6 @@ halves(int64_t count)
     return (count + 31) / 32 * 16;
 }
 
-/* The most chunks of context of a step, and the most parts of requests in them. */
-typedef struct most_chunks {
-    int64_t chunks;
-    int64_t parts;
-} most_chunks;
-
-static most_chunks
-count_chunks(const smla_dense_builder *b)
-{
-    const smla_dense_config *const config = &b->config;
-    const int64_t page = config->block_size, rows = b->workspace_tokens;
-    const int64_t by_tokens = config->max_num_batched_tokens / (config->decode_threshold + 1);
-    const int64_t prefills = by_tokens < config->max_num_seqs ? by_tokens : config->max_num_seqs;
-    if (rows == 0 || prefills == 0) {
-        return (most_chunks){0, 0};
-    }
-    if (config->context_plan == SMLA_CONTEXT_PACKED) {
-        /* A request has a part in the chunk that the one before it left room in, if only an empty
-         * one, and then fills whole chunks. */
-        const int64_t each = 1 + (config->max_model_len + rows / page * page - 1) / (rows / page * page);
-        return (most_chunks){prefills * each, prefills * each};
-    }
-    const int64_t sharing = rows / page < prefills ? rows / page : prefills;
-    const int64_t least = rows / sharing / page * page;
-    const int64_t chunks = (config->max_model_len + least - 1) / least;
-    return (most_chunks){chunks, chunks * prefills};
-}
-
-/* Arrays of path "separate"; none of them is in use on path "mixed". */
-static void
-list_chunk_arrays(smla_step *s)
-{
-    const smla_dense_builder *const b = (const smla_dense_builder *)s;
-    const most_chunks most = count_chunks(b);
-    const int64_t rows = b->workspace_tokens == 0 ? 0
-                                                  : s->limits.max_num_batched_tokens * s->num_heads;
-    enum { CHUNK_INTS = sizeof(smla_context_chunk) / sizeof(int32_t) };
-    _Static_assert(sizeof(smla_context_chunk) == sizeof(smla_dense_chunk), "both have five int64");
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_starts), most.parts);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_lens), most.parts);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_key_starts),
-                   most.parts + most.chunks);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_query_starts),
-                   most.parts + most.chunks);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_chunks), most.chunks * CHUNK_INTS);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, chunks), most.chunks * CHUNK_INTS);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_lens),
-                   b->workspace_tokens == 0 ? 0 : s->limits.max_num_seqs);
-    for (size_t i = 0; i < 2; i++) {
-        smla_add_array(&s->made, offsetof(smla_dense_made, partial[0]) + i * sizeof(int32_t *),
-                       halves(rows * b->config.v_head_dim));
-        smla_add_array(&s->made, offsetof(smla_dense_made, partial_lse[0]) + i * sizeof(int32_t *),
-                       rows);
-    }
-}
-
 /* Every array of `made` begins at a multiple of 64 bytes. */
 static void
 list_arrays(smla_step *s)
@@ -207,7 +151,14 @@ list_arrays(smla_step *s)
     smla_add_array(&s->made, offsetof(smla_dense_made, latent),
                    2 * halves(rows * SMLA_KV_LORA_RANK));
     smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
-    list_chunk_arrays(s);
+    const int64_t partial_rows = s->path == SMLA_PATH_MIXED ? 0 : rows;
+    for (size_t i = 0; i < 2; i++) {
+        smla_add_array(&s->made, offsetof(smla_dense_made, partial[0]) + i * sizeof(int32_t *),
+                       halves(partial_rows * ((const smla_dense_builder *)s)->config.v_head_dim));
+        smla_add_array(&s->made, offsetof(smla_dense_made, partial_lse[0]) + i * sizeof(int32_t *),
+                       (partial_rows + 15) / 16 * 16);
+    }
+    smla_dense_list_chunks(s);
 }
 
 static int64_t
@@ -229,19 +180,20 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     const smla_dense_config *const config = &b->config;
     const int64_t tokens = b->workspace_tokens;
-    const int64_t most = tokens > config->max_num_batched_tokens ? tokens
-                                                                 : config->max_num_batched_tokens;
+    const int64_t most =
+        tokens > config->max_num_batched_tokens ? tokens : config->max_num_batched_tokens;
     (void)error;
     rules[SMLA_GATHERED] = (smla_workspace_rule){.given = config->workspace,
                                                  .columns = SMLA_HEAD_DIM,
                                                  .rows = tokens,
                                                  .least = tokens};
-    rules[SMLA_UP_PROJECTED] = (smla_workspace_rule){
-        .given = config->up_workspace,
-        .columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim),
-        .rows = tokens == 0 ? 0 : most,
-        .least = tokens == 0 ? 0 : most,
-        .hint = "a row per token of a chunk, and of a batch"};
+    rules[SMLA_UP_PROJECTED] =
+        (smla_workspace_rule){.given = config->up_workspace,
+                              .columns = config->num_heads *
+                                         (config->qk_nope_head_dim + config->v_head_dim),
+                              .rows = tokens == 0 ? 0 : most,
+                              .least = tokens == 0 ? 0 : most,
+                              .hint = "a row per token of a chunk, and of a batch"};
     return SMLA_OK;
 }
 
@@ -282,114 +234,16 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     return smla_require_step_device(s, smla_build_op, "block_table", c.device, error);
 }
 
-/* Whether prefills cost less on path "mixed", in multiplications per head. A pair of a query and a
- * key costs 2 * 512 + R of them there, and Pn + R + Pv on path "separate", which makes keys and
- * values of each token of the context first. Both do as much for the new tokens themselves. Few new
- * tokens over a long context are cheaper on path "mixed". */
-static bool
-prefers_mixed(const smla_dense_config *config, const smla_batch *batch, int64_t first)
-{
-    const double values = (double)(config->qk_nope_head_dim + config->v_head_dim);
-    double more = 0; /* what path "mixed" costs more */
-    for (int64_t req = first; req < batch->num_reqs; req++) {
-        const double num_new = smla_query_len(batch->query_start_loc, req);
-        const double context = batch->seq_lens[req] - num_new;
-        const double num_pairs = num_new * context + num_new * (num_new + 1) / 2;
-        more += num_pairs * (2 * SMLA_KV_LORA_RANK - values) - context * SMLA_KV_LORA_RANK * values;
-    }
-    return more < 0;
-}
-
-/* The path of a step whose config leaves it open. A batch that has decodes behind prefills can only
- * be "mixed", and one without prefills is the same on both paths. */
-static smla_path
-choose_step_path(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
-{
-    smla_error ignored;
-    const bool is_mixed =
-        facts->split.num_prefills == 0 ||
-        smla_check_batch_order(smla_build_op, &s->limits, batch, &ignored) != SMLA_OK ||
-        prefers_mixed(&((const smla_dense_builder *)s)->config, batch, facts->split.num_decodes);
-    return is_mixed ? SMLA_PATH_MIXED : SMLA_PATH_SEPARATE;
-}
-
-/* What the plan of context reads. Writes the lengths to the builder's host memory. */
-static smla_context_args
-read_context(const smla_step *s, const smla_batch *batch, int64_t first)
-{
-    const smla_dense_builder *const b = (const smla_dense_builder *)s;
-    for (int64_t req = first; req < batch->num_reqs; req++) {
-        b->kept.context_lens[req - first] =
-            batch->seq_lens[req] - smla_query_len(batch->query_start_loc, req);
-    }
-    return (smla_context_args){.struct_size = sizeof(smla_context_args),
-                               .context_lens = b->kept.context_lens,
-                               .num_prefills = batch->num_reqs - first,
-                               .workspace_tokens = b->workspace_tokens,
-                               .block_size = b->config.block_size,
-                               .plan = (smla_context_plan)b->config.context_plan};
-}
-
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
     if (s->path == SMLA_PATH_AUTO) {
-        facts->path = choose_step_path(s, batch, facts);
+        facts->path = smla_dense_choose_path(s, batch, facts);
     }
     if (facts->path != SMLA_PATH_SEPARATE || facts->split.num_prefills == 0) {
         return SMLA_OK;
     }
-    const smla_context_args args = read_context(s, batch, facts->split.num_decodes);
-    return smla_split_context_chunks(&args, NULL, NULL, NULL, &facts->num_context_chunks,
-                                     &facts->num_context_parts, error);
-}
-
-/* Fills what belongs to one chunk, behind `before`, the chunk in front of it or NULL. `first_req` is
- * the step's first prefill. */
-static void
-fill_chunk(const smla_context_chunk *chunk, const smla_context_chunk *before, int64_t chunk_idx,
-           const int32_t *query_starts, const smla_dense_sent *host, smla_dense_chunk *tokens)
-{
-    const int64_t num_reqs = chunk->req_end - chunk->req_start;
-    int32_t *const keys = host->context_key_starts + chunk->first + chunk_idx;
-    int32_t *const queries = host->context_query_starts + chunk->first + chunk_idx;
-    const int32_t *const reqs = query_starts + chunk->req_start;
-    int64_t num_merged = 0;
-    keys[0] = 0;
-    for (int64_t i = 0; i < num_reqs; i++) {
-        keys[i + 1] = keys[i] + host->context_lens[chunk->first + i];
-        num_merged += host->context_starts[chunk->first + i] > 0;
-    }
-    for (int64_t i = 0; i <= num_reqs; i++) {
-        queries[i] = reqs[i] - reqs[0];
-    }
-    const bool goes_on = before != NULL && chunk->req_start <= before->req_end;
-    *tokens = (smla_dense_chunk){.token_start = reqs[0],
-                                 .token_end = reqs[num_reqs],
-                                 .merged_tokens = reqs[num_merged] - reqs[0],
-                                 .run_start = goes_on ? tokens[-1].run_start : reqs[0],
-                                 .ends_run = 1};
-    if (goes_on) {
-        tokens[-1].ends_run = 0;
-    }
-}
-
-static void
-fill_chunks(const smla_step *s, const smla_batch *batch, const smla_dense_sent *host)
-{
-    const smla_dense_builder *const b = (const smla_dense_builder *)s;
-    const int64_t first = s->facts.split.num_decodes;
-    const smla_context_args args = read_context(s, batch, first);
-    smla_context_chunk *const chunks = (void *)b->kept.context_chunks;
-    smla_dense_chunk *const tokens = (void *)b->kept.chunks;
-    int64_t num_chunks, num_parts;
-    smla_error unused; /* cut_chunks has found all errors */
-    (void)smla_split_context_chunks(&args, chunks, host->context_starts, host->context_lens,
-                                    &num_chunks, &num_parts, &unused);
-    for (int64_t i = 0; i < s->facts.num_context_chunks; i++) {
-        fill_chunk(&chunks[i], i == 0 ? NULL : &chunks[i - 1], i, batch->query_start_loc + first,
-                   host, &tokens[i]);
-    }
+    return smla_dense_cut_context(s, batch, facts, error);
 }
 
 static void
@@ -410,7 +264,7 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
             i <= num_prefills ? end : (int32_t)(batch->num_actual_tokens - starts[first]);
     }
     if (s->facts.num_context_chunks > 0) {
-        fill_chunks(s, batch, &host);
+        smla_dense_fill_chunks(s, batch, &host);
     }
 }
 
@@ -463,8 +317,7 @@ commit(smla_step *s, const void *given)
         b->metadata.context_chunk_key_starts = b->sent.context_key_starts;
         b->metadata.context_chunk_query_starts = b->sent.context_query_starts;
     }
-    b->max_prefill_query_len =
-        args->num_actual_tokens - args->query_start_loc_cpu[args->num_reqs];
+    b->max_prefill_query_len = args->num_actual_tokens - args->query_start_loc_cpu[args->num_reqs];
     for (int64_t req = s->facts.split.num_decodes; req < args->num_reqs; req++) {
         const int64_t len = smla_query_len(args->query_start_loc_cpu, req);
         b->max_prefill_query_len = len > b->max_prefill_query_len ? len : b->max_prefill_query_len;
@@ -474,46 +327,11 @@ commit(smla_step *s, const void *given)
     smla_slice_rows(&b->slot_mapping, args->slot_mapping, 0, args->num_actual_tokens);
 }
 
-/* Lists the chunks of context. Those of the plan "equal" have a part of every prefill. */
-static int
-describe_chunks(const smla_step *s, smla_step_view *views)
-{
-    const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
-    const int64_t num_chunks = m->num_context_chunks, num_parts = s->facts.num_context_parts;
-    const smla_context_chunk *const chunks = m->context_chunks;
-    enum { STRIDE = sizeof *chunks / sizeof(int64_t) };
-    const DLTensor *const workspace = &s->workspaces[SMLA_GATHERED].tensor;
-    int n = 0;
-    smla_show_rows(&views[n], "chunked_prefill_workspace", smla_data(workspace), 0,
-                   smla_size(workspace, 0), smla_size(workspace, 1), smla_stride(workspace, 0));
-    views[n++].is_bf16 = true;
-    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, STRIDE);
-    if (((const smla_dense_builder *)s)->config.context_plan == SMLA_CONTEXT_EQUAL) {
-        const int64_t prefills = m->split.num_prefills;
-        smla_show_rows(&views[n++], "context_chunk_starts", m->context_chunk_starts, 0, num_chunks,
-                       prefills, prefills);
-        smla_show_rows(&views[n++], "context_chunk_seq_lens", m->context_chunk_lens, 0, num_chunks,
-                       prefills, prefills);
-        smla_show_rows(&views[n++], "context_chunk_cu_seq_lens", m->context_chunk_key_starts, 0,
-                       num_chunks, prefills + 1, prefills + 1);
-        return n;
-    }
-    smla_show_vector(&views[n++], "context_chunk_starts", m->context_chunk_starts, num_parts);
-    smla_show_vector(&views[n++], "context_chunk_seq_lens", m->context_chunk_lens, num_parts);
-    smla_show_vector(&views[n++], "context_chunk_cu_seq_lens", m->context_chunk_key_starts,
-                     num_parts + num_chunks);
-    return n;
-}
-
 static int
 describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 {
     const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
-    int n = m->num_context_chunks > 0 ? describe_chunks(s, views) : 0;
+    int n = m->num_context_chunks > 0 ? smla_dense_show_chunks(s, views) : 0;
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
     smla_show_vector(&views[n++], "query_start_loc", m->query_start_loc, m->num_reqs + 1);
     smla_show_vector(&views[n++], "prefill_query_start_loc", m->prefill_query_start_loc,

@@ -1,4 +1,5 @@
-/* plan_dense.h: the step of dense MLA. plan_dense.c fills it, and layer_dense.c reads it. */
+/* plan_dense.h: the step of dense MLA. plan_dense.c and plan_dense_context.c fill it, and the files
+ * of layer_dense.h read it. */
 #pragma once
 
 #include "core/params_attention.h"
@@ -7,7 +8,7 @@
 
 /* What a build sends. */
 typedef struct smla_dense_sent {
-    int32_t *query_start_loc;         /* [max_num_seqs + 1] */
+    int32_t *query_start_loc; /* [max_num_seqs + 1] */
     /* [max_num_seqs + 2]: of the prefills, among their tokens; the end is repeated */
     int32_t *prefill_query_start_loc;
     /* [max_num_seqs + 2]: the same with one more request, of the padding behind the last query. It
@@ -23,7 +24,7 @@ typedef struct smla_dense_sent {
 typedef struct smla_dense_chunk {
     int64_t token_start;
     int64_t token_end;
-    int64_t merged_tokens; /* of the first requests, which earlier chunks have rows of */
+    int64_t merged_tokens; /* those of the first requests, which earlier chunks hold, too */
     /* Chunks whose requests are neighbours are a run. Behind the last chunk of a run, the results of
      * its context are complete, from run_start to token_end. */
     int64_t run_start;
@@ -60,9 +61,29 @@ struct smla_dense_builder {
     smla_dense_made made;
     smla_dense_kept kept;
     int64_t workspace_tokens;      /* rows of a chunk at most; 0 on path "mixed" */
-    int64_t max_prefill_query_len; /* of the last build; padding is a query, too */
+    int64_t max_prefill_query_len; /* the last build's; padding is a query, too */
     smla_key_ranges_params ranges; /* those of the last build */
     smla_view seq_lens;            /* the caller's, of the last build, like the next two */
     smla_view block_table;
     smla_view slot_mapping;
 };
+
+/* ---- plan_dense_context.c ------------------------------------------------------------------ */
+
+/* Lists the arrays of chunks. On path "mixed" they are empty. */
+void smla_dense_list_chunks(smla_step *step);
+
+/* The path of a step whose config leaves it open. */
+smla_path smla_dense_choose_path(const smla_step *step, const smla_batch *batch,
+                                 const smla_step_facts *facts);
+
+/* Counts the chunks of a step on path "separate". */
+smla_status smla_dense_cut_context(const smla_step *step, const smla_batch *batch,
+                                   smla_step_facts *facts, smla_error *error);
+
+/* Fills the arrays of chunks in `kept` and in `sent`, which is on the host. */
+void smla_dense_fill_chunks(const smla_step *step, const smla_batch *batch,
+                            const smla_dense_sent *sent);
+
+/* Lists what a binding shows of the chunks; returns how many views. */
+int smla_dense_show_chunks(const smla_step *step, smla_step_view *views);

@@ -260,12 +260,13 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
                          "got %lld rows: lower it, max_model_len or max_num_batched_tokens",
                          smla_create_op, (long long)rows);
     }
-    rules[SMLA_GATHERED] = (smla_workspace_rule){.given = config->workspace,
-                                  .columns = SMLA_V4_HEAD_DIM,
-                                  .rows = rows,
-                                  .least = rows,
-                                  .may_be_pages = true,
-                                  .hint = "prefill_chunk_size requests of the largest size"};
+    rules[SMLA_GATHERED] =
+        (smla_workspace_rule){.given = config->workspace,
+                              .columns = SMLA_V4_HEAD_DIM,
+                              .rows = rows,
+                              .least = rows,
+                              .may_be_pages = true,
+                              .hint = "prefill_chunk_size requests of the largest size"};
     return SMLA_OK;
 }
 
