@@ -16,7 +16,7 @@ typedef struct smla_dense_config {
     int64_t num_heads;
     int64_t block_size;       /* tokens per page */
     int64_t qk_nope_head_dim; /* Pn */
-    int64_t qk_rope_head_dim; /* R: 64; 0 = 64 */
+    int64_t qk_rope_head_dim; /* R: 64; 0 = 64; -1: keys have no RoPE part, so R is 0 */
     int64_t v_head_dim;       /* Pv */
     int64_t max_num_seqs;     /* largest B */
     int64_t max_num_batched_tokens;
@@ -92,9 +92,9 @@ typedef struct smla_dense_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;
     const DLTensor *q;          /* [>= T, H, Pn + R] bf16, or [>= T, H, Pn] when q_pe is given */
-    const DLTensor *q_pe;       /* [>= T, H, R] bf16, optional */
+    const DLTensor *q_pe;       /* [>= T, H, R] bf16, optional; NULL where R is 0 */
     const DLTensor *kv_c;       /* [>= T, 512] bf16 */
-    const DLTensor *k_pe;       /* [>= T, R] bf16 */
+    const DLTensor *k_pe;       /* [>= T, R] bf16; optional where R is 0 */
     const DLTensor *kv_cache;   /* [pages, block_size, row] */
     const DLTensor *W_UK;       /* [512, H, Pn] bf16 */
     const DLTensor *W_UV;       /* [512, H, Pv] bf16 */

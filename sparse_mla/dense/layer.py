@@ -90,7 +90,7 @@ class DenseMLA:
         self,
         q: Like[Result] | tuple[Like[Result], Given],
         kv_c: Given,
-        k_pe: Given,
+        k_pe: Given | None,
         kv_cache: Given,
         metadata: Metadata | None,
         *,
@@ -103,9 +103,10 @@ class DenseMLA:
         Parameters
         ----------
         q : [>= T, H, Pn + 64] bf16, or a pair ([>= T, H, Pn], [>= T, H, 64])
+            [>= T, H, Pn] for a model without RoPE, whose k_pe is None.
         kv_c : [>= T, 512] bf16
             The latents of the step's tokens, after their norm.
-        k_pe : [>= T, 64] bf16
+        k_pe : [>= T, 64] bf16, or None
         kv_cache : [pages, block_size, row]
             The tokens are written to it first. With no pages nothing is written.
         metadata : Metadata or None

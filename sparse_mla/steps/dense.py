@@ -15,6 +15,8 @@ Array = Any
 
 PATHS = ("separate", "mixed")
 CONTEXT_PLANS = ("equal", "packed")
+BF16_DTYPES = ("auto", "bfloat16")
+NO_ROPE = -1  # C's qk_rope_head_dim for 0, because its 0 is the default
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class Config:
     softmax_scale : float
         Multiplies q . k; `sparse_mla.mla_softmax_scale()` for DeepSeek's models.
     kv_lora_rank, qk_rope_head_dim : int
-        512 and 64, the only sizes that there are kernels for.
+        512, and 64 or 0: the only sizes that there are kernels for. With 0, for models without
+        RoPE, keys are the 512 values of a latent.
     qk_nope_head_dim, v_head_dim : int
         Pn and Pv.
     interleaved : bool
         Pairs of RoPE: neighbours, or with False the halves of a head.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
+        Without RoPE bf16 is the only one.
     block_size : int
         Tokens per page.
     max_num_seqs, max_num_batched_tokens, max_model_len : int
@@ -75,7 +79,7 @@ class Config:
     softmax_scale: float
     kv_lora_rank: int = field(default=512, metadata={"only": 512})
     qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = field(default=64, metadata={"only": 64})
+    qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     interleaved: bool = True
     kv_cache_dtype: ConcatFormat = "auto"
@@ -91,8 +95,10 @@ class Config:
 
     def __post_init__(self) -> None:
         steps.check_fields(self, "dense")
+        has_rope = self.qk_rope_head_dim != 0
         for name, value, allowed in (
-            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            ("qk_rope_head_dim", self.qk_rope_head_dim, (64, 0)),
+            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES if has_rope else BF16_DTYPES),
             ("context_plan", self.context_plan, CONTEXT_PLANS),
             ("path", self.path, (None, *PATHS)),
         ):
@@ -187,7 +193,7 @@ class Metadata(steps.ShortRepr):
     input_positions : [T] int64
         where each token is in its request; 0 for padding tokens.
     head_dim : int
-        576.
+        576, or 512 without RoPE: values of a key.
     has_context : bool
         Whether prefills gather cached tokens, which they do on path "separate". Otherwise the next
         six are None.
@@ -197,7 +203,7 @@ class Metadata(steps.ShortRepr):
     context_chunk_cu_seq_lens : [num_chunks, num_prefills + 1] int32
     context_chunk_seq_tot, context_chunk_max_seq_lens : list of int
         Each chunk's tokens, and those of its longest part.
-    chunked_prefill_workspace : [rows, 576] bf16
+    chunked_prefill_workspace : [rows, head_dim] bf16
     decode : Part or None
     prefill : PrefillPart or None
 
@@ -254,7 +260,7 @@ class MetadataBuilder(steps.Builder):
     Parameters
     ----------
     config : Config
-    workspace : [rows, 576] bf16, optional
+    workspace : [rows, 576] bf16, or [rows, 512] without RoPE, optional
         The gathered context of path "separate". When left out, the builder makes it.
     up_workspace : [rows, H * (Pn + Pv)] bf16, optional
         The keys and values of that context, and of a step's new tokens: as many rows as the former,
@@ -285,7 +291,9 @@ class MetadataBuilder(steps.Builder):
     def __init__(
         self, config: Config, *, workspace: Array | None = None, up_workspace: Array | None = None
     ) -> None:
-        self._create("dense", config, Config, "a dense.Config", workspace, up_workspace)
+        has_rope = getattr(config, "qk_rope_head_dim", 0) != 0
+        changes = {} if has_rope else {"qk_rope_head_dim": NO_ROPE}
+        self._create("dense", config, Config, "a dense.Config", workspace, up_workspace, **changes)
 
     def build(
         self,

@@ -20,7 +20,7 @@ dense = package.dense
 SCALE = 0.07
 NOPE, VALUES = 32, 48
 BF16 = 2.0**-8  # the largest relative error of a rounding
-UNITS = device.BOUNDS.get("units", 16) * 2.0**-24  # of a product's sum in fp32
+UNITS = device.BOUNDS.get("units", 16) * 2.0**-24  # the error of an fp32 sum of products
 ARRAYS = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
 
 
@@ -65,10 +65,9 @@ class Exact:
         assert worst.max(initial=0) <= 0, f"{worst.max()} past the bound"
 
 
-def attend_up(q, rows, weight, merges: int, softmax_scale: float) -> Exact:
-    """Causal multi-head attention of the last n tokens, q [n, H, Pn + 64], to keys and values that
-    the weight [512, H, Pn + Pv] makes of rows [m, 576]."""
-    nope = q.shape[2] - 64
+def attend_up(q, rows, weight, nope: int, merges: int, softmax_scale: float) -> Exact:
+    """Causal multi-head attention of the last n tokens, q [n, H, Pn + R], to keys and values that
+    the weight [512, H, Pn + Pv] makes of rows [m, 512 + R]."""
     kv = np.tensordot(rows[:, :512], weight, 1)
     sums = 512 * 2.0**-24 * np.tensordot(np.abs(rows[:, :512]), np.abs(weight), 1)
     error = BF16 * np.abs(kv) + sums  # the error of what kv_up_proj makes
@@ -91,9 +90,8 @@ def attend_up(q, rows, weight, merges: int, softmax_scale: float) -> Exact:
     return Exact(out, bound + apply(error[..., nope:]) + 1e-6)
 
 
-def attend_absorbed(q, rows, weight, softmax_scale: float, is_fp8: bool) -> Exact:
+def attend_absorbed(q, rows, weight, nope: int, softmax_scale: float, is_fp8: bool) -> Exact:
     """The same with W_UK absorbed into the queries, by latents as values."""
-    nope = q.shape[2] - 64
     w_uk, w_uv = weight[..., :nope], weight[..., nope:]
     latents = np.einsum("nhp,lhp->nhl", q[..., :nope], w_uk, optimize=True)
     query = softmax_scale * np.concatenate([latents, q[..., nope:]], -1)
@@ -123,6 +121,7 @@ class Case:
     seed: int = 0
     nope: int = NOPE
     values: int = VALUES
+    rope: int = 64
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -140,15 +139,16 @@ class Case:
         nothing = np.ones(slots, bool)
         nothing[used.astype(int)] = False
         rows.view(np.uint8).reshape(slots, -1)[nothing] = 0xFF  # NaN in both formats
+        rows = rows if self.rope else np.ascontiguousarray(rows[:, :512])
         self.cache = rows.reshape(self.batch.num_pages, self.page, -1)
         count = self.batch.num_actual_tokens
-        self.q = random_bf16(rng, count, self.heads, self.nope + 64)
-        self.kv_c, self.k_pe = random_bf16(rng, count, 512), random_bf16(rng, count, 64)
+        self.q = random_bf16(rng, count, self.heads, self.nope + self.rope)
+        self.kv_c, self.k_pe = random_bf16(rng, count, 512), random_bf16(rng, count, self.rope)
         for x in (self.q, self.kv_c, self.k_pe):
             x[count - self.padding :] = np.nan
         columns = self.heads * (self.nope + self.values)
         self.weight = random_bf16(rng, 512, columns, std=512**-0.5)
-        self.table = package.rope_table(max([*self.lens, 1]))
+        self.table = package.rope_table(max([*self.lens, 1])) if self.rope else None
 
     def slots_of(self, request: int, length: int) -> np.ndarray:
         at = np.arange(length)
@@ -159,6 +159,7 @@ class Case:
         options = {
             "softmax_scale": SCALE,
             "qk_nope_head_dim": self.nope,
+            "qk_rope_head_dim": self.rope,
             "v_head_dim": self.values,
             "kv_cache_dtype": self.fmt,
             "block_size": self.page,
@@ -193,7 +194,7 @@ class Case:
         if pair:
             q = tuple(np.ascontiguousarray(x) for x in np.split(q, [self.nope], -1))
         before = [x.copy() for x in (self.q, self.kv_c, self.k_pe)]
-        arrays = (q, self.kv_c, self.k_pe, self.cache.copy())
+        arrays = (q, self.kv_c, self.k_pe if self.rope else None, self.cache.copy())
         layer.forward(*trip.put(arrays), self.metadata, out=trip.put(out.array))
         trip.fetch()
         for x, y in zip(before, (self.q, self.kv_c, self.k_pe), strict=True):
@@ -206,6 +207,8 @@ class Case:
 
     def turned(self) -> tuple[np.ndarray, np.ndarray]:
         """Queries and RoPE parts of keys, as RoPE leaves them."""
+        if not self.rope:
+            return wide(self.q), self.k_pe
         positions = np.concatenate(
             [
                 *(np.arange(n - q, n) for n, q in zip(self.lens, self.query_lens, strict=True)),
@@ -220,7 +223,7 @@ class Case:
         """fp64 of every request, from the rows that its path reads."""
         q, k_pe = self.turned()
         weight = wide(self.weight).reshape(512, self.heads, -1)
-        parts = []
+        parts, is_fp8 = [], self.fmt == "fp8_ds_mla"
         for r, (n, length) in enumerate(zip(self.query_lens, self.lens, strict=True)):
             start = int(self.batch.query_start_loc[r])
             new = slice(start, start + n)
@@ -231,12 +234,12 @@ class Case:
                     self.kv_c[new], k_pe[new], cache, self.slots_of(r, length)[length - n :]
                 )
                 rows = ref.decode_rows(cache, self.slots_of(r, length))
-                parts.append(attend_absorbed(q[new], rows, weight, SCALE, "fp8" in self.fmt))
+                parts.append(attend_absorbed(q[new], rows, weight, self.nope, SCALE, is_fp8))
             else:
                 context = ref.to_f32(ref.to_bf16(ref.decode_rows(self.cache, cached)))
                 fresh = np.concatenate([wide(self.kv_c[new]), wide(k_pe[new])], -1)
                 rows = np.concatenate([context.astype(np.float64), fresh])
-                parts.append(attend_up(q[new], rows, weight, merges, SCALE))
+                parts.append(attend_up(q[new], rows, weight, self.nope, merges, SCALE))
         return Exact.join(parts)
 
     def alone(self, request: int) -> np.ndarray:
@@ -333,6 +336,39 @@ def test_both_paths_agree(page):
     assert (np.abs(results[0] - results[1]) <= exact[0].bound + exact[1].bound).all()
     for result, want in zip(results, exact, strict=True):
         want.check(result)
+
+
+@pytest.mark.parametrize("path", ["separate", "mixed"])
+@pytest.mark.parametrize("plan", ["equal", "packed"])
+def test_models_without_rope(path, plan):
+    """Keys are the 512 values of a latent, and a query is one array."""
+    case = Case([1, 1, 7, 2, 30], [50, 0, 200, 0, 33], rope=0, padding=1)
+    got = case.run(path=path, context_plan=plan, prefill_workspace_tokens=64)
+    assert case.metadata.head_dim == 512
+    case.exact(count_merges(case), path).check(got[:41])
+    if path == "separate":
+        assert count_merges(case) == {"equal": 7, "packed": 5}[plan]
+        assert tuple(case.metadata.chunked_prefill_workspace.shape) == (64, 512)
+
+
+def test_what_models_without_rope_refuse():
+    case = Case([2], [0], rope=0)
+    metadata = dense.MetadataBuilder(dataclasses.replace(case.config(), device="cpu")).build(
+        case.batch.common(package)
+    )
+    layer = dense.DenseMLA(case.config(), kv_b_proj=case.weight)
+    pair, wide_rows = (case.q, np.zeros((2, 5, 0), ref.BF16)), np.zeros((3, 16, 576), ref.BF16)
+    for changes, name in (
+        ({"q": pair}, "q"),
+        ({"k_pe": np.zeros((2, 64), ref.BF16)}, "k_pe"),
+        ({"kv_cache": wide_rows}, "kv_cache"),
+    ):
+        arrays = {"q": case.q, "kv_c": case.kv_c, "k_pe": None, "kv_cache": case.cache} | changes
+        with pytest.raises(ValueError, match=rf"^dense\.forward: `{name}` must"):
+            layer.forward(**arrays, metadata=metadata)
+    layer.rope_table = package.rope_table(9)
+    with pytest.raises(ValueError, match=r"^dense\.forward: `rope_table` must be left out"):
+        layer.forward(case.q, case.kv_c, None, case.cache, metadata)
 
 
 def test_new_tokens_are_not_quantised():
@@ -490,6 +526,8 @@ def test_bad_builders(changes, text):
         ("context_plan", None),
         ("prefill_workspace_tokens", 0),
         ("path", "direct"),
+        ("qk_rope_head_dim", 32),
+        ("qk_rope_head_dim", -1),
     ],
 )
 def test_bad_configs(name, value):

@@ -102,7 +102,7 @@ static const smla_py_param layer_dense[] = {
     {"q", SMLA_PY_PAIR, offsetof(smla_dense_forward_args, q)},
     {"q_pe", SMLA_PY_SECOND, offsetof(smla_dense_forward_args, q_pe)},
     {"kv_c", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, kv_c)},
-    {"k_pe", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, k_pe)},
+    {"k_pe", SMLA_PY_OPTIONAL, offsetof(smla_dense_forward_args, k_pe)},
     {"W_UK", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, W_UK)},
     {"W_UV", SMLA_PY_INPUT, offsetof(smla_dense_forward_args, W_UV)},
     {"kv_b_proj", SMLA_PY_OPTIONAL, offsetof(smla_dense_forward_args, kv_b_proj)},

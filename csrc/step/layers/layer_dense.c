@@ -97,7 +97,8 @@ check_arrays(const dense_layer *d)
                             is_pair ? nope : nope + rope, 0));
     SMLA_TRY(require_tokens(&c, "q[1]", a->q_pe, num_tokens, heads, rope, SMLA_RULE_OPTIONAL));
     SMLA_TRY(require_tokens(&c, "kv_c", a->kv_c, num_tokens, 0, SMLA_KV_LORA_RANK, 0));
-    SMLA_TRY(require_tokens(&c, "k_pe", a->k_pe, num_tokens, 0, rope, 0));
+    SMLA_TRY(require_tokens(&c, "k_pe", a->k_pe, num_tokens, 0, rope,
+                            rope == 0 ? SMLA_RULE_OPTIONAL : 0));
     SMLA_TRY(smla_require_kv(&c,
                              &(smla_cache_rule){.name = "kv_cache",
                                                 .tensor = a->kv_cache,
@@ -105,6 +106,17 @@ check_arrays(const dense_layer *d)
                                                 .formats = SMLA_KV_ATTENTION,
                                                 .flags = SMLA_RULE_OUTPUT},
                              &kv));
+    if (kv.format->head_dim != SMLA_KV_LORA_RANK + rope) {
+        return smla_fail(c.error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have keys of %lld values, got %d", op,
+                         (long long)(SMLA_KV_LORA_RANK + rope), (int)kv.format->head_dim);
+    }
+    if (rope == 0 && (is_pair || a->rope_table != NULL)) {
+        return smla_fail(c.error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be %s where qk_rope_head_dim is 0, got %s", op,
+                         is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
+                         is_pair ? "a pair" : "one");
+    }
     if (kv.block_size != config->block_size) {
         return smla_fail(c.error, SMLA_ERROR_VALUE,
                          "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
@@ -164,10 +176,12 @@ check_new_tokens(dense_layer *d)
             .stream = a->stream,
         };
         SMLA_TRY(smla_check_apply_rope(&args, &d->rope, &backend, d->layer.error));
-    } else {
+    } else if (rope > 0) {
         take_values(d, &d->q_pe, a->q_pe != NULL ? a->q_pe : a->q, a->q_pe != NULL ? 0 : nope,
                     rope);
         smla_slice_rows(&d->k_pe, a->k_pe, 0, tokens);
+    } else { /* the write of the cache takes rows without values */
+        smla_view_memory(&d->layer, &d->k_pe, NULL, 16, 2, key_shape);
     }
     const smla_concat_and_cache_mla_args write = {
         .struct_size = sizeof write,
@@ -210,7 +224,9 @@ check_absorbed(dense_layer *d)
     const smla_mla_attention_args attention = {
         .struct_size = sizeof attention,
         .q = &ql.tensor,
-        .q_pe = smla_slice_rows(&q_pe, &d->q_pe.tensor, 0, tokens),
+        .q_pe = b->config.qk_rope_head_dim == 0
+                    ? NULL
+                    : smla_slice_rows(&q_pe, &d->q_pe.tensor, 0, tokens),
         .kv_cache = a->kv_cache,
         .block_table = smla_slice_rows(&table, &b->block_table.tensor, 0, num_reqs),
         .cache_seqlens = smla_slice_rows(&lens, &b->seq_lens.tensor, 0, num_reqs),

@@ -35,7 +35,7 @@ typedef struct dense_layer {
     smla_varlen_params new_tokens;
 
     smla_view q_nope; /* [T, H, Pn] */
-    smla_view q_pe;   /* [T, H, R] */
+    smla_view q_pe;   /* [T, H, R]; not set where R is 0 */
     smla_view kv_c;   /* [T, 512] */
     smla_view k_pe;   /* [T, R] */
     smla_view out;    /* [T, H, Pv] */

@@ -71,6 +71,7 @@ check_new_keys(dense_layer *d)
     const smla_step_facts *const facts = &d->layer.step->facts;
     const int64_t start = d->num_absorbed, end = facts->num_actual_tokens;
     const int64_t num_starts = facts->split.num_prefills + 2;
+    const bool has_rope = b->config.qk_rope_head_dim > 0;
     up_rows up;
     smla_view kv_c, q, q_pe, k_pe, out, lse, queries, keys;
     const smla_backend *backend;
@@ -86,9 +87,9 @@ check_new_keys(dense_layer *d)
     const smla_varlen_attention_args attend = {
         .struct_size = sizeof attend,
         .q = smla_slice_rows(&q, &d->q_nope.tensor, start, end),
-        .q_pe = smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end),
+        .q_pe = has_rope ? smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end) : NULL,
         .k = &up.k_nope.tensor,
-        .k_pe = smla_slice_rows(&k_pe, &d->k_pe.tensor, start, end),
+        .k_pe = has_rope ? smla_slice_rows(&k_pe, &d->k_pe.tensor, start, end) : NULL,
         .v = &up.v.tensor,
         .cu_seqlens_q =
             smla_view_vector(&d->layer, &queries, b->sent.padded_query_start_loc, num_starts),
@@ -156,6 +157,7 @@ attend_chunk(const dense_layer *d, int64_t i, int which)
     const smla_dense_chunk *const tokens = (const smla_dense_chunk *)(void *)b->kept.chunks + i;
     const int64_t start = tokens->token_start, end = tokens->token_end;
     const int64_t first = chunk->first + i, num_starts = chunk->req_end - chunk->req_start + 1;
+    const bool has_rope = b->config.qk_rope_head_dim > 0;
     up_rows up;
     smla_view q, q_pe, k_pe, out, lse, queries, keys;
     SMLA_TRY(make_keys(d, i, &up, &k_pe));
@@ -163,9 +165,9 @@ attend_chunk(const dense_layer *d, int64_t i, int which)
     const smla_varlen_attention_args attend = {
         .struct_size = sizeof attend,
         .q = smla_slice_rows(&q, &d->q_nope.tensor, start, end),
-        .q_pe = smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end),
+        .q_pe = has_rope ? smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end) : NULL,
         .k = &up.k_nope.tensor,
-        .k_pe = &k_pe.tensor,
+        .k_pe = has_rope ? &k_pe.tensor : NULL,
         .v = &up.v.tensor,
         .cu_seqlens_q =
             smla_view_vector(&d->layer, &queries, b->sent.context_query_starts + first, num_starts),

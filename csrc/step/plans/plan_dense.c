@@ -22,11 +22,14 @@ static const char *const context_plans[] = {[SMLA_CONTEXT_EQUAL] = "equal",
 #define FIELD(field, kind, ...) \
     SMLA_CONFIG_FIELD(smla_dense_config, field, SMLA_FIELD_##kind, __VA_ARGS__)
 
+enum { NO_ROPE = -1 }; /* what configs have as qk_rope_head_dim for R = 0 */
+
 static const smla_config_field fields[] = {
     COUNT(num_heads, SMLA_MAX_HEADS),
     COUNT(block_size, INT32_MAX),
     COUNT(qk_nope_head_dim, INT32_MAX),
-    COUNT(qk_rope_head_dim, SMLA_QK_ROPE_HEAD_DIM, .standard = SMLA_QK_ROPE_HEAD_DIM),
+    FIELD(qk_rope_head_dim, COUNT, .least = NO_ROPE, .most = SMLA_QK_ROPE_HEAD_DIM,
+          .standard = SMLA_QK_ROPE_HEAD_DIM),
     COUNT(v_head_dim, INT32_MAX),
     COUNT(max_num_seqs, INT32_MAX - 2),
     COUNT(max_num_batched_tokens, INT32_MAX),
@@ -39,6 +42,20 @@ static const smla_config_field fields[] = {
     FIELD(path, PATH, .paths = python_paths),
     FIELD(device, DEVICE),
 };
+
+/* The format of cache rows of `head_dim` values that the write of new tokens serves, or NULL. */
+static const smla_kv_format_info *
+find_rows(int32_t kv_format, int64_t head_dim)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((int32_t)row->format == kv_format && row->head_dim == head_dim &&
+            (SMLA_KV_CONCAT & SMLA_KV_SET(row->number)) != 0) {
+            return row;
+        }
+    }
+    return NULL;
+}
 
 /* Whether varlen_attention serves heads of these sizes. */
 static bool
@@ -104,16 +121,21 @@ check(smla_step *s, smla_error *error)
 {
     smla_dense_builder *const b = (smla_dense_builder *)s;
     smla_dense_config *const config = &b->config;
-    const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
-    if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `qk_rope_head_dim` must be %d, got %lld",
-                         smla_create_op, SMLA_QK_ROPE_HEAD_DIM,
-                         (long long)config->qk_rope_head_dim);
-    }
-    if (format == NULL || format->head_dim != SMLA_HEAD_DIM) {
+    if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM && config->qk_rope_head_dim != NO_ROPE) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be one of keys of %d values, got %s", smla_create_op,
-                         SMLA_HEAD_DIM, format == NULL ? "an unknown one" : format->name);
+                         "%s: `qk_rope_head_dim` must be %d or %d, got %lld", smla_create_op,
+                         SMLA_QK_ROPE_HEAD_DIM, NO_ROPE, (long long)config->qk_rope_head_dim);
+    }
+    if (config->qk_rope_head_dim == NO_ROPE) {
+        config->qk_rope_head_dim = 0;
+    }
+    const int64_t head_dim = SMLA_KV_LORA_RANK + config->qk_rope_head_dim;
+    if (find_rows(config->kv_format, head_dim) == NULL) {
+        const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be one of keys of %lld values, got %s",
+                         smla_create_op, (long long)head_dim,
+                         format == NULL ? "an unknown one" : format->name);
     }
     SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);
@@ -135,6 +157,7 @@ list_arrays(smla_step *s)
 {
     const int64_t tokens = (s->limits.max_num_batched_tokens + 15) / 16 * 16;
     const int64_t rows = s->limits.max_num_batched_tokens * s->num_heads;
+    const int64_t rope = ((const smla_dense_builder *)s)->config.qk_rope_head_dim;
     smla_add_array(&s->sent, offsetof(smla_dense_sent, query_start_loc),
                    s->limits.max_num_seqs + 1);
     smla_add_array(&s->sent, offsetof(smla_dense_sent, prefill_query_start_loc),
@@ -145,9 +168,8 @@ list_arrays(smla_step *s)
     smla_add_array(&s->made, offsetof(smla_dense_made, req_ids), tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, begin), tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, end), tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * SMLA_QK_ROPE_HEAD_DIM));
-    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe),
-                   halves(tokens * SMLA_QK_ROPE_HEAD_DIM));
+    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * rope));
+    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe), halves(tokens * rope));
     smla_add_array(&s->made, offsetof(smla_dense_made, latent),
                    2 * halves(rows * SMLA_KV_LORA_RANK));
     smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
@@ -183,10 +205,11 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
     const int64_t most =
         tokens > config->max_num_batched_tokens ? tokens : config->max_num_batched_tokens;
     (void)error;
-    rules[SMLA_GATHERED] = (smla_workspace_rule){.given = config->workspace,
-                                                 .columns = SMLA_HEAD_DIM,
-                                                 .rows = tokens,
-                                                 .least = tokens};
+    rules[SMLA_GATHERED] =
+        (smla_workspace_rule){.given = config->workspace,
+                              .columns = SMLA_KV_LORA_RANK + config->qk_rope_head_dim,
+                              .rows = tokens,
+                              .least = tokens};
     rules[SMLA_UP_PROJECTED] =
         (smla_workspace_rule){.given = config->up_workspace,
                               .columns = config->num_heads *
