@@ -26,12 +26,12 @@ typedef struct smla_varlen_scale {
  * dim 0. Where only one of them is a pair, the other is cut into two views at the same dim. */
 typedef struct smla_varlen_params {
     smla_call call;
-    int64_t num_tokens;   /* Tq */
-    int64_t num_keys;     /* Tk */
-    int64_t num_reqs;     /* B */
-    int64_t num_heads;    /* H */
-    int64_t num_kv_heads; /* Hk; query head h reads KV head h / (H / Hk) */
-    int64_t value_dim;    /* Dv */
+    int64_t num_tokens;          /* Tq */
+    int64_t num_keys;            /* Tk */
+    int64_t num_reqs;            /* B */
+    int64_t num_heads;           /* H */
+    int64_t num_kv_heads;        /* Hk; query head h reads KV head h / (H / Hk) */
+    int64_t value_dim;           /* Dv */
     const int32_t *query_starts; /* cu_seqlens_q [B + 1] */
     int64_t query_starts_stride;
     const int32_t *key_starts; /* cu_seqlens_k [B + 1] */

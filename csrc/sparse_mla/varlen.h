@@ -16,7 +16,7 @@ extern "C" {
  * token that sees no key has out 0 and lse -inf. Rows of no request are not read or written.
  *
  * A query or a key may be two arrays, whose values are those of one row of D = Pn + R. k_pe is
- * shared by all heads. D is at most 576, Dv at most 512, and all of Pn, R, D, Dv are multiples of 8.
+ * shared by all heads. D is at most 576, Dv at most 512, and Pn, R, D and Dv are multiples of 8.
  *
  * Each row is summed in one order, which depends on its request's keys alone: no number of splits
  * changes it, and no scratch memory is needed. */

@@ -132,7 +132,7 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted[
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
             square[i] = load_words(rows[i] + k, 0);
-            noted[0] = note_huge(noted[0], square[i]);
+            noted[0] = note_huge_number(noted[0], square[i]);
             noted[1] = note_subnormal(noted[1], square[i]);
         }
         transpose(square);
@@ -157,7 +157,8 @@ load_query(const smla_attention_params *params, int64_t token, int64_t head, uin
     return buffer;
 }
 
-/* What a query has that products in SMLA_FP_FLUSH may be wrong for. */
+/* What a query has that products in SMLA_FP_FLUSH may be wrong for. Of a NaN every product is NaN,
+ * and no product of another head knows it. */
 typedef struct query_values {
     bool has_huge;      /* matters beside any keys */
     bool has_subnormal; /* matters beside huge keys */
@@ -236,7 +237,7 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int 
             score_rows(scratch->keys + j * KEY_STRIDE + begin / UNIT_STEP,
                        q + begin / UNIT_STEP * vectors * WIDTH, end - begin,
                        scratch->scales + tile * BLOCK_KEYS + j, tile == 0,
-                       scratch->scores + j * vectors * WIDTH, rows, vectors);
+                       scratch->scores + j * vectors * WIDTH, true, rows, vectors);
         }
     }
 }

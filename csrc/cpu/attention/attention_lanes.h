@@ -25,10 +25,10 @@ _Static_assert(16 % VALUE_ROWS_1 == 0 && 16 % VALUE_ROWS_2 == 0, "whole steps of
 
 /* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over one tile of `dims` dimensions, for
  * `rows` keys. Each chunk's sum starts from zero, which bounds the depth of the sum and takes the
- * latency of the multiply-add off the critical path. */
+ * latency of the multiply-add off the critical path. Without scales they are 1. */
 SMLA_INLINE void
 score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float *scale, bool first,
-           float *scores, const int rows, const int vectors)
+           float *scores, const bool has_scales, const int rows, const int vectors)
 {
     vfloat total[16];
     for (int i = 0; i < rows * vectors; i++) {
@@ -67,7 +67,10 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
             vfloat *const score = (vfloat *)(scores + (r * vectors + v) * WIDTH);
-            const vfloat tile_sum = total[r * vectors + v] * scale[r];
+            vfloat tile_sum = total[r * vectors + v];
+            if (has_scales) {
+                tile_sum *= scale[r];
+            }
             *score = tile_sum + (first ? (vfloat){0} : (vfloat)*score);
         }
     }

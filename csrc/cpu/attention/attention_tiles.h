@@ -123,11 +123,11 @@ store_sums(float *to, const int vectors)
     }
 }
 
-/* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over one tile of `dims` dimensions, for
- * 32 keys. */
+/* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over `dims` dimensions, for 32 keys.
+ * Without scales, `first` is true. */
 SMLA_INLINE void
 score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float *scale, bool first,
-           float *scores, const int rows, const int vectors)
+           float *scores, const bool has_scales, const int rows, const int vectors)
 {
     float sums[32 * 2 * WIDTH] __attribute__((aligned(64)));
     _tile_zero(0);
@@ -136,6 +136,10 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
     _tile_zero(3);
     finish_stores();
     multiply_tiles(keys, KEY_STRIDE * 4, TILE_ROWS * KEY_STRIDE, WIDTH, q, dims / 32, vectors);
+    if (!has_scales) {
+        store_sums(scores, vectors);
+        return;
+    }
     store_sums(sums, vectors);
     for (int r = 0; r < rows; r++) {
         for (int v = 0; v < vectors; v++) {
@@ -173,7 +177,11 @@ SMLA_INLINE void
 add_value_rows(const unit_scalar *values, const unit_scalar *probs, int steps, const vfloat *alpha,
                float *out, const int rows, const int vectors)
 {
-    for (int r = 0; r < rows; r++) {
+    vint changes = {0}; /* maxima grow in few blocks */
+    for (int v = 0; v < vectors; v++) {
+        changes |= alpha[v] != 1.0f;
+    }
+    for (int r = 0; r < rows && has_lane(changes); r++) {
         for (int v = 0; v < vectors; v++) {
             vfloat *const sum = (vfloat *)(out + (r * vectors + v) * WIDTH);
             *sum = *sum * alpha[v];

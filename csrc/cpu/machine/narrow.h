@@ -35,6 +35,14 @@ note_huge(vuint noted, vuint words)
     return noted | ((words & 0x7FFF7FFFu) + 0x207F207Fu);
 }
 
+/* The same without NaN. */
+SMLA_INLINE vuint
+note_huge_number(vuint noted, vuint words)
+{
+    const vuint magnitudes = words & 0x7FFF7FFFu;
+    return noted | ((magnitudes + 0x207F207Fu) & ~(magnitudes + 0x007F007Fu));
+}
+
 /* The same for bf16 values that are subnormal. */
 SMLA_INLINE vuint
 note_subnormal(vuint noted, vuint words)

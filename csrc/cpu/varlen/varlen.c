@@ -1,5 +1,5 @@
-/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.h computes. Tiles run in parallel,
- * each on one thread, so the number of threads changes no result.
+/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.h computes. Tiles run in
+ * parallel, each on one thread, so the number of threads changes no result.
  */
 #include "cpu/varlen/varlen.h"
 #include "core/fp_mode.h"
@@ -26,8 +26,8 @@ add_tiles(const smla_varlen_params *params, int64_t *tiles)
     }
 }
 
-/* The tile of a task. Tiles of a request and a KV head follow each other, because they read the same
- * keys. The last ones of a head, which see the most keys, come first. */
+/* The tile of a task. Tiles of a request and a KV head follow each other, because they read the
+ * same keys. The last ones of a head, which see the most keys, come first. */
 static smla_varlen_tile
 find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
 {

@@ -1,4 +1,5 @@
-/* varlen_amx.c: the kernel of varlen_attention on AMX-BF16, and on AVX-512 BF16 for all but products. */
+/* varlen_amx.c: the kernel of varlen_attention on AMX-BF16, and on AVX-512 BF16 for all but
+ * products. */
 #define SMLA_VARLEN      smla_varlen_amx
 #define SMLA_VARLEN_FP32 smla_varlen_avx512
 #define SMLA_SIMD_WIDTH  16

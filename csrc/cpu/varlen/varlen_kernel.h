@@ -17,8 +17,8 @@
  *              fraction 3 / rows of it, and the softmax 1 / 10 at D + Dv = 320.
  * Numerics     Those of attention_kernel.h, whose products these are (attention_lanes.h,
  *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
- *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So a
- *              row's bits depend on its query and its request's keys alone. Every 16384 keys the
+ *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
+ *              a row's bits depend on its query and its request's keys alone. Every 16384 keys the
  *              state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
  *              count as zeros here; rows that have or see such a value are computed again by
@@ -205,8 +205,8 @@ prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, 
     }
 }
 
-/* Prefetches some of the keys first...end - 1, those that are due while the tile's lanes from `lane`
- * on are busy. */
+/* Prefetches some of the keys first...end - 1: those that are due while the tile's lanes from
+ * `lane` on are busy. */
 static void
 prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
 {
@@ -256,22 +256,27 @@ typedef enum block_view {
     SEES_ALL = 2,
 } block_view;
 
-/* Finds which keys of a block the lanes of a group see. Lanes past the last row see what it does. */
+/* Finds which keys of a block the lanes of a group see: from `begin` to `end` of them, where lanes
+ * differ. Lanes past the last row see what it does. Neither limit falls from row to row. */
 static block_view
 find_view(const tile_work *work, int first, int lanes, int64_t key, int count)
 {
-    int least = count, most = 0; /* how many keys the lanes see */
-    for (int i = 0; i < lanes; i++) {
-        const int last = work->tile->num_rows - 1;
-        const smla_key_range *const keys = &work->rows[first + i < last ? first + i : last].keys;
-        const int begin = (int)smla_clamp_int64(keys->begin - key, 0, count);
-        const int end = (int)smla_clamp_int64(keys->end - key, begin, count);
-        work->begin[i] = begin;
-        work->end[i] = end;
-        least = end - begin < least ? end - begin : least;
-        most = end - begin > most ? end - begin : most;
+    const int last = work->tile->num_rows - 1;
+    const smla_key_range low = work->rows[first].keys;
+    const smla_key_range high =
+        work->rows[first + lanes - 1 < last ? first + lanes - 1 : last].keys;
+    if (low.begin >= key + count || high.end <= key) {
+        return SEES_NO_KEY;
     }
-    return most == 0 ? SEES_NO_KEY : least == count ? SEES_ALL : SEES_SOME;
+    if (high.begin <= key && low.end >= key + count) {
+        return SEES_ALL;
+    }
+    for (int i = 0; i < lanes; i++) {
+        const smla_key_range *const keys = &work->rows[first + i < last ? first + i : last].keys;
+        work->begin[i] = (int32_t)smla_clamp_int64(keys->begin - key, 0, count);
+        work->end[i] = (int32_t)smla_clamp_int64(keys->end - key, 0, count);
+    }
+    return SEES_SOME;
 }
 
 /* Makes logits of scores, which are -inf for hidden keys. */
@@ -295,15 +300,13 @@ SMLA_INLINE void
 score_keys(const tile_work *work, const unit_scalar *q, int count, const int rows,
            const int vectors)
 {
-    static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                   1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     for (int begin = 0; begin < work->query_dims; begin += PRODUCT_DIMS) {
         const int left = work->query_dims - begin;
         for (int j = 0; j < count; j += rows) {
             score_rows(work->keys + j * KEY_STRIDE + begin / UNIT_STEP,
                        q + begin / UNIT_STEP * vectors * WIDTH,
-                       left < PRODUCT_DIMS ? left : PRODUCT_DIMS, ones, begin == 0,
-                       work->scores + j * vectors * WIDTH, rows, vectors);
+                       left < PRODUCT_DIMS ? left : PRODUCT_DIMS, NULL, begin == 0,
+                       work->scores + j * vectors * WIDTH, false, rows, vectors);
         }
     }
 }
@@ -402,23 +405,26 @@ set_aside(const tile_work *work)
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Writes `count` values of a row. */
+/* Writes a vector of a row, or the `count` values that are left. */
 SMLA_INLINE void
 store_values(vfloat x, smla_float_type type, int64_t at, int64_t count, void *out)
 {
-    vuint words = (vuint)x;
-    size_t bytes = 4;
-    if (type != SMLA_FLOAT_FP32) {
-        const vuint halves = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
-        const vhalf narrow = __builtin_convertvector(halves, vhalf);
-        bytes = 2;
-        memcpy(&words, &narrow, sizeof narrow);
+    if (type == SMLA_FLOAT_FP32) {
+        float *const to = (float *)out + at;
+        if (count >= WIDTH) {
+            *(vuint_unaligned *)to = (vuint)x;
+        } else {
+            memcpy(to, &x, (size_t)count * sizeof *to);
+        }
+        return;
     }
-    uint8_t *const to = (uint8_t *)out + at * (int64_t)bytes;
+    uint16_t *const to = (uint16_t *)out + at;
+    const vuint words = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
+    const vhalf halves = __builtin_convertvector(words, vhalf);
     if (count >= WIDTH) {
-        memcpy(to, &words, WIDTH * bytes);
+        *(vhalf_unaligned *)to = halves;
     } else {
-        memcpy(to, &words, (size_t)count * bytes);
+        memcpy(to, &halves, (size_t)count * sizeof *to);
     }
 }
 

@@ -88,10 +88,10 @@ read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
         return SMLA_OK;
     }
     SMLA_TRY(read_int(call, name, value));
-    return *value >= least
-               ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be at least %lld, got %lld",
-                           call->op, name, (long long)least, (long long)*value);
+    return *value >= least ? SMLA_OK
+                           : smla_fail(call->error, SMLA_ERROR_VALUE,
+                                       "%s: `%s` must be at least %lld, got %lld", call->op, name,
+                                       (long long)least, (long long)*value);
 }
 
 /* Reads the integers of a tuple: attributes `name`[0], `name`[1], and so on. Without the first, the

@@ -78,12 +78,8 @@ static __device__ __forceinline__ cut_problem
 find_range_problem(const attention_launch &launch, int num_items, uint32_t longest)
 {
     const uint32_t columns = longest / NUM_SEGMENTS + 1;
-    cut_problem problem = {};
-    problem.columns = columns;
-    problem.cost = (int)((CUT_COST + columns - 1) / columns);
-    problem.max_pieces = launch.max_pieces;
-    problem.num_items = num_items;
-    return problem;
+    return cut_problem{main_lists{}, columns, (int)((CUT_COST + columns - 1) / columns),
+                       launch.max_pieces, num_items};
 }
 
 /* Whether the last one of a list's first `segments` segments has a key in its middle column. */
