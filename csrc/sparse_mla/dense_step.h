@@ -16,20 +16,25 @@ typedef struct smla_dense_config {
     int64_t num_heads;
     int64_t block_size;       /* tokens per page */
     int64_t qk_nope_head_dim; /* Pn */
-    int64_t qk_rope_head_dim; /* R: 64; 0 = 64 */
+    int64_t qk_rope_head_dim; /* R: 64; 0 = 64; -1: keys have no RoPE part, so R is 0 */
     int64_t v_head_dim;       /* Pv */
     int64_t max_num_seqs;     /* largest B */
     int64_t max_num_batched_tokens;
     int64_t max_model_len;
     int64_t decode_threshold; /* 1 + speculative tokens; 0 = 1 */
     int32_t kv_format;        /* a format of attention with keys of 512 + R values */
-    int32_t path;             /* SMLA_PATH_MIXED; AUTO is MIXED */
+    int32_t path; /* SMLA_PATH_MIXED, SEPARATE, or AUTO: each step has the cheaper one */
     DLDevice device;
-    const DLTensor *workspace; /* NULL: path "mixed" uses none */
+    /* Memory that outlives the builder; NULL: it makes its own. Path MIXED uses none. */
+    const DLTensor *workspace;        /* [rows, 512 + R] bf16: gathered context */
+    const DLTensor *up_workspace;     /* [rows, H * (Pn + Pv)] bf16: up-projected latents; at least
+                                       * as many rows as `workspace`, and as a batch has tokens */
+    int64_t prefill_workspace_tokens; /* 0: those of `workspace`, or smla_context_workspace_size */
+    int32_t context_plan;             /* smla_context_plan */
 } smla_dense_config;
 
 /* One step's batch. The host arrays are read during the call; seq_lens_cpu may be upper bounds of
- * seq_lens. The others are read by the work that the call starts, and block_table and slot_mapping
+ * the seq_lens of decodes, and of all requests on path "mixed". The others are read by the work that the call starts, and block_table and slot_mapping
  * by the step's layers. They must stay alive until the next build. */
 typedef struct smla_dense_build_args {
     size_t struct_size;
@@ -55,11 +60,20 @@ typedef struct smla_dense_metadata {
     const int64_t *input_positions;  /* device [T]; 0 for padding tokens */
     /* device [prefills + 1]: where their queries start among the tokens of prefills */
     const int32_t *prefill_query_start_loc;
+    /* The cached context of prefills on path "separate", in chunks. A chunk's part i belongs to
+     * prefill req_start + i, and is entry `first` + i of starts and lens. Chunk c has its running
+     * sums from entry `first` + c on, one more than parts. All are NULL or 0 without context. */
+    int64_t num_context_chunks;
+    const smla_context_chunk *context_chunks;  /* host [num_context_chunks] */
+    const int32_t *context_chunk_starts;       /* device: the first token of each part */
+    const int32_t *context_chunk_lens;         /* device: tokens of each part */
+    const int32_t *context_chunk_key_starts;   /* device: where its rows begin in the workspace */
+    const int32_t *context_chunk_query_starts; /* device: and its queries among the chunk's */
 } smla_dense_metadata;
 
 typedef struct smla_dense_builder smla_dense_builder;
 
-/* As the functions of smla_builder in step.h. */
+/* As the functions of smla_builder in step.h, but workspace_bytes counts all of its device memory. */
 SMLA_API smla_status smla_dense_builder_create(const smla_dense_config *config,
                                                smla_dense_builder **builder, smla_error *error);
 SMLA_API smla_status smla_dense_builder_build(smla_dense_builder *builder,
@@ -69,16 +83,18 @@ SMLA_API smla_status smla_dense_builder_build(smla_dense_builder *builder,
 SMLA_API void smla_dense_builder_destroy(smla_dense_builder *builder);
 SMLA_API int64_t smla_dense_builder_workspace_bytes(const smla_dense_builder *builder);
 
-/* Runs one layer of the last built step: turns q_pe and k_pe to their positions (with a table),
- * writes the new tokens to the cache, absorbs W_UK into the queries, attends to the cache, and
- * applies W_UV. No input is written. Writes the first T = num_actual_tokens rows of out. */
+/* Runs one layer of the last built step: turns q_pe and k_pe to their positions (with a table), and
+ * writes the new tokens to the cache. Decodes absorb W_UK into the queries, attend to the cache, and
+ * apply W_UV; so do all tokens on path "mixed". On path "separate", prefills attend to keys and
+ * values that kv_b_proj makes of the new latents, and of the cached ones chunk by chunk. No input is
+ * written. Writes the first T = num_actual_tokens rows of out. */
 typedef struct smla_dense_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;
     const DLTensor *q;          /* [>= T, H, Pn + R] bf16, or [>= T, H, Pn] when q_pe is given */
-    const DLTensor *q_pe;       /* [>= T, H, R] bf16, optional */
+    const DLTensor *q_pe;       /* [>= T, H, R] bf16, optional; NULL where R is 0 */
     const DLTensor *kv_c;       /* [>= T, 512] bf16 */
-    const DLTensor *k_pe;       /* [>= T, R] bf16 */
+    const DLTensor *k_pe;       /* [>= T, R] bf16; optional where R is 0 */
     const DLTensor *kv_cache;   /* [pages, block_size, row] */
     const DLTensor *W_UK;       /* [512, H, Pn] bf16 */
     const DLTensor *W_UV;       /* [512, H, Pv] bf16 */
@@ -88,6 +104,7 @@ typedef struct smla_dense_forward_args {
     double softmax_scale;
     int32_t is_neox; /* pairs of RoPE: halves instead of neighbours */
     void *stream;
+    const DLTensor *kv_b_proj; /* [512, H * (Pn + Pv)] bf16, any strides; for path "separate" */
 } smla_dense_forward_args;
 
 SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, smla_error *error);

@@ -61,55 +61,76 @@ flatten_rows(smla_view *view, const DLTensor *tensor)
     return &view->tensor;
 }
 
-/* Takes the caller's workspace. */
+/* Takes a caller's workspace. */
 static smla_status
-adopt_workspace(smla_step *s, const smla_workspace_rule *rule, smla_error *error)
+adopt_workspace(smla_step *s, int which, const smla_workspace_rule *rule, smla_error *error)
 {
+    static const char *const names[] = {"workspace", "up_workspace"};
     smla_view flat;
     const DLTensor *const tensor =
         rule->may_be_pages ? flatten_rows(&flat, rule->given) : rule->given;
     smla_checker c;
     smla_open_checker(&c, smla_create_op, error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "workspace",
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = names[which],
                                            .tensor = tensor,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
                                            .ndim = 2,
                                            .shape = {rule->least, rule->columns},
                                            .hint = rule->hint}));
-    SMLA_TRY(smla_require_step_device(s, smla_create_op, "workspace", c.device, error));
+    SMLA_TRY(smla_require_step_device(s, smla_create_op, names[which], c.device, error));
     const int64_t rows = rule->rows == SMLA_ANY ? smla_size(tensor, 0) : rule->rows;
-    smla_slice_rows(&s->workspace, tensor, 0, rows);
+    smla_slice_rows(&s->workspaces[which], tensor, 0, rows);
     return SMLA_OK;
 }
 
 static smla_status
-take_workspace(smla_step *s, smla_error *error)
+take_workspace(smla_step *s, int which, const smla_workspace_rule *rule, smla_error *error)
 {
-    smla_workspace_rule rule = {.given = NULL};
-    SMLA_TRY(s->plan->find_workspace(s, &rule, error));
-    if (rule.given != NULL) {
-        return adopt_workspace(s, &rule, error);
+    if (rule->given != NULL) {
+        return adopt_workspace(s, which, rule, error);
     }
-    const int64_t shape[2] = {rule.rows, rule.columns};
+    const int64_t shape[2] = {rule->rows, rule->columns};
     const DLDataType bf16 = {.code = kDLBfloat, .bits = 16, .lanes = 1};
-    if (rule.rows > 0) {
-        const int64_t bytes = rule.rows * rule.columns * (int64_t)sizeof *s->own_workspace;
-        s->own_workspace = s->backend->allocate(s->device.device_id, bytes);
-        if (s->own_workspace == NULL) {
+    uint16_t **const own = &s->own_workspaces[which];
+    if (rule->rows > 0) {
+        int64_t bytes;
+        const bool overflows =
+            __builtin_mul_overflow(rule->rows, rule->columns * (int64_t)sizeof **own, &bytes);
+        *own = overflows ? NULL : s->backend->allocate(s->device.device_id, bytes);
+        if (*own == NULL) {
             return s->plan->report_no_memory(s, error);
         }
     }
-    smla_make_view(&s->workspace, s->own_workspace, bf16, s->device, 2, shape);
+    smla_make_view(&s->workspaces[which], *own, bf16, s->device, 2, shape);
+    return SMLA_OK;
+}
+
+static smla_status
+take_workspaces(smla_step *s, smla_error *error)
+{
+    smla_workspace_rule rules[SMLA_NUM_WORKSPACES] = {{.given = NULL}};
+    SMLA_TRY(s->plan->find_workspaces(s, rules, error));
+    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+        SMLA_TRY(take_workspace(s, i, &rules[i], error));
+    }
     return SMLA_OK;
 }
 
 int64_t
 smla_step_workspace_bytes(const smla_step *s)
 {
-    return s == NULL ? 0
-                     : smla_size(&s->workspace.tensor, 0) * smla_size(&s->workspace.tensor, 1) *
-                           (int64_t)sizeof *s->own_workspace;
+    int64_t bytes = 0;
+    if (s == NULL) {
+        return 0;
+    }
+    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+        const DLTensor *const rows = &s->workspaces[i].tensor;
+        bytes += smla_size(rows, 0) * smla_size(rows, 1) * (int64_t)sizeof *s->own_workspaces[i];
+    }
+    return s->plan->counts_all_memory
+               ? bytes + s->mirror->bytes + smla_arena_bytes(&s->made) + s->scratch_bytes
+               : bytes;
 }
 
 /* ---- Creating a step ----------------------------------------------------------------------- */
@@ -132,23 +153,28 @@ allocate_buffers(smla_step *s, smla_error *error)
     plan->list_arrays(s);
     const int64_t sent_bytes = smla_arena_bytes(&s->sent);
     const int64_t made_bytes = smla_arena_bytes(&s->made);
-    if (sent_bytes < 0 || made_bytes < 0) {
+    const int64_t kept_bytes = smla_arena_bytes(&s->kept);
+    if (sent_bytes < 0 || made_bytes < 0 || kept_bytes < 0) {
         return plan->report_no_memory(s, error);
     }
-    SMLA_TRY(take_workspace(s, error));
+    SMLA_TRY(take_workspaces(s, error));
     s->scratch_bytes = plan->find_scratch_bytes(s);
     s->mirror = backend->create_mirror(device_id, sent_bytes);
     s->lists = made_bytes == 0 ? NULL : backend->allocate(device_id, made_bytes);
     s->scratch = backend->allocate(device_id, s->scratch_bytes);
+    s->host = kept_bytes == 0 ? NULL : malloc((size_t)kept_bytes);
     s->chunks = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunks);
     s->chunk_ends = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunk_ends);
     if (s->mirror == NULL || (s->lists == NULL && made_bytes > 0) || s->scratch == NULL ||
-        s->chunks == NULL || s->chunk_ends == NULL) {
+        (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->chunk_ends == NULL) {
         return plan->report_no_memory(s, error);
     }
     smla_cut_arena(&s->sent, s->mirror->device, (char *)s + plan->sent);
     if (s->lists != NULL) {
         smla_cut_arena(&s->made, s->lists, (char *)s + plan->made);
+    }
+    if (s->host != NULL) {
+        smla_cut_arena(&s->kept, s->host, (char *)s + plan->kept);
     }
     return SMLA_OK;
 }
@@ -193,12 +219,14 @@ smla_destroy_step(smla_step *s)
         return;
     }
     if (s->backend != NULL) {
-        void *const buffers[] = {s->lists, s->scratch, s->own_workspace};
+        void *const buffers[] = {s->lists, s->scratch, s->own_workspaces[SMLA_GATHERED],
+                                 s->own_workspaces[SMLA_UP_PROJECTED]};
         for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
             s->backend->release(s->device.device_id, buffers[i]);
         }
         s->backend->destroy_mirror(s->mirror);
     }
+    free(s->host);
     free(s->chunks);
     free(s->chunk_ends);
     free(s);
@@ -218,12 +246,15 @@ plan_step(const smla_step *s, const smla_batch *batch, const void *args, smla_st
                                              s->plan->has_uniform_decodes, &facts->split, error));
     if (s->path == SMLA_PATH_SEPARATE || s->path == SMLA_PATH_DIRECT) {
         SMLA_TRY(smla_check_batch_order(smla_build_op, &s->limits, batch, error));
+    }
+    SMLA_TRY(s->plan->cut_chunks(s, batch, facts, error));
+    if (facts->path == SMLA_PATH_SEPARATE || facts->path == SMLA_PATH_DIRECT) {
         for (int64_t req = 0; req < facts->split.num_decodes; req++) {
             const int64_t len = smla_query_len(batch->query_start_loc, req);
             facts->decode_query_len = len > facts->decode_query_len ? len : facts->decode_query_len;
         }
     }
-    return s->plan->cut_chunks(s, batch, facts, error);
+    return SMLA_OK;
 }
 
 /* Starts the plan's kernels behind the copy of the step. Layers on other streams wait for this use
@@ -268,7 +299,8 @@ run_build(smla_step *s, const void *given, smla_error *error)
         smla_log_device(s->device);
         smla_log_text(" requests %lld, tokens %lld, path %s, chunks %lld,",
                       (long long)facts.num_reqs, (long long)facts.num_actual_tokens,
-                      smla_path_name(facts.path), (long long)facts.num_chunks);
+                      smla_path_name(facts.path),
+                      (long long)(facts.num_chunks + facts.num_context_chunks));
     }
     return SMLA_OK;
 }

@@ -21,6 +21,8 @@ typedef struct smla_step_facts {
     smla_batch_split split;
     int64_t decode_query_len; /* query tokens of the longest decode; 0 without a decode part */
     int64_t num_chunks;
+    int64_t num_context_chunks; /* chunks of prefills' cached context; 0 where none is gathered */
+    int64_t num_context_parts;  /* parts of requests in them */
 } smla_step_facts;
 
 /* The fields of a plan's metadata that are the engine's facts. */
@@ -30,6 +32,13 @@ typedef struct smla_step_facts {
     .decode_query_len = (facts)->decode_query_len
 
 typedef struct smla_step_plan smla_step_plan;
+
+/* Memory of bf16 rows that a step's layers share, and that a caller may bring. */
+enum {
+    SMLA_GATHERED,     /* cache rows: `workspace` of configs */
+    SMLA_UP_PROJECTED, /* keys and values of all heads: `up_workspace` */
+    SMLA_NUM_WORKSPACES
+};
 
 typedef struct smla_step {
     const smla_step_plan *plan;
@@ -50,12 +59,14 @@ typedef struct smla_step {
     /* Device buffers, sized for the largest batch. */
     smla_arena sent; /* arrays that a build fills on the host, in `mirror` */
     smla_arena made; /* arrays that kernels write, in `lists` */
+    smla_arena kept; /* arrays of the host alone, in `host` */
     smla_mirror *mirror;
     int32_t *lists;
+    int32_t *host;
     uint8_t *scratch; /* attention workspace */
     int64_t scratch_bytes;
-    uint16_t *own_workspace; /* or NULL */
-    smla_view workspace;     /* [rows, columns] bf16: own or the caller's; without rows if unused */
+    uint16_t *own_workspaces[SMLA_NUM_WORKSPACES]; /* NULL: unused, or the caller's */
+    smla_view workspaces[SMLA_NUM_WORKSPACES];     /* [rows, columns]; without rows if unused */
 } smla_step;
 
 /* Takes from a config what the engine reads of it. The configs of all plans have these fields. */
@@ -87,6 +98,8 @@ typedef struct smla_step_view {
     int64_t row_stride;
     bool is_flag;     /* uint8 0 or 1; else int32, */
     bool is_int64;    /* or int64 */
+    bool is_bf16;     /* or bf16 */
+    bool is_list;     /* int64 on the host, shown as a list */
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 
@@ -103,6 +116,20 @@ smla_show_vector(smla_step_view *view, const char *name, const void *data, int64
 {
     *view = (smla_step_view){
         .name = name, .group = -1, .ndim = 1, .shape = {count}, .row_stride = 1, .data = data};
+}
+
+/* `count` numbers of the host, `stride` entries apart. */
+static inline void
+smla_show_list(smla_step_view *view, const char *name, const int64_t *numbers, int64_t count,
+               int64_t stride)
+{
+    *view = (smla_step_view){.name = name,
+                             .group = -1,
+                             .ndim = 1,
+                             .shape = {count},
+                             .row_stride = stride,
+                             .is_list = true,
+                             .data = numbers};
 }
 
 /* Rows [start, start + num_rows) of a list. */
@@ -128,25 +155,30 @@ struct smla_step_plan {
     size_t config;     /* offsets in it: the config, the pointers of `sent` and of `made`, */
     size_t sent;
     size_t made;
+    size_t kept;     /* those of `kept`, if the plan lists any, */
     size_t metadata; /* and the public metadata */
     size_t config_bytes;
-    size_t workspace; /* offset in the config of its `const DLTensor *` */
+    size_t workspaces[SMLA_NUM_WORKSPACES]; /* offsets in the config of its `const DLTensor *`; 0:
+                                             * the plan has no such workspace */
     size_t args_bytes;
     bool has_uniform_decodes; /* all decodes of a step have the length of the first */
+    bool counts_all_memory;   /* in workspace_bytes; else it counts the workspaces alone */
 
     /* Create. Checks the rules between fields, and takes what the engine reads. */
     smla_status (*check)(smla_step *step, smla_error *error);
-    /* Lists the arrays in `sent` and `made`. */
+    /* Lists the arrays in `sent`, `made` and `kept`. */
     void (*list_arrays)(smla_step *step);
     int64_t (*find_scratch_bytes)(const smla_step *step);
-    smla_status (*find_workspace)(const smla_step *step, smla_workspace_rule *rule,
-                                  smla_error *error);
+    /* Fills the rules of the workspaces that the plan has. Those of others are zeros. */
+    smla_status (*find_workspaces)(const smla_step *step,
+                                   smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+                                   smla_error *error);
     smla_status (*report_no_memory)(const smla_step *step, smla_error *error);
 
     /* Build, in this order. Until `fill` is called, nothing of the last step is written. */
     smla_batch (*read_batch)(const void *args);
     smla_status (*check_args)(const smla_step *step, const void *args, smla_error *error);
-    /* Sets chunk_ends and num_chunks, and may change the path of this step. */
+    /* Sets chunk_ends and the numbers of chunks, and may change the path of this step. */
     smla_status (*cut_chunks)(const smla_step *step, const smla_batch *batch,
                               smla_step_facts *facts, smla_error *error);
     /* Fills the arrays of `sent`, which are in `memory`. The new facts and chunks are set. */
@@ -168,13 +200,13 @@ struct smla_step_plan {
     .step_bytes = sizeof(builder), .config = offsetof(builder, config),                           \
     .sent = offsetof(builder, sent), .made = offsetof(builder, made),                             \
     .metadata = offsetof(builder, metadata), .config_bytes = sizeof(((builder *)NULL)->config),   \
-    .workspace = offsetof(builder, config.workspace) - offsetof(builder, config),                 \
+    .workspaces[SMLA_GATHERED] = offsetof(builder, config.workspace) - offsetof(builder, config), \
     .args_bytes = sizeof(args)
 
 /* The functions that every plan has, under the names that all plans' files give them. */
 #define SMLA_PLAN_FUNCTIONS                                                                     \
     .check = check, .list_arrays = list_arrays, .find_scratch_bytes = find_scratch_bytes,       \
-    .find_workspace = find_workspace, .report_no_memory = report_no_memory,                     \
+    .find_workspaces = find_workspaces, .report_no_memory = report_no_memory,                   \
     .read_batch = read_batch, .check_args = check_args, .cut_chunks = cut_chunks, .fill = fill, \
     .commit = commit, .describe = describe
 
@@ -196,5 +228,6 @@ void smla_destroy_step(smla_step *step);
 /* Plans a step. If an argument is refused, the last one stays valid. */
 smla_status smla_build_step(smla_step *step, const void *args, smla_error *error);
 
-/* The bytes of the workspace in use; 0 on paths without one, and for NULL. */
+/* The bytes of the workspaces in use, or of all buffers on the device if the plan counts them. 0
+ * for NULL. */
 int64_t smla_step_workspace_bytes(const smla_step *step);

@@ -15,6 +15,17 @@ check_list(const char *op, const smla_config_field *field, char *config, smla_er
     return SMLA_OK;
 }
 
+/* Checks the place of a name in its list. */
+static smla_status
+check_name(const char *op, const smla_config_field *field, const int32_t *place, smla_error *error)
+{
+    int most = 0;
+    while (field->names[most + 1] != NULL) {
+        most++;
+    }
+    return smla_require_count(op, field->name, *place, 0, most, error);
+}
+
 static smla_status
 complete_field(const char *op, const smla_config_field *field, char *config, smla_error *error)
 {
@@ -37,6 +48,7 @@ complete_field(const char *op, const smla_config_field *field, char *config, sml
                    ? smla_require_positive(op, field->name, *number, error)
                    : smla_require_finite(op, field->name, *number, error);
     case SMLA_FIELD_DEVICE: *device = smla_normal_device(*device); return SMLA_OK;
+    case SMLA_FIELD_NAME: return check_name(op, field, at, error);
     case SMLA_FIELD_FORMAT:
     case SMLA_FIELD_PATH: return SMLA_OK;
     }

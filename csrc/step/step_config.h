@@ -15,6 +15,7 @@ typedef enum smla_field_kind {
     SMLA_FIELD_SCALE,     /* double, positive */
     SMLA_FIELD_FORMAT,    /* int32_t, smla_kv_format; the plan checks which ones it serves */
     SMLA_FIELD_PATH,      /* int32_t, smla_path; the plan checks it, too */
+    SMLA_FIELD_NAME,      /* int32_t, a place in `names` */
     SMLA_FIELD_DEVICE,    /* DLDevice */
 } smla_field_kind;
 
@@ -29,8 +30,9 @@ typedef struct smla_config_field {
     int64_t capacity;
     int64_t least;
     int64_t most;
-    double standard;        /* the value that 0 stands for; 0 = there is none */
-    const smla_path *paths; /* a path: those that Python takes, up to SMLA_PATH_AUTO */
+    double standard;          /* the value that 0 stands for; 0 = there is none */
+    const smla_path *paths;   /* a path: those that Python takes, up to SMLA_PATH_AUTO */
+    const char *const *names; /* a name: all of them, up to NULL */
 } smla_config_field;
 
 /* Rows of a table for a config of type `config`. */

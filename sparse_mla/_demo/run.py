@@ -81,6 +81,8 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1")
     if options.dense and options.topk is not None:
         raise ValueError("--topk is not for --dense, where a query attends to all keys before it")
+    if options.dense and options.path not in (None, "mixed"):
+        raise ValueError("--path must be mixed for --dense, whose judge knows absorbed attention")
     text = read_text(options.text)
     rng = np.random.default_rng(options.seed)
     requests = []
@@ -124,7 +126,7 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
         "max_num_seqs": len(requests),
         "max_num_batched_tokens": options.tokens_per_step,
         "max_model_len": longest,
-        "path": options.path,
+        "path": "mixed" if options.dense else options.path,
         "device": memory.device,
     }
     if not options.dense:
@@ -166,7 +168,7 @@ class Table:
 
     def add(self, step: int, batch: Batch, result: StepResult) -> None:
         metadata = result.metadata
-        chunks = len(getattr(metadata.prefill, "chunks", ()))  # a dense step has none
+        chunks = len(getattr(metadata.prefill, "chunks", None) or ())  # a dense step has none
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         self.num_decode_tokens += metadata.num_decode_tokens

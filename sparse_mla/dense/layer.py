@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import numpy as np
 
 from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
+from sparse_mla.ops.projection import find_weight
 from sparse_mla.steps.common import show, wrong_type
 from sparse_mla.steps.dense import Config, Metadata
 
@@ -14,13 +18,15 @@ Array = Any
 
 
 class DenseMLA:
-    """Runs one layer of a step: RoPE, cache write, absorbed attention, W_UV.
+    """Runs one layer of a step: RoPE, cache write, and attention to the values of all heads, on the
+    path of the step.
 
     Parameters
     ----------
     config : Config
     kv_b_proj : [512, H * (Pn + Pv)] or its transpose
-        The layer's weight, bf16, fp16, fp32, or e4m3 with weight_scale_inv.
+        The layer's weight, bf16, fp16, fp32, or e4m3 with weight_scale_inv; or the layer itself, as
+        for `sparse_mla.split_kv_b_proj`.
     weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
     rope_table : [positions, 64] fp32 or bf16, optional
         Cosines, then sines, as `sparse_mla.rope_table` gives them. Without it q and k_pe must be
@@ -29,6 +35,10 @@ class DenseMLA:
     Attributes
     ----------
     W_UK, W_UV : [512, H, Pn] and [512, H, Pv] bf16
+        What decodes are absorbed with.
+    kv_b_proj : [512, H * (Pn + Pv)] bf16, or None on path "mixed"
+        What makes keys and values for prefills: a view of the bf16 weight that was given, else a
+        copy.
 
     Raises
     ------
@@ -48,6 +58,7 @@ class DenseMLA:
 
     W_UK: Array
     W_UV: Array
+    kv_b_proj: Array | None
 
     def __init__(
         self,
@@ -61,13 +72,16 @@ class DenseMLA:
             raise wrong_type("DenseMLA", "config", "a dense.Config", config)
         self.config = config
         self.rope_table = rope_table
+        weight = find_weight(kv_b_proj, weight_scale_inv)
         self.W_UK, self.W_UV = ops.split_kv_b_proj(
-            kv_b_proj,
+            weight,
             num_heads=config.num_heads,
             qk_nope_head_dim=config.qk_nope_head_dim,
             v_head_dim=config.v_head_dim,
             weight_scale_inv=weight_scale_inv,
         )
+        is_mixed = config.path == "mixed"
+        self.kv_b_proj = None if is_mixed else _as_matrix(weight, self.W_UK, self.W_UV)
 
     def __repr__(self) -> str:
         return f"DenseMLA({self.config!r}, W_UK={show(self.W_UK)}, W_UV={show(self.W_UV)})"
@@ -76,7 +90,7 @@ class DenseMLA:
         self,
         q: Like[Result] | tuple[Like[Result], Given],
         kv_c: Given,
-        k_pe: Given,
+        k_pe: Given | None,
         kv_cache: Given,
         metadata: Metadata | None,
         *,
@@ -89,9 +103,10 @@ class DenseMLA:
         Parameters
         ----------
         q : [>= T, H, Pn + 64] bf16, or a pair ([>= T, H, Pn], [>= T, H, 64])
+            [>= T, H, Pn] for a model without RoPE, whose k_pe is None.
         kv_c : [>= T, 512] bf16
             The latents of the step's tokens, after their norm.
-        k_pe : [>= T, 64] bf16
+        k_pe : [>= T, 64] bf16, or None
         kv_cache : [pages, block_size, row]
             The tokens are written to it first. With no pages nothing is written.
         metadata : Metadata or None
@@ -142,6 +157,7 @@ class DenseMLA:
             k_pe=k_pe,
             W_UK=self.W_UK,
             W_UV=self.W_UV,
+            kv_b_proj=self.kv_b_proj,
             rope_table=self.rope_table,
             kv_scale=kv_scale,
             kv_cache=kv_cache,
@@ -152,3 +168,15 @@ class DenseMLA:
             stream=stream,
         )
         return results[0]
+
+
+def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:
+    """The weight as [512, H * (Pn + Pv)] bf16: a view of a bf16 weight, else made of its parts."""
+    if str(weight.dtype).endswith("bfloat16"):
+        columns = W_UK.shape[1] * (W_UK.shape[2] + W_UV.shape[2])
+        return weight if tuple(weight.shape) == (512, columns) else weight.T
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(W_UK, torch.Tensor):
+        return torch.cat([W_UK, W_UV], dim=-1).flatten(1)
+    namespace = getattr(W_UK, "__array_namespace__", lambda: np)()
+    return namespace.concatenate([W_UK, W_UV], axis=-1).reshape(512, -1)

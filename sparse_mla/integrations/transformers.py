@@ -14,7 +14,7 @@ Transformers' own unless `index_cache_dtype` asks for ours:
 DeepSeek-V3 and V2 attend to all tokens of a request:
 
     q (or q_a and q_b) and kv_a projections the model's
-    dense.DenseMLA.forward                  RoPE, the new latents to their pages, absorbed attention
+    dense.DenseMLA.forward                  RoPE, the new latents to their pages, attention
     o_proj                                  the model's
 
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
@@ -108,6 +108,9 @@ class ModelRunner:
         V2 have no indexer, so "auto" is all that they take.
     path : str, optional
         Forces a path of `config`.
+    prefill_workspace_tokens : int, optional
+        Rows of the workspace that path "separate" gathers cached tokens to; None = the default of
+        `config`.
 
     Attributes
     ----------
@@ -160,6 +163,7 @@ class ModelRunner:
         kv_cache_dtype: ConcatFormat = "auto",
         index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
         path: Path | None = None,
+        prefill_workspace_tokens: int | None = None,
     ) -> None:
         make_layers = next((x for kind, x in _LAYERS.items() if isinstance(model, kind)), None)
         if make_layers is None:
@@ -194,6 +198,7 @@ class ModelRunner:
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             path=path,
+            prefill_workspace_tokens=prefill_workspace_tokens,
             device=devices[0],
         )
         self.config = self._layers.config

@@ -63,14 +63,19 @@ def split_kv_b_proj(
     >>> w_uk.shape, w_uv.shape
     ((512, 2, 128), (512, 2, 64))
     """
-    matrix: Any = weight
-    if callable(weight):
-        if weight_scale_inv is not None:
-            raise ValueError(
-                "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
-            )
-        matrix = _layer_weight(weight)
+    matrix = find_weight(weight, weight_scale_inv)
     return _split_kv_b_proj(matrix, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
+
+
+def find_weight(weight: Any, weight_scale_inv: Any) -> Any:
+    """kv_b_proj as an array: what was given, or the matrix of a layer."""
+    if not callable(weight):
+        return weight
+    if weight_scale_inv is not None:
+        raise ValueError(
+            "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
+        )
+    return _layer_weight(weight)
 
 
 @operator

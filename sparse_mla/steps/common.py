@@ -298,11 +298,20 @@ class Builder:
     config: Any
     _step: _C.Step
 
-    def _create(self, plan: str, config: Any, kind: type, wanted: str, workspace: Any) -> None:
+    def _create(
+        self,
+        plan: str,
+        config: Any,
+        kind: type,
+        wanted: str,
+        *workspaces: Array | None,
+        **changes: Any,
+    ) -> None:
+        """`changes` are fields that C knows by other values than the config has."""
         if not isinstance(config, kind):
             raise wrong_type("MetadataBuilder", "config", wanted, config)
         self.config = config
-        self._step = _C.Step(plan, vars(config), workspace)
+        self._step = _C.Step(plan, vars(config) | changes, *workspaces)
 
     @property
     def workspace_bytes(self) -> int:

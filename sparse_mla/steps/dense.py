@@ -7,12 +7,16 @@ from typing import Any
 
 from sparse_mla import _C
 from sparse_mla._types import ConcatFormat
+from sparse_mla.ops.planning import ContextChunks
 from sparse_mla.steps import common as steps
 from sparse_mla.steps.v32 import KV_CACHE_DTYPES
 
 Array = Any
 
-PATHS = ("mixed",)
+PATHS = ("separate", "mixed")
+CONTEXT_PLANS = ("equal", "packed")
+BF16_DTYPES = ("auto", "bfloat16")
+NO_ROPE = -1  # C's qk_rope_head_dim for 0, because its 0 is the default
 
 
 @dataclass(frozen=True)
@@ -26,20 +30,32 @@ class Config:
     softmax_scale : float
         Multiplies q . k; `sparse_mla.mla_softmax_scale()` for DeepSeek's models.
     kv_lora_rank, qk_rope_head_dim : int
-        512 and 64, the only sizes that there are kernels for.
+        512, and 64 or 0: the only sizes that there are kernels for. With 0, for models without
+        RoPE, keys are the 512 values of a latent.
     qk_nope_head_dim, v_head_dim : int
         Pn and Pv.
     interleaved : bool
         Pairs of RoPE: neighbours, or with False the halves of a head.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
+        Without RoPE bf16 is the only one.
     block_size : int
         Tokens per page.
     max_num_seqs, max_num_batched_tokens, max_model_len : int
         The largest batch; every persistent buffer is sized by them.
     decode_threshold : int
         Query tokens that a decode has at most: 1 + the number of speculative tokens.
-    path : "mixed", optional
-        All tokens attend to the cache, absorbed.
+    prefill_workspace_tokens : int, optional
+        Cached tokens of prefills that path "separate" gathers at a time; None =
+        `sparse_mla.get_context_workspace_size`. There is one row of 576 bf16 for each, and one of
+        H * (Pn + Pv): with 65536 rows and 128 heads the latter take 4.3 GB.
+    context_plan : "equal" or "packed"
+        How that context is cut into chunks, see `sparse_mla.split_context_chunks`.
+    path : "separate" or "mixed", optional
+        With "separate", decodes attend to the cache, absorbed, and prefills to keys and values of
+        all heads, which are made of the new latents and of the cached ones. With "mixed", all
+        tokens attend to the cache, absorbed. None gives each step the path that costs fewer
+        multiplications: "mixed" where few new tokens stand over a long context, up to 170 of
+        DeepSeek-V3.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 
@@ -63,7 +79,7 @@ class Config:
     softmax_scale: float
     kv_lora_rank: int = field(default=512, metadata={"only": 512})
     qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = field(default=64, metadata={"only": 64})
+    qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     interleaved: bool = True
     kv_cache_dtype: ConcatFormat = "auto"
@@ -72,13 +88,18 @@ class Config:
     max_num_batched_tokens: int
     max_model_len: int
     decode_threshold: int = 1
+    prefill_workspace_tokens: int | None = None
+    context_plan: str = "equal"
     path: str | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         steps.check_fields(self, "dense")
+        has_rope = self.qk_rope_head_dim != 0
         for name, value, allowed in (
-            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            ("qk_rope_head_dim", self.qk_rope_head_dim, (64, 0)),
+            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES if has_rope else BF16_DTYPES),
+            ("context_plan", self.context_plan, CONTEXT_PLANS),
             ("path", self.path, (None, *PATHS)),
         ):
             if value not in allowed:
@@ -112,6 +133,42 @@ class Part(steps.ShortRepr):
     query_start_loc: Array
 
 
+# Chunks as `sparse_mla.split_context_chunks` gives them for either plan.
+Chunks = ContextChunks | list[tuple[int, int, Array, Array]] | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefillPart(Part):
+    """The prefills of a step. `MetadataBuilder.build` makes it.
+
+    Attributes
+    ----------
+    block_table : [n, W] int32
+        These three as in `Part`.
+    seq_lens : [n] int32
+    query_start_loc : [n + 1] int32
+    max_query_len : int
+        The longest query, in tokens.
+    context_lens : [n] int32, in host memory
+        Tokens of each request that were cached before the step.
+    chunks : ContextChunks, list or None
+        Path "separate" with context: its chunks, as `sparse_mla.split_context_chunks` gives them
+        for "equal" or "packed". Starts and lengths are views of the builder's memory.
+
+    Source: vLLM's MLACommonPrefillMetadata.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.dense.PrefillPart([[1]], [4], [0, 3], 3, [1], None).context_lens
+    [1]
+    """
+
+    max_query_len: int
+    context_lens: Array
+    chunks: Chunks
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Metadata(steps.ShortRepr):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
@@ -119,7 +176,7 @@ class Metadata(steps.ShortRepr):
 
     Attributes
     ----------
-    path : "mixed"
+    path : "separate" or "mixed"
     num_reqs, num_actual_tokens, num_input_tokens : int
         B, and T with padding tokens included, twice.
     max_query_len, max_seq_len : int
@@ -136,8 +193,19 @@ class Metadata(steps.ShortRepr):
     input_positions : [T] int64
         where each token is in its request; 0 for padding tokens.
     head_dim : int
-        576.
-    decode, prefill : Part or None
+        576, or 512 without RoPE: values of a key.
+    has_context : bool
+        Whether prefills gather cached tokens, which they do on path "separate". Otherwise the next
+        six are None.
+    context_chunk_starts, context_chunk_seq_lens : [num_chunks, num_prefills] int32
+        With context_plan "equal", like the next one, see `sparse_mla.ContextChunks`. Views of the
+        builder's memory.
+    context_chunk_cu_seq_lens : [num_chunks, num_prefills + 1] int32
+    context_chunk_seq_tot, context_chunk_max_seq_lens : list of int
+        Each chunk's tokens, and those of its longest part.
+    chunked_prefill_workspace : [rows, head_dim] bf16
+    decode : Part or None
+    prefill : PrefillPart or None
 
     Source: vLLM's MLACommonMetadata.
 
@@ -171,8 +239,15 @@ class Metadata(steps.ShortRepr):
     req_id_per_token: Array
     input_positions: Array
     head_dim: int
+    has_context: bool
+    context_chunk_starts: Array | None
+    context_chunk_seq_lens: Array | None
+    context_chunk_cu_seq_lens: Array | None
+    context_chunk_seq_tot: list[int] | None
+    context_chunk_max_seq_lens: list[int] | None
+    chunked_prefill_workspace: Array | None
     decode: Part | None
-    prefill: Part | None
+    prefill: PrefillPart | None
     _step: _C.Step = field(repr=False)
     _generation: int = field(repr=False)
 
@@ -185,17 +260,22 @@ class MetadataBuilder(steps.Builder):
     Parameters
     ----------
     config : Config
+    workspace : [rows, 576] bf16, or [rows, 512] without RoPE, optional
+        The gathered context of path "separate". When left out, the builder makes it.
+    up_workspace : [rows, H * (Pn + Pv)] bf16, optional
+        The keys and values of that context, and of a step's new tokens: as many rows as the former,
+        and at least max_num_batched_tokens.
 
     Attributes
     ----------
     config : Config
     workspace_bytes : int
-        0: path "mixed" gathers nothing.
+        Everything that steps use of the device: both workspaces, queries, results and plans.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, MemoryError
-        No Config, a device that this build lacks, no memory.
+        No Config, workspaces that do not fit the config, a device that this build lacks, no memory.
 
     Source: vLLM's MLACommonMetadataBuilder.
 
@@ -204,12 +284,16 @@ class MetadataBuilder(steps.Builder):
     >>> import sparse_mla
     >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
     >>> config = sparse_mla.dense.Config(64, softmax_scale=0.1, **limits)
-    >>> sparse_mla.dense.MetadataBuilder(config).workspace_bytes
-    0
+    >>> sparse_mla.dense.MetadataBuilder(config).workspace_bytes > 2048 * 64 * 256 * 2
+    True
     """
 
-    def __init__(self, config: Config) -> None:
-        self._create("dense", config, Config, "a dense.Config", None)
+    def __init__(
+        self, config: Config, *, workspace: Array | None = None, up_workspace: Array | None = None
+    ) -> None:
+        has_rope = getattr(config, "qk_rope_head_dim", 0) != 0
+        changes = {} if has_rope else {"qk_rope_head_dim": NO_ROPE}
+        self._create("dense", config, Config, "a dense.Config", workspace, up_workspace, **changes)
 
     def build(
         self,
@@ -222,8 +306,11 @@ class MetadataBuilder(steps.Builder):
 
         Host arrays are read during the call; block_table, slot_mapping and seq_lens are referenced
         until the next build. On CUDA the plan travels in one copy from pinned memory, and a kernel
-        behind it writes positions and ranges from the device's `seq_lens`. Nothing is synchronised,
-        and `seq_lens_cpu` may be an upper bound. `build` must not be captured in a graph.
+        behind it writes positions and ranges from the device's `seq_lens`. Nothing is synchronised.
+        `seq_lens_cpu` may be an upper bound for decodes, and on path "mixed" for all requests; the
+        context of prefills is counted by it. Path "separate" needs decodes in front of prefills
+        (`sparse_mla.reorder_batch`); without a path, other batches are "mixed". `build` must not
+        be captured in a graph.
 
         Parameters
         ----------
@@ -240,7 +327,8 @@ class MetadataBuilder(steps.Builder):
         ------
         TypeError, ValueError
             `common` is no CommonAttentionMetadata; lengths that are negative, decrease or
-            contradict each other, a batch beyond the config.
+            contradict each other, a batch beyond the config, a workspace that is too small for a
+            page of each prefill with context ("packed": for one page).
 
         Source: vLLM's MLACommonMetadataBuilder.build.
 
@@ -278,18 +366,61 @@ class MetadataBuilder(steps.Builder):
             slot_mapping=common.slot_mapping,
             block_table=common.block_table,
             head_dim=self.config.kv_lora_rank + self.config.qk_rope_head_dim,
-            decode=_make_part(common, 0, first, common.query_start_loc[: first + 1])
+            **_describe_context(step),
+            decode=Part(
+                common.block_table[:first],
+                common.seq_lens[:first],
+                common.query_start_loc[: first + 1],
+            )
             if first > 0
             else None,
-            prefill=_make_part(common, first, last, step["prefill_query_start_loc"])
-            if step["num_prefills"] > 0
-            else None,
+            prefill=_make_prefills(common, step, first, last) if first < last else None,
             _step=self._step,
             _generation=step["generation"],
         )
 
 
-def _make_part(
-    common: steps.CommonAttentionMetadata, start: int, end: Any, query_start_loc: Any
-) -> Part:
-    return Part(common.block_table[start:end], common.seq_lens[start:end], query_start_loc)
+_EQUAL = ("context_chunk_starts", "context_chunk_seq_lens", "context_chunk_cu_seq_lens")
+_LISTS = ("context_chunk_seq_tot", "context_chunk_max_seq_lens")
+
+
+def _describe_context(step: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Metadata about cached context."""
+    has_context = "context_chunk_starts" in step
+    is_equal = has_context and step["context_chunk_starts"].ndim == 2
+    return {
+        "has_context": has_context,
+        **{name: step[name] if is_equal else None for name in _EQUAL},
+        **{name: step.get(name) for name in (*_LISTS, "chunked_prefill_workspace")},
+    }
+
+
+def _list_chunks(step: dict[str, Any]) -> Chunks:
+    if "context_chunk_starts" not in step:
+        return None
+    starts, lens = step["context_chunk_starts"], step["context_chunk_seq_lens"]
+    if starts.ndim == 2:
+        return ContextChunks(**{name: step[name] for name in (*_EQUAL, *_LISTS)})
+    parts = zip(
+        *(step[f"context_chunk_{name}"] for name in ("req_start", "req_end", "first")), strict=True
+    )
+    return [
+        (start, end, starts[first : first + end - start], lens[first : first + end - start])
+        for start, end, first in parts
+    ]
+
+
+def _make_prefills(
+    common: steps.CommonAttentionMetadata, step: dict[str, Any], first: int, last: int
+) -> PrefillPart:
+    starts: Any = common.query_start_loc_cpu
+    lens: Any = common.seq_lens_cpu
+    query_lens = starts[first + 1 :] - starts[first:-1]
+    return PrefillPart(
+        common.block_table[first:last],
+        common.seq_lens[first:last],
+        step["prefill_query_start_loc"],
+        max_query_len=int(query_lens.max()),
+        context_lens=lens[first:] - query_lens,
+        chunks=_list_chunks(step),
+    )

@@ -79,7 +79,13 @@ def test_demo_reads_the_user_s_text(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--heads", "200"], ["--path", "bf16"], ["--text", "/none"], ["--dense", "--topk", "9"]],
+    [
+        ["--heads", "200"],
+        ["--path", "bf16"],
+        ["--text", "/none"],
+        ["--dense", "--topk", "9"],
+        ["--dense", "--path", "separate"],
+    ],
 )
 def test_demo_refuses_in_one_line(options):
     done = run_command("demo", *SHORT, *options)

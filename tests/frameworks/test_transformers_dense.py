@@ -101,11 +101,13 @@ def serve(example, runner, tokens):
     return requests, num_mixed
 
 
+@pytest.mark.parametrize("path", ["separate", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_served_logits_are_within_the_bounds(example, adapter, tokens, name):
+def test_served_logits_are_within_the_bounds(example, adapter, tokens, name, path):
     model = make_model(example, *MODELS[name])
+    options = {"path": path, "prefill_workspace_tokens": 256}
     for kv_cache_dtype in example.common.BOUNDS:
-        runner = adapter.ModelRunner(model, **LIMITS, kv_cache_dtype=kv_cache_dtype)
+        runner = adapter.ModelRunner(model, **LIMITS, **options, kv_cache_dtype=kv_cache_dtype)
         requests, num_mixed = serve(example, runner, tokens)
         assert num_mixed >= 2
         borders = [len(r.tokens) // 64 - len(r.prompt) // 64 for r in requests]
@@ -252,7 +254,7 @@ def test_models_that_cannot_be_served(example, adapter, model):
     ("limit", "value", "text"),
     [
         ("index_cache_dtype", "fp8_index", '"auto" for a DeepseekV3ForCausalLM, which has no inde'),
-        ("path", "separate", "`path` must be None or 'mixed', got 'separate'"),
+        ("path", "direct", "`path` must be None or 'separate' or 'mixed', got 'direct'"),
         ("kv_cache_dtype", "fp8", "`kv_cache_dtype` must be"),
         ("max_model_len", 2561, "must be at most the model's max_position_embeddings = 2560"),
     ],

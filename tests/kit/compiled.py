@@ -175,7 +175,7 @@ def make_calls() -> dict[str, Call]:
     layer = example.layer | {"generation": builder.build(None, **example.batch)["generation"]}
     warm_up = (*(make_v4().layer[name] for name in ("q", "out", "lse")), 2, 0)
     return {
-        "Step": (_C.Step, example.step),
+        "Step": (_C.Step, (*example.step, None)),
         "Step.build": (partial(_C.Step(*example.step).build, **example.batch), (None,)),
         "Step.layer": (partial(builder.layer, **layer), ()),
         "Step.warm_up": (_C.Step.warm_up, warm_up),

@@ -20,6 +20,7 @@ SCALE = 0.07
 
 def make_config(**changes) -> dense.Config:
     options = {"softmax_scale": SCALE, "qk_nope_head_dim": 32, "v_head_dim": 48, "block_size": 16}
+    options["path"] = "mixed"
     return dense.Config(4, **(options | LIMITS | changes))
 
 
@@ -228,7 +229,7 @@ def test_errors(changes, name):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"path": "separate"}, {"kv_cache_dtype": "fp8_v4"}, {"num_heads": 129}, {"v_head_dim": 0}],
+    [{"path": "direct"}, {"kv_cache_dtype": "fp8_v4"}, {"num_heads": 129}, {"v_head_dim": 0}],
 )
 def test_bad_configs(changes):
     with pytest.raises(ValueError, match=f"Config: `{next(iter(changes))}` must"):

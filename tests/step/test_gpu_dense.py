@@ -26,7 +26,7 @@ FORMATS = list(ROWS)
 class Engine:
     """One layer's decodes of `query_len` tokens, with every array at a fixed address."""
 
-    def __init__(self, kv_cache_dtype: str, query_len: int = 1) -> None:
+    def __init__(self, kv_cache_dtype: str, query_len: int = 1, **changes) -> None:
         rng = np.random.default_rng(7)
         self.query_len, self.tokens = query_len, REQUESTS * query_len
         self.config = dense.Config(
@@ -39,6 +39,7 @@ class Engine:
             max_model_len=MAX_LEN,
             decode_threshold=query_len,
             device="cuda",
+            **changes,
         )
         weight = cases.random_bf16(rng, 512, HEADS * 256, std=512**-0.5)
         table = gpu.put(sparse_mla.rope_table(MAX_LEN))
@@ -163,6 +164,32 @@ def test_steps_take_no_memory(kv_cache_dtype):
     assert not gpu.ALONE or free - torch.cuda.mem_get_info()[0] < 8 << 20
 
 
+@pytest.mark.parametrize("plan", ["equal", "packed"])
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+def test_prefills_take_no_memory(kv_cache_dtype, plan):
+    """Path "separate" with context in chunks, and queries as a pair of views."""
+    fixed = Engine(kv_cache_dtype, path="separate", prefill_workspace_tokens=64, context_plan=plan)
+    builder, out = dense.MetadataBuilder(fixed.config), torch.zeros_like(fixed.make_out())
+    batch = cases.make_batch((1, 2, 4), (30, 202, 104), block_size=PAGE)
+    common = batch.common(sparse_mla, **{name: gpu.put(getattr(batch, name)) for name in NAMES})
+    q, *rest = fixed.inputs
+    pair = q[..., :128], q[..., 128:]
+
+    def step() -> None:
+        metadata = builder.build(common)
+        assert len(metadata.context_chunk_seq_tot) > 3
+        fixed.layer.forward(pair, *rest, fixed.cache, metadata, out=out)
+
+    step()  # loads kernels and libraries
+    allocated, free = count_allocations(), torch.cuda.mem_get_info()[0]
+    for _ in range(100):
+        step()
+        torch.cuda.synchronize()
+    # Views of the builder's arrays are no allocations.
+    assert count_allocations() == allocated
+    assert not gpu.ALONE or free - torch.cuda.mem_get_info()[0] < 8 << 20
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 def test_a_step_does_not_wait_for_lengths(kv_cache_dtype, query_len):
@@ -196,15 +223,16 @@ def test_a_step_does_not_wait_for_lengths(kv_cache_dtype, query_len):
         assert_same_values(gpu.values(got), want, f"bound {bound}")
 
 
+@pytest.mark.parametrize("path", ["separate", "mixed"])
 @pytest.mark.parametrize("late", ["builds", "layers", "all"])
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
-def test_steps_on_streams_of_their_own(kv_cache_dtype, late):
+def test_steps_on_streams_of_their_own(kv_cache_dtype, late, path):
     """A build on one stream, its layer on another, the next build on a third: the device runs them
     in this order, whichever stream is late. Prefills and decodes take turns."""
-    fixed = Engine(kv_cache_dtype, 3)
+    fixed = Engine(kv_cache_dtype, 3, path=path, prefill_workspace_tokens=128)
     builder = dense.MetadataBuilder(fixed.config)
     placed = []
-    for seed, lens in enumerate([(1, 2, 15), (1,) * 8, (2, 5, 9, 3), (1, 1)]):
+    for seed, lens in enumerate([(1, 2, 15), (1,) * 8, (2, 3, 5, 9), (1, 1)]):
         batch = cases.make_batch(lens, [n + 60 * seed for n in lens], block_size=PAGE, seed=seed)
         arrays = {name: gpu.put(getattr(batch, name)) for name in NAMES}
         rows = np.random.default_rng(seed)

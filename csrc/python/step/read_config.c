@@ -35,6 +35,24 @@ parse_path(const char *op, const smla_path *paths, PyObject *object, int32_t *pa
     return -1;
 }
 
+/* Reads one of the field's names as its place. */
+static int
+parse_name(const char *op, const smla_config_field *field, PyObject *object, int32_t *place)
+{
+    const char *const text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    if (text == NULL) {
+        return -1;
+    }
+    for (*place = 0; field->names[*place] != NULL; (*place)++) {
+        if (strcmp(text, field->names[*place]) == 0) {
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be one of %d names, such as \"%s\", got %R", op,
+                 field->name, (int)*place, field->names[0], object);
+    return -1;
+}
+
 static int
 parse_list(const char *op, const smla_config_field *field, PyObject *object, char *config)
 {
@@ -110,6 +128,7 @@ parse_field(const char *op, const smla_config_field *field, PyObject *object, ch
     case SMLA_FIELD_SCALE: return smla_py_parse_float(op, name, object, at);
     case SMLA_FIELD_FORMAT: return smla_py_parse_kv_format(op, name, object, at);
     case SMLA_FIELD_PATH: return parse_path(op, field->paths, object, at);
+    case SMLA_FIELD_NAME: return parse_name(op, field, object, at);
     case SMLA_FIELD_DEVICE: return smla_py_parse_device(op, name, object, at);
     }
     return -1;
@@ -139,7 +158,8 @@ name_kind(smla_field_kind kind)
         [SMLA_FIELD_COUNT] = "count",         [SMLA_FIELD_LIST] = "list",
         [SMLA_FIELD_BY_NUMBER] = "by number", [SMLA_FIELD_NUMBER] = "number",
         [SMLA_FIELD_SCALE] = "scale",         [SMLA_FIELD_FORMAT] = "format",
-        [SMLA_FIELD_PATH] = "path",           [SMLA_FIELD_DEVICE] = "device",
+        [SMLA_FIELD_PATH] = "path",           [SMLA_FIELD_NAME] = "name",
+        [SMLA_FIELD_DEVICE] = "device",
     };
     return names[kind];
 }

@@ -1,5 +1,5 @@
 /* step.h: a step of the core as a Python object. The object keeps alive what the core refers to:
- * the workspace as long as it lives, and the arrays of a step until the next build.
+ * the workspaces as long as it lives, and the arrays of a step until the next build.
  *
  * One type serves all plans. read_config.c reads a config by its plan's table, step_build.c and
  * step_layer.c the arguments of builds and layers by the tables in step_calls.c.
@@ -36,8 +36,8 @@ typedef struct smla_py_step {
     smla_py_keywords build;
     smla_py_keywords layer;
     atomic_flag is_busy;
-    int64_t generation;      /* counts successful builds */
-    smla_py_array workspace; /* absent = the core has its own */
+    int64_t generation;                            /* counts successful builds */
+    smla_py_array workspaces[SMLA_NUM_WORKSPACES]; /* absent = the core has its own */
     struct {
         int num_arrays;
         smla_py_array arrays[SMLA_PY_MAX_STEP_ARRAYS];

@@ -139,6 +139,7 @@ smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *v
                             .ndim = view->ndim,
                             .dtype = view->is_flag    ? boolean
                                      : view->is_int64 ? int64
+                                     : view->is_bf16  ? smla_py_bf16
                                                       : int32,
                             .shape = sizes,
                             .strides = strides};

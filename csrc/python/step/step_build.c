@@ -138,6 +138,28 @@ list_chunks(const smla_step *core)
     return list;
 }
 
+static PyObject *
+list_numbers(const smla_step_view *view)
+{
+    const int64_t *const numbers = view->data;
+    PyObject *list = PyList_New((Py_ssize_t)view->shape[0]);
+    for (int64_t i = 0; list != NULL && i < view->shape[0]; i++) {
+        PyObject *item = PyLong_FromLongLong(numbers[i * view->row_stride]);
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+show(smla_py_step *step, PyObject *event, const smla_step_view *view)
+{
+    return view->is_list     ? list_numbers(view)
+           : view->ndim == 0 ? PyLong_FromLongLong(view->shape[0])
+                             : smla_py_view_buffer(step, event, view);
+}
+
 /* Adds the views to the dict. A group's are in a dict of its own, under its number. */
 static int
 add_views(smla_py_step *step, PyObject *event, PyObject *dict)
@@ -157,9 +179,7 @@ add_views(smla_py_step *step, PyObject *event, PyObject *dict)
                 return -1;
             }
         }
-        if (add_item(to, view->name,
-                     view->ndim == 0 ? PyLong_FromLongLong(view->shape[0])
-                                     : smla_py_view_buffer(step, event, view)) < 0) {
+        if (add_item(to, view->name, show(step, event, view)) < 0) {
             return -1;
         }
     }

@@ -1,5 +1,5 @@
-/* step_type.c: the type of steps: Step(plan, config, workspace). sparse_mla/steps/ is its public
- * interface.
+/* step_type.c: the type of steps: Step(plan, config, workspace, up_workspace). sparse_mla/steps/ is
+ * its public interface.
  */
 #include <stdalign.h>
 
@@ -13,31 +13,45 @@ SMLA_STEP_PLANS(CHECK_CONFIG)
 
 /* ---- Create -------------------------------------------------------------------------------- */
 
-/* Acquires workspace=, which the step holds as long as it lives. */
+/* Acquires workspace= and up_workspace=, which the step holds as long as it lives, and sets them in
+ * the config. A plan without such a workspace takes None alone. */
 static int
-take_workspace(smla_py_step *step, PyObject *object)
+take_workspaces(smla_py_step *step, PyObject *const *given, unsigned char *config)
 {
+    static const char *const names[] = {"workspace", "up_workspace"};
     const smla_py_state *const state = smla_py_type_state((PyObject *)step);
+    const size_t *const offsets = step->plan->core->workspaces;
     smla_py_stream stream = {.backend = NULL};
-    if (smla_py_acquire(state, smla_create_op, "workspace", SMLA_PY_RETAINED_OUTPUT, object,
-                        &step->workspace) < 0) {
-        return -1;
+    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+        if (offsets[i] == 0 && given[i] != Py_None) {
+            PyErr_Format(PyExc_TypeError, "%s: `%s` must be None, got %R", smla_create_op, names[i],
+                         given[i]);
+            return -1;
+        }
+        if (smla_py_acquire(state, smla_create_op, names[i], SMLA_PY_RETAINED_OUTPUT, given[i],
+                            &step->workspaces[i]) < 0) {
+            return -1;
+        }
+        const DLTensor *const view = smla_py_view(&step->workspaces[i]);
+        if (offsets[i] != 0) {
+            memcpy(config + offsets[i], &view, sizeof(void *));
+        }
     }
-    return smla_py_resolve_stream_of(state, smla_create_op, &step->workspace, 1, &stream);
+    return smla_py_resolve_stream_of(state, smla_create_op, step->workspaces, SMLA_NUM_WORKSPACES,
+                                     &stream);
 }
 
 static int
-create(smla_py_step *step, PyObject *given, PyObject *workspace)
+create(smla_py_step *step, PyObject *given, PyObject *const *workspaces)
 {
     alignas(max_align_t) unsigned char config[MAX_CONFIG_BYTES] = {0};
     const smla_step_plan *const plan = step->plan->core;
     if (smla_py_intern_keywords(&step->plan->build, &step->build) < 0 ||
         smla_py_intern_keywords(&step->plan->layer, &step->layer) < 0 ||
-        smla_py_read_config(plan, given, config) < 0 || take_workspace(step, workspace) < 0) {
+        smla_py_read_config(plan, given, config) < 0 ||
+        take_workspaces(step, workspaces, config) < 0) {
         return -1;
     }
-    const DLTensor *const view = smla_py_view(&step->workspace);
-    memcpy(config + plan->workspace, &view, sizeof(void *));
     smla_error error;
     smla_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -51,12 +65,13 @@ step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const char *name = NULL;
     PyObject *config = NULL;
-    PyObject *workspace = NULL;
+    PyObject *workspaces[SMLA_NUM_WORKSPACES] = {Py_None, Py_None};
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
         PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only", smla_create_op);
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "sOO:Step", &name, &config, &workspace)) {
+    if (!PyArg_ParseTuple(args, "sOO|O:Step", &name, &config, &workspaces[SMLA_GATHERED],
+                          &workspaces[SMLA_UP_PROJECTED])) {
         return NULL;
     }
     const smla_py_plan *const plan = smla_py_find_plan(name);
@@ -71,7 +86,7 @@ step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     atomic_flag_clear(&step->is_busy);
     step->plan = plan;
-    if (create(step, config, workspace) < 0) {
+    if (create(step, config, workspaces) < 0) {
         Py_CLEAR(step);
     }
     return (PyObject *)step;
@@ -85,7 +100,9 @@ step_dealloc(PyObject *self)
     Py_BEGIN_ALLOW_THREADS /* this may wait for the device, and device callbacks for the GIL */
     smla_destroy_step(step->core);
     Py_END_ALLOW_THREADS
-    smla_py_release_array(&step->workspace);
+    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+        smla_py_release_array(&step->workspaces[i]);
+    }
     for (int k = 0; k < 2; k++) {
         for (int i = 0; i < step->kept[k].num_arrays; i++) {
             smla_py_release_array(&step->kept[k].arrays[i]);
@@ -161,13 +178,14 @@ get_workspace_bytes(PyObject *self, void *Py_UNUSED(closure))
 
 static PyGetSetDef step_getset[] = {
     {"workspace_bytes", get_workspace_bytes, NULL,
-     "Bytes of the prefill workspace; 0 where the path needs none.", NULL},
+     "Bytes of the prefill workspace, 0 where the path needs none; of a dense step's whole memory.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(step_doc, "Step(plan, config, workspace, /)\n--\n\n"
-                       "The compiled part of a MetadataBuilder: \"v32\" or \"v4\", and the values "
-                       "of its Config by name.");
+PyDoc_STRVAR(step_doc, "Step(plan, config, workspace, up_workspace=None, /)\n--\n\n"
+                       "The compiled part of a MetadataBuilder: \"v32\", \"v4\" or \"dense\", and "
+                       "the values of its Config by name.");
 
 static PyType_Slot step_slots[] = {
     {Py_tp_doc, (void *)step_doc}, {Py_tp_new, step_new},       {Py_tp_dealloc, step_dealloc},

@@ -67,12 +67,14 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
     SMLA_TRY(smla_require_state(c, "lse", results->lse, num_tokens, s->num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
     SMLA_TRY(smla_require_block_table(c, results->block_table));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
-                                          .tensor = has_workspace ? &s->workspace.tensor : NULL,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(
+        smla_require(c, &(smla_rule){.name = "workspace",
+                                     .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor
+                                                             : NULL,
+                                     .dtypes = SMLA_DTYPE_BF16,
+                                     .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                                     .ndim = 2,
+                                     .shape = {SMLA_ANY, SMLA_ANY}}));
     SMLA_TRY(smla_require_step_device(s, layer->op, "q", c->device, layer->error));
     return smla_require_disjoint(c);
 }
@@ -94,6 +96,39 @@ smla_view_vector(const smla_layer *layer, smla_view *view, const int32_t *data, 
     const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
     smla_make_view(view, (void *)(uintptr_t)data, int32_type, layer->step->device, 1, &count);
     return &view->tensor;
+}
+
+const DLTensor *
+smla_view_memory(const smla_layer *layer, smla_view *view, const void *data, int bits, int ndim,
+                 const int64_t *shape)
+{
+    const DLDataType dtype = {.code = bits == 32 ? kDLFloat : kDLBfloat,
+                              .bits = (uint8_t)bits,
+                              .lanes = 1};
+    smla_make_view(view, (void *)(uintptr_t)data, dtype, layer->step->device, ndim, shape);
+    return &view->tensor;
+}
+
+smla_gather_kv_cache_args
+smla_chunk_gather(const smla_layer *layer, const smla_chunk_rows *rows, smla_view views[5])
+{
+    return (smla_gather_kv_cache_args){
+        .struct_size = sizeof(smla_gather_kv_cache_args),
+        .kv_cache = rows->kv_cache,
+        .block_table = smla_slice_rows(&views[0], rows->block_table, rows->first_req,
+                                       rows->first_req + rows->num_reqs),
+        .seq_lens = smla_view_vector(layer, &views[1], rows->lens, rows->num_reqs),
+        .workspace_starts =
+            smla_view_vector(layer, &views[2], rows->workspace_starts, rows->num_reqs),
+        .seq_starts = rows->starts == NULL
+                          ? NULL
+                          : smla_view_vector(layer, &views[3], rows->starts, rows->num_reqs),
+        .out = smla_slice_rows(&views[4], &layer->step->workspaces[SMLA_GATHERED].tensor, 0,
+                               rows->num_rows),
+        .kv_format = rows->kv_format,
+        .stream = layer->stream,
+        .kv_scale = rows->kv_scale,
+    };
 }
 
 const DLTensor *

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/rule.h"
+#include "sparse_mla/cache.h"
 #include "step/engine.h"
 
 /* A call of a layer. */
@@ -46,6 +47,28 @@ const DLTensor *smla_view_vector(const smla_layer *layer, smla_view *view, const
 /* Makes a view [rows, columns] of int32 in the step's memory. */
 const DLTensor *smla_view_rows(const smla_layer *layer, smla_view *view, const int32_t *data,
                                int64_t rows, int64_t columns, int64_t stride);
+
+/* Makes a contiguous view of the step's memory: bf16, or fp32 for 32 bits. */
+const DLTensor *smla_view_memory(const smla_layer *layer, smla_view *view, const void *data,
+                                 int bits, int ndim, const int64_t *shape);
+
+/* Rows of neighbouring requests that a layer gathers from the cache, one request behind another. */
+typedef struct smla_chunk_rows {
+    const DLTensor *kv_cache;
+    const DLTensor *block_table; /* the rows of all requests of the step */
+    int32_t kv_format;
+    smla_scale_arg kv_scale; /* zeros: 1 */
+    int64_t first_req;
+    int64_t num_reqs;
+    int64_t num_rows;
+    const int32_t *lens;             /* device [num_reqs], like the next two */
+    const int32_t *starts;           /* the first token of each; NULL: 0 */
+    const int32_t *workspace_starts; /* where its rows begin in the workspace */
+} smla_chunk_rows;
+
+/* The arguments of the gather to the workspace. They point to arrays in `views`. */
+smla_gather_kv_cache_args smla_chunk_gather(const smla_layer *layer, const smla_chunk_rows *rows,
+                                            smla_view views[5]);
 
 /* Makes a view of the attention workspace. */
 const DLTensor *smla_view_scratch(const smla_layer *layer, smla_view *view);

@@ -1,47 +1,19 @@
-/* layer_dense.c: one layer of dense MLA on path "mixed", composed of the operators:
+/* layer_dense.c: one layer of dense MLA, composed of the operators:
  *
- *   q_pe, k_pe -> RoPE -> scratch;  kv_c, k_pe -> cache;  q_nope -> W_UK -> scratch;
- *   attention of all tokens over the cache -> scratch;  W_UV -> out
+ *   all tokens   q_pe, k_pe -> RoPE -> scratch;  kv_c, k_pe -> cache
+ *   absorbed     q_nope -> W_UK -> scratch;  attention over the cache -> scratch;  W_UV -> out
+ *   prefills     see layer_dense_prefill.c
  *
- * All of them are checked before the first one runs.
+ * On path "mixed" all tokens are absorbed, on path "separate" the decodes, which come first. All
+ * operators are checked before the first one runs.
  */
-#include "core/params_attention.h"
-#include "core/params_cache.h"
-#include "core/params_projection.h"
-#include "core/params_rope.h"
+#include "step/layers/layer_dense.h"
+
 #include "ops/check.h"
-#include "step/layers/layer.h"
-#include "step/plans/plan_dense.h"
 
 static const char op[] = "dense.forward";
 
-/* The operators of a layer, ready to run. */
-typedef struct dense_layer {
-    smla_layer layer;
-    const smla_dense_forward_args *args;
-    const smla_dense_builder *builder;
-    bool has_rope;
-    bool has_pages;
-    smla_apply_rope_params rope;
-    smla_cache_write_params write;
-    smla_projection_params absorb;
-    smla_attention_params attention;
-    smla_attention_plan plan;
-    smla_projection_params values;
-} dense_layer;
-
 /* ---- Views --------------------------------------------------------------------------------- */
-
-static const DLTensor *
-view_scratch(const dense_layer *d, smla_view *view, void *data, int bits, int ndim,
-             const int64_t *shape)
-{
-    const DLDataType dtype = {.code = bits == 32 ? kDLFloat : kDLBfloat,
-                              .bits = (uint8_t)bits,
-                              .lanes = 1};
-    smla_make_view(view, data, dtype, d->layer.step->device, ndim, shape);
-    return &view->tensor;
-}
 
 /* Values [first, first + count) of every head of a tensor [>= T, H, values]. */
 static const DLTensor *
@@ -84,6 +56,31 @@ require_weight(smla_checker *c, const char *name, const DLTensor *tensor, int64_
                                         .shape = {SMLA_KV_LORA_RANK, heads, values}});
 }
 
+/* Checks the weight of prefills, and that none of the arrays is in a workspace. */
+static smla_status
+require_prefill_arrays(smla_checker *c, const dense_layer *d)
+{
+    static const char *const names[] = {"workspace", "up_workspace"};
+    const smla_dense_config *const config = &d->builder->config;
+    const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "kv_b_proj",
+                                          .tensor = d->args->kv_b_proj,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                          .ndim = 2,
+                                          .shape = {SMLA_KV_LORA_RANK, columns},
+                                          .hint = "the weight that W_UK and W_UV are parts of"}));
+    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+        SMLA_TRY(smla_require(c, &(smla_rule){.name = names[i],
+                                              .tensor = &d->layer.step->workspaces[i].tensor,
+                                              .dtypes = SMLA_DTYPE_BF16,
+                                              .flags = SMLA_RULE_OUTPUT,
+                                              .ndim = 2,
+                                              .shape = {SMLA_ANY, SMLA_ANY}}));
+    }
+    return SMLA_OK;
+}
+
 static smla_status
 check_arrays(const dense_layer *d)
 {
@@ -100,7 +97,8 @@ check_arrays(const dense_layer *d)
                             is_pair ? nope : nope + rope, 0));
     SMLA_TRY(require_tokens(&c, "q[1]", a->q_pe, num_tokens, heads, rope, SMLA_RULE_OPTIONAL));
     SMLA_TRY(require_tokens(&c, "kv_c", a->kv_c, num_tokens, 0, SMLA_KV_LORA_RANK, 0));
-    SMLA_TRY(require_tokens(&c, "k_pe", a->k_pe, num_tokens, 0, rope, 0));
+    SMLA_TRY(require_tokens(&c, "k_pe", a->k_pe, num_tokens, 0, rope,
+                            rope == 0 ? SMLA_RULE_OPTIONAL : 0));
     SMLA_TRY(smla_require_kv(&c,
                              &(smla_cache_rule){.name = "kv_cache",
                                                 .tensor = a->kv_cache,
@@ -108,6 +106,17 @@ check_arrays(const dense_layer *d)
                                                 .formats = SMLA_KV_ATTENTION,
                                                 .flags = SMLA_RULE_OUTPUT},
                              &kv));
+    if (kv.format->head_dim != SMLA_KV_LORA_RANK + rope) {
+        return smla_fail(c.error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have keys of %lld values, got %d", op,
+                         (long long)(SMLA_KV_LORA_RANK + rope), (int)kv.format->head_dim);
+    }
+    if (rope == 0 && (is_pair || a->rope_table != NULL)) {
+        return smla_fail(c.error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be %s where qk_rope_head_dim is 0, got %s", op,
+                         is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
+                         is_pair ? "a pair" : "one");
+    }
     if (kv.block_size != config->block_size) {
         return smla_fail(c.error, SMLA_ERROR_VALUE,
                          "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
@@ -125,83 +134,105 @@ check_arrays(const dense_layer *d)
     SMLA_TRY(
         require_tokens(&c, "out", a->out, num_tokens, heads, config->v_head_dim, SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_require_finite(op, "softmax_scale", a->softmax_scale, c.error));
+    if (d->num_absorbed < num_tokens) {
+        SMLA_TRY(require_prefill_arrays(&c, d));
+    }
     SMLA_TRY(
         smla_require_step_device(d->layer.step, op, is_pair ? "q[0]" : "q", c.device, c.error));
     return smla_require_disjoint(&c);
 }
 
+/* Checks RoPE and the write of the new tokens to the cache. Sets the views of the layer's rows. */
 static smla_status
-check_operators(dense_layer *d)
+check_new_tokens(dense_layer *d)
 {
     const smla_dense_forward_args *const a = d->args;
     const smla_dense_builder *const b = d->builder;
-    smla_error *const error = d->layer.error;
     const int64_t tokens = d->layer.step->facts.num_actual_tokens;
     const int64_t heads = b->config.num_heads, rope = b->config.qk_rope_head_dim;
-    const int64_t nope = b->config.qk_nope_head_dim, values = b->config.v_head_dim;
-    const int64_t latent_shape[3] = {tokens, heads, SMLA_KV_LORA_RANK};
-    const int64_t rope_shape[3] = {tokens, heads, rope}, key_shape[2] = {tokens, rope};
-    const int64_t lse_shape[2] = {tokens, heads};
-    uint16_t *const absorbed = (uint16_t *)(void *)b->made.latent;
-    uint16_t *const attended =
-        absorbed + d->layer.step->limits.max_num_batched_tokens * heads * SMLA_KV_LORA_RANK;
-    smla_view q_nope, q_pe, k_pe, turned_q, turned_k, kv_c, ql, z, lse, out, starts, scratch,
-        positions;
+    const int64_t nope = b->config.qk_nope_head_dim;
+    const int64_t query_shape[3] = {tokens, heads, rope}, key_shape[2] = {tokens, rope};
+    const DLDataType int64_type = {.code = kDLInt, .bits = 64, .lanes = 1};
+    smla_view positions, q_pe, k_pe;
     const smla_backend *backend;
-    take_values(d, &q_nope, a->q, 0, nope);
-    take_values(d, &q_pe, a->q_pe != NULL ? a->q_pe : a->q, a->q_pe != NULL ? 0 : nope, rope);
-    const DLTensor *key_rope = smla_slice_rows(&k_pe, a->k_pe, 0, tokens);
-    const DLTensor *query_rope = &q_pe.tensor;
+    take_values(d, &d->q_nope, a->q, 0, nope);
+    take_values(d, &d->out, a->out, 0, b->config.v_head_dim);
+    smla_slice_rows(&d->kv_c, a->kv_c, 0, tokens);
     d->has_rope = a->rope_table != NULL;
     d->has_pages = smla_size(a->kv_cache, 0) > 0;
     if (d->has_rope) {
-        const DLDataType int64_type = {.code = kDLInt, .bits = 64, .lanes = 1};
         smla_make_view(&positions, b->ranges.positions, int64_type, d->layer.step->device, 1,
                        &tokens);
         const smla_apply_rope_args args = {
             .struct_size = sizeof args,
             .positions = &positions.tensor,
-            .q_pe = query_rope,
-            .k_pe = key_rope,
+            .q_pe = take_values(d, &q_pe, a->q_pe != NULL ? a->q_pe : a->q,
+                                a->q_pe != NULL ? 0 : nope, rope),
+            .k_pe = smla_slice_rows(&k_pe, a->k_pe, 0, tokens),
             .table = a->rope_table,
-            .q_out = view_scratch(d, &turned_q, b->made.q_pe, 16, 3, rope_shape),
-            .k_out = view_scratch(d, &turned_k, b->made.k_pe, 16, 2, key_shape),
+            .q_out = smla_view_memory(&d->layer, &d->q_pe, b->made.q_pe, 16, 3, query_shape),
+            .k_out = smla_view_memory(&d->layer, &d->k_pe, b->made.k_pe, 16, 2, key_shape),
             .is_neox = a->is_neox,
             .stream = a->stream,
         };
-        SMLA_TRY(smla_check_apply_rope(&args, &d->rope, &backend, error));
-        query_rope = args.q_out;
-        key_rope = args.k_out;
+        SMLA_TRY(smla_check_apply_rope(&args, &d->rope, &backend, d->layer.error));
+    } else if (rope > 0) {
+        take_values(d, &d->q_pe, a->q_pe != NULL ? a->q_pe : a->q, a->q_pe != NULL ? 0 : nope,
+                    rope);
+        smla_slice_rows(&d->k_pe, a->k_pe, 0, tokens);
+    } else { /* the write of the cache takes rows without values */
+        smla_view_memory(&d->layer, &d->k_pe, NULL, 16, 2, key_shape);
     }
     const smla_concat_and_cache_mla_args write = {
         .struct_size = sizeof write,
-        .kv_c = smla_slice_rows(&kv_c, a->kv_c, 0, tokens),
-        .k_pe = key_rope,
+        .kv_c = &d->kv_c.tensor,
+        .k_pe = &d->k_pe.tensor,
         .kv_cache = a->kv_cache,
         .slot_mapping = &b->slot_mapping.tensor,
         .kv_format = b->config.kv_format,
         .stream = a->stream,
     };
-    SMLA_TRY(smla_check_concat_and_cache_mla(&write, &d->write, &backend, error));
+    return smla_check_concat_and_cache_mla(&write, &d->write, &backend, d->layer.error);
+}
+
+/* Checks the absorbed part: the first num_absorbed tokens, and the first requests. */
+static smla_status
+check_absorbed(dense_layer *d)
+{
+    const smla_dense_forward_args *const a = d->args;
+    const smla_dense_builder *const b = d->builder;
+    const smla_step_facts *const facts = &d->layer.step->facts;
+    smla_error *const error = d->layer.error;
+    const int64_t tokens = d->num_absorbed, heads = b->config.num_heads;
+    const int64_t num_reqs =
+        tokens == facts->num_actual_tokens ? facts->num_reqs : facts->split.num_decodes;
+    const int64_t latent_shape[3] = {tokens, heads, SMLA_KV_LORA_RANK};
+    const int64_t lse_shape[2] = {tokens, heads};
+    uint16_t *const absorbed = (uint16_t *)(void *)b->made.latent;
+    uint16_t *const attended =
+        absorbed + d->layer.step->limits.max_num_batched_tokens * heads * SMLA_KV_LORA_RANK;
+    smla_view q_nope, q_pe, ql, z, lse, out, starts, lens, table, scratch;
+    const smla_backend *backend;
     const smla_k_up_proj_args absorb = {
         .struct_size = sizeof absorb,
-        .q_nope = &q_nope.tensor,
+        .q_nope = smla_slice_rows(&q_nope, &d->q_nope.tensor, 0, tokens),
         .w_uk = a->W_UK,
-        .out = view_scratch(d, &ql, absorbed, 16, 3, latent_shape),
+        .out = smla_view_memory(&d->layer, &ql, absorbed, 16, 3, latent_shape),
         .stream = a->stream,
     };
     SMLA_TRY(smla_check_k_up_proj(&absorb, &d->absorb, &backend, error));
     const smla_mla_attention_args attention = {
         .struct_size = sizeof attention,
         .q = &ql.tensor,
-        .q_pe = query_rope,
+        .q_pe = b->config.qk_rope_head_dim == 0
+                    ? NULL
+                    : smla_slice_rows(&q_pe, &d->q_pe.tensor, 0, tokens),
         .kv_cache = a->kv_cache,
-        .block_table = &b->block_table.tensor,
-        .cache_seqlens = &b->seq_lens.tensor,
-        .cu_seqlens_q = smla_view_vector(&d->layer, &starts, b->sent.query_start_loc,
-                                         d->layer.step->facts.num_reqs + 1),
-        .out = view_scratch(d, &z, attended, 16, 3, latent_shape),
-        .lse = view_scratch(d, &lse, b->made.lse, 32, 2, lse_shape),
+        .block_table = smla_slice_rows(&table, &b->block_table.tensor, 0, num_reqs),
+        .cache_seqlens = smla_slice_rows(&lens, &b->seq_lens.tensor, 0, num_reqs),
+        .cu_seqlens_q = smla_view_vector(&d->layer, &starts, b->sent.query_start_loc, num_reqs + 1),
+        .out = smla_view_memory(&d->layer, &z, attended, 16, 3, latent_shape),
+        .lse = smla_view_memory(&d->layer, &lse, b->made.lse, 32, 2, lse_shape),
         .workspace = smla_view_scratch(&d->layer, &scratch),
         .kv_scale = a->kv_scale,
         .softmax_scale = a->softmax_scale,
@@ -214,13 +245,32 @@ check_operators(dense_layer *d)
         .struct_size = sizeof up,
         .x = &z.tensor,
         .w_uv = a->W_UV,
-        .out = take_values(d, &out, a->out, 0, values),
+        .out = smla_slice_rows(&out, &d->out.tensor, 0, tokens),
         .stream = a->stream,
     };
     return smla_check_v_up_proj(&up, &d->values, &backend, error);
 }
 
+static smla_status
+check_operators(dense_layer *d)
+{
+    SMLA_TRY(check_new_tokens(d));
+    SMLA_TRY(d->num_absorbed > 0 ? check_absorbed(d) : SMLA_OK);
+    return d->num_absorbed < d->layer.step->facts.num_actual_tokens ? smla_dense_check_prefills(d)
+                                                                    : SMLA_OK;
+}
+
 /* ---- A layer ------------------------------------------------------------------------------- */
+
+static smla_status
+run_absorbed(const dense_layer *d)
+{
+    const smla_backend *const backend = d->layer.step->backend;
+    smla_error *const error = d->layer.error;
+    SMLA_TRY(backend->projection(&d->absorb, error));
+    SMLA_TRY(backend->sparse_attention(&d->attention, &d->plan, error));
+    return backend->projection(&d->values, error);
+}
 
 static smla_status
 run(void *call)
@@ -230,9 +280,9 @@ run(void *call)
     smla_error *const error = d->layer.error;
     SMLA_TRY(d->has_rope ? backend->apply_rope(&d->rope, error) : SMLA_OK);
     SMLA_TRY(d->has_pages ? backend->concat_and_cache_mla(&d->write, error) : SMLA_OK);
-    SMLA_TRY(backend->projection(&d->absorb, error));
-    SMLA_TRY(backend->sparse_attention(&d->attention, &d->plan, error));
-    return backend->projection(&d->values, error);
+    SMLA_TRY(d->num_absorbed > 0 ? run_absorbed(d) : SMLA_OK);
+    return d->num_absorbed < d->layer.step->facts.num_actual_tokens ? smla_dense_run_prefills(d)
+                                                                    : SMLA_OK;
 }
 
 static smla_status
@@ -242,6 +292,10 @@ run_forward(const void *given, smla_error *error)
     dense_layer d = {.args = args, .builder = args->builder};
     d.layer = (smla_layer){op, (const smla_step *)args->builder, args->stream, error};
     SMLA_TRY(smla_require_step(&d.layer));
+    const smla_step_facts *const facts = &d.layer.step->facts;
+    d.num_absorbed = facts->path == SMLA_PATH_SEPARATE && facts->split.num_prefills > 0
+                         ? facts->split.num_decode_tokens
+                         : facts->num_actual_tokens;
     SMLA_TRY(check_arrays(&d));
     SMLA_TRY(check_operators(&d));
     return smla_run_layer(&d.layer, run, &d);

@@ -172,32 +172,27 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
 
 /* The arguments of one chunk's gather. They point to arrays in `views`. */
 static smla_gather_kv_cache_args
-chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[4])
+chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[5])
 {
-    const smla_builder *b = f->builder;
-    const int64_t first_req = f->metadata->split.num_decodes + chunk->req_start;
-    const int64_t num_reqs = chunk->req_end - chunk->req_start;
-    return (smla_gather_kv_cache_args){
-        .struct_size = sizeof(smla_gather_kv_cache_args),
+    const smla_builder *const b = f->builder;
+    const smla_chunk_rows rows = {
         .kv_cache = f->args->kv_cache,
-        .block_table =
-            smla_slice_rows(&views[0], &b->block_table.tensor, first_req, first_req + num_reqs),
-        .seq_lens = smla_view_vector(&f->layer, &views[1],
-                                     b->sent.prefill_seq_lens + chunk->req_start, num_reqs),
-        .workspace_starts =
-            smla_view_vector(&f->layer, &views[2],
-                             b->sent.prefill_workspace_starts + chunk->req_start, num_reqs),
-        .out = smla_slice_rows(&views[3], &b->step.workspace.tensor, 0, chunk->tot_seqlen),
+        .block_table = &b->block_table.tensor,
         .kv_format = b->config.kv_format,
-        .stream = f->args->stream,
+        .first_req = f->metadata->split.num_decodes + chunk->req_start,
+        .num_reqs = chunk->req_end - chunk->req_start,
+        .num_rows = chunk->tot_seqlen,
+        .lens = b->sent.prefill_seq_lens + chunk->req_start,
+        .workspace_starts = b->sent.prefill_workspace_starts + chunk->req_start,
     };
+    return smla_chunk_gather(&f->layer, &rows, views);
 }
 
 static smla_status
 check_chunks(const forward_call *f)
 {
     for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
-        smla_view views[4];
+        smla_view views[5];
         const smla_gather_kv_cache_args args = chunk_gather(f, &f->metadata->chunks[i], views);
         SMLA_TRY(smla_check_gather_values(&args, f->layer.error));
     }
@@ -209,7 +204,7 @@ attend_chunks(const forward_call *f)
 {
     for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
         const smla_prefill_chunk *chunk = &f->metadata->chunks[i];
-        smla_view views[4];
+        smla_view views[5];
         const smla_gather_kv_cache_args gather = chunk_gather(f, chunk, views);
         SMLA_TRY(smla_gather_kv_cache(&gather, f->layer.error));
         SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end));

@@ -338,7 +338,7 @@ static const DLTensor *
 view_workspace(const attend_call *call, smla_view *view, const smla_prefill_chunk *chunk,
                const smla_v4_rows *rows)
 {
-    const DLTensor *const memory = &call->b->step.workspace.tensor;
+    const DLTensor *const memory = &call->b->step.workspaces[SMLA_GATHERED].tensor;
     const int64_t shape[3] = {chunk->req_end - chunk->req_start, rows->request_rows,
                               SMLA_V4_HEAD_DIM};
     smla_make_view(view, smla_data(memory), memory->dtype, call->b->config.device, 3, shape);
@@ -457,7 +457,7 @@ attend_chunk(const attend_call *call, const smla_prefill_chunk *chunk)
     SMLA_TRY(combine_rows(call, chunk, &out.tensor, &lens.tensor));
     smla_sparse_attention_args args =
         attention_of(call, chunk->token_start, chunk->token_end, views);
-    args.kv = smla_slice_rows(&page, &b->step.workspace.tensor, 0,
+    args.kv = smla_slice_rows(&page, &b->step.workspaces[SMLA_GATHERED].tensor, 0,
                               (chunk->req_end - chunk->req_start) * sizes.request_rows);
     args.kv_format = SMLA_KV_BFLOAT16;
     args.indices = &out.tensor;

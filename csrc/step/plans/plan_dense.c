@@ -1,60 +1,145 @@
 /* plan_dense.c: the plan of a step of dense MLA. Every token attends to the tokens of its request
  * up to itself. The host sends where the requests' queries start; what depends on lengths, which
  * only the device knows exactly, one kernel writes behind that copy: positions, and the range of
- * keys that each token sees. Layers read both.
+ * keys that each token sees. Layers read both. The chunks of path "separate" are in
+ * plan_dense_context.c.
  */
 #include "step/plans/plan_dense.h"
 
 #include "core/rule.h"
 #include "ops/check.h"
+#include "step/chunks.h"
 #include "step/plans.h"
 
 /* ---- Config -------------------------------------------------------------------------------- */
 
-static const smla_path python_paths[] = {SMLA_PATH_MIXED, SMLA_PATH_AUTO};
+static const smla_path python_paths[] = {SMLA_PATH_SEPARATE, SMLA_PATH_MIXED, SMLA_PATH_AUTO};
+static const char *const context_plans[] = {[SMLA_CONTEXT_EQUAL] = "equal",
+                                            [SMLA_CONTEXT_PACKED] = "packed",
+                                            NULL};
 
 #define COUNT(field, most, ...) SMLA_COUNT_FIELD(smla_dense_config, field, most, __VA_ARGS__)
 #define FIELD(field, kind, ...) \
     SMLA_CONFIG_FIELD(smla_dense_config, field, SMLA_FIELD_##kind, __VA_ARGS__)
 
+enum { NO_ROPE = -1 }; /* what configs have as qk_rope_head_dim for R = 0 */
+
 static const smla_config_field fields[] = {
     COUNT(num_heads, SMLA_MAX_HEADS),
     COUNT(block_size, INT32_MAX),
     COUNT(qk_nope_head_dim, INT32_MAX),
-    COUNT(qk_rope_head_dim, SMLA_QK_ROPE_HEAD_DIM, .standard = SMLA_QK_ROPE_HEAD_DIM),
+    FIELD(qk_rope_head_dim, COUNT, .least = NO_ROPE, .most = SMLA_QK_ROPE_HEAD_DIM,
+          .standard = SMLA_QK_ROPE_HEAD_DIM),
     COUNT(v_head_dim, INT32_MAX),
-    COUNT(max_num_seqs, INT32_MAX - 1),
+    COUNT(max_num_seqs, INT32_MAX - 2),
     COUNT(max_num_batched_tokens, INT32_MAX),
     COUNT(max_model_len, INT32_MAX),
     COUNT(decode_threshold, INT32_MAX, .standard = 1),
     FIELD(kv_format, FORMAT, .in_python = "kv_cache_dtype"),
+    /* Row numbers of the workspace are int32. */
+    COUNT(prefill_workspace_tokens, INT32_MAX, .is_optional = true),
+    FIELD(context_plan, NAME, .names = context_plans),
     FIELD(path, PATH, .paths = python_paths),
     FIELD(device, DEVICE),
 };
 
+/* The format of cache rows of `head_dim` values that the write of new tokens serves, or NULL. */
+static const smla_kv_format_info *
+find_rows(int32_t kv_format, int64_t head_dim)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((int32_t)row->format == kv_format && row->head_dim == head_dim &&
+            (SMLA_KV_CONCAT & SMLA_KV_SET(row->number)) != 0) {
+            return row;
+        }
+    }
+    return NULL;
+}
+
+/* Whether varlen_attention serves heads of these sizes. */
+static bool
+can_separate(const smla_dense_config *config)
+{
+    const int64_t nope = config->qk_nope_head_dim, values = config->v_head_dim;
+    return nope % 8 == 0 && nope + config->qk_rope_head_dim <= SMLA_HEAD_DIM && values % 8 == 0 &&
+           values <= SMLA_KV_LORA_RANK;
+}
+
+static smla_status
+choose_path(smla_dense_config *config, smla_error *error)
+{
+    const char *const name = smla_path_name((smla_path)config->path);
+    switch (config->path) {
+    case SMLA_PATH_AUTO:
+        config->path = can_separate(config) ? SMLA_PATH_AUTO : SMLA_PATH_MIXED;
+        return SMLA_OK;
+    case SMLA_PATH_MIXED: return SMLA_OK;
+    case SMLA_PATH_SEPARATE:
+        return can_separate(config)
+                   ? SMLA_OK
+                   : smla_fail(
+                         error, SMLA_ERROR_VALUE,
+                         "%s: `path` must be \"mixed\" unless qk_nope_head_dim and v_head_dim "
+                         "are multiples of 8, at most %d, got \"separate\" with %lld and %lld",
+                         smla_create_op, SMLA_KV_LORA_RANK, (long long)config->qk_nope_head_dim,
+                         (long long)config->v_head_dim);
+    default:
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `path` must be \"separate\" or \"mixed\", got \"%s\"", smla_create_op,
+                         name == NULL ? "an unknown one" : name);
+    }
+}
+
+/* Finds the rows of a chunk of context at most. */
+static smla_status
+find_workspace_tokens(smla_dense_builder *b, smla_error *error)
+{
+    const smla_dense_config *const config = &b->config;
+    const DLTensor *const given = config->workspace;
+    int64_t tokens = config->prefill_workspace_tokens;
+    if (tokens == 0 && given != NULL) { /* take_workspaces checks it */
+        tokens = given->shape == NULL || given->ndim < 1 ? 0 : given->shape[0];
+    } else if (tokens == 0) {
+        tokens = smla_context_workspace_size(config->max_model_len, config->max_num_seqs,
+                                             config->block_size);
+    }
+    tokens = tokens < INT32_MAX ? tokens : INT32_MAX;
+    b->workspace_tokens = config->path == SMLA_PATH_MIXED ? 0 : tokens;
+    return config->path == SMLA_PATH_MIXED || tokens >= config->block_size
+               ? SMLA_OK
+               : smla_fail(error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be at least a page of block_size = %lld tokens, got %lld",
+                           smla_create_op,
+                           config->prefill_workspace_tokens == 0 ? "workspace"
+                                                                 : "prefill_workspace_tokens",
+                           (long long)config->block_size, (long long)tokens);
+}
+
 static smla_status
 check(smla_step *s, smla_error *error)
 {
-    smla_dense_config *const config = &((smla_dense_builder *)s)->config;
-    const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
-    if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `qk_rope_head_dim` must be %d, got %lld",
-                         smla_create_op, SMLA_QK_ROPE_HEAD_DIM,
-                         (long long)config->qk_rope_head_dim);
-    }
-    if (format == NULL || format->head_dim != SMLA_HEAD_DIM) {
+    smla_dense_builder *const b = (smla_dense_builder *)s;
+    smla_dense_config *const config = &b->config;
+    if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM && config->qk_rope_head_dim != NO_ROPE) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be one of keys of %d values, got %s", smla_create_op,
-                         SMLA_HEAD_DIM, format == NULL ? "an unknown one" : format->name);
+                         "%s: `qk_rope_head_dim` must be %d or %d, got %lld", smla_create_op,
+                         SMLA_QK_ROPE_HEAD_DIM, NO_ROPE, (long long)config->qk_rope_head_dim);
     }
-    if (config->path != SMLA_PATH_AUTO && config->path != SMLA_PATH_MIXED) {
-        const char *const name = smla_path_name((smla_path)config->path);
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `path` must be \"mixed\", got \"%s\"",
-                         smla_create_op, name == NULL ? "an unknown one" : name);
+    if (config->qk_rope_head_dim == NO_ROPE) {
+        config->qk_rope_head_dim = 0;
     }
-    config->path = SMLA_PATH_MIXED;
+    const int64_t head_dim = SMLA_KV_LORA_RANK + config->qk_rope_head_dim;
+    if (find_rows(config->kv_format, head_dim) == NULL) {
+        const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be one of keys of %lld values, got %s",
+                         smla_create_op, (long long)head_dim,
+                         format == NULL ? "an unknown one" : format->name);
+    }
+    SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);
-    return SMLA_OK;
+    return find_workspace_tokens(b, error);
 }
 
 /* ---- Buffers ------------------------------------------------------------------------------- */
@@ -66,26 +151,36 @@ halves(int64_t count)
     return (count + 31) / 32 * 16;
 }
 
-/* Every array begins at a multiple of 64 bytes. */
+/* Every array of `made` begins at a multiple of 64 bytes. */
 static void
 list_arrays(smla_step *s)
 {
     const int64_t tokens = (s->limits.max_num_batched_tokens + 15) / 16 * 16;
     const int64_t rows = s->limits.max_num_batched_tokens * s->num_heads;
+    const int64_t rope = ((const smla_dense_builder *)s)->config.qk_rope_head_dim;
     smla_add_array(&s->sent, offsetof(smla_dense_sent, query_start_loc),
                    s->limits.max_num_seqs + 1);
     smla_add_array(&s->sent, offsetof(smla_dense_sent, prefill_query_start_loc),
-                   s->limits.max_num_seqs + 1);
+                   s->limits.max_num_seqs + 2);
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, padded_query_start_loc),
+                   s->limits.max_num_seqs + 2);
     smla_add_array(&s->made, offsetof(smla_dense_made, positions), 2 * tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, req_ids), tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, begin), tokens);
     smla_add_array(&s->made, offsetof(smla_dense_made, end), tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * SMLA_QK_ROPE_HEAD_DIM));
-    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe),
-                   halves(tokens * SMLA_QK_ROPE_HEAD_DIM));
+    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * rope));
+    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe), halves(tokens * rope));
     smla_add_array(&s->made, offsetof(smla_dense_made, latent),
                    2 * halves(rows * SMLA_KV_LORA_RANK));
-    smla_add_array(&s->made, offsetof(smla_dense_made, lse), rows);
+    smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
+    const int64_t partial_rows = s->path == SMLA_PATH_MIXED ? 0 : rows;
+    for (size_t i = 0; i < 2; i++) {
+        smla_add_array(&s->made, offsetof(smla_dense_made, partial[0]) + i * sizeof(int32_t *),
+                       halves(partial_rows * ((const smla_dense_builder *)s)->config.v_head_dim));
+        smla_add_array(&s->made, offsetof(smla_dense_made, partial_lse[0]) + i * sizeof(int32_t *),
+                       (partial_rows + 15) / 16 * 16);
+    }
+    smla_dense_list_chunks(s);
 }
 
 static int64_t
@@ -101,11 +196,27 @@ find_scratch_bytes(const smla_step *s)
 }
 
 static smla_status
-find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+                smla_error *error)
 {
-    (void)s;
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    const smla_dense_config *const config = &b->config;
+    const int64_t tokens = b->workspace_tokens;
+    const int64_t most =
+        tokens > config->max_num_batched_tokens ? tokens : config->max_num_batched_tokens;
     (void)error;
-    *rule = (smla_workspace_rule){.given = NULL, .columns = SMLA_HEAD_DIM, .rows = 0};
+    rules[SMLA_GATHERED] =
+        (smla_workspace_rule){.given = config->workspace,
+                              .columns = SMLA_KV_LORA_RANK + config->qk_rope_head_dim,
+                              .rows = tokens,
+                              .least = tokens};
+    rules[SMLA_UP_PROJECTED] =
+        (smla_workspace_rule){.given = config->up_workspace,
+                              .columns = config->num_heads *
+                                         (config->qk_nope_head_dim + config->v_head_dim),
+                              .rows = tokens == 0 ? 0 : most,
+                              .least = tokens == 0 ? 0 : most,
+                              .hint = "a row per token of a chunk, and of a batch"};
     return SMLA_OK;
 }
 
@@ -149,24 +260,34 @@ check_args(const smla_step *s, const void *given, smla_error *error)
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
-    (void)s;
-    (void)batch;
-    (void)error;
-    facts->num_chunks = 0;
-    return SMLA_OK;
+    if (s->path == SMLA_PATH_AUTO) {
+        facts->path = smla_dense_choose_path(s, batch, facts);
+    }
+    if (facts->path != SMLA_PATH_SEPARATE || facts->split.num_prefills == 0) {
+        return SMLA_OK;
+    }
+    return smla_dense_cut_context(s, batch, facts, error);
 }
 
 static void
 fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
 {
     const int64_t num_reqs = batch->num_reqs, first = s->facts.split.num_decodes;
+    const int64_t num_prefills = num_reqs - first;
     const int32_t *const starts = batch->query_start_loc;
     smla_dense_sent host;
     smla_cut_arena(&s->sent, memory, &host);
     for (int64_t i = 0; i <= s->limits.max_num_seqs; i++) {
         host.query_start_loc[i] = starts[i < num_reqs ? i : num_reqs];
-        const int64_t prefill = first + i < num_reqs ? first + i : num_reqs;
-        host.prefill_query_start_loc[i] = starts[prefill] - starts[first];
+    }
+    for (int64_t i = 0; i < s->limits.max_num_seqs + 2; i++) {
+        const int32_t end = starts[i < num_prefills ? first + i : num_reqs] - starts[first];
+        host.prefill_query_start_loc[i] = end;
+        host.padded_query_start_loc[i] =
+            i <= num_prefills ? end : (int32_t)(batch->num_actual_tokens - starts[first]);
+    }
+    if (s->facts.num_context_chunks > 0) {
+        smla_dense_fill_chunks(s, batch, &host);
     }
 }
 
@@ -211,6 +332,19 @@ commit(smla_step *s, const void *given)
         .input_positions = b->ranges.positions,
         .prefill_query_start_loc = b->sent.prefill_query_start_loc,
     };
+    if (s->facts.num_context_chunks > 0) {
+        b->metadata.num_context_chunks = s->facts.num_context_chunks;
+        b->metadata.context_chunks = (const void *)b->kept.context_chunks;
+        b->metadata.context_chunk_starts = b->sent.context_starts;
+        b->metadata.context_chunk_lens = b->sent.context_lens;
+        b->metadata.context_chunk_key_starts = b->sent.context_key_starts;
+        b->metadata.context_chunk_query_starts = b->sent.context_query_starts;
+    }
+    b->max_prefill_query_len = args->num_actual_tokens - args->query_start_loc_cpu[args->num_reqs];
+    for (int64_t req = s->facts.split.num_decodes; req < args->num_reqs; req++) {
+        const int64_t len = smla_query_len(args->query_start_loc_cpu, req);
+        b->max_prefill_query_len = len > b->max_prefill_query_len ? len : b->max_prefill_query_len;
+    }
     smla_slice_rows(&b->seq_lens, args->seq_lens, 0, args->num_reqs);
     smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);
     smla_slice_rows(&b->slot_mapping, args->slot_mapping, 0, args->num_actual_tokens);
@@ -220,7 +354,7 @@ static int
 describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 {
     const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
-    int n = 0;
+    int n = m->num_context_chunks > 0 ? smla_dense_show_chunks(s, views) : 0;
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
     smla_show_vector(&views[n++], "query_start_loc", m->query_start_loc, m->num_reqs + 1);
     smla_show_vector(&views[n++], "prefill_query_start_loc", m->prefill_query_start_loc,
@@ -239,6 +373,9 @@ smla_dense_value_dim(const smla_dense_builder *b)
 const smla_step_plan smla_dense_plan = {
     SMLA_PLAN_TYPES("dense", smla_dense_builder, smla_dense_build_args, fields),
     SMLA_PLAN_FUNCTIONS,
+    .workspaces[SMLA_UP_PROJECTED] = offsetof(smla_dense_config, up_workspace),
+    .kept = offsetof(smla_dense_builder, kept),
     .fill_lists = fill_lists,
     .has_uniform_decodes = false,
+    .counts_all_memory = true,
 };

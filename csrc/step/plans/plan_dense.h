@@ -1,4 +1,5 @@
-/* plan_dense.h: the step of dense MLA. plan_dense.c fills it, and layer_dense.c reads it. */
+/* plan_dense.h: the step of dense MLA. plan_dense.c and plan_dense_context.c fill it, and the files
+ * of layer_dense.h read it. */
 #pragma once
 
 #include "core/params_attention.h"
@@ -7,9 +8,35 @@
 
 /* What a build sends. */
 typedef struct smla_dense_sent {
-    int32_t *query_start_loc;         /* [max_num_seqs + 1] */
-    int32_t *prefill_query_start_loc; /* [max_num_seqs + 1]: of the prefills, among their tokens */
+    int32_t *query_start_loc; /* [max_num_seqs + 1] */
+    /* [max_num_seqs + 2]: of the prefills, among their tokens; the end is repeated */
+    int32_t *prefill_query_start_loc;
+    /* [max_num_seqs + 2]: the same with one more request, of the padding behind the last query. It
+     * has no keys, so that its results are zeros. */
+    int32_t *padded_query_start_loc;
+    int32_t *context_starts; /* see smla_dense_metadata */
+    int32_t *context_lens;
+    int32_t *context_key_starts;
+    int32_t *context_query_starts;
 } smla_dense_sent;
+
+/* A chunk's prefills as rows of the step's arrays. */
+typedef struct smla_dense_chunk {
+    int64_t token_start;
+    int64_t token_end;
+    int64_t merged_tokens; /* those of the first requests, which earlier chunks hold, too */
+    /* Chunks whose requests are neighbours are a run. Behind the last chunk of a run, the results of
+     * its context are complete, from run_start to token_end. */
+    int64_t run_start;
+    int64_t ends_run; /* 0 or 1 */
+} smla_dense_chunk;
+
+/* What only the host reads. */
+typedef struct smla_dense_kept {
+    int32_t *context_chunks; /* smla_context_chunk[] */
+    int32_t *chunks;         /* smla_dense_chunk[] */
+    int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
+} smla_dense_kept;
 
 /* What kernels write: the ranges of the step's tokens, and the scratch of its layers. */
 typedef struct smla_dense_made {
@@ -19,8 +46,11 @@ typedef struct smla_dense_made {
     int32_t *end;
     int32_t *q_pe;   /* [max_num_batched_tokens, H, R] bf16: turned queries */
     int32_t *k_pe;   /* [max_num_batched_tokens, R] bf16: turned keys */
-    int32_t *latent; /* [max_num_batched_tokens, H, 512] bf16: absorbed queries, later results */
+    int32_t *latent; /* [2, max_num_batched_tokens, H, 512] bf16: absorbed queries, and results */
     int32_t *lse;    /* [max_num_batched_tokens, H] fp32 */
+    /* Of prefills with context: results over the chunks so far, and over one chunk. */
+    int32_t *partial[2];     /* [max_num_batched_tokens, H, Pv] bf16 */
+    int32_t *partial_lse[2]; /* [max_num_batched_tokens, H] fp32 */
 } smla_dense_made;
 
 struct smla_dense_builder {
@@ -29,8 +59,31 @@ struct smla_dense_builder {
     smla_dense_metadata metadata;
     smla_dense_sent sent;
     smla_dense_made made;
+    smla_dense_kept kept;
+    int64_t workspace_tokens;      /* rows of a chunk at most; 0 on path "mixed" */
+    int64_t max_prefill_query_len; /* the last build's; padding is a query, too */
     smla_key_ranges_params ranges; /* those of the last build */
     smla_view seq_lens;            /* the caller's, of the last build, like the next two */
     smla_view block_table;
     smla_view slot_mapping;
 };
+
+/* ---- plan_dense_context.c ------------------------------------------------------------------ */
+
+/* Lists the arrays of chunks. On path "mixed" they are empty. */
+void smla_dense_list_chunks(smla_step *step);
+
+/* The path of a step whose config leaves it open. */
+smla_path smla_dense_choose_path(const smla_step *step, const smla_batch *batch,
+                                 const smla_step_facts *facts);
+
+/* Counts the chunks of a step on path "separate". */
+smla_status smla_dense_cut_context(const smla_step *step, const smla_batch *batch,
+                                   smla_step_facts *facts, smla_error *error);
+
+/* Fills the arrays of chunks in `kept` and in `sent`, which is on the host. */
+void smla_dense_fill_chunks(const smla_step *step, const smla_batch *batch,
+                            const smla_dense_sent *sent);
+
+/* Lists what a binding shows of the chunks; returns how many views. */
+int smla_dense_show_chunks(const smla_step *step, smla_step_view *views);

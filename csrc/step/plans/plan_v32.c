@@ -128,16 +128,17 @@ find_scratch_bytes(const smla_step *s)
 
 /* A given workspace is used for as many tokens as it has rows, or for the config's number. */
 static smla_status
-find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+                smla_error *error)
 {
     const smla_builder_config *const config = &((const smla_builder *)s)->config;
     const int64_t tokens = config->prefill_workspace_tokens;
     const int64_t rows = tokens > 0 ? tokens : SMLA_ANY;
     (void)error;
-    *rule = (smla_workspace_rule){.given = config->workspace,
-                                  .columns = SMLA_HEAD_DIM,
-                                  .rows = s->path == SMLA_PATH_SEPARATE ? rows : 0,
-                                  .least = tokens > 0 ? tokens : 1};
+    rules[SMLA_GATHERED] = (smla_workspace_rule){.given = config->workspace,
+                                                 .columns = SMLA_HEAD_DIM,
+                                                 .rows = s->path == SMLA_PATH_SEPARATE ? rows : 0,
+                                                 .least = tokens > 0 ? tokens : 1};
     return SMLA_OK;
 }
 
@@ -213,8 +214,8 @@ cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, 
         return SMLA_OK;
     }
     SMLA_TRY(smla_split_prefill_chunks(batch->seq_lens + split->num_decodes, split->num_prefills,
-                                       smla_size(&s->workspace.tensor, 0), s->chunk_ends,
-                                       &facts->num_chunks, error));
+                                       smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0),
+                                       s->chunk_ends, &facts->num_chunks, error));
     if (((const smla_builder *)s)->plans_path && prefers_direct(s, batch, facts)) {
         facts->path = SMLA_PATH_DIRECT;
         facts->num_chunks = 0;

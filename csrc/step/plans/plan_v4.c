@@ -249,7 +249,8 @@ find_scratch_bytes(const smla_step *s)
 }
 
 static smla_status
-find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+                smla_error *error)
 {
     const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
     const int64_t rows = workspace_size(config);
@@ -259,12 +260,13 @@ find_workspace(const smla_step *s, smla_workspace_rule *rule, smla_error *error)
                          "got %lld rows: lower it, max_model_len or max_num_batched_tokens",
                          smla_create_op, (long long)rows);
     }
-    *rule = (smla_workspace_rule){.given = config->workspace,
-                                  .columns = SMLA_V4_HEAD_DIM,
-                                  .rows = rows,
-                                  .least = rows,
-                                  .may_be_pages = true,
-                                  .hint = "prefill_chunk_size requests of the largest size"};
+    rules[SMLA_GATHERED] =
+        (smla_workspace_rule){.given = config->workspace,
+                              .columns = SMLA_V4_HEAD_DIM,
+                              .rows = rows,
+                              .least = rows,
+                              .may_be_pages = true,
+                              .hint = "prefill_chunk_size requests of the largest size"};
     return SMLA_OK;
 }
 

@@ -1,0 +1,200 @@
+/* plan_dense_context.c: the prefills of a dense step on path "separate": whether a step takes that
+ * path, and the chunks of their cached context, which context.c cuts.
+ */
+#include "core/rule.h"
+#include "step/chunks.h"
+#include "step/plans/plan_dense.h"
+
+/* ---- Buffers ------------------------------------------------------------------------------- */
+
+/* The most chunks of context of a step, and the most parts of requests in them. */
+typedef struct most_chunks {
+    int64_t chunks;
+    int64_t parts;
+} most_chunks;
+
+static most_chunks
+count_chunks(const smla_dense_builder *b)
+{
+    const smla_dense_config *const config = &b->config;
+    const int64_t page = config->block_size, rows = b->workspace_tokens;
+    const int64_t by_tokens = config->max_num_batched_tokens / (config->decode_threshold + 1);
+    const int64_t prefills = by_tokens < config->max_num_seqs ? by_tokens : config->max_num_seqs;
+    if (rows == 0 || prefills == 0) {
+        return (most_chunks){0, 0};
+    }
+    if (config->context_plan == SMLA_CONTEXT_PACKED) {
+        /* A request has a part in the chunk that the one before it left room in, if only an empty
+         * one, and then fills whole chunks. */
+        const int64_t each =
+            1 + (config->max_model_len + rows / page * page - 1) / (rows / page * page);
+        return (most_chunks){prefills * each, prefills * each};
+    }
+    const int64_t sharing = rows / page < prefills ? rows / page : prefills;
+    const int64_t least = rows / sharing / page * page;
+    const int64_t chunks = (config->max_model_len + least - 1) / least;
+    return (most_chunks){chunks, chunks * prefills};
+}
+
+void
+smla_dense_list_chunks(smla_step *s)
+{
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    const most_chunks most = count_chunks(b);
+    enum { CHUNK_INTS = sizeof(smla_context_chunk) / sizeof(int32_t) };
+    _Static_assert(sizeof(smla_context_chunk) == sizeof(smla_dense_chunk), "both have five int64");
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_starts), most.parts);
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_lens), most.parts);
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_key_starts),
+                   most.parts + most.chunks);
+    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_query_starts),
+                   most.parts + most.chunks);
+    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_chunks), most.chunks * CHUNK_INTS);
+    smla_add_array(&s->kept, offsetof(smla_dense_kept, chunks), most.chunks * CHUNK_INTS);
+    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_lens),
+                   b->workspace_tokens == 0 ? 0 : s->limits.max_num_seqs);
+}
+
+/* ---- Path ---------------------------------------------------------------------------------- */
+
+/* Whether prefills cost less on path "mixed", in multiplications per head. A pair of a query and a
+ * key costs 2 * 512 + R of them there, and Pn + R + Pv on path "separate", which makes keys and
+ * values of each token of the context first. Both do as much for the new tokens themselves. Few new
+ * tokens over a long context are cheaper on path "mixed". */
+static bool
+prefers_mixed(const smla_dense_config *config, const smla_batch *batch, int64_t first)
+{
+    const double values = (double)(config->qk_nope_head_dim + config->v_head_dim);
+    double more = 0; /* what path "mixed" costs more */
+    for (int64_t req = first; req < batch->num_reqs; req++) {
+        const double num_new = smla_query_len(batch->query_start_loc, req);
+        const double context = batch->seq_lens[req] - num_new;
+        const double num_pairs = num_new * context + num_new * (num_new + 1) / 2;
+        more += num_pairs * (2 * SMLA_KV_LORA_RANK - values) - context * SMLA_KV_LORA_RANK * values;
+    }
+    return more < 0;
+}
+
+/* A batch that has decodes behind prefills can only be "mixed", and one without prefills is the same
+ * on both paths. */
+smla_path
+smla_dense_choose_path(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
+{
+    smla_error ignored;
+    const bool is_mixed =
+        facts->split.num_prefills == 0 ||
+        smla_check_batch_order(smla_build_op, &s->limits, batch, &ignored) != SMLA_OK ||
+        prefers_mixed(&((const smla_dense_builder *)s)->config, batch, facts->split.num_decodes);
+    return is_mixed ? SMLA_PATH_MIXED : SMLA_PATH_SEPARATE;
+}
+
+/* ---- Chunks -------------------------------------------------------------------------------- */
+
+/* What the plan of context reads. Writes the lengths to the builder's host memory. */
+static smla_context_args
+read_context(const smla_step *s, const smla_batch *batch, int64_t first)
+{
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    for (int64_t req = first; req < batch->num_reqs; req++) {
+        b->kept.context_lens[req - first] =
+            batch->seq_lens[req] - smla_query_len(batch->query_start_loc, req);
+    }
+    return (smla_context_args){.struct_size = sizeof(smla_context_args),
+                               .context_lens = b->kept.context_lens,
+                               .num_prefills = batch->num_reqs - first,
+                               .workspace_tokens = b->workspace_tokens,
+                               .block_size = b->config.block_size,
+                               .plan = (smla_context_plan)b->config.context_plan};
+}
+
+smla_status
+smla_dense_cut_context(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
+                       smla_error *error)
+{
+    const smla_context_args args = read_context(s, batch, facts->split.num_decodes);
+    return smla_split_context_chunks(&args, NULL, NULL, NULL, &facts->num_context_chunks,
+                                     &facts->num_context_parts, error);
+}
+
+/* Fills what belongs to one chunk. `before` is the chunk in front of it, or NULL. Entry 0 of
+ * query_starts is the step's first prefill. */
+static void
+fill_chunk(const smla_context_chunk *chunk, const smla_context_chunk *before, int64_t chunk_idx,
+           const int32_t *query_starts, const smla_dense_sent *host, smla_dense_chunk *tokens)
+{
+    const int64_t num_reqs = chunk->req_end - chunk->req_start;
+    int32_t *const keys = host->context_key_starts + chunk->first + chunk_idx;
+    int32_t *const queries = host->context_query_starts + chunk->first + chunk_idx;
+    const int32_t *const reqs = query_starts + chunk->req_start;
+    int64_t num_merged = 0;
+    keys[0] = 0;
+    for (int64_t i = 0; i < num_reqs; i++) {
+        keys[i + 1] = keys[i] + host->context_lens[chunk->first + i];
+        num_merged += host->context_starts[chunk->first + i] > 0;
+    }
+    for (int64_t i = 0; i <= num_reqs; i++) {
+        queries[i] = reqs[i] - reqs[0];
+    }
+    const bool goes_on = before != NULL && chunk->req_start <= before->req_end;
+    *tokens = (smla_dense_chunk){.token_start = reqs[0],
+                                 .token_end = reqs[num_reqs],
+                                 .merged_tokens = reqs[num_merged] - reqs[0],
+                                 .run_start = goes_on ? tokens[-1].run_start : reqs[0],
+                                 .ends_run = 1};
+    if (goes_on) {
+        tokens[-1].ends_run = 0;
+    }
+}
+
+void
+smla_dense_fill_chunks(const smla_step *s, const smla_batch *batch, const smla_dense_sent *host)
+{
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    const int64_t first = s->facts.split.num_decodes;
+    const smla_context_args args = read_context(s, batch, first);
+    smla_context_chunk *const chunks = (void *)b->kept.context_chunks;
+    smla_dense_chunk *const tokens = (void *)b->kept.chunks;
+    int64_t num_chunks, num_parts;
+    smla_error unused; /* cut_chunks has found all errors */
+    (void)smla_split_context_chunks(&args, chunks, host->context_starts, host->context_lens,
+                                    &num_chunks, &num_parts, &unused);
+    for (int64_t i = 0; i < s->facts.num_context_chunks; i++) {
+        fill_chunk(&chunks[i], i == 0 ? NULL : &chunks[i - 1], i, batch->query_start_loc + first,
+                   host, &tokens[i]);
+    }
+}
+
+/* Chunks of the plan "equal" have a part of every prefill. */
+int
+smla_dense_show_chunks(const smla_step *s, smla_step_view *views)
+{
+    const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
+    const int64_t num_chunks = m->num_context_chunks, num_parts = s->facts.num_context_parts;
+    const smla_context_chunk *const chunks = m->context_chunks;
+    enum { STRIDE = sizeof *chunks / sizeof(int64_t) };
+    const DLTensor *const workspace = &s->workspaces[SMLA_GATHERED].tensor;
+    int n = 0;
+    smla_show_rows(&views[n], "chunked_prefill_workspace", smla_data(workspace), 0,
+                   smla_size(workspace, 0), smla_size(workspace, 1), smla_stride(workspace, 0));
+    views[n++].is_bf16 = true;
+    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, STRIDE);
+    if (((const smla_dense_builder *)s)->config.context_plan == SMLA_CONTEXT_EQUAL) {
+        const int64_t prefills = m->split.num_prefills;
+        smla_show_rows(&views[n++], "context_chunk_starts", m->context_chunk_starts, 0, num_chunks,
+                       prefills, prefills);
+        smla_show_rows(&views[n++], "context_chunk_seq_lens", m->context_chunk_lens, 0, num_chunks,
+                       prefills, prefills);
+        smla_show_rows(&views[n++], "context_chunk_cu_seq_lens", m->context_chunk_key_starts, 0,
+                       num_chunks, prefills + 1, prefills + 1);
+        return n;
+    }
+    smla_show_vector(&views[n++], "context_chunk_starts", m->context_chunk_starts, num_parts);
+    smla_show_vector(&views[n++], "context_chunk_seq_lens", m->context_chunk_lens, num_parts);
+    smla_show_vector(&views[n++], "context_chunk_cu_seq_lens", m->context_chunk_key_starts,
+                     num_parts + num_chunks);
+    return n;
+}
