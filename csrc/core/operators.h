@@ -32,6 +32,7 @@
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params, norm)               \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params, norm)          \
     X(apply_rope, smla_apply_rope_args, smla_apply_rope_params, rope)                              \
+    X(rope_and_cache_mla, smla_rope_and_cache_mla_args, smla_rope_and_cache_params, rope)          \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params,      \
       rope)                                                                                        \
     X(save_partial_states, smla_partial_states_args, smla_partial_states_params, compressor)       \

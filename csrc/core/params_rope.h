@@ -1,8 +1,8 @@
-/* params_rope.h: the params of RoPE: positions, angles, what rotates queries and keys, and what
- * rotates back and quantizes. */
+/* params_rope.h: the params of RoPE: positions, angles, what rotates queries and keys and writes
+ * the keys into the cache, and what rotates back and quantizes. */
 #pragma once
 
-#include "core/params.h"
+#include "core/params_cache.h"
 
 /* The positions of tokens, and the table of their angles. */
 typedef struct smla_rope {
@@ -37,6 +37,13 @@ typedef struct smla_apply_rope_params {
     bool is_neox;
     bool is_inverse;
 } smla_apply_rope_params;
+
+/* rope_and_cache_mla */
+typedef struct smla_rope_and_cache_params {
+    smla_call call;
+    smla_apply_rope_params queries; /* T tokens; 64 values per head, and no key */
+    smla_cache_write_params insert; /* T tokens or fewer; k_pe, which is not rotated yet */
+} smla_rope_and_cache_params;
 
 enum {
     SMLA_OUTPUT_TILE = 128,   /* values per scale of fused_inv_rope_fp8_quant */

@@ -79,6 +79,14 @@ check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
 }
 
 static smla_status
+check_turned_keys(const smla_rope_and_cache_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->queries.rope, "table", p->queries.num_tokens,
+                                       error));
+    return smla_cuda_check_cache_write(&p->insert, error);
+}
+
+static smla_status
 check_chosen_slots(const smla_top_k_params *p, smla_error *error)
 {
     return p->slots.out == NULL ? SMLA_OK : smla_cuda_check_global_topk(&p->slots, error);
@@ -164,6 +172,9 @@ OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
 OPERATOR(apply_rope, smla_apply_rope_params,
          p->num_tokens == 0 || p->q.num_heads + p->k.num_heads == 0,
          smla_cuda_check_positions(&p->call, &p->rope, "table", p->num_tokens, error))
+OPERATOR(rope_and_cache_mla, smla_rope_and_cache_params,
+         p->queries.num_tokens * p->queries.q.num_heads + p->insert.num_tokens == 0,
+         check_turned_keys(p, error))
 OPERATOR(fused_inv_rope_fp8_quant, smla_inverse_rope_params, NO_TOKENS,
          smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
 OPERATOR(save_partial_states, smla_partial_states_params, p->rows.num_tokens == 0,

@@ -103,6 +103,12 @@ smla_call smla_call_of(const smla_checker *checker, void *stream,
 smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
                                    int64_t num_heads);
 
+/* Checks the args of concat_and_cache_mla for a cache of one of `formats`, and fills `params`. kv_c
+ * may have `dtypes`. */
+smla_status smla_require_concat(smla_checker *checker, const smla_concat_and_cache_mla_args *args,
+                                smla_kv_set formats, unsigned dtypes,
+                                smla_cache_write_params *params);
+
 /* Checks an int32 vector of `count` entries. */
 smla_status smla_require_vector(smla_checker *checker, const char *name, const DLTensor *tensor,
                                 int64_t count, unsigned flags, const char *hint);

@@ -41,39 +41,35 @@ smla_require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
 }
 
 smla_status
-smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
-                                smla_cache_write_params *params, const smla_backend **backend,
-                                smla_error *error)
+smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
+                    smla_kv_set formats, unsigned dtypes, smla_cache_write_params *params)
 {
-    smla_checker c;
     smla_kv_view kv;
-    smla_open_checker(&c, "concat_and_cache_mla", error);
     const smla_cache_rule cache = {.name = "kv_cache",
                                    .tensor = args->kv_cache,
                                    .kv_format = args->kv_format,
-                                   .formats = SMLA_KV_CONCAT,
+                                   .formats = formats,
                                    .flags = SMLA_RULE_OUTPUT};
     const smla_kv_format_info *format = NULL;
-    SMLA_TRY(smla_find_format(&c, &cache, &format));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
-                                           .tensor = args->kv_c,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, format->nope_dim},
-                                           .hint = "tokens, and the values of their latents"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
-                                           .tensor = args->k_pe,
-                                           .dtypes = smla_dtype(args->kv_c),
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, format->rope_dim},
-                                           .hint = "tokens, and the RoPE values of their keys"}));
-    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
-    SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
-    SMLA_TRY(require_rows(&c, args->slot_mapping, "kv_c", args->kv_c));
-    SMLA_TRY(require_rows(&c, args->slot_mapping, "k_pe", args->k_pe));
-    SMLA_TRY(smla_finish_check(&c, backend));
+    SMLA_TRY(smla_find_format(c, &cache, &format));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "kv_c",
+                                          .tensor = args->kv_c,
+                                          .dtypes = dtypes,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, format->nope_dim},
+                                          .hint = "tokens, and the values of their latents"}));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_pe",
+                                          .tensor = args->k_pe,
+                                          .dtypes = smla_dtype(args->kv_c),
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, format->rope_dim},
+                                          .hint = "tokens, and the RoPE values of their keys"}));
+    SMLA_TRY(smla_require_kv(c, &cache, &kv));
+    SMLA_TRY(smla_require_slot_mapping(c, args->slot_mapping));
+    SMLA_TRY(require_rows(c, args->slot_mapping, "kv_c", args->kv_c));
+    SMLA_TRY(require_rows(c, args->slot_mapping, "k_pe", args->k_pe));
     *params = (smla_cache_write_params){
-        .call = smla_call_of(&c, args->stream, kv.format),
+        .call = smla_call_of(c, args->stream, kv.format),
         .cache_name = cache.name,
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
@@ -89,6 +85,17 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
         .kv_scale = {.value = 1.0f},
     };
     return SMLA_OK;
+}
+
+smla_status
+smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
+                                smla_cache_write_params *params, const smla_backend **backend,
+                                smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "concat_and_cache_mla", error);
+    SMLA_TRY(smla_require_concat(&c, args, SMLA_KV_CONCAT, SMLA_DTYPE_FLOATS, params));
+    return smla_finish_check(&c, backend);
 }
 
 /* The operators that write whole rows. Their args differ in names only. */

@@ -103,9 +103,11 @@ heads_of(const DLTensor *x, const DLTensor *out)
     };
 }
 
-smla_status
-smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *params,
-                      const smla_backend **backend, smla_error *error)
+/* Checks the args of apply_rope, and fills `params`. If the key goes into a cache, it is needed,
+ * has no array k_out, and is left out of `params`. */
+static smla_status
+require_turn(smla_checker *c, const smla_apply_rope_args *args, bool caches_key,
+             smla_apply_rope_params *params)
 {
     const smla_rule q = {.name = "q_pe",
                          .tensor = args->q_pe,
@@ -113,37 +115,36 @@ smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *
                          .ndim = 3,
                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
                          .hint = "tokens, heads, and the values of a head"};
-    smla_checker c;
-    smla_open_checker(&c, "apply_rope", error);
-    SMLA_TRY(smla_require(&c, &q));
-    SMLA_TRY(require_pairs(&c, args->q_pe));
+    SMLA_TRY(smla_require(c, &q));
+    SMLA_TRY(require_pairs(c, args->q_pe));
     const int64_t num_tokens = smla_size(args->q_pe, 0);
     const int64_t num_values = smla_size(args->q_pe, 2);
     const smla_rule k = {.name = "k_pe",
                          .tensor = args->k_pe,
                          .dtypes = smla_dtype(args->q_pe),
-                         .flags = SMLA_RULE_OPTIONAL,
+                         .flags = caches_key ? 0 : SMLA_RULE_OPTIONAL,
                          .ndim = 2,
                          .shape = {num_tokens, num_values},
                          .hint = "the tokens and the values of `q_pe`"};
-    SMLA_TRY(require_positions(&c, args->positions, num_tokens));
-    SMLA_TRY(smla_require(&c, &k));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "table",
-                                           .tensor = args->table,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, num_values},
-                                           .hint = "cosines, then sines, per position"}));
-    SMLA_TRY(require_rotated(&c, "q_out", args->q_out, &q));
-    SMLA_TRY(args->k_pe == NULL ? require_no_k_out(&c, args->k_out)
-                                : require_rotated(&c, "k_out", args->k_out, &k));
-    SMLA_TRY(smla_finish_check(&c, backend));
+    SMLA_TRY(require_positions(c, args->positions, num_tokens));
+    SMLA_TRY(smla_require(c, &k));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "table",
+                                          .tensor = args->table,
+                                          .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, num_values},
+                                          .hint = "cosines, then sines, per position"}));
+    SMLA_TRY(require_rotated(c, "q_out", args->q_out, &q));
+    if (!caches_key) {
+        SMLA_TRY(args->k_pe == NULL ? require_no_k_out(c, args->k_out)
+                                    : require_rotated(c, "k_out", args->k_out, &k));
+    }
     *params = (smla_apply_rope_params){
-        .call = smla_call_of(&c, args->stream, NULL),
+        .call = smla_call_of(c, args->stream, NULL),
         .num_tokens = num_tokens,
         .num_pairs = num_values / 2,
         .q = heads_of(args->q_pe, args->q_out),
-        .k = heads_of(args->k_pe, args->k_out),
+        .k = heads_of(caches_key ? NULL : args->k_pe, args->k_out),
         .type = smla_float_type_of(args->q_pe),
         .rope = rope_of(args->positions, args->table),
         .table_type = smla_float_type_of(args->table),
@@ -151,6 +152,43 @@ smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *
         .is_inverse = args->inverse != 0,
     };
     return SMLA_OK;
+}
+
+smla_status
+smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "apply_rope", error);
+    SMLA_TRY(require_turn(&c, args, false, params));
+    return smla_finish_check(&c, backend);
+}
+
+smla_status
+smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
+                              smla_rope_and_cache_params *params, const smla_backend **backend,
+                              smla_error *error)
+{
+    const smla_apply_rope_args turn = {.positions = args->positions,
+                                       .q_pe = args->q_pe,
+                                       .k_pe = args->k_pe,
+                                       .table = args->table,
+                                       .q_out = args->q_out,
+                                       .is_neox = args->is_neox,
+                                       .stream = args->stream};
+    const smla_concat_and_cache_mla_args write = {.kv_c = args->kv_c,
+                                                  .k_pe = args->k_pe,
+                                                  .kv_cache = args->kv_cache,
+                                                  .slot_mapping = args->slot_mapping,
+                                                  .kv_format = args->kv_format,
+                                                  .stream = args->stream};
+    const smla_kv_set formats = SMLA_KV_CONCAT & smla_formats_of_size(SMLA_HEAD_DIM);
+    smla_checker c;
+    smla_open_checker(&c, "rope_and_cache_mla", error);
+    SMLA_TRY(require_turn(&c, &turn, true, &params->queries));
+    SMLA_TRY(smla_require_concat(&c, &write, formats, smla_dtype(args->q_pe), &params->insert));
+    params->call = params->insert.call;
+    return smla_finish_check(&c, backend);
 }
 
 /* ---- fused_inv_rope_fp8_quant -------------------------------------------------------------- */

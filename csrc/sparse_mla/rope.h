@@ -28,6 +28,27 @@ typedef struct smla_apply_rope_args {
 
 SMLA_API smla_status smla_apply_rope(const smla_apply_rope_args *args, smla_error *error);
 
+/* apply_rope of q_pe and k_pe, then concat_and_cache_mla of kv_c and the rounded result of k_pe,
+ * byte for byte, in one launch. k_pe itself is not written. The first tokens go to the slots of
+ * slot_mapping, which may be fewer than T; a negative slot skips its token. */
+typedef struct smla_rope_and_cache_mla_args {
+    size_t struct_size;
+    const DLTensor *positions;    /* [>= T] int64 | int32 */
+    const DLTensor *q_pe;         /* [T, H, 64] bf16 | fp32 */
+    const DLTensor *k_pe;         /* [T, 64], the dtype of q_pe */
+    const DLTensor *table;        /* [rows, 64] fp32 | bf16: 32 cosines, then 32 sines */
+    const DLTensor *kv_c;         /* [>= slots, 512], the dtype of q_pe */
+    const DLTensor *kv_cache;     /* [B, block, 576] bf16 | [B, block, 656] bytes, written */
+    const DLTensor *slot_mapping; /* [<= T] int64 | int32 */
+    const DLTensor *q_out;        /* out, shape and dtype of q_pe, or q_pe itself */
+    int32_t is_neox;              /* 1: halves instead of neighbours */
+    int32_t kv_format;            /* smla_kv_format */
+    void *stream;
+} smla_rope_and_cache_mla_args;
+
+SMLA_API smla_status smla_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
+                                             smla_error *error);
+
 /* How the scales of 128 values each are stored. They are powers of two. */
 typedef enum smla_scale_layout {
     SMLA_SCALES_INFER = 0,   /* the dtype of the array decides */

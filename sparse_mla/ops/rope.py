@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from sparse_mla import _C
-from sparse_mla._types import Like, Result, ScaleLayout, overload
+from sparse_mla._types import ConcatFormat, Like, Result, ScaleLayout, Written, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
     "apply_rope",
     "fused_inv_rope_fp8_quant",
     "mla_softmax_scale",
+    "rope_and_cache_mla",
     "rope_table",
 ]
 
@@ -321,6 +322,107 @@ def apply_rope(
     >>> q_out, k_out = smla.apply_rope(jnp.array([0, 5, 7]), q, k, table)
     >>> q_out.shape, k_out[0].tolist()
     ((3, 2, 4), [1.0, 1.0, 1.0, 1.0])
+    """
+
+
+@operator
+def rope_and_cache_mla(
+    positions: Array,
+    q_pe: Like[Result],
+    k_pe: Array,
+    table: Array,
+    kv_c: Array,
+    kv_cache: Written,
+    slot_mapping: Array,
+    *,
+    interleaved: bool = True,
+    kv_cache_dtype: ConcatFormat | None = None,
+    q_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Written]:
+    """Turn queries, and turn keys on their way into the cache, in one launch.
+
+    The results are those of `apply_rope` on `q_pe` and `k_pe`, then of `concat_and_cache_mla` with
+    the turned and rounded `k_pe`, byte for byte. `k_pe` itself is not written.
+
+    Parameters
+    ----------
+    positions : [>= T] int64 or int32
+        A position that `table` lacks is a ValueError on the CPU. CUDA does not turn that token, and
+        reports it in checked mode.
+    q_pe : [T, H, 64] bf16 or fp32
+        Tokens and heads any stride apart: `q[..., 128:]` is taken in place.
+    k_pe : [T, 64], the dtype of `q_pe`
+        The RoPE part of the keys, not turned yet. Rows any stride apart.
+    table : [rows, 64] fp32 or bf16
+        32 cosines, then 32 sines per position: `rope_table`. Rows any stride apart.
+    kv_c : [>= S, 512], the dtype of `q_pe`
+        The compressed latents, after their norm. S is the length of `slot_mapping`.
+    kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes, written
+        The cache may also have a head axis, or be flat.
+    slot_mapping : [S] int64 or int32, S <= T
+        The slots of the first tokens. A token with a negative slot is skipped. A slot past the end
+        is a ValueError on the CPU, before anything is written; on CUDA its token is skipped.
+    interleaved : bool
+        True: pairs are values 2i and 2i + 1 (GPT-J, DeepSeek). False: values i and i + 32 (NeoX).
+    kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
+        None takes the format from the cache's dtype and last dimension. `kv_format` is the same
+        option.
+    q_out : [T, H, 64], the dtype of `q_pe`, optional
+        May be a view of larger rows, or `q_pe` itself, which is then turned in place.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (q_out, kv_cache)
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        Arrays of other dtypes than `q_pe`, more slots than tokens, a cache of another format, a
+        position outside the table or a slot past the end (CPU).
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's rotary_embedding and concat_and_cache_mla, one after the other.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
+    >>> q, k, kv_c, cache = (np.ones(shape, ml_dtypes.bfloat16) for shape in shapes)
+    >>> given = q, k, sparse_mla.rope_table(8), kv_c, cache, np.array([65])
+    >>> q_out, _ = sparse_mla.rope_and_cache_mla(np.array([5]), *given)
+    >>> q_out.shape, (cache[1, 1, 512:] == q_out[0, 0]).all().item()
+    ((1, 2, 64), True)
+
+    PyTorch
+    -------
+    Queries turned, keys turned and written: `sparse_mla.rope_and_cache_mla`. Writes `kv_cache`.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
+    >>> q, k, kv_c, cache = (torch.ones(shape).bfloat16() for shape in shapes)
+    >>> given = q, k, torch.from_numpy(sparse_mla.rope_table(8)), kv_c, cache, torch.tensor([65])
+    >>> q_out, same = smla.rope_and_cache_mla(torch.tensor([5]), *given)
+    >>> same is cache, torch.equal(cache[1, 1, 512:], q_out[0, 0])
+    (True, True)
+
+    JAX
+    ---
+    Queries turned, and the cache after the keys were turned and written:
+    `sparse_mla.rope_and_cache_mla`, in place of a donated `kv_cache`.
+
+    Returns: (q_out, kv_cache): new arrays, the shapes and dtypes of q_pe and of kv_cache.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
+    >>> q, k, kv_c, cache = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    >>> given = q, k, jnp.asarray(sparse_mla.rope_table(8)), kv_c, cache, jnp.array([65])
+    >>> q_out, cache = smla.rope_and_cache_mla(jnp.array([5]), *given)
+    >>> q_out.shape, bool((cache[1, 1, 512:] == q_out[0, 0]).all())
+    ((1, 2, 64), True)
     """
 
 

@@ -453,6 +453,21 @@ def apply_rope(positions, dtype, table, interleaved=True) -> Example:
     return call("apply_rope", arrays, interleaved=interleaved)
 
 
+def rope_and_cache(dtype, index, cache, interleaved=True) -> Example:
+    rng = np.random.default_rng(14)
+    arrays = {
+        "positions": np.array([4, 0, 2], index),
+        "q_pe": rng.normal(0, 1, (3, 5, 64)).astype(dtype),
+        "k_pe": rng.normal(0, 1, (3, 64)).astype(dtype),
+        "table": rng.normal(0, 0.7, (5, 64)).astype(F32),
+        "kv_c": rng.normal(0, 1, (3, 512)).astype(dtype),
+        "kv_cache": cache,
+        "slot_mapping": np.array([11, 5], index),  # the last token has none
+        "q_out": np.zeros((3, 5, 64), dtype),
+    }
+    return call("rope_and_cache_mla", arrays, interleaved=interleaved)
+
+
 def inverse(positions, out, scale=None, layout="fp32") -> Example:
     rng = np.random.default_rng(12)
     arrays = {
@@ -731,6 +746,8 @@ GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided
 GROUPED |= {"out": "written"}
 APPLY_ROPE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": ""}
 APPLY_ROPE |= {"q_out": "written", "k_out": "written"}
+ROPE_AND_CACHE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": "", "kv_c": ""}
+ROPE_AND_CACHE |= {"slot_mapping": "strided", "q_out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
 INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
 INDEX_QUERY |= {"out": "written", "out_weights": "written"}
@@ -1008,6 +1025,16 @@ TABLE: dict[str, Row] = {
     ),
     "norm": Row("fused_q_kv_rmsnorm", lambda: norm(ref.BF16, F32), NORM),
     "norm, other weights": Row("fused_q_kv_rmsnorm", lambda: norm(F32, ref.BF16), NORM),
+    "turn and write fp8": Row(
+        "rope_and_cache_mla",
+        lambda: rope_and_cache(ref.BF16, np.int64, rows_of("fp8", 3, 4)),
+        ROPE_AND_CACHE | {"kv_cache": "cache written"},
+    ),
+    "turn and write bf16, flat": Row(
+        "rope_and_cache_mla",
+        lambda: rope_and_cache(F32, np.int32, rows_of("bf16", 12), False),
+        ROPE_AND_CACHE | {"kv_cache": "written"},
+    ),
     "turn": Row("apply_rope", lambda: apply_rope(np.int64, ref.BF16, F32), APPLY_ROPE),
     "turn, halves of fp32": Row(
         "apply_rope", lambda: apply_rope(np.int32, F32, ref.BF16, False), APPLY_ROPE

@@ -255,6 +255,9 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == OP_apply_rope) {
         a->apply_rope.is_neox = (int32_t)read_count(r, 2);
         a->apply_rope.inverse = (int32_t)read_count(r, 2);
+    } else if (number == OP_rope_and_cache_mla) {
+        a->rope_and_cache.is_neox = (int32_t)read_count(r, 2);
+        a->rope_and_cache.kv_format = (int32_t)read_count(r, 4);
     } else if (number == OP_fused_inv_rope_fp8_quant) {
         a->inverse.groups = read_number(r);
         a->inverse.scale_layout = (int32_t)read_count(r, 4);

@@ -54,6 +54,7 @@ typedef union any_args {
     smla_dynamic_per_tensor_quant_args quant;
     smla_fused_q_kv_rmsnorm_args norm;
     smla_apply_rope_args apply_rope;
+    smla_rope_and_cache_mla_args rope_and_cache;
     smla_fused_inv_rope_fp8_quant_args inverse;
     smla_qnorm_insert_args qnorm;
     smla_index_query_args index_query;
@@ -418,6 +419,20 @@ make_apply_rope(void)
 }
 
 static inline any_args
+make_rope_and_cache(void)
+{
+    return (any_args){.rope_and_cache = {.struct_size = sizeof(smla_rope_and_cache_mla_args),
+                                         .positions = ZEROS(int64, 3),
+                                         .q_pe = ZEROS(bf16, 3, 4, 64),
+                                         .k_pe = ZEROS(bf16, 3, 64),
+                                         .table = ZEROS(fp32, 5, 64),
+                                         .kv_c = ZEROS(bf16, 3, 512),
+                                         .kv_cache = ZEROS(uint8, 2, 4, 656),
+                                         .slot_mapping = ZEROS(int64, 3),
+                                         .q_out = ZEROS(bf16, 3, 4, 64)}};
+}
+
+static inline any_args
 make_inverse(void)
 {
     return (any_args){.inverse = {.struct_size = sizeof(smla_fused_inv_rope_fp8_quant_args),
@@ -558,6 +573,7 @@ CALL(grouped, smla_grouped_output_projection)
 CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(apply_rope, smla_apply_rope)
+CALL(rope_and_cache, smla_rope_and_cache_mla)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
 CALL(index_query, smla_fused_indexer_q_rope_quant)
@@ -710,6 +726,19 @@ static const operator_case operators[NUM_OPERATORS] = {
                         {"table", AT_FIELD(apply_rope, table), 0, 2},
                         {"q_out", AT_FIELD(apply_rope, q_out), OUTPUT, 7},
                         {"k_out", AT_FIELD(apply_rope, k_out), OUTPUT, 3}}},
+    [OP_rope_and_cache_mla] = {"rope_and_cache_mla",
+                               sizeof(smla_rope_and_cache_mla_args),
+                               call_rope_and_cache,
+                               make_rope_and_cache,
+                               {{"q_pe", AT_FIELD(rope_and_cache, q_pe), 0, 0}, /* checked first */
+                                {"positions", AT_FIELD(rope_and_cache, positions), ANY_STRIDE, 0},
+                                {"k_pe", AT_FIELD(rope_and_cache, k_pe), 0, 3},
+                                {"table", AT_FIELD(rope_and_cache, table), 0, 2},
+                                {"q_out", AT_FIELD(rope_and_cache, q_out), OUTPUT, 7},
+                                {"kv_c", AT_FIELD(rope_and_cache, kv_c), 0, 2},
+                                {"kv_cache", AT_FIELD(rope_and_cache, kv_cache), OUTPUT | CACHE, 4},
+                                {"slot_mapping", AT_FIELD(rope_and_cache, slot_mapping), ANY_STRIDE,
+                                 0}}},
     [OP_fused_inv_rope_fp8_quant] = {"fused_inv_rope_fp8_quant",
                                      sizeof(smla_fused_inv_rope_fp8_quant_args),
                                      call_inverse,

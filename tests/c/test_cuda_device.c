@@ -678,6 +678,7 @@ static const int num_reads_of[NUM_CALLS] = {
     [OP_top_k_per_row] = 2,
     [OP_fused_qnorm_rope_kv_insert] = 2,
     [OP_apply_rope] = 1,
+    [OP_rope_and_cache_mla] = 2,
     [OP_fused_inv_rope_fp8_quant] = 1,
     [OP_save_partial_states] = 2,
     [OP_compress_norm_rope_store] = 5,
@@ -727,6 +728,9 @@ call_operator(int i, smla_stream stream, int64_t count)
                                                .num_tokens = count,
                                                .q = {.num_heads = 1},
                                                .rope = turn_back.rope};
+    const smla_rope_and_cache_params rope_and_cache = {.call = call,
+                                                       .queries = apply_rope,
+                                                       .insert = write};
     const smla_index_query_params index_query = {.call = call,
                                                  .num_tokens = count,
                                                  .rope = turn_back.rope};
@@ -787,6 +791,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);
     case OP_fused_q_kv_rmsnorm: return b->fused_q_kv_rmsnorm(&norm, &error);
     case OP_apply_rope: return b->apply_rope(&apply_rope, &error);
+    case OP_rope_and_cache_mla: return b->rope_and_cache_mla(&rope_and_cache, &error);
     case OP_fused_inv_rope_fp8_quant: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
     case OP_compute_global_topk_indices_and_lens:
         return b->compute_global_topk_indices_and_lens(&global_topk, &error);

@@ -324,6 +324,9 @@ test_layouts(void)
         {3, 2, 4, 1, 8, 4, 1, 4, 0, 2, 1, false},    /* one output, w without gaps */
         {3, 2, 1, 1, 2, 1, 0, 1, 0, 2, 1, false},    /* one of everything */
         {3, 2, 4, 5, 4, 12, 5, 20, 1, 5, 15, false}, /* heads first, w without gaps */
+        {3, 1, 4, 5, 6, 0, 6, 0, 1, 7, 0, false},    /* kv_up_proj: one head */
+        {3, 1, 4, 5, 6, 0, 1, 0, 4, 7, 0, false},    /* kv_up_proj, w transposed */
+        {3, 1, 4, 5, 6, 0, 12, 0, 2, 7, 0, true},    /* kv_up_proj, w with gaps everywhere */
         {3, 2, 4, 5, 8, 4, 20, 10, 2, 10, 5, true},  /* w with no unit stride */
         {3, 2, 4, 5, 8, 4, 4, 20, 1, 10, 5, true},   /* w whose rows overlap */
         {3, 2, 4, 5, 8, 4, 1, 20, 3, 10, 5, true},   /* w whose columns overlap */

@@ -1,5 +1,5 @@
-/* test_rope.c: apply_rope, byte for byte with single operations in fp32. test_norm.c has V4's
- * inverse.
+/* test_rope.c: apply_rope, byte for byte with single operations in fp32, and rope_and_cache_mla,
+ * byte for byte with apply_rope and concat_and_cache_mla. test_norm.c has V4's inverse.
  */
 #include "testing.h"
 
@@ -126,11 +126,61 @@ test_refusals(void)
                 "`q_pe` must have an even number of values per head, at least 2, got 7");
 }
 
+/* ---- rope_and_cache_mla -------------------------------------------------------------------- */
+
+static bool
+are_equal(const array *a, const array *b, size_t num_bytes)
+{
+    return memcmp(a->tensor.data, b->tensor.data, num_bytes) == 0;
+}
+
+/* Two of three tokens have slots. */
+static void
+test_keys_to_the_cache(void)
+{
+    for (int i = 0; i < 8; i++) {
+        const DLDataType dtype = i & 1 ? fp32 : bf16;
+        const bool is_fp8 = (i & 2) != 0;
+        turn c = make_turn(dtype, i & 4 ? bf16 : fp32, 3, 64);
+        c.is_neox = (i & 4) != 0;
+        const array *const kv_c = fill_normal(ARRAY(dtype, TOKENS, 512), 1.0);
+        const array *const slots = ARRAY(int64, 2);
+        array *caches[2];
+        for (int k = 0; k < 2; k++) {
+            caches[k] = is_fp8 ? ARRAY(uint8, 2, 4, 656) : ARRAY(bf16, 2, 4, 576);
+            ((int64_t *)slots->tensor.data)[k] = k == 0 ? 6 : 1;
+        }
+        EXPECT_OK(apply(&c));
+        const smla_concat_and_cache_mla_args write = {.struct_size = sizeof write,
+                                                      .kv_c = &kv_c->tensor,
+                                                      .k_pe = &c.k_out->tensor,
+                                                      .kv_cache = &caches[0]->tensor,
+                                                      .slot_mapping = &slots->tensor};
+        EXPECT_OK(smla_concat_and_cache_mla(&write, &error));
+        const array *const q_out = ARRAY(dtype, TOKENS, 3, 64);
+        const smla_rope_and_cache_mla_args args = {.struct_size = sizeof args,
+                                                   .positions = &c.positions->tensor,
+                                                   .q_pe = &c.q->tensor,
+                                                   .k_pe = &c.k->tensor,
+                                                   .table = &c.table->tensor,
+                                                   .kv_c = &kv_c->tensor,
+                                                   .kv_cache = &caches[1]->tensor,
+                                                   .slot_mapping = &slots->tensor,
+                                                   .q_out = &q_out->tensor,
+                                                   .is_neox = c.is_neox};
+        EXPECT_OK(smla_rope_and_cache_mla(&args, &error));
+        EXPECT(are_equal(q_out, c.q_out, (size_t)(dtype.bits / 8 * TOKENS * 3 * 64)));
+        EXPECT(are_equal(caches[1], caches[0], 8 * (is_fp8 ? 656 : 1152)));
+        free_arrays("rope_and_cache_mla");
+    }
+}
+
 int
 main(void)
 {
     RUN(test_every_size);
     RUN(test_there_and_back);
     RUN(test_refusals);
+    RUN(test_keys_to_the_cache);
     return report("test_rope");
 }

@@ -107,7 +107,7 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
         return "576 or 512", {
             n: row for n, row in BYTE_FORMATS.items() if not any(word in n for word in others)
         }
-    return "576 or 512", {"fp8_ds_mla": 656}
+    return "576" if op == "rope_and_cache_mla" else "576 or 512", {"fp8_ds_mla": 656}
 
 
 def byte_rows(op: str, name: str = "") -> str:
@@ -142,8 +142,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
-    if row.op == "kv_up_proj":
-        return ("bfloat16",)
+    if name == "kv_c" and row.op != "concat_and_cache_mla":
+        return tuple(n for n, dtype in NAMED.items() if dtype == row.example.arrays[name].dtype)
     if row.op == "varlen_attention" and name in HALVES:
         return HALVES[name] if name != "v" or "v_descale" in row.rules else ("bfloat16",)
     if row.op in ("indexer_logits", "lightning_indexer") and name == "q_scale":
@@ -236,7 +236,8 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     """The error if a valid dtype does not fit another argument, or None."""
     partners = {"kv_c": "k_pe", "q_pe": "k_pe", "out_a": "out_b", "logits": "values"}
-    other = partners.get(name) if row.op != "kv_up_proj" else None
+    other = partners.get(name)
+    other = None if name == "kv_c" and row.op != "concat_and_cache_mla" else other
     other = "score" if name == "kv" and "ape" in row.rules else other
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:
@@ -456,6 +457,10 @@ LARGER = {
     ("compress_norm_rope_store", "score"): {0},
     ("apply_rope", "positions"): {0},
     ("apply_rope", "table"): {0},
+    ("rope_and_cache_mla", "positions"): {0},
+    ("rope_and_cache_mla", "table"): {0},
+    ("rope_and_cache_mla", "kv_c"): {0},
+    ("rope_and_cache_mla", "slot_mapping"): {0},  # the example has a token to spare
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},

@@ -251,6 +251,20 @@ def apply_rope_call() -> Call:
     return Call("apply_rope", args, outputs)
 
 
+def rope_and_cache_call() -> Call:
+    rng = np.random.default_rng(23)
+    args = {
+        "positions": np.array([7, 0, 3], np.int64),
+        "q_pe": cases.random_bf16(rng, 3, 4, 64),
+        "k_pe": cases.random_bf16(rng, 3, 64),
+        "table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "kv_c": cases.random_bf16(rng, 3, 512),
+        "kv_cache": np.zeros((3, 4, 656), np.uint8),
+        "slot_mapping": np.array([11, -1, 5], np.int64),
+    }
+    return Call("rope_and_cache_mla", args, {"q_out": np.zeros((3, 4, 64), ref.BF16)})
+
+
 def inverse_call() -> Call:
     rng = np.random.default_rng(11)
     args = {

@@ -39,6 +39,7 @@ from good_calls import (
     norm_call,
     qnorm_insert_call,
     quant_call,
+    rope_and_cache_call,
     save_states_call,
     top_k_call,
     v_up_call,
@@ -268,6 +269,14 @@ FACTS: dict[str, Facts] = {
         refused=("table", np.zeros(16, np.float32)),
         overloads=("out",),
         is_exact=True,
+    ),
+    "rope_and_cache_mla": Facts(
+        positional="positions q_pe k_pe table kv_c kv_cache slot_mapping",
+        keywords="interleaved=True kv_cache_dtype= q_out= stream=",
+        good=rope_and_cache_call,
+        written="kv_cache",
+        is_exact=True,
+        slots="slot_mapping",
     ),
     "fused_inv_rope_fp8_quant": Facts(
         positional="o positions cos_sin",

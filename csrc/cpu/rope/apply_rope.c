@@ -1,4 +1,5 @@
-/* apply_rope.c: RoPE of queries and keys, on any machine: 128-bit vectors (SSE2, NEON).
+/* apply_rope.c: RoPE of queries and keys, and of keys on their way into the cache, on any machine:
+ * 128-bit vectors (SSE2, NEON).
  *
  * Computes     (a, b) -> (a cos - b sin, b cos + a sin) for the pairs of every head: neighbouring
  *              values, or value i of each half
@@ -10,7 +11,10 @@
  */
 #define SMLA_SIMD_WIDTH 4
 
+#include "cpu/cache/cache.h"
+#include "cpu/cache/slot_shares.h"
 #include "cpu/cpu.h"
+#include "cpu/isa.h"
 #include "cpu/machine/quads.h"
 #include "cpu/machine/threads.h"
 #include "cpu/rope/rope.h"
@@ -146,10 +150,9 @@ rotate_heads(const smla_apply_rope_params *p, int64_t token, int64_t begin, int6
     }
 }
 
-smla_status
-smla_cpu_apply_rope(const smla_apply_rope_params *p, smla_error *error)
+static void
+rotate_tokens(const smla_apply_rope_params *p)
 {
-    SMLA_TRY(smla_cpu_check_positions("apply_rope", &p->rope, "table", p->num_tokens, error));
     const int64_t num_heads = p->q.num_heads + p->k.num_heads;
     const int64_t token_blocks = (num_heads + BLOCK_HEADS - 1) / BLOCK_HEADS;
     const int64_t num_blocks = p->num_tokens * token_blocks;
@@ -159,6 +162,58 @@ smla_cpu_apply_rope(const smla_apply_rope_params *p, smla_error *error)
         const int64_t left = num_heads - begin;
         rotate_heads(p, block / token_blocks, begin,
                      begin + (left < BLOCK_HEADS ? left : BLOCK_HEADS));
+    }
+}
+
+smla_status
+smla_cpu_apply_rope(const smla_apply_rope_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cpu_check_positions("apply_rope", &p->rope, "table", p->num_tokens, error));
+    rotate_tokens(p);
+    return SMLA_OK;
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* Rotates the keys of one share, and writes them in order. */
+static void
+insert_share(const smla_cache_isa *cache, const smla_rope_and_cache_params *p, int share,
+             slot_shares shares)
+{
+    const smla_cache_write_params *const insert = &p->insert;
+    float k_pe[SMLA_QK_ROPE_HEAD_DIM]; /* one key, of fp32 or of bf16 */
+    smla_apply_rope_params turn = p->queries;
+    turn.q.num_heads = 0;
+    turn.k = (smla_rope_heads){.x = insert->k_pe,
+                               .out = k_pe,
+                               .num_heads = 1,
+                               .stride_token = insert->k_pe_stride_token};
+    const token_range range = range_of_share(insert, share, shares);
+    for (int64_t token = range.first; token < range.end; token++) {
+        const int64_t slot = read_slot(insert, token);
+        if (is_in_share(slot, share, shares)) {
+            rotate_heads(&turn, token, 0, 1);
+            cache->write_row(insert->kv.format, insert->input_type, insert->kv_c,
+                             token * insert->kv_c_stride_token, k_pe, 0,
+                             smla_read_scale(&insert->kv_scale), smla_kv_slot(&insert->kv, slot));
+        }
+    }
+}
+
+smla_status
+smla_cpu_rope_and_cache_mla(const smla_rope_and_cache_params *p, smla_error *error)
+{
+    const smla_apply_rope_params *const queries = &p->queries;
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
+    SMLA_TRY(
+        smla_cpu_check_positions(p->call.op, &queries->rope, "table", queries->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_cache_write(&p->insert, error));
+    rotate_tokens(queries);
+    const slot_shares shares = smla_cpu_divide_tokens(&p->insert);
+#pragma omp parallel for schedule(static) if (shares.count > 1)
+    for (int share = 0; share < shares.count; share++) {
+        insert_share(isa->cache, p, share, shares);
     }
     return SMLA_OK;
 }

@@ -23,185 +23,11 @@
  *              such tokens are farther apart, their row may hold parts of both.
  * Source       concat_and_cache_mla of vLLM, for the format.
  */
-#include "cuda/cache/cache_slots.cuh"
+#include "cuda/cache/write_token.cuh"
 
 namespace {
 
 enum { WRITE_BLOCKS_PER_SM = 4 };
-
-/* ---- Write --------------------------------------------------------------------------------- */
-
-/* A lane's part of a token in the caller's type: 16 bytes per step, then two values of rope. */
-template <int TYPE> struct given_part {
-    enum {
-        ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
-        COUNT = 16 / ELEMENT_BYTES,
-        STEP = COUNT * SMLA_WARP_LANES,
-        STEPS = SMLA_KV_LORA_RANK / STEP,
-        TILE_LANES = SMLA_SCALE_TILE / COUNT, /* lanes that share a scale */
-    };
-    uint32_t nope[STEPS][4];
-    uint32_t rope[ELEMENT_BYTES / 2];
-};
-
-/* The addresses of a lane's part of the next token. */
-struct given_pointers {
-    const uint8_t *nope;
-    const uint8_t *rope;
-};
-
-template <int TYPE>
-__device__ __forceinline__ given_pointers
-find_token(const smla_cache_write_params &p, int64_t token)
-{
-    using layout = given_part<TYPE>;
-    constexpr int BYTES = layout::ELEMENT_BYTES;
-    const int lane = lane_idx();
-    return {(const uint8_t *)p.kv_c + (token * p.kv_c_stride_token + lane * layout::COUNT) * BYTES,
-            (const uint8_t *)p.k_pe + (token * p.k_pe_stride_token + lane * 2) * BYTES};
-}
-
-template <int TYPE, int ROW, bool ALIGNED>
-__device__ __forceinline__ void
-load_next(const smla_cache_write_params &p, given_pointers *pointers, given_part<TYPE> *part)
-{
-    using layout = given_part<TYPE>;
-    constexpr int BYTES = layout::ELEMENT_BYTES;
-#pragma unroll
-    for (int i = 0; i < layout::STEPS; i++) {
-        smla_load_words<16, ALIGNED, BYTES>(pointers->nope + i * layout::STEP * BYTES,
-                                            part->nope[i]);
-    }
-    if constexpr (smla_row<ROW>::HAS_ROPE) {
-        smla_load_words<2 * BYTES, ALIGNED, BYTES>(pointers->rope, part->rope);
-    }
-    pointers->nope += p.kv_c_stride_token * BYTES;
-    pointers->rope += p.k_pe_stride_token * BYTES;
-}
-
-/* Finds the scales of a lane's tiles, one per step. */
-template <int TYPE>
-__device__ __forceinline__ void
-find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *scales)
-{
-    using layout = given_part<TYPE>;
-#pragma unroll
-    for (int i = 0; i < layout::STEPS; i += 2) {
-        uint32_t largest[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            largest[j] = smla_abs_bf16x2(pairs[i + j][0]);
-#pragma unroll
-            for (int k = 1; k < layout::COUNT / 2; k++) {
-                largest[j] = smla_max_bf16x2(largest[j], smla_abs_bf16x2(pairs[i + j][k]));
-            }
-        }
-        /* Pack both steps in a word: step i in the lower half, step i + 1 in the upper half. */
-        uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
-                                        __byte_perm(largest[0], largest[1], 0x7632));
-#pragma unroll
-        for (int step = layout::TILE_LANES / 2; step > 0; step /= 2) {
-            both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, step));
-        }
-        const float amax[2] = {smla_low_bf16(both), smla_high_bf16(both)};
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            /* A tile that has only NaN gets the amax 0. */
-            const float bounded = fminf(fmaxf(amax[j], 0.0f), FLT_MAX);
-            scales[i + j] = smla_make_scale(smla_scale_of_tile(bounded));
-        }
-    }
-}
-
-template <int TYPE>
-__device__ __forceinline__ void
-quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_scale *scales,
-               uint32_t (*bytes)[given_part<TYPE>::COUNT / 4])
-{
-    using layout = given_part<TYPE>;
-    bool is_moderate = true;
-#pragma unroll
-    for (int i = 0; i < layout::STEPS; i++) {
-        is_moderate = is_moderate && scales[i].is_moderate;
-    }
-    if (is_moderate) {
-#pragma unroll
-        for (int i = 0; i < layout::STEPS; i++) {
-#pragma unroll
-            for (int k = 0; k < layout::COUNT / 4; k++) {
-                bytes[i][k] = smla_quantize_moderate_bf16x4(pairs[i] + 2 * k, scales[i]);
-            }
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < layout::STEPS; i++) {
-#pragma unroll
-        for (int k = 0; k < layout::COUNT / 4; k++) {
-            bytes[i][k] =
-                smla_quantize_rare_bf16x4(pairs[i][2 * k], pairs[i][2 * k + 1], scales[i].scale);
-        }
-    }
-}
-
-/* Stores the scales. Of the lanes that share a tile, lane i stores the scale of step i, for i <
- * STEPS. */
-template <int TYPE>
-__device__ __forceinline__ void
-store_scales(const smla_scale *scales, float *to)
-{
-    using layout = given_part<TYPE>;
-    const int step = lane_idx() % layout::TILE_LANES;
-    const int tile = step * (layout::STEP / SMLA_SCALE_TILE) + lane_idx() / layout::TILE_LANES;
-    float scale = scales[0].scale;
-#pragma unroll
-    for (int i = 1; i < layout::STEPS; i++) {
-        scale = step == i ? scales[i].scale : scale;
-    }
-    if (step < layout::STEPS) {
-        const uint32_t bits = smla_float_bits(scale);
-        smla_store_words<4, true>(to + tile, &bits);
-    }
-}
-
-template <int TYPE, int ROW, bool ALIGNED>
-__device__ __forceinline__ void
-write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *row)
-{
-    using layout = given_part<TYPE>;
-    constexpr bool OUT_ALIGNED = ALIGNED || smla_row<ROW>::IS_E4M3;
-    constexpr int OUT_BYTES = smla_row<ROW>::IS_E4M3 ? layout::COUNT : 2 * layout::COUNT;
-    const int lane = lane_idx();
-    uint8_t *const nope = row + lane * OUT_BYTES;
-    uint32_t pairs[layout::STEPS][layout::COUNT / 2];
-    uint32_t rope;
-#pragma unroll
-    for (int i = 0; i < layout::STEPS; i++) {
-        narrow<TYPE, layout::COUNT>(part.nope[i], pairs[i]);
-    }
-    if constexpr (smla_row<ROW>::HAS_ROPE) {
-        narrow<TYPE, 2>(part.rope, &rope);
-    }
-    if constexpr (smla_row<ROW>::IS_E4M3) {
-        smla_scale scales[layout::STEPS];
-        uint32_t bytes[layout::STEPS][layout::COUNT / 4];
-        find_scales<TYPE>(pairs, scales);
-        quantize_token<TYPE>(pairs, scales, bytes);
-#pragma unroll
-        for (int i = 0; i < layout::STEPS; i++) {
-            smla_store_words<OUT_BYTES, true>(nope + i * OUT_BYTES * SMLA_WARP_LANES, bytes[i]);
-        }
-        store_scales<TYPE>(scales, (float *)(row + offsets.scale));
-    } else {
-#pragma unroll
-        for (int i = 0; i < layout::STEPS; i++) {
-            smla_store_words<OUT_BYTES, ALIGNED>(nope + i * OUT_BYTES * SMLA_WARP_LANES, pairs[i]);
-        }
-    }
-    if constexpr (smla_row<ROW>::HAS_ROPE) {
-        smla_store_words<4, OUT_ALIGNED>(row + offsets.rope + lane * 4, &rope);
-    }
-}
 
 /* Blocks per SM for which registers must suffice. On sm_120 one block more would spill
  * registers. */
@@ -304,10 +130,7 @@ const write_row write_rows[] = {
 cudaError_t
 smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p, const smla_cuda_device *)
 {
-    const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    const bool is_aligned = has_aligned_rows(p->kv) &&
-                            smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16) &&
-                            smla_is_multiple(p->k_pe, p->k_pe_stride_token * element_bytes, 8);
+    const bool is_aligned = has_aligned_tokens(*p);
     const int32_t run_tokens = choose_run_tokens(p->num_tokens);
     const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);
     const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),

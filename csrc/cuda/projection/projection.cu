@@ -1,6 +1,7 @@
 /* projection.cu: projections of arrays that faster kernels do not take, because rows overlap, are
- * repeated (broadcast), run backwards, or are unaligned; and sums of no terms. projection_cublas.c
- * sends other bf16 arrays to cuBLAS, and projection_e4m3.cu has the kernel for other e4m3 arrays.
+ * repeated (broadcast), run backwards, or are unaligned, or a weight has no contiguous dimension;
+ * and sums of no terms. projection_cublas.c sends other bf16 arrays to cuBLAS, and
+ * projection_e4m3.cu has the kernel for other e4m3 arrays.
  *
  * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n), or for e4m3
  *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n),

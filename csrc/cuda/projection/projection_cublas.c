@@ -15,7 +15,7 @@
  * order: the same bits on every run. Batches of heads fill the device without splits.
  *
  * What cuBLAS cannot express is left to projection.cu: rows that overlap, repeat or run backwards,
- * and sums of no terms.
+ * weights with no contiguous dimension, and sums of no terms.
  */
 #define _GNU_SOURCE /* for dladdr, NOLINT(cert-dcl51-cpp) */
 #include <dlfcn.h>

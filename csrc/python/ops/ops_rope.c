@@ -1,4 +1,5 @@
-/* ops_rope.c: RoPE of queries and keys, and of what attention returns. */
+/* ops_rope.c: RoPE of queries and keys, of keys on their way into a cache, and of what attention
+ * returns. */
 #include "core/params_rope.h"
 #include "python/call/operator.h"
 
@@ -28,6 +29,32 @@ static const smla_py_result_row apply_results[] = {
      .when = {SMLA_PY_IF_GIVEN, APPLY_K, 0},
      .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = APPLY_K},
      .dims = {SMLA_PY_ALL_SIZES(APPLY_K)}},
+};
+
+/* ---- rope_and_cache_mla -------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(rope_and_cache_mla)
+
+enum { CACHED_Q = 1, CACHED_Q_OUT = 7 };
+
+static const smla_py_param cached_params[] = {
+    {"positions", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, positions)},
+    [CACHED_Q] = {"q_pe", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, q_pe)},
+    {"k_pe", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, k_pe)},
+    {"table", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, table)},
+    {"kv_c", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, kv_c)},
+    {"kv_cache", SMLA_PY_INOUT, offsetof(smla_rope_and_cache_mla_args, kv_cache)},
+    {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, slot_mapping)},
+    [CACHED_Q_OUT] = {"q_out", SMLA_PY_OUTPUT, offsetof(smla_rope_and_cache_mla_args, q_out)},
+    {"interleaved", SMLA_PY_UNLESS, offsetof(smla_rope_and_cache_mla_args, is_neox)},
+    {"kv_cache_dtype", SMLA_PY_KV_FORMAT, offsetof(smla_rope_and_cache_mla_args, kv_format)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_rope_and_cache_mla_args, stream)},
+};
+
+static const smla_py_result_row cached_results[] = {
+    {.result = CACHED_Q_OUT,
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = CACHED_Q},
+     .dims = {SMLA_PY_ALL_SIZES(CACHED_Q)}},
 };
 
 /* ---- Inverse RoPE -------------------------------------------------------------------------- */
@@ -99,6 +126,10 @@ const smla_py_operator smla_py_rope_operators[] = {
      SMLA_PY_TABLE(apply_params, smla_apply_rope_args, smla_apply_rope_args),
      .compute = compute_apply_rope,
      SMLA_PY_RESULTS(apply_results)},
+    {.name = "rope_and_cache_mla",
+     SMLA_PY_TABLE(cached_params, smla_rope_and_cache_mla_args, smla_rope_and_cache_mla_args),
+     .compute = compute_rope_and_cache_mla,
+     SMLA_PY_RESULTS(cached_results)},
     {.name = "fused_inv_rope_fp8_quant",
      SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
                    smla_fused_inv_rope_fp8_quant_args),

@@ -67,6 +67,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
     moves += [make_merge(rng), make_norm(rng), make_inverse(), make_queries()]
     moves += [make_turn(interleaved) for interleaved in (True, False)]
+    moves.append(make_turned_keys())
     moves += [make_index_queries(rng)]
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
@@ -402,6 +403,28 @@ def make_turn(interleaved: bool) -> Move:
 
     kind = "neighbours" if interleaved else "halves"
     return Move(f"apply_rope, 16 heads, {kind}", turn, 2 * (q.nbytes + k.nbytes), is_right)
+
+
+def make_turned_keys() -> Move:
+    q, k, kv_c = draw(NUM_TURNED, 16, 64), draw(NUM_TURNED, 1, 64), draw(NUM_TURNED, 512)
+    positions, table = np.arange(NUM_TURNED), sparse_mla.rope_table(NUM_TURNED)
+    cache = np.zeros((NUM_TURNED // BLOCK_SIZE + 1, BLOCK_SIZE, KEY_DIM), BF16)
+    q_out = np.zeros_like(q)
+
+    def insert() -> object:
+        return sparse_mla.rope_and_cache_mla(
+            positions, q, k[:, 0], table, kv_c, cache, positions, q_out=q_out
+        )
+
+    def is_right() -> bool:
+        q_want, k_want = (turned(x[SAMPLED], table[SAMPLED], interleaved=True) for x in (q, k))
+        rows = np.concatenate([kv_c[SAMPLED], k_want[:, 0]], axis=1)
+        return np.array_equal(q_out[SAMPLED], q_want) and np.array_equal(
+            cache.reshape(-1, KEY_DIM)[SAMPLED], rows
+        )
+
+    num_bytes = 2 * (q.nbytes + k.nbytes + kv_c.nbytes)
+    return Move("rope_and_cache_mla, 16 heads, bfloat16", insert, num_bytes, is_right)
 
 
 def make_inverse() -> Move:

@@ -412,6 +412,23 @@ def turn(dtype: Any) -> Case:
     return Case("apply_rope", make, sizes("q_pe", "k_pe"), np.dtype(dtype).name)
 
 
+def turn_and_write(dtype: Any, fmt: str) -> Case:
+    def make() -> Arrays:
+        row = (FP8_ROW_BYTES, np.uint8) if fmt == "fp8_ds_mla" else (KEY_DIM, BF16)
+        return {
+            "positions": np.arange(TOKENS),
+            "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
+            "k_pe": normal(TOKENS, 64, dtype=dtype),
+            "table": cos_sin(TOKENS),
+            "kv_c": normal(TOKENS, 512, dtype=dtype),
+            "kv_cache": np.zeros((TOKENS, 1, row[0]), row[1]),
+            "slot_mapping": np.arange(TOKENS),
+        }
+
+    label = f"{np.dtype(dtype).name} to {fmt}"
+    return Case("rope_and_cache_mla", make, sizes("q_pe", "k_pe", "kv_c"), label)
+
+
 def inverse(*, quantizes: bool) -> Case:
     def make() -> Arrays:
         return {
@@ -522,6 +539,8 @@ def make_cases() -> list[Case]:
         norm(),
         *map(queries, (BF16, np.uint8)),
         *map(turn, (BF16, np.float32)),
+        turn_and_write(BF16, "fp8_ds_mla"),
+        turn_and_write(np.float32, "bfloat16"),
         *(inverse(quantizes=quantizes) for quantizes in (True, False)),
         index_query(),
         save(),

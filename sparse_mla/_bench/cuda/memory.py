@@ -389,6 +389,38 @@ def move_rope() -> Iterator[Move]:
         yield Move(name, call, 2 * (q.nbytes + k.nbytes), is_right)
 
 
+def move_turned_keys() -> Iterator[Move]:
+    """Queries turned, keys turned and written to shuffled pages."""
+    table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS)).to(DEVICE)
+    positions = torch.arange(TURNED_TOKENS, device=DEVICE)
+    pages = torch.randperm(TURNED_TOKENS // BLOCK_SIZE, device=DEVICE) * BLOCK_SIZE
+    slots = (pages[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()
+    for num_heads, name in ((128, "fp8_ds_mla"), (128, "bfloat16"), (16, "fp8_ds_mla")):
+        is_fp8 = name == "fp8_ds_mla"
+        row, dtype = (FP8_ROW_BYTES, torch.uint8) if is_fp8 else (KEY_DIM, torch.bfloat16)
+        q = torch.randn(TURNED_TOKENS, num_heads, 64, device=DEVICE).bfloat16()
+        k, kv_c = (torch.randn(TURNED_TOKENS, n, device=DEVICE).bfloat16() for n in (64, 512))
+        shape = (TURNED_TOKENS // BLOCK_SIZE, BLOCK_SIZE, row)
+        cache, q_out = torch.zeros(shape, dtype=dtype, device=DEVICE), torch.empty_like(q)
+        inputs = (positions, q, k, table, kv_c, cache, slots)
+
+        def call(inputs: tuple[Array, ...] = inputs, q_out: Array = q_out) -> object:
+            return sparse_mla.rope_and_cache_mla(*inputs, q_out=q_out)
+
+        def is_right(inputs: tuple[Array, ...] = inputs, q_out: Array = q_out) -> bool:
+            tokens = sample(TURNED_TOKENS)
+            at, q, k, kv_c = (inputs[i][tokens].cpu() for i in (0, 1, 2, 4))
+            cache, slots = inputs[5:]
+            rows = cache.new_zeros((1, len(tokens), cache.shape[2]), device="cpu")
+            given = (at, q, k, inputs[3].cpu(), kv_c, rows, torch.arange(len(tokens)))
+            want = sparse_mla.rope_and_cache_mla(*given)[0]
+            written = cache.flatten(0, 1)[slots[tokens]]
+            return same_bytes(q_out[tokens], want) and same_bytes(written, rows[0])
+
+        num_bytes = 2 * q.nbytes + k.nbytes + kv_c.nbytes + cache.nbytes
+        yield Move(f"rope_and_cache_mla, H {num_heads}, {name}", call, num_bytes, is_right)
+
+
 def move_turned() -> Iterator[Move]:
     table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS, fp32_angles=True)).to(DEVICE)
     positions = torch.arange(TURNED_TOKENS, device=DEVICE)
@@ -508,6 +540,7 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_quantised,
     move_norms,
     move_rope,
+    move_turned_keys,
     move_turned,
     move_queries,
     move_index_queries,
