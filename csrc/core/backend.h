@@ -26,12 +26,13 @@ typedef struct smla_key_ranges_params smla_key_ranges_params;
 typedef struct smla_rope smla_rope;
 
 /* Device memory that the host writes anew for every step: the builder's metadata. The host fills
- * the memory that `begin_write` lends. Then `end_write` sends all of it in the order of a stream.
+ * the memory that `begin_write` lends. Then `end_write` sends it in the order of a stream.
  * Work that reads the device memory is started between `begin_use` and `end_use`, so that steps on
  * different streams cannot overtake each other. A backend embeds this struct in a larger one. */
 typedef struct smla_mirror {
     void *device; /* the same address for the mirror's whole life */
     int64_t bytes;
+    int64_t used_bytes; /* end_write sends so many, from the start; begin_write sets all of them */
 } smla_mirror;
 
 /* A point in the work of a stream. */

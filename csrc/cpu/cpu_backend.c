@@ -61,6 +61,7 @@ static smla_status
 begin_write(const char *op, smla_mirror *mirror, smla_stream stream, void **host, smla_error *error)
 {
     (void)op, (void)stream, (void)error;
+    mirror->used_bytes = mirror->bytes;
     *host = mirror->device;
     return SMLA_OK;
 }

@@ -24,6 +24,17 @@ smla_add_array(smla_arena *arena, size_t field, int64_t count)
     arena->rows[arena->num_rows++].count = count;
 }
 
+/* The bytes of the arrays in front of one, in an arena whose bytes are an int64_t. */
+static inline int64_t
+smla_arena_bytes_before(const smla_arena *arena, size_t field)
+{
+    int64_t count = 0;
+    for (int i = 0; i < arena->num_rows && arena->rows[i].field != field; i++) {
+        count += arena->rows[i].count;
+    }
+    return count * (int64_t)sizeof(int32_t);
+}
+
 /* The bytes of all arrays; -1 if they are more than int64_t can say. */
 static inline int64_t
 smla_arena_bytes(const smla_arena *arena)

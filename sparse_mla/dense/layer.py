@@ -172,9 +172,12 @@ class DenseMLA:
 
 def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:
     """The weight as [512, H * (Pn + Pv)] bf16: a view of a bf16 weight, else made of its parts."""
-    if str(weight.dtype).endswith("bfloat16"):
+    if str(getattr(weight, "dtype", None)).endswith("bfloat16"):
         columns = W_UK.shape[1] * (W_UK.shape[2] + W_UV.shape[2])
-        return weight if tuple(weight.shape) == (512, columns) else weight.T
+        if tuple(weight.shape) == (512, columns):
+            return weight
+        if hasattr(weight, "T"):
+            return weight.T
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(W_UK, torch.Tensor):
         return torch.cat([W_UK, W_UV], dim=-1).flatten(1)

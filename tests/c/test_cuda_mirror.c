@@ -123,6 +123,25 @@ write_all(smla_mirror *mirror, int stream, int value)
     return host;
 }
 
+/* Bytes past `used_bytes` are not sent, until the next write. */
+static void
+test_parts_of_a_mirror(void)
+{
+    void *host = NULL;
+    smla_mirror *mirror = smla_cuda_create_mirror(0, 24);
+    write_all(mirror, 0, 7);
+    EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host, &error));
+    EXPECT_EQ(mirror->used_bytes, 24);
+    memset(host, 9, 24);
+    mirror->used_bytes = 8;
+    EXPECT_OK(smla_cuda_end_write(op, mirror, stream_at(0), &error));
+    for (int i = 0; i < 24; i++) {
+        EXPECT_EQ(((const uint8_t *)mirror->device)[i], i < 8 ? 9 : 7);
+    }
+    write_all(mirror, 0, 5);
+    destroy_all(mirror);
+}
+
 static int
 count_buffers(const smla_mirror *mirror)
 {
@@ -650,6 +669,7 @@ main(void)
     RUN(test_memory);
     RUN(test_create);
     RUN(test_create_fails);
+    RUN(test_parts_of_a_mirror);
     RUN(test_destroy_fails);
     RUN(test_wrap);
     RUN(test_growth);

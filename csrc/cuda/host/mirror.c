@@ -314,6 +314,7 @@ smla_cuda_begin_write(const char *op, smla_mirror *mirror, smla_stream stream, v
         smla_cuda_restore_captures(former);
     }
     smla_cuda_leave(&guard);
+    m->base.used_bytes = m->base.bytes;
     *host = m->last->next->host;
     return status;
 }
@@ -326,10 +327,11 @@ send_buffer(const char *op, cuda_mirror *m, smla_stream stream, smla_error *erro
     unsigned long long id = 0;
     SMLA_TRY(find_id(op, stream, &id, error));
     SMLA_TRY(wait_for_newest(op, m, stream, id, error));
-    SMLA_TRY(smla_cuda_status(op, "cudaMemcpyAsync",
-                              cudaMemcpyAsync(m->base.device, buffer->host, (size_t)m->base.bytes,
-                                              cudaMemcpyHostToDevice, handle),
-                              error));
+    SMLA_TRY(
+        smla_cuda_status(op, "cudaMemcpyAsync",
+                         cudaMemcpyAsync(m->base.device, buffer->host, (size_t)m->base.used_bytes,
+                                         cudaMemcpyHostToDevice, handle),
+                         error));
     const smla_status status = record_newest(op, m, stream, id, buffer->sent, error);
     if (status != SMLA_OK) { /* no event will tell when the copy is done, so wait here */
         (void)cudaStreamSynchronize(handle);

@@ -288,6 +288,9 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
     }
     if (s->facts.num_context_chunks > 0) {
         smla_dense_fill_chunks(s, batch, &host);
+    } else { /* arrays of chunks may be megabytes, and are the last ones */
+        s->mirror->used_bytes =
+            smla_arena_bytes_before(&s->sent, offsetof(smla_dense_sent, context_starts));
     }
 }
 
