@@ -34,8 +34,9 @@ typedef struct smla_dense_config {
 } smla_dense_config;
 
 /* One step's batch. The host arrays are read during the call; seq_lens_cpu may be upper bounds of
- * the seq_lens of decodes, and of all requests on path "mixed". The others are read by the work that the call starts, and block_table and slot_mapping
- * by the step's layers. They must stay alive until the next build. */
+ * the seq_lens of decodes, and of all requests on path "mixed". The others are read by the work
+ * that the call starts, and block_table and slot_mapping by the step's layers. They must stay alive
+ * until the next build. */
 typedef struct smla_dense_build_args {
     size_t struct_size;
     const int32_t *query_start_loc_cpu; /* [B + 1] */
@@ -73,7 +74,8 @@ typedef struct smla_dense_metadata {
 
 typedef struct smla_dense_builder smla_dense_builder;
 
-/* As the functions of smla_builder in step.h, but workspace_bytes counts all of its device memory. */
+/* As the functions of smla_builder in step.h, but workspace_bytes counts all memory of the device.
+ */
 SMLA_API smla_status smla_dense_builder_create(const smla_dense_config *config,
                                                smla_dense_builder **builder, smla_error *error);
 SMLA_API smla_status smla_dense_builder_build(smla_dense_builder *builder,
@@ -84,10 +86,10 @@ SMLA_API void smla_dense_builder_destroy(smla_dense_builder *builder);
 SMLA_API int64_t smla_dense_builder_workspace_bytes(const smla_dense_builder *builder);
 
 /* Runs one layer of the last built step: turns q_pe and k_pe to their positions (with a table), and
- * writes the new tokens to the cache. Decodes absorb W_UK into the queries, attend to the cache, and
- * apply W_UV; so do all tokens on path "mixed". On path "separate", prefills attend to keys and
- * values that kv_b_proj makes of the new latents, and of the cached ones chunk by chunk. No input is
- * written. Writes the first T = num_actual_tokens rows of out. */
+ * writes the new tokens to the cache. Decodes absorb W_UK into the queries, attend to the cache,
+ * and apply W_UV; so do all tokens on path "mixed". On path "separate", prefills attend to keys and
+ * values that kv_b_proj makes of the new latents, and of the cached ones chunk by chunk. No input
+ * is written. Writes the first T = num_actual_tokens rows of out. */
 typedef struct smla_dense_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;

@@ -126,8 +126,8 @@ forward_args(const batch *b, smla_dense_builder *builder)
                                      .kv_b_proj = &b->weight->tensor};
 }
 
-/* A key's logit, and its value: those of head `head` that the weight makes of a cache row. `size` is
- * the sum of the sizes of the logit's products. */
+/* A key's logit, and its value: those of head `head` that the weight makes of a cache row. `size`
+ * is the sum of the sizes of the logit's products. */
 static double
 score(const batch *b, int64_t token, int head, int64_t slot, double value[PV], double *size)
 {
@@ -151,7 +151,8 @@ score(const batch *b, int64_t token, int head, int64_t slot, double value[PV], d
 }
 
 /* Compares one token with fp64 over the cache, which the layer has written. Absorbed queries and
- * results are rounded in the latent space, whose sums have more and larger terms; 1e-3 is for these. */
+ * results are rounded in the latent space, whose sums have more and larger terms; 1e-3 is for
+ * these. */
 static void
 expect_token(const batch *b, int req, int64_t token, double num_roundings)
 {

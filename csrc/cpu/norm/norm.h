@@ -44,7 +44,7 @@ typedef struct smla_norm_isa {
     /* The pooled values, normalised with a weight, their last 64 rotated, as bf16. */
     void (*finish_pool)(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm,
                         const float *cos_sin, uint16_t *key);
-    /* out = weights[0] * a + weights[1] * b for a row of bf16, fp16 or fp32; a alone if b is NULL. */
+    /* out = weights[0] * a + weights[1] * b for a row of bf16, fp16 or fp32; a alone without b. */
     void (*add_weighted)(const void *a, const void *b, const float weights[2], smla_float_type type,
                          int64_t count, void *out);
 } smla_norm_isa;

@@ -70,7 +70,7 @@ advance(ring_position *position)
 /* ---- Copy warps ---------------------------------------------------------------------------- */
 
 /* Copies a step's ROWS rows; rows from num_rows on become zeros. `to` is the address of the first
- * row in shared memory, `from` that of its values. Chunk j of row i is stored at index j ^ i % 8. */
+ * row in shared memory, `from` that of its values. Chunk j of row i goes to index j ^ i % 8. */
 template <int ROWS>
 __device__ __forceinline__ void
 copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)

@@ -1,5 +1,5 @@
-/* layer_dense.h: what the two parts of a dense layer share. layer_dense.c has the whole layer and its
- * absorbed part, layer_dense_prefill.c the prefills of path "separate".
+/* layer_dense.h: what the two parts of a dense layer share. layer_dense.c has the whole layer and
+ * its absorbed part, layer_dense_prefill.c the prefills of path "separate".
  */
 #pragma once
 

@@ -1,5 +1,5 @@
-/* layer_dense_prefill.c: the prefills of a dense layer on path "separate", as multi-head attention to
- * keys and values that kv_b_proj makes of latents:
+/* layer_dense_prefill.c: the prefills of a dense layer on path "separate", as multi-head attention
+ * to keys and values that kv_b_proj makes of latents:
  *
  *   new tokens   kv_c -> kv_b_proj -> k_nope, v;  causal attention -> out
  *   a chunk      cache -> gather -> workspace -> kv_b_proj -> k_nope, v;
@@ -15,7 +15,8 @@
 
 /* ---- Views --------------------------------------------------------------------------------- */
 
-/* The first `num_rows` rows of up-projected latents: keys and values beside each other, per head. */
+/* The first `num_rows` rows of up-projected latents: keys and values beside each other, per head.
+ */
 typedef struct up_rows {
     smla_view all;    /* [rows, H * (Pn + Pv)] */
     smla_view k_nope; /* [rows, H, Pn] */

@@ -25,8 +25,8 @@ typedef struct smla_dense_chunk {
     int64_t token_start;
     int64_t token_end;
     int64_t merged_tokens; /* those of the first requests, which earlier chunks hold, too */
-    /* Chunks whose requests are neighbours are a run. Behind the last chunk of a run, the results of
-     * its context are complete, from run_start to token_end. */
+    /* Chunks whose requests are neighbours are a run. Behind the last chunk of a run, the results
+     * of its context are complete, from run_start to token_end. */
     int64_t run_start;
     int64_t ends_run; /* 0 or 1 */
 } smla_dense_chunk;

@@ -75,8 +75,8 @@ prefers_mixed(const smla_dense_config *config, const smla_batch *batch, int64_t 
     return more < 0;
 }
 
-/* A batch that has decodes behind prefills can only be "mixed", and one without prefills is the same
- * on both paths. */
+/* A batch that has decodes behind prefills can only be "mixed", and one without prefills is the
+ * same on both paths. */
 smla_path
 smla_dense_choose_path(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
 {

@@ -4,9 +4,9 @@
  *              out = f (e^(lse_a - lse) out_a + e^(lse_b - lse) out_b),
  *              f = 1 / (1 + e^(sink - lse)), or 1 without a sink; from token merged_tokens on side
  *              b is all
- * Shapes       out_a, out_b, out [T, H, V] bf16, fp16 or fp32; lse_a, lse_b, lse [T, H] fp32; tokens
- *              and heads any stride apart; attn_sink [H] fp32. out may be out_a or out_b, and lse
- *              may be lse_a or lse_b
+ * Shapes       out_a, out_b, out [T, H, V] bf16, fp16 or fp32; lse_a, lse_b, lse [T, H] fp32;
+ *              tokens and heads any stride apart; attn_sink [H] fp32. out may be out_a or out_b,
+ *              and lse may be lse_a or lse_b
  * Shared mem   none
  * Roles        A thread computes 16 bytes of a row of out at a time (one element where rows are not
  *              aligned) and the row's weights. When all threads of a block have read what their
@@ -236,7 +236,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
         row_part<TYPE, COUNT> part;
         load_part(p, token, head, first, step, &part);
         const merge_weights merged = weigh_row(p, token, head);
-        __syncthreads(); /* lse may be the lse of a side, which all of the row's threads have read */
+        __syncthreads(); /* lse may be the lse of a side: all of the row's threads have read it */
         if (!has_row) {
             continue;
         }
