@@ -148,7 +148,14 @@ parse_handle(const char *name, PyObject *object, void **handle)
         PyErr_Format(PyExc_TypeError, "%s: `%s` must be the int handle of a stream", op, name);
         return -1;
     }
-    return smla_py_parse_stream(op, object, handle);
+    if (smla_py_parse_stream(op, object, handle) < 0) {
+        return -1;
+    }
+    if ((intptr_t)*handle < 0) { /* a driver would follow it to nowhere */
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be at least 0, got %R", op, name, object);
+        return -1;
+    }
+    return 0;
 }
 
 static PyObject *
