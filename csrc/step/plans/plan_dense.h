@@ -81,9 +81,9 @@ smla_path smla_dense_choose_path(const smla_step *step, const smla_batch *batch,
 smla_status smla_dense_cut_context(const smla_step *step, const smla_batch *batch,
                                    smla_step_facts *facts, smla_error *error);
 
-/* Fills the arrays of chunks in `kept` and in `sent`, which is on the host. */
+/* Fills the arrays of chunks in `kept`, and in what the host is going to send. */
 void smla_dense_fill_chunks(const smla_step *step, const smla_batch *batch,
-                            const smla_dense_sent *sent);
+                            const smla_dense_sent *host);
 
 /* Lists what a binding shows of the chunks; returns how many views. */
 int smla_dense_show_chunks(const smla_step *step, smla_step_view *views);
