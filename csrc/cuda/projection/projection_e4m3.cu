@@ -279,6 +279,18 @@ next_slot(int slot)
     return slot + 1 == Shape::STEPS ? 0 : slot + 1;
 }
 
+/* Each team's barrier has a constant number: compute-sanitizer takes a number in a register for
+ * another barrier's. */
+__device__ __forceinline__ void
+wait_for_team(int team)
+{
+    if (team == 0) {
+        ptx_barrier(TEAM_BARRIER, TEAM_THREADS);
+    } else {
+        ptx_barrier(TEAM_BARRIER + 1, TEAM_THREADS);
+    }
+}
+
 /* The sums of a quarter. */
 template <typename Shape>
 __device__ __forceinline__ void
@@ -299,7 +311,7 @@ sum_quarter(const e4m3_projection &args, int64_t number, int team, int half, ste
 #pragma unroll 1
     for (int i = 0; i < num_own; i++) {
         ptx_cp_async_wait<Shape::STEPS - 2>();
-        ptx_barrier(TEAM_BARRIER + team, TEAM_THREADS);
+        wait_for_team(team);
         if (i + Shape::STEPS - 1 < num_own) {
             copy_step(args, copier, (i + Shape::STEPS - 1) * TEAMS + team, free_slot, ring);
         }
