@@ -366,29 +366,48 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
 /* ---- Scales -------------------------------------------------------------------------------- */
 
 smla_status
+smla_read_scale_number(smla_checker *c, const char *name, const smla_scale_arg *given, float *value)
+{
+    *value = 1.0f;
+    if (given->tensor != NULL) {
+        return smla_require(c, &(smla_rule){.name = name,
+                                            .tensor = given->tensor,
+                                            .dtypes = SMLA_DTYPE_FP32,
+                                            .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                            .ndim = SMLA_ANY});
+    }
+    if (given->value != 0) {
+        SMLA_TRY(smla_require_positive(c->op, name, given->value, c->error));
+        *value = (float)given->value;
+    }
+    return SMLA_OK;
+}
+
+bool
+smla_has_one_value(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+smla_status
 smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *given,
                    smla_given_scale *scale)
 {
     const DLTensor *const tensor = given->tensor;
-    *scale = (smla_given_scale){.pointer = NULL, .value = 1.0f};
+    *scale = (smla_given_scale){.pointer = NULL};
+    SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
     if (tensor == NULL) {
-        if (given->value != 0) {
-            SMLA_TRY(smla_require_positive(c->op, name, given->value, c->error));
-            scale->value = (float)given->value;
-        }
         return SMLA_OK;
     }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = tensor,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = SMLA_ANY}));
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] != 1) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must have one value, or be a float, got shape %s", c->op,
-                             name, smla_describe_shape(tensor).text);
-        }
+    if (!smla_has_one_value(tensor)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have one value, or be a float, got shape %s", c->op, name,
+                         smla_describe_shape(tensor).text);
     }
     scale->pointer = smla_data(tensor);
     return c->device.device_type == kDLCPU

@@ -32,3 +32,10 @@ smla_status smla_require_alignment(const smla_checker *c, const char *name, cons
 /* The end of every array's check: the device, and the rules of outputs. */
 smla_status smla_remember(smla_checker *c, const char *name, const DLTensor *tensor,
                           smla_byte_range range, unsigned flags);
+
+/* The first half of checking a scale: a positive number goes to `value`, which is 1 otherwise; an
+ * array is fp32 of any shape. */
+smla_status smla_read_scale_number(smla_checker *checker, const char *name,
+                                   const smla_scale_arg *given, float *value);
+
+bool smla_has_one_value(const DLTensor *tensor);

@@ -174,17 +174,6 @@ require_positive_scales(const smla_checker *c, const char *name, const DLTensor 
     return SMLA_OK;
 }
 
-static bool
-has_one_value(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] != 1) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* Checks a scale of e4m3 values, or that values of another type `of` have none. */
 static smla_status
 require_descale(smla_checker *c, const char *name, const smla_scale_arg *given, const char *of,
@@ -200,21 +189,13 @@ require_descale(smla_checker *c, const char *name, const smla_scale_arg *given, 
                                "%s: `%s` must be left out unless `%s` is e4m3, got %s", c->op, name,
                                of, smla_describe_dtype(values).text);
     }
+    SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
     if (tensor == NULL) {
-        if (given->value != 0) {
-            SMLA_TRY(smla_require_positive(c->op, name, given->value, c->error));
-            scale->value = (float)given->value;
-        }
         return SMLA_OK;
     }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = tensor,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = SMLA_ANY}));
     const bool has_rows =
         tensor->ndim == 2 && tensor->shape[0] == num_reqs && tensor->shape[1] == num_kv_heads;
-    if (!has_rows && !has_one_value(tensor)) {
+    if (!has_rows && !smla_has_one_value(tensor)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have one value or shape [%lld, %lld], or be a float, got "
                          "shape %s",
