@@ -122,7 +122,7 @@ weigh_scores(float *scores, int count, float scale_log2, float *max_log2, double
 #pragma GCC unroll 4
         for (int i = 0; i < SUM_CHAINS * vectors; i++) {
             vfloat *const s = (vfloat *)(scores + j * stride + i * WIDTH);
-            *s = exp2_lanes(*s - reference[i % vectors]);
+            *s = exp2_flushed(*s - reference[i % vectors]);
             add_compensated(*s, &total[i], &excess[i]);
         }
     }

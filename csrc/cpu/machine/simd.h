@@ -109,11 +109,11 @@ min_lanes(vfloat x, vfloat most)
 #endif
 }
 
-/* 2^x for x <= 127, error below 1 ulp. Exact for integers; 0 below -126 and for -inf; NaN for NaN.
- * 2^x = 2^n * 2^f with n = round(x): the polynomial is minimax in relative error on [-1/2, 1/2]
- * (2^-28.9), with the constant term fixed to 1. */
+/* 2^x for -127 <= x <= 127, error below 1 ulp; 0 where x rounds to -127. Exact for integers; NaN for
+ * NaN. 2^x = 2^n * 2^f with n = round(x): the polynomial is minimax in relative error on
+ * [-1/2, 1/2] (2^-28.9), with the constant term fixed to 1. */
 SMLA_INLINE vfloat
-exp2_lanes(vfloat x)
+exp2_in_range(vfloat x)
 {
     const float magic = 0x1.8p23f; /* adding it leaves round(x) in the low bits */
     const vfloat shifted = x + magic;
@@ -126,7 +126,21 @@ exp2_lanes(vfloat x)
     p = p * f + 1.0f;
     /* Multiply instead of adding to the exponent field, so that NaN stays NaN. */
     const vfloat power = (vfloat)(((vuint)shifted << 23) + (127u << 23));
-    return (vfloat)((vint)(p * power) & ~(x < -126.0f));
+    return p * power;
+}
+
+/* 2^x for x <= 127; 0 below -126 and for -inf. */
+SMLA_INLINE vfloat
+exp2_lanes(vfloat x)
+{
+    return (vfloat)((vint)exp2_in_range(x) & ~(x < -126.0f));
+}
+
+/* The same by fewer instructions, except that results below 2^-126 are not 0 in SMLA_FP_EXACT. */
+SMLA_INLINE vfloat
+exp2_flushed(vfloat x)
+{
+    return exp2_in_range(max_lanes(x, splat(-127.0f)));
 }
 
 /* tanh(x), error below 2 ulp; NaN for NaN. The polynomial is that of Cephes; larger numbers take

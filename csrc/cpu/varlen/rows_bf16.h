@@ -28,14 +28,21 @@ serves(const smla_varlen_params *params)
     return params->q_type != SMLA_FLOAT_FP16 && params->kv_type != SMLA_FLOAT_FP16;
 }
 
-/* Copies or widens `count` values, from element `at` of an array on. */
+/* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads of
+ * what memcpy has just stored in halves of vectors wait until it is in the cache. */
 static void
 widen_values(const void *array, smla_float_type type, int64_t at, int64_t count, unit_scalar *to)
 {
     uint16_t *const halves = (uint16_t *)to;
     int64_t i = 0;
     if (type == SMLA_FLOAT_BF16) {
-        memcpy(halves, (const uint16_t *)array + at, (size_t)count * sizeof *halves);
+        const uint16_t *const from = (const uint16_t *)array + at;
+        for (; i + 2 * WIDTH <= count; i += 2 * WIDTH) {
+            store_words(load_words(from + i, 0), halves + i, 0);
+        }
+        if (i < count) {
+            memcpy(halves + i, from + i, (size_t)(count - i) * sizeof *halves);
+        }
         return;
     }
     for (; i + QUAD <= count; i += QUAD) {

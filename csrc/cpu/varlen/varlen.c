@@ -7,30 +7,56 @@
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
-/* Tiles of one KV head of a request. */
+/* Tiles of one KV head of a request, if a tile has so many rows. */
 static int64_t
-count_tiles(const smla_varlen_params *params, int64_t req)
+count_tiles(const smla_varlen_params *params, int64_t req, int64_t tile_rows)
 {
     const int64_t group = params->num_heads / params->num_kv_heads;
     const int64_t rows = smla_find_varlen_request(params, req).num_queries * group;
-    return (rows + SMLA_VARLEN_ROWS - 1) / SMLA_VARLEN_ROWS;
+    return (rows + tile_rows - 1) / tile_rows;
 }
 
-/* tiles[b] counts the tiles, of one KV head, of the requests before b. */
-static void
-add_tiles(const smla_varlen_params *params, int64_t *tiles)
+/* Tasks: the tiles of all requests and KV heads. */
+static int64_t
+count_tasks(const smla_varlen_params *params, int64_t tile_rows)
 {
-    tiles[0] = 0;
+    int64_t count = 0;
     for (int64_t req = 0; req < params->num_reqs; req++) {
-        tiles[req + 1] = tiles[req] + count_tiles(params, req);
+        count += count_tiles(params, req, tile_rows);
+    }
+    return count * params->num_kv_heads;
+}
+
+/* Rows of a tile: the more, the less often keys are read, unless threads would have no work. */
+static int
+choose_tile_rows(const smla_varlen_params *params)
+{
+    const int64_t tiles_per_thread = 4;
+    const int64_t wanted = tiles_per_thread * smla_max_threads();
+    return count_tasks(params, SMLA_VARLEN_ROWS) < wanted ? SMLA_VARLEN_ROWS / 2 : SMLA_VARLEN_ROWS;
+}
+
+/* How a call is cut. */
+typedef struct tile_cut {
+    int tile_rows;
+    int64_t *before; /* [B + 1]: the tiles, of one KV head, of the requests before one */
+} tile_cut;
+
+static void
+add_tiles(const smla_varlen_params *params, const tile_cut *cut)
+{
+    cut->before[0] = 0;
+    for (int64_t req = 0; req < params->num_reqs; req++) {
+        cut->before[req + 1] = cut->before[req] + count_tiles(params, req, cut->tile_rows);
     }
 }
 
 /* The tile of a task. Tiles of a request and a KV head follow each other, because they read the
  * same keys. The last ones of a head, which see the most keys, come first. */
 static smla_varlen_tile
-find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
+find_tile(const smla_varlen_params *params, const tile_cut *cut, int64_t task)
 {
+    const int64_t *const tiles = cut->before;
     const int64_t num_kv_heads = params->num_kv_heads;
     int64_t req = 0; /* the first one that ends behind the task */
     for (int64_t past = params->num_reqs - 1; req < past;) {
@@ -45,14 +71,14 @@ find_tile(const smla_varlen_params *params, const int64_t *tiles, int64_t task)
     const int64_t num_rows = of.num_queries * (params->num_heads / num_kv_heads);
     const int64_t num_tiles = tiles[req + 1] - tiles[req];
     const int64_t number = task - tiles[req] * num_kv_heads;
-    const int64_t row = (num_tiles - 1 - number % num_tiles) * SMLA_VARLEN_ROWS;
+    const int64_t row = (num_tiles - 1 - number % num_tiles) * cut->tile_rows;
     const int64_t left = num_rows - row;
     return (smla_varlen_tile){
         .of = of,
         .req = req,
         .kv_head = number / num_tiles,
         .row = row,
-        .num_rows = left < SMLA_VARLEN_ROWS ? (int)left : SMLA_VARLEN_ROWS,
+        .num_rows = left < cut->tile_rows ? (int)left : cut->tile_rows,
     };
 }
 
@@ -68,17 +94,6 @@ thread_bytes(const smla_varlen_params *params)
     return most;
 }
 
-/* Tasks: the tiles of all requests and KV heads. */
-static int64_t
-count_tasks(const smla_varlen_params *params)
-{
-    int64_t count = 0;
-    for (int64_t req = 0; req < params->num_reqs; req++) {
-        count += count_tiles(params, req);
-    }
-    return count * params->num_kv_heads;
-}
-
 /* Whole parts of scratch, behind those of threads, that hold the numbers of tiles. */
 static int
 count_parts(const smla_varlen_params *params, int64_t part_bytes)
@@ -92,7 +107,8 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
-    const int64_t num_tasks = count_tasks(params);
+    tile_cut cut = {.tile_rows = choose_tile_rows(params)};
+    const int64_t num_tasks = count_tasks(params, cut.tile_rows);
     if (num_tasks == 0) {
         return SMLA_OK;
     }
@@ -101,14 +117,14 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
-    int64_t *const tiles = smla_scratch_part(&scratch, num_threads);
-    add_tiles(params, tiles);
+    cut.before = smla_scratch_part(&scratch, num_threads);
+    add_tiles(params, &cut);
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
     for (int64_t task = 0; task < num_tasks; task++) {
         if (!smla_is_ended(interrupt)) {
-            const smla_varlen_tile tile = find_tile(params, tiles, task);
+            const smla_varlen_tile tile = find_tile(params, &cut, task);
             isa->varlen->run_tile(params, &tile, smla_own_scratch(&scratch));
         }
     }

@@ -9,7 +9,7 @@
 #include "core/backend.h"
 #include "core/params_varlen.h"
 
-enum { SMLA_VARLEN_ROWS = 256 };
+enum { SMLA_VARLEN_ROWS = 512 };
 
 typedef struct smla_varlen_tile {
     smla_varlen_request of;

@@ -138,8 +138,22 @@ load_row(const smla_varlen_rows *parts, int num_parts, smla_float_type type, int
                      part->dim, row + dim / UNIT_STEP);
         dim += part->dim;
     }
-    memset(row + dim / UNIT_STEP, 0, (size_t)(padded_dims - dim) / UNIT_STEP * sizeof *row);
+    if (dim < padded_dims) {
+        memset(row + dim / UNIT_STEP, 0, (size_t)(padded_dims - dim) / UNIT_STEP * sizeof *row);
+    }
     return !has_huge_value(row, padded_dims / UNIT_STEP);
+}
+
+/* Rows of a head lie far apart, where the processor does not expect them. */
+static void
+prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, int64_t head)
+{
+    const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
+    const uint8_t *const row = (const uint8_t *)rows->data +
+                               (token * rows->stride_token + head * rows->stride_head) * element;
+    for (int64_t at = 0; at < rows->dim * element; at += 64) {
+        __builtin_prefetch(row + at, 0, 2);
+    }
 }
 
 static int
@@ -158,6 +172,10 @@ pack_queries(const tile_work *work)
         const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
+        for (int i = lane + WIDTH; i < lane + 2 * WIDTH && i < work->tile->num_rows; i++) {
+            prefetch_row(&params->q[0], params->q_type, work->rows[i].token, work->rows[i].head);
+            prefetch_row(&params->q[1], params->q_type, work->rows[i].token, work->rows[i].head);
+        }
         for (int i = 0; i < WIDTH; i++) {
             unit_scalar *const row = work->row + i * columns;
             if (lane + i >= work->tile->num_rows) {
@@ -190,18 +208,6 @@ mark_rows(const tile_work *work, int64_t key)
     for (int i = 0; i < work->tile->num_rows; i++) {
         const smla_key_range *const keys = &work->rows[i].keys;
         work->is_exact[i] |= key >= keys->begin && key < keys->end;
-    }
-}
-
-/* Rows of a head lie far apart, where the processor does not expect them. */
-static void
-prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, int64_t head)
-{
-    const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
-    const uint8_t *const row = (const uint8_t *)rows->data +
-                               (token * rows->stride_token + head * rows->stride_head) * element;
-    for (int64_t at = 0; at < rows->dim * element; at += 64) {
-        __builtin_prefetch(row + at, 0, 2);
     }
 }
 
@@ -428,25 +434,14 @@ store_values(vfloat x, smla_float_type type, int64_t at, int64_t count, void *ou
     }
 }
 
-/* Writes the results of one vector of lanes. */
+/* Transposes one vector of lanes into rows [WIDTH][value_dims], times the lanes' factors. */
 static void
-finish_vector(const tile_work *work, int lane)
+finish_rows(const tile_work *work, int lane, vfloat factor, float *rows)
 {
-    const smla_varlen_params *const params = work->params;
-    const double ln_2 = 0.69314718055994530942;
     const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
     const int lanes = lanes_at(work, first);
-    const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
-    const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
-    vfloat factor = {0};
-    for (int i = 0; i < num_rows; i++) {
-        const double sum = work->state.sum[lane + i];
-        const double lse = sum == 0.0 ? -INFINITY : (double)reference[i] * ln_2 + log(sum);
-        factor[i] =
-            (float)smla_finish_varlen_row(params, work->tile, &work->rows[lane + i], sum, lse);
-    }
     const float *const out = work->state.out + first * work->value_dims + (lane - first);
-    for (int d = 0; d < params->value_dim; d += WIDTH) {
+    for (int d = 0; d < work->value_dims; d += WIDTH) {
         vuint square[WIDTH];
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
@@ -454,12 +449,38 @@ finish_vector(const tile_work *work, int lane)
             square[i] = (vuint)(*as_vectors(out + (d + i) * lanes) * factor + 0.0f);
         }
         transpose(square);
-        for (int i = 0; i < num_rows; i++) {
-            const smla_varlen_row *const row = &work->rows[lane + i];
-            const int64_t at =
-                row->token * params->out_stride_token + row->head * params->out_stride_head + d;
-            store_values((vfloat)square[i], params->out_type, at, params->value_dim - d,
-                         params->out);
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            *(vuint *)(rows + i * work->value_dims + d) = square[i];
+        }
+    }
+}
+
+/* Writes the results of one vector of lanes, row by row: rows may lie a page apart, where the cache
+ * has no room for several of them. */
+static void
+finish_vector(const tile_work *work, int lane)
+{
+    const smla_varlen_params *const params = work->params;
+    const double ln_2 = 0.69314718055994530942;
+    const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
+    const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
+    float *const rows = (float *)work->row;
+    vfloat factor = {0};
+    for (int i = 0; i < num_rows; i++) {
+        const double sum = work->state.sum[lane + i];
+        const double lse = sum == 0.0 ? -INFINITY : (double)reference[i] * ln_2 + log(sum);
+        factor[i] =
+            (float)smla_finish_varlen_row(params, work->tile, &work->rows[lane + i], sum, lse);
+    }
+    finish_rows(work, lane, factor, rows);
+    for (int i = 0; i < num_rows; i++) {
+        const smla_varlen_row *const row = &work->rows[lane + i];
+        const int64_t at =
+            row->token * params->out_stride_token + row->head * params->out_stride_head;
+        for (int d = 0; d < params->value_dim; d += WIDTH) {
+            store_values(*as_vectors(rows + i * work->value_dims + d), params->out_type, at + d,
+                         params->value_dim - d, params->out);
         }
     }
 }
