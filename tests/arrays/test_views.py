@@ -373,6 +373,20 @@ def merge(dtype) -> Example:
     return call("merge_attn_states", states | results)
 
 
+def partials(dtype) -> Example:
+    rng = np.random.default_rng(5)
+    outs = cases.random_bf16(rng, 3, 3, 4, 40)
+    arrays = {
+        "outs": outs if dtype == ref.BF16 else outs.astype(dtype),
+        "lses": rng.normal(0, 1, (3, 3, 4)).astype(np.float32),
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "out": np.zeros((3, 4, 40), dtype),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+    arrays["lses"][0, 0, 1] = arrays["lses"][1, 1, 2] = -np.inf
+    return call("merge_attn_partials", arrays)
+
+
 def split(op, weight, scale=None) -> Example:
     sizes = {"num_heads": 2, "qk_nope_head_dim": 64, "v_head_dim": 96}
     arrays = {"weight": weight}
@@ -740,6 +754,8 @@ BUILD = dict.fromkeys(
 BUILD["workspace"] = "MetadataBuilder"
 MERGE = dict.fromkeys(("out_a", "out_b"), "") | dict.fromkeys(("lse_a", "lse_b"), "strided")
 MERGE |= {"attn_sink": "strided", "out": "written", "lse": "strided written"}
+PARTIALS = {"outs": "", "lses": "strided", "attn_sink": "strided", "out": "written"}
+PARTIALS |= {"lse": "strided written"}
 NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
@@ -982,6 +998,8 @@ TABLE: dict[str, Row] = {
         | RAGGED
         | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "strided"),
     ),
+    "partials bf16": Row("merge_attn_partials", lambda: partials(ref.BF16), PARTIALS),
+    "partials fp32": Row("merge_attn_partials", lambda: partials(F32), PARTIALS),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
     "split bf16": Row(
