@@ -14,6 +14,12 @@ typedef struct merge_sizes {
     int64_t value_dim;
 } merge_sizes;
 
+static merge_sizes
+sizes_of(const DLTensor *out)
+{
+    return (merge_sizes){smla_size(out, 0), smla_size(out, 1), smla_size(out, 2)};
+}
+
 static smla_rule
 rule_of_out(const char *name, const DLTensor *tensor, unsigned dtypes, const merge_sizes *sizes)
 {
@@ -96,8 +102,7 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     smla_open_checker(&c, "merge_attn_states", error);
     smla_rule out = rule_of_out("out_a", args->out_a, SMLA_DTYPE_FLOATS, &any);
     SMLA_TRY(smla_require(&c, &out));
-    const merge_sizes sizes = {smla_size(args->out_a, 0), smla_size(args->out_a, 1),
-                               smla_size(args->out_a, 2)};
+    const merge_sizes sizes = sizes_of(args->out_a);
     SMLA_TRY(smla_require_state(&c, "lse_a", args->lse_a, sizes.num_tokens, sizes.num_heads, 0));
     out = rule_of_out("out_b", args->out_b, smla_dtype(args->out_a), &sizes);
     SMLA_TRY(smla_require(&c, &out));
@@ -147,22 +152,24 @@ take_part(const smla_parts_arg *given, int64_t i)
     return part;
 }
 
-/* Checks that `outs` is an array of four dimensions or a list, of 1 to SMLA_MAX_PARTS parts. */
+/* Checks parts that are one array. */
 static smla_status
-require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+require_stacked(smla_checker *c, const DLTensor *outs)
 {
-    if (outs->stacked != NULL || outs->list == NULL) {
-        SMLA_TRY(smla_require(c, &(smla_rule){.name = "outs",
-                                              .tensor = outs->stacked,
-                                              .dtypes = SMLA_DTYPE_FLOATS,
-                                              .ndim = SMLA_ANY}));
-        if (outs->stacked->ndim != 4) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `outs` must have shape [any, any, any, any] or be a list of "
-                             "arrays, got %s",
-                             c->op, smla_describe_shape(outs->stacked).text);
-        }
-    }
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "outs",
+                                          .tensor = outs,
+                                          .dtypes = SMLA_DTYPE_FLOATS,
+                                          .ndim = SMLA_ANY}));
+    return outs->ndim == 4 ? SMLA_OK
+                           : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                       "%s: `outs` must have shape [any, any, any, any] or be a "
+                                       "list of arrays, got %s",
+                                       c->op, smla_describe_shape(outs).text);
+}
+
+static smla_status
+require_num_parts(const smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+{
     *num_parts = outs->stacked != NULL ? smla_size(outs->stacked, 0) : outs->count;
     if (*num_parts < 1 || *num_parts > SMLA_MAX_PARTS) {
         return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `outs` must have 1 to %d parts, got %lld",
@@ -171,29 +178,48 @@ require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
     return SMLA_OK;
 }
 
-/* Checks each array of a list by `rule`, which the first one completes where `takes_first` is set.
- * A checker has no room for all of them, so it forgets them. */
+/* Checks arrays number `start` and on of a list by `rule`. A checker has no room for all of them,
+ * so it forgets them. */
 static smla_status
-require_list(smla_checker *c, const smla_parts_arg *given, smla_rule rule, bool takes_first)
+require_list(smla_checker *c, const smla_parts_arg *given, int64_t start, smla_rule rule)
 {
     const char *const argument = rule.name;
-    for (int64_t i = 0; i < given->count; i++) {
+    for (int64_t i = start; i < given->count; i++) {
         char name[32];
         snprintf(name, sizeof name, "%s[%lld]", argument, (long long)i);
         rule.name = name;
         rule.tensor = given->list[i];
         SMLA_TRY(smla_require(c, &rule));
         c->num_arrays--;
-        if (i > 0 || !takes_first) {
-            continue;
-        }
-        c->arrays[c->num_arrays++].name = "outs[0]"; /* tells the device, so it is remembered */
-        rule.dtypes = smla_dtype(rule.tensor);
-        for (int k = 0; k < rule.ndim; k++) {
-            rule.shape[k] = rule.tensor->shape[k];
-        }
     }
     return SMLA_OK;
+}
+
+/* Checks parts that are a list. The first one, which the checker remembers, tells the device, the
+ * dtype and the shape. */
+static smla_status
+require_listed(smla_checker *c, const smla_parts_arg *outs)
+{
+    const DLTensor *const first = outs->list[0];
+    const merge_sizes any = {SMLA_ANY, SMLA_ANY, SMLA_ANY};
+    smla_rule rule = rule_of_out("outs[0]", first, SMLA_DTYPE_FLOATS, &any);
+    SMLA_TRY(smla_require(c, &rule));
+    const merge_sizes sizes = sizes_of(first);
+    rule = rule_of_out("outs", NULL, smla_dtype(first), &sizes);
+    return require_list(c, outs, 1, rule);
+}
+
+static smla_status
+require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+{
+    if (outs->stacked == NULL && outs->list == NULL) {
+        return smla_require_pointer(c->op, "outs", NULL, c->error);
+    }
+    if (outs->stacked != NULL) {
+        SMLA_TRY(require_stacked(c, outs->stacked));
+    }
+    SMLA_TRY(require_num_parts(c, outs, num_parts));
+    return outs->stacked != NULL ? SMLA_OK : require_listed(c, outs);
 }
 
 static smla_status
@@ -217,7 +243,7 @@ require_lses(smla_checker *c, const smla_parts_arg *lses, int64_t num_parts,
     rule.ndim = 2;
     rule.shape[0] = sizes->num_tokens;
     rule.shape[1] = sizes->num_heads;
-    return require_list(c, lses, rule, false);
+    return require_list(c, lses, 0, rule);
 }
 
 /* Checks that an output shares no memory with an array of a list, which the checker forgot. */
@@ -255,17 +281,12 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
                                smla_merge_partials_params *params, const smla_backend **backend,
                                smla_error *error)
 {
-    const merge_sizes any = {SMLA_ANY, SMLA_ANY, SMLA_ANY};
     int64_t num_parts = 0;
     smla_checker c;
     smla_open_checker(&c, "merge_attn_partials", error);
     SMLA_TRY(require_outs(&c, &args->outs, &num_parts));
-    if (args->outs.stacked == NULL) {
-        const smla_rule rule = rule_of_out("outs", NULL, SMLA_DTYPE_FLOATS, &any);
-        SMLA_TRY(require_list(&c, &args->outs, rule, true));
-    }
     const DLTensor first = take_part(&args->outs, 0);
-    const merge_sizes sizes = {smla_size(&first, 0), smla_size(&first, 1), smla_size(&first, 2)};
+    const merge_sizes sizes = sizes_of(&first);
     const unsigned dtype = smla_dtype(&first);
     SMLA_TRY(require_lses(&c, &args->lses, num_parts, &sizes));
     SMLA_TRY(require_sinks(&c, args->attn_sink, "outs", sizes.num_heads));

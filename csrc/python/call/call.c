@@ -240,6 +240,20 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
                             &call->stream, dtype, ndim, shape, &call->arrays[i]);
 }
 
+/* A Tensor is marked foreign, because nothing else keeps it until the work is over. */
+int
+smla_py_allocate_bytes(smla_py_call *call, int i, const int64_t *bytes)
+{
+    static const DLDataType uint8 = {kDLUInt, 8, 1};
+    smla_py_array *const array = &call->arrays[i];
+    if (smla_py_allocate(call->state, call->op, array->name, first_given(call), &call->stream,
+                         uint8, 1, bytes, array) < 0) {
+        return -1;
+    }
+    array->is_foreign |= Py_TYPE(array->object) == call->state->tensor_type;
+    return 0;
+}
+
 int
 smla_py_allocate_ordered(smla_py_call *call, int i, DLDataType dtype, const int64_t storage[3],
                          const int order[3], int64_t rows)

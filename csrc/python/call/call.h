@@ -89,6 +89,9 @@ int smla_py_add_absent(smla_py_call *call, const char *name);
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
 
+/* Allocates array `i`, which the caller did not give and will not get: so many bytes. */
+int smla_py_allocate_bytes(smla_py_call *call, int i, const int64_t *bytes);
+
 /* Allocates array `i` of three dimensions with a storage of its own order: dimension k of the array
  * is dimension order[k] of `storage`. The call returns its first `rows` rows; the core gets all.
  * Frameworks whose arrays have no such views get a compact array of `rows` rows. */

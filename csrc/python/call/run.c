@@ -233,12 +233,11 @@ typedef struct plain_workspace {
 } plain_workspace;
 
 /* Takes the workspace if the caller gave none: `scratch` on the CPU, an array like the results on
- * CUDA. A Tensor is marked foreign, because nothing else keeps it until the work is over. */
+ * CUDA. */
 static int
 allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
                    plain_workspace *scratch)
 {
-    static const DLDataType uint8 = {kDLUInt, 8, 1};
     const smla_py_param *const param = smla_py_find_workspace(op);
     const int index = (int)(param - op->params);
     smla_py_array *const workspace = &call->arrays[index];
@@ -248,10 +247,9 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
     }
     const DLTensor *view = NULL;
     if (call->arrays[0].view.device.device_type == kDLCUDA) {
-        if (smla_py_allocate_result(call, index, uint8, 1, &scratch->bytes) < 0) {
+        if (smla_py_allocate_bytes(call, index, &scratch->bytes) < 0) {
             return -1;
         }
-        workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
         view = smla_py_view(workspace);
     } else {
         void *const memory = smla_py_allocate_scratch(scratch->bytes);
