@@ -1,6 +1,7 @@
 """merge_attn_partials (csrc/cpu/attention/merge.c)."""
 
 import itertools
+import sys
 
 import cases
 import device
@@ -250,3 +251,17 @@ def test_bad_dtypes():
         sparse_mla.merge_attn_partials(outs.astype(np.float16), lses, out=outs[0].copy())
     with pytest.raises(TypeError, match=r"`outs\[1\]` must be an array"):
         sparse_mla.merge_attn_partials([outs[0], None, outs[1]], lses)
+
+
+def test_references_are_given_back():
+    """A call holds the arrays of a list no longer than it runs, also where it fails."""
+    outs, lses = make_parts(ref.BF16, 5)
+    outs, lses = [np.array(x) for x in outs], [np.array(x) for x in lses]
+    before = [sys.getrefcount(x) for x in (*outs, *lses)]
+    for _ in range(3):
+        sparse_mla.merge_attn_partials(outs, lses)
+        with pytest.raises(TypeError):
+            sparse_mla.merge_attn_partials([*outs, None], lses)
+        with pytest.raises(ValueError):
+            sparse_mla.merge_attn_partials(outs, lses[:4])
+    assert [sys.getrefcount(x) for x in (*outs, *lses)] == before
