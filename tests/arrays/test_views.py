@@ -120,6 +120,17 @@ def one_scale() -> np.ndarray:
     return np.full(1, 0.37, np.float32)
 
 
+def write_scaled() -> Example:
+    rng = np.random.default_rng(16)
+    arrays = {
+        "kv_c": cases.random_bf16(rng, 6, 512),
+        "kv_cache": bytes_below(120, 3, 4, 512),
+        "slot_mapping": np.array([0, 11, -1, 5, 7]),
+        "kv_scale": one_scale(),
+    }
+    return call("concat_and_cache_mla", arrays, k_pe=None)
+
+
 def insert(op: str, k, cache, *, kv_scale=None, **options) -> Example:
     arrays = {"k": k, "k_cache": cache, "slot_mapping": np.array([0, 11, -1, 5, 7])}
     if kv_scale is not None:
@@ -800,6 +811,11 @@ TABLE: dict[str, Row] = {
         "concat_and_cache_mla",
         lambda: write(F16, np.int32, rows_of("fp8", 12, 1)),
         WRITE | {"kv_cache": "cache written"},
+    ),
+    "write e4m3": Row(
+        "concat_and_cache_mla",
+        write_scaled,
+        {"kv_c": "", "slot_mapping": "strided", "kv_cache": "cache written", "kv_scale": "strided"},
     ),
     "gather fp8": Row(
         "gather_kv_cache", lambda: gather(rows_of("fp8", 5, 4)), GATHER | {"kv_cache": "cache"}

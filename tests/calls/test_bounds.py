@@ -107,6 +107,8 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
         return "576 or 512", {
             n: row for n, row in BYTE_FORMATS.items() if not any(word in n for word in others)
         }
+    if op == "concat_and_cache_mla":
+        return "576 or 512", {n: BYTE_FORMATS[n] for n in ("fp8_ds_mla", "fp8_e4m3", "fp8_nope")}
     return "576" if op == "rope_and_cache_mla" else "576 or 512", {"fp8_ds_mla": 656}
 
 
@@ -254,7 +256,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     plain = row.example.arrays
     if name == "outs" and dtype != "float32":  # a sum in fp32 may be stored as bf16
         other = "out"
-    if other and plain[name].dtype != NAMED[dtype]:
+    if other in plain and plain[name].dtype != NAMED[dtype]:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"

@@ -70,7 +70,7 @@ class Facts:
 FACTS: dict[str, Facts] = {
     "concat_and_cache_mla": Facts(
         positional="kv_c k_pe kv_cache slot_mapping",
-        keywords="kv_cache_dtype= stream=",
+        keywords="kv_scale=1.0 kv_cache_dtype= stream=",
         good=write_call,
         written="kv_cache",
         is_exact=True,
