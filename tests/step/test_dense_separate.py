@@ -22,7 +22,7 @@ SCALE = 0.07
 NOPE, VALUES = 32, 48
 BF16 = 2.0**-8  # the largest relative error of a rounding
 UNITS = device.BOUNDS.get("units", 16) * 2.0**-24  # the error of an fp32 sum of products
-KV_SCALE = 0.03  # of fp8_e4m3
+KV_SCALE = 0.03  # a scale for fp8_e4m3
 ARRAYS = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
 
 
