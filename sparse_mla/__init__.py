@@ -22,6 +22,7 @@ from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
+from sparse_mla.ops.merge import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *

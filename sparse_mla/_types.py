@@ -52,7 +52,8 @@ KvFormat = Literal[
     "fp8_index",
     "mxfp4_index",
 ]
-ConcatFormat = Literal["auto", "bfloat16", "fp8_ds_mla"]
+ConcatFormat = Literal["auto", "bfloat16", "fp8_ds_mla", "fp8_e4m3", "fp8_nope"]
+RopeFormat = Literal["auto", "bfloat16", "fp8_ds_mla"]  # those of rows with RoPE values, too
 IndexFormat = Literal["fp8_index", "mxfp4_index"]
 ScaleLayout = Literal["fp32", "ue8m0x4"]
 CacheDtypeV4 = Literal[

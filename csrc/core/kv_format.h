@@ -134,10 +134,12 @@ typedef uint32_t smla_kv_set;
 /* All entries. */
 #define SMLA_KV_ALL (SMLA_KV_SET(SMLA_NUM_KV_FORMATS) - 1)
 
-/* Entries with NoPE and RoPE values of separate arrays: those that concat_and_cache_mla writes. */
+/* Entries that concat_and_cache_mla writes: their RoPE values, if any, come from an array of their
+ * own. */
 #define SMLA_KV_CONCAT                                                     \
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
-     SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA))
+     SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA) | SMLA_KV_SET(SMLA_ROW_FP8_E4M3) |   \
+     SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
 
 /* Entries that attention serves in the main list. A new format is in no set of its own accord: its
  * author adds it where the kernels can read it. */

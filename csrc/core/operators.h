@@ -26,6 +26,7 @@
     X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params, index)       \
     X(top_k_per_row, smla_top_k_args, smla_top_k_params, topk)                                     \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params, attention)                \
+    X(merge_attn_partials, smla_merge_attn_partials_args, smla_merge_partials_params, attention)   \
     X(varlen_attention, smla_varlen_attention_args, smla_varlen_params, varlen)                    \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params, projection) \

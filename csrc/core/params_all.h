@@ -6,6 +6,7 @@
 #include "core/params_compressor.h"
 #include "core/params_index.h"
 #include "core/params_indexer.h"
+#include "core/params_merge.h"
 #include "core/params_norm.h"
 #include "core/params_projection.h"
 #include "core/params_rope.h"

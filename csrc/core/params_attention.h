@@ -1,4 +1,4 @@
-/* params_attention.h: the params of attention, its plan, and the params of merge_attn_states. */
+/* params_attention.h: the params of attention, and its plan. */
 #pragma once
 
 #include "core/key_range.h"
@@ -263,26 +263,3 @@ smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
     params->begin[token] = (int32_t)range.begin;
     params->end[token] = (int32_t)range.end;
 }
-
-typedef struct smla_merge_params {
-    smla_call call;
-    int64_t num_tokens;
-    int64_t num_heads;
-    int64_t value_dim;
-    int64_t merged_tokens; /* tokens behind these have no part a, and what it holds is not read */
-    smla_float_type type;  /* element type of out_a, out_b and out: bf16, fp16 or fp32 */
-    const void *out_in[2]; /* [T, H, V] */
-    int64_t out_in_stride_token[2];
-    int64_t out_in_stride_head[2];
-    const float *lse_in[2]; /* [T, H] */
-    int64_t lse_in_stride_token[2];
-    int64_t lse_in_stride_head[2];
-    const float *attn_sink; /* [H] or NULL */
-    int64_t attn_sink_stride;
-    void *out; /* [T, H, V] */
-    int64_t out_stride_token;
-    int64_t out_stride_head;
-    float *lse; /* [T, H] */
-    int64_t lse_stride_token;
-    int64_t lse_stride_head;
-} smla_merge_params;

@@ -160,7 +160,10 @@ OPERATOR(build_mixed_sparse_indices, smla_mixed_indices_params, NO_TOKENS,
 OPERATOR(fill_step_lists, smla_step_lists_params, p->num_rows == 0, NO_VALUES)
 OPERATOR(key_ranges, smla_key_ranges_params, p->reqs.num_tokens == 0, NO_VALUES)
 OPERATOR(top_k_per_row, smla_top_k_params, NO_TOKENS, check_chosen_slots(p, error))
-OPERATOR(merge_attn_states, smla_merge_params, p->num_tokens == 0 || p->num_heads == 0, NO_VALUES)
+OPERATOR(merge_attn_states, smla_merge_params, p->rows.num_tokens * p->rows.num_heads == 0,
+         NO_VALUES)
+OPERATOR(merge_attn_partials, smla_merge_partials_params,
+         p->rows.num_tokens * p->rows.num_heads == 0, NO_VALUES)
 OPERATOR(varlen_attention, smla_varlen_params, p->num_tokens == 0 || p->num_reqs == 0, NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)

@@ -1,6 +1,5 @@
-/* check_attention.c: the argument rules of attention and of merge_attn_states. Args (arrays as the
- * caller gave them) become params (flat sizes, strides, typed pointers). The layers below validate
- * nothing again.
+/* check_attention.c: the argument rules of attention. Args (arrays as the caller gave them) become
+ * params (flat sizes, strides, typed pointers). The layers below validate nothing again.
  *
  * Only values inside arrays (slots, page numbers, request ids) are left to the backends. The CPU
  * reports bad values, a GPU kernel masks them.
@@ -385,80 +384,5 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
                                     .extra_topk = args->extra_topk,
                                     .num_splits = args->num_splits,
                                     .device_id = device.device_id};
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge_params *params,
-                             const smla_backend **backend, smla_error *error)
-{
-    smla_checker c;
-    smla_open_checker(&c, "merge_attn_states", error);
-    smla_rule out = {.name = "out_a",
-                     .tensor = args->out_a,
-                     .dtypes = SMLA_DTYPE_FLOATS,
-                     .ndim = 3,
-                     .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}};
-    SMLA_TRY(smla_require(&c, &out));
-    for (int i = 0; i < 3; i++) {
-        out.shape[i] = smla_size(args->out_a, i);
-    }
-    out.dtypes = smla_dtype(args->out_a);
-    SMLA_TRY(smla_require_state(&c, "lse_a", args->lse_a, out.shape[0], out.shape[1], 0));
-    out.name = "out_b";
-    out.tensor = args->out_b;
-    SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, out.shape[0], out.shape[1], 0));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
-                                           .tensor = args->attn_sink,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                                    SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 1,
-                                           .shape = {out.shape[1]},
-                                           .hint = "at least a sink per head of `out_a`"}));
-    out.name = "out";
-    out.tensor = args->out;
-    out.flags = SMLA_RULE_OUTPUT;
-    out.may_be[0] = args->out_a;
-    out.may_be[1] = args->out_b;
-    SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
-                                           .tensor = args->lse,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {out.shape[0], out.shape[1]},
-                                           .may_be = {args->lse_a, args->lse_b}}));
-    const int64_t alone = args->tokens_without_context;
-    if (alone < 0 || alone > out.shape[0]) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `prefill_tokens_with_context` must be 0 to the %lld tokens of "
-                         "`out_a`, got %lld",
-                         c.op, (long long)out.shape[0], (long long)(out.shape[0] - alone));
-    }
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_merge_params){
-        .call = smla_call_of(&c, args->stream, NULL),
-        .num_tokens = out.shape[0],
-        .num_heads = out.shape[1],
-        .value_dim = out.shape[2],
-        .merged_tokens = out.shape[0] - alone,
-        .type = smla_float_type_of(args->out_a),
-        .out_in = {smla_data(args->out_a), smla_data(args->out_b)},
-        .out_in_stride_token = {smla_stride(args->out_a, 0), smla_stride(args->out_b, 0)},
-        .out_in_stride_head = {smla_stride(args->out_a, 1), smla_stride(args->out_b, 1)},
-        .lse_in = {smla_data(args->lse_a), smla_data(args->lse_b)},
-        .lse_in_stride_token = {smla_stride(args->lse_a, 0), smla_stride(args->lse_b, 0)},
-        .lse_in_stride_head = {smla_stride(args->lse_a, 1), smla_stride(args->lse_b, 1)},
-        .attn_sink = smla_data(args->attn_sink),
-        .attn_sink_stride = smla_stride(args->attn_sink, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .out_stride_head = smla_stride(args->out, 1),
-        .lse = smla_data(args->lse),
-        .lse_stride_token = smla_stride(args->lse, 0),
-        .lse_stride_head = smla_stride(args->lse, 1),
-    };
     return SMLA_OK;
 }

@@ -45,6 +45,7 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
                     smla_kv_set formats, unsigned dtypes, smla_cache_write_params *params)
 {
     smla_kv_view kv;
+    smla_given_scale kv_scale;
     const smla_cache_rule cache = {.name = "kv_cache",
                                    .tensor = args->kv_cache,
                                    .kv_format = args->kv_format,
@@ -61,13 +62,19 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_pe",
                                           .tensor = args->k_pe,
                                           .dtypes = smla_dtype(args->kv_c),
+                                          .flags = SMLA_RULE_OPTIONAL, /* see below */
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, format->rope_dim},
                                           .hint = "tokens, and the RoPE values of their keys"}));
     SMLA_TRY(smla_require_kv(c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(c, args->slot_mapping));
     SMLA_TRY(require_rows(c, args->slot_mapping, "kv_c", args->kv_c));
-    SMLA_TRY(require_rows(c, args->slot_mapping, "k_pe", args->k_pe));
+    if (args->k_pe != NULL) {
+        SMLA_TRY(require_rows(c, args->slot_mapping, "k_pe", args->k_pe));
+    } else if (kv.format->rope_dim > 0) {
+        return smla_require_pointer(c->op, "k_pe", NULL, c->error);
+    }
+    SMLA_TRY(smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     *params = (smla_cache_write_params){
         .call = smla_call_of(c, args->stream, kv.format),
         .cache_name = cache.name,
@@ -82,7 +89,7 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
         .slot_stride = smla_stride(args->slot_mapping, 0),
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .kv = kv,
-        .kv_scale = {.value = 1.0f},
+        .kv_scale = kv_scale,
     };
     return SMLA_OK;
 }

@@ -159,6 +159,29 @@ typedef struct smla_merge_attn_states_args {
 SMLA_API smla_status smla_merge_attn_states(const smla_merge_attn_states_args *args,
                                             smla_error *error);
 
+/* As many arrays as parts: slices of one array, which has a dimension more, or a list of arrays. */
+typedef struct smla_parts_arg {
+    const DLTensor *stacked;     /* [N, ...]; NULL: the list */
+    const DLTensor *const *list; /* `count` arrays of any strides */
+    int64_t count;
+} smla_parts_arg;
+
+/* Merges 1...64 partial results over disjoint keys in one pass, always in the order of the parts. A
+ * part with an lse of -inf or +inf has no say, whatever its row holds. If all are such, the row is
+ * that of part 0, and lse is -inf. Two parts give the bits of merge_attn_states. */
+typedef struct smla_merge_attn_partials_args {
+    size_t struct_size;
+    smla_parts_arg outs;       /* N of [T, H, V] bf16 | fp16 | fp32 */
+    smla_parts_arg lses;       /* N of [T, H] fp32, natural log */
+    const DLTensor *attn_sink; /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *out;       /* out [T, H, V], the dtype of outs, or bf16 where outs are fp32 */
+    const DLTensor *lse;       /* out [T, H] fp32 */
+    void *stream;
+} smla_merge_attn_partials_args;
+
+SMLA_API smla_status smla_merge_attn_partials(const smla_merge_attn_partials_args *args,
+                                              smla_error *error);
+
 /* One entry of the dispatch table: which kernel serves which arguments. */
 typedef struct smla_kernel_info {
     const char *device;    /* "cpu" or "cuda" */

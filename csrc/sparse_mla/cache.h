@@ -32,15 +32,18 @@ typedef struct smla_scale_arg {
 } smla_scale_arg;
 
 /* Writes one token per entry of slot_mapping. Negative slots are skipped. A slot past the end is an
- * error on the CPU, and is skipped on CUDA. */
+ * error on the CPU, and is skipped on CUDA. Formats are bfloat16 of 576 or 512 values, fp8_ds_mla,
+ * and fp8_e4m3 and fp8_nope, whose rows have the bytes of quantize_and_insert_k_cache. */
 typedef struct smla_concat_and_cache_mla_args {
     size_t struct_size;
     const DLTensor *kv_c;         /* [>= T, 512] bf16 | fp16 | fp32 */
-    const DLTensor *k_pe;         /* [>= T, 64], the dtype of kv_c */
+    const DLTensor *k_pe;         /* [>= T, 64], the dtype of kv_c; [>= T, 0] or NULL for keys of
+                                   * 512 values */
     const DLTensor *kv_cache;     /* out: a cache; slot = page * block_size + row number */
     const DLTensor *slot_mapping; /* [T] int64 | int32 */
     int32_t kv_format;            /* smla_kv_format */
     void *stream;
+    smla_scale_arg kv_scale; /* fp8_e4m3 only */
 } smla_concat_and_cache_mla_args;
 
 SMLA_API smla_status smla_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sparse_mla import _C
-from sparse_mla._types import ConcatFormat
+from sparse_mla._types import RopeFormat
 from sparse_mla.backend.layer import SparseMLA
 from sparse_mla.steps.common import CommonFacts
 from sparse_mla.steps.v32 import HEAD_SIZE, KV_CACHE_DTYPES, MetadataBuilder
@@ -51,7 +51,7 @@ class Backend(CommonFacts):
         block_size: int,
         num_kv_heads: int = 1,
         head_size: int = HEAD_SIZE,
-        cache_dtype_str: ConcatFormat = "auto",
+        cache_dtype_str: RopeFormat = "auto",
     ) -> tuple[int, int, int]:
         """Shape of the cache array for an engine to allocate.
 

@@ -18,7 +18,7 @@ from sparse_mla.integrations._docs import document
 SCALES = ("scale", "scale or none")
 READ = (
     *("input", "optional input", "input or none", "asking input", *SCALES),
-    *("pair", "second", "input, maybe output", "input and output"),
+    *("pair", "second", "parts", "input, maybe output", "input and output"),
 )
 INTS = {"two ints": 2, "three ints or none": 3}  # options that are tuples, and their lengths
 ALWAYS = ("output", "output or first", "result")  # returned by every call
@@ -48,6 +48,8 @@ class Schema:
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
         # A scale's name -> the name of the argument that is its array.
         self.scales = {name: f"{name}_tensor" for name in self.names(*SCALES)}
+        # The name of a list of parts, which is that of its first -> the name of the others.
+        self.later = {name: f"{name}_later" for name in self.names("parts")}
         # The option that asks for more results, or the array that does so where it is given.
         self.ask = next(iter(self.names("ask", "asking input")), None)
         self.asks_by_array = self.ask is not None and self.rows[self.ask] == "asking input"
@@ -75,7 +77,8 @@ class Schema:
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
         """The arguments with pairs split in two, where the second is None if one array is given,
-        with scales split into a number and an array or None, and with dtypes as names."""
+        with scales split into a number and an array or None, with lists of parts split into the
+        first and a list of the others, or None if one array is given, and with dtypes as names."""
         for first, second in self.pair.items():
             given = values[first]
             is_pair = isinstance(given, (tuple, list))
@@ -88,6 +91,15 @@ class Schema:
             values = values | {
                 number: 1.0 if is_array else given,
                 array: given if is_array else None,
+            }
+        for first, later in self.later.items():
+            given = values[first]
+            is_list = isinstance(given, (tuple, list))
+            if is_list and not given:  # results are made like the first part
+                raise ValueError(f"{self.name}: `{first}` must have 1 to 64 parts, got 0")
+            values = values | {
+                first: given[0] if is_list else given,
+                later: list(given[1:]) if is_list else None,
             }
         for name in self.names("floats"):
             values = values | {name: _results.dtype_name(values[name])}
@@ -104,6 +116,10 @@ class Schema:
             given = values.pop(array, None)
             if given is not None:
                 values[number] = given
+        for first, later in self.later.items():
+            rest = values.pop(later, None)
+            if rest is not None:
+                values[first] = [values[first], *rest]
         return values
 
     def expose(

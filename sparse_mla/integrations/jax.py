@@ -90,6 +90,9 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
     read and written become the call's last results, in place."""
     values = schema.part(values)
+    for name, later in schema.later.items():
+        if values[later] is not None:
+            values[name] = jax.numpy.stack([values[name], *values[later]])
     for name, kind in schema.rows.items():
         if kind not in READ and isinstance(values.get(name), jax.core.Tracer):
             raise TypeError(

@@ -8,8 +8,8 @@ compiled calls give the same bits.
 An operator returns new tensors. Its overload `.out` writes tensors of the caller and says so in its
 schema, so that a compiled function keeps the order of writes and reads. `concat_and_cache_mla`,
 `gather_kv_cache` and `fused_qnorm_rope_kv_insert` always do so. In the schemas a pair of queries is
-`q` and `q_pe`, and a scale such as `kv_scale` is a float and, where it is a tensor,
-`kv_scale_tensor`.
+`q` and `q_pe`, a scale such as `kv_scale` is a float and, where it is a tensor, `kv_scale_tensor`,
+and a list of parts is its first tensor, `outs`, and the others, `outs_later`.
 
 The operators have no backward: while gradients are enabled, a tensor that requires them is a
 BufferError.
@@ -27,7 +27,7 @@ BufferError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -58,11 +58,28 @@ _operators = torch.ops.sparse_mla
 
 def _is_watched(x: Any) -> bool:
     """Whether autograd would record what is done with an argument."""
+    if isinstance(x, (tuple, list)):
+        return any(map(_is_watched, x))
     if not isinstance(x, Tensor):
         return False
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         return True
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def _detach(x: Any) -> Any:
+    if isinstance(x, (tuple, list)):
+        return [_detach(item) for item in x]
+    return x.detach() if getattr(x, "requires_grad", False) else x
+
+
+def _each(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among arguments, those of lists of parts too, by the names in errors."""
+    for name, x in arguments:
+        if isinstance(x, Tensor):
+            yield name, x
+        elif isinstance(x, (tuple, list)):
+            yield from _each((f"{name}[{i}]", item) for i, item in enumerate(x))
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -75,11 +92,7 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         """Detaches parameters, because `kernel` refuses tensors that require gradients."""
-        args = tuple([x.detach() if getattr(x, "requires_grad", False) else x for x in args])
-        for key, x in kwargs.items():
-            if getattr(x, "requires_grad", False):
-                kwargs[key] = x.detach()
-        return kernel(*args, **kwargs)
+        return kernel(*map(_detach, args), **{key: _detach(x) for key, x in kwargs.items()})
 
     def refuse_gradients(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for key, x in (*zip(names, args, strict=False), *kwargs.items()):
@@ -92,10 +105,10 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         """Calls `fake`, and checks the one rule whose breach would not show in its results."""
-        given = (*zip(names, args, strict=False), *kwargs.items())
-        first, place = next((key, x.device) for key, x in given if isinstance(x, Tensor))
+        given = list(_each((*zip(names, args, strict=False), *kwargs.items())))
+        first, place = given[0][0], given[0][1].device
         for key, x in given:
-            if isinstance(x, Tensor) and x.device != place:
+            if x.device != place:
                 raise ValueError(f"{op}: `{key}` must be on {place} like `{first}`, got {x.device}")
         return fake(*args, **kwargs)
 
@@ -115,6 +128,7 @@ _TYPES = {
     "scale": "float",
     "scale or none": "float?",
     "pair": "Tensor",
+    "parts": "Tensor",
     "int": "SymInt",
     "int32": "int",
     "flag": "bool",
@@ -154,6 +168,7 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
         (keywords if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
     seconds = (*schema.pair.values(), *schema.scales.values())
     keywords += [f"Tensor? {name}=None" for name in seconds]
+    keywords += [f"Tensor[]? {name}=None" for name in schema.later.values()]
     return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
 
@@ -170,7 +185,7 @@ def _new(given: Iterable[Any], result: _results.Result) -> Tensor:
     """A tensor of this shape and dtype, where the first tensor of `given` is. One with strides has
     groups, dimension 1, first in its storage, whose other elements are 0."""
     shape, dtype, *strides = result
-    like = next(x for x in given if isinstance(x, Tensor))
+    like = next(x for _, x in _each(("", x) for x in given))
     if not strides:
         return like.new_empty(shape, dtype=getattr(torch, dtype))
     size = shape[1] * strides[0][1]
@@ -190,7 +205,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     returned = [schema.written] if schema.written else schema.returned
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if schema.pair or schema.scales or absent:
+        if schema.pair or schema.scales or schema.later or absent:
             args, kwargs = (), schema.join(dict(zip(names, args, strict=False)) | kwargs)
         results = _named(returned, schema.operator(*args, **kwargs, **options, **absent))
         return _one_or_all([results[name] for name in new])

@@ -57,7 +57,7 @@ except ImportError as error:
 
 import sparse_mla
 from sparse_mla._format_names import takes_both
-from sparse_mla._types import ConcatFormat, IndexFormat, Path
+from sparse_mla._types import IndexFormat, Path, RopeFormat
 from sparse_mla.integrations._dense_layers import DenseLayers
 from sparse_mla.integrations._v32_layers import SparseLayers
 
@@ -160,7 +160,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int = 64,
-        kv_cache_dtype: ConcatFormat = "auto",
+        kv_cache_dtype: RopeFormat = "auto",
         index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
         path: Path | None = None,
         prefill_workspace_tokens: int | None = None,

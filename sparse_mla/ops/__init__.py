@@ -41,6 +41,7 @@ from sparse_mla.ops import (
     facts,
     index,
     indexer,
+    merge,
     norm,
     planning,
     projection,
@@ -58,6 +59,7 @@ from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
+from sparse_mla.ops.merge import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
@@ -74,6 +76,7 @@ __all__ += compressor.__all__
 __all__ += facts.__all__
 __all__ += index.__all__
 __all__ += indexer.__all__
+__all__ += merge.__all__
 __all__ += norm.__all__
 __all__ += rope.__all__
 __all__ += planning.__all__

@@ -1,4 +1,4 @@
-"""Attends to slots, and merges partial results."""
+"""Attends to the slots or to all tokens of a paged cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
     "attention_workspace_size",
-    "merge_attn_states",
     "mla_attention",
     "sparse_attention",
     "sparse_mla_dsv4",
@@ -511,86 +510,3 @@ def attention_workspace_size(
 
 # For `python -m sparse_mla info --plan`: kernels, splits and workspace for each row format.
 _attention_plans = _C.Operator(vars(attention_workspace_size)["__wrapped__"], "_attention_plans")
-
-
-@operator
-def merge_attn_states(
-    out_a: Like[Result],
-    lse_a: Array,
-    out_b: Array,
-    lse_b: Array,
-    *,
-    attn_sink: Array | None = None,
-    prefill_tokens_with_context: int | None = None,
-    out: Array | None = None,
-    lse: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]:
-    """Merge two partial results over disjoint key sets, weighted by their softmax sums.
-
-    lse = ln(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
-    An lse of +inf counts as -inf (an empty part); where both are, out is out_a and lse is -inf.
-    With `attn_sink`, out is multiplied by 1 / (1 + exp(sink - lse)) where lse is not -inf; lse
-    stays. The parts must have been computed without the sink.
-
-    Part a may be the cached context of a batch's prefills, part b their new tokens. Tokens from
-    number `prefill_tokens_with_context` on have no context: their rows are those of part b, and
-    what part a holds for them is not read.
-
-    Parameters
-    ----------
-    out_a, out_b : [T, H, V] bf16, fp16 or fp32
-    lse_a, lse_b : [T, H] fp32
-        Natural logarithms.
-    attn_sink : [>= H] fp32, optional
-        -inf has no effect, +inf makes out 0.
-    prefill_tokens_with_context : int, optional
-        0 to T; by default all tokens have both parts.
-    out : [T, H, V], the dtype of out_a, optional
-        May be out_a or out_b: the whole of it.
-    lse : [T, H] fp32, optional
-        May be lse_a or lse_b.
-    stream : int handle or stream object, optional
-
-    Returns
-    -------
-    (out, lse).
-
-    Raises
-    ------
-    TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        Shapes that differ; an output that overlaps an input without being the whole of it.
-        `help(sparse_mla.ops)` lists the errors that every operator raises.
-
-    Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.
-
-    Examples
-    --------
-    >>> import numpy as np, sparse_mla
-    >>> ones, zero = np.ones((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
-    >>> out, lse = sparse_mla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
-
-    PyTorch
-    -------
-    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
-    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
-
-    JAX
-    ---
-    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> ones, zero = jnp.ones((1, 1, 4)), jnp.zeros((1, 1))
-    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
-    """

@@ -27,30 +27,33 @@ __all__ = [
 @overload
 def concat_and_cache_mla(
     kv_c: Array,
-    k_pe: Array,
+    k_pe: Array | None,
     kv_cache: Written,
     slot_mapping: Array,
     *,
+    kv_scale: float | Array = 1.0,
     kv_format: ConcatFormat | None = None,
     stream: Stream = None,
 ) -> Written: ...
 @overload
 def concat_and_cache_mla(
     kv_c: Array,
-    k_pe: Array,
+    k_pe: Array | None,
     kv_cache: Written,
     slot_mapping: Array,
     *,
+    kv_scale: float | Array = 1.0,
     kv_cache_dtype: ConcatFormat | None = None,
     stream: Stream = None,
 ) -> Written: ...
 @operator  # type: ignore[misc] # it takes either name of the format
 def concat_and_cache_mla(
     kv_c: Array,
-    k_pe: Array,
+    k_pe: Array | None,
     kv_cache: Written,
     slot_mapping: Array,
     *,
+    kv_scale: float | Array = 1.0,
     kv_cache_dtype: ConcatFormat | None = None,
     stream: Stream = None,
 ) -> Written:
@@ -58,22 +61,26 @@ def concat_and_cache_mla(
 
     The latent and the RoPE part are two arrays; `quantize_and_insert_k_cache` writes whole keys.
     The value is rounded to bf16 first. An fp8_ds_mla row stores, for each tile of 128 values,
-    scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16.
+    scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16. The
+    formats "fp8_e4m3" and "fp8_nope" are for keys of 512 values, without RoPE; their bytes are
+    those of `quantize_and_insert_k_cache`.
 
     Parameters
     ----------
     kv_c : [>= T, 512] bf16, fp16 or fp32
         The compressed latents (the part without RoPE). T is the length of `slot_mapping`.
     k_pe : [>= T, 64], the dtype of kv_c
-        The RoPE part of the keys.
-    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes, written
+        The RoPE part of the keys. [>= T, 0] or None for keys of 512 values.
+    kv_cache : [pages, block_size, row], row = 576 or 512 bf16, 656, 528 or 512 bytes, written
         The cache may also have a head axis, or be flat.
     slot_mapping : [T] int64 or int32
         The slot of each token. A token with a negative slot is skipped. A slot past the end is a
         ValueError on the CPU, before anything is written; on CUDA its token is skipped.
-    kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        None takes the format from the cache's dtype and last dimension. `kv_format` is the same
-        option.
+    kv_scale : float, or one fp32, default 1.0
+        The scale of an "fp8_e4m3" cache, which its values are divided by.
+    kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla", "fp8_e4m3", "fp8_nope" or None
+        None takes the format from the cache's dtype and last dimension; rows of 528 bytes need the
+        name "fp8_nope". `kv_format` is the same option.
     stream : int handle or stream object, optional
 
     Returns

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparse_mla import _C
-from sparse_mla._types import ConcatFormat, Like, Result, ScaleLayout, Written, overload
+from sparse_mla._types import Like, Result, RopeFormat, ScaleLayout, Written, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -336,7 +336,7 @@ def rope_and_cache_mla(
     slot_mapping: Array,
     *,
     interleaved: bool = True,
-    kv_cache_dtype: ConcatFormat | None = None,
+    kv_cache_dtype: RopeFormat | None = None,
     q_out: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Result, Written]:

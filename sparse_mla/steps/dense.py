@@ -15,7 +15,7 @@ Array = Any
 
 PATHS = ("separate", "mixed")
 CONTEXT_PLANS = ("equal", "packed")
-BF16_DTYPES = ("auto", "bfloat16")
+NO_ROPE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_nope")
 NO_ROPE = -1  # C's qk_rope_head_dim for 0, because its 0 is the default
 
 
@@ -37,7 +37,8 @@ class Config:
     interleaved : bool
         Pairs of RoPE: neighbours, or with False the halves of a head.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
-        Without RoPE bf16 is the only one.
+        Without RoPE: 512 bf16, "fp8_e4m3" (512 bytes, and `kv_scale` of the layer) or "fp8_nope"
+        (528 bytes).
     block_size : int
         Tokens per page.
     max_num_seqs, max_num_batched_tokens, max_model_len : int
@@ -98,7 +99,11 @@ class Config:
         has_rope = self.qk_rope_head_dim != 0
         for name, value, allowed in (
             ("qk_rope_head_dim", self.qk_rope_head_dim, (64, 0)),
-            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES if has_rope else BF16_DTYPES),
+            (
+                "kv_cache_dtype",
+                self.kv_cache_dtype,
+                KV_CACHE_DTYPES if has_rope else NO_ROPE_DTYPES,
+            ),
             ("context_plan", self.context_plan, CONTEXT_PLANS),
             ("path", self.path, (None, *PATHS)),
         ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._format_names import takes_both
-from sparse_mla._types import ConcatFormat, Path
+from sparse_mla._types import Path, RopeFormat
 from sparse_mla.steps import common as steps
 
 Array = Any
@@ -81,7 +81,7 @@ class Config:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = field(default=64, metadata={"only": 64})
     v_head_dim: int = 128
-    kv_cache_dtype: ConcatFormat = "auto"
+    kv_cache_dtype: RopeFormat = "auto"
     block_size: int = 64
     topk_tokens: int = 2048
     max_num_seqs: int
@@ -93,7 +93,7 @@ class Config:
     path: Path | None = None
     device: str = "cpu"
     if TYPE_CHECKING:
-        kv_format: ConcatFormat = "auto"  # the same option
+        kv_format: RopeFormat = "auto"  # the same option
 
     def __post_init__(self) -> None:
         steps.check_fields(self, "v32")

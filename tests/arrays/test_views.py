@@ -120,6 +120,17 @@ def one_scale() -> np.ndarray:
     return np.full(1, 0.37, np.float32)
 
 
+def write_scaled() -> Example:
+    rng = np.random.default_rng(16)
+    arrays = {
+        "kv_c": cases.random_bf16(rng, 6, 512),
+        "kv_cache": bytes_below(120, 3, 4, 512),
+        "slot_mapping": np.array([0, 11, -1, 5, 7]),
+        "kv_scale": one_scale(),
+    }
+    return call("concat_and_cache_mla", arrays, k_pe=None)
+
+
 def insert(op: str, k, cache, *, kv_scale=None, **options) -> Example:
     arrays = {"k": k, "k_cache": cache, "slot_mapping": np.array([0, 11, -1, 5, 7])}
     if kv_scale is not None:
@@ -371,6 +382,20 @@ def merge(dtype) -> Example:
     states["attn_sink"] = rng.normal(0, 1, 4).astype(np.float32)
     results = {"out": np.zeros((3, 4, 40), dtype), "lse": np.zeros((3, 4), np.float32)}
     return call("merge_attn_states", states | results)
+
+
+def partials(dtype) -> Example:
+    rng = np.random.default_rng(5)
+    outs = cases.random_bf16(rng, 3, 3, 4, 40)
+    arrays = {
+        "outs": outs if dtype == ref.BF16 else outs.astype(dtype),
+        "lses": rng.normal(0, 1, (3, 3, 4)).astype(np.float32),
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "out": np.zeros((3, 4, 40), dtype),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+    arrays["lses"][0, 0, 1] = arrays["lses"][1, 1, 2] = -np.inf
+    return call("merge_attn_partials", arrays)
 
 
 def split(op, weight, scale=None) -> Example:
@@ -740,6 +765,8 @@ BUILD = dict.fromkeys(
 BUILD["workspace"] = "MetadataBuilder"
 MERGE = dict.fromkeys(("out_a", "out_b"), "") | dict.fromkeys(("lse_a", "lse_b"), "strided")
 MERGE |= {"attn_sink": "strided", "out": "written", "lse": "strided written"}
+PARTIALS = {"outs": "", "lses": "strided", "attn_sink": "strided", "out": "written"}
+PARTIALS |= {"lse": "strided written"}
 NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
@@ -784,6 +811,11 @@ TABLE: dict[str, Row] = {
         "concat_and_cache_mla",
         lambda: write(F16, np.int32, rows_of("fp8", 12, 1)),
         WRITE | {"kv_cache": "cache written"},
+    ),
+    "write e4m3": Row(
+        "concat_and_cache_mla",
+        write_scaled,
+        {"kv_c": "", "slot_mapping": "strided", "kv_cache": "cache written", "kv_scale": "strided"},
     ),
     "gather fp8": Row(
         "gather_kv_cache", lambda: gather(rows_of("fp8", 5, 4)), GATHER | {"kv_cache": "cache"}
@@ -982,6 +1014,8 @@ TABLE: dict[str, Row] = {
         | RAGGED
         | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "strided"),
     ),
+    "partials bf16": Row("merge_attn_partials", lambda: partials(ref.BF16), PARTIALS),
+    "partials fp32": Row("merge_attn_partials", lambda: partials(F32), PARTIALS),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
     "split bf16": Row(

@@ -46,6 +46,7 @@ typedef union any_args {
     smla_mla_attention_args mla;
     smla_varlen_attention_args varlen;
     smla_merge_attn_states_args merge;
+    smla_merge_attn_partials_args partials;
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
     smla_v_up_proj_args v_up;
@@ -337,6 +338,17 @@ make_merge(void)
 }
 
 static inline any_args
+make_partials(void)
+{
+    return (any_args){.partials = {.struct_size = sizeof(smla_merge_attn_partials_args),
+                                   .outs = {.stacked = ZEROS(bf16, 3, 3, 2, 4)},
+                                   .lses = {.stacked = ZEROS(fp32, 3, 3, 2)},
+                                   .attn_sink = ZEROS(fp32, 2),
+                                   .out = ZEROS(bf16, 3, 2, 4),
+                                   .lse = ZEROS(fp32, 3, 2)}};
+}
+
+static inline any_args
 make_split(void)
 {
     return (any_args){.split = {.struct_size = sizeof(smla_split_kv_b_proj_args),
@@ -565,6 +577,7 @@ CALL(dsv4, smla_sparse_mla_dsv4)
 CALL(mla, smla_mla_attention)
 CALL(varlen, smla_varlen_attention)
 CALL(merge, smla_merge_attn_states)
+CALL(partials, smla_merge_attn_partials)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
 CALL(v_up, smla_v_up_proj)
@@ -668,6 +681,16 @@ static const operator_case operators[NUM_OPERATORS] = {
                                {"attn_sink", AT_FIELD(merge, attn_sink), ANY_STRIDE | OPTIONAL, 0},
                                {"out", AT_FIELD(merge, out), OUTPUT, 7},
                                {"lse", AT_FIELD(merge, lse), OUTPUT | ANY_STRIDE, 3}}},
+    [OP_merge_attn_partials] =
+        {"merge_attn_partials",
+         sizeof(smla_merge_attn_partials_args),
+         call_partials,
+         make_partials,
+         {{"outs", AT_FIELD(partials, outs.stacked), ANY_RANK, 0},
+          {"lses", AT_FIELD(partials, lses.stacked), ANY_STRIDE, 7},
+          {"attn_sink", AT_FIELD(partials, attn_sink), ANY_STRIDE | OPTIONAL, 0},
+          {"out", AT_FIELD(partials, out), OUTPUT, 7},
+          {"lse", AT_FIELD(partials, lse), OUTPUT | ANY_STRIDE, 3}}},
     [OP_split_kv_b_proj] = {"split_kv_b_proj",
                             sizeof(smla_split_kv_b_proj_args),
                             call_split,

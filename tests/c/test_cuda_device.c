@@ -712,7 +712,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_attention_params attention = {.call = call, .num_tokens = count};
     const smla_attention_plan plan = {.num_runs = 1};
     const smla_varlen_params varlen = {.call = call, .num_tokens = count, .num_reqs = 1};
-    const smla_merge_params merge = {.call = call, .num_tokens = count, .num_heads = 1};
+    const smla_merge_params merge = {.call = call, .rows = {.num_tokens = count, .num_heads = 1}};
+    const smla_merge_partials_params partials = {.call = call, .rows = merge.rows};
     const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
     const smla_projection_params project = {.call = call, .num_tokens = 1, .outer_dim = count};
     const smla_projection_params project_e4m3 = {.call = call,
@@ -787,6 +788,7 @@ call_operator(int i, smla_stream stream, int64_t count)
         return b->convert_req_index_to_global_index(&convert, &error);
     case OP_varlen_attention: return b->varlen_attention(&varlen, &error);
     case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
+    case OP_merge_attn_partials: return b->merge_attn_partials(&partials, &error);
     case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);
     case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);
     case OP_fused_q_kv_rmsnorm: return b->fused_q_kv_rmsnorm(&norm, &error);
@@ -860,8 +862,10 @@ test_operators(void)
         EXPECT_EQ(count_calls(launch_names[i]), 0);
         EXPECT_EQ(fake.current, 0);
     }
-    const smla_merge_params no_heads = {.call = {.stream = {2, NULL}}, .num_tokens = 1};
+    const smla_merge_params no_heads = {.call = {.stream = {2, NULL}}, .rows = {.num_tokens = 1}};
     EXPECT_OK(smla_cuda_backend.merge_attn_states(&no_heads, &error));
+    const smla_merge_partials_params no_rows = {.call = no_heads.call, .rows = no_heads.rows};
+    EXPECT_OK(smla_cuda_backend.merge_attn_partials(&no_rows, &error));
     const smla_projection_params no_tokens = {.call = {.op = op, .stream = {2, NULL}},
                                               .outer_dim = 1};
     EXPECT_OK(smla_cuda_backend.projection(&no_tokens, &error));
@@ -897,8 +901,7 @@ test_tables_without_a_kernel(void)
     const smla_dequantize_params dequantize = {
         .call = {.op = "dequantize_kv_cache", .stream = stream, .kv_format = kv.format}, .kv = kv};
     const smla_merge_params merge = {.call = {.op = "merge_attn_states", .stream = stream},
-                                     .num_tokens = 1,
-                                     .num_heads = 1};
+                                     .rows = {.num_tokens = 1, .num_heads = 1}};
     begin();
     launch_code = SMLA_NO_KERNEL;
     EXPECT_FAIL(smla_cuda_backend.concat_and_cache_mla(&write, &error), SMLA_ERROR_RUNTIME,

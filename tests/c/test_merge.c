@@ -1,4 +1,5 @@
-/* test_merge.c: merge_attn_states compared with doubles, also where states are empty. */
+/* test_merge.c: merges of two and of many parts compared with doubles, also where some are empty.
+ */
 #include "testing.h"
 
 typedef struct merge {
@@ -174,6 +175,85 @@ test_nothing_to_do(void)
     EXPECT(!is_poison(no_values.lse));
 }
 
+enum { PARTS = 5 };
+
+typedef struct partials {
+    array *outs[PARTS], *lses[PARTS], *out, *lse;
+    const DLTensor *out_list[PARTS], *lse_list[PARTS];
+} partials;
+
+static partials
+make_partials(DLDataType dtype, int64_t tokens, int64_t heads, int64_t value_dim)
+{
+    partials m = {.out = ARRAY(dtype, tokens, heads, value_dim), .lse = ARRAY(fp32, tokens, heads)};
+    for (int i = 0; i < PARTS; i++) {
+        m.outs[i] = fill_normal(ARRAY(dtype, tokens, heads, value_dim), 1.0);
+        m.lses[i] = fill_normal(ARRAY(fp32, tokens, heads), 5.0);
+        m.out_list[i] = &m.outs[i]->tensor;
+        m.lse_list[i] = &m.lses[i]->tensor;
+    }
+    return m;
+}
+
+static smla_status
+run_partials(const partials *m, int64_t count)
+{
+    const smla_merge_attn_partials_args args = {.struct_size = sizeof args,
+                                                .outs = {.list = m->out_list, .count = count},
+                                                .lses = {.list = m->lse_list, .count = count},
+                                                .out = &m->out->tensor,
+                                                .lse = &m->lse->tensor};
+    return smla_merge_attn_partials(&args, &error);
+}
+
+/* The parts of a list, of which the second is empty. */
+static void
+test_lists(void)
+{
+    const partials m = make_partials(fp32, 40, 3, 70);
+    fill(m.lses[1], (double)INFINITY);
+    fill(m.outs[1], (double)NAN);
+    EXPECT_OK(run_partials(&m, PARTS));
+    for (int64_t t = 0; t < 40; t++) {
+        for (int64_t h = 0; h < 3; h++) {
+            double sum = 0.0;
+            for (int i = 0; i < PARTS; i++) {
+                sum += i == 1 ? 0.0 : exp(GET(m.lses[i], t, h));
+            }
+            EXPECT_NEAR(GET(m.lse, t, h), log(sum), 0x1p-22 * (1.0 + fabs(log(sum))));
+            for (int64_t d = 0; d < 70; d++) {
+                double value = 0.0;
+                for (int i = 0; i < PARTS; i++) {
+                    value +=
+                        i == 1 ? 0.0 : exp(GET(m.lses[i], t, h)) / sum * GET(m.outs[i], t, h, d);
+                }
+                EXPECT_NEAR(GET(m.out, t, h, d), value, 0x1p-18);
+            }
+        }
+    }
+}
+
+static void
+test_bad_lists(void)
+{
+    partials m = make_partials(bf16, 4, 3, 8);
+    EXPECT_FAIL(run_partials(&m, 0), SMLA_ERROR_VALUE, "`outs` must have 1 to 64 parts, got 0");
+    EXPECT_FAIL(run_partials(&m, 65), SMLA_ERROR_VALUE, "`outs` must have 1 to 64 parts, got 65");
+    m.out_list[3] = NULL;
+    EXPECT_FAIL(run_partials(&m, PARTS), SMLA_ERROR_VALUE, "`outs[3]` must be given, got none");
+    EXPECT_OK(run_partials(&m, 3));
+    m.out_list[3] = &ARRAY(bf16, 4, 2, 8)->tensor;
+    EXPECT_FAIL(run_partials(&m, PARTS), SMLA_ERROR_VALUE, "`outs[3]` must have shape [4, 3, 8]");
+    m.out_list[3] = &m.out->tensor;
+    EXPECT_FAIL(run_partials(&m, PARTS), SMLA_ERROR_VALUE, "`out` must not overlap `outs[3]`");
+    m.out_list[3] = &m.outs[3]->tensor;
+    m.lse_list[4] = &m.lse->tensor;
+    EXPECT_FAIL(run_partials(&m, PARTS), SMLA_ERROR_VALUE, "`lse` must not overlap `lses[4]`");
+    const smla_merge_attn_partials_args none = {.struct_size = sizeof none};
+    EXPECT_FAIL(smla_merge_attn_partials(&none, &error), SMLA_ERROR_VALUE,
+                "`outs` must be given, got none");
+}
+
 int
 main(void)
 {
@@ -184,5 +264,7 @@ main(void)
     RUN(test_tokens_without_context);
     RUN(test_extreme_lse);
     RUN(test_nothing_to_do);
+    RUN(test_lists);
+    RUN(test_bad_lists);
     return report("test_merge");
 }

@@ -105,6 +105,57 @@ def test_write_named_format(fmt, name):
     check_write(filled("paged", fmt), kv_c, k_pe, slots, kv_cache_dtype=name)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("name", "row"), [("fp8_e4m3", 512), ("fp8_nope", 528)])
+@pytest.mark.parametrize("kv_scale", [1.0, 0.3, np.float32([0.7])])
+def test_write_fp8_rows_of_512_values(name, row, dtype, kv_scale):
+    """The bytes of quantize_and_insert_k_cache, with no k_pe, or one without values."""
+    value = np.random.default_rng(8).standard_t(1.5, (9, 530)).astype(np.float32)
+    kv_c = (ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype))[:, 7:519]
+    slots = np.array([3, -1, 2, 9, 8, 0], np.int64)
+    options = {"kv_scale": kv_scale} if name == "fp8_e4m3" else {}
+    want = np.full((4, 5, row), 0x5A, np.uint8)
+    sparse_mla.quantize_and_insert_k_cache(kv_c, want, slots, kv_format=name, **options)
+    for k_pe in (None, kv_c[:, :0], kv_c[:6, :0]):
+        cache = np.full((4, 5, row), 0x5A, np.uint8)
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, slots, kv_cache_dtype=name, **options)
+        assert_same_bits(cache, want, f"{name}")
+    if name == "fp8_e4m3":  # found by its shape, too
+        for cache in (np.full((20, 512), 0x5A, np.uint8), np.full((4, 5, 1, 512), 0x5A, np.int8)):
+            sparse_mla.concat_and_cache_mla(kv_c, None, cache, slots, **options)
+            assert_same_bits(cache.view(np.uint8).reshape(want.shape), want)
+
+
+def test_write_rows_of_512_values_without_k_pe():
+    kv_c = cases.random_bf16(np.random.default_rng(9), 3, 512)
+    cache = np.zeros((2, 4, 512), ref.BF16)
+    sparse_mla.concat_and_cache_mla(kv_c, None, cache, np.array([5, 1, 0]))
+    assert_same_bits(cache.reshape(8, 512)[[5, 1, 0]], kv_c)
+
+
+def test_bad_scales_and_rope_parts():
+    kv_c, k_pe = np.zeros((2, 512), ref.BF16), np.zeros((2, 64), ref.BF16)
+    slots = np.array([0, 1])
+    e4m3, nope = np.zeros((2, 4, 512), np.uint8), np.zeros((2, 4, 528), np.uint8)
+    with_rope = np.zeros((2, 4, 656), np.uint8)
+
+    def refuses(text, *args, error=ValueError, **options):
+        with pytest.raises(error, match=f"^concat_and_cache_mla: {text}"):
+            sparse_mla.concat_and_cache_mla(*args, slots, **options)
+
+    refuses("`k_pe` must be given, got none", kv_c, None, with_rope)
+    refuses(r"`k_pe` must have shape \[any, 0\], got \[2, 64\]", kv_c, k_pe, e4m3)
+    none_of_it = (
+        "`kv_scale` must be 1 for format {}, which has no scale of the whole cache, got 0.5"
+    )
+    refuses(none_of_it.format("fp8_nope"), kv_c, None, nope, kv_format="fp8_nope", kv_scale=0.5)
+    refuses(none_of_it.format("fp8_ds_mla"), kv_c, k_pe, with_rope, kv_scale=0.5)
+    for scale in (0.0, -1.0, np.nan):
+        refuses("`kv_scale` must be a positive normal float32", kv_c, None, e4m3, kv_scale=scale)
+    two = np.ones(2, np.float32)
+    refuses("`kv_scale` must have one value, or be a float", kv_c, None, e4m3, kv_scale=two)
+
+
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("slot", [20, 2**31 - 1, 2**40, 2**63 - 1])
 def test_a_slot_past_the_end_writes_nothing(slot):

@@ -631,11 +631,14 @@ def test_formats_that_an_operator_does_not_take():
     with refuses(f"indexer_k_quant_and_cache: `k_cache` {TAKES} (fp8_index or mxfp4_index)"):
         sparse_mla.indexer_k_quant_and_cache(k[:, :128], v4, slots)
     who = "concat_and_cache_mla: `kv_cache`"
-    with refuses(f"{who} {TAKES} (bfloat16 or fp8_ds_mla), got fp8_v4"):
+    takes = f"{TAKES} (bfloat16 or fp8_ds_mla or fp8_e4m3 or fp8_nope)"
+    with refuses(f"{who} {takes}, got fp8_v4"):
         sparse_mla.concat_and_cache_mla(k, k[:, :64], v4, slots)
-    several = "fp8_v41 or fp8_v41_split or fp8_nope"  # their rows have one size
-    with refuses(f"{who} {TAKES} (bfloat16 or fp8_ds_mla), got {several}"):
-        sparse_mla.concat_and_cache_mla(k, k[:, :64], np.zeros((2, 4, 528), np.uint8), slots)
+    nope = np.zeros((2, 4, 528), np.uint8)
+    with refuses(f'{who} must come with kv_format="fp8_v41" or "fp8_v41_split" or "fp8_nope", got'):
+        sparse_mla.concat_and_cache_mla(k, None, nope, slots)
+    with refuses(f"{who} {takes}, got fp8_v41"):
+        sparse_mla.concat_and_cache_mla(k, None, nope, slots, kv_format="fp8_v41")
 
 
 @pytest.mark.parametrize("name", rows.INDEX_FORMATS)

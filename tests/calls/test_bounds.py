@@ -107,6 +107,8 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
         return "576 or 512", {
             n: row for n, row in BYTE_FORMATS.items() if not any(word in n for word in others)
         }
+    if op == "concat_and_cache_mla":
+        return "576 or 512", {n: BYTE_FORMATS[n] for n in ("fp8_ds_mla", "fp8_e4m3", "fp8_nope")}
     return "576" if op == "rope_and_cache_mla" else "576 or 512", {"fp8_ds_mla": 656}
 
 
@@ -165,7 +167,16 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     elif name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
-    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
+    if name in (
+        "lse",
+        "lse_a",
+        "lse_b",
+        "lses",
+        "attn_sink",
+        "max_logits",
+        "weight_scale_inv",
+        *SCALES,
+    ):
         return ("float32",)
     if name == "query" or (name == "q" and "q_scale" in row.rules):
         return ("bfloat16", "uint8", "float8_e4m3fn")
@@ -178,8 +189,11 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
-    if name == "out_a":
+    if name in ("out_a", "outs"):
         return ("bfloat16", "float16", "float32")
+    if row.op == "merge_attn_partials" and name == "out":
+        outs = row.example.arrays["outs"].dtype
+        return ("bfloat16",) if outs == BF16 else ("bfloat16", "float32")
     if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe", "table"):
         return ("bfloat16", "float32")
     if name == "kv" and "ape" in row.rules:
@@ -240,7 +254,9 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     other = None if name == "kv_c" and row.op != "concat_and_cache_mla" else other
     other = "score" if name == "kv" and "ape" in row.rules else other
     plain = row.example.arrays
-    if other and plain[name].dtype != NAMED[dtype]:
+    if name == "outs" and dtype != "float32":  # a sum in fp32 may be stored as bf16
+        other = "out"
+    if other in plain and plain[name].dtype != NAMED[dtype]:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
@@ -434,6 +450,7 @@ LARGER = {
     ("varlen_attention", "attn_sink"): {0},
     ("varlen_attention", "workspace"): {0},
     ("merge_attn_states", "attn_sink"): {0},
+    ("merge_attn_partials", "attn_sink"): {0},
     ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
     ("fused_qnorm_rope_kv_insert", "kv"): {0},
     ("fused_qnorm_rope_kv_insert", "positions"): {0},

@@ -430,6 +430,23 @@ MERGE = [
     ("out zero stride", "out", broadcast, ValueError, ()),
 ]
 
+PARTIALS = [
+    ("integers", "outs", lambda x: x.view(np.int16), TypeError, ()),
+    ("rank", "outs", lambda x: x[0, 0], ValueError, ()),
+    ("one part", "outs", lambda x: x[0], ValueError, ()),
+    ("no parts", "outs", lambda x: x[:0], ValueError, ()),
+    ("many parts", "outs", lambda x: np.repeat(x, 22, 0), ValueError, ()),
+    ("lses dtype", "lses", lambda x: x.astype(np.float64), TypeError, ()),
+    ("lses of fewer parts", "lses", lambda x: x[:2], ValueError, ()),
+    ("lses of rank 2", "lses", lambda x: x[0], ValueError, ()),
+    ("lses of fewer heads", "lses", lambda x: x[..., :3], ValueError, ()),
+    ("few sinks", "attn_sink", lambda _: zeros(3, dtype=np.float32), ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out shape", "out", lambda x: x[:2], ValueError, ()),
+    ("new lse shape", "lse", lambda x: x[:2], ValueError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+]
+
 K_UP = [
     ("fp32", "q_nope", lambda x: x.astype(np.float32), TypeError, ()),
     ("width", "q_nope", lambda x: x[..., :100], ValueError, ("W_UK",)),
@@ -828,6 +845,7 @@ TABLE = {
     "sparse_mla_dsv4": DSV4,
     "mla_attention": MLA,
     "merge_attn_states": MERGE,
+    "merge_attn_partials": PARTIALS,
     "k_up_proj": K_UP,
     "v_up_proj": V_UP,
     "kv_up_proj": KV_UP,

@@ -149,7 +149,9 @@ class Journey:
             copy.write(memory)
 
     def put(self, x):
-        """Moves a NumPy array or a tuple of them; returns everything else unchanged."""
+        """Moves a NumPy array, or those of a tuple or list; returns everything else unchanged."""
+        if isinstance(x, list):
+            return [self.put(each) for each in x]
         if isinstance(x, tuple):
             return tuple(self.put(each) for each in x)
         movable = isinstance(x, np.ndarray) and x.dtype.isnative and x.dtype.kind != "O"

@@ -183,6 +183,16 @@ def merge_call() -> Call:
     return Call("merge_attn_states", args, kwargs)
 
 
+def partials_call() -> Call:
+    rng = np.random.default_rng(11)
+    args = {
+        "outs": cases.random_bf16(rng, 3, 3, 4, 512),
+        "lses": rng.normal(0, 1, (3, 3, 4)).astype(np.float32),
+    }
+    kwargs = {"out": np.zeros((3, 4, 512), ref.BF16), "lse": np.zeros((3, 4), np.float32)}
+    return Call("merge_attn_partials", args, kwargs)
+
+
 def k_up_call() -> Call:
     rng = np.random.default_rng(5)
     args = {

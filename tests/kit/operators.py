@@ -37,6 +37,7 @@ from good_calls import (
     mixed_call,
     mla_call,
     norm_call,
+    partials_call,
     qnorm_insert_call,
     quant_call,
     rope_and_cache_call,
@@ -69,7 +70,7 @@ class Facts:
 FACTS: dict[str, Facts] = {
     "concat_and_cache_mla": Facts(
         positional="kv_c k_pe kv_cache slot_mapping",
-        keywords="kv_cache_dtype= stream=",
+        keywords="kv_scale=1.0 kv_cache_dtype= stream=",
         good=write_call,
         written="kv_cache",
         is_exact=True,
@@ -205,6 +206,15 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("lse_b", np.zeros((3, 5), np.float32)),
         shape_of="out_a",
+        overloads=("out",),
+    ),
+    "merge_attn_partials": Facts(
+        positional="outs lses",
+        keywords="attn_sink= out= lse= stream=",
+        good=partials_call,
+        num_results=2,
+        refused=("lses", np.zeros((3, 3, 5), np.float32)),
+        shape_of="outs",
         overloads=("out",),
     ),
     "k_up_proj": Facts(

@@ -391,6 +391,27 @@ def attention_ratios(
 # --- merge, absorption, quantiser ----------------------------------------------------------------
 
 
+def merge_attn_partials(outs, lses, attn_sink=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """-> (out, lse, sum of weight |part| without the sink), fp64; +inf counts as -inf."""
+    outs = np.stack([to_f32(np.asarray(x)).astype(np.float64) for x in outs])
+    lses = np.stack([np.asarray(x, np.float64) for x in lses])
+    lses = np.where(np.isposinf(lses), -np.inf, lses)
+    top = lses.max(0)
+    is_empty = np.isneginf(top)
+    weights = np.exp(lses - np.where(is_empty, 0, top))
+    weights[0] = np.where(is_empty, 1, weights[0])
+    lse = np.where(is_empty, -np.inf, np.where(is_empty, 0, top) + np.log(weights.sum(0)))
+    weights /= weights.sum(0)
+    used = np.where(weights[..., None] > 0, outs, 0)  # an empty part may hold NaN
+    magnitude = (weights[..., None] * np.abs(used)).sum(0)
+    factor = np.ones_like(lse)
+    if attn_sink is not None:
+        sink = np.asarray(attn_sink, np.float64)[: lse.shape[1]]
+        with np.errstate(over="ignore"):
+            factor = np.where(is_empty, 1, 1 / (1 + np.exp(sink - np.where(is_empty, 0, lse))))
+    return factor[..., None] * (weights[..., None] * used).sum(0), lse, magnitude
+
+
 def merge_attn_states(
     out_a, lse_a, out_b, lse_b, attn_sink=None, prefill_tokens_with_context=None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

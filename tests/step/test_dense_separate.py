@@ -11,6 +11,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
+import row_formats
 from cases import random_bf16
 from helpers import NO_NAN, Guarded, assert_same_bits
 
@@ -21,6 +22,7 @@ SCALE = 0.07
 NOPE, VALUES = 32, 48
 BF16 = 2.0**-8  # the largest relative error of a rounding
 UNITS = device.BOUNDS.get("units", 16) * 2.0**-24  # the error of an fp32 sum of products
+KV_SCALE = 0.03  # a scale for fp8_e4m3
 ARRAYS = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
 
 
@@ -134,12 +136,11 @@ class Case:
             seed=self.seed,
         )
         slots = self.batch.num_pages * self.page
-        rows = cases.make_rows(rng, slots, "fp8" if self.fmt == "fp8_ds_mla" else "bf16")
+        rows = self.encode(rng, slots)
         used = np.concatenate([self.slots_of(r, c) for r, c in enumerate(self.contexts)])
         nothing = np.ones(slots, bool)
         nothing[used.astype(int)] = False
         rows.view(np.uint8).reshape(slots, -1)[nothing] = 0xFF  # NaN in both formats
-        rows = rows if self.rope else np.ascontiguousarray(rows[:, :512])
         self.cache = rows.reshape(self.batch.num_pages, self.page, -1)
         count = self.batch.num_actual_tokens
         self.q = random_bf16(rng, count, self.heads, self.nope + self.rope)
@@ -149,6 +150,30 @@ class Case:
         columns = self.heads * (self.nope + self.values)
         self.weight = random_bf16(rng, 512, columns, std=512**-0.5)
         self.table = package.rope_table(max([*self.lens, 1])) if self.rope else None
+
+    @property
+    def kv_scale(self) -> float:
+        return KV_SCALE if self.fmt == "fp8_e4m3" else 1.0
+
+    @property
+    def has_scales(self) -> bool:
+        return self.fmt in ("fp8_ds_mla", "fp8_nope")
+
+    def encode(self, rng, slots: int) -> np.ndarray:
+        """Random rows of the cache."""
+        if self.fmt in ("fp8_e4m3", "fp8_nope"):
+            bits = random_bf16(rng, slots, 512).view(np.uint16)
+            return np.concatenate(row_formats.FORMATS[self.fmt].encode(bits, self.kv_scale), 1)
+        rows = cases.make_rows(rng, slots, "fp8" if self.fmt == "fp8_ds_mla" else "bf16")
+        return rows if self.rope else np.ascontiguousarray(rows[:, :512])
+
+    def decode(self, cache, slots) -> np.ndarray:
+        """The values of rows, fp64."""
+        if self.fmt in ("fp8_e4m3", "fp8_nope"):
+            rows = cache.reshape(-1, cache.shape[-1])[slots]
+            values = row_formats.FORMATS[self.fmt].decode(*np.split(rows, [512], 1), 1.0)
+            return values.astype(np.float64) * self.kv_scale
+        return ref.decode_rows(cache, slots)
 
     def slots_of(self, request: int, length: int) -> np.ndarray:
         at = np.arange(length)
@@ -195,7 +220,8 @@ class Case:
             q = tuple(np.ascontiguousarray(x) for x in np.split(q, [self.nope], -1))
         before = [x.copy() for x in (self.q, self.kv_c, self.k_pe)]
         arrays = (q, self.kv_c, self.k_pe if self.rope else None, self.cache.copy())
-        layer.forward(*trip.put(arrays), self.metadata, out=trip.put(out.array))
+        options = {"out": trip.put(out.array), "kv_scale": self.kv_scale}
+        layer.forward(*trip.put(arrays), self.metadata, **options)
         trip.fetch()
         for x, y in zip(before, (self.q, self.kv_c, self.k_pe), strict=True):
             assert_same_bits(x, y, "an input")
@@ -223,7 +249,7 @@ class Case:
         """fp64 of every request, from the rows that its path reads."""
         q, k_pe = self.turned()
         weight = wide(self.weight).reshape(512, self.heads, -1)
-        parts, is_fp8 = [], self.fmt == "fp8_ds_mla"
+        parts = []
         for r, (n, length) in enumerate(zip(self.query_lens, self.lens, strict=True)):
             start = int(self.batch.query_start_loc[r])
             new = slice(start, start + n)
@@ -231,12 +257,16 @@ class Case:
             if path == "mixed" or n == 1:
                 cache = self.cache.copy()
                 package.concat_and_cache_mla(
-                    self.kv_c[new], k_pe[new], cache, self.slots_of(r, length)[length - n :]
+                    *(self.kv_c[new], k_pe[new], cache, self.slots_of(r, length)[length - n :]),
+                    kv_scale=self.kv_scale,
+                    kv_cache_dtype=self.fmt,
                 )
-                rows = ref.decode_rows(cache, self.slots_of(r, length))
-                parts.append(attend_absorbed(q[new], rows, weight, self.nope, SCALE, is_fp8))
+                rows = self.decode(cache, self.slots_of(r, length))
+                parts.append(
+                    attend_absorbed(q[new], rows, weight, self.nope, SCALE, self.has_scales)
+                )
             else:
-                context = ref.to_f32(ref.to_bf16(ref.decode_rows(self.cache, cached)))
+                context = ref.to_f32(ref.to_bf16(self.decode(self.cache, cached)))
                 fresh = np.concatenate([wide(self.kv_c[new]), wide(k_pe[new])], -1)
                 rows = np.concatenate([context.astype(np.float64), fresh])
                 parts.append(attend_up(q[new], rows, weight, self.nope, merges, SCALE))
@@ -338,11 +368,12 @@ def test_both_paths_agree(page):
         want.check(result)
 
 
+@pytest.mark.parametrize("fmt", ["bfloat16", "fp8_e4m3", "fp8_nope"])
 @pytest.mark.parametrize("path", ["separate", "mixed"])
 @pytest.mark.parametrize("plan", ["equal", "packed"])
-def test_models_without_rope(path, plan):
+def test_models_without_rope(fmt, path, plan):
     """Keys are the 512 values of a latent, and a query is one array."""
-    case = Case([1, 1, 7, 2, 30], [50, 0, 200, 0, 33], rope=0, padding=1)
+    case = Case([1, 1, 7, 2, 30], [50, 0, 200, 0, 33], rope=0, padding=1, fmt=fmt)
     got = case.run(path=path, context_plan=plan, prefill_workspace_tokens=64)
     assert case.metadata.head_dim == 512
     case.exact(count_merges(case), path).check(got[:41])

@@ -1,13 +1,13 @@
 /* merge_kernel.h: weighted sums of rows, for one instruction set. norm_kernel.h includes it.
  *
- * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
- * Shapes       a, b, out [count] of bf16, fp16 or fp32, contiguous, of any alignment; out may be a
- *              or b
+ * Computes     add_weighted       out = weights[0] * rows[0] + weights[1] * rows[1] + ...
+ * Shapes       rows and out [count] of bf16, fp16 or fp32, contiguous, of any alignment; out has
+ *              the rows' type, or is bf16 where they are fp32; out may be one of the rows
  * Roofline     Memory binds.
- * Numerics     fp32, each operation rounded, in SMLA_FP_FLUSH: what is below 2^-126 is zero. Only
- *              rows that have no other values are added as they are, in units of 2^-149. A result
- *              that is NaN keeps its sign as bf16.
- * Source       vLLM, for the formula.
+ * Numerics     fp32, each operation rounded, in the order of the rows, in SMLA_FP_FLUSH: what is
+ *              below 2^-126 is zero. Only rows that have no other values are added as they are, in
+ *              units of 2^-149. A result that is NaN keeps its sign as bf16.
+ * Source       vLLM, for the formula of two rows.
  */
 #pragma once
 
@@ -28,47 +28,46 @@ join_units(vfloat count)
     return (vfloat)(((vuint)sum - 0x4B000000u) | sign); /* the bits of 2^23 */
 }
 
-SMLA_INLINE vfloat
-weigh_lanes(vfloat a, vfloat b, const float weights[2], bool is_subnormal)
+/* `left` values, or a whole duo, times the row's weight. */
+SMLA_INLINE duo
+weigh_duo(const uint8_t *row, float weight, smla_float_type type, int64_t left, bool is_subnormal)
 {
+    duo x = left < DUO ? load_part_of_duo(row, type, left) : load_duo(row, type);
     if (is_subnormal) {
-        return join_units(weights[0] * count_units(a) + weights[1] * count_units(b));
+        x = (duo){count_units(x.even), count_units(x.odd)};
     }
-    return weights[0] * a + weights[1] * b;
+    return (duo){weight * x.even, weight * x.odd};
+}
+
+/* The sum of the rows' values from value `i` on. */
+SMLA_INLINE duo
+add_duos(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t i,
+         int64_t left, bool is_subnormal)
+{
+    const uint8_t *const first = element_at(rows->rows[0], type, i);
+    duo sum = weigh_duo(first, rows->weights[0], type, left, is_subnormal);
+    for (int64_t k = 1; k < num_rows; k++) {
+        const uint8_t *const row = element_at(rows->rows[k], type, i);
+        const duo x = weigh_duo(row, rows->weights[k], type, left, is_subnormal);
+        sum = (duo){sum.even + x.even, sum.odd + x.odd};
+    }
+    return is_subnormal ? (duo){join_units(sum.even), join_units(sum.odd)} : sum;
 }
 
 SMLA_INLINE void
-add_weighted_duo(const void *a, const void *b, const float weights[2], smla_float_type type,
-                 bool is_subnormal, void *out)
+add_rows(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t count,
+         smla_float_type out_type, bool is_subnormal, uint8_t *out)
 {
-    const duo x = load_duo(a, type);
-    const vfloat zero = (vfloat)splat_bits(0x80000000u); /* adding -0 keeps the sign of a zero */
-    const duo none = {zero, zero};
-    const duo y = b == NULL ? none : load_duo(b, type);
-    store_duo((duo){weigh_lanes(x.even, y.even, weights, is_subnormal),
-                    weigh_lanes(x.odd, y.odd, weights, is_subnormal)},
-              type, out);
-}
-
-SMLA_INLINE void
-add_weighted_of(const uint8_t *a, const uint8_t *b, const float weights[2], smla_float_type type,
-                int64_t count, bool is_subnormal, uint8_t *out)
-{
-    const int64_t bytes = element_bytes(type);
+    const int64_t out_bytes = element_bytes(out_type);
     int64_t i = 0;
     for (; i + DUO <= count; i += DUO) {
-        add_weighted_duo(a + i * bytes, b == NULL ? NULL : b + i * bytes, weights, type,
-                         is_subnormal, out + i * bytes);
+        store_duo(add_duos(rows, num_rows, type, i, DUO, is_subnormal), out_type,
+                  out + i * out_bytes);
     }
     if (i < count) {
-        uint8_t last[3][DUO * sizeof(float)] = {{0}};
-        const size_t left = (size_t)((count - i) * bytes);
-        memcpy(last[0], a + i * bytes, left);
-        if (b != NULL) {
-            memcpy(last[1], b + i * bytes, left);
-        }
-        add_weighted_duo(last[0], b == NULL ? NULL : last[1], weights, type, is_subnormal, last[2]);
-        memcpy(out + i * bytes, last[2], left);
+        uint8_t last[DUO * sizeof(float)];
+        store_duo(add_duos(rows, num_rows, type, i, count - i, is_subnormal), out_type, last);
+        memcpy(out + i * out_bytes, last, (size_t)((count - i) * out_bytes));
     }
 }
 
@@ -90,35 +89,43 @@ is_subnormal_row(const uint8_t *x, smla_float_type type, int64_t count)
 }
 
 SMLA_INLINE void
-add_weighted_by(const void *a, const void *b, const float weights[2], smla_float_type type,
-                int64_t count, void *out)
+add_rows_of(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t count,
+            smla_float_type out_type, void *out)
 {
-    if (is_subnormal_row(a, type, count) && (b == NULL || is_subnormal_row(b, type, count))) {
-        add_weighted_of(a, b, weights, type, count, true, out);
+    bool is_subnormal = true;
+    for (int64_t k = 0; is_subnormal && k < num_rows; k++) {
+        is_subnormal = is_subnormal_row(rows->rows[k], type, count);
+    }
+    if (is_subnormal) {
+        add_rows(rows, num_rows, type, count, out_type, true, out);
     } else {
-        add_weighted_of(a, b, weights, type, count, false, out);
+        add_rows(rows, num_rows, type, count, out_type, false, out);
     }
 }
 
-/* Each type, with and without b, has a loop of its own. */
-static void
-add_weighted(const void *a, const void *b, const float weights[2], smla_float_type type,
-             int64_t count, void *out)
+/* One row, two rows and more have loops of their own. */
+SMLA_INLINE void
+add_rows_by(const smla_weighted_rows *rows, smla_float_type type, int64_t count,
+            smla_float_type out_type, void *out)
 {
-    if (b == NULL) {
-        switch (type) {
-        case SMLA_FLOAT_BF16:
-            add_weighted_by(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
-            return;
-        case SMLA_FLOAT_FP16:
-            add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP16, count, out);
-            return;
-        default: add_weighted_by(a, NULL, weights, SMLA_FLOAT_FP32, count, out); return;
-        }
+    switch (rows->num_rows) {
+    case 1: add_rows_of(rows, 1, type, count, out_type, out); return;
+    case 2: add_rows_of(rows, 2, type, count, out_type, out); return;
+    default: add_rows_of(rows, rows->num_rows, type, count, out_type, out);
     }
-    switch (type) {
-    case SMLA_FLOAT_BF16: add_weighted_by(a, b, weights, SMLA_FLOAT_BF16, count, out); return;
-    case SMLA_FLOAT_FP16: add_weighted_by(a, b, weights, SMLA_FLOAT_FP16, count, out); return;
-    default: add_weighted_by(a, b, weights, SMLA_FLOAT_FP32, count, out);
+}
+
+/* So do the types. */
+static void
+add_weighted(const smla_weighted_rows *rows, int64_t count, smla_float_type out_type, void *out)
+{
+    if (rows->type == SMLA_FLOAT_BF16) {
+        add_rows_by(rows, SMLA_FLOAT_BF16, count, SMLA_FLOAT_BF16, out);
+    } else if (rows->type == SMLA_FLOAT_FP16) {
+        add_rows_by(rows, SMLA_FLOAT_FP16, count, SMLA_FLOAT_FP16, out);
+    } else if (out_type == SMLA_FLOAT_BF16) {
+        add_rows_by(rows, SMLA_FLOAT_FP32, count, SMLA_FLOAT_BF16, out);
+    } else {
+        add_rows_by(rows, SMLA_FLOAT_FP32, count, SMLA_FLOAT_FP32, out);
     }
 }

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "core/params_compressor.h"
+#include "core/params_merge.h"
 #include "core/params_norm.h"
 
 /* What the slices of a pool have so far, by channel; params_compressor.h says what that is. */
@@ -27,6 +28,14 @@ typedef struct smla_pool_norm {
     float eps;
 } smla_pool_norm;
 
+/* Rows of bf16, fp16 or fp32, contiguous, of any alignment, and their weights. */
+typedef struct smla_weighted_rows {
+    int64_t num_rows; /* at least 1 */
+    smla_float_type type;
+    const uint8_t *rows[SMLA_MAX_PARTS];
+    float weights[SMLA_MAX_PARTS];
+} smla_weighted_rows;
+
 typedef struct smla_norm_isa {
     /* out = bf16(x * rsqrt(mean(x^2) + eps) * weight) for one row. out may be x. */
     void (*normalize)(const uint16_t *x, const void *weight, smla_float_type weight_type,
@@ -44,9 +53,9 @@ typedef struct smla_norm_isa {
     /* The pooled values, normalised with a weight, their last 64 rotated, as bf16. */
     void (*finish_pool)(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm,
                         const float *cos_sin, uint16_t *key);
-    /* out = weights[0] * a + weights[1] * b for a row of bf16, fp16 or fp32; a alone without b. */
-    void (*add_weighted)(const void *a, const void *b, const float weights[2], smla_float_type type,
-                         int64_t count, void *out);
+    /* out = the sum of the rows, each times its weight; out may be one of the rows. */
+    void (*add_weighted)(const smla_weighted_rows *rows, int64_t count, smla_float_type out_type,
+                         void *out);
 } smla_norm_isa;
 
 extern const smla_norm_isa smla_norm_base;

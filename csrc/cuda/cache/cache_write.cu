@@ -128,8 +128,12 @@ const write_row write_rows[] = {
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p, const smla_cuda_device *)
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p,
+                                      const smla_cuda_device *device)
 {
+    if (p->kv.format->nope_type != SMLA_NOPE_BF16 && p->kv.format->rope_dim == 0) {
+        return smla_cuda_launch_quantize_and_insert_k_cache(p, device); /* kv_c is the whole key */
+    }
     const bool is_aligned = has_aligned_tokens(*p);
     const int32_t run_tokens = choose_run_tokens(p->num_tokens);
     const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);

@@ -15,6 +15,8 @@ smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
     call->step = NULL;
     call->is_busy = NULL;
     call->num_arrays = 0;
+    call->arrays = call->own;
+    call->room = NULL;
 }
 
 int
@@ -27,7 +29,7 @@ smla_py_take_stream(smla_py_call *call, PyObject *object)
 int
 smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object)
 {
-    if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in an operator's table */
+    if (call->num_arrays == SMLA_MAX_ARRAYS && call->room == NULL) { /* a mistake in a table */
         PyErr_Format(PyExc_SystemError, "%s: a call has at most %d arrays", call->op,
                      SMLA_MAX_ARRAYS);
         return -1;
@@ -92,12 +94,117 @@ smla_py_add_pair(smla_py_call *call, const char *name, PyObject *object)
     return add_pair(call, names, object);
 }
 
+/* ---- Lists of parts ------------------------------------------------------------------------ */
+
+static bool
+is_list(PyObject *object)
+{
+    return PyTuple_Check(object) || PyList_Check(object);
+}
+
+int
+smla_py_make_list_room(smla_py_call *call)
+{
+    call->room = PyMem_Malloc(sizeof *call->room);
+    if (call->room == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->room->num_items = 0;
+    call->room->num_lists = 0;
+    call->arrays = call->room->arrays;
+    return 0;
+}
+
+/* New reference: the items of a list, which another thread may change. */
+static PyObject *
+take_items(const smla_py_call *call, const char *name, PyObject *object)
+{
+    PyObject *items = PySequence_Tuple(object);
+    const Py_ssize_t count = items == NULL ? 1 : PyTuple_Size(items);
+    if (count < 1 || count > SMLA_MAX_PARTS) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have 1 to %d parts, got %zd", call->op, name,
+                     SMLA_MAX_PARTS, count);
+        Py_CLEAR(items);
+    }
+    return items;
+}
+
+/* Appends items number `start` to `end` - 1, each under its own name. */
+static int
+add_items(smla_py_call *call, const char *name, PyObject *items, Py_ssize_t start, Py_ssize_t end)
+{
+    for (Py_ssize_t i = start; i < end; i++) {
+        char *const item = call->room->names[call->room->num_items++];
+        PyOS_snprintf(item, sizeof call->room->names[0], "%s[%d]", name, (int)i);
+        if (smla_py_add(call, item, SMLA_PY_INPUT, PyTuple_GetItem(items, i)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+smla_py_add_parts(smla_py_call *call, const char *name, PyObject *object)
+{
+    if (!is_list(object)) {
+        return smla_py_add(call, name, SMLA_PY_INPUT, object);
+    }
+    PyObject *items = take_items(call, name, object);
+    const int status = items == NULL ? -1 : add_items(call, name, items, 0, 1);
+    Py_XDECREF(items);
+    return status;
+}
+
+int
+smla_py_add_later_parts(smla_py_call *call, const char *name, int row, PyObject *object)
+{
+    smla_py_list_room *const room = call->room;
+    if (!is_list(object)) {
+        return 0;
+    }
+    PyObject *items = take_items(call, name, object);
+    if (items == NULL) {
+        return -1;
+    }
+    const int count = (int)PyTuple_Size(items);
+    const int list = room->num_lists++;
+    room->lists[list].row = row;
+    room->lists[list].later = call->num_arrays;
+    room->lists[list].first_view = list * SMLA_MAX_PARTS;
+    room->lists[list].count = count;
+    const int status = add_items(call, name, items, 1, count);
+    Py_DECREF(items);
+    return status;
+}
+
+void
+smla_py_set_parts(smla_py_call *call, int row, smla_parts_arg *parts)
+{
+    *parts = (smla_parts_arg){.stacked = smla_py_view(&call->arrays[row])};
+    for (int list = 0; call->room != NULL && list < call->room->num_lists; list++) {
+        if (call->room->lists[list].row != row) {
+            continue;
+        }
+        const DLTensor **const views = call->room->views + call->room->lists[list].first_view;
+        const int later = call->room->lists[list].later;
+        const int count = call->room->lists[list].count;
+        for (int i = 0; i < count; i++) {
+            views[i] = smla_py_view(&call->arrays[i == 0 ? row : later + i - 1]);
+        }
+        *parts = (smla_parts_arg){.list = views, .count = count};
+    }
+}
+
+/* ---- The call's end ------------------------------------------------------------------------ */
+
 void
 smla_py_close(smla_py_call *call)
 {
     while (call->num_arrays > 0) {
         smla_py_release_array(&call->arrays[--call->num_arrays]);
     }
+    PyMem_Free(call->room);
     if (call->is_busy != NULL) {
         atomic_flag_clear(call->is_busy);
     }
@@ -131,6 +238,20 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
     }
     return smla_py_allocate(call->state, call->op, call->arrays[i].name, first_given(call),
                             &call->stream, dtype, ndim, shape, &call->arrays[i]);
+}
+
+/* A Tensor is marked foreign, because nothing else keeps it until the work is over. */
+int
+smla_py_allocate_bytes(smla_py_call *call, int i, const int64_t *bytes)
+{
+    static const DLDataType uint8 = {kDLUInt, 8, 1};
+    smla_py_array *const array = &call->arrays[i];
+    if (smla_py_allocate(call->state, call->op, array->name, first_given(call), &call->stream,
+                         uint8, 1, bytes, array) < 0) {
+        return -1;
+    }
+    array->is_foreign |= Py_TYPE(array->object) == call->state->tensor_type;
+    return 0;
 }
 
 int

@@ -388,6 +388,7 @@ name_kind(int kind)
         [SMLA_PY_OUTPUT] = "output",
         [SMLA_PY_INOUT] = "input and output",
         [SMLA_PY_PAIR] = "pair",
+        [SMLA_PY_PARTS] = "parts",
         [SMLA_PY_NULLABLE] = "input or none",
         [SMLA_PY_ASKING] = "asking input",
         [SMLA_PY_MAYBE_INOUT] = "input, maybe output",

@@ -18,8 +18,9 @@
 typedef enum smla_py_kind {
     /* arrays that a caller gives */
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
-    SMLA_PY_NULLABLE,                 /* given, but may be None; read */
-    SMLA_PY_ASKING,                   /* None or read; asks for the asked outputs where given */
+    SMLA_PY_PARTS,    /* smla_parts_arg: one array, or a list or tuple of arrays; read */
+    SMLA_PY_NULLABLE, /* given, but may be None; read */
+    SMLA_PY_ASKING,   /* None or read; asks for the asked outputs where given */
     /* read, and also written where maybe_writes of the operator says so; never returned */
     SMLA_PY_MAYBE_INOUT,
     SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */

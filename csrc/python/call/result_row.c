@@ -130,7 +130,7 @@ is_given(const row_reader *reader, int row)
 static bool
 is_asked(const row_reader *reader)
 {
-    for (int i = 0; i < reader->call->num_arrays; i++) {
+    for (int i = 0; i < smla_py_count_arrays(reader->op); i++) {
         if (reader->op->params[i].kind == SMLA_PY_ASKED_OUTPUT && is_given(reader, i)) {
             return true;
         }

@@ -131,6 +131,7 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void
     switch (param->kind) {
     case SMLA_PY_PAIR: return smla_py_add_pair(call, param->name, object);
     case SMLA_PY_SECOND: return 0; /* added together with the first */
+    case SMLA_PY_PARTS: return smla_py_add_parts(call, param->name, object);
     case SMLA_PY_ASKING:
         call->asks = object != Py_None;
         return smla_py_add(call, param->name, SMLA_PY_OPTIONAL, object);
@@ -149,6 +150,19 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void
     }
 }
 
+/* Adds what the lists of an operator have behind their first items. */
+static int
+add_later_parts(smla_py_call *call, const smla_py_operator *op, PyObject *const *values)
+{
+    for (int i = 0; i < op->num_params; i++) {
+        if (op->params[i].kind == SMLA_PY_PARTS &&
+            smla_py_add_later_parts(call, op->params[i].name, i, values[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Reads the options first, because after a wrong option there is no array to release. */
 static int
 read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *values, void *args)
@@ -160,6 +174,9 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
         }
     }
     const bool maybe_writes = op->maybe_writes != NULL && op->maybe_writes(values);
+    if (op->params[0].kind == SMLA_PY_PARTS && smla_py_make_list_room(call) < 0) {
+        return -1;
+    }
     int i = 0;
     if (op->writes_first != NULL && op->writes_first(values)) {
         if (smla_py_add(call, op->params[i].name, SMLA_PY_INOUT, values[i]) < 0) {
@@ -175,7 +192,7 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
             return -1;
         }
     }
-    return 0;
+    return add_later_parts(call, op, values);
 }
 
 /* ---- Results ------------------------------------------------------------------------------- */
@@ -186,9 +203,14 @@ static int
 set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *results)
 {
     int num_results = 0;
-    for (int i = 0; i < call->num_arrays; i++) {
+    const int num_rows = smla_py_count_arrays(op);
+    for (int i = 0; i < num_rows; i++) {
         const smla_py_param *const param = &op->params[i];
         const DLTensor *const view = smla_py_view(&call->arrays[i]);
+        if (param->kind == SMLA_PY_PARTS) {
+            smla_py_set_parts(call, i, (void *)((char *)args + param->offset));
+            continue;
+        }
         smla_py_set_pointer(args, param, view);
         if (param->kind == SMLA_PY_OUTPUT_OR_NONE || (view != NULL && smla_py_is_result(param))) {
             results[num_results++] = i;
@@ -196,7 +218,7 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
             results[num_results++] = 0;
         }
     }
-    for (int i = 0; i < call->num_arrays; i++) {
+    for (int i = 0; i < num_rows; i++) {
         if (op->params[i].kind == SMLA_PY_INOUT) {
             results[num_results++] = i;
         }
@@ -211,12 +233,11 @@ typedef struct plain_workspace {
 } plain_workspace;
 
 /* Takes the workspace if the caller gave none: `scratch` on the CPU, an array like the results on
- * CUDA. A Tensor is marked foreign, because nothing else keeps it until the work is over. */
+ * CUDA. */
 static int
 allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
                    plain_workspace *scratch)
 {
-    static const DLDataType uint8 = {kDLUInt, 8, 1};
     const smla_py_param *const param = smla_py_find_workspace(op);
     const int index = (int)(param - op->params);
     smla_py_array *const workspace = &call->arrays[index];
@@ -226,10 +247,9 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
     }
     const DLTensor *view = NULL;
     if (call->arrays[0].view.device.device_type == kDLCUDA) {
-        if (smla_py_allocate_result(call, index, uint8, 1, &scratch->bytes) < 0) {
+        if (smla_py_allocate_bytes(call, index, &scratch->bytes) < 0) {
             return -1;
         }
-        workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
         view = smla_py_view(workspace);
     } else {
         void *const memory = smla_py_allocate_scratch(scratch->bytes);

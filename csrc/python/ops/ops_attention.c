@@ -356,6 +356,44 @@ static const smla_py_result_row merge_results[] = {
 
 static const smla_py_limit merge_limits[] = {{SMLA_PY_LIMIT_NDIM, MERGE_OUT_A, 3, 3}};
 
+/* ---- Merge of many parts ------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(merge_attn_partials)
+
+enum { PARTIALS_OUTS, PARTIALS_OUT = 3, PARTIALS_LSE };
+
+static const smla_py_param partials_params[] = {
+    [PARTIALS_OUTS] = {"outs", SMLA_PY_PARTS, offsetof(smla_merge_attn_partials_args, outs)},
+    {"lses", SMLA_PY_PARTS, offsetof(smla_merge_attn_partials_args, lses)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_merge_attn_partials_args, attn_sink)},
+    [PARTIALS_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_partials_args, out)},
+    [PARTIALS_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_partials_args, lse)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_partials_args, stream)},
+};
+
+/* Parts in one array have a dimension more than one of a list. */
+static const smla_py_result_row partials_results[] = {
+    {.result = PARTIALS_OUT,
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = PARTIALS_OUTS},
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 4},
+     .dims = {SMLA_PY_SIZE(PARTIALS_OUTS, 1), SMLA_PY_SIZE(PARTIALS_OUTS, 2),
+              SMLA_PY_SIZE(PARTIALS_OUTS, 3)}},
+    {.result = PARTIALS_OUT,
+     .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = PARTIALS_OUTS},
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 3},
+     .dims = {SMLA_PY_ALL_SIZES(PARTIALS_OUTS)}},
+    {.result = PARTIALS_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 4},
+     .dims = {SMLA_PY_SIZE(PARTIALS_OUTS, 1), SMLA_PY_SIZE(PARTIALS_OUTS, 2)}},
+    {.result = PARTIALS_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 3},
+     .dims = {SMLA_PY_SIZE(PARTIALS_OUTS, 0), SMLA_PY_SIZE(PARTIALS_OUTS, 1)}},
+};
+
+static const smla_py_limit partials_limits[] = {{SMLA_PY_LIMIT_NDIM, PARTIALS_OUTS, 3, 4}};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_attention_operators[] = {
@@ -405,5 +443,10 @@ const smla_py_operator smla_py_attention_operators[] = {
      .compute = compute_merge_attn_states,
      SMLA_PY_RESULTS(merge_results),
      SMLA_PY_LIMITS(merge_limits)},
+    {.name = "merge_attn_partials",
+     SMLA_PY_TABLE(partials_params, smla_merge_attn_partials_args, smla_merge_attn_partials_args),
+     .compute = compute_merge_attn_partials,
+     SMLA_PY_RESULTS(partials_results),
+     SMLA_PY_LIMITS(partials_limits)},
     {.name = NULL},
 };

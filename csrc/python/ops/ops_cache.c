@@ -5,9 +5,10 @@ SMLA_PY_COMPUTE(concat_and_cache_mla)
 
 static const smla_py_param write_params[] = {
     {"kv_c", SMLA_PY_INPUT, offsetof(smla_concat_and_cache_mla_args, kv_c)},
-    {"k_pe", SMLA_PY_INPUT, offsetof(smla_concat_and_cache_mla_args, k_pe)},
+    {"k_pe", SMLA_PY_NULLABLE, offsetof(smla_concat_and_cache_mla_args, k_pe)},
     {"kv_cache", SMLA_PY_INOUT, offsetof(smla_concat_and_cache_mla_args, kv_cache)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_concat_and_cache_mla_args, slot_mapping)},
+    {"kv_scale", SMLA_PY_SCALE, offsetof(smla_concat_and_cache_mla_args, kv_scale)},
     {"kv_cache_dtype", SMLA_PY_KV_FORMAT, offsetof(smla_concat_and_cache_mla_args, kv_format)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_concat_and_cache_mla_args, stream)},
 };

@@ -180,17 +180,16 @@ check_new_tokens(dense_layer *d)
         take_values(d, &d->q_pe, a->q_pe != NULL ? a->q_pe : a->q, a->q_pe != NULL ? 0 : nope,
                     rope);
         smla_slice_rows(&d->k_pe, a->k_pe, 0, tokens);
-    } else { /* the write of the cache takes rows without values */
-        smla_view_memory(&d->layer, &d->k_pe, NULL, 16, 2, key_shape);
     }
     const smla_concat_and_cache_mla_args write = {
         .struct_size = sizeof write,
         .kv_c = &d->kv_c.tensor,
-        .k_pe = &d->k_pe.tensor,
+        .k_pe = rope > 0 ? &d->k_pe.tensor : NULL,
         .kv_cache = a->kv_cache,
         .slot_mapping = &b->slot_mapping.tensor,
         .kv_format = b->config.kv_format,
         .stream = a->stream,
+        .kv_scale = a->kv_scale,
     };
     return smla_check_concat_and_cache_mla(&write, &d->write, &backend, d->layer.error);
 }

@@ -65,7 +65,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         moves += make_format_moves(rng, name)
     moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
     moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
-    moves += [make_merge(rng), make_norm(rng), make_inverse(), make_queries()]
+    moves += [make_merge(rng), make_partials(rng), make_norm(rng), make_inverse(), make_queries()]
     moves += [make_turn(interleaved) for interleaved in (True, False)]
     moves.append(make_turned_keys())
     moves += [make_index_queries(rng)]
@@ -347,6 +347,27 @@ def make_merge(rng: np.random.Generator) -> Move:
 
     num_bytes = a.nbytes + b.nbytes + out.nbytes + 3 * lse.nbytes
     return Move("merge_attn_states, bf16, 64 heads", merge, num_bytes, is_right)
+
+
+def make_partials(rng: np.random.Generator) -> Move:
+    one = draw(NUM_OUTPUTS // 4, 64, KV_LORA_RANK)
+    outs = np.stack([np.roll(one, i, axis=0) for i in range(8)])
+    lses = rng.standard_normal(outs.shape[:3], np.float32)
+    out, lse = np.zeros(outs[0].shape, BF16), np.zeros_like(lses[0])
+
+    def merge() -> object:
+        return sparse_mla.merge_attn_partials(outs, lses, out=out, lse=lse)
+
+    def is_right() -> bool:
+        rows = slice(None, None, 61)
+        wanted = np.logaddexp.reduce(lses[:, rows].astype(np.float64))
+        parts = outs[:, rows].astype(np.float64) * np.exp(lses[:, rows] - wanted)[..., None]
+        error = np.abs(out[rows].astype(np.float64) - parts.sum(0))
+        bound = 2.0**-8 * np.abs(parts).sum(0) + 1e-6
+        return bool((error <= bound).all()) and np.allclose(lse[rows], wanted, 1e-6, 1e-6)
+
+    num_bytes = outs.nbytes + out.nbytes + lses.nbytes + lse.nbytes
+    return Move("merge_attn_partials, bf16, 64 heads, 8 parts", merge, num_bytes, is_right)
 
 
 def make_norm(rng: np.random.Generator) -> Move:

@@ -28,7 +28,7 @@ from sparse_mla._bench.cuda.timing import (
 )
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
-from sparse_mla._types import ConcatFormat
+from sparse_mla._types import RopeFormat
 
 NUM_HEADS = 16  # heads in a call of an operator that has heads
 NUM_REQUESTS = 256
@@ -38,7 +38,7 @@ PREFILL_TOKENS = 100
 WARM_UP_CALLS = 100
 BATCH_CALLS = 32  # calls between two waits for the device
 BUILDS = 4  # builds between two waits: each one copies from a ring of staging buffers
-LAYER_FORMATS: tuple[ConcatFormat, ...] = ("fp8_ds_mla", "bfloat16")
+LAYER_FORMATS: tuple[RopeFormat, ...] = ("fp8_ds_mla", "bfloat16")
 PYTORCH = "PyTorch"
 LAUNCH = "torch.cuda._sleep(0)"  # measured in turn with each row, because hosts change speed
 Call = Callable[[], object]
@@ -195,7 +195,7 @@ def make_launch() -> Call:
 
 
 def make_config(
-    num_heads: int, topk: int, kv_cache_dtype: ConcatFormat = "fp8_ds_mla"
+    num_heads: int, topk: int, kv_cache_dtype: RopeFormat = "fp8_ds_mla"
 ) -> sparse_mla.Config:
     return sparse_mla.Config(
         num_heads,
@@ -255,7 +255,7 @@ def make_forward(num_heads: int) -> Call:
     return lambda: layer.forward(q, cache, topk_indices, metadata, out=out, lse=lse)
 
 
-def make_layer(num_heads: int, kv_cache_dtype: ConcatFormat) -> Call:
+def make_layer(num_heads: int, kv_cache_dtype: RopeFormat) -> Call:
     """What a layer of a small decode calls: the cache's write, and forward, which allocates lse."""
     num_reqs, topk = 4, 2048
     config = make_config(num_heads, topk, kv_cache_dtype)

@@ -39,6 +39,7 @@ NUM_REQUESTS = 32
 TOPK = 2048
 NUM_QUERIES = 32768
 MERGE_SHAPE = (2048, 128, 512)
+PARTIALS_SHAPE = (128, 128, 512)
 QUANT_ELEMENTS = 1 << 28
 NORM_TOKENS = 65536
 TURNED_TOKENS = 8192
@@ -273,32 +274,48 @@ def move_lists() -> Iterator[Move]:
     )
 
 
+def is_merged(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Compares with fp64, within one rounding of out to bf16 and a few of lse in fp32."""
+    tokens = sample(len(out))
+    exact_lse = torch.logsumexp(lses[:, tokens].double(), 0)
+    weights = (lses[:, tokens].double() - exact_lse).exp()[..., None]
+    parts = weights * outs[:, tokens].double()
+    exact, magnitude = parts.sum(0), parts.abs().sum(0)
+    out_error = (out[tokens].double() - exact).abs() - 2 * 2.0**-9 * (magnitude + exact.abs())
+    lse_error = (lse[tokens].double() - exact_lse).abs()
+    lse_error -= 16 * 2.0**-24 * (1 + exact_lse.abs())
+    return bool((out_error <= 1e-6).all()) and bool((lse_error <= 1e-6).all())
+
+
 def move_merged() -> Iterator[Move]:
-    a, b = (torch.randn(MERGE_SHAPE, device=DEVICE).bfloat16() for _ in range(2))
-    lse_a, lse_b = (torch.randn(MERGE_SHAPE[:2], device=DEVICE) for _ in range(2))
-    out, lse = torch.zeros_like(a), torch.zeros_like(lse_a)
+    outs = torch.randn((2, *MERGE_SHAPE), device=DEVICE).bfloat16()
+    lses = torch.randn((2, *MERGE_SHAPE[:2]), device=DEVICE)
+    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
 
     def call() -> object:
-        return sparse_mla.merge_attn_states(a, lse_a, b, lse_b, out=out, lse=lse)
+        return sparse_mla.merge_attn_states(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
 
-    def is_right() -> bool:
-        """Compares with fp64, within one rounding of out to bf16 and a few of lse in fp32."""
-        tokens = sample(len(a))
-        exact_lse = torch.logaddexp(lse_a[tokens].double(), lse_b[tokens].double())
-        parts = [
-            (x[tokens].double() * (part[tokens].double() - exact_lse).exp()[..., None])
-            for x, part in ((a, lse_a), (b, lse_b))
-        ]
-        exact = parts[0] + parts[1]
-        magnitude = parts[0].abs() + parts[1].abs() + exact.abs()
-        out_bound = 2 * 2.0**-9 * magnitude + 1e-6
-        lse_bound = 16 * 2.0**-24 * (1 + exact_lse.abs()) + 1e-6
-        out_error = (out[tokens].double() - exact).abs() - out_bound
-        lse_error = (lse[tokens].double() - exact_lse).abs() - lse_bound
-        return bool((out_error <= 0).all()) and bool((lse_error <= 0).all())
+    num_bytes = 3 * out.nbytes + 3 * lse.nbytes
+    yield Move("merge_attn_states, bf16", call, num_bytes, lambda: is_merged(outs, lses, out, lse))
 
-    num_bytes = 3 * a.nbytes + 3 * lse.nbytes
-    yield Move("merge_attn_states, bf16", call, num_bytes, is_right)
+
+def move_partials() -> Iterator[Move]:
+    """The parts of 8 ranks of context parallelism in a decode, in one array and in a list."""
+    outs = torch.randn((8, *PARTIALS_SHAPE), device=DEVICE).bfloat16()
+    lses = torch.randn((8, *PARTIALS_SHAPE[:2]), device=DEVICE)
+    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
+    num_bytes = outs.nbytes + lses.nbytes + out.nbytes + lse.nbytes
+    for kind, parts in ("an array", (outs, lses)), ("a list", (list(outs), list(lses))):
+
+        def call(parts: Any = parts) -> object:
+            return sparse_mla.merge_attn_partials(*parts, out=out, lse=lse)
+
+        yield Move(
+            f"merge_attn_partials, bf16, 8 parts, {kind}",
+            call,
+            num_bytes,
+            lambda: is_merged(outs, lses, out, lse),
+        )
 
 
 def move_quantised() -> Iterator[Move]:
@@ -537,6 +554,7 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_indices,
     move_lists,
     move_merged,
+    move_partials,
     move_quantised,
     move_norms,
     move_rope,

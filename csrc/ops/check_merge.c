@@ -1,0 +1,306 @@
+/* check_merge.c: the checks of merges of partial attention results. */
+#include <stdio.h>
+
+#include "core/params_merge.h"
+#include "core/rule_parts.h"
+#include "ops/check.h"
+
+/* ---- What merges share --------------------------------------------------------------------- */
+
+/* The sizes of a merge's rows. */
+typedef struct merge_sizes {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t value_dim;
+} merge_sizes;
+
+static merge_sizes
+sizes_of(const DLTensor *out)
+{
+    return (merge_sizes){smla_size(out, 0), smla_size(out, 1), smla_size(out, 2)};
+}
+
+static smla_rule
+rule_of_out(const char *name, const DLTensor *tensor, unsigned dtypes, const merge_sizes *sizes)
+{
+    return (smla_rule){.name = name,
+                       .tensor = tensor,
+                       .dtypes = dtypes,
+                       .ndim = 3,
+                       .shape = {sizes->num_tokens, sizes->num_heads, sizes->value_dim}};
+}
+
+static smla_status
+require_sinks(smla_checker *c, const DLTensor *attn_sink, const char *first, int64_t num_heads)
+{
+    char hint[64];
+    snprintf(hint, sizeof hint, "at least a sink per head of `%s`", first);
+    return smla_require(c, &(smla_rule){.name = "attn_sink",
+                                        .tensor = attn_sink,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
+                                                 SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {num_heads},
+                                        .hint = hint});
+}
+
+static smla_merge_rows
+rows_of(const merge_sizes *sizes, smla_float_type type, const DLTensor *attn_sink,
+        const DLTensor *out, const DLTensor *lse)
+{
+    return (smla_merge_rows){
+        .num_tokens = sizes->num_tokens,
+        .num_heads = sizes->num_heads,
+        .value_dim = sizes->value_dim,
+        .type = type,
+        .out_type = smla_float_type_of(out),
+        .attn_sink = smla_data(attn_sink),
+        .attn_sink_stride = smla_stride(attn_sink, 0),
+        .out = smla_data(out),
+        .out_stride_token = smla_stride(out, 0),
+        .out_stride_head = smla_stride(out, 1),
+        .lse = smla_data(lse),
+        .lse_stride_token = smla_stride(lse, 0),
+        .lse_stride_head = smla_stride(lse, 1),
+    };
+}
+
+static smla_merge_part
+part_of(const DLTensor *out, const DLTensor *lse)
+{
+    return (smla_merge_part){
+        .out = smla_data(out),
+        .out_stride_token = smla_stride(out, 0),
+        .out_stride_head = smla_stride(out, 1),
+        .lse = smla_data(lse),
+        .lse_stride_token = smla_stride(lse, 0),
+        .lse_stride_head = smla_stride(lse, 1),
+    };
+}
+
+/* ---- Two parts ----------------------------------------------------------------------------- */
+
+static smla_status
+require_tokens_with_context(const smla_checker *c, int64_t num_tokens, int64_t alone)
+{
+    if (alone >= 0 && alone <= num_tokens) {
+        return SMLA_OK;
+    }
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `prefill_tokens_with_context` must be 0 to the %lld tokens of `out_a`, "
+                     "got %lld",
+                     c->op, (long long)num_tokens, (long long)(num_tokens - alone));
+}
+
+smla_status
+smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge_params *params,
+                             const smla_backend **backend, smla_error *error)
+{
+    const merge_sizes any = {SMLA_ANY, SMLA_ANY, SMLA_ANY};
+    smla_checker c;
+    smla_open_checker(&c, "merge_attn_states", error);
+    smla_rule out = rule_of_out("out_a", args->out_a, SMLA_DTYPE_FLOATS, &any);
+    SMLA_TRY(smla_require(&c, &out));
+    const merge_sizes sizes = sizes_of(args->out_a);
+    SMLA_TRY(smla_require_state(&c, "lse_a", args->lse_a, sizes.num_tokens, sizes.num_heads, 0));
+    out = rule_of_out("out_b", args->out_b, smla_dtype(args->out_a), &sizes);
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, sizes.num_tokens, sizes.num_heads, 0));
+    SMLA_TRY(require_sinks(&c, args->attn_sink, "out_a", sizes.num_heads));
+    out = rule_of_out("out", args->out, smla_dtype(args->out_a), &sizes);
+    out.flags = SMLA_RULE_OUTPUT;
+    out.may_be[0] = args->out_a;
+    out.may_be[1] = args->out_b;
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
+                                           .tensor = args->lse,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {sizes.num_tokens, sizes.num_heads},
+                                           .may_be = {args->lse_a, args->lse_b}}));
+    const int64_t alone = args->tokens_without_context;
+    SMLA_TRY(require_tokens_with_context(&c, sizes.num_tokens, alone));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_merge_params){
+        .call = smla_call_of(&c, args->stream, NULL),
+        .rows =
+            rows_of(&sizes, smla_float_type_of(args->out_a), args->attn_sink, args->out, args->lse),
+        .merged_tokens = sizes.num_tokens - alone,
+        .parts = {part_of(args->out_a, args->lse_a), part_of(args->out_b, args->lse_b)},
+    };
+    return SMLA_OK;
+}
+
+/* ---- Many parts ---------------------------------------------------------------------------- */
+
+/* Part i: an array of the list, or a slice of the stacked array. */
+static DLTensor
+take_part(const smla_parts_arg *given, int64_t i)
+{
+    if (given->stacked == NULL) {
+        return *given->list[i];
+    }
+    DLTensor part = *given->stacked;
+    const int64_t stride = smla_stride(given->stacked, 0);
+    part.data = smla_data_at(given->stacked, i * stride * smla_element_bytes(given->stacked));
+    part.byte_offset = 0;
+    part.ndim--;
+    part.shape++;
+    part.strides = part.strides == NULL ? NULL : part.strides + 1;
+    return part;
+}
+
+/* Checks parts that are one array. */
+static smla_status
+require_stacked(smla_checker *c, const DLTensor *outs)
+{
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "outs",
+                                          .tensor = outs,
+                                          .dtypes = SMLA_DTYPE_FLOATS,
+                                          .ndim = SMLA_ANY}));
+    return outs->ndim == 4 ? SMLA_OK
+                           : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                       "%s: `outs` must have shape [any, any, any, any] or be a "
+                                       "list of arrays, got %s",
+                                       c->op, smla_describe_shape(outs).text);
+}
+
+static smla_status
+require_num_parts(const smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+{
+    *num_parts = outs->stacked != NULL ? smla_size(outs->stacked, 0) : outs->count;
+    if (*num_parts < 1 || *num_parts > SMLA_MAX_PARTS) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `outs` must have 1 to %d parts, got %lld",
+                         c->op, SMLA_MAX_PARTS, (long long)*num_parts);
+    }
+    return SMLA_OK;
+}
+
+/* Checks arrays number `start` and on of a list by `rule`. A checker has no room for all of them,
+ * so it forgets them. */
+static smla_status
+require_list(smla_checker *c, const smla_parts_arg *given, int64_t start, smla_rule rule)
+{
+    const char *const argument = rule.name;
+    for (int64_t i = start; i < given->count; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%s[%lld]", argument, (long long)i);
+        rule.name = name;
+        rule.tensor = given->list[i];
+        SMLA_TRY(smla_require(c, &rule));
+        c->num_arrays--;
+    }
+    return SMLA_OK;
+}
+
+/* Checks parts that are a list. The first one, which the checker remembers, tells the device, the
+ * dtype and the shape. */
+static smla_status
+require_listed(smla_checker *c, const smla_parts_arg *outs)
+{
+    const DLTensor *const first = outs->list[0];
+    const merge_sizes any = {SMLA_ANY, SMLA_ANY, SMLA_ANY};
+    smla_rule rule = rule_of_out("outs[0]", first, SMLA_DTYPE_FLOATS, &any);
+    SMLA_TRY(smla_require(c, &rule));
+    const merge_sizes sizes = sizes_of(first);
+    rule = rule_of_out("outs", NULL, smla_dtype(first), &sizes);
+    return require_list(c, outs, 1, rule);
+}
+
+static smla_status
+require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+{
+    if (outs->stacked == NULL && outs->list == NULL) {
+        return smla_require_pointer(c->op, "outs", NULL, c->error);
+    }
+    if (outs->stacked != NULL) {
+        SMLA_TRY(require_stacked(c, outs->stacked));
+    }
+    SMLA_TRY(require_num_parts(c, outs, num_parts));
+    return outs->stacked != NULL ? SMLA_OK : require_listed(c, outs);
+}
+
+static smla_status
+require_lses(smla_checker *c, const smla_parts_arg *lses, int64_t num_parts,
+             const merge_sizes *sizes)
+{
+    smla_rule rule = {.name = "lses",
+                      .tensor = lses->stacked,
+                      .dtypes = SMLA_DTYPE_FP32,
+                      .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                      .ndim = 3,
+                      .shape = {num_parts, sizes->num_tokens, sizes->num_heads}};
+    if (lses->stacked != NULL || lses->list == NULL) {
+        return smla_require(c, &rule);
+    }
+    if (lses->count != num_parts) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `lses` must have the %lld parts of `outs`, got %lld", c->op,
+                         (long long)num_parts, (long long)lses->count);
+    }
+    rule.ndim = 2;
+    rule.shape[0] = sizes->num_tokens;
+    rule.shape[1] = sizes->num_heads;
+    return require_list(c, lses, 0, rule);
+}
+
+/* Checks that an output shares no memory with an array of a list, which the checker forgot. */
+static smla_status
+require_apart(const smla_checker *c, const char *name, const DLTensor *output, const char *argument,
+              const smla_parts_arg *given)
+{
+    for (int64_t i = 0; given->stacked == NULL && i < given->count; i++) {
+        if (!smla_is_disjoint(output, given->list[i])) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must not overlap `%s[%lld]`, got arrays that share memory",
+                             c->op, name, argument, (long long)i);
+        }
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+require_merged(smla_checker *c, const smla_merge_attn_partials_args *args, unsigned dtypes,
+               const merge_sizes *sizes)
+{
+    smla_rule out = rule_of_out("out", args->out, dtypes, sizes);
+    out.flags = SMLA_RULE_OUTPUT;
+    SMLA_TRY(smla_require(c, &out));
+    SMLA_TRY(smla_require_state(c, "lse", args->lse, sizes->num_tokens, sizes->num_heads,
+                                SMLA_RULE_OUTPUT));
+    SMLA_TRY(require_apart(c, "out", args->out, "outs", &args->outs));
+    SMLA_TRY(require_apart(c, "out", args->out, "lses", &args->lses));
+    SMLA_TRY(require_apart(c, "lse", args->lse, "outs", &args->outs));
+    return require_apart(c, "lse", args->lse, "lses", &args->lses);
+}
+
+smla_status
+smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
+                               smla_merge_partials_params *params, const smla_backend **backend,
+                               smla_error *error)
+{
+    int64_t num_parts = 0;
+    smla_checker c;
+    smla_open_checker(&c, "merge_attn_partials", error);
+    SMLA_TRY(require_outs(&c, &args->outs, &num_parts));
+    const DLTensor first = take_part(&args->outs, 0);
+    const merge_sizes sizes = sizes_of(&first);
+    const unsigned dtype = smla_dtype(&first);
+    SMLA_TRY(require_lses(&c, &args->lses, num_parts, &sizes));
+    SMLA_TRY(require_sinks(&c, args->attn_sink, "outs", sizes.num_heads));
+    SMLA_TRY(require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? dtype | SMLA_DTYPE_BF16 : dtype,
+                            &sizes));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->call = smla_call_of(&c, args->stream, NULL);
+    params->rows =
+        rows_of(&sizes, smla_float_type_of(&first), args->attn_sink, args->out, args->lse);
+    params->num_parts = num_parts;
+    for (int64_t i = 0; i < num_parts; i++) {
+        const DLTensor out = take_part(&args->outs, i);
+        const DLTensor lse = take_part(&args->lses, i);
+        params->parts[i] = part_of(&out, &lse);
+    }
+    return SMLA_OK;
+}
