@@ -28,6 +28,8 @@
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params, attention)                \
     X(varlen_attention, smla_varlen_attention_args, smla_varlen_params, varlen)                    \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \
+    X(absorb_q_proj, smla_absorb_q_proj_args, smla_absorb_params, projection)                      \
+    X(absorb_o_proj, smla_absorb_o_proj_args, smla_absorb_params, projection)                      \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params, projection) \
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params, norm)               \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params, norm)          \

@@ -3,25 +3,58 @@
 
 #include "core/params.h"
 
+/* A weight as it is stored, in either order of its dimensions. The scale of an element is the one of
+ * its block of 1 or 2^7 rows by 1 or 2^7 columns; a stride of 0 makes it the same for all. */
+typedef struct smla_weight {
+    const void *values;
+    smla_float_type type;
+    int64_t stride_row;
+    int64_t stride_column;
+    const float *scale; /* of e4m3 values; NULL: 1 */
+    int64_t scale_stride_row;
+    int64_t scale_stride_column;
+    int32_t scale_row_bits; /* log2 of the rows of a block: 0 or 7 */
+    int32_t scale_column_bits;
+} smla_weight;
+
+/* A weight in two parts: columns h * (Pn + Pv) and on are head h's, Pn of them for `first`. */
 typedef struct smla_split_kv_b_proj_params {
     smla_call call;
+    int64_t num_rows; /* L */
     int64_t num_heads;
     int64_t nope_dim;   /* Pn */
     int64_t value_dim;  /* Pv */
-    const void *weight; /* element (l, o) of [512, H * (Pn + Pv)] */
-    smla_float_type type;
-    int64_t stride_in;  /* along l */
-    int64_t stride_out; /* along o */
-    const float *scale; /* one per 128 x 128 block, or NULL */
-    int64_t scale_stride_in;
-    int64_t scale_stride_out;
-    uint16_t *w_uk; /* [512, H, Pn] bf16 */
+    smla_weight weight; /* [L, H * (Pn + Pv)] */
+    bool is_fp32;       /* the parts are fp32, else bf16 */
+    void *w_uk;         /* [L, H, Pn] */
     int64_t w_uk_stride_in;
     int64_t w_uk_stride_head;
-    uint16_t *w_uv; /* [512, H, Pv] bf16 */
+    void *w_uv; /* [L, H, Pv] */
     int64_t w_uv_stride_in;
     int64_t w_uv_stride_head;
 } smla_split_kv_b_proj_params;
+
+/* out(r,h,l) = sum_n x(r, h * head_columns + n) * w[l,h,n], over n < num_values: the product of two
+ * weights, per head. One of the result's strides, along r or l, is 1. */
+typedef struct smla_absorb_params {
+    smla_call call;
+    int64_t num_rows; /* of x: Lq, or hidden */
+    int64_t num_heads;
+    int64_t num_latents; /* L */
+    int64_t num_values;  /* Pn, or Pv */
+    smla_weight x;       /* [rows, H * head_columns] */
+    int64_t head_columns;
+    const void *w; /* [L, H, n] bf16 | fp16 | fp32 */
+    smla_float_type w_type;
+    int64_t w_stride_latent;
+    int64_t w_stride_head;
+    int64_t w_stride_value;
+    bool is_fp32; /* out is, else bf16 */
+    void *out;    /* [rows, H * L] for outputs, [H * L, rows] for queries */
+    int64_t out_stride_row;
+    int64_t out_stride_head;
+    int64_t out_stride_latent;
+} smla_absorb_params;
 
 /* The scales of two e4m3 operands. A sum over 128 values of k is multiplied in fp32 by
  * x_scale * w_scale, a product that is rounded first. */

@@ -1,5 +1,5 @@
-/* projection_scale.h: reads the scales of a projection's e4m3 operands, for every backend. Compiles
- * as C and as CUDA.
+/* projection_scale.h: reads the scales of a projection's e4m3 operands, and of weights, for every
+ * backend. Compiles as C and as CUDA.
  */
 #pragma once
 
@@ -52,4 +52,12 @@ smla_projection_scale(const smla_projection_scales *scales, int64_t token, int64
 {
     return smla_token_scale(scales, token, head, tile) *
            *smla_weight_scale(scales, head, outer, tile);
+}
+
+/* The scale of a weight's element, if it has scales. */
+SMLA_HOST_DEVICE static inline float
+smla_scale_of_element(const smla_weight *weight, int64_t row, int64_t column)
+{
+    return weight->scale[(row >> weight->scale_row_bits) * weight->scale_stride_row +
+                         (column >> weight->scale_column_bits) * weight->scale_stride_column];
 }

@@ -164,6 +164,8 @@ OPERATOR(merge_attn_states, smla_merge_params, p->num_tokens == 0 || p->num_head
 OPERATOR(varlen_attention, smla_varlen_params, p->num_tokens == 0 || p->num_reqs == 0, NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)
+OPERATOR(absorb_q_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
+OPERATOR(absorb_o_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
 OPERATOR(dynamic_per_tensor_quant, smla_quant_params, false /* no elements have a scale, too */,
          NO_VALUES)
 OPERATOR(fused_q_kv_rmsnorm, smla_q_kv_norm_params, NO_TOKENS, NO_VALUES)

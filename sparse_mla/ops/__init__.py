@@ -35,6 +35,7 @@ calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
 from sparse_mla.ops import (
+    absorption,
     attention,
     cache,
     compressor,
@@ -49,6 +50,10 @@ from sparse_mla.ops import (
     varlen,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
+from sparse_mla.ops.absorption import *
+from sparse_mla.ops.absorption import _absorb_o_proj as _absorb_o_proj
+from sparse_mla.ops.absorption import _absorb_q_proj as _absorb_q_proj
+from sparse_mla.ops.absorption import _split_weight as _split_weight
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plans as _attention_plans
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
@@ -68,6 +73,7 @@ from sparse_mla.ops.varlen import *
 
 __all__ = []
 __all__ += projection.__all__
+__all__ += absorption.__all__
 __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += compressor.__all__

@@ -1,4 +1,5 @@
-/* ops_projection.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
+/* ops_projection.c: the split and the absorption of weights, the projections, per-tensor
+ * quantisation. */
 #include "python/call/operator.h"
 
 /* ---- Split --------------------------------------------------------------------------------- */
@@ -74,6 +75,126 @@ static const smla_py_result_row split_results[] = {
 };
 
 static const smla_py_limit split_limits[] = {{SMLA_PY_LIMIT_NDIM, SPLIT_WEIGHT, 2, 2}};
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+/* The split of any weight, in bf16 or fp32. */
+typedef struct parts_args {
+    smla_split_kv_b_proj_args core;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t first_dim;
+    int64_t second_dim;
+    DLDataType dtype;
+} parts_args;
+
+enum {
+    PARTS_WEIGHT,
+    PARTS_FIRST = 2,
+    PARTS_SECOND,
+    PARTS_ROWS,
+    PARTS_HEADS,
+    PARTS_FIRST_DIM,
+    PARTS_SECOND_DIM,
+    PARTS_DTYPE
+};
+
+static const smla_py_param parts_params[] = {
+    [PARTS_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(parts_args, core.weight)},
+    {"scale", SMLA_PY_NULLABLE, offsetof(parts_args, core.weight_scale_inv)},
+    [PARTS_FIRST] = {"first", SMLA_PY_RESULT, offsetof(parts_args, core.w_uk)},
+    [PARTS_SECOND] = {"second", SMLA_PY_RESULT, offsetof(parts_args, core.w_uv)},
+    [PARTS_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(parts_args, num_rows)},
+    [PARTS_HEADS] = {"num_heads", SMLA_PY_INT, offsetof(parts_args, num_heads)},
+    [PARTS_FIRST_DIM] = {"first_dim", SMLA_PY_INT, offsetof(parts_args, first_dim)},
+    [PARTS_SECOND_DIM] = {"second_dim", SMLA_PY_INT, offsetof(parts_args, second_dim)},
+    [PARTS_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(parts_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(parts_args, core.storage)},
+    {"rows_are_outputs", SMLA_PY_FLAG, offsetof(parts_args, core.rows_are_outputs)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(parts_args, core.stream)},
+};
+
+#define DTYPE_OF(option) {.source = SMLA_PY_DTYPE_OF_OPTION, .row = (option)}
+
+static const smla_py_result_row parts_results[] = {
+    {.result = PARTS_FIRST,
+     .dtype = DTYPE_OF(PARTS_DTYPE),
+     .dims = {SMLA_PY_VALUE(PARTS_ROWS), SMLA_PY_VALUE(PARTS_HEADS),
+              SMLA_PY_VALUE(PARTS_FIRST_DIM)}},
+    {.result = PARTS_SECOND,
+     .dtype = DTYPE_OF(PARTS_DTYPE),
+     .dims = {SMLA_PY_VALUE(PARTS_ROWS), SMLA_PY_VALUE(PARTS_HEADS),
+              SMLA_PY_VALUE(PARTS_SECOND_DIM)}},
+};
+
+static const smla_py_limit parts_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, PARTS_WEIGHT, 2, 2},
+    {SMLA_PY_LIMIT_VALUE, PARTS_ROWS, 0, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, PARTS_HEADS, 1, SMLA_MAX_HEADS},
+    {SMLA_PY_LIMIT_VALUE, PARTS_FIRST_DIM, 0, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, PARTS_SECOND_DIM, 0, INT32_MAX},
+};
+
+SMLA_PY_COMPUTE(absorb_q_proj)
+SMLA_PY_COMPUTE(absorb_o_proj)
+
+typedef struct absorb_q_args {
+    smla_absorb_q_proj_args core;
+    int64_t num_rows;
+    DLDataType dtype;
+} absorb_q_args;
+
+typedef struct absorb_o_args {
+    smla_absorb_o_proj_args core;
+    int64_t num_rows;
+    DLDataType dtype;
+} absorb_o_args;
+
+enum { ABSORB_W = 2, ABSORB_OUT, ABSORB_ROWS, ABSORB_DTYPE };
+
+static const smla_py_param absorb_q_params[] = {
+    {"q_proj", SMLA_PY_INPUT, offsetof(absorb_q_args, core.q_proj)},
+    {"q_scale", SMLA_PY_NULLABLE, offsetof(absorb_q_args, core.q_scale)},
+    [ABSORB_W] = {"W_UK", SMLA_PY_INPUT, offsetof(absorb_q_args, core.w_uk)},
+    [ABSORB_OUT] = {"out", SMLA_PY_RESULT, offsetof(absorb_q_args, core.out)},
+    [ABSORB_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(absorb_q_args, num_rows)},
+    [ABSORB_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(absorb_q_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(absorb_q_args, core.storage)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(absorb_q_args, core.stream)},
+};
+
+static const smla_py_param absorb_o_params[] = {
+    {"o_proj", SMLA_PY_INPUT, offsetof(absorb_o_args, core.o_proj)},
+    {"o_scale", SMLA_PY_NULLABLE, offsetof(absorb_o_args, core.o_scale)},
+    [ABSORB_W] = {"W_UV", SMLA_PY_INPUT, offsetof(absorb_o_args, core.w_uv)},
+    [ABSORB_OUT] = {"out", SMLA_PY_RESULT, offsetof(absorb_o_args, core.out)},
+    [ABSORB_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(absorb_o_args, num_rows)},
+    [ABSORB_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(absorb_o_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(absorb_o_args, core.storage)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(absorb_o_args, core.stream)},
+};
+
+/* Products of all heads and latents: [H, L] of W_UK or W_UV. */
+#define ABSORBED_DIM                                          \
+    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, ABSORB_W, 0), \
+     SMLA_PY_TERM(SMLA_PY_MULTIPLY, SMLA_PY_SIZE_OF, ABSORB_W, 1)}
+
+static const smla_py_result_row absorb_q_results[] = {
+    {.result = ABSORB_OUT,
+     .dtype = DTYPE_OF(ABSORB_DTYPE),
+     .dims = {ABSORBED_DIM, SMLA_PY_VALUE(ABSORB_ROWS)}},
+};
+
+static const smla_py_result_row absorb_o_results[] = {
+    {.result = ABSORB_OUT,
+     .dtype = DTYPE_OF(ABSORB_DTYPE),
+     .dims = {SMLA_PY_VALUE(ABSORB_ROWS), ABSORBED_DIM}},
+};
+
+static const smla_py_limit absorb_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, ABSORB_W, 3, 3},
+    {SMLA_PY_LIMIT_VALUE, ABSORB_ROWS, 0, INT32_MAX},
+};
 
 /* ---- Up projections ------------------------------------------------------------------------ */
 
@@ -192,6 +313,23 @@ const smla_py_operator smla_py_projection_operators[] = {
      SMLA_PY_RESULTS(split_results),
      SMLA_PY_LIMITS(split_limits),
      .check_options = check_weight_shape},
+    {.name = "_split_weight",
+     SMLA_PY_TABLE(parts_params, smla_split_kv_b_proj_args, parts_args),
+     .compute = compute_split_kv_b_proj,
+     SMLA_PY_RESULTS(parts_results),
+     SMLA_PY_LIMITS(parts_limits)},
+    {.name = "_absorb_q_proj",
+     .title = "absorb",
+     SMLA_PY_TABLE(absorb_q_params, smla_absorb_q_proj_args, absorb_q_args),
+     .compute = compute_absorb_q_proj,
+     SMLA_PY_RESULTS(absorb_q_results),
+     SMLA_PY_LIMITS(absorb_limits)},
+    {.name = "_absorb_o_proj",
+     .title = "absorb",
+     SMLA_PY_TABLE(absorb_o_params, smla_absorb_o_proj_args, absorb_o_args),
+     .compute = compute_absorb_o_proj,
+     SMLA_PY_RESULTS(absorb_o_results),
+     SMLA_PY_LIMITS(absorb_limits)},
     {.name = "k_up_proj",
      SMLA_PY_TABLE(k_up_params, smla_k_up_proj_args, smla_k_up_proj_args),
      .compute = compute_k_up_proj,
