@@ -3,6 +3,7 @@
  * check_parts.c has the shared rules.
  */
 #include "core/params_projection.h"
+#include "core/rule_parts.h"
 #include "ops/check.h"
 
 enum {
@@ -23,16 +24,15 @@ typedef struct weight_rule {
 
 /* ---- Scales -------------------------------------------------------------------------------- */
 
-/* Whether a tensor, which may not have been checked yet, has one element. */
 static bool
 holds_one_value(const DLTensor *tensor)
 {
-    bool holds_one = tensor->ndim >= 0 && tensor->ndim <= SMLA_MAX_RANK &&
-                     (tensor->ndim == 0 || tensor->shape != NULL);
-    for (int i = 0; holds_one && i < tensor->ndim; i++) {
-        holds_one = tensor->shape[i] == 1;
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] != 1) {
+            return false;
+        }
     }
-    return holds_one;
+    return true;
 }
 
 static int64_t
@@ -41,30 +41,30 @@ count_blocks(int64_t size)
     return (size + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
 }
 
-/* Checks a scale that has the shape of one kind: of blocks, unless it is clearly another. `out_dim`
- * is the dimension of the weight, as it is stored, that has the outputs. */
 static smla_status
-require_scale(smla_checker *c, const weight_rule *rule, int out_dim)
+refuse_scale(const smla_checker *c, const weight_rule *rule, int64_t rows, int64_t columns)
+{
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape [%lld, %lld], got %s",
+                     c->op, rule->scale_name, (long long)rows, (long long)columns,
+                     smla_describe_shape(rule->scale).text);
+}
+
+/* Checks that a scale has the shape of a kind: one value, one per output, or one per block.
+ * `out_dim` is the dimension of the weight, as it is stored, that has the outputs. */
+static smla_status
+require_scale_shape(const smla_checker *c, const weight_rule *rule, int out_dim)
 {
     const DLTensor *const scale = rule->scale;
     const int64_t sizes[2] = {smla_size(rule->tensor, 0), smla_size(rule->tensor, 1)};
-    smla_rule r = {.name = rule->scale_name,
-                   .tensor = scale,
-                   .dtypes = SMLA_DTYPE_FP32,
-                   .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                   .ndim = 2,
-                   .shape = {count_blocks(sizes[0]), count_blocks(sizes[1])}};
-    if (holds_one_value(scale)) {
-        r.ndim = SMLA_ANY;
-    } else if (scale->ndim == 1) {
-        r.ndim = 1;
-        r.shape[0] = sizes[out_dim];
-    } else if (scale->ndim == 2 && scale->shape != NULL &&
-               scale->shape[out_dim] == sizes[out_dim] && scale->shape[1 - out_dim] == 1) {
-        r.shape[out_dim] = sizes[out_dim];
-        r.shape[1 - out_dim] = 1;
+    const int64_t blocks[2] = {count_blocks(sizes[0]), count_blocks(sizes[1])};
+    if (holds_one_value(scale) || (scale->ndim == 1 && scale->shape[0] == sizes[out_dim])) {
+        return SMLA_OK;
     }
-    return smla_require(c, &r);
+    const bool is_block =
+        scale->ndim == 2 && scale->shape[0] == blocks[0] && scale->shape[1] == blocks[1];
+    const bool is_per_output = scale->ndim == 2 && scale->shape[out_dim] == sizes[out_dim] &&
+                               scale->shape[1 - out_dim] == 1;
+    return is_block || is_per_output ? SMLA_OK : refuse_scale(c, rule, blocks[0], blocks[1]);
 }
 
 /* Describes a scale that has been checked. */
@@ -91,7 +91,8 @@ describe_scale(const weight_rule *rule, int row_dim, int out_dim, smla_weight *w
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Checks the array of a weight, and whether it has scales if it needs them. */
+/* Checks the array of a weight, and whether it has scales if it needs them. Their shape is checked
+ * once it is known which dimension has the outputs. */
 static smla_status
 require_values(smla_checker *c, const weight_rule *rule)
 {
@@ -104,11 +105,16 @@ require_values(smla_checker *c, const weight_rule *rule)
     SMLA_TRY(smla_require_count(c->op, "storage", rule->storage, SMLA_STORED_EITHER,
                                 SMLA_STORED_TRANSPOSED, c->error));
     const bool is_e4m3 = (smla_dtype(rule->tensor) & SMLA_DTYPE_FLOATS) == 0;
-    return !is_e4m3 || rule->scale != NULL
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be given for an e4m3 weight, got none", c->op,
-                           rule->scale_name);
+    if (is_e4m3 && rule->scale == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be given for an e4m3 weight, got none", c->op,
+                         rule->scale_name);
+    }
+    return smla_require(c, &(smla_rule){.name = rule->scale_name,
+                                        .tensor = rule->scale,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = SMLA_ANY});
 }
 
 /* Finds which dimension of a stored weight has its rows. Returns false where neither order fits. */
@@ -187,7 +193,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
             (long long)smla_size(args->weight, 0), (long long)smla_size(args->weight, 1));
     }
     if (rule.scale != NULL) {
-        SMLA_TRY(require_scale(&c, &rule, rule.rows_are_outputs ? row_dim : 1 - row_dim));
+        SMLA_TRY(require_scale_shape(&c, &rule, rule.rows_are_outputs ? row_dim : 1 - row_dim));
     }
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_split_kv_b_proj_params){
@@ -272,7 +278,7 @@ check_absorb(smla_checker *c, const absorb_args *a, smla_absorb_params *params,
             (long long)smla_size(a->x.tensor, 0), (long long)smla_size(a->x.tensor, 1));
     }
     if (a->x.scale != NULL) {
-        SMLA_TRY(require_scale(c, &a->x, a->x.rows_are_outputs ? row_dim : 1 - row_dim));
+        SMLA_TRY(require_scale_shape(c, &a->x, a->x.rows_are_outputs ? row_dim : 1 - row_dim));
     }
     SMLA_TRY(smla_finish_check(c, backend));
     *params = (smla_absorb_params){
