@@ -143,7 +143,7 @@ weight_of(const weight_rule *rule, int row_dim)
 
 /* ---- split_kv_b_proj ----------------------------------------------------------------------- */
 
-/* Checks both parts, [L, H, Pn] and [L, H, Pv]. */
+/* Checks both parts, [L, H, Pn] and [L, H, Pv], where L is 512 or the weight's. */
 static smla_status
 require_parts(smla_checker *c, const smla_split_kv_b_proj_args *args)
 {
@@ -154,13 +154,34 @@ require_parts(smla_checker *c, const smla_split_kv_b_proj_args *args)
                       .ndim = 3,
                       .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}};
     SMLA_TRY(smla_require(c, &rule));
+    const int64_t rows = smla_size(args->w_uk, 0);
+    if (rows != SMLA_KV_LORA_RANK && rows != smla_size(args->weight, 0) &&
+        rows != smla_size(args->weight, 1)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `w_uk` must have shape [%d, any, any], or the weight's rows, got %s",
+                         c->op, SMLA_KV_LORA_RANK, smla_describe_shape(args->w_uk).text);
+    }
     SMLA_TRY(smla_require_num_heads(c, "w_uk", smla_size(args->w_uk, 1)));
     rule.name = "w_uv";
     rule.tensor = args->w_uv;
     rule.dtypes = smla_dtype(args->w_uk);
-    rule.shape[0] = smla_size(args->w_uk, 0);
+    rule.shape[0] = rows;
     rule.shape[1] = smla_size(args->w_uk, 1);
     return smla_require(c, &rule);
+}
+
+static smla_status
+refuse_weight(const smla_checker *c, const smla_split_kv_b_proj_args *args, int64_t rows,
+              int64_t columns)
+{
+    return smla_fail(
+        c->error, SMLA_ERROR_VALUE,
+        "%s: `weight` must have shape [%lld, %lld] or [%lld, %lld] (%lld heads x (%lld + %lld)), "
+        "got [%lld, %lld]",
+        c->op, (long long)rows, (long long)columns, (long long)columns, (long long)rows,
+        (long long)smla_size(args->w_uk, 1), (long long)smla_size(args->w_uk, 2),
+        (long long)smla_size(args->w_uv, 2), (long long)smla_size(args->weight, 0),
+        (long long)smla_size(args->weight, 1));
 }
 
 smla_status
@@ -184,13 +205,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
     const int64_t columns = num_heads * (nope_dim + value_dim);
     int row_dim;
     if (!find_rows(&rule, rows, columns, &row_dim)) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `weight` must have shape [%lld, %lld] or [%lld, %lld] (%lld heads x (%lld + "
-            "%lld)), got [%lld, %lld]",
-            c.op, (long long)rows, (long long)columns, (long long)columns, (long long)rows,
-            (long long)num_heads, (long long)nope_dim, (long long)value_dim,
-            (long long)smla_size(args->weight, 0), (long long)smla_size(args->weight, 1));
+        return refuse_weight(&c, args, rows, columns);
     }
     if (rule.scale != NULL) {
         SMLA_TRY(require_scale_shape(&c, &rule, rule.rows_are_outputs ? row_dim : 1 - row_dim));

@@ -353,7 +353,7 @@ make_absorb_q(void)
 {
     return (any_args){.absorb_q = {.struct_size = sizeof(smla_absorb_q_proj_args),
                                    .q_proj = ZEROS(bf16, 7, 10),
-                                   .q_scale = ZEROS(fp32, 1, 1),
+                                   .q_scale = ZEROS(fp32, 1, 10),
                                    .w_uk = ZEROS(fp32, 5, 2, 3),
                                    .out = ZEROS(fp32, 10, 7)}};
 }
@@ -362,10 +362,10 @@ static inline any_args
 make_absorb_o(void)
 {
     return (any_args){.absorb_o = {.struct_size = sizeof(smla_absorb_o_proj_args),
-                                   .o_proj = ZEROS(bf16, 7, 6),
-                                   .o_scale = ZEROS(fp32, 1, 1),
+                                   .o_proj = ZEROS(bf16, 130, 6),
+                                   .o_scale = ZEROS(fp32, 2, 1),
                                    .w_uv = ZEROS(fp32, 5, 2, 3),
-                                   .out = ZEROS(fp32, 7, 10)}};
+                                   .out = ZEROS(fp32, 130, 10)}};
 }
 
 static inline any_args
@@ -708,7 +708,7 @@ static const operator_case operators[NUM_OPERATORS] = {
                           {{"q_proj", AT_FIELD(absorb_q, q_proj), ANY_STRIDE, 0},
                            {"q_scale", AT_FIELD(absorb_q, q_scale), ANY_STRIDE | OPTIONAL, 3},
                            {"W_UK", AT_FIELD(absorb_q, w_uk), ANY_STRIDE, 0},
-                           {"out", AT_FIELD(absorb_q, out), OUTPUT, 3}}},
+                           {"out", AT_FIELD(absorb_q, out), OUTPUT, 1}}},
     [OP_absorb_o_proj] = {"absorb_o_proj",
                           sizeof(smla_absorb_o_proj_args),
                           call_absorb_o,
@@ -716,7 +716,7 @@ static const operator_case operators[NUM_OPERATORS] = {
                           {{"o_proj", AT_FIELD(absorb_o, o_proj), ANY_STRIDE, 0},
                            {"o_scale", AT_FIELD(absorb_o, o_scale), ANY_STRIDE | OPTIONAL, 3},
                            {"W_UV", AT_FIELD(absorb_o, w_uv), ANY_STRIDE, 0},
-                           {"out", AT_FIELD(absorb_o, out), OUTPUT, 3}}},
+                           {"out", AT_FIELD(absorb_o, out), OUTPUT, 2}}},
     [OP_k_up_proj] = {"k_up_proj",
                       sizeof(smla_k_up_proj_args),
                       call_k_up,
