@@ -21,6 +21,7 @@ from sparse_mla.ops.attention import *
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
+from sparse_mla.ops.fp8 import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *

@@ -61,12 +61,14 @@ typedef struct smla_absorb_params {
 typedef struct smla_projection_scales {
     const void *x;    /* [T, H, k / 128] fp32, or [T, H, k / 512] int32 */
     bool x_is_packed; /* four exponents per int32, the first in its low byte */
+    /* One scale per output, which multiplies the whole sum, instead of one per 128 x 128 values. */
+    bool w_is_per_output;
     int64_t x_stride_token;
     int64_t x_stride_head;
     int64_t x_stride_column;
-    const float *w; /* [H, n / 128, k / 128] */
+    const float *w; /* [H, n / 128, k / 128], or [H, n] */
     int64_t w_stride_head;
-    int64_t w_stride_outer;
+    int64_t w_stride_outer; /* along n or n / 128 */
     int64_t w_stride_inner;
 } smla_projection_scales;
 
@@ -104,3 +106,33 @@ typedef struct smla_quant_params {
     uint8_t *out;
     float *scale;
 } smla_quant_params;
+
+/* x in groups of group_rows x group_columns values, each with a scale: q = e4m3(x * (448 / amax)),
+ * descale = amax / 448. A group is at least 1 x 1; one of an axis without values has none. */
+typedef struct smla_scaled_quantize_params {
+    smla_call call;
+    int64_t num_rows;    /* M */
+    int64_t num_columns; /* Nc */
+    int64_t group_rows;
+    int64_t group_columns;
+    int64_t num_row_groups;
+    int64_t num_column_groups;
+    const void *x; /* [M, Nc], rows contiguous */
+    smla_float_type type;
+    int64_t x_stride_row;
+    uint8_t *out; /* [M, Nc] e4m3, rows contiguous */
+    int64_t out_stride_row;
+    float *descale; /* [num_row_groups, num_column_groups] */
+    int64_t descale_stride_row;
+    int64_t descale_stride_column;
+} smla_scaled_quantize_params;
+
+/* The least that an amax counts as, so that a group of zeros has a scale. */
+#define SMLA_SCALED_QUANTIZE_FLOOR 1e-12f
+
+/* fp8_linear: x is quantised into the workspace, and then multiplied. */
+typedef struct smla_fp8_linear_params {
+    smla_call call;
+    smla_scaled_quantize_params quantize;
+    smla_projection_params project; /* one head */
+} smla_fp8_linear_params;

@@ -24,17 +24,6 @@ typedef struct weight_rule {
 
 /* ---- Scales -------------------------------------------------------------------------------- */
 
-static bool
-holds_one_value(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] != 1) {
-            return false;
-        }
-    }
-    return true;
-}
-
 static int64_t
 count_blocks(int64_t size)
 {
@@ -57,7 +46,7 @@ require_scale_shape(const smla_checker *c, const weight_rule *rule, int out_dim)
     const DLTensor *const scale = rule->scale;
     const int64_t sizes[2] = {smla_size(rule->tensor, 0), smla_size(rule->tensor, 1)};
     const int64_t blocks[2] = {count_blocks(sizes[0]), count_blocks(sizes[1])};
-    if (holds_one_value(scale) || (scale->ndim == 1 && scale->shape[0] == sizes[out_dim])) {
+    if (smla_has_one_value(scale) || (scale->ndim == 1 && scale->shape[0] == sizes[out_dim])) {
         return SMLA_OK;
     }
     const bool is_block =
@@ -74,7 +63,7 @@ describe_scale(const weight_rule *rule, int row_dim, int out_dim, smla_weight *w
     const DLTensor *const scale = rule->scale;
     int64_t strides[2] = {0, 0};
     int32_t bits[2] = {0, 0};
-    for (int dim = 0; dim < 2 && !holds_one_value(scale); dim++) {
+    for (int dim = 0; dim < 2 && !smla_has_one_value(scale); dim++) {
         const bool is_vector = scale->ndim == 1;
         if (is_vector ? dim == out_dim : smla_size(scale, dim) != 1) {
             strides[dim] = smla_stride(scale, is_vector ? 0 : dim);

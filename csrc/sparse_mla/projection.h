@@ -1,5 +1,5 @@
-/* projection.h: kv_b_proj as two matrices, the projections by them, and per-tensor quantisation.
- * The conventions are in sparse_mla.h. */
+/* projection.h: kv_b_proj as two matrices, the projections by them, quantisation to e4m3, and
+ * linear layers of it. The conventions are in sparse_mla.h. */
 #ifndef SPARSE_MLA_PROJECTION_H
 #define SPARSE_MLA_PROJECTION_H
 
@@ -127,6 +127,43 @@ typedef struct smla_dynamic_per_tensor_quant_args {
 
 SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
                                                    smla_error *error);
+
+/* A scale per group of group_rows x group_columns values: amax = max(max |x|, 1e-12), out =
+ * e4m3(x * (448 / amax)), saturating, and descale = amax / 448, each step rounded to fp32. */
+typedef struct smla_scaled_quantize_args {
+    size_t struct_size;
+    const DLTensor *x;       /* [M, N] bf16 | fp16 | fp32; amax leaves out NaN, infinity is FLT_MAX */
+    const DLTensor *out;     /* out [M, N] e4m3 | uint8 */
+    const DLTensor *descale; /* out [M / group_rows, N / group_columns] fp32, any strides */
+    int64_t group_rows;      /* a divisor of M, or -1 = all rows, one group */
+    int64_t group_columns;   /* a divisor of N, or -1 = all columns */
+    void *stream;
+} smla_scaled_quantize_args;
+
+SMLA_API smla_status smla_scaled_quantize(const smla_scaled_quantize_args *args, smla_error *error);
+
+/* out[t,n] = sum_k x[t,k] * weight[n,k], where x is quantised by scaled_quantize first. Every 128
+ * products are summed before they are scaled. The input group and the shape of descale name one of
+ * four schemes:
+ *   tensor         (-1, -1)   descale is one value, of any rank
+ *   block          (1, 128)   [ceil(out / 128), in / 128]
+ *   token_tensor   (1, -1)    one value
+ *   token_channel  (1, -1)    [out] | [out, 1]
+ */
+typedef struct smla_fp8_linear_args {
+    size_t struct_size;
+    const DLTensor *x;         /* [T, in] bf16, in a multiple of 128 */
+    const DLTensor *weight;    /* [out, in] e4m3 | uint8 */
+    const DLTensor *descale;   /* fp32, any strides */
+    const DLTensor *out;       /* out [T, out] bf16 */
+    const DLTensor *workspace; /* uint8 [T * in + 4 * number of input groups + 15], or as many less
+                                * as it is aligned to 16 bytes; its contents are overwritten */
+    int64_t input_group_rows;
+    int64_t input_group_columns;
+    void *stream;
+} smla_fp8_linear_args;
+
+SMLA_API smla_status smla_fp8_linear(const smla_fp8_linear_args *args, smla_error *error);
 
 #ifdef __cplusplus
 }

@@ -40,6 +40,7 @@ from sparse_mla.ops import (
     cache,
     compressor,
     facts,
+    fp8,
     index,
     indexer,
     norm,
@@ -61,6 +62,7 @@ from sparse_mla.ops.attention import _mla_attention_plus_inf as _mla_attention_p
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
+from sparse_mla.ops.fp8 import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
@@ -78,6 +80,7 @@ __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += compressor.__all__
 __all__ += facts.__all__
+__all__ += fp8.__all__
 __all__ += index.__all__
 __all__ += indexer.__all__
 __all__ += norm.__all__

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparse_mla._types import Array, Like, Result
 from sparse_mla.ops._declare import operator
+from sparse_mla.ops.fp8 import scaled_quantize
 from sparse_mla.ops.projection import layer_weight
 
 __all__ = ["absorb"]

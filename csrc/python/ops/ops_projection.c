@@ -1,5 +1,5 @@
-/* ops_projection.c: the split and the absorption of weights, the projections, per-tensor
- * quantisation. */
+/* ops_projection.c: the split and the absorption of weights, the projections, quantisation, linear
+ * layers of e4m3. */
 #include "python/call/operator.h"
 
 /* ---- Split --------------------------------------------------------------------------------- */
@@ -303,6 +303,74 @@ static const smla_py_result_row quant_results[] = {
     {.result = QUANT_SCALE, .dtype = SMLA_PY_MAKES_FP32}, /* no dimension */
 };
 
+SMLA_PY_COMPUTE(scaled_quantize)
+
+enum { SCALED_X, SCALED_OUT, SCALED_DESCALE, SCALED_GROUP };
+
+static const smla_py_param scaled_params[] = {
+    [SCALED_X] = {"x", SMLA_PY_INPUT, offsetof(smla_scaled_quantize_args, x)},
+    [SCALED_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_scaled_quantize_args, out)},
+    [SCALED_DESCALE] = {"descale", SMLA_PY_OUTPUT, offsetof(smla_scaled_quantize_args, descale)},
+    [SCALED_GROUP] = {"group", SMLA_PY_TWO_INTS, offsetof(smla_scaled_quantize_args, group_rows)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_scaled_quantize_args, stream)},
+};
+
+static const smla_py_result_row scaled_results[] = {
+    {.result = SCALED_OUT,
+     .dtype = SMLA_PY_MAKES_E4M3,
+     .dims = {SMLA_PY_SIZE(SCALED_X, 0), SMLA_PY_SIZE(SCALED_X, 1)}},
+    {.result = SCALED_DESCALE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_GROUPS(SCALED_GROUP, 0), SMLA_PY_GROUPS(SCALED_GROUP, 1)}},
+};
+
+static const smla_py_limit scaled_limits[] = {{SMLA_PY_LIMIT_NDIM, SCALED_X, 2, 2}};
+
+/* ---- Linear layers of e4m3 ----------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(fp8_linear)
+
+enum { LINEAR_X, LINEAR_WEIGHT, LINEAR_OUT = 3 };
+
+static const smla_py_param linear_params[] = {
+    [LINEAR_X] = {"x", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, x)},
+    [LINEAR_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, weight)},
+    {"descale", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, descale)},
+    [LINEAR_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_fp8_linear_args, out)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_fp8_linear_args, workspace)},
+    {"input_group", SMLA_PY_TWO_INTS, offsetof(smla_fp8_linear_args, input_group_rows)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_fp8_linear_args, stream)},
+};
+
+static const smla_py_result_row linear_results[] = {
+    {.result = LINEAR_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(LINEAR_X, 0), SMLA_PY_SIZE(LINEAR_WEIGHT, 0)}},
+};
+
+static const smla_py_limit linear_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, LINEAR_X, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, LINEAR_WEIGHT, 2, 2},
+};
+
+/* Room for the quantised input and for its scales, of which there are most with one per 128 values.
+ * 0 for malformed arguments: the call itself words that error better. */
+static int64_t
+linear_workspace_bytes(const void *args)
+{
+    enum { ALIGN = 16 };
+    const smla_fp8_linear_args *const a = args;
+    int64_t bytes = 0;
+    if (a->workspace != NULL || a->out == NULL || a->x->ndim != 2) {
+        return 0;
+    }
+    const int64_t inner_dim = smla_size(a->x, 1);
+    const int64_t num_scales = inner_dim < SMLA_SCALE_TILE ? 1 : inner_dim / SMLA_SCALE_TILE;
+    return __builtin_mul_overflow(smla_size(a->x, 0), inner_dim + 4 * num_scales, &bytes)
+               ? 0
+               : bytes + ALIGN - 1;
+}
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_projection_operators[] = {
@@ -356,5 +424,16 @@ const smla_py_operator smla_py_projection_operators[] = {
                    smla_dynamic_per_tensor_quant_args),
      .compute = compute_dynamic_per_tensor_quant,
      SMLA_PY_RESULTS(quant_results)},
+    {.name = "scaled_quantize",
+     SMLA_PY_TABLE(scaled_params, smla_scaled_quantize_args, smla_scaled_quantize_args),
+     .compute = compute_scaled_quantize,
+     SMLA_PY_RESULTS(scaled_results),
+     SMLA_PY_LIMITS(scaled_limits)},
+    {.name = "fp8_linear",
+     SMLA_PY_TABLE(linear_params, smla_fp8_linear_args, smla_fp8_linear_args),
+     .compute = compute_fp8_linear,
+     SMLA_PY_RESULTS(linear_results),
+     SMLA_PY_LIMITS(linear_limits),
+     .workspace_bytes = linear_workspace_bytes},
     {.name = NULL},
 };
