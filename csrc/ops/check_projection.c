@@ -78,46 +78,61 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
 }
 
 smla_status
-smla_check_kv_up_proj(const smla_kv_up_proj_args *args, smla_projection_params *params,
-                      const smla_backend **backend, smla_error *error)
+smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
+                  const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
-    smla_open_checker(&c, "kv_up_proj", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
-                                           .tensor = args->kv_c,
+    smla_open_checker(&c, args->op, error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->x_name,
+                                           .tensor = args->x,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK}}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_b_proj",
-                                           .tensor = args->kv_b_proj,
+                                           .shape = {SMLA_ANY, args->inner_dim}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->w_name,
+                                           .tensor = args->w,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = 2,
-                                           .shape = {SMLA_KV_LORA_RANK, SMLA_ANY},
+                                           .shape = {args->inner_dim, SMLA_ANY},
                                            .hint = "a layer's weight is given as its transpose"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {smla_size(args->kv_c, 0),
-                                                     smla_size(args->kv_b_proj, 1)}}));
+    SMLA_TRY(
+        smla_require(&c, &(smla_rule){.name = "out",
+                                      .tensor = args->out,
+                                      .dtypes = SMLA_DTYPE_BF16,
+                                      .flags = SMLA_RULE_OUTPUT,
+                                      .ndim = 2,
+                                      .shape = {smla_size(args->x, 0), smla_size(args->w, 1)}}));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_projection_params){
         .call = smla_call_of(&c, args->stream, NULL),
-        .num_tokens = smla_size(args->kv_c, 0),
+        .num_tokens = smla_size(args->x, 0),
         .num_heads = 1,
-        .inner_dim = SMLA_KV_LORA_RANK,
-        .outer_dim = smla_size(args->kv_b_proj, 1),
-        .x = smla_data(args->kv_c),
-        .x_stride_token = smla_stride(args->kv_c, 0),
-        .w = smla_data(args->kv_b_proj),
-        .w_stride_inner = smla_stride(args->kv_b_proj, 0),
-        .w_stride_outer = smla_stride(args->kv_b_proj, 1),
+        .inner_dim = args->inner_dim,
+        .outer_dim = smla_size(args->w, 1),
+        .x = smla_data(args->x),
+        .x_stride_token = smla_stride(args->x, 0),
+        .w = smla_data(args->w),
+        .w_stride_inner = smla_stride(args->w, 0),
+        .w_stride_outer = smla_stride(args->w, 1),
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),
     };
     return SMLA_OK;
+}
+
+smla_status
+smla_check_kv_up_proj(const smla_kv_up_proj_args *args, smla_projection_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    const smla_linear_args linear = {.op = "kv_up_proj",
+                                     .x_name = "kv_c",
+                                     .x = args->kv_c,
+                                     .w_name = "kv_b_proj",
+                                     .w = args->kv_b_proj,
+                                     .inner_dim = SMLA_KV_LORA_RANK,
+                                     .out = args->out,
+                                     .stream = args->stream};
+    return smla_check_linear(&linear, params, backend, error);
 }
 
 /* Checks that scales are given for e4m3 values, and only for these. */
