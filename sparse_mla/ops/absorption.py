@@ -83,9 +83,11 @@ def absorb(q_proj: Any, W_UK: Array, W_UV: Array, o_proj: Any, *, scheme: str | 
     ((1024, 256), (8, 2))
     """
     check_scheme("absorb", scheme)
-    q = read_q_proj(q_proj, W_UK)
-    o = read_o_proj(o_proj, W_UV)
-    return multiply_weights(q, W_UK, W_UV, o, scheme)
+    heads, nope = _head_sizes("W_UK", W_UK)
+    q = read_q_proj(q_proj, heads, nope)
+    o = read_o_proj(o_proj, *_head_sizes("W_UV", W_UV))
+    W_Q_UK, W_UV_O = multiply_weights(q, W_UK, W_UV, o, scheme)
+    return W_Q_UK, q.split(heads, nope, q.head_columns - nope)[1], W_UV_O
 
 
 # --- operators -----------------------------------------------------------------------------------
@@ -145,6 +147,12 @@ class Weight:
         self.head_columns = head_columns
         self.storage = storage
         self.rows_are_outputs = is_output
+
+    def matrix(self, num_heads: int) -> Any:
+        """[H * head_columns, rows] in bf16: a view of bf16 values, else a copy."""
+        if self.scale is None and str(getattr(self.values, "dtype", None)).endswith("bfloat16"):
+            return transpose(self.values) if self.storage == PLAIN else self.values
+        return transpose(self.split(num_heads, self.head_columns, 0)[0])
 
     def split(self, num_heads: int, first: int, second: int) -> tuple[Any, Any]:
         """[rows, H * first] and [rows, H * second] in bf16."""
@@ -224,9 +232,18 @@ def _layer_inputs(layer: Any, is_output: Any) -> int:
     return int(sizes[-1])  # a layer stores [out, in]
 
 
-def read_q_proj(given: Any, W_UK: Any, rope_dim: int | None = None) -> Weight:
+def _head_sizes(name: str, weight: Any) -> tuple[int, int]:
+    """H, and the values of a head, of W_UK or W_UV."""
+    shape = getattr(weight, "shape", None)
+    if shape is None:
+        raise TypeError(f"absorb: `{name}` must be an array, got {type(weight).__name__}")
+    if len(shape) != 3:
+        raise ValueError(f"absorb: `{name}` must have shape [L, H, n], got {list(shape)}")
+    return int(shape[1]), int(shape[2])
+
+
+def read_q_proj(given: Any, heads: int, nope: int, rope_dim: int | None = None) -> Weight:
     """The projection of queries as [Lq, H * (Pn + R)]. R is `rope_dim`, if that is known."""
-    heads, nope = (int(n) for n in W_UK.shape[1:])
     fits = [lambda n: n == heads * (nope + (ROPE_DIM if rope_dim is None else rope_dim))]
     if rope_dim is None:
         fits += [
@@ -254,9 +271,8 @@ def read_q_proj(given: Any, W_UK: Any, rope_dim: int | None = None) -> Weight:
     raise ValueError(f"absorb: `q_proj` must have shape {text}, got {list(shape)}")
 
 
-def read_o_proj(given: Any, W_UV: Any) -> Weight:
+def read_o_proj(given: Any, heads: int, values: int) -> Weight:
     """The projection of outputs as [hidden, H * Pv]."""
-    heads, values = (int(n) for n in W_UV.shape[1:])
     text = f"[hidden, n] or [n, hidden], where n is {heads} heads x {values}"
     scale = None
     storages = [PLAIN, TRANSPOSED]
@@ -277,20 +293,18 @@ def read_o_proj(given: Any, W_UV: Any) -> Weight:
 
 
 def multiply_weights(q: Weight, W_UK: Any, W_UV: Any, o: Weight, scheme: str | None) -> Any:
-    """What `absorb` returns."""
-    heads, nope = (int(n) for n in W_UK.shape[1:])
+    """W_Q_UK and W_UV_O, as `absorb` returns them."""
     if scheme == "block" and (q.rows % TILE or o.rows % TILE):
         raise ValueError(
             "absorb: `scheme` must not be 'block' unless Lq and hidden are multiples of 128, got "
             f"{q.rows} and {o.rows}"
         )
-    _, W_QR = q.split(heads, nope, q.head_columns - nope)
     dtype = "bfloat16" if scheme is None else "float32"
     by_query = _absorb_q_proj(q.values, q.scale, W_UK, q.rows, dtype, q.storage)
     if scheme is None:
         by_output = _absorb_o_proj(o.values, o.scale, W_UV, o.rows, dtype, o.storage)
-        return transpose(by_query), W_QR, transpose(by_output)
+        return transpose(by_query), transpose(by_output)
     W_Q_UK = scaled_quantize(by_query, group=WEIGHT_GROUPS[scheme])
     del by_query  # in fp32 it has more bytes than all results
     by_output = _absorb_o_proj(o.values, o.scale, W_UV, o.rows, dtype, o.storage)
-    return W_Q_UK, W_QR, scaled_quantize(by_output, group=WEIGHT_GROUPS[scheme])
+    return W_Q_UK, scaled_quantize(by_output, group=WEIGHT_GROUPS[scheme])

@@ -3,7 +3,7 @@
  */
 #include "python/step/step.h"
 
-enum { ABSORBED_OUTPUT = 6 }; /* the row of W_UV_O */
+enum { ABSORBED_OUTPUT = 6 }; /* the row of W_UV_O, whose descale is the next one */
 
 /* The result of a dense layer is its last array. */
 static int
@@ -18,16 +18,15 @@ allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
 /* The result of a dense layer with absorbed weights, whose columns are outputs of W_UV_O: dimension 1
  * of a bf16 weight, and 0 of an e4m3 one, which lies transposed and has a descale. */
 static int
-allocate_outputs(smla_py_call *call, const void *args)
+allocate_outputs(smla_py_call *call, const void *Py_UNUSED(args))
 {
-    const smla_dense_absorbed_forward_args *const a = args;
     const smla_step *const core = ((const smla_py_step *)call->step)->core;
-    const bool is_transposed = a->W_UV_O_descale != NULL;
-    const int64_t outputs = smla_py_has_rank(call, ABSORBED_OUTPUT, 2)
-                                ? smla_py_call_dim(call, ABSORBED_OUTPUT, is_transposed ? 0 : 1)
-                                : 0;
-    return smla_py_allocate_outputs(call, 0, call->num_arrays - 1, outputs,
-                                    core->facts.num_actual_tokens);
+    const bool is_transposed = call->arrays[ABSORBED_OUTPUT + 1].object != NULL;
+    const int64_t outputs = smla_py_call_dim(call, ABSORBED_OUTPUT, is_transposed ? 0 : 1);
+    return smla_py_has_rank(call, ABSORBED_OUTPUT, 2)
+               ? smla_py_allocate_outputs(call, 0, call->num_arrays - 1, outputs,
+                                          core->facts.num_actual_tokens)
+               : 0;
 }
 
 /* Results of a layer are its last two arrays. */
