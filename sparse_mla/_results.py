@@ -184,6 +184,8 @@ class _Given:
             return self.page_keys(*of)
         if kind == "key values":
             return self.key_values(*of)
+        if kind == "groups":
+            return self.count_groups(*of)
         array = self.array(of[0])
         if array is None and kind == "size":
             raise self.error(of[0], "be given, got none")
@@ -200,6 +202,20 @@ class _Given:
             )
             raise self.error(cache, text)
         return self.values[option]
+
+    def count_groups(self, option: str, dim: int, array: str) -> Any:
+        """How many groups an array has along a dimension."""
+        size, axis = self.values[option][dim], self.array(array).shape[dim]
+        if size == -1:
+            return 1
+        if size < 1:
+            text = f"have sizes of at least 1, or -1 for a whole axis, got {size}"
+            raise self.error(option, text)
+        if axis % size != 0:
+            unit = "columns" if dim else "rows"
+            text = f"have a multiple of {size} {unit} (`{option}`), got {axis}"
+            raise self.error(array, text)
+        return axis // size
 
     def key_values(self, cache: str, option: str) -> int:
         """The values of a key, by the last dimension of its cache or by its format."""

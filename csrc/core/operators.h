@@ -8,11 +8,13 @@
  *   - the declarations of smla_check_<name> (ops/check.h), smla_cpu_<name> (cpu/cpu.h) and
  *     smla_cuda_launch_<name> (cuda/host/cuda.h), each to be defined,
  *   - a name for tests that go through all operators. */
-#define SMLA_OPERATORS(X)      \
-    SMLA_LAUNCHED_OPERATORS(X) \
-    X(lightning_indexer, smla_lightning_indexer_args, smla_lightning_params, indexer)
+#define SMLA_OPERATORS(X)                                                             \
+    SMLA_LAUNCHED_OPERATORS(X)                                                        \
+    X(lightning_indexer, smla_lightning_indexer_args, smla_lightning_params, indexer) \
+    X(fp8_linear, smla_fp8_linear_args, smla_fp8_linear_params, projection)
 
-/* Those that CUDA starts as one launch. lightning_indexer is a series of two of them. */
+/* Those that CUDA starts as one launch. lightning_indexer is a series of two of them, and
+ * fp8_linear is scaled_quantize and a projection. */
 #define SMLA_LAUNCHED_OPERATORS(X)                                                                 \
     X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params, cache)        \
     X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params, cache)                       \
@@ -29,7 +31,10 @@
     X(merge_attn_partials, smla_merge_attn_partials_args, smla_merge_partials_params, attention)   \
     X(varlen_attention, smla_varlen_attention_args, smla_varlen_params, varlen)                    \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \
+    X(absorb_q_proj, smla_absorb_q_proj_args, smla_absorb_params, projection)                      \
+    X(absorb_o_proj, smla_absorb_o_proj_args, smla_absorb_params, projection)                      \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params, projection) \
+    X(scaled_quantize, smla_scaled_quantize_args, smla_scaled_quantize_params, projection)         \
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params, norm)               \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params, norm)          \
     X(apply_rope, smla_apply_rope_args, smla_apply_rope_params, rope)                              \

@@ -1,5 +1,5 @@
-/* projection_scale.h: reads the scales of a projection's e4m3 operands, for every backend. Compiles
- * as C and as CUDA.
+/* projection_scale.h: reads the scales of a projection's e4m3 operands, and of weights, for every
+ * backend. Compiles as C and as CUDA.
  */
 #pragma once
 
@@ -36,6 +36,13 @@ smla_weight_scale(const smla_projection_scales *scales, int64_t head, int64_t ou
            outer / SMLA_SCALE_TILE * scales->w_stride_outer + tile * scales->w_stride_inner;
 }
 
+/* Where the scale of an output lies, if there is one per output. */
+SMLA_HOST_DEVICE static inline const float *
+smla_output_scale(const smla_projection_scales *scales, int64_t head, int64_t outer)
+{
+    return scales->w + head * scales->w_stride_head + outer * scales->w_stride_outer;
+}
+
 /* The scale of a tile of a token's row. */
 SMLA_HOST_DEVICE static inline float
 smla_token_scale(const smla_projection_scales *scales, int64_t token, int64_t head, int64_t tile)
@@ -45,11 +52,23 @@ smla_token_scale(const smla_projection_scales *scales, int64_t token, int64_t he
     return smla_scale_of_word(scales, word, tile);
 }
 
-/* The factor of a tile's sum, for a token and the weight rows around `outer`. */
+/* The factor of a tile's sum, for a token and the weight rows around `outer`. Scales of outputs are
+ * no part of it. */
 SMLA_HOST_DEVICE static inline float
 smla_projection_scale(const smla_projection_scales *scales, int64_t token, int64_t head,
                       int64_t outer, int64_t tile)
 {
+    if (scales->w_is_per_output) {
+        return smla_token_scale(scales, token, head, tile);
+    }
     return smla_token_scale(scales, token, head, tile) *
            *smla_weight_scale(scales, head, outer, tile);
+}
+
+/* The scale of a weight's element, if it has scales. */
+SMLA_HOST_DEVICE static inline float
+smla_scale_of_element(const smla_weight *weight, int64_t row, int64_t column)
+{
+    return weight->scale[(row >> weight->scale_row_bits) * weight->scale_stride_row +
+                         (column >> weight->scale_column_bits) * weight->scale_stride_column];
 }

@@ -136,6 +136,14 @@ smla_cuda_launch_lightning_indexer(const smla_lightning_params *p, const smla_cu
                    : end_call(&call, status, error);                                   \
     }
 
+/* The projection of an input that the first launch quantises. */
+static cudaError_t
+smla_cuda_launch_fp8_linear(const smla_fp8_linear_params *p, const smla_cuda_device *device)
+{
+    const cudaError_t code = smla_cuda_launch_scaled_quantize(&p->quantize, device);
+    return code != cudaSuccess ? code : smla_cuda_launch_projection_e4m3(&p->project);
+}
+
 #define NO_TOKENS (p->num_tokens == 0)
 #define NO_VALUES SMLA_OK /* no value of the arrays is an error */
 
@@ -167,8 +175,14 @@ OPERATOR(merge_attn_partials, smla_merge_partials_params,
 OPERATOR(varlen_attention, smla_varlen_params, p->num_tokens == 0 || p->num_reqs == 0, NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)
+OPERATOR(absorb_q_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
+OPERATOR(absorb_o_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
 OPERATOR(dynamic_per_tensor_quant, smla_quant_params, false /* no elements have a scale, too */,
          NO_VALUES)
+OPERATOR(scaled_quantize, smla_scaled_quantize_params,
+         p->num_row_groups == 0 || p->num_column_groups == 0, NO_VALUES)
+OPERATOR(fp8_linear, smla_fp8_linear_params,
+         p->project.num_tokens == 0 || p->project.outer_dim == 0, NO_VALUES)
 OPERATOR(fused_q_kv_rmsnorm, smla_q_kv_norm_params, NO_TOKENS, NO_VALUES)
 OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
          check_insert_values(p, error))

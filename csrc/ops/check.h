@@ -23,6 +23,22 @@ SMLA_PROJECTIONS(SMLA_DECLARE_CHECK)
 SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape,
                    attention)
 
+/* out = x [T, inner_dim] @ w [inner_dim, n], bf16: kv_up_proj, and the layers' products of other
+ * sizes. */
+typedef struct smla_linear_args {
+    const char *op;
+    const char *x_name;
+    const DLTensor *x;
+    const char *w_name;
+    const DLTensor *w; /* any strides */
+    int64_t inner_dim;
+    const DLTensor *out; /* rows any stride apart */
+    void *stream;
+} smla_linear_args;
+
+smla_status smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
+                              const smla_backend **backend, smla_error *error);
+
 /* Checks the args, and finds the bytes that the workspace needs. */
 smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,
                                            int64_t *bytes, smla_error *error);

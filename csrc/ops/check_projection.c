@@ -1,94 +1,8 @@
-/* check_projection.c: the argument rules of absorption: the split of kv_b_proj, the projections,
- * and per-tensor quantisation. check_parts.c has the shared ones.
+/* check_projection.c: the argument rules of the projections, and of per-tensor quantisation.
+ * check_weights.c has those of weights, check_parts.c the shared ones.
  */
 #include "core/params_projection.h"
 #include "ops/check.h"
-
-static smla_status
-check_weight_scale(smla_checker *c, const smla_split_kv_b_proj_args *args)
-{
-    const bool is_e4m3 = (smla_dtype(args->weight) & SMLA_DTYPE_FLOATS) == 0;
-    if (is_e4m3 && args->weight_scale_inv == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `weight_scale_inv` must be given for an e4m3 weight, got none",
-                         c->op);
-    }
-    const int64_t blocks_0 = (smla_size(args->weight, 0) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
-    const int64_t blocks_1 = (smla_size(args->weight, 1) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
-    return smla_require(c, &(smla_rule){.name = "weight_scale_inv",
-                                        .tensor = args->weight_scale_inv,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {blocks_0, blocks_1}});
-}
-
-smla_status
-smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
-                           smla_split_kv_b_proj_params *params, const smla_backend **backend,
-                           smla_error *error)
-{
-    smla_checker c;
-    smla_open_checker(&c, "split_kv_b_proj", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
-                                           .tensor = args->weight,
-                                           .dtypes = SMLA_DTYPE_FLOATS | SMLA_DTYPE_E4M3 |
-                                                     SMLA_DTYPE_UINT8,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    SMLA_TRY(check_weight_scale(&c, args));
-    smla_rule w = {.name = "w_uk",
-                   .tensor = args->w_uk,
-                   .dtypes = SMLA_DTYPE_BF16,
-                   .flags = SMLA_RULE_OUTPUT,
-                   .ndim = 3,
-                   .shape = {SMLA_KV_LORA_RANK, SMLA_ANY, SMLA_ANY}};
-    SMLA_TRY(smla_require(&c, &w));
-    const int64_t num_heads = smla_size(args->w_uk, 1);
-    SMLA_TRY(smla_require_num_heads(&c, "w_uk", num_heads));
-    w.name = "w_uv";
-    w.tensor = args->w_uv;
-    w.shape[1] = num_heads;
-    SMLA_TRY(smla_require(&c, &w));
-    const int64_t nope_dim = smla_size(args->w_uk, 2);
-    const int64_t value_dim = smla_size(args->w_uv, 2);
-    const int64_t rows = smla_size(args->weight, 0);
-    const int64_t columns = smla_size(args->weight, 1);
-    const int64_t wanted = num_heads * (nope_dim + value_dim);
-    /* If both layouts fit, the weight is taken as [512, H * (Pn + Pv)]. */
-    const bool is_in_out = rows == SMLA_KV_LORA_RANK && columns == wanted;
-    if (!is_in_out && !(rows == wanted && columns == SMLA_KV_LORA_RANK)) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `weight` must have shape [512, %lld] or [%lld, 512] (%lld heads x (%lld + "
-            "%lld)), got [%lld, %lld]",
-            c.op, (long long)wanted, (long long)wanted, (long long)num_heads, (long long)nope_dim,
-            (long long)value_dim, (long long)rows, (long long)columns);
-    }
-    SMLA_TRY(smla_finish_check(&c, backend));
-    const int in_dim = is_in_out ? 0 : 1;
-    *params = (smla_split_kv_b_proj_params){
-        .call = smla_call_of(&c, args->stream, NULL),
-        .num_heads = num_heads,
-        .nope_dim = nope_dim,
-        .value_dim = value_dim,
-        .weight = smla_data(args->weight),
-        .type = smla_float_type_of(args->weight),
-        .stride_in = smla_stride(args->weight, in_dim),
-        .stride_out = smla_stride(args->weight, 1 - in_dim),
-        .scale = smla_data(args->weight_scale_inv),
-        .scale_stride_in = smla_stride(args->weight_scale_inv, in_dim),
-        .scale_stride_out = smla_stride(args->weight_scale_inv, 1 - in_dim),
-        .w_uk = smla_data(args->w_uk),
-        .w_uk_stride_in = smla_stride(args->w_uk, 0),
-        .w_uk_stride_head = smla_stride(args->w_uk, 1),
-        .w_uv = smla_data(args->w_uv),
-        .w_uv_stride_in = smla_stride(args->w_uv, 0),
-        .w_uv_stride_head = smla_stride(args->w_uv, 1),
-    };
-    return SMLA_OK;
-}
 
 /* Checks either up projection: x [T, H, k], w [512, H, n or k] and out [T, H, n]. */
 static smla_status
@@ -164,46 +78,61 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
 }
 
 smla_status
-smla_check_kv_up_proj(const smla_kv_up_proj_args *args, smla_projection_params *params,
-                      const smla_backend **backend, smla_error *error)
+smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
+                  const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
-    smla_open_checker(&c, "kv_up_proj", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
-                                           .tensor = args->kv_c,
+    smla_open_checker(&c, args->op, error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->x_name,
+                                           .tensor = args->x,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK}}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_b_proj",
-                                           .tensor = args->kv_b_proj,
+                                           .shape = {SMLA_ANY, args->inner_dim}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->w_name,
+                                           .tensor = args->w,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = 2,
-                                           .shape = {SMLA_KV_LORA_RANK, SMLA_ANY},
+                                           .shape = {args->inner_dim, SMLA_ANY},
                                            .hint = "a layer's weight is given as its transpose"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {smla_size(args->kv_c, 0),
-                                                     smla_size(args->kv_b_proj, 1)}}));
+    SMLA_TRY(
+        smla_require(&c, &(smla_rule){.name = "out",
+                                      .tensor = args->out,
+                                      .dtypes = SMLA_DTYPE_BF16,
+                                      .flags = SMLA_RULE_OUTPUT,
+                                      .ndim = 2,
+                                      .shape = {smla_size(args->x, 0), smla_size(args->w, 1)}}));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_projection_params){
         .call = smla_call_of(&c, args->stream, NULL),
-        .num_tokens = smla_size(args->kv_c, 0),
+        .num_tokens = smla_size(args->x, 0),
         .num_heads = 1,
-        .inner_dim = SMLA_KV_LORA_RANK,
-        .outer_dim = smla_size(args->kv_b_proj, 1),
-        .x = smla_data(args->kv_c),
-        .x_stride_token = smla_stride(args->kv_c, 0),
-        .w = smla_data(args->kv_b_proj),
-        .w_stride_inner = smla_stride(args->kv_b_proj, 0),
-        .w_stride_outer = smla_stride(args->kv_b_proj, 1),
+        .inner_dim = args->inner_dim,
+        .outer_dim = smla_size(args->w, 1),
+        .x = smla_data(args->x),
+        .x_stride_token = smla_stride(args->x, 0),
+        .w = smla_data(args->w),
+        .w_stride_inner = smla_stride(args->w, 0),
+        .w_stride_outer = smla_stride(args->w, 1),
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),
     };
     return SMLA_OK;
+}
+
+smla_status
+smla_check_kv_up_proj(const smla_kv_up_proj_args *args, smla_projection_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    const smla_linear_args linear = {.op = "kv_up_proj",
+                                     .x_name = "kv_c",
+                                     .x = args->kv_c,
+                                     .w_name = "kv_b_proj",
+                                     .w = args->kv_b_proj,
+                                     .inner_dim = SMLA_KV_LORA_RANK,
+                                     .out = args->out,
+                                     .stream = args->stream};
+    return smla_check_linear(&linear, params, backend, error);
 }
 
 /* Checks that scales are given for e4m3 values, and only for these. */

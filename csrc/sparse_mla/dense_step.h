@@ -111,6 +111,40 @@ typedef struct smla_dense_forward_args {
 
 SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, smla_error *error);
 
+/* The same with weights that smla_absorb_q_proj and smla_absorb_o_proj have made: from the queries'
+ * latents to the layer's output. Decodes multiply by W_Q_UK and W_QR, attend to the cache, and
+ * multiply by W_UV_O; so do all tokens on path "mixed". On path "separate", prefills multiply by W_Q
+ * and W_QR, attend as in smla_dense_forward, and multiply by o_proj. W_Q_UK and W_UV_O are both
+ * bf16, or both e4m3 with descales: then fp8_linear multiplies, in groups of the input that the
+ * descales have with it. */
+typedef struct smla_dense_absorbed_forward_args {
+    size_t struct_size;
+    smla_dense_builder *builder;
+    const DLTensor *q_c;            /* [>= T, Lq] bf16 */
+    const DLTensor *kv_c;           /* [>= T, 512] bf16 */
+    const DLTensor *k_pe;           /* [>= T, R] bf16; optional where R is 0 */
+    const DLTensor *kv_cache;       /* [pages, block_size, row] */
+    const DLTensor *W_Q_UK;         /* [Lq, H * 512] bf16, any strides; or [H * 512, Lq] e4m3 */
+    const DLTensor *W_Q_UK_descale; /* of e4m3, as smla_fp8_linear takes it; else NULL */
+    const DLTensor *W_QR;           /* [Lq, H * R] bf16, any strides; NULL where R is 0 */
+    const DLTensor *W_UV_O;         /* [H * 512, hidden] bf16, any strides; or [hidden, H * 512] */
+    const DLTensor *W_UV_O_descale;
+    const DLTensor *W_Q;        /* [Lq, H * Pn] bf16, any strides; for path "separate" */
+    const DLTensor *o_proj;     /* [H * Pv, hidden] bf16, any strides; for path "separate" */
+    const DLTensor *kv_b_proj;  /* [512, H * (Pn + Pv)] bf16, any strides; for path "separate" */
+    const DLTensor *rope_table; /* [positions, R] fp32 | bf16; NULL: nothing is turned */
+    const DLTensor *out;        /* out [>= T, hidden] bf16 */
+    smla_scale_arg kv_scale;    /* fp8_e4m3 only */
+    double softmax_scale;
+    int32_t is_neox;          /* pairs of RoPE: halves instead of neighbours */
+    int64_t input_group_rows; /* of smla_fp8_linear; for e4m3 */
+    int64_t input_group_columns;
+    void *stream;
+} smla_dense_absorbed_forward_args;
+
+SMLA_API smla_status smla_dense_absorbed_forward(const smla_dense_absorbed_forward_args *args,
+                                                 smla_error *error);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,5 +1,5 @@
-/* projection.h: kv_b_proj as two matrices, the projections by them, and per-tensor quantisation.
- * The conventions are in sparse_mla.h. */
+/* projection.h: kv_b_proj as two matrices, the projections by them, quantisation to e4m3, and
+ * linear layers of it. The conventions are in sparse_mla.h. */
 #ifndef SPARSE_MLA_PROJECTION_H
 #define SPARSE_MLA_PROJECTION_H
 
@@ -9,17 +9,60 @@
 extern "C" {
 #endif
 
-/* kv_b_proj [512, H * (Pn + Pv)] or else its transpose -> W_UK [512, H, Pn], W_UV [512, H, Pv]. */
+/* How a weight [rows, columns] lies in memory. */
+typedef enum smla_storage {
+    SMLA_STORED_EITHER = 0, /* its shape says so; [rows, columns] where both fit */
+    SMLA_STORED_PLAIN = 1,
+    SMLA_STORED_TRANSPOSED = 2 /* [columns, rows] */
+} smla_storage;
+
+/* kv_b_proj [512, H * (Pn + Pv)] or else its transpose -> W_UK [512, H, Pn], W_UV [512, H, Pv]; or
+ * any other weight of so many rows as its parts have. An e4m3 weight has fp32 scales for its columns
+ * as outputs: one value, of any rank; or one per output, [out] or like the weight with 1 for its
+ * rows; or one per block of 128 x 128, with dimensions as the weight is stored. */
 typedef struct smla_split_kv_b_proj_args {
     size_t struct_size;
     const DLTensor *weight;           /* bf16 | fp32 | fp16; e4m3 | uint8 with weight_scale_inv */
-    const DLTensor *weight_scale_inv; /* fp32, one scale per 128 x 128 block of weight, optional */
-    const DLTensor *w_uk;             /* out [512, H, Pn] bf16 */
-    const DLTensor *w_uv;             /* out [512, H, Pv] bf16 */
+    const DLTensor *weight_scale_inv; /* optional */
+    const DLTensor *w_uk;             /* out [512, H, Pn] bf16 | fp32 */
+    const DLTensor *w_uv;             /* out [512, H, Pv], as w_uk */
     void *stream;
+    int32_t storage;          /* smla_storage */
+    int32_t rows_are_outputs; /* scales of outputs belong to rows, not to columns */
 } smla_split_kv_b_proj_args;
 
 SMLA_API smla_status smla_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_error *error);
+
+/* W_UK absorbed into the projection of queries: out[h L + l, q] = sum_n q_proj[q, h (Pn + R) + n] *
+ * w_uk[l,h,n], over n < Pn. The result is stored as layers store weights: [outputs, inputs]. e4m3
+ * values are multiplied by their scales in fp32 first; products are summed in fp32. Scales are as
+ * those of smla_split_kv_b_proj. */
+typedef struct smla_absorb_q_proj_args {
+    size_t struct_size;
+    const DLTensor
+        *q_proj; /* [Lq, H * (Pn + R)] or else its transpose; bf16 | fp16 | fp32 | e4m3 */
+    const DLTensor *q_scale; /* of e4m3 values, else NULL */
+    const DLTensor *w_uk;    /* [L, H, Pn] bf16 | fp16 | fp32, any strides */
+    const DLTensor *out;     /* out [H * L, Lq] bf16 | fp32 */
+    int32_t storage;         /* smla_storage of q_proj */
+    void *stream;
+} smla_absorb_q_proj_args;
+
+SMLA_API smla_status smla_absorb_q_proj(const smla_absorb_q_proj_args *args, smla_error *error);
+
+/* W_UV absorbed into the output projection: out[o, h L + l] = sum_v o_proj[o, h Pv + v] *
+ * w_uv[l,h,v], in the same way. */
+typedef struct smla_absorb_o_proj_args {
+    size_t struct_size;
+    const DLTensor *o_proj;  /* [hidden, H * Pv] or else its transpose; bf16 | fp16 | fp32 | e4m3 */
+    const DLTensor *o_scale; /* of e4m3 values, else NULL */
+    const DLTensor *w_uv;    /* [L, H, Pv] bf16 | fp16 | fp32, any strides */
+    const DLTensor *out;     /* out [hidden, H * L] bf16 | fp32 */
+    int32_t storage;         /* smla_storage of o_proj */
+    void *stream;
+} smla_absorb_o_proj_args;
+
+SMLA_API smla_status smla_absorb_o_proj(const smla_absorb_o_proj_args *args, smla_error *error);
 
 /* out[t,h,l] = sum_p q_nope[t,h,p] * w_uk[l,h,p], summed in fp32 */
 typedef struct smla_k_up_proj_args {
@@ -84,6 +127,43 @@ typedef struct smla_dynamic_per_tensor_quant_args {
 
 SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
                                                    smla_error *error);
+
+/* A scale per group of group_rows x group_columns values: amax = max(max |x|, 1e-12), out =
+ * e4m3(x * (448 / amax)), saturating, and descale = amax / 448, each step rounded to fp32. */
+typedef struct smla_scaled_quantize_args {
+    size_t struct_size;
+    const DLTensor *x;       /* [M, N] bf16 | fp16 | fp32; amax leaves out NaN, infinity is FLT_MAX */
+    const DLTensor *out;     /* out [M, N] e4m3 | uint8 */
+    const DLTensor *descale; /* out [M / group_rows, N / group_columns] fp32, any strides */
+    int64_t group_rows;      /* a divisor of M, or -1 = all rows, one group */
+    int64_t group_columns;   /* a divisor of N, or -1 = all columns */
+    void *stream;
+} smla_scaled_quantize_args;
+
+SMLA_API smla_status smla_scaled_quantize(const smla_scaled_quantize_args *args, smla_error *error);
+
+/* out[t,n] = sum_k x[t,k] * weight[n,k], where x is quantised by scaled_quantize first. Every 128
+ * products are summed before they are scaled. The input group and the shape of descale name one of
+ * four schemes:
+ *   tensor         (-1, -1)   descale is one value, of any rank
+ *   block          (1, 128)   [ceil(out / 128), in / 128]
+ *   token_tensor   (1, -1)    one value
+ *   token_channel  (1, -1)    [out] | [out, 1]
+ */
+typedef struct smla_fp8_linear_args {
+    size_t struct_size;
+    const DLTensor *x;         /* [T, in] bf16, in a multiple of 128 */
+    const DLTensor *weight;    /* [out, in] e4m3 | uint8 */
+    const DLTensor *descale;   /* fp32, any strides */
+    const DLTensor *out;       /* out [T, out] bf16 */
+    const DLTensor *workspace; /* uint8 [T * in + 4 * number of input groups + 15], or as many less
+                                * as it is aligned to 16 bytes; its contents are overwritten */
+    int64_t input_group_rows;
+    int64_t input_group_columns;
+    void *stream;
+} smla_fp8_linear_args;
+
+SMLA_API smla_status smla_fp8_linear(const smla_fp8_linear_args *args, smla_error *error);
 
 #ifdef __cplusplus
 }

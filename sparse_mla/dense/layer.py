@@ -10,6 +10,8 @@ import numpy as np
 from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
+from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme
+from sparse_mla.ops.absorption import is_pair
 from sparse_mla.ops.projection import find_weight
 from sparse_mla.steps.common import show, wrong_type
 from sparse_mla.steps.dense import Config, Metadata
@@ -19,31 +21,53 @@ Array = Any
 
 class DenseMLA:
     """Runs one layer of a step: RoPE, cache write, and attention to the values of all heads, on the
-    path of the step.
+    path of the step. With absorbed weights, the projections of queries and outputs, too.
 
     Parameters
     ----------
     config : Config
-    kv_b_proj : [512, H * (Pn + Pv)] or its transpose
-        The layer's weight, bf16, fp16, fp32, or e4m3 with weight_scale_inv; or the layer itself, as
-        for `sparse_mla.split_kv_b_proj`.
-    weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
+    kv_b_proj : [512, H * (Pn + Pv)] or its transpose, a pair, or a callable
+        The layer's weight, bf16, fp16, fp32, or e4m3 with weight_scale_inv, which may be the second
+        item of a pair; or the layer itself, as for `sparse_mla.split_kv_b_proj`.
+    weight_scale_inv : fp32, optional
+        One value, one per output ([out], or with 1 for the inputs), or one per 128 x 128 values, as
+        the weight is stored.
+    q_proj, o_proj : arrays, pairs or callables, optional
+        The projections of queries and outputs, as `sparse_mla.absorb` takes them. Read with
+        `absorb` alone.
+    absorb : bool
+        Whether weights absorb W_UK and W_UV. `forward` then begins with q_c, what q_proj
+        multiplies, and ends with what o_proj gives. An absorbed layer of DeepSeek-V3 has 1.1 GB of
+        weights in bf16, and half in e4m3. They are made of kv_b_proj itself, whose e4m3 values are
+        multiplied by their scales in fp32, not of W_UK and W_UV in bf16.
+    scheme : "tensor", "block", "token_tensor" or "token_channel", optional
+        The quantisation of layers that are given as callables, which cannot tell it; of plain
+        weights; and "token_tensor" of pairs with one scale, which are "tensor" otherwise.
+    requantize : bool
+        Whether weights that absorb e4m3 ones are e4m3 again, quantised from the fp32 product: then
+        all three must have one scheme, and decodes multiply by `sparse_mla.fp8_linear`. With False
+        any mix gives bf16. With "tensor", one scale serves all rows of a step, padding included.
     rope_table : [positions, 64] fp32 or bf16, optional
         Cosines, then sines, as `sparse_mla.rope_table` gives them. Without it q and k_pe must be
-        turned already.
+        turned already; with `absorb`, which makes q's RoPE part, nothing is turned.
 
     Attributes
     ----------
-    W_UK, W_UV : [512, H, Pn] and [512, H, Pv] bf16
+    W_UK, W_UV : [512, H, Pn] and [512, H, Pv] bf16, or None with `absorb`
         What decodes are absorbed with.
     kv_b_proj : [512, H * (Pn + Pv)] bf16, or None on path "mixed"
         What makes keys and values for prefills: a view of the bf16 weight that was given, else a
         copy.
+    absorbed : object or None
+        With `absorb`, its W_Q_UK, W_QR and W_UV_O are as `sparse_mla.absorb` returns them, and
+        scheme is their scheme, None for bf16. For prefills it has W_Q [Lq, H * Pn] and o_proj [H *
+        Pv, hidden] in bf16, or None on path "mixed".
 
     Raises
     ------
     TypeError, ValueError
-        No Config, and the errors of `sparse_mla.split_kv_b_proj`.
+        No Config, the errors of `sparse_mla.split_kv_b_proj` and `sparse_mla.absorb`, schemes that
+        differ, plain and e4m3 weights.
 
     Source: vLLM's MLACommonImpl.
 
@@ -56,34 +80,53 @@ class DenseMLA:
     (512, 2, 128)
     """
 
-    W_UK: Array
-    W_UV: Array
+    W_UK: Array | None
+    W_UV: Array | None
     kv_b_proj: Array | None
+    absorbed: AbsorbedWeights | None
 
     def __init__(
         self,
         config: Config,
         *,
-        kv_b_proj: Array,
+        kv_b_proj: Any,
         weight_scale_inv: Array | None = None,
+        q_proj: Any = None,
+        o_proj: Any = None,
+        absorb: bool = False,
+        scheme: str | None = None,
+        requantize: bool = True,
         rope_table: Array | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise wrong_type("DenseMLA", "config", "a dense.Config", config)
         self.config = config
         self.rope_table = rope_table
-        weight = find_weight(kv_b_proj, weight_scale_inv)
-        self.W_UK, self.W_UV = ops.split_kv_b_proj(
+        weight, scale = _find_kv_b(kv_b_proj, weight_scale_inv)
+        if absorb:
+            for name, given in (("q_proj", q_proj), ("o_proj", o_proj)):
+                if given is None:
+                    raise ValueError(f"DenseMLA: `{name}` must be given to absorb, got none")
+            scheme = choose_scheme(q_proj, weight, scale, o_proj, scheme, requantize)
+        weight = find_weight(weight, scale)
+        W_UK, W_UV = ops.split_kv_b_proj(
             weight,
             num_heads=config.num_heads,
             qk_nope_head_dim=config.qk_nope_head_dim,
             v_head_dim=config.v_head_dim,
-            weight_scale_inv=weight_scale_inv,
+            weight_scale_inv=scale,
         )
         is_mixed = config.path == "mixed"
-        self.kv_b_proj = None if is_mixed else _as_matrix(weight, self.W_UK, self.W_UV)
+        self.kv_b_proj = None if is_mixed else _as_matrix(weight, W_UK, W_UV)
+        self.W_UK, self.W_UV = (None, None) if absorb else (W_UK, W_UV)
+        self.absorbed = (
+            AbsorbedWeights(config, q_proj, weight, scale, o_proj, scheme) if absorb else None
+        )
 
     def __repr__(self) -> str:
+        if self.absorbed is not None:
+            scheme = self.absorbed.scheme
+            return f"DenseMLA({self.config!r}, absorb=True, scheme={scheme!r})"
         return f"DenseMLA({self.config!r}, W_UK={show(self.W_UK)}, W_UV={show(self.W_UV)})"
 
     def forward(
@@ -103,7 +146,8 @@ class DenseMLA:
         Parameters
         ----------
         q : [>= T, H, Pn + 64] bf16, or a pair ([>= T, H, Pn], [>= T, H, 64])
-            [>= T, H, Pn] for a model without RoPE, whose k_pe is None.
+            [>= T, H, Pn] for a model without RoPE, whose k_pe is None. With `absorb`, q_c [>= T,
+            Lq] bf16.
         kv_c : [>= T, 512] bf16
             The latents of the step's tokens, after their norm.
         k_pe : [>= T, 64] bf16, or None
@@ -114,7 +158,7 @@ class DenseMLA:
             `out` is returned as it is.
         kv_scale : float, or an array of one fp32
             1 for the caches that are served.
-        out : [>= T, H, Pv] bf16, optional
+        out : [>= T, H, Pv] bf16, or [>= T, hidden] with `absorb`, optional
         stream : int handle or stream object, optional
 
         Returns
@@ -151,12 +195,14 @@ class DenseMLA:
         if not isinstance(metadata, Metadata):
             wanted = "what dense.MetadataBuilder.build returned for this step"
             raise wrong_type("DenseMLA.forward", "metadata", wanted, metadata)
+        if self.absorbed is None:
+            weights = {"q": q, "W_UK": self.W_UK, "W_UV": self.W_UV}
+        else:
+            weights = {"q_c": q, **self.absorbed.arguments()}
         results = metadata._step.layer(
-            q=q,
+            **weights,
             kv_c=kv_c,
             k_pe=k_pe,
-            W_UK=self.W_UK,
-            W_UV=self.W_UV,
             kv_b_proj=self.kv_b_proj,
             rope_table=self.rope_table,
             kv_scale=kv_scale,
@@ -168,6 +214,18 @@ class DenseMLA:
             stream=stream,
         )
         return results[0]
+
+
+def _find_kv_b(given: Any, scale: Any) -> tuple[Any, Any]:
+    """The weight and its scale, which may be a pair."""
+    if not is_pair(given):
+        return given, scale
+    if scale is not None or len(given) != 2:
+        raise ValueError(
+            "DenseMLA: `kv_b_proj` must be a pair (weight, scale) without `weight_scale_inv`, got "
+            f"{len(given)} items{'' if scale is None else ' and an array'}"
+        )
+    return tuple(given)
 
 
 def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:

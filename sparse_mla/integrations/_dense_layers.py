@@ -12,14 +12,31 @@ from sparse_mla.integrations._mla_layers import PagedAttention, config_fields
 
 
 class DenseAttention(PagedAttention):
-    """Replaces one layer's attention, whose weights it uses."""
+    """Replaces one layer's attention, whose weights it uses. With `absorb` it has weights of its
+    own, which take the place of the projections of queries and outputs."""
 
     def __init__(
-        self, model: Any, config: dense.Config, num_pages: int, rope_table: torch.Tensor
+        self,
+        model: Any,
+        config: dense.Config,
+        num_pages: int,
+        rope_table: torch.Tensor,
+        absorb: bool,
+        scheme: str | None,
     ) -> None:
-        mla = dense.DenseMLA(config, kv_b_proj=model.kv_b_proj, rope_table=rope_table)
+        q_proj = model.q_proj if model.q_lora_rank is None else model.q_b_proj
+        weights: dict[str, Any] = {"kv_b_proj": model.kv_b_proj}
+        if absorb:
+            weights = {
+                "kv_b_proj": weight_of(model.kv_b_proj, True),
+                "q_proj": weight_of(q_proj, True),
+                "o_proj": weight_of(model.o_proj, False),
+                "scheme": scheme,
+            }
+        mla = dense.DenseMLA(config, absorb=absorb, rope_table=rope_table, **weights)
         super().__init__(model, mla, num_pages)
         self.mla = mla
+        self.q_proj = None if absorb else q_proj
 
     def forward(
         self,
@@ -28,16 +45,30 @@ class DenseAttention(PagedAttention):
         **unused: Any,  # among them the model's angles, which the RoPE table holds too
     ) -> tuple[torch.Tensor, None]:
         model = self.model
-        if model.q_lora_rank is None:
-            q = model.q_proj(hidden_states)
-        else:
-            q = model.q_b_proj(model.q_a_layernorm(model.q_a_proj(hidden_states)))
-        q = q[0].unflatten(-1, (self.mla.config.num_heads, -1))
+        q = hidden_states
+        if model.q_lora_rank is not None:
+            q = model.q_a_layernorm(model.q_a_proj(hidden_states))
+        if self.q_proj is not None:
+            q = self.q_proj(q).unflatten(-1, (self.mla.config.num_heads, -1))
         kv_c, k_pe = self.project_latents(hidden_states)
-        values = self.mla.forward(
-            q.bfloat16(), kv_c.bfloat16(), k_pe.bfloat16(), self.kv_cache, sparse_mla_step
+        out = self.mla.forward(
+            q[0].bfloat16(), kv_c.bfloat16(), k_pe.bfloat16(), self.kv_cache, sparse_mla_step
         )
-        return self.project_values(values, hidden_states.dtype), None
+        if self.q_proj is not None:
+            return self.project_values(out, hidden_states.dtype), None
+        out = out.to(hidden_states.dtype)
+        return (out if model.o_proj.bias is None else out + model.o_proj.bias)[None], None
+
+
+def weight_of(layer: Any, by_inputs: bool) -> Any:
+    """A linear layer as DenseMLA takes it: the weight, [inputs, outputs] with `by_inputs`; a pair
+    where Transformers has loaded e4m3; or else the layer, whose form only itself knows."""
+    weight, scale = layer.weight, getattr(layer, "weight_scale_inv", None)
+    if weight.dtype == torch.float8_e4m3fn and scale is not None:
+        return weight.detach(), scale.detach().float()
+    if type(layer) is torch.nn.Linear:
+        return weight.detach().T if by_inputs else weight.detach()
+    return layer
 
 
 class DenseLayers:
@@ -45,7 +76,15 @@ class DenseLayers:
 
     config: dense.Config
 
-    def __init__(self, model: Any, num_pages: int, index_cache_dtype: Any, **limits: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_pages: int,
+        index_cache_dtype: Any,
+        absorb: bool,
+        scheme: str | None,
+        **limits: Any,
+    ) -> None:
         if index_cache_dtype != "auto":
             raise ValueError(
                 'ModelRunner: `index_cache_dtype` must be "auto" for a '
@@ -57,7 +96,7 @@ class DenseLayers:
         self._builder = dense.MetadataBuilder(self.config)
         rope_table = make_rope_table(model.model.rotary_emb, self.config)
         self.attentions = [
-            DenseAttention(layer.self_attn, self.config, num_pages, rope_table)
+            DenseAttention(layer.self_attn, self.config, num_pages, rope_table, absorb, scheme)
             for layer in model.model.layers
         ]
 

@@ -17,6 +17,8 @@ DeepSeek-V3 and V2 attend to all tokens of a request:
     dense.DenseMLA.forward                  RoPE, the new latents to their pages, attention
     o_proj                                  the model's
 
+With `absorb`, DenseMLA takes q_a's result, or hidden states, and gives that of o_proj.
+
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
 goes to torch's current stream, and nothing here waits for the device.
 
@@ -92,7 +94,8 @@ class ModelRunner:
     ----------
     model : DeepseekV32ForCausalLM, DeepseekV3ForCausalLM or DeepseekV2ForCausalLM
         In eval mode, all of it on one device, in bf16 or fp32. The up projections of its attention
-        are copied (in bf16), so later changes of these weights have no effect.
+        are copied (in bf16), so later changes of these weights have no effect; with `absorb` those
+        of prefills are the model's own if it is in bf16.
     num_pages : int
         Pages of the cache, shared by all requests. A page has `block_size` tokens of every layer.
     max_num_seqs, max_num_batched_tokens : int
@@ -111,6 +114,12 @@ class ModelRunner:
     prefill_workspace_tokens : int, optional
         Rows of the workspace that path "separate" gathers cached tokens to; None = the default of
         `config`.
+    absorb : bool
+        V3 and V2: whether each layer multiplies by weights that have absorbed the up projections,
+        as `sparse_mla.dense.DenseMLA` makes them, instead of by the model's q and o projections.
+    scheme : str, optional
+        With `absorb`, the quantisation of these weights to e4m3: "tensor", "block", "token_tensor"
+        or "token_channel". Layers that Transformers has loaded as e4m3 keep theirs without it.
 
     Attributes
     ----------
@@ -164,6 +173,8 @@ class ModelRunner:
         index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
         path: Path | None = None,
         prefill_workspace_tokens: int | None = None,
+        absorb: bool = False,
+        scheme: str | None = None,
     ) -> None:
         make_layers = next((x for kind, x in _LAYERS.items() if isinstance(model, kind)), None)
         if make_layers is None:
@@ -177,6 +188,17 @@ class ModelRunner:
             raise ValueError(
                 f"ModelRunner: `model` must be on one device, got one on {', '.join(devices)}"
             )
+        if scheme is not None and not absorb:
+            raise ValueError(
+                f"ModelRunner: `scheme` must be None without absorb=True, got {scheme!r}"
+            )
+        weights: dict[str, Any] = {"absorb": absorb, "scheme": scheme}
+        if make_layers is SparseLayers:
+            if absorb:
+                raise ValueError(
+                    f"ModelRunner: `absorb` must be False for a {type(model).__name__}, got True"
+                )
+            weights = {}
         if num_pages < 1:
             raise ValueError(f"ModelRunner: `num_pages` must be at least 1, got {num_pages}")
         most_positions = model.config.max_position_embeddings
@@ -192,6 +214,7 @@ class ModelRunner:
             model,
             num_pages,
             index_cache_dtype,
+            **weights,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,

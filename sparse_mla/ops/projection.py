@@ -75,7 +75,7 @@ def find_weight(weight: Any, weight_scale_inv: Any) -> Any:
         raise ValueError(
             "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
         )
-    return _layer_weight(weight)
+    return layer_weight(weight, 512, "split_kv_b_proj", "weight")
 
 
 @operator
@@ -89,21 +89,21 @@ def _split_kv_b_proj(
     """`split_kv_b_proj` of a matrix: `weight` is no callable here."""
 
 
-def _layer_weight(layer: Callable[[Any], Any]) -> Any:
-    """The matrix that a layer multiplies with, in whatever form the layer stores it."""
+def layer_weight(layer: Callable[[Any], Any], size: int, op: str, name: str) -> Any:
+    """The matrix [size, outputs] that a layer multiplies with, in whatever form it stores it."""
     if getattr(layer, "bias", None) is not None:
-        raise ValueError("split_kv_b_proj: `weight` must be a layer without bias, got one with it")
+        raise ValueError(f"{op}: `{name}` must be a layer without bias, got one with it")
     torch = sys.modules.get("torch")
     stored = getattr(layer, "weight", None)
     if torch is not None and isinstance(stored, torch.Tensor):
         plain = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
         dtype = stored.dtype if plain else torch.bfloat16
         with torch.no_grad():
-            result = layer(torch.eye(512, dtype=dtype, device=stored.device))
+            result = layer(torch.eye(size, dtype=dtype, device=stored.device))
     else:
         import numpy as np
 
-        result = layer(np.eye(512, dtype=np.float32))
+        result = layer(np.eye(size, dtype=np.float32))
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -48,6 +48,8 @@ typedef union any_args {
     smla_merge_attn_states_args merge;
     smla_merge_attn_partials_args partials;
     smla_split_kv_b_proj_args split;
+    smla_absorb_q_proj_args absorb_q;
+    smla_absorb_o_proj_args absorb_o;
     smla_k_up_proj_args k_up;
     smla_v_up_proj_args v_up;
     smla_kv_up_proj_args kv_up;
@@ -359,6 +361,26 @@ make_split(void)
 }
 
 static inline any_args
+make_absorb_q(void)
+{
+    return (any_args){.absorb_q = {.struct_size = sizeof(smla_absorb_q_proj_args),
+                                   .q_proj = ZEROS(bf16, 7, 10),
+                                   .q_scale = ZEROS(fp32, 1, 10),
+                                   .w_uk = ZEROS(fp32, 5, 2, 3),
+                                   .out = ZEROS(fp32, 10, 7)}};
+}
+
+static inline any_args
+make_absorb_o(void)
+{
+    return (any_args){.absorb_o = {.struct_size = sizeof(smla_absorb_o_proj_args),
+                                   .o_proj = ZEROS(bf16, 130, 6),
+                                   .o_scale = ZEROS(fp32, 2, 1),
+                                   .w_uv = ZEROS(fp32, 5, 2, 3),
+                                   .out = ZEROS(fp32, 130, 10)}};
+}
+
+static inline any_args
 make_k_up(void)
 {
     return (any_args){.k_up = {.struct_size = sizeof(smla_k_up_proj_args),
@@ -579,6 +601,8 @@ CALL(varlen, smla_varlen_attention)
 CALL(merge, smla_merge_attn_states)
 CALL(partials, smla_merge_attn_partials)
 CALL(split, smla_split_kv_b_proj)
+CALL(absorb_q, smla_absorb_q_proj)
+CALL(absorb_o, smla_absorb_o_proj)
 CALL(k_up, smla_k_up_proj)
 CALL(v_up, smla_v_up_proj)
 CALL(kv_up, smla_kv_up_proj)
@@ -697,9 +721,27 @@ static const operator_case operators[NUM_OPERATORS] = {
                             make_split,
                             {{"weight", AT_FIELD(split, weight), ANY_STRIDE, 0},
                              {"weight_scale_inv", AT_FIELD(split, weight_scale_inv),
-                              ANY_STRIDE | OPTIONAL, 3},
+                              ANY_STRIDE | ANY_RANK | OPTIONAL, 3},
                              {"w_uk", AT_FIELD(split, w_uk), OUTPUT, 1},
                              {"w_uv", AT_FIELD(split, w_uv), OUTPUT, 3}}},
+    [OP_absorb_q_proj] = {"absorb_q_proj",
+                          sizeof(smla_absorb_q_proj_args),
+                          call_absorb_q,
+                          make_absorb_q,
+                          {{"q_proj", AT_FIELD(absorb_q, q_proj), ANY_STRIDE, 0},
+                           {"q_scale", AT_FIELD(absorb_q, q_scale),
+                            ANY_STRIDE | ANY_RANK | OPTIONAL, 3},
+                           {"W_UK", AT_FIELD(absorb_q, w_uk), ANY_STRIDE, 0},
+                           {"out", AT_FIELD(absorb_q, out), OUTPUT, 1}}},
+    [OP_absorb_o_proj] = {"absorb_o_proj",
+                          sizeof(smla_absorb_o_proj_args),
+                          call_absorb_o,
+                          make_absorb_o,
+                          {{"o_proj", AT_FIELD(absorb_o, o_proj), ANY_STRIDE, 0},
+                           {"o_scale", AT_FIELD(absorb_o, o_scale),
+                            ANY_STRIDE | ANY_RANK | OPTIONAL, 3},
+                           {"W_UV", AT_FIELD(absorb_o, w_uv), ANY_STRIDE, 0},
+                           {"out", AT_FIELD(absorb_o, out), OUTPUT, 2}}},
     [OP_k_up_proj] = {"k_up_proj",
                       sizeof(smla_k_up_proj_args),
                       call_k_up,

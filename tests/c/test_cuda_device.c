@@ -715,6 +715,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_merge_params merge = {.call = call, .rows = {.num_tokens = count, .num_heads = 1}};
     const smla_merge_partials_params partials = {.call = call, .rows = merge.rows};
     const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
+    const smla_absorb_params absorb = {.call = call, .num_rows = count, .num_latents = 1};
     const smla_projection_params project = {.call = call, .num_tokens = 1, .outer_dim = count};
     const smla_projection_params project_e4m3 = {.call = call,
                                                  .num_tokens = count,
@@ -790,6 +791,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
     case OP_merge_attn_partials: return b->merge_attn_partials(&partials, &error);
     case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);
+    case OP_absorb_q_proj: return b->absorb_q_proj(&absorb, &error);
+    case OP_absorb_o_proj: return b->absorb_o_proj(&absorb, &error);
     case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);
     case OP_fused_q_kv_rmsnorm: return b->fused_q_kv_rmsnorm(&norm, &error);
     case OP_apply_rope: return b->apply_rope(&apply_rope, &error);

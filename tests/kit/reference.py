@@ -511,3 +511,32 @@ def dynamic_per_tensor_quant(x) -> tuple[np.ndarray, np.float32]:
     amax = np.maximum(np.abs(value).max(initial=np.float32(0)), np.float32(1e-10))
     scale = np.float32(amax / E4M3_MAX)
     return e4m3_encode(value / scale), scale
+
+def scaled_quantize(x, group) -> tuple[np.ndarray, np.ndarray]:
+    """-> (codes [M, N], descale [M / m, N / n]), each step rounded to fp32."""
+    value = to_f32(np.asarray(x))
+    m, n = (axis if size == -1 else size for size, axis in zip(group, value.shape, strict=True))
+    top = np.float32(np.finfo(np.float32).max)
+    magnitude = np.minimum(np.where(np.isnan(value), np.float32(0), np.abs(value)), top)
+    tiles = magnitude.reshape(value.shape[0] // m, m, value.shape[1] // n, n)
+    amax = np.maximum(tiles.max((1, 3)), np.float32(1e-12))
+    factor = np.float32(E4M3_MAX) / amax
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = value * factor.repeat(m, 0).repeat(n, 1)
+    return e4m3_encode(scaled), amax / np.float32(E4M3_MAX)
+
+
+def fp8_linear(codes, descale, weight, weight_scale):
+    """fp64 -> (value, sum of magnitudes) [T, out] of quantised operands. Each scale has as many
+    rows and columns as its operand, or 1 in place of one, or blocks of 128."""
+
+    def values(x, scale) -> np.ndarray:
+        wide = np.asarray(scale, np.float64)
+        for axis, size in enumerate(x.shape):
+            if wide.shape[axis] not in (1, size):
+                wide = wide.repeat(128, axis)[(slice(None),) * axis + (slice(size),)]
+        return e4m3_decode(np.asarray(x).view(np.uint8)).astype(np.float64) * wide
+
+    a, w = values(codes, descale), values(weight, weight_scale).T
+    with np.errstate(invalid="ignore"):
+        return a @ w, np.abs(a) @ np.abs(w)

@@ -1,4 +1,4 @@
-/* cache.h: the conversions that cache.c and quant.c use. One kernel (cache_kernel.h) is compiled
+/* cache.h: the conversions that cache.c, quant.c and scaled_quantize.c use. One kernel (cache_kernel.h) is compiled
  * once per instruction set into a smla_cache_isa.
  */
 #pragma once
@@ -25,6 +25,15 @@ typedef struct smla_cache_isa {
     /* out[i] = e4m3(x[start + i] / scale) */
     void (*quantize)(const void *x, smla_float_type type, int64_t start, int64_t count, float scale,
                      uint8_t *out);
+    /* out[i] = e4m3(x[start + i] * factor) */
+    void (*multiply)(const void *x, smla_float_type type, int64_t start, int64_t count,
+                     float factor, uint8_t *out);
+    /* amax[i] = the larger of amax[i] and smla_finite_abs(x[start + i]) */
+    void (*raise_columns)(const void *x, smla_float_type type, int64_t start, int64_t count,
+                          float *amax);
+    /* out[i] = e4m3(x[start + i] * factors[i]) */
+    void (*multiply_columns)(const void *x, smla_float_type type, int64_t start, int64_t count,
+                             const float *factors, uint8_t *out);
 } smla_cache_isa;
 
 extern const smla_cache_isa smla_cache_base;

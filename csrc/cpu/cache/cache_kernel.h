@@ -3,6 +3,7 @@
  * Computes     write     row_encoder.h
  *              read      row_decoder.h
  *              find_amax, quantize: the halves of `write`, for an array of any length and any scale
+ *              multiply, raise_columns, multiply_columns: the same for scaled_quantize
  * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as
  *              kv_format.h draws it; out [576] bf16 or fp32, or [count] bytes
  * Roofline     Memory binds, or the divider where values are divided: the 32 zmm divisions of a row
@@ -147,6 +148,82 @@ quantize(const void *x, smla_float_type type, int64_t start, int64_t count, floa
     }
 }
 
+/* ---- Products ------------------------------------------------------------------------------ */
+
+SMLA_INLINE quad
+multiply_quads(quad x, quad factors)
+{
+    return (quad){{x.v[0] * factors.v[0], x.v[1] * factors.v[1], x.v[2] * factors.v[2],
+                   x.v[3] * factors.v[3]}};
+}
+
+static void
+multiply(const void *x, smla_float_type type, int64_t start, int64_t count, float factor,
+         uint8_t *out)
+{
+    const uint8_t *const values = element_at(x, type, start);
+    const quad factors = {{splat(factor), splat(factor), splat(factor), splat(factor)}};
+    int64_t i = 0;
+    for (; i + QUAD <= count; i += QUAD) {
+        store_e4m3(multiply_quads(load_quad(element_at(values, type, i), type), factors), out + i);
+    }
+    if (i < count) {
+        uint8_t last[QUAD];
+        const quad part = load_part(element_at(values, type, i), type, count - i);
+        store_e4m3(multiply_quads(part, factors), last);
+        memcpy(out + i, last, (size_t)(count - i));
+    }
+}
+
+/* max_lanes takes `best` where a value is NaN. Infinities stay until the maximum is used. */
+SMLA_INLINE quad
+raise_quad(quad best, quad x)
+{
+    const quad magnitude = magnitude_of(x);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        best.v[k] = max_lanes(best.v[k], magnitude.v[k]);
+    }
+    return best;
+}
+
+static void
+raise_columns(const void *x, smla_float_type type, int64_t start, int64_t count, float *amax)
+{
+    const uint8_t *const values = element_at(x, type, start);
+    int64_t i = 0;
+    for (; i + QUAD <= count; i += QUAD) {
+        const quad raised =
+            raise_quad(load_float(amax + i), load_quad(element_at(values, type, i), type));
+        store_float(raised, amax + i);
+    }
+    if (i < count) {
+        float last[QUAD];
+        const quad best = load_part(amax + i, SMLA_FLOAT_FP32, count - i);
+        store_float(raise_quad(best, load_part(element_at(values, type, i), type, count - i)),
+                    last);
+        memcpy(amax + i, last, (size_t)(count - i) * sizeof *amax);
+    }
+}
+
+static void
+multiply_columns(const void *x, smla_float_type type, int64_t start, int64_t count,
+                 const float *factors, uint8_t *out)
+{
+    const uint8_t *const values = element_at(x, type, start);
+    int64_t i = 0;
+    for (; i + QUAD <= count; i += QUAD) {
+        const quad part = load_quad(element_at(values, type, i), type);
+        store_e4m3(multiply_quads(part, load_float(factors + i)), out + i);
+    }
+    if (i < count) {
+        uint8_t last[QUAD];
+        const quad part = load_part(element_at(values, type, i), type, count - i);
+        store_e4m3(multiply_quads(part, load_part(factors + i, SMLA_FLOAT_FP32, count - i)), last);
+        memcpy(out + i, last, (size_t)(count - i));
+    }
+}
+
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
 static void
@@ -178,4 +255,7 @@ const smla_cache_isa SMLA_CACHE = {
     .read_row = read_row,
     .find_amax = find_amax,
     .quantize = quantize,
+    .multiply = multiply,
+    .raise_columns = raise_columns,
+    .multiply_columns = multiply_columns,
 };

@@ -19,7 +19,7 @@ typedef struct smla_projection_block {
     int64_t outer;  /* first output */
     int64_t token;  /* first token */
     int num_outer;  /* 1...SMLA_PROJECTION_OUTER */
-    int num_tokens; /* 1...SMLA_PROJECTION_TOKENS */
+    int num_tokens; /* 1...SMLA_PROJECTION_TOKENS; absorb.c has blocks of its own size */
 } smla_projection_block;
 
 enum {
@@ -43,6 +43,10 @@ typedef struct smla_projection_isa {
     /* The same with subnormal numbers kept. Units of bf16 cannot, and call an fp32 unit's. */
     void (*run_block_exactly)(const smla_projection_params *params, smla_projection_block block,
                               void *scratch);
+    /* A block of the product of two weights, whose rows are the block's tokens; absorb.c. Units of
+     * bf16 call an fp32 unit's. */
+    void (*absorb_block)(const smla_absorb_params *params, smla_projection_block block,
+                         void *scratch);
 } smla_projection_isa;
 
 extern const smla_projection_isa smla_projection_base;

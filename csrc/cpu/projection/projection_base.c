@@ -8,3 +8,5 @@ enum { VECTORS = 2 }; /* vectors of outputs per step, which has 4 * VECTORS accu
 #include "cpu/projection/projection_fp32.h"
 
 #include "cpu/projection/projection_kernel.h"
+
+#include "cpu/projection/absorb_kernel.h"

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/machine/bf16_pairs.h"
+#include "cpu/projection/projection.h"
 
 enum { INNER_BLOCK = 128 }; /* values per chain: 32 KiB of bf16 for 128 outputs */
 
@@ -15,4 +16,11 @@ SMLA_INLINE void
 store_tokens(vuint words, unit_scalar *x)
 {
     *(vuint *)x = words;
+}
+
+/* Weights are multiplied as fp32. */
+static void
+absorb_block(const smla_absorb_params *params, smla_projection_block block, void *scratch)
+{
+    SMLA_PROJECTION_FP32.absorb_block(params, block, scratch);
 }

@@ -2,7 +2,8 @@
  *
  * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
  *              head. For e4m3: bf16(sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x w), where b is
- *              a block of 128 values of k
+ *              a block of 128 values of k, or with one w_scale[h,n] per output, which multiplies
+ *              the whole sum
  * Shapes       x [T][H][k], w(k, h, n), out [T][H][n], all bf16; or x and w e4m3 with k contiguous,
  *              a multiple of 128. The weight is read fast where k or n is contiguous.
  * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
@@ -248,8 +249,10 @@ chain_scale(const smla_projection_params *params, const smla_projection_block *b
     }
     const int64_t tile = inner / SMLA_SCALE_TILE;
     const float scale = smla_token_scale(&params->scales, block->token + t, block->head, tile);
-    return (is_lifted ? lift_lanes(splat(scale))[0] : scale) *
-           *smla_weight_scale(&params->scales, block->head, block->outer, tile);
+    const float x_scale = is_lifted ? lift_lanes(splat(scale))[0] : scale;
+    return params->scales.w_is_per_output
+               ? x_scale
+               : x_scale * *smla_weight_scale(&params->scales, block->head, block->outer, tile);
 }
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
@@ -294,11 +297,25 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
 }
 
 static void
-store_row(float *sums, int num_outer, bool is_lifted, uint16_t *out)
+lower_row(float *sums, int num_outer)
 {
-    for (int n = 0; is_lifted && n < num_outer; n += WIDTH) {
+    for (int n = 0; n < num_outer; n += WIDTH) {
         *(vfloat *)(sums + n) = lower_lanes(*as_vectors(sums + n));
     }
+}
+
+/* Multiplies a token's sums by the scales of their outputs. */
+static void
+scale_outputs(const smla_projection_params *params, const smla_projection_block *block, float *sums)
+{
+    for (int n = 0; n < block->num_outer; n++) {
+        sums[n] *= *smla_output_scale(&params->scales, block->head, block->outer + n);
+    }
+}
+
+static void
+store_row(const float *sums, int num_outer, uint16_t *out)
+{
     int n = 0;
     for (; n + WIDTH <= num_outer; n += WIDTH) {
         *(vhalf *)(out + n) = round_to_bf16(*as_vectors(sums + n));
@@ -354,7 +371,14 @@ project_block(const smla_projection_params *params, smla_projection_block block,
         }
     }
     for (int t = 0; t < block.num_tokens; t++) {
-        store_row(sums + t * OUTER_BLOCK, block.num_outer, lifted >> t & 1,
+        float *const row = sums + t * OUTER_BLOCK;
+        if (lifted >> t & 1) {
+            lower_row(row, block.num_outer);
+        }
+        if (params->is_e4m3 && params->scales.w_is_per_output) {
+            scale_outputs(params, &block, row);
+        }
+        store_row(row, block.num_outer,
                   params->out + (block.token + t) * params->out_stride_token +
                       block.head * params->out_stride_head + block.outer);
     }
@@ -384,7 +408,12 @@ run_block(const smla_projection_params *params, smla_projection_block block, voi
     }
 }
 
+/* Defined in absorb_kernel.h, for fp32 units, and in projection_bf16.h. */
+static void absorb_block(const smla_absorb_params *params, smla_projection_block block,
+                         void *scratch);
+
 const smla_projection_isa SMLA_PROJECTION = {
     .run_block = run_block,
     .run_block_exactly = run_block_exactly,
+    .absorb_block = absorb_block,
 };

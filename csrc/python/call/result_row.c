@@ -43,6 +43,17 @@ read_page_keys(const row_reader *reader, const smla_py_term *term)
 }
 
 static int64_t
+count_groups(const row_reader *reader, const smla_py_term *term)
+{
+    const int64_t size = ((const int64_t *)field_of(reader, term->row))[term->number];
+    const int64_t axis = smla_py_call_dim(reader->call, 0, term->number);
+    if (size == -1) {
+        return 1;
+    }
+    return size < 1 || axis % size != 0 ? UNKNOWN : axis / size;
+}
+
+static int64_t
 read_number(const row_reader *reader, const smla_py_term *term)
 {
     const smla_py_call *const call = reader->call;
@@ -55,6 +66,7 @@ read_number(const row_reader *reader, const smla_py_term *term)
     case SMLA_PY_SIZE_OR_0: return smla_py_call_dim(call, term->row, term->number);
     case SMLA_PY_PAGE_KEYS: return read_page_keys(reader, term);
     case SMLA_PY_KEY_VALUES: return format_of(reader, term->row, term->number)->head_dim;
+    case SMLA_PY_GROUPS_ALONG: return count_groups(reader, term);
     default: return read_value(reader, term->row);
     }
 }
@@ -290,6 +302,8 @@ list_term(const smla_py_operator *op, const smla_py_term *term)
         return Py_BuildValue("(ssss)", kind, "page keys", name, name_of(op, term->number));
     case SMLA_PY_KEY_VALUES:
         return Py_BuildValue("(ssss)", kind, "key values", name, name_of(op, term->number));
+    case SMLA_PY_GROUPS_ALONG:
+        return Py_BuildValue("(sssis)", kind, "groups", name, term->number, name_of(op, 0));
     default: return Py_BuildValue("(sss)", kind, "whole shape", name);
     }
 }

@@ -23,6 +23,9 @@ typedef enum smla_py_number_kind {
     SMLA_PY_PAGE_KEYS = 5,   /* option `row`: keys per page of cache `number`, [pages, bytes] */
     SMLA_PY_KEY_VALUES = 6,  /* values of a key of cache `row`; option `number` is its format */
     SMLA_PY_WHOLE_SHAPE = 7, /* no number: the result has all dimensions of array `row` */
+    /* groups along dimension `number` of the first array: one for a size of -1 in option `row`,
+     * which is two of them */
+    SMLA_PY_GROUPS_ALONG = 8,
 } smla_py_number_kind;
 
 /* What a term does with its number and the value of the terms before it, which begins as 0. */
@@ -116,5 +119,7 @@ typedef struct smla_py_limit {
 /* Dimensions of one term; the last stands for all dimensions of a result. */
 #define SMLA_PY_SIZE(array, dim) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, array, dim)}
 #define SMLA_PY_VALUE(option)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_VALUE_OF, option, 0)}
+#define SMLA_PY_GROUPS(option, dim) \
+    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_GROUPS_ALONG, option, dim)}
 #define SMLA_PY_NUMBER(value)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_CONSTANT, 0, value)}
 #define SMLA_PY_ALL_SIZES(array) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_WHOLE_SHAPE, array, 0)}

@@ -1,4 +1,5 @@
-/* ops_projection.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
+/* ops_projection.c: the split and the absorption of weights, the projections, quantisation, linear
+ * layers of e4m3. */
 #include "python/call/operator.h"
 
 /* ---- Split --------------------------------------------------------------------------------- */
@@ -74,6 +75,126 @@ static const smla_py_result_row split_results[] = {
 };
 
 static const smla_py_limit split_limits[] = {{SMLA_PY_LIMIT_NDIM, SPLIT_WEIGHT, 2, 2}};
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+/* The split of any weight, in bf16 or fp32. */
+typedef struct parts_args {
+    smla_split_kv_b_proj_args core;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t first_dim;
+    int64_t second_dim;
+    DLDataType dtype;
+} parts_args;
+
+enum {
+    PARTS_WEIGHT,
+    PARTS_FIRST = 2,
+    PARTS_SECOND,
+    PARTS_ROWS,
+    PARTS_HEADS,
+    PARTS_FIRST_DIM,
+    PARTS_SECOND_DIM,
+    PARTS_DTYPE
+};
+
+static const smla_py_param parts_params[] = {
+    [PARTS_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(parts_args, core.weight)},
+    {"scale", SMLA_PY_NULLABLE, offsetof(parts_args, core.weight_scale_inv)},
+    [PARTS_FIRST] = {"first", SMLA_PY_RESULT, offsetof(parts_args, core.w_uk)},
+    [PARTS_SECOND] = {"second", SMLA_PY_RESULT, offsetof(parts_args, core.w_uv)},
+    [PARTS_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(parts_args, num_rows)},
+    [PARTS_HEADS] = {"num_heads", SMLA_PY_INT, offsetof(parts_args, num_heads)},
+    [PARTS_FIRST_DIM] = {"first_dim", SMLA_PY_INT, offsetof(parts_args, first_dim)},
+    [PARTS_SECOND_DIM] = {"second_dim", SMLA_PY_INT, offsetof(parts_args, second_dim)},
+    [PARTS_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(parts_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(parts_args, core.storage)},
+    {"rows_are_outputs", SMLA_PY_FLAG, offsetof(parts_args, core.rows_are_outputs)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(parts_args, core.stream)},
+};
+
+#define DTYPE_OF(option) {.source = SMLA_PY_DTYPE_OF_OPTION, .row = (option)}
+
+static const smla_py_result_row parts_results[] = {
+    {.result = PARTS_FIRST,
+     .dtype = DTYPE_OF(PARTS_DTYPE),
+     .dims = {SMLA_PY_VALUE(PARTS_ROWS), SMLA_PY_VALUE(PARTS_HEADS),
+              SMLA_PY_VALUE(PARTS_FIRST_DIM)}},
+    {.result = PARTS_SECOND,
+     .dtype = DTYPE_OF(PARTS_DTYPE),
+     .dims = {SMLA_PY_VALUE(PARTS_ROWS), SMLA_PY_VALUE(PARTS_HEADS),
+              SMLA_PY_VALUE(PARTS_SECOND_DIM)}},
+};
+
+static const smla_py_limit parts_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, PARTS_WEIGHT, 2, 2},
+    {SMLA_PY_LIMIT_VALUE, PARTS_ROWS, 0, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, PARTS_HEADS, 1, SMLA_MAX_HEADS},
+    {SMLA_PY_LIMIT_VALUE, PARTS_FIRST_DIM, 0, INT32_MAX},
+    {SMLA_PY_LIMIT_VALUE, PARTS_SECOND_DIM, 0, INT32_MAX},
+};
+
+SMLA_PY_COMPUTE(absorb_q_proj)
+SMLA_PY_COMPUTE(absorb_o_proj)
+
+typedef struct absorb_q_args {
+    smla_absorb_q_proj_args core;
+    int64_t num_rows;
+    DLDataType dtype;
+} absorb_q_args;
+
+typedef struct absorb_o_args {
+    smla_absorb_o_proj_args core;
+    int64_t num_rows;
+    DLDataType dtype;
+} absorb_o_args;
+
+enum { ABSORB_W = 2, ABSORB_OUT, ABSORB_ROWS, ABSORB_DTYPE };
+
+static const smla_py_param absorb_q_params[] = {
+    {"q_proj", SMLA_PY_INPUT, offsetof(absorb_q_args, core.q_proj)},
+    {"q_scale", SMLA_PY_NULLABLE, offsetof(absorb_q_args, core.q_scale)},
+    [ABSORB_W] = {"W_UK", SMLA_PY_INPUT, offsetof(absorb_q_args, core.w_uk)},
+    [ABSORB_OUT] = {"out", SMLA_PY_RESULT, offsetof(absorb_q_args, core.out)},
+    [ABSORB_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(absorb_q_args, num_rows)},
+    [ABSORB_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(absorb_q_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(absorb_q_args, core.storage)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(absorb_q_args, core.stream)},
+};
+
+static const smla_py_param absorb_o_params[] = {
+    {"o_proj", SMLA_PY_INPUT, offsetof(absorb_o_args, core.o_proj)},
+    {"o_scale", SMLA_PY_NULLABLE, offsetof(absorb_o_args, core.o_scale)},
+    [ABSORB_W] = {"W_UV", SMLA_PY_INPUT, offsetof(absorb_o_args, core.w_uv)},
+    [ABSORB_OUT] = {"out", SMLA_PY_RESULT, offsetof(absorb_o_args, core.out)},
+    [ABSORB_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(absorb_o_args, num_rows)},
+    [ABSORB_DTYPE] = {"dtype", SMLA_PY_FLOATS, offsetof(absorb_o_args, dtype)},
+    {"storage", SMLA_PY_INT32, offsetof(absorb_o_args, core.storage)},
+    {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(absorb_o_args, core.stream)},
+};
+
+/* Products of all heads and latents: [H, L] of W_UK or W_UV. */
+#define ABSORBED_DIM                                          \
+    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, ABSORB_W, 0), \
+     SMLA_PY_TERM(SMLA_PY_MULTIPLY, SMLA_PY_SIZE_OF, ABSORB_W, 1)}
+
+static const smla_py_result_row absorb_q_results[] = {
+    {.result = ABSORB_OUT,
+     .dtype = DTYPE_OF(ABSORB_DTYPE),
+     .dims = {ABSORBED_DIM, SMLA_PY_VALUE(ABSORB_ROWS)}},
+};
+
+static const smla_py_result_row absorb_o_results[] = {
+    {.result = ABSORB_OUT,
+     .dtype = DTYPE_OF(ABSORB_DTYPE),
+     .dims = {SMLA_PY_VALUE(ABSORB_ROWS), ABSORBED_DIM}},
+};
+
+static const smla_py_limit absorb_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, ABSORB_W, 3, 3},
+    {SMLA_PY_LIMIT_VALUE, ABSORB_ROWS, 0, INT32_MAX},
+};
 
 /* ---- Up projections ------------------------------------------------------------------------ */
 
@@ -182,6 +303,74 @@ static const smla_py_result_row quant_results[] = {
     {.result = QUANT_SCALE, .dtype = SMLA_PY_MAKES_FP32}, /* no dimension */
 };
 
+SMLA_PY_COMPUTE(scaled_quantize)
+
+enum { SCALED_X, SCALED_OUT, SCALED_DESCALE, SCALED_GROUP };
+
+static const smla_py_param scaled_params[] = {
+    [SCALED_X] = {"x", SMLA_PY_INPUT, offsetof(smla_scaled_quantize_args, x)},
+    [SCALED_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_scaled_quantize_args, out)},
+    [SCALED_DESCALE] = {"descale", SMLA_PY_OUTPUT, offsetof(smla_scaled_quantize_args, descale)},
+    [SCALED_GROUP] = {"group", SMLA_PY_TWO_INTS, offsetof(smla_scaled_quantize_args, group_rows)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_scaled_quantize_args, stream)},
+};
+
+static const smla_py_result_row scaled_results[] = {
+    {.result = SCALED_OUT,
+     .dtype = SMLA_PY_MAKES_E4M3,
+     .dims = {SMLA_PY_SIZE(SCALED_X, 0), SMLA_PY_SIZE(SCALED_X, 1)}},
+    {.result = SCALED_DESCALE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_GROUPS(SCALED_GROUP, 0), SMLA_PY_GROUPS(SCALED_GROUP, 1)}},
+};
+
+static const smla_py_limit scaled_limits[] = {{SMLA_PY_LIMIT_NDIM, SCALED_X, 2, 2}};
+
+/* ---- Linear layers of e4m3 ----------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(fp8_linear)
+
+enum { LINEAR_X, LINEAR_WEIGHT, LINEAR_OUT = 3 };
+
+static const smla_py_param linear_params[] = {
+    [LINEAR_X] = {"x", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, x)},
+    [LINEAR_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, weight)},
+    {"descale", SMLA_PY_INPUT, offsetof(smla_fp8_linear_args, descale)},
+    [LINEAR_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_fp8_linear_args, out)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_fp8_linear_args, workspace)},
+    {"input_group", SMLA_PY_TWO_INTS, offsetof(smla_fp8_linear_args, input_group_rows)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_fp8_linear_args, stream)},
+};
+
+static const smla_py_result_row linear_results[] = {
+    {.result = LINEAR_OUT,
+     .dtype = SMLA_PY_MAKES_BF16,
+     .dims = {SMLA_PY_SIZE(LINEAR_X, 0), SMLA_PY_SIZE(LINEAR_WEIGHT, 0)}},
+};
+
+static const smla_py_limit linear_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, LINEAR_X, 2, 2},
+    {SMLA_PY_LIMIT_NDIM, LINEAR_WEIGHT, 2, 2},
+};
+
+/* Room for the quantised input and for its scales, of which there are most with one per 128 values.
+ * 0 for malformed arguments: the call itself words that error better. */
+static int64_t
+linear_workspace_bytes(const void *args)
+{
+    enum { ALIGN = 16 };
+    const smla_fp8_linear_args *const a = args;
+    int64_t bytes = 0;
+    if (a->workspace != NULL || a->out == NULL || a->x->ndim != 2) {
+        return 0;
+    }
+    const int64_t inner_dim = smla_size(a->x, 1);
+    const int64_t num_scales = inner_dim < SMLA_SCALE_TILE ? 1 : inner_dim / SMLA_SCALE_TILE;
+    return __builtin_mul_overflow(smla_size(a->x, 0), inner_dim + 4 * num_scales, &bytes)
+               ? 0
+               : bytes + ALIGN - 1;
+}
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_projection_operators[] = {
@@ -192,6 +381,23 @@ const smla_py_operator smla_py_projection_operators[] = {
      SMLA_PY_RESULTS(split_results),
      SMLA_PY_LIMITS(split_limits),
      .check_options = check_weight_shape},
+    {.name = "_split_weight",
+     SMLA_PY_TABLE(parts_params, smla_split_kv_b_proj_args, parts_args),
+     .compute = compute_split_kv_b_proj,
+     SMLA_PY_RESULTS(parts_results),
+     SMLA_PY_LIMITS(parts_limits)},
+    {.name = "_absorb_q_proj",
+     .title = "absorb",
+     SMLA_PY_TABLE(absorb_q_params, smla_absorb_q_proj_args, absorb_q_args),
+     .compute = compute_absorb_q_proj,
+     SMLA_PY_RESULTS(absorb_q_results),
+     SMLA_PY_LIMITS(absorb_limits)},
+    {.name = "_absorb_o_proj",
+     .title = "absorb",
+     SMLA_PY_TABLE(absorb_o_params, smla_absorb_o_proj_args, absorb_o_args),
+     .compute = compute_absorb_o_proj,
+     SMLA_PY_RESULTS(absorb_o_results),
+     SMLA_PY_LIMITS(absorb_limits)},
     {.name = "k_up_proj",
      SMLA_PY_TABLE(k_up_params, smla_k_up_proj_args, smla_k_up_proj_args),
      .compute = compute_k_up_proj,
@@ -218,5 +424,16 @@ const smla_py_operator smla_py_projection_operators[] = {
                    smla_dynamic_per_tensor_quant_args),
      .compute = compute_dynamic_per_tensor_quant,
      SMLA_PY_RESULTS(quant_results)},
+    {.name = "scaled_quantize",
+     SMLA_PY_TABLE(scaled_params, smla_scaled_quantize_args, smla_scaled_quantize_args),
+     .compute = compute_scaled_quantize,
+     SMLA_PY_RESULTS(scaled_results),
+     SMLA_PY_LIMITS(scaled_limits)},
+    {.name = "fp8_linear",
+     SMLA_PY_TABLE(linear_params, smla_fp8_linear_args, smla_fp8_linear_args),
+     .compute = compute_fp8_linear,
+     SMLA_PY_RESULTS(linear_results),
+     SMLA_PY_LIMITS(linear_limits),
+     .workspace_bytes = linear_workspace_bytes},
     {.name = NULL},
 };

@@ -15,11 +15,14 @@
 
 enum { SMLA_PY_MAX_STEP_ARRAYS = 2 + 2 * SMLA_MAX_STEP_GROUPS };
 
-/* What Python calls of a plan. */
+enum { SMLA_PY_MAX_LAYERS = 2 };
+
+/* What Python calls of a plan. A call of a layer is of the last kind whose first argument it names,
+ * else of the first kind. */
 typedef struct smla_py_plan {
     const smla_step_plan *core;
-    smla_py_operator build; /* its arguments; step_build.c reads and runs it */
-    smla_py_operator layer;
+    smla_py_operator build;                      /* its arguments; step_build.c reads and runs it */
+    smla_py_operator layers[SMLA_PY_MAX_LAYERS]; /* a kind that there is not has no rows */
 } smla_py_plan;
 
 /* The plan of a name, or NULL. */
@@ -34,7 +37,7 @@ typedef struct smla_py_step {
     PyObject_HEAD smla_step *core;
     const smla_py_plan *plan;
     smla_py_keywords build;
-    smla_py_keywords layer;
+    smla_py_keywords layers[SMLA_PY_MAX_LAYERS];
     atomic_flag is_busy;
     int64_t generation;                            /* counts successful builds */
     smla_py_array workspaces[SMLA_NUM_WORKSPACES]; /* absent = the core has its own */
@@ -54,6 +57,9 @@ void smla_py_drop_keywords(smla_py_keywords *keywords);
 /* Finds the rows of a call's keywords. `values` are borrowed; NULL where there is no keyword. */
 int smla_py_bind_keywords(const smla_py_operator *op, const smla_py_keywords *keywords,
                           PyObject *const *args, PyObject *given, PyObject **values);
+
+/* Whether the keywords of a call, a tuple or NULL, have a name. */
+bool smla_py_has_keyword(PyObject *given, PyObject *name);
 
 /* Admits one thread at a time: a build or a call of a layer runs, possibly without the GIL. A
  * second thread gets an exception, so that there is no race. */
@@ -85,6 +91,10 @@ PyObject *smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_st
 int smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values,
                             int64_t num_written);
 int smla_py_allocate_rows(smla_py_call *call, int q, int out, int64_t num_written);
+
+/* The same for array `out` [T, values] bf16, for array `q` [T, any]. */
+int smla_py_allocate_outputs(smla_py_call *call, int q, int out, int64_t values,
+                             int64_t num_written);
 
 /* Zeroes bytes of the device of a call. */
 int smla_py_fill_zero(smla_py_call *call, DLDevice device, void *memory, int64_t bytes);

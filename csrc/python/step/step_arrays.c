@@ -76,6 +76,19 @@ smla_py_bind_keywords(const smla_py_operator *op, const smla_py_keywords *keywor
     return 0;
 }
 
+bool
+smla_py_has_keyword(PyObject *given, PyObject *name)
+{
+    const Py_ssize_t num_given = given == NULL ? 0 : PyTuple_Size(given);
+    for (Py_ssize_t i = 0; i < num_given; i++) {
+        PyObject *const item = PyTuple_GetItem(given, i);
+        if (item == name || PyUnicode_Compare(item, name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* ---- Steps --------------------------------------------------------------------------------- */
 
 int
@@ -192,6 +205,15 @@ smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values, int6
     const int64_t shape[3] = {smla_py_call_dim(call, q, 0), smla_py_call_dim(call, q, 1), values};
     return smla_py_has_rank(call, q, 3) && shape[1] <= SMLA_MAX_HEADS
                ? allocate_result(call, out, smla_py_bf16, 3, shape, num_written)
+               : 0;
+}
+
+int
+smla_py_allocate_outputs(smla_py_call *call, int q, int out, int64_t values, int64_t num_written)
+{
+    const int64_t shape[2] = {smla_py_call_dim(call, q, 0), values};
+    return smla_py_has_rank(call, q, 2)
+               ? allocate_result(call, out, smla_py_bf16, 2, shape, num_written)
                : 0;
 }
 

@@ -3,6 +3,8 @@
  */
 #include "python/step/step.h"
 
+enum { ABSORBED_OUTPUT = 6 }; /* the row of W_UV_O, whose descale is the next one */
+
 /* The result of a dense layer is its last array. */
 static int
 allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
@@ -11,6 +13,20 @@ allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
     const int64_t values = smla_dense_value_dim((const smla_dense_builder *)core);
     return smla_py_allocate_values(call, 0, call->num_arrays - 1, values,
                                    core->facts.num_actual_tokens);
+}
+
+/* The result of a dense layer with absorbed weights, whose columns are outputs of W_UV_O: dimension 1
+ * of a bf16 weight, and 0 of an e4m3 one, which lies transposed and has a descale. */
+static int
+allocate_outputs(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    const smla_step *const core = ((const smla_py_step *)call->step)->core;
+    const bool is_transposed = call->arrays[ABSORBED_OUTPUT + 1].object != NULL;
+    const int64_t outputs = smla_py_call_dim(call, ABSORBED_OUTPUT, is_transposed ? 0 : 1);
+    return smla_py_has_rank(call, ABSORBED_OUTPUT, 2)
+               ? smla_py_allocate_outputs(call, 0, call->num_arrays - 1, outputs,
+                                          core->facts.num_actual_tokens)
+               : 0;
 }
 
 /* Results of a layer are its last two arrays. */
@@ -117,23 +133,56 @@ static const smla_py_param layer_dense[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_dense_forward_args, stream)},
 };
 
+SMLA_PY_COMPUTE(dense_absorbed_forward)
+
+#define ABSORBED(field) offsetof(smla_dense_absorbed_forward_args, field)
+
+static const smla_py_param layer_absorbed[] = {
+    {"q_c", SMLA_PY_INPUT, ABSORBED(q_c)},
+    {"kv_c", SMLA_PY_INPUT, ABSORBED(kv_c)},
+    {"k_pe", SMLA_PY_OPTIONAL, ABSORBED(k_pe)},
+    {"W_Q_UK", SMLA_PY_INPUT, ABSORBED(W_Q_UK)},
+    {"W_Q_UK_descale", SMLA_PY_OPTIONAL, ABSORBED(W_Q_UK_descale)},
+    {"W_QR", SMLA_PY_OPTIONAL, ABSORBED(W_QR)},
+    [ABSORBED_OUTPUT] = {"W_UV_O", SMLA_PY_INPUT, ABSORBED(W_UV_O)},
+    {"W_UV_O_descale", SMLA_PY_OPTIONAL, ABSORBED(W_UV_O_descale)},
+    {"W_Q", SMLA_PY_OPTIONAL, ABSORBED(W_Q)},
+    {"o_proj", SMLA_PY_OPTIONAL, ABSORBED(o_proj)},
+    {"kv_b_proj", SMLA_PY_OPTIONAL, ABSORBED(kv_b_proj)},
+    {"rope_table", SMLA_PY_OPTIONAL, ABSORBED(rope_table)},
+    {"kv_scale", SMLA_PY_SCALE, ABSORBED(kv_scale)},
+    {"kv_cache", SMLA_PY_INOUT, ABSORBED(kv_cache)},
+    {"out", SMLA_PY_OUTPUT, ABSORBED(out)},
+    {"softmax_scale", SMLA_PY_FLOAT, ABSORBED(softmax_scale)},
+    {"interleaved", SMLA_PY_UNLESS, ABSORBED(is_neox)},
+    {"input_group", SMLA_PY_TWO_INTS, ABSORBED(input_group_rows)},
+    {"step", SMLA_PY_STEP, ABSORBED(builder)},
+    {"generation", SMLA_PY_GENERATION, 0},
+    {"stream", SMLA_PY_STREAM, ABSORBED(stream)},
+};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
-#define PLAN(plan, build_args, layer_args, layer_op, function, results)                        \
-    {                                                                                          \
-        .core = &smla_##plan##_plan,                                                           \
-        .build = {.name = smla_build_op, SMLA_PY_TABLE(build_##plan, build_args, build_args)}, \
-        .layer = {.name = (layer_op),                                                          \
-                  SMLA_PY_TABLE(layer_##plan, layer_args, layer_args),                         \
-                  .compute = compute_##function,                                               \
-                  .allocate = (results)},                                                      \
-    }
+#define PLAN(plan, build_args)   \
+    .core = &smla_##plan##_plan, \
+    .build = {.name = smla_build_op, SMLA_PY_TABLE(build_##plan, build_args, build_args)}
+
+#define LAYER(table, layer_args, layer_op, function, results) \
+    {.name = (layer_op),                                      \
+     SMLA_PY_TABLE(layer_##table, layer_args, layer_args),    \
+     .compute = compute_##function,                           \
+     .allocate = (results)}
 
 static const smla_py_plan plans[] = {
-    PLAN(v32, smla_build_args, smla_forward_args, "forward", forward, allocate_results),
-    PLAN(v4, smla_v4_build_args, smla_v4_attend_args, "attend", v4_attend, allocate_results),
-    PLAN(dense, smla_dense_build_args, smla_dense_forward_args, "dense.forward", dense_forward,
-         allocate_values),
+    {PLAN(v32, smla_build_args),
+     .layers = {LAYER(v32, smla_forward_args, "forward", forward, allocate_results)}},
+    {PLAN(v4, smla_v4_build_args),
+     .layers = {LAYER(v4, smla_v4_attend_args, "attend", v4_attend, allocate_results)}},
+    {PLAN(dense, smla_dense_build_args),
+     .layers = {LAYER(dense, smla_dense_forward_args, "dense.forward", dense_forward,
+                      allocate_values),
+                LAYER(absorbed, smla_dense_absorbed_forward_args, "dense.forward",
+                      dense_absorbed_forward, allocate_outputs)}},
 };
 
 const smla_py_plan *

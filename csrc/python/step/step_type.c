@@ -46,8 +46,12 @@ create(smla_py_step *step, PyObject *given, PyObject *const *workspaces)
 {
     alignas(max_align_t) unsigned char config[MAX_CONFIG_BYTES] = {0};
     const smla_step_plan *const plan = step->plan->core;
+    for (int i = 0; i < SMLA_PY_MAX_LAYERS; i++) {
+        if (smla_py_intern_keywords(&step->plan->layers[i], &step->layers[i]) < 0) {
+            return -1;
+        }
+    }
     if (smla_py_intern_keywords(&step->plan->build, &step->build) < 0 ||
-        smla_py_intern_keywords(&step->plan->layer, &step->layer) < 0 ||
         smla_py_read_config(plan, given, config) < 0 ||
         take_workspaces(step, workspaces, config) < 0) {
         return -1;
@@ -109,7 +113,9 @@ step_dealloc(PyObject *self)
         }
     }
     smla_py_drop_keywords(&step->build);
-    smla_py_drop_keywords(&step->layer);
+    for (int i = 0; i < SMLA_PY_MAX_LAYERS; i++) {
+        smla_py_drop_keywords(&step->layers[i]);
+    }
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }

@@ -238,7 +238,7 @@ smla_dense_check_prefills(dense_layer *d)
         const smla_gather_kv_cache_args gather = gather_of(d, i, views);
         SMLA_TRY(smla_check_gather_values(&gather, d->layer.error));
     }
-    return SMLA_OK;
+    return d->absorbed != NULL ? smla_dense_check_prefill_products(d) : SMLA_OK;
 }
 
 smla_status
@@ -246,6 +246,7 @@ smla_dense_run_prefills(const dense_layer *d)
 {
     const smla_backend *const backend = d->layer.step->backend;
     const smla_dense_chunk *const chunks = (const void *)d->builder->kept.chunks;
+    SMLA_TRY(d->absorbed != NULL ? backend->projection(&d->queries, d->layer.error) : SMLA_OK);
     SMLA_TRY(backend->projection(&d->up, d->layer.error));
     SMLA_TRY(backend->varlen_attention(&d->new_tokens, d->layer.error));
     for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
@@ -255,5 +256,5 @@ smla_dense_run_prefills(const dense_layer *d)
         SMLA_TRY(merges ? merge_chunk(d, tokens) : SMLA_OK);
         SMLA_TRY(tokens->ends_run ? merge_run(d, tokens->run_start, tokens->token_end) : SMLA_OK);
     }
-    return SMLA_OK;
+    return d->absorbed != NULL ? backend->projection(&d->outputs, d->layer.error) : SMLA_OK;
 }

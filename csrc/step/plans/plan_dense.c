@@ -171,7 +171,9 @@ list_arrays(smla_step *s)
     smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * rope));
     smla_add_array(&s->made, offsetof(smla_dense_made, k_pe), halves(tokens * rope));
     smla_add_array(&s->made, offsetof(smla_dense_made, latent),
-                   2 * halves(rows * SMLA_KV_LORA_RANK));
+                   halves(rows * SMLA_KV_LORA_RANK) +
+                       halves(s->limits.max_num_batched_tokens *
+                              smla_dense_result_values(s->num_heads)));
     smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
     const int64_t partial_rows = s->path == SMLA_PATH_MIXED ? 0 : rows;
     for (size_t i = 0; i < 2; i++) {

@@ -38,16 +38,28 @@ typedef struct smla_dense_kept {
     int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
 } smla_dense_kept;
 
+/* Values of 16 bits that a token's results take. They are at least as many as a query's latent needs
+ * as e4m3 values with scales, at most 8192 of them, because it is quantised to their memory. */
+static inline int64_t
+smla_dense_result_values(int64_t num_heads)
+{
+    enum { QUANTIZED_LATENT = (8192 + 8192 / SMLA_SCALE_TILE * 4 + 16) / 2 };
+    const int64_t values = num_heads * SMLA_KV_LORA_RANK;
+    return values > QUANTIZED_LATENT ? values : QUANTIZED_LATENT;
+}
+
 /* What kernels write: the ranges of the step's tokens, and the scratch of its layers. */
 typedef struct smla_dense_made {
     int32_t *positions; /* [max_num_batched_tokens] int64 */
     int32_t *req_ids;   /* [max_num_batched_tokens], like the next two */
     int32_t *begin;
     int32_t *end;
-    int32_t *q_pe;   /* [max_num_batched_tokens, H, R] bf16: turned queries */
-    int32_t *k_pe;   /* [max_num_batched_tokens, R] bf16: turned keys */
-    int32_t *latent; /* [2, max_num_batched_tokens, H, 512] bf16: absorbed queries, and results */
-    int32_t *lse;    /* [max_num_batched_tokens, H] fp32 */
+    int32_t *q_pe; /* [max_num_batched_tokens, H, R] bf16: turned queries */
+    int32_t *k_pe; /* [max_num_batched_tokens, R] bf16: turned keys */
+    /* bf16: absorbed queries [max_num_batched_tokens, H, 512], and results, as many or
+     * [max_num_batched_tokens, smla_dense_result_values] */
+    int32_t *latent;
+    int32_t *lse; /* [max_num_batched_tokens, H] fp32 */
     /* Of prefills with context: results over the chunks so far, and over one chunk. */
     int32_t *partial[2];     /* [max_num_batched_tokens, H, Pv] bf16 */
     int32_t *partial_lse[2]; /* [max_num_batched_tokens, H] fp32 */

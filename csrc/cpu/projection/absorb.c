@@ -1,0 +1,67 @@
+/* absorb.c: cuts the product of two weights into tasks, which absorb_kernel.h computes. A task is a
+ * block of outputs of one head: rows of x for tokens, latents for outputs of a projection.
+ */
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
+#include "cpu/machine/thread_scratch.h"
+#include "cpu/projection/projection.h"
+
+enum { ABSORB_ROWS = 256 }; /* rows that share one unpacking of w */
+
+static int64_t
+count_blocks(int64_t size, int64_t block)
+{
+    return (size + block - 1) / block;
+}
+
+static int
+block_size(int64_t size, int64_t start, int64_t block)
+{
+    return (int)(size - start < block ? size - start : block);
+}
+
+static smla_status
+absorb(const smla_absorb_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
+    const int64_t row_blocks = count_blocks(p->num_rows, ABSORB_ROWS);
+    const int64_t latent_blocks = count_blocks(p->num_latents, SMLA_PROJECTION_OUTER);
+    const int64_t num_tasks = p->num_heads * latent_blocks * row_blocks;
+    const smla_scratch_size size = {smla_count_threads(num_tasks),
+                                    SMLA_PROJECTION_PANEL_BYTES +
+                                        ABSORB_ROWS * SMLA_PROJECTION_SUM_BYTES};
+    smla_thread_scratch scratch;
+    SMLA_TRY(smla_open_scratch(&scratch, p->call.op, size, error));
+    smla_interrupt *const interrupt = smla_find_interrupt();
+#pragma omp parallel for schedule(dynamic) num_threads(size.num_parts)
+    for (int64_t task = 0; task < num_tasks; task++) {
+        if (smla_is_ended(interrupt)) {
+            continue;
+        }
+        const int64_t row = task % row_blocks * ABSORB_ROWS;
+        const int64_t latent = task / row_blocks % latent_blocks * SMLA_PROJECTION_OUTER;
+        const smla_projection_block block = {
+            .head = task / row_blocks / latent_blocks,
+            .outer = latent,
+            .token = row,
+            .num_outer = block_size(p->num_latents, latent, SMLA_PROJECTION_OUTER),
+            .num_tokens = block_size(p->num_rows, row, ABSORB_ROWS),
+        };
+        isa->projection->absorb_block(p, block, smla_own_scratch(&scratch));
+    }
+    smla_close_scratch(&scratch);
+    return smla_check_ended(p->call.op, interrupt, error);
+}
+
+smla_status
+smla_cpu_absorb_q_proj(const smla_absorb_params *p, smla_error *error)
+{
+    return absorb(p, error);
+}
+
+smla_status
+smla_cpu_absorb_o_proj(const smla_absorb_params *p, smla_error *error)
+{
+    return absorb(p, error);
+}

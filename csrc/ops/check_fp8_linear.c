@@ -1,0 +1,277 @@
+/* check_fp8_linear.c: the argument rules of scaled_quantize and of fp8_linear, which quantises its
+ * input as scaled_quantize does. check_parts.c has the shared ones.
+ */
+#include "core/params_projection.h"
+#include "core/rule_parts.h"
+#include "ops/check.h"
+
+/* ---- Groups -------------------------------------------------------------------------------- */
+
+/* An axis in groups. A whole axis is one group, even if it is empty. */
+typedef struct axis_groups {
+    int64_t size; /* at least 1 */
+    int64_t count;
+} axis_groups;
+
+/* Reads item `i` of `group`, -1 for the whole axis of `x`. */
+static smla_status
+read_group(const smla_checker *c, const char *name, int i, int64_t size, const DLTensor *x,
+           axis_groups *groups)
+{
+    const int64_t axis = smla_size(x, i);
+    if (size == -1) {
+        *groups = (axis_groups){.size = axis > 0 ? axis : 1, .count = 1};
+        return SMLA_OK;
+    }
+    if (size < 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have sizes of at least 1, or -1 for a whole axis, got %lld",
+                         c->op, name, (long long)size);
+    }
+    if (axis % size != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `x` must have a multiple of %lld %s (`%s`), got %lld", c->op,
+                         (long long)size, i == 0 ? "rows" : "columns", name, (long long)axis);
+    }
+    *groups = (axis_groups){.size = size, .count = axis / size};
+    return SMLA_OK;
+}
+
+/* Fills what the sizes of x and of its groups decide. */
+static smla_status
+read_groups(const smla_checker *c, const char *name, const DLTensor *x, int64_t group_rows,
+            int64_t group_columns, smla_scaled_quantize_params *params)
+{
+    axis_groups rows, columns;
+    SMLA_TRY(read_group(c, name, 0, group_rows, x, &rows));
+    SMLA_TRY(read_group(c, name, 1, group_columns, x, &columns));
+    *params = (smla_scaled_quantize_params){
+        .num_rows = smla_size(x, 0),
+        .num_columns = smla_size(x, 1),
+        .group_rows = rows.size,
+        .group_columns = columns.size,
+        .num_row_groups = rows.count,
+        .num_column_groups = columns.count,
+        .x = smla_data(x),
+        .type = smla_float_type_of(x),
+        .x_stride_row = smla_stride(x, 0),
+    };
+    return SMLA_OK;
+}
+
+/* ---- scaled_quantize ----------------------------------------------------------------------- */
+
+smla_status
+smla_check_scaled_quantize(const smla_scaled_quantize_args *args,
+                           smla_scaled_quantize_params *params, const smla_backend **backend,
+                           smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "scaled_quantize", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
+                                           .tensor = args->x,
+                                           .dtypes = SMLA_DTYPE_FLOATS,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(
+        read_groups(&c, "group", args->x, args->group_rows, args->group_columns, params));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {params->num_rows, params->num_columns}}));
+    SMLA_TRY(smla_require(
+        &c, &(smla_rule){.name = "descale",
+                         .tensor = args->descale,
+                         .dtypes = SMLA_DTYPE_FP32,
+                         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                         .ndim = 2,
+                         .shape = {params->num_row_groups, params->num_column_groups},
+                         .hint = "a scale per group"}));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->call = smla_call_of(&c, args->stream, NULL);
+    params->out = smla_data(args->out);
+    params->out_stride_row = smla_stride(args->out, 0);
+    params->descale = smla_data(args->descale);
+    params->descale_stride_row = smla_stride(args->descale, 0);
+    params->descale_stride_column = smla_stride(args->descale, 1);
+    return SMLA_OK;
+}
+
+/* ---- fp8_linear ---------------------------------------------------------------------------- */
+
+typedef enum weight_scales {
+    SCALE_OF_TENSOR = 1,
+    SCALE_OF_BLOCK = 2,
+    SCALE_OF_OUTPUT = 3,
+} weight_scales;
+
+/* What the shape of descale says. One value is taken for that of the tensor. */
+static bool
+has_scales(const DLTensor *descale, weight_scales kind, int64_t outer_dim, int64_t inner_dim)
+{
+    switch (kind) {
+    case SCALE_OF_TENSOR: return smla_has_one_value(descale);
+    case SCALE_OF_BLOCK:
+        return descale->ndim == 2 &&
+               descale->shape[0] == (outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE &&
+               descale->shape[1] == inner_dim / SMLA_SCALE_TILE;
+    default:
+        return (descale->ndim == 1 || (descale->ndim == 2 && descale->shape[1] == 1)) &&
+               descale->shape[0] == outer_dim;
+    }
+}
+
+/* The schemes: an input group, and the scales that the weight has with it. */
+static const struct scheme {
+    int64_t group_rows;
+    int64_t group_columns;
+    weight_scales kind;
+} schemes[] = {
+    {-1, -1, SCALE_OF_TENSOR},
+    {1, SMLA_SCALE_TILE, SCALE_OF_BLOCK},
+    {1, -1, SCALE_OF_TENSOR},
+    {1, -1, SCALE_OF_OUTPUT},
+};
+
+enum { NUM_SCHEMES = sizeof schemes / sizeof schemes[0] };
+
+static smla_status
+find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scales *kind)
+{
+    const int64_t outer_dim = smla_size(args->weight, 0);
+    const int64_t inner_dim = smla_size(args->weight, 1);
+    for (int i = 0; i < NUM_SCHEMES; i++) {
+        if (schemes[i].group_rows == args->input_group_rows &&
+            schemes[i].group_columns == args->input_group_columns &&
+            has_scales(args->descale, schemes[i].kind, outer_dim, inner_dim)) {
+            *kind = schemes[i].kind;
+            return SMLA_OK;
+        }
+    }
+    return smla_fail(
+        c->error, SMLA_ERROR_VALUE,
+        "%s: `descale` must have, with `input_group`, the form of a scheme: tensor: one value, "
+        "(-1, -1); block: [%lld, %lld], (1, 128); token_tensor: one value, (1, -1); "
+        "token_channel: [%lld] or [%lld, 1], (1, -1); got shape %s, (%lld, %lld)",
+        c->op, (long long)((outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE),
+        (long long)(inner_dim / SMLA_SCALE_TILE), (long long)outer_dim, (long long)outer_dim,
+        smla_describe_shape(args->descale).text, (long long)args->input_group_rows,
+        (long long)args->input_group_columns);
+}
+
+/* The strides of the weight's scales: 0 where one scale serves an axis. */
+static void
+fill_weight_scales(const DLTensor *descale, weight_scales kind, smla_projection_scales *scales)
+{
+    scales->w = smla_data(descale);
+    scales->w_is_per_output = kind == SCALE_OF_OUTPUT;
+    scales->w_stride_outer = kind == SCALE_OF_TENSOR ? 0 : smla_stride(descale, 0);
+    scales->w_stride_inner = kind == SCALE_OF_BLOCK ? smla_stride(descale, 1) : 0;
+}
+
+/* The alignment that kernels like rows of quantised values to have. */
+enum { QUANTIZED_ALIGN = 16 };
+
+/* Puts the quantised input into the workspace, its scales behind it. */
+static smla_status
+place_quantized(const smla_checker *c, const DLTensor *workspace, smla_scaled_quantize_params *q)
+{
+    const int64_t num_values = q->num_rows * q->num_columns;
+    const int64_t num_scales = q->num_row_groups * q->num_column_groups;
+    uint8_t *const memory = smla_data(workspace);
+    const int64_t given = workspace == NULL ? 0 : smla_size(workspace, 0);
+    const int64_t padding = (int64_t)(-(uintptr_t)memory % QUANTIZED_ALIGN);
+    const int64_t needed = padding + num_values + num_scales * (int64_t)sizeof(float);
+    if (q->num_rows > 0 && given < needed) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `workspace` must have at least %lld bytes, got %lld", c->op,
+                         (long long)needed, (long long)given);
+    }
+    q->out = memory + padding;
+    q->out_stride_row = q->num_columns;
+    q->descale = (float *)(void *)(memory + padding + num_values);
+    q->descale_stride_row = q->num_column_groups;
+    q->descale_stride_column = 1;
+    return SMLA_OK;
+}
+
+/* The arrays, but for the rules of the scheme. */
+static smla_status
+require_linear_arrays(smla_checker *c, const smla_fp8_linear_args *args)
+{
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "x",
+                                          .tensor = args->x,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    if (smla_size(args->x, 1) % SMLA_SCALE_TILE != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `x` must have a multiple of %d values per token, got %lld", c->op,
+                         SMLA_SCALE_TILE, (long long)smla_size(args->x, 1));
+    }
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "weight",
+                                          .tensor = args->weight,
+                                          .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, smla_size(args->x, 1)},
+                                          .hint = "outputs, and the values of a token"}));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "descale",
+                                          .tensor = args->descale,
+                                          .dtypes = SMLA_DTYPE_FP32,
+                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                          .ndim = SMLA_ANY}));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
+                                          .tensor = args->out,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .flags = SMLA_RULE_OUTPUT,
+                                          .ndim = 2,
+                                          .shape = {smla_size(args->x, 0),
+                                                    smla_size(args->weight, 0)}}));
+    return smla_require(c, &(smla_rule){.name = "workspace",
+                                        .tensor = args->workspace,
+                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
+                                        .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                                        .ndim = 1,
+                                        .shape = {SMLA_ANY}});
+}
+
+smla_status
+smla_check_fp8_linear(const smla_fp8_linear_args *args, smla_fp8_linear_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    weight_scales kind = SCALE_OF_TENSOR;
+    smla_scaled_quantize_params *const quantize = &params->quantize;
+    smla_open_checker(&c, "fp8_linear", error);
+    SMLA_TRY(require_linear_arrays(&c, args));
+    SMLA_TRY(find_scheme(&c, args, &kind));
+    SMLA_TRY(read_groups(&c, "input_group", args->x, args->input_group_rows,
+                         args->input_group_columns, quantize));
+    SMLA_TRY(place_quantized(&c, args->workspace, quantize));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->call = smla_call_of(&c, args->stream, NULL);
+    quantize->call = params->call;
+    params->project = (smla_projection_params){
+        .call = params->call,
+        .num_tokens = quantize->num_rows,
+        .num_heads = 1,
+        .inner_dim = quantize->num_columns,
+        .outer_dim = smla_size(args->weight, 0),
+        .is_e4m3 = true,
+        .x = quantize->out,
+        .x_stride_token = quantize->out_stride_row,
+        .w = smla_data(args->weight),
+        .w_stride_inner = 1,
+        .w_stride_outer = smla_stride(args->weight, 0),
+        .scales = {.x = quantize->descale,
+                   .x_stride_token =
+                       quantize->num_row_groups == 1 ? 0 : quantize->descale_stride_row,
+                   .x_stride_column = quantize->num_column_groups == 1 ? 0 : 1},
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+    };
+    fill_weight_scales(args->descale, kind, &params->project.scales);
+    return SMLA_OK;
+}

@@ -1,0 +1,113 @@
+"""What a layer of dense MLA multiplies with, once W_UK and W_UV are absorbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_mla.ops.absorption import (
+    TILE,
+    _split_weight,
+    check_scheme,
+    is_pair,
+    multiply_weights,
+    read_o_proj,
+    read_q_proj,
+    scheme_of,
+)
+
+# How the input of a product is quantised: rows and columns of a group.
+INPUT_GROUPS = {
+    "tensor": (-1, -1),
+    "block": (1, TILE),
+    "token_tensor": (1, -1),
+    "token_channel": (1, -1),
+}
+LATENT = 512
+
+
+def choose_scheme(
+    q_proj: Any, kv_b: Any, kv_b_scale: Any, o_proj: Any, scheme: str | None, requantize: bool
+) -> str | None:
+    """The scheme of the absorbed weights; None: they are bf16. `kv_b` may be a layer."""
+    check_scheme("DenseMLA", scheme)
+    if not requantize:
+        return None
+    kinds = {
+        "q_proj": _kind(q_proj, scheme),
+        "kv_b_proj": _kind_of_kv_b(kv_b, kv_b_scale, scheme),
+        "o_proj": _kind(o_proj, scheme),
+    }
+    found = set(kinds.values())
+    if found == {None}:
+        return scheme
+    if len(found) == 1 and scheme in (None, *found):
+        return found.pop()
+    names = ", ".join(f"{name} {kind or 'plain'}" for name, kind in kinds.items())
+    asked = "" if scheme is None else f", where `scheme` is {scheme!r}"
+    raise ValueError(
+        "DenseMLA: `q_proj`, `kv_b_proj` and `o_proj` must have one scheme to be requantised, got "
+        f"{names}{asked}; requantize=False keeps what absorbs them in bf16"
+    )
+
+
+def _kind(given: Any, scheme: str | None) -> str | None:
+    """A pair's scheme; that of a layer, which only the caller knows; None for plain weights."""
+    if is_pair(given) and len(given) == 2:
+        return scheme_of(given[0].shape, given[1].shape, 0, scheme)
+    return scheme if callable(given) else None
+
+
+def _kind_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> str | None:
+    if callable(weight):
+        return scheme
+    if scale is None:
+        return None
+    return scheme_of(weight.shape, scale.shape, 1 if weight.shape[0] == LATENT else 0, scheme)
+
+
+class AbsorbedWeights:
+    """The weights of a layer with `absorb=True`.
+
+    Attributes: W_Q_UK, W_QR and W_UV_O as `sparse_mla.absorb` returns them, and for prefills on
+    path "separate", else None, W_Q [Lq, H * Pn] and o_proj [H * Pv, hidden] in bf16.
+    """
+
+    def __init__(
+        self, config: Any, q_proj: Any, kv_b: Any, kv_b_scale: Any, o_proj: Any, scheme: str | None
+    ) -> None:
+        heads, nope = config.num_heads, config.qk_nope_head_dim
+        rope, values = config.qk_rope_head_dim, config.v_head_dim
+        q = read_q_proj(q_proj, heads, nope, rope)
+        o = read_o_proj(o_proj, heads, values)
+        if scheme is not None and q.rows % TILE:
+            raise ValueError(
+                "DenseMLA: `q_proj` must have a multiple of 128 inputs to be quantised, got "
+                f"{q.rows}"
+            )
+        is_bf16 = str(getattr(kv_b, "dtype", None)).endswith("bfloat16")
+        sizes = LATENT, heads, nope, values
+        W_UK, W_UV = _split_weight(
+            kv_b, kv_b_scale, *sizes, "bfloat16" if is_bf16 else "float32", 0, False
+        )
+        self.scheme = scheme
+        self.W_Q_UK, self.W_UV_O = multiply_weights(q, W_UK, W_UV, o, scheme)
+        W_Q, self.W_QR = q.split(heads, nope, rope)
+        is_mixed = config.path == "mixed"
+        self.W_Q = None if is_mixed else W_Q
+        self.o_proj = None if is_mixed else o.matrix(heads)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the layer in C takes of them."""
+        is_fp8 = self.scheme is not None
+        W_Q_UK, W_Q_UK_descale = self.W_Q_UK if is_fp8 else (self.W_Q_UK, None)
+        W_UV_O, W_UV_O_descale = self.W_UV_O if is_fp8 else (self.W_UV_O, None)
+        return {
+            "W_Q_UK": W_Q_UK,
+            "W_Q_UK_descale": W_Q_UK_descale,
+            "W_QR": self.W_QR,
+            "W_UV_O": W_UV_O,
+            "W_UV_O_descale": W_UV_O_descale,
+            "W_Q": self.W_Q,
+            "o_proj": self.o_proj,
+            "input_group": INPUT_GROUPS[self.scheme] if is_fp8 else (0, 0),
+        }
