@@ -132,8 +132,8 @@ SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor
  * e4m3(x * (448 / amax)), saturating, and descale = amax / 448, each step rounded to fp32. */
 typedef struct smla_scaled_quantize_args {
     size_t struct_size;
-    const DLTensor *x;       /* [M, N] bf16 | fp16 | fp32; amax leaves out NaN, infinity is FLT_MAX */
-    const DLTensor *out;     /* out [M, N] e4m3 | uint8 */
+    const DLTensor *x;   /* [M, N] bf16 | fp16 | fp32; amax leaves out NaN, infinity is FLT_MAX */
+    const DLTensor *out; /* out [M, N] e4m3 | uint8 */
     const DLTensor *descale; /* out [M / group_rows, N / group_columns] fp32, any strides */
     int64_t group_rows;      /* a divisor of M, or -1 = all rows, one group */
     int64_t group_columns;   /* a divisor of N, or -1 = all columns */
