@@ -1,4 +1,5 @@
-"""Drop-in for the `flash_mla` package: sparse MLA of DeepSeek-V3.2 and V4, and dense decoding.
+"""Drop-in for the `flash_mla` package: sparse MLA of DeepSeek-V3.2 and V4, dense decoding and dense
+prefill.
 
     from sparse_mla import flash_mla                           was: import flash_mla
     from sparse_mla.flash_mla import flash_mla_with_kvcache    was: from flash_mla import ...
@@ -7,7 +8,7 @@ Signatures, shapes and results are those of FlashMLA: natural logarithms, lse +i
 -inf for a query without keys. Its limits are gone where this library does not need them: there may
 be 1 to 128 heads, any number of indices and any page size, and indices outside the cache count as
 -1. A decode without indices attends to all keys of a request. A call that needs FlashMLA's other
-kernels (several KV heads, fp16, dense prefill) raises an exception that says so.
+kernels (several KV heads and fp16 in decoding) raises an exception that says so.
 docs/flash_mla.md describes every name.
 
 Arrays are torch tensors, or arrays of any framework that gives them `shape`, `reshape` and
@@ -23,7 +24,6 @@ True
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,12 +38,21 @@ from sparse_mla._flash_arrays import (
     join_queries,
     per_query,
     shape_of,
+    without_grad,
+)
+from sparse_mla._flash_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
 )
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
 __all__ = [
     "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_decoding_metadata",
@@ -340,12 +349,12 @@ def flash_mla_with_kvcache(
         if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
             tile_scheduler_metadata.have_initialized = True
         result, lse = ops._mla_attention_plus_inf(
-            join_queries(_without_grad(q)),
+            join_queries(without_grad(q)),
             k_cache,
             block_table,
             cache_seqlens,
             causal=causal,
-            attn_sink=_without_grad(attn_sink),
+            attn_sink=without_grad(attn_sink),
             softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
             num_splits=1 if enable_batch_invariant else 0,
             kv_format=_find_formats(op, (row, None), kv_format, use_legacy)[0],
@@ -369,11 +378,11 @@ def flash_mla_with_kvcache(
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized = True
     result, lse = ops._attention_plus_inf(
-        _without_grad(q).reshape(rows, num_heads, head_dim),
+        without_grad(q).reshape(rows, num_heads, head_dim),
         k_cache,
         _join_rows(op, "indices", indices, batch, s_q),
         topk_length=topk_length,
-        attn_sink=_without_grad(attn_sink),
+        attn_sink=without_grad(attn_sink),
         extra_kv=extra_k_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk,
@@ -500,11 +509,11 @@ def flash_mla_sparse_fwd(
     join_out(op, out, (num_tokens, num_heads, HEAD_DIM_V))
     wants_statistics = return_log2_lse is None or bool(return_log2_lse)
     result, lse, *max_logits = ops._attention_plus_inf(
-        _without_grad(q),
-        _without_grad(kv).reshape(num_rows, row),
+        without_grad(q),
+        without_grad(kv).reshape(num_rows, row),
         _join_rows(op, "indices", indices, num_tokens, 1),
         topk_length=topk_length,
-        attn_sink=_without_grad(attn_sink),
+        attn_sink=without_grad(attn_sink),
         softmax_scale=sm_scale,
         kv_format=kv_format,
         return_max_logits=wants_statistics,
@@ -516,15 +525,6 @@ def flash_mla_sparse_fwd(
     if return_log2_lse:
         return out, max_logits[0] * LOG2_E, lse * LOG2_E
     return out, max_logits[0], lse
-
-
-def _without_grad(array: Array) -> Array:
-    """Detaches a torch parameter where gradients are off: older PyTorch does not export it."""
-    if getattr(array, "requires_grad", False):
-        torch = sys.modules.get("torch")
-        if torch is not None and not torch.is_grad_enabled():
-            return array.detach()
-    return array
 
 
 # --- rules that the core cannot see, in FlashMLA's names -----------------------------------------

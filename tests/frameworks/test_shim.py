@@ -21,7 +21,8 @@ from flash_mla.flash_mla_interface import FlashMLASchedMeta
 from flash_mla import flash_mla_with_kvcache, get_mla_metadata, flash_mla_sparse_fwd
 import numpy as np, ml_dtypes
 import sparse_mla.flash_mla
-for name in ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+names = "get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+for name in (*names, "flash_attn_varlen_func"):
     assert getattr(flash_mla, name) is getattr(sparse_mla.flash_mla, name)
 assert isinstance(flash_mla.get_mla_metadata()[0], FlashMLASchedMeta)
 q = np.ones((2, 3, 576), ml_dtypes.bfloat16)
