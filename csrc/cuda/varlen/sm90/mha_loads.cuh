@@ -54,6 +54,7 @@ load_keys(const mha_args &args, mha_memory<D> *shared)
         if (tile.num_blocks == 0) {
             break;
         }
+#pragma unroll 1
         for (int block = 0; block < tile.num_blocks; block++, count++) {
             const uint32_t stage = count % STAGES;
             ptx_mbarrier_arrive(at(shared->tile_wanted),
@@ -78,6 +79,7 @@ load_values(const mha_args &args, mha_memory<D> *shared)
         if (tile.num_blocks == 0) {
             break;
         }
+#pragma unroll 1
         for (int block = 0; block < tile.num_blocks; block++, count++) {
             const uint32_t stage = count % STAGES;
             ptx_mbarrier_wait(at(shared->v_empty[stage]), (count / STAGES % 2) ^ 1);

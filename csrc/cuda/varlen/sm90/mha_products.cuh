@@ -20,7 +20,16 @@ template <int D> struct mha_consumer {
     uint32_t value_count;
     int group;
     int warp; /* in the group */
+    bool frees; /* whether this lane frees memory for its warp */
 };
+
+/* The lane, read again at each call, so that what depends on it occupies no register across the loop
+ * over blocks. */
+__device__ __forceinline__ int
+lane_again(void)
+{
+    return (int)(ptx_thread() % SMLA_WARP_LANES);
+}
 
 template <int D>
 __device__ __forceinline__ void
@@ -34,6 +43,7 @@ start_consumer(const mha_memory<D> *shared, int group, int warp, mha_consumer<D>
     state->value_count = 0;
     state->group = group;
     state->warp = warp;
+    state->frees = lane_idx() == 0;
 }
 
 /* ---- Turns ----------------------------------------------------------------------------------
@@ -66,8 +76,9 @@ __device__ __forceinline__ void
 load_group_queries(const mha_memory<D> *shared, uint32_t number, mha_consumer<D> *state)
 {
     ptx_mbarrier_wait(at(shared->q_full[state->group]), number & 1);
-    const int row = lane_idx() % WARP_ROWS;
-    const int upper = lane_idx() / WARP_ROWS; /* which half of 16 columns */
+    const int lane = lane_again();
+    const int row = lane % WARP_ROWS;
+    const int upper = lane / WARP_ROWS; /* which half of 16 columns */
     const uint32_t from = ptx_shared_address(shared->queries[state->group]) +
                           (state->warp * WARP_ROWS + row) * SEGMENT_BYTES;
 #pragma unroll
@@ -98,7 +109,7 @@ template <int D>
 __device__ __forceinline__ void
 free_keys(const mha_memory<D> *shared, mha_consumer<D> *state)
 {
-    ptx_mbarrier_arrive(at(shared->k_empty[state->key_count % STAGES]), lane_idx() == 0);
+    ptx_mbarrier_arrive(at(shared->k_empty[state->key_count % STAGES]), state->frees);
     state->key_count++;
 }
 
@@ -106,7 +117,7 @@ template <int D>
 __device__ __forceinline__ void
 free_values(const mha_memory<D> *shared, mha_consumer<D> *state)
 {
-    ptx_mbarrier_arrive(at(shared->v_empty[state->value_count % STAGES]), lane_idx() == 0);
+    ptx_mbarrier_arrive(at(shared->v_empty[state->value_count % STAGES]), state->frees);
     state->value_count++;
 }
 
@@ -118,7 +129,8 @@ clear_values(mha_memory<D> *shared, const mha_consumer<D> &state, int count)
 {
     constexpr int SEGMENT_CHUNKS = SEGMENT_BYTES / 16;
     const uint32_t to = ptx_shared_address(shared->values[state.value_count % STAGES]);
-    for (int i = state.warp * SMLA_WARP_LANES + lane_idx(); i < count * SEGMENT_CHUNKS;
+#pragma unroll 1
+    for (int i = state.warp * SMLA_WARP_LANES + lane_again(); i < count * SEGMENT_CHUNKS;
          i += GROUP_THREADS) {
 #pragma unroll
         for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {

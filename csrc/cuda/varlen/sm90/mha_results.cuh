@@ -30,12 +30,13 @@ finish_rows(const mha_args &args, const mha_place &place, const mha_consumer<D> 
     const smla_varlen_params &p = args.p;
     const float first_sum = sum_of_quad(state.sum[0] + state.rest[0]);
     const float second_sum = sum_of_quad(state.sum[1] + state.rest[1]);
-    const bool is_second = lane_idx() % 2 != 0;
+    const int lane = lane_again();
+    const bool is_second = lane % 2 != 0;
     const float sum = is_second ? second_sum : first_sum;
     const float reference = is_second ? state.reference[1] : state.reference[0];
     const float lse = find_lse(reference - WEIGHT_SHIFT<HALF>, sum);
-    const int row = lane_idx() / 4 + (is_second ? 8 : 0);
-    if (row >= place.absent && lane_idx() % 4 < 2) {
+    const int row = lane / 4 + (is_second ? 8 : 0);
+    if (row >= place.absent && lane % 4 < 2) {
         write_lse(p, place.token + row, place.head, lse);
     }
     float factor = sum == 0.0f ? 0.0f : smla_rcp(sum);
@@ -43,8 +44,8 @@ finish_rows(const mha_args &args, const mha_place &place, const mha_consumer<D> 
         const float sink = __ldg(p.attn_sink + place.head * p.attn_sink_stride);
         factor *= smla_rcp(1.0f + expf(sink - lse));
     }
-    factors[0] = __shfl_sync(ALL_LANES, factor, lane_idx() & ~3);
-    factors[1] = __shfl_sync(ALL_LANES, factor, (lane_idx() & ~3) + 1);
+    factors[0] = __shfl_sync(ALL_LANES, factor, lane & ~3);
+    factors[1] = __shfl_sync(ALL_LANES, factor, (lane & ~3) + 1);
 }
 
 /* Writes out as fp32. Four lanes write 32 neighbouring bytes. */
@@ -54,11 +55,12 @@ write_floats(const mha_args &args, const mha_place &place, const mha_consumer<D>
              const float factors[2])
 {
     const smla_varlen_params &p = args.p;
+    const int lane = lane_again();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = lane_idx() / 4 + 8 * i;
+        const int row = lane / 4 + 8 * i;
         float *const to = (float *)p.out + (place.token + row) * p.out_stride_token +
-                          place.head * p.out_stride_head + lane_idx() % 4 * 2;
+                          place.head * p.out_stride_head + lane % 4 * 2;
         if (row >= place.absent) {
 #pragma unroll
             for (int n = 0; n < VALUE_DIM / 8; n++) {
@@ -82,9 +84,10 @@ write_halves(const mha_args &args, const mha_place &place, const mha_consumer<D>
     const smla_varlen_params &p = args.p;
     const uint32_t memory =
         ptx_shared_address(shared->out[state.group * GROUP_WARPS + state.warp]);
-    const int to_row = lane_idx() % WARP_ROWS;
-    const int from_row = lane_idx() / CHUNKS;
-    const int chunk = lane_idx() % CHUNKS;
+    const int lane = lane_again();
+    const int to_row = lane % WARP_ROWS;
+    const int from_row = lane / CHUNKS;
+    const int chunk = lane % CHUNKS;
     uint16_t *const to = (uint16_t *)p.out + (place.token + from_row) * p.out_stride_token +
                          place.head * p.out_stride_head + chunk * 8;
     const int64_t step = ROWS_AT_ONCE * p.out_stride_token;
@@ -101,7 +104,7 @@ write_halves(const mha_args &args, const mha_place &place, const mha_consumer<D>
                 pairs[k] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
             }
             ptx_stmatrix_x4(memory + to_row * SEGMENT_BYTES +
-                                ((n + lane_idx() / WARP_ROWS) ^ to_row % 8) * 16,
+                                ((n + lane / WARP_ROWS) ^ to_row % 8) * 16,
                             pairs[0], pairs[1], pairs[2], pairs[3]);
         }
         __syncwarp(); /* the segment is visible to all lanes */

@@ -14,7 +14,7 @@ begin_tiles(const mha_args &args, const mha_tile &tile, const mha_memory<D> *sha
     load_group_queries(shared, 0, state);
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
-    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), lane_idx() == 0);
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<0>();
     free_keys(shared, state);
     weigh_first<D, HALF>(args, tile, state);
@@ -64,12 +64,12 @@ change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, 
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
     pass_turn(*state);
-    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), lane_idx() == 0);
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<1>(); /* out is complete */
     free_values(shared, state);
     write_results<D, HALF>(args, older, *state, shared);
     __syncwarp(); /* all lanes have read the older tile */
-    leave_tile(shared, number, lane_idx() == 0);
+    leave_tile(shared, number, state->frees);
     wgmma_wait<0>(); /* the scores are there */
     free_keys(shared, state);
     weigh_first<D, HALF>(args, newer, state);

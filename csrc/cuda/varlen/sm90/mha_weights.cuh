@@ -34,7 +34,7 @@ keep_below(int key, int end, float *score)
 __device__ __forceinline__ void
 hide_behind(int end, int row_piece, float (&scores)[BLOCK_KEYS / 2])
 {
-    const int own_end = end - lane_idx() % 4 * 2; /* relative to the lane's first key */
+    const int own_end = end - lane_again() % 4 * 2; /* relative to the lane's first key */
 #pragma unroll
     for (int n = 0; n < ROW_PAIRS; n++) {
 #pragma unroll
@@ -48,7 +48,7 @@ hide_behind(int end, int row_piece, float (&scores)[BLOCK_KEYS / 2])
 __device__ __forceinline__ void
 hide_front(int count, float (&scores)[BLOCK_KEYS / 2])
 {
-    const int own_count = count - lane_idx() % 4 * 2;
+    const int own_count = count - lane_again() % 4 * 2;
 #pragma unroll
     for (int n = 0; n < ROW_PAIRS; n++) {
 #pragma unroll
@@ -66,7 +66,7 @@ template <int D>
 __device__ __forceinline__ void
 hide_future(mha_consumer<D> *state)
 {
-    const int row = state->group * GROUP_ROWS + state->warp * WARP_ROWS + lane_idx() / 4;
+    const int row = state->group * GROUP_ROWS + state->warp * WARP_ROWS + lane_again() / 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         hide_behind(row + 8 * i + 1, i, state->scores);
