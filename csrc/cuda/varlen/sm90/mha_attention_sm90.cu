@@ -111,6 +111,8 @@ make_args(const smla_varlen_params &p, mha_args *args)
     args->p = p;
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
     args->section_heads = smla_make_divisor(choose_section(p));
+    args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
+    args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->scale_log2 = p.softmax_scale * LOG2_E;
     args->is_causal = p.rule.right == 0;
     args->out_is_fp32 = p.out_type == SMLA_FLOAT_FP32;

@@ -51,6 +51,8 @@ struct mha_args {
     mha_rows k;
     mha_rows v;
     smla_varlen_params p;
+    int64_t out_token_bytes;
+    int64_t out_head_bytes;
     smla_divisor group;         /* H / Hk */
     smla_divisor section_heads; /* query heads whose tiles run at the same time */
     float scale_log2;
@@ -70,7 +72,8 @@ struct alignas(16) mha_tile {
     int32_t absent_keys;   /* keys of the last block in front of the request's first key */
     int32_t head;
     int32_t kv_head;
-    int32_t unused;
+    uint8_t *out; /* row 0's results, which do not exist if the row does not */
+    float *lse;   /* NULL: nobody wants it */
 };
 
 template <int D> struct mha_memory {
@@ -78,7 +81,6 @@ template <int D> struct mha_memory {
     alignas(1024) uint16_t queries[GROUPS][SEGMENTS][GROUP_ROWS][SEGMENT];
     alignas(1024) uint16_t keys[STAGES][SEGMENTS][BLOCK_KEYS][SEGMENT];
     alignas(1024) uint16_t values[STAGES][VALUE_DIM / SEGMENT][BLOCK_KEYS][SEGMENT];
-    alignas(16) uint16_t out[CONSUMER_WARPS][WARP_ROWS][SEGMENT];
     mha_tile tiles[SLOTS];
     /* mbarriers; mha_attention_sm90.cu lists who arrives and who waits */
     uint64_t q_full[GROUPS];

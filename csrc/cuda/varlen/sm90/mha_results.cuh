@@ -3,133 +3,148 @@
 
 #include "cuda/varlen/sm90/mha_weights.cuh"
 
-/* The place of a warp's rows in the arrays. */
-struct mha_place {
-    int64_t token; /* of the warp's row 0 */
-    int64_t head;
-    int absent; /* rows in front that the request does not have; may be negative */
-};
-
-template <int D>
-__device__ __forceinline__ mha_place
-find_place(const mha_tile &tile, const mha_consumer<D> &state)
+__device__ __forceinline__ float
+log2_of(float x)
 {
-    const int first_row = state.group * GROUP_ROWS + state.warp * WARP_ROWS;
-    return mha_place{(int64_t)tile.first_query + first_row, tile.head,
-                     tile.absent_rows - first_row};
+    float log2;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(x));
+    return log2;
 }
 
-/* Writes lse, and finds the factors that turn the rows' out into results. Even lanes finish the
- * first of the quad's two rows, odd lanes the second. There is no division here: its rare path would
- * be a called function, and ptxas would make every product of the kernel wait for its end. */
+/* ln(sum * 2^reference), for sums that are normal numbers, 0 or NaN. The logarithm of the mantissa
+ * is off by 2^-23, and the exponent is exact. */
+__device__ __forceinline__ float
+find_lse_of_sum(float reference, float sum)
+{
+    const float ln_2_high = 0x1.62e43p-1f;
+    const float ln_2_low = -0x1.05c61p-29f;
+    const uint32_t least = 0x3F3504F3; /* sqrt(1/2) */
+    const uint32_t bits = smla_float_bits(sum);
+    const int32_t exponent = (int32_t)(bits - least) >> 23;
+    const float log2 = log2_of(smla_bits_float(bits - ((uint32_t)exponent << 23)));
+    const float ln = fmaf((float)exponent, ln_2_high, log2 * ln_2_high);
+    const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
+    return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
+}
+
+/* Writes lse, and finds the factors that turn the rows' out into results. There is no division here:
+ * its rare path would be a called function, and ptxas would make every product of the kernel wait
+ * for its end. `row` is the lane's first row in the tile; the other one is 8 rows behind. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-finish_rows(const mha_args &args, const mha_place &place, const mha_consumer<D> &state,
+finish_rows(const mha_args &args, const mha_tile &tile, int row, const mha_consumer<D> &state,
             float factors[2])
 {
     const smla_varlen_params &p = args.p;
-    const float first_sum = sum_of_quad(state.sum[0] + state.rest[0]);
-    const float second_sum = sum_of_quad(state.sum[1] + state.rest[1]);
+    float sums[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        sums[i] = sum_of_quad(state.sum[i] + state.rest[i]);
+        factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i]);
+    }
+    /* Even lanes have the lse of the first row, odd lanes that of the second. */
     const int lane = lane_again();
     const bool is_second = lane % 2 != 0;
-    const float sum = is_second ? second_sum : first_sum;
+    const float sum = is_second ? sums[1] : sums[0];
     const float reference = is_second ? state.reference[1] : state.reference[0];
-    const float lse = find_lse(reference - WEIGHT_SHIFT<HALF>, sum);
-    const int row = lane / 4 + (is_second ? 8 : 0);
-    if (row >= place.absent && lane % 4 < 2) {
-        write_lse(p, place.token + row, place.head, lse);
+    const float lse = find_lse_of_sum(reference - WEIGHT_SHIFT<HALF>, sum);
+    const int own_row = row + (is_second ? 8 : 0);
+    if (tile.lse != NULL && own_row >= tile.absent_rows && lane % 4 < 2) {
+        tile.lse[own_row * p.lse_stride_token] = lse;
     }
-    float factor = sum == 0.0f ? 0.0f : smla_rcp(sum);
-    if (p.attn_sink != NULL && sum != 0.0f) {
-        const float sink = __ldg(p.attn_sink + place.head * p.attn_sink_stride);
-        factor *= smla_rcp(1.0f + expf(sink - lse));
+    if (p.attn_sink != NULL) {
+        const float sink = __ldg(p.attn_sink + tile.head * p.attn_sink_stride);
+        const float share = sum == 0.0f ? 1.0f : smla_rcp(1.0f + expf(sink - lse));
+        factors[0] *= __shfl_sync(ALL_LANES, share, lane & ~3);
+        factors[1] *= __shfl_sync(ALL_LANES, share, (lane & ~3) + 1);
     }
-    factors[0] = __shfl_sync(ALL_LANES, factor, lane & ~3);
-    factors[1] = __shfl_sync(ALL_LANES, factor, (lane & ~3) + 1);
 }
 
 /* Writes out as fp32. Four lanes write 32 neighbouring bytes. */
 template <int D>
 __device__ __forceinline__ void
-write_floats(const mha_args &args, const mha_place &place, const mha_consumer<D> &state,
+write_floats(const mha_args &args, const mha_tile &tile, int row, const mha_consumer<D> &state,
              const float factors[2])
 {
-    const smla_varlen_params &p = args.p;
-    const int lane = lane_again();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = lane / 4 + 8 * i;
-        float *const to = (float *)p.out + (place.token + row) * p.out_stride_token +
-                          place.head * p.out_stride_head + lane % 4 * 2;
-        if (row >= place.absent) {
+        const int own_row = row + 8 * i;
+        uint8_t *const to = tile.out + own_row * args.out_token_bytes + lane_again() % 4 * 8;
+        if (own_row >= tile.absent_rows) {
 #pragma unroll
             for (int n = 0; n < VALUE_DIM / 8; n++) {
                 const uint32_t pair[2] = {
                     smla_float_bits(state.out[4 * n + 2 * i] * factors[i]),
                     smla_float_bits(state.out[4 * n + 2 * i + 1] * factors[i])};
-                smla_store_vector_2(to + 8 * n, pair);
+                smla_store_vector_2(to + 32 * n, pair);
             }
         }
     }
 }
 
-/* Writes out as bf16 or fp16, a segment at a time, through memory of the warp's own, so that a lane
- * writes 16 bytes and eight lanes write a row's segment. */
+/* Writes out as bf16 or fp16, through the warp's own rows of the queries' memory, so that a lane
+ * writes 16 bytes and eight lanes write a segment of a row. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-write_halves(const mha_args &args, const mha_place &place, const mha_consumer<D> &state,
+write_halves(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
              const float factors[2], mha_memory<D> *shared)
 {
     enum { CHUNKS = SEGMENT_BYTES / 16, ROWS_AT_ONCE = SMLA_WARP_LANES / CHUNKS };
-    const smla_varlen_params &p = args.p;
-    const uint32_t memory =
-        ptx_shared_address(shared->out[state.group * GROUP_WARPS + state.warp]);
+    constexpr int SEGMENT_STEP = GROUP_ROWS * SEGMENT_BYTES;
     const int lane = lane_again();
+    const int first_row = state.warp * WARP_ROWS; /* in the group */
+    const uint32_t memory =
+        ptx_shared_address(shared->queries[state.group]) + first_row * SEGMENT_BYTES;
     const int to_row = lane % WARP_ROWS;
+    const uint32_t put = memory + to_row * SEGMENT_BYTES;
+#pragma unroll
+    for (int n = 0; n < VALUE_DIM / 8; n += 2) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float low = state.out[4 * n + 2 * k] * factors[k % 2];
+            const float high = state.out[4 * n + 2 * k + 1] * factors[k % 2];
+            pairs[k] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+        }
+        ptx_stmatrix_x4(put + n / 8 * SEGMENT_STEP + ((n % 8 + lane / WARP_ROWS) ^ to_row % 8) * 16,
+                        pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    __syncwarp(); /* out is visible to all lanes */
     const int from_row = lane / CHUNKS;
     const int chunk = lane % CHUNKS;
-    uint16_t *const to = (uint16_t *)p.out + (place.token + from_row) * p.out_stride_token +
-                         place.head * p.out_stride_head + chunk * 8;
-    const int64_t step = ROWS_AT_ONCE * p.out_stride_token;
+    const int row = state.group * GROUP_ROWS + first_row + from_row;
+    uint8_t *to = tile.out + row * args.out_token_bytes + chunk * 16;
 #pragma unroll
-    for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {
+    for (int k = 0; k < WARP_ROWS / ROWS_AT_ONCE; k++) {
+        const int shared_row = ROWS_AT_ONCE * k + from_row;
+        const uint32_t get =
+            memory + shared_row * SEGMENT_BYTES + (chunk ^ shared_row % 8) * 16;
+        const bool exists = row + ROWS_AT_ONCE * k >= tile.absent_rows;
 #pragma unroll
-        for (int n = 0; n < SEGMENT / 8; n += 2) {
-            const float *const own = &state.out[segment * SEGMENT / 2 + 4 * n];
-            uint32_t pairs[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float low = own[2 * k] * factors[k % 2];
-                const float high = own[2 * k + 1] * factors[k % 2];
-                pairs[k] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
-            }
-            ptx_stmatrix_x4(memory + to_row * SEGMENT_BYTES +
-                                ((n + lane / WARP_ROWS) ^ to_row % 8) * 16,
-                            pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
-        __syncwarp(); /* the segment is visible to all lanes */
-#pragma unroll
-        for (int k = 0; k < WARP_ROWS / ROWS_AT_ONCE; k++) {
-            const int row = ROWS_AT_ONCE * k + from_row;
+        for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {
             uint32_t words[4];
-            ptx_load_shared_16(memory + row * SEGMENT_BYTES + (chunk ^ row % 8) * 16, words);
-            smla_store_vector_4_if(to + k * step + segment * SEGMENT, words, row >= place.absent);
+            ptx_load_shared_16(get + segment * SEGMENT_STEP, words);
+            smla_store_vector_4_if(to + segment * SEGMENT_BYTES, words, exists);
         }
-        __syncwarp(); /* all lanes have read the segment */
+        to += ROWS_AT_ONCE * args.out_token_bytes;
     }
 }
 
+/* Writes the results of the warp's rows. Afterwards the queries' memory is free for copies, as far
+ * as this lane is concerned. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 write_results(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
               mha_memory<D> *shared)
 {
-    const mha_place place = find_place(tile, state);
+    const int row =
+        state.group * GROUP_ROWS + state.warp * WARP_ROWS + lane_again() / 4;
     float factors[2];
-    finish_rows<D, HALF>(args, place, state, factors);
+    finish_rows<D, HALF>(args, tile, row, state, factors);
     if (args.out_is_fp32) {
-        write_floats(args, place, state, factors);
+        write_floats(args, tile, row, state, factors);
     } else {
-        write_halves<D, HALF>(args, place, state, factors, shared);
+        write_halves<D, HALF>(args, tile, state, factors, shared);
+        ptx_fence_async_shared(); /* copies come after these accesses */
     }
 }

@@ -64,11 +64,11 @@ change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, 
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
     pass_turn(*state);
-    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<1>(); /* out is complete */
     free_values(shared, state);
     write_results<D, HALF>(args, older, *state, shared);
-    __syncwarp(); /* all lanes have read the older tile */
+    __syncwarp(); /* all lanes have read the older tile, and are done with the queries' memory */
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     leave_tile(shared, number, state->frees);
     wgmma_wait<0>(); /* the scores are there */
     free_keys(shared, state);

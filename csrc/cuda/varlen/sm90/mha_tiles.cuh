@@ -108,7 +108,11 @@ make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx,
     tile.absent_keys = tile.num_blocks * BLOCK_KEYS - end;
     tile.head = head;
     tile.kv_head = (int32_t)smla_divide_uint32((uint32_t)head, args.group);
-    tile.unused = 0;
+    tile.out = (uint8_t *)args.p.out + tile.first_query * args.out_token_bytes +
+               head * args.out_head_bytes;
+    tile.lse = args.p.lse == NULL ? NULL
+                                  : args.p.lse + tile.first_query * args.p.lse_stride_token +
+                                        head * args.p.lse_stride_head;
     return tile;
 }
 

@@ -16,8 +16,8 @@ enum { ROW_PAIRS = BLOCK_KEYS / 8 };
 
 /* ---- Masks ---------------------------------------------------------------------------------- */
 
-/* Hides a score unless key < end. The compiler would choose between scores
- * as between integers, and move them while products are still under way. */
+/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as between
+ * integers, and move them while products are still under way. */
 __device__ __forceinline__ void
 keep_below(int key, int end, float *score)
 {
@@ -30,18 +30,10 @@ keep_below(int key, int end, float *score)
         : "r"(key), "r"(end));
 }
 
-/* Hides the keys of a block from `end` on, a number in the block that may be negative. */
 __device__ __forceinline__ void
-hide_behind(int end, int row_piece, float (&scores)[BLOCK_KEYS / 2])
+hide(float *score)
 {
-    const int own_end = end - lane_again() % 4 * 2; /* relative to the lane's first key */
-#pragma unroll
-    for (int n = 0; n < ROW_PAIRS; n++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            keep_below(8 * n + k, own_end, &scores[4 * n + 2 * row_piece + k]);
-        }
-    }
+    asm("mov.f32 %0, 0fFF800000;" : "=f"(*score));
 }
 
 /* Hides the first `count` keys of a block from all rows. */
@@ -61,15 +53,37 @@ hide_front(int count, float (&scores)[BLOCK_KEYS / 2])
     }
 }
 
-/* Hides what a causal mask hides of a tile's first block: row r of the tile sees keys 0 to r. */
+/* Hides what a causal mask hides of a tile's first block: row r of the tile sees keys 0 to r. The
+ * diagonal crosses the half of the keys that has the group's number. */
+template <int HALF_IDX>
+__device__ __forceinline__ void
+hide_future_of_group(int row, float (&scores)[BLOCK_KEYS / 2])
+{
+    const int end = row + 1 - lane_again() % 4 * 2; /* relative to the lane's first key */
+#pragma unroll
+    for (int n = 0; n < ROW_PAIRS; n++) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int key = 8 * n + k % 2 - HALF_IDX * BLOCK_KEYS / 2 - k / 2 * 8;
+            if (n / (ROW_PAIRS / 2) == HALF_IDX) {
+                keep_below(key, end, &scores[4 * n + k]);
+            } else if (n / (ROW_PAIRS / 2) > HALF_IDX) {
+                hide(&scores[4 * n + k]);
+            }
+        }
+    }
+}
+
 template <int D>
 __device__ __forceinline__ void
 hide_future(mha_consumer<D> *state)
 {
-    const int row = state->group * GROUP_ROWS + state->warp * WARP_ROWS + lane_again() / 4;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        hide_behind(row + 8 * i + 1, i, state->scores);
+    static_assert(GROUPS * GROUP_ROWS == BLOCK_KEYS, "the diagonal is that of a square");
+    const int row = state->warp * WARP_ROWS + lane_again() / 4; /* in the group */
+    if (state->group == 0) {
+        hide_future_of_group<0>(row, state->scores);
+    } else {
+        hide_future_of_group<1>(row, state->scores);
     }
 }
 
