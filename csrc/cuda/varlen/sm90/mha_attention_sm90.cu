@@ -42,9 +42,6 @@ __launch_bounds__(MHA_THREADS, 1) attend_mha(const __grid_constant__ mha_args ar
 
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
-/* Bytes of keys and values that tiles which run at the same time should share: half of an L2. */
-constexpr int64_t SECTION_BYTES = 24 << 20;
-
 /* Makes the map for boxes of `box_rows` rows of one head. Returns false where no map can describe
  * the rows. A dimension of size 1 may have any stride. */
 bool
@@ -83,19 +80,6 @@ map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t nu
     return true;
 }
 
-/* The most KV heads whose keys and values fit in SECTION_BYTES, a divisor of their number, so that
- * the last section is as large as the others; in query heads. */
-int64_t
-choose_section(const smla_varlen_params &p)
-{
-    const int64_t head_bytes = p.num_keys * (p.k[0].dim + p.k[1].dim + p.value_dim) * 2;
-    int64_t heads = p.num_kv_heads;
-    while (heads > 1 && (p.num_kv_heads % heads != 0 || heads * head_bytes > SECTION_BYTES)) {
-        heads--;
-    }
-    return heads * (p.num_heads / p.num_kv_heads);
-}
-
 /* The most tiles that requests of any lengths can have: one that is not full for each of them. */
 int64_t
 count_most_tiles(const smla_varlen_params &p)
@@ -110,7 +94,6 @@ make_args(const smla_varlen_params &p, mha_args *args)
 {
     args->p = p;
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
-    args->section_heads = smla_make_divisor(choose_section(p));
     args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->scale_log2 = p.softmax_scale * LOG2_E;

@@ -53,8 +53,7 @@ struct mha_args {
     smla_varlen_params p;
     int64_t out_token_bytes;
     int64_t out_head_bytes;
-    smla_divisor group;         /* H / Hk */
-    smla_divisor section_heads; /* query heads whose tiles run at the same time */
+    smla_divisor group; /* H / Hk */
     float scale_log2;
     bool is_causal;
     bool out_is_fp32;

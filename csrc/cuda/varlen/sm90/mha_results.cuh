@@ -27,12 +27,20 @@ find_lse_of_sum(float reference, float sum)
     return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
 }
 
+/* The lane's first row in the tile; its other one is 8 rows behind. */
+template <int D>
+__device__ __forceinline__ int
+find_row(const mha_consumer<D> &state)
+{
+    return state.group * GROUP_ROWS + state.warp * WARP_ROWS + lane_again() / 4;
+}
+
 /* Writes lse, and finds the factors that turn the rows' out into results. There is no division here:
  * its rare path would be a called function, and ptxas would make every product of the kernel wait
- * for its end. `row` is the lane's first row in the tile; the other one is 8 rows behind. */
+ * for its end. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-finish_rows(const mha_args &args, const mha_tile &tile, int row, const mha_consumer<D> &state,
+finish_rows(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
             float factors[2])
 {
     const smla_varlen_params &p = args.p;
@@ -48,7 +56,7 @@ finish_rows(const mha_args &args, const mha_tile &tile, int row, const mha_consu
     const float sum = is_second ? sums[1] : sums[0];
     const float reference = is_second ? state.reference[1] : state.reference[0];
     const float lse = find_lse_of_sum(reference - WEIGHT_SHIFT<HALF>, sum);
-    const int own_row = row + (is_second ? 8 : 0);
+    const int own_row = find_row(state) + (is_second ? 8 : 0);
     if (tile.lse != NULL && own_row >= tile.absent_rows && lane % 4 < 2) {
         tile.lse[own_row * p.lse_stride_token] = lse;
     }
@@ -63,9 +71,10 @@ finish_rows(const mha_args &args, const mha_tile &tile, int row, const mha_consu
 /* Writes out as fp32. Four lanes write 32 neighbouring bytes. */
 template <int D>
 __device__ __forceinline__ void
-write_floats(const mha_args &args, const mha_tile &tile, int row, const mha_consumer<D> &state,
+write_floats(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
              const float factors[2])
 {
+    const int row = find_row(state);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int own_row = row + 8 * i;
@@ -109,7 +118,8 @@ write_halves(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &
         ptx_stmatrix_x4(put + n / 8 * SEGMENT_STEP + ((n % 8 + lane / WARP_ROWS) ^ to_row % 8) * 16,
                         pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    __syncwarp(); /* out is visible to all lanes */
+    ptx_fence_async_shared(); /* a later copy of queries comes behind what this lane wrote */
+    __syncwarp();             /* out is visible to all lanes */
     const int from_row = lane / CHUNKS;
     const int chunk = lane % CHUNKS;
     const int row = state.group * GROUP_ROWS + first_row + from_row;
@@ -117,8 +127,7 @@ write_halves(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &
 #pragma unroll
     for (int k = 0; k < WARP_ROWS / ROWS_AT_ONCE; k++) {
         const int shared_row = ROWS_AT_ONCE * k + from_row;
-        const uint32_t get =
-            memory + shared_row * SEGMENT_BYTES + (chunk ^ shared_row % 8) * 16;
+        const uint32_t get = memory + shared_row * SEGMENT_BYTES + (chunk ^ shared_row % 8) * 16;
         const bool exists = row + ROWS_AT_ONCE * k >= tile.absent_rows;
 #pragma unroll
         for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {
@@ -130,21 +139,15 @@ write_halves(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &
     }
 }
 
-/* Writes the results of the warp's rows. Afterwards the queries' memory is free for copies, as far
- * as this lane is concerned. */
+/* Writes the values of the warp's rows. Afterwards this lane is done with the queries' memory. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-write_results(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
-              mha_memory<D> *shared)
+write_values(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
+             const float factors[2], mha_memory<D> *shared)
 {
-    const int row =
-        state.group * GROUP_ROWS + state.warp * WARP_ROWS + lane_again() / 4;
-    float factors[2];
-    finish_rows<D, HALF>(args, tile, row, state, factors);
     if (args.out_is_fp32) {
-        write_floats(args, tile, row, state, factors);
+        write_floats(args, tile, state, factors);
     } else {
         write_halves<D, HALF>(args, tile, state, factors, shared);
-        ptx_fence_async_shared(); /* copies come after these accesses */
     }
 }

@@ -39,15 +39,20 @@ step(const mha_args &args, bool is_first, int absent_keys, const mha_memory<D> *
     pack_weights<D, HALF>(state);
 }
 
-/* Waits for the values of a tile's last block. */
-template <int D>
+/* Takes the turn for the values of a tile's last block. The rows' sums are complete, and what is to
+ * do with them is done before the turn, for which the group often waits anyway. */
+template <int D, bool HALF>
 __device__ __forceinline__ void
-await_last_values(const mha_tile &tile, mha_memory<D> *shared, const mha_consumer<D> &state)
+start_last_values(const mha_args &args, const mha_tile &tile, mha_memory<D> *shared,
+                  mha_consumer<D> *state, float factors[2])
 {
-    await_values(shared, state);
+    finish_rows<D, HALF>(args, tile, *state, factors);
+    await_values(shared, *state);
     if (tile.absent_keys > 0) {
-        clear_values(shared, state, tile.absent_keys);
+        clear_values(shared, *state, tile.absent_keys);
     }
+    take_turn(*state);
+    start_values<D, HALF>(state, tile.num_blocks == 1);
 }
 
 /* The step from tile `number` to the next: the last values of one, and behind them the first scores
@@ -57,16 +62,15 @@ __device__ __forceinline__ void
 change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, uint32_t number,
             mha_memory<D> *shared, mha_consumer<D> *state)
 {
-    await_last_values(older, shared, *state);
-    take_turn(*state);
-    start_values<D, HALF>(state, older.num_blocks == 1);
+    float factors[2];
+    start_last_values<D, HALF>(args, older, shared, state, factors);
     load_group_queries(shared, number + 1, state);
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
     pass_turn(*state);
     wgmma_wait<1>(); /* out is complete */
     free_values(shared, state);
-    write_results<D, HALF>(args, older, *state, shared);
+    write_values<D, HALF>(args, older, *state, factors, shared);
     __syncwarp(); /* all lanes have read the older tile, and are done with the queries' memory */
     ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     leave_tile(shared, number, state->frees);
@@ -81,14 +85,13 @@ __device__ __forceinline__ void
 end_tiles(const mha_args &args, const mha_tile &older, mha_memory<D> *shared,
           mha_consumer<D> *state)
 {
-    await_last_values(older, shared, *state);
-    take_turn(*state);
-    start_values<D, HALF>(state, older.num_blocks == 1);
+    float factors[2];
+    start_last_values<D, HALF>(args, older, shared, state, factors);
     if (state->group == 0) {
         pass_turn(*state);
     }
     wgmma_wait<0>();
-    write_results<D, HALF>(args, older, *state, shared);
+    write_values<D, HALF>(args, older, *state, factors, shared);
 }
 
 /* Computes the CTA's tiles, one of the two groups. */

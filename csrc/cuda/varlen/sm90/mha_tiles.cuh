@@ -62,68 +62,92 @@ end_counters(unsigned long long *counters)
 
 /* ---- Tiles ---------------------------------------------------------------------------------- */
 
+/* Bytes of keys and values that tiles which run at the same time should share: half of an L2. */
+constexpr uint32_t SECTION_BYTES = 24 << 20;
+
 /* Where the last tile was found; numbers only grow. */
 struct mha_search {
     uint32_t head_tiles;    /* tiles of a head: of all requests */
-    uint32_t section;       /* the section */
+    uint32_t section_heads; /* heads whose tiles run at the same time */
+    uint32_t section;       /* the section of the last tile */
     uint32_t section_first; /* number of its first tile */
     int32_t req;            /* the first of the 32 requests looked at */
     uint32_t req_first;     /* tiles of a head in the requests before it */
 };
 
 __device__ __forceinline__ uint32_t
-count_tiles(const mha_args &args, int64_t req)
+count_tiles(const smla_varlen_request &request)
 {
-    return req < args.p.num_reqs
-               ? (uint32_t)(smla_find_varlen_request(&args.p, req).num_queries + TILE_ROWS - 1) /
-                     TILE_ROWS
-               : 0;
+    return (uint32_t)(request.num_queries + TILE_ROWS - 1) / TILE_ROWS;
+}
+
+/* The most KV heads of which L2 should hold the longest request's keys, section_keys in all heads
+ * together; in query heads. A divisor of their number, so that the last section is as large as the others. */
+__device__ __forceinline__ uint32_t
+choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
+{
+    const uint32_t kv_heads = (uint32_t)args.p.num_kv_heads;
+    uint32_t heads = max(min(kv_heads, section_keys / max(most_keys, 1u)), 1u);
+#pragma unroll 1
+    while (kv_heads % heads != 0) {
+        heads--;
+    }
+    return heads * (uint32_t)args.group.divisor;
 }
 
 /* All functions below are called by the scheduler, a warp. */
 __device__ __forceinline__ mha_search
-start_search(const mha_args &args)
+start_search(const mha_args &args, uint32_t section_keys)
 {
-    uint32_t own = 0;
+    uint32_t tiles = 0;
+    uint32_t most_keys = 0;
+    /* Two loops, because one would take more registers than a load warp has. */
+#pragma unroll 1
     for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
-        own += count_tiles(args, req);
+        tiles += count_tiles(smla_find_varlen_request(&args.p, req));
     }
-    return mha_search{__reduce_add_sync(ALL_LANES, own), 0, 0, 0, 0};
+#pragma unroll 1
+    for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
+        most_keys =
+            max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
+    }
+    most_keys = __reduce_max_sync(ALL_LANES, most_keys);
+    return mha_search{__reduce_add_sync(ALL_LANES, tiles),
+                      choose_section(args, most_keys, section_keys), 0, 0, 0, 0};
 }
 
-/* Tile `idx` of a request, counted from its end. */
-__device__ __forceinline__ mha_tile
-make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx, int32_t head)
+/* Makes tile `idx` of a request, counted from its end. */
+__device__ __forceinline__ void
+make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx, int32_t head,
+          mha_tile *tile)
 {
-    const int32_t num_queries = (int32_t)request.num_queries;
     const int32_t num_keys = (int32_t)request.num_keys;
-    const int32_t first_row = num_queries - (idx + 1) * TILE_ROWS;
+    const int32_t first_row = (int32_t)request.num_queries - (idx + 1) * TILE_ROWS;
     /* keys that the tile's last row sees */
     const int32_t end = args.is_causal ? max(num_keys - idx * TILE_ROWS, 0) : num_keys;
-    mha_tile tile;
-    tile.first_query = (int32_t)request.first_query + first_row;
-    tile.absent_rows = max(-first_row, 0);
-    tile.num_blocks = max((end + BLOCK_KEYS - 1) / BLOCK_KEYS, 1);
-    tile.first_key = (int32_t)request.first_key + end - BLOCK_KEYS;
-    tile.absent_keys = tile.num_blocks * BLOCK_KEYS - end;
-    tile.head = head;
-    tile.kv_head = (int32_t)smla_divide_uint32((uint32_t)head, args.group);
-    tile.out = (uint8_t *)args.p.out + tile.first_query * args.out_token_bytes +
-               head * args.out_head_bytes;
-    tile.lse = args.p.lse == NULL ? NULL
-                                  : args.p.lse + tile.first_query * args.p.lse_stride_token +
-                                        head * args.p.lse_stride_head;
-    return tile;
+    const int32_t num_blocks = max((end + BLOCK_KEYS - 1) / BLOCK_KEYS, 1);
+    const int64_t token = request.first_query + first_row;
+    tile->first_query = (int32_t)token;
+    tile->absent_rows = max(-first_row, 0);
+    tile->num_blocks = num_blocks;
+    tile->first_key = (int32_t)request.first_key + end - BLOCK_KEYS;
+    tile->absent_keys = num_blocks * BLOCK_KEYS - end;
+    tile->head = head;
+    tile->kv_head = (int32_t)smla_divide_uint32((uint32_t)head, args.group);
+    tile->out = (uint8_t *)args.p.out + token * args.out_token_bytes + head * args.out_head_bytes;
+    tile->lse = args.p.lse == NULL
+                    ? NULL
+                    : args.p.lse + token * args.p.lse_stride_token + head * args.p.lse_stride_head;
 }
 
-/* Finds tile `number`; it has no blocks if there are fewer tiles. */
-__device__ __forceinline__ mha_tile
-find_tile(const mha_args &args, uint32_t number, mha_search *search)
+/* Finds tile `number`, which the first lane makes, or returns false if there are fewer tiles. */
+__device__ __forceinline__ bool
+find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *tile)
 {
-    const uint32_t heads = (uint32_t)args.section_heads.divisor;
+    const uint32_t heads = search->section_heads;
     const uint32_t section_tiles = search->head_tiles * heads;
     if (number >= search->head_tiles * (uint32_t)args.p.num_heads) {
-        return mha_tile{};
+        return false;
     }
     while (number - search->section_first >= section_tiles) {
         search->section++;
@@ -132,18 +156,24 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search)
         search->req_first = 0;
     }
     const uint32_t in_section = number - search->section_first;
-    const uint32_t row = smla_divide_uint32(in_section, args.section_heads);
+    const uint32_t row = in_section / heads;
     const uint32_t head = search->section * heads + in_section - row * heads;
+#pragma unroll 1
     for (;;) {
-        const uint32_t count = count_tiles(args, search->req + lane_idx());
+        const int64_t req = search->req + lane_idx();
+        const uint32_t count =
+            req < args.p.num_reqs ? count_tiles(smla_find_varlen_request(&args.p, req)) : 0;
         const uint32_t sum = smla_scan_lanes(count, lane_idx());
         const uint32_t idx = row - search->req_first;
         const uint32_t past = __ballot_sync(ALL_LANES, idx < sum);
         if (past != 0) {
             const int owner = __ffs((int)past) - 1;
             const uint32_t before = __shfl_sync(ALL_LANES, sum - count, owner);
-            return make_tile(args, smla_find_varlen_request(&args.p, search->req + owner),
-                             (int32_t)(idx - before), (int32_t)head);
+            if (lane_idx() == 0) {
+                make_tile(args, smla_find_varlen_request(&args.p, search->req + owner),
+                          (int32_t)(idx - before), (int32_t)head, tile);
+            }
+            return true;
         }
         search->req += SMLA_WARP_LANES;
         search->req_first += __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
@@ -176,18 +206,21 @@ schedule_tiles(const mha_args &args, mha_memory<D> *shared)
         start_counters(args.counters);
     }
     __syncwarp();
-    mha_search search = start_search(args);
+    constexpr int KEY_BYTES = (D + VALUE_DIM) * 2;
+    mha_search search = start_search(args, SECTION_BYTES / KEY_BYTES);
     for (uint32_t n = 0;; n++) {
         ptx_mbarrier_wait(at(shared->tile_empty[n % SLOTS]), (n / SLOTS % 2) ^ 1);
         if (n > 0) {
             ptx_mbarrier_wait(at(shared->tile_wanted), (n & 1) ^ 1);
         }
-        const mha_tile tile = find_tile(args, n == 0 ? blockIdx.x : claim_tile(args, n), &search);
-        if (is_first_lane) {
-            shared->tiles[n % SLOTS] = tile;
+        mha_tile *const tile = &shared->tiles[n % SLOTS];
+        const bool exists =
+            find_tile(args, n == 0 ? blockIdx.x : claim_tile(args, n), &search, tile);
+        if (!exists && is_first_lane) {
+            tile->num_blocks = 0;
         }
         ptx_mbarrier_arrive(at(shared->tile_full[n % SLOTS]), is_first_lane);
-        if (tile.num_blocks == 0) {
+        if (!exists) {
             break;
         }
     }
