@@ -5,6 +5,9 @@
 #include "core/key_range.h"
 #include "core/params.h"
 
+/* Bytes of workspace with which a GPU's CTAs can divide the work among themselves as it goes. */
+enum { SMLA_VARLEN_WORKSPACE_BYTES = 16 };
+
 /* Rows [tokens, heads, dim] of queries, keys or values. The dims of a row are contiguous. */
 typedef struct smla_varlen_rows {
     const void *data; /* NULL where dim is 0 or there is no row */
@@ -57,6 +60,8 @@ typedef struct smla_varlen_params {
     float *lse; /* [Tq, H] */
     int64_t lse_stride_token;
     int64_t lse_stride_head;
+    void *workspace; /* NULL: none; its contents are undefined, and no result depends on it */
+    int64_t workspace_bytes;
 } smla_varlen_params;
 
 /* The query tokens and keys of one request: numbers in the arrays of all requests. */

@@ -276,6 +276,8 @@ fill_arrays(const smla_varlen_attention_args *args, smla_varlen_params *params)
     params->lse = smla_data(args->lse);
     params->lse_stride_token = smla_stride(args->lse, 0);
     params->lse_stride_head = smla_stride(args->lse, 1);
+    params->workspace = smla_data(args->workspace);
+    params->workspace_bytes = smla_size(args->workspace, 0);
 }
 
 static smla_status

@@ -19,7 +19,8 @@ extern "C" {
  * shared by all heads. D is at most 576, Dv at most 512, and Pn, R, D and Dv are multiples of 8.
  *
  * Each row is summed in one order, which depends on its request's keys alone: no number of splits
- * changes it, and no scratch memory is needed. */
+ * changes it, and no scratch memory is needed. Calls on several streams need workspaces of their
+ * own. */
 typedef struct smla_varlen_attention_args {
     size_t struct_size;
     const DLTensor *q;            /* [Tq, H, D] bf16 | fp16 | e4m3; [Tq, H, Pn] with q_pe */
@@ -33,7 +34,8 @@ typedef struct smla_varlen_attention_args {
     const DLTensor *attn_sink;    /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
     const DLTensor *out;          /* out [Tq, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
     const DLTensor *lse;          /* out [Tq, H] fp32, natural log */
-    const DLTensor *workspace;    /* [any] uint8, optional, not used */
+    const DLTensor *workspace;    /* [any] uint8, optional: of 16 bytes or more on a GPU, aligned to
+                                   * 8, long calls are faster; changes no result */
     smla_scale_arg q_descale;     /* an e4m3 query only: a number, one fp32, or [B, Hk] fp32 */
     smla_scale_arg k_descale;     /* e4m3 keys only, likewise */
     smla_scale_arg v_descale;     /* e4m3 values only, likewise */

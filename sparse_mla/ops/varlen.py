@@ -84,7 +84,7 @@ def varlen_attention(
         For an e4m3 query bf16, or fp32.
     lse : [Tq, H] fp32, optional
     workspace : [bytes] uint8, optional
-        Not needed.
+        Not needed. A GPU's kernels take 16 bytes of it to divide long calls better.
     stream : int handle or stream object, optional
 
     Returns

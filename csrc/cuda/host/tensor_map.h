@@ -15,14 +15,14 @@ extern "C" {
  * are contiguous. */
 typedef struct smla_cuda_array {
     const void *base;
-    int element_bytes; /* bytes per element: 1 or 4 */
-    int rank;          /* number of dimensions: 2 or 3 */
-    uint64_t sizes[3];
-    uint64_t stride_bytes[2]; /* strides of the other dimensions */
-    uint32_t box[3];
+    int element_bytes; /* bytes per element: 1, 2 or 4 */
+    int rank;          /* number of dimensions: 2 to 4 */
+    uint64_t sizes[4];
+    uint64_t stride_bytes[3]; /* strides of the other dimensions */
+    uint32_t box[4];
 } smla_cuda_array;
 
-/* Makes the map for copies by ptx_tensor_copy_2d or _3d, which swizzle 128 bytes for wgmma if
+/* Makes the map for copies by ptx_tensor_copy_2d to _4d, which swizzle 128 bytes for wgmma if
  * is_swizzled. Returns false if the driver has no such maps, or the array's alignment forbids
  * one. */
 bool smla_cuda_make_tensor_map(const smla_cuda_array *array, bool is_swizzled, CUtensorMap *map);

@@ -33,3 +33,14 @@ ptx_tensor_copy_3d(uint32_t to_shared, const void *map, int i, int j, int k, uin
                  : "r"(to_shared), "l"(map), "r"(i), "r"(j), "r"(k), "r"(barrier)
                  : "memory");
 }
+
+static __device__ __forceinline__ void
+ptx_tensor_copy_4d(uint32_t to_shared, const void *map, int i, int j, int k, int l,
+                   uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 :
+                 : "r"(to_shared), "l"(map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(barrier)
+                 : "memory");
+}

@@ -45,6 +45,10 @@
  * Source       FlashAttention-2, for the loop and for registers as operands; the references that
  *              seldom move, tiles of several heads and the order of tiles are ours.
  */
+extern "C" {
+#include "core/log.h"
+}
+#include "cuda/varlen/varlen_mha.h"
 #include "cuda/varlen/varlen_results.cuh"
 
 namespace {
@@ -252,11 +256,19 @@ const varlen_kernel varlen_kernels[] = {
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_varlen_attention(const smla_varlen_params *params, const smla_cuda_device *)
+smla_cuda_launch_varlen_attention(const smla_varlen_params *params, const smla_cuda_device *device)
 {
     const smla_varlen_params &p = *params;
     if (p.num_tokens == 0 || p.num_reqs == 0 || p.num_heads == 0) {
         return cudaSuccess;
+    }
+    const char *obstacle = NULL;
+    const cudaError_t code = smla_cuda_launch_varlen_mha(params, device, &obstacle);
+    if (smla_is_logging) {
+        smla_log_text(obstacle == NULL ? " kernel sm90_mha," : " kernel portable (%s),", obstacle);
+    }
+    if (obstacle == NULL) {
+        return code;
     }
     /* e4m3 is exact in both types. */
     const bool is_half = p.q_type == SMLA_FLOAT_FP16 || p.kv_type == SMLA_FLOAT_FP16;

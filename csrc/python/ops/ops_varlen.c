@@ -12,6 +12,14 @@ compute_varlen_attention(const void *args, smla_error *error)
     return smla_varlen_attention(&a, error);
 }
 
+/* A GPU's kernels divide their work better with the workspace; no result depends on it. */
+static int64_t
+varlen_workspace_bytes(const void *args)
+{
+    const smla_varlen_attention_args *const a = args;
+    return a->q->device.device_type == kDLCUDA ? SMLA_VARLEN_WORKSPACE_BYTES : 0;
+}
+
 enum { VARLEN_Q, VARLEN_V = 4, VARLEN_OUT = 11, VARLEN_LSE };
 
 static const smla_py_param varlen_params[] = {
@@ -65,6 +73,7 @@ const smla_py_operator smla_py_varlen_operators[] = {
      SMLA_PY_TABLE(varlen_params, smla_varlen_attention_args, smla_varlen_attention_args),
      .compute = compute_varlen_attention,
      SMLA_PY_RESULTS(varlen_results),
-     SMLA_PY_LIMITS(varlen_limits)},
+     SMLA_PY_LIMITS(varlen_limits),
+     .workspace_bytes = varlen_workspace_bytes},
     {.name = NULL},
 };

@@ -74,7 +74,7 @@ check_new_keys(dense_layer *d)
     const int64_t num_starts = facts->split.num_prefills + 2;
     const bool has_rope = b->config.qk_rope_head_dim > 0;
     up_rows up;
-    smla_view kv_c, q, q_pe, k_pe, out, lse, queries, keys;
+    smla_view kv_c, q, q_pe, k_pe, out, lse, queries, keys, scratch;
     const smla_backend *backend;
     view_up_rows(d, end - start, &up);
     const smla_kv_up_proj_args project = {
@@ -98,6 +98,7 @@ check_new_keys(dense_layer *d)
             smla_view_vector(&d->layer, &keys, b->sent.prefill_query_start_loc, num_starts),
         .out = smla_slice_rows(&out, &d->out.tensor, start, end),
         .lse = view_lse(d, &lse, start, end),
+        .workspace = smla_view_scratch(&d->layer, &scratch),
         .softmax_scale = a->softmax_scale,
         .max_seqlen_q = b->max_prefill_query_len,
         .max_seqlen_k = b->max_prefill_query_len,
@@ -160,7 +161,7 @@ attend_chunk(const dense_layer *d, int64_t i, int which)
     const int64_t first = chunk->first + i, num_starts = chunk->req_end - chunk->req_start + 1;
     const bool has_rope = b->config.qk_rope_head_dim > 0;
     up_rows up;
-    smla_view q, q_pe, k_pe, out, lse, queries, keys;
+    smla_view q, q_pe, k_pe, out, lse, queries, keys, scratch;
     SMLA_TRY(make_keys(d, i, &up, &k_pe));
     view_partial(d, which, start, end, &out, &lse);
     const smla_varlen_attention_args attend = {
@@ -176,6 +177,7 @@ attend_chunk(const dense_layer *d, int64_t i, int which)
             smla_view_vector(&d->layer, &keys, b->sent.context_key_starts + first, num_starts),
         .out = &out.tensor,
         .lse = &lse.tensor,
+        .workspace = smla_view_scratch(&d->layer, &scratch),
         .softmax_scale = d->args->softmax_scale,
         .max_seqlen_q = b->max_prefill_query_len,
         .max_seqlen_k = chunk->max_len,

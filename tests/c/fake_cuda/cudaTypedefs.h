@@ -70,6 +70,7 @@ typedef struct CUtensorMap {
 
 typedef enum CUtensorMapDataType_enum {
     CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,
+    CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1,
     CU_TENSOR_MAP_DATA_TYPE_UINT32 = 2,
 } CUtensorMapDataType;
 

@@ -1,0 +1,193 @@
+/* mha_attention_sm90.cu: multi-head attention over ragged, contiguous keys and values for Hopper,
+ * with wgmma: the prefill of 192/128 and 128/128. varlen_attention.cu serves all other calls.
+ */
+#include "cuda/varlen/sm90/mha_loads.cuh"
+#include "cuda/varlen/sm90/mha_steps.cuh"
+#include "cuda/varlen/sm90/mha_tiles.cuh"
+#include "cuda/varlen/varlen_mha.h"
+
+namespace {
+
+template <int D, bool HALF>
+__global__ void
+__launch_bounds__(MHA_THREADS, 1) attend_mha(const __grid_constant__ mha_args args)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    mha_memory<D> *const shared = (mha_memory<D> *)memory;
+    /* The shuffle lets ptxas know that all lanes agree. */
+    const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / SMLA_WARP_LANES, 0);
+    if (threadIdx.x == 0) {
+        start_memory(shared);
+    }
+    __syncthreads(); /* all threads see the barriers */
+    ptx_wait_for_grids();
+    if (warp < LOAD_WARPS) {
+        ptx_release_registers<LOAD_REGISTERS>();
+        if (warp == 3) {
+            schedule_tiles(args, shared);
+        } else if (lane_idx() == 0) {
+            if (warp == 0) {
+                load_keys(args, shared);
+            } else if (warp == 1) {
+                load_values(args, shared);
+            } else {
+                load_queries(args, shared);
+            }
+        }
+    } else {
+        ptx_claim_registers<CONSUMER_REGISTERS>();
+        consume_tiles<D, HALF>(args, warp / GROUP_WARPS - 1, warp % GROUP_WARPS, shared);
+    }
+}
+
+/* ---- Launcher ------------------------------------------------------------------------------ */
+
+/* Makes the map for boxes of `box_rows` rows of one head. Returns false where no map can describe
+ * the rows. A dimension of size 1 may have any stride. */
+bool
+map_rows(const smla_varlen_rows &rows, int64_t num_rows, int64_t num_heads, int box_rows,
+         CUtensorMap *map)
+{
+    const int64_t segments = rows.dim / SEGMENT;
+    const int64_t heads = rows.stride_head == 0 ? 1 : num_heads;
+    const int64_t token_bytes = num_rows == 1 ? rows.dim * 2 : rows.stride_token * 2;
+    const int64_t head_bytes = heads == 1 ? rows.dim * 2 : rows.stride_head * 2;
+    if (token_bytes <= 0 || head_bytes <= 0 || num_rows > INT32_MAX) {
+        return false;
+    }
+    const smla_cuda_array array = {
+        rows.data,
+        2,
+        4,
+        {SEGMENT, (uint64_t)num_rows, (uint64_t)segments, (uint64_t)heads},
+        {(uint64_t)token_bytes, SEGMENT_BYTES, (uint64_t)head_bytes},
+        {SEGMENT, (uint32_t)box_rows, (uint32_t)segments, 1}};
+    return smla_cuda_make_tensor_map(&array, true, map);
+}
+
+/* Makes the maps of one array, or of the two of a pair. */
+bool
+map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t num_heads,
+          int box_rows, CUtensorMap maps[2], mha_rows *rows)
+{
+    for (int i = 0; i < count; i++) {
+        if (parts[i].dim > 0 && !map_rows(parts[i], num_rows, num_heads, box_rows, &maps[i])) {
+            return false;
+        }
+        rows->segments[i] = (int32_t)(parts[i].dim / SEGMENT);
+        rows->head_step[i] = parts[i].stride_head == 0 || num_heads == 1 ? 0 : 1;
+    }
+    return true;
+}
+
+/* The most tiles that requests of any lengths can have: one that is not full for each of them. */
+int64_t
+count_most_tiles(const smla_varlen_params &p)
+{
+    const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
+    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS * p.num_heads;
+}
+
+/* Fills args but for the counters. Returns what no tensor map can describe, or NULL. */
+const char *
+make_args(const smla_varlen_params &p, mha_args *args)
+{
+    args->p = p;
+    args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
+    args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
+    args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
+    args->scale_log2 = p.softmax_scale * LOG2_E;
+    args->is_causal = p.rule.right == 0;
+    args->out_is_fp32 = p.out_type == SMLA_FLOAT_FP32;
+    if (!map_parts(p.q, 2, p.num_tokens, p.num_heads, GROUP_ROWS, args->q_maps, &args->q)) {
+        return "strides of q";
+    }
+    if (!map_parts(p.k, 2, p.num_keys, p.num_kv_heads, BLOCK_KEYS, args->k_maps, &args->k)) {
+        return "strides of k";
+    }
+    return map_parts(&p.v, 1, p.num_keys, p.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v)
+               ? NULL
+               : "strides of v";
+}
+
+/* Gives the launch counters, if the caller's workspace has room for them, and they suffice. */
+unsigned long long *
+find_counters(const smla_varlen_params &p, int64_t most_tiles, int64_t num_ctas)
+{
+    const bool has_room = p.workspace != NULL && p.workspace_bytes >= SMLA_VARLEN_WORKSPACE_BYTES &&
+                          (uintptr_t)p.workspace % alignof(uint64_t) == 0;
+    return has_room && most_tiles > num_ctas && most_tiles + num_ctas <= (int64_t)COUNTER_MASK
+               ? (unsigned long long *)p.workspace
+               : NULL;
+}
+
+template <int D, bool HALF>
+cudaError_t
+launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args *args)
+{
+    static uint64_t allowed;
+    const int bytes = (int)sizeof(mha_memory<D>);
+    static_assert(sizeof(mha_memory<D>) <= 227 << 10, "an SM of Hopper has 227 KiB");
+    const cudaError_t code = allow_shared_bytes((const void *)attend_mha<D, HALF>, bytes,
+                                                p.call.stream.device_id, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    const int64_t most_tiles = count_most_tiles(p);
+    const int64_t num_ctas = most_tiles < device->num_sms ? most_tiles : device->num_sms;
+    args->counters = find_counters(p, most_tiles, num_ctas);
+    return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
+}
+
+/* Says which calls are not this kernel's, and why; NULL: it is. The answer depends on types, sizes
+ * of a row and masks, and in make_args on strides, but not on the batch, because kernels differ in
+ * the bits of a row. */
+const char *
+find_obstacle(const smla_varlen_params &p)
+{
+    const int64_t dim = p.q[0].dim + p.q[1].dim;
+    const bool is_fp16 = p.q_type == SMLA_FLOAT_FP16 && p.kv_type == SMLA_FLOAT_FP16;
+    const bool is_bf16 = p.q_type == SMLA_FLOAT_BF16 && p.kv_type == SMLA_FLOAT_BF16;
+    if (!is_fp16 && !is_bf16) {
+        return "types";
+    }
+    if ((dim != 192 && dim != 128) || p.value_dim != VALUE_DIM || p.q[0].dim % SEGMENT != 0) {
+        return "sizes of rows";
+    }
+    if (p.rule.left >= 0 || p.rule.right > 0 || p.rule.chunk > 0 || p.rule.share.size > 0) {
+        return "mask";
+    }
+    if (p.softcap != 0.0f || !(p.softmax_scale > 0.0f)) {
+        return "softcap or scale";
+    }
+    const int64_t value_bytes = p.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
+    if (!smla_is_multiple(p.out, p.out_stride_token * value_bytes, 16) ||
+        p.out_stride_head * value_bytes % 16 != 0) {
+        return "strides of out";
+    }
+    return p.num_keys == 0 ? "no keys" : NULL;
+}
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_varlen_mha(const smla_varlen_params *params, const smla_cuda_device *device,
+                            const char **obstacle)
+{
+    const smla_varlen_params &p = *params;
+    mha_args args = {};
+    *obstacle = smla_cuda_is_hopper(device) ? find_obstacle(p) : "device";
+    if (*obstacle == NULL) {
+        *obstacle = make_args(p, &args);
+    }
+    if (*obstacle != NULL) {
+        return SMLA_NO_KERNEL;
+    }
+    const bool is_half = p.q_type == SMLA_FLOAT_FP16;
+    if (p.q[0].dim + p.q[1].dim == 192) {
+        return is_half ? launch_mha<192, true>(p, device, &args)
+                       : launch_mha<192, false>(p, device, &args);
+    }
+    return is_half ? launch_mha<128, true>(p, device, &args)
+                   : launch_mha<128, false>(p, device, &args);
+}

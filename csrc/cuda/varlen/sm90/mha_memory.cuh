@@ -1,0 +1,152 @@
+/* mha_memory.cuh: the argument, the shared memory and the barriers of mha_attention_sm90.cu. */
+#pragma once
+
+#include "cuda/host/tensor_map.h"
+#include "cuda/ptx/numeric.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
+#include "cuda/varlen/varlen_lse.cuh"
+
+enum {
+    GROUPS = 2,
+    GROUP_WARPS = 4,
+    GROUP_THREADS = GROUP_WARPS * SMLA_WARP_LANES,
+    CONSUMER_WARPS = GROUPS * GROUP_WARPS,
+    CONSUMER_THREADS = GROUPS * GROUP_THREADS,
+    LOAD_WARPS = 4,
+    MHA_THREADS = CONSUMER_THREADS + LOAD_WARPS * SMLA_WARP_LANES,
+    CONSUMER_REGISTERS = 240,
+    LOAD_REGISTERS = 24,
+
+    WARP_ROWS = 16, /* rows of a tile that a consumer warp has */
+    GROUP_ROWS = GROUP_WARPS * WARP_ROWS,
+    TILE_ROWS = GROUPS * GROUP_ROWS,
+    BLOCK_KEYS = 128,
+    VALUE_DIM = 128,
+    SEGMENT = 64,        /* elements of a row in 128 bytes, whose 16-byte chunks are swizzled */
+    SEGMENT_BYTES = 128, /* also the bytes between two rows of a segment */
+
+    STAGES = 2, /* blocks of keys, and of values, in shared memory */
+    SLOTS = 4,  /* tiles that the scheduler may be ahead */
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* Named barriers; the number of the group is added. */
+enum {
+    VALUES_CLEARED = 1, /* the group's threads | the same */
+    TURN = 3,           /* the other group's threads | the group's */
+};
+
+/* Arrays of queries, keys or values, for copies by tensor maps: one, or the two of a pair. */
+struct mha_rows {
+    int32_t segments[2]; /* segments of a row; 0: there is no such part */
+    int32_t head_step[2]; /* 0: all heads share their rows, as those of k_pe do */
+};
+
+struct mha_args {
+    CUtensorMap q_maps[2];
+    CUtensorMap k_maps[2];
+    CUtensorMap v_maps[2]; /* the second one is not used */
+    mha_rows q;
+    mha_rows k;
+    mha_rows v;
+    smla_varlen_params p;
+    int64_t out_token_bytes;
+    int64_t out_head_bytes;
+    smla_divisor group; /* H / Hk */
+    float scale_log2;
+    bool is_causal;
+    bool out_is_fp32;
+    unsigned long long *counters; /* of mha_tiles.cuh; NULL: tiles are not claimed */
+};
+
+/* TILE_ROWS rows of a head: query tokens of one request. A request's tiles end at its last token,
+ * and a tile's keys end where its last row's do, so that the diagonal of a causal mask is that of
+ * the first block. Blocks go from there towards the request's first key. */
+struct alignas(16) mha_tile {
+    int32_t first_query;   /* token of row 0, which may be in front of the request */
+    int32_t absent_rows;   /* rows in front of the request's first token: 0 to TILE_ROWS - 1 */
+    int32_t first_key;     /* row in the arrays of the first block's key 0 */
+    int32_t num_blocks;    /* at least one; 0: there are no more tiles */
+    int32_t absent_keys;   /* keys of the last block in front of the request's first key */
+    int32_t head;
+    int32_t kv_head;
+    uint8_t *out; /* row 0's results, which do not exist if the row does not */
+    float *lse;   /* NULL: nobody wants it */
+};
+
+template <int D> struct mha_memory {
+    static constexpr int SEGMENTS = D / SEGMENT;
+    alignas(1024) uint16_t queries[GROUPS][SEGMENTS][GROUP_ROWS][SEGMENT];
+    alignas(1024) uint16_t keys[STAGES][SEGMENTS][BLOCK_KEYS][SEGMENT];
+    alignas(1024) uint16_t values[STAGES][VALUE_DIM / SEGMENT][BLOCK_KEYS][SEGMENT];
+    mha_tile tiles[SLOTS];
+    /* mbarriers; mha_attention_sm90.cu lists who arrives and who waits */
+    uint64_t q_full[GROUPS];
+    uint64_t q_empty[GROUPS];
+    uint64_t k_full[STAGES];
+    uint64_t k_empty[STAGES];
+    uint64_t v_full[STAGES];
+    uint64_t v_empty[STAGES];
+    uint64_t tile_full[SLOTS];
+    uint64_t tile_empty[SLOTS];
+    uint64_t tile_wanted;
+};
+
+__device__ __forceinline__ int
+lane_idx(void)
+{
+    return (int)threadIdx.x % SMLA_WARP_LANES;
+}
+
+/* The address of an mbarrier. */
+__device__ __forceinline__ uint32_t
+at(const uint64_t &barrier)
+{
+    return ptx_shared_address(&barrier);
+}
+
+/* Initialises an array of mbarriers. */
+template <int COUNT>
+__device__ __forceinline__ void
+start_barriers(uint64_t (&barriers)[COUNT], int arrivals)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        ptx_mbarrier_init(at(barriers[i]), arrivals);
+    }
+}
+
+/* Called by one thread. */
+template <int D>
+__device__ __forceinline__ void
+start_memory(mha_memory<D> *shared)
+{
+    start_barriers(shared->q_full, 1);
+    start_barriers(shared->q_empty, GROUP_WARPS);
+    start_barriers(shared->k_full, 1);
+    start_barriers(shared->k_empty, CONSUMER_WARPS);
+    start_barriers(shared->v_full, 1);
+    start_barriers(shared->v_empty, CONSUMER_WARPS);
+    start_barriers(shared->tile_full, 1);
+    start_barriers(shared->tile_empty, LOAD_WARPS - 1 + CONSUMER_WARPS);
+    ptx_mbarrier_init(at(shared->tile_wanted), 1);
+    ptx_fence_mbarrier_init();
+}
+
+/* Waits for the CTA's tile `number`, and returns where it is. */
+template <int D>
+__device__ __forceinline__ const mha_tile *
+await_tile(const mha_memory<D> *shared, uint32_t number)
+{
+    ptx_mbarrier_wait(at(shared->tile_full[number % SLOTS]), number / SLOTS % 2);
+    return &shared->tiles[number % SLOTS];
+}
+
+/* Arrives, as one of those that read the tile, if `is_on`. */
+template <int D>
+__device__ __forceinline__ void
+leave_tile(const mha_memory<D> *shared, uint32_t number, bool is_on)
+{
+    ptx_mbarrier_arrive(at(shared->tile_empty[number % SLOTS]), is_on);
+}

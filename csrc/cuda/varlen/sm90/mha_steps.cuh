@@ -1,0 +1,128 @@
+/* mha_steps.cuh: the order in which a consumer group of mha_attention_sm90.cu works. It goes from a
+ * tile's last block to the first one of the next tile without a pause: the scores of the block that
+ * comes next, wherever that is, are started before the weights at hand meet their values. */
+#pragma once
+
+#include "cuda/varlen/sm90/mha_results.cuh"
+
+/* The first block of the CTA's first tile. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+begin_tiles(const mha_args &args, const mha_tile &tile, const mha_memory<D> *shared,
+            mha_consumer<D> *state)
+{
+    load_group_queries(shared, 0, state);
+    await_keys(shared, *state);
+    start_scores<D, HALF>(state);
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
+    wgmma_wait<0>();
+    free_keys(shared, state);
+    weigh_first<D, HALF>(args, tile, state);
+}
+
+/* Scores of a tile's next block, and values of the block before. `absent_keys` are hidden. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+step(const mha_args &args, bool is_first, int absent_keys, const mha_memory<D> *shared,
+     mha_consumer<D> *state)
+{
+    await_keys(shared, *state);
+    take_turn(*state);
+    start_scores<D, HALF>(state);
+    await_values(shared, *state);
+    start_values<D, HALF>(state, is_first);
+    pass_turn(*state);
+    wgmma_wait<1>(); /* the scores are there */
+    free_keys(shared, state);
+    weigh_next<D, HALF>(args, absent_keys, state);
+    free_values(shared, state);
+    pack_weights<D, HALF>(state);
+}
+
+/* Takes the turn for the values of a tile's last block. The rows' sums are complete, and what is to
+ * do with them is done before the turn, for which the group often waits anyway. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+start_last_values(const mha_args &args, const mha_tile &tile, mha_memory<D> *shared,
+                  mha_consumer<D> *state, float factors[2])
+{
+    finish_rows<D, HALF>(args, tile, *state, factors);
+    await_values(shared, *state);
+    if (tile.absent_keys > 0) {
+        clear_values(shared, *state, tile.absent_keys);
+    }
+    take_turn(*state);
+    start_values<D, HALF>(state, tile.num_blocks == 1);
+}
+
+/* The step from tile `number` to the next: the last values of one, and behind them the first scores
+ * of the other, which cover the way of the older tile's results to memory. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, uint32_t number,
+            mha_memory<D> *shared, mha_consumer<D> *state)
+{
+    float factors[2];
+    start_last_values<D, HALF>(args, older, shared, state, factors);
+    load_group_queries(shared, number + 1, state);
+    await_keys(shared, *state);
+    start_scores<D, HALF>(state);
+    pass_turn(*state);
+    wgmma_wait<1>(); /* out is complete */
+    free_values(shared, state);
+    write_values<D, HALF>(args, older, *state, factors, shared);
+    __syncwarp(); /* all lanes have read the older tile, and are done with the queries' memory */
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
+    leave_tile(shared, number, state->frees);
+    wgmma_wait<0>(); /* the scores are there */
+    free_keys(shared, state);
+    weigh_first<D, HALF>(args, newer, state);
+}
+
+/* The end of the CTA's last tile. Nobody waits for group 0's turn any more when group 1 is done. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+end_tiles(const mha_args &args, const mha_tile &older, mha_memory<D> *shared,
+          mha_consumer<D> *state)
+{
+    float factors[2];
+    start_last_values<D, HALF>(args, older, shared, state, factors);
+    if (state->group == 0) {
+        pass_turn(*state);
+    }
+    wgmma_wait<0>();
+    write_values<D, HALF>(args, older, *state, factors, shared);
+}
+
+/* Computes the CTA's tiles, one of the two groups. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+consume_tiles(const mha_args &args, int group, int warp, mha_memory<D> *shared)
+{
+    const mha_tile *tile = await_tile(shared, 0);
+    if (tile->num_blocks == 0) {
+        return;
+    }
+    mha_consumer<D> state;
+    start_consumer(shared, group, warp, &state);
+    if (group == 1) {
+        pass_turn(state); /* group 0 begins */
+    }
+    begin_tiles<D, HALF>(args, *tile, shared, &state);
+    for (uint32_t number = 0;; number++) {
+        const int num_blocks = tile->num_blocks;
+        const int absent_keys = tile->absent_keys;
+#pragma unroll 1
+        for (int block = 1; block < num_blocks; block++) {
+            step<D, HALF>(args, block == 1, block == num_blocks - 1 ? absent_keys : 0, shared,
+                          &state);
+        }
+        const mha_tile *const older = tile;
+        tile = await_tile(shared, number + 1);
+        if (tile->num_blocks == 0) {
+            end_tiles<D, HALF>(args, *older, shared, &state);
+            return;
+        }
+        change_tile<D, HALF>(args, *older, *tile, number, shared, &state);
+    }
+}

@@ -1,0 +1,230 @@
+/* mha_tiles.cuh: which tiles a CTA of mha_attention_sm90.cu takes, and what a tile is.
+ *
+ * Only the device knows the requests' lengths. Tiles are numbered by sections of heads, in them by
+ * requests, in a request from its last rows, which have the most keys, and at last by heads. A CTA's
+ * first tile has its own number. It claims the others from a counter, late, so that CTAs which are
+ * slower take fewer. Without a counter it takes every n-th, forwards and backwards in turn.
+ */
+#pragma once
+
+#include "cuda/varlen/sm90/mha_memory.cuh"
+
+/* ---- The counter ----------------------------------------------------------------------------
+ *
+ * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any other
+ * contents count as 0. The last CTA of the launch leaves words without a tag, so that a launch that
+ * follows, or a graph that is replayed, begins at 0 again. */
+
+enum : uint64_t {
+    COUNTER_TAG = 0xB6E93D5A71000000,
+    COUNTER_MASK = 0xFFFFFF, /* bits of the count */
+};
+enum counter_idx { CLAIMS = 0, EXITS = 1, NUM_COUNTERS = 2 };
+
+static_assert(NUM_COUNTERS * sizeof(uint64_t) == SMLA_VARLEN_WORKSPACE_BYTES,
+              "what callers are told");
+
+__device__ __forceinline__ bool
+is_counting(unsigned long long word)
+{
+    return (word & ~(unsigned long long)COUNTER_MASK) == COUNTER_TAG;
+}
+
+/* Makes the counters 0 unless another CTA of the launch has. Only such CTAs change the words in
+ * between, so a failed exchange means that one of them has. */
+__device__ __forceinline__ void
+start_counters(unsigned long long *counters)
+{
+#pragma unroll
+    for (int i = 0; i < NUM_COUNTERS; i++) {
+        const unsigned long long old = *(volatile unsigned long long *)&counters[i];
+        if (!is_counting(old)) {
+            atomicCAS(&counters[i], old, (unsigned long long)COUNTER_TAG);
+        }
+    }
+}
+
+__device__ __forceinline__ uint32_t
+add_to_counter(unsigned long long *counter)
+{
+    return (uint32_t)(atomicAdd(counter, 1ull) & COUNTER_MASK);
+}
+
+/* This CTA claims no more. The last one that says so ends the counters. */
+__device__ __forceinline__ void
+end_counters(unsigned long long *counters)
+{
+    if (add_to_counter(&counters[EXITS]) == gridDim.x - 1) {
+        counters[CLAIMS] = 0;
+        counters[EXITS] = 0;
+    }
+}
+
+/* ---- Tiles ---------------------------------------------------------------------------------- */
+
+/* Bytes of keys and values that tiles which run at the same time should share: half of an L2. */
+constexpr uint32_t SECTION_BYTES = 24 << 20;
+
+/* Where the last tile was found; numbers only grow. */
+struct mha_search {
+    uint32_t head_tiles;    /* tiles of a head: of all requests */
+    uint32_t section_heads; /* heads whose tiles run at the same time */
+    uint32_t section;       /* the section of the last tile */
+    uint32_t section_first; /* number of its first tile */
+    int32_t req;            /* the first of the 32 requests looked at */
+    uint32_t req_first;     /* tiles of a head in the requests before it */
+};
+
+__device__ __forceinline__ uint32_t
+count_tiles(const smla_varlen_request &request)
+{
+    return (uint32_t)(request.num_queries + TILE_ROWS - 1) / TILE_ROWS;
+}
+
+/* The most KV heads of which L2 should hold the longest request's keys, section_keys in all heads
+ * together; in query heads. A divisor of their number, so that the last section is as large as the others. */
+__device__ __forceinline__ uint32_t
+choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
+{
+    const uint32_t kv_heads = (uint32_t)args.p.num_kv_heads;
+    uint32_t heads = max(min(kv_heads, section_keys / max(most_keys, 1u)), 1u);
+#pragma unroll 1
+    while (kv_heads % heads != 0) {
+        heads--;
+    }
+    return heads * (uint32_t)args.group.divisor;
+}
+
+/* All functions below are called by the scheduler, a warp. */
+__device__ __forceinline__ mha_search
+start_search(const mha_args &args, uint32_t section_keys)
+{
+    uint32_t tiles = 0;
+    uint32_t most_keys = 0;
+    /* Two loops, because one would take more registers than a load warp has. */
+#pragma unroll 1
+    for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
+        tiles += count_tiles(smla_find_varlen_request(&args.p, req));
+    }
+#pragma unroll 1
+    for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
+        most_keys =
+            max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
+    }
+    most_keys = __reduce_max_sync(ALL_LANES, most_keys);
+    return mha_search{__reduce_add_sync(ALL_LANES, tiles),
+                      choose_section(args, most_keys, section_keys), 0, 0, 0, 0};
+}
+
+/* Makes tile `idx` of a request, counted from its end. */
+__device__ __forceinline__ void
+make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx, int32_t head,
+          mha_tile *tile)
+{
+    const int32_t num_keys = (int32_t)request.num_keys;
+    const int32_t first_row = (int32_t)request.num_queries - (idx + 1) * TILE_ROWS;
+    /* keys that the tile's last row sees */
+    const int32_t end = args.is_causal ? max(num_keys - idx * TILE_ROWS, 0) : num_keys;
+    const int32_t num_blocks = max((end + BLOCK_KEYS - 1) / BLOCK_KEYS, 1);
+    const int64_t token = request.first_query + first_row;
+    tile->first_query = (int32_t)token;
+    tile->absent_rows = max(-first_row, 0);
+    tile->num_blocks = num_blocks;
+    tile->first_key = (int32_t)request.first_key + end - BLOCK_KEYS;
+    tile->absent_keys = num_blocks * BLOCK_KEYS - end;
+    tile->head = head;
+    tile->kv_head = (int32_t)smla_divide_uint32((uint32_t)head, args.group);
+    tile->out = (uint8_t *)args.p.out + token * args.out_token_bytes + head * args.out_head_bytes;
+    tile->lse = args.p.lse == NULL
+                    ? NULL
+                    : args.p.lse + token * args.p.lse_stride_token + head * args.p.lse_stride_head;
+}
+
+/* Finds tile `number`, which the first lane makes, or returns false if there are fewer tiles. */
+__device__ __forceinline__ bool
+find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *tile)
+{
+    const uint32_t heads = search->section_heads;
+    const uint32_t section_tiles = search->head_tiles * heads;
+    if (number >= search->head_tiles * (uint32_t)args.p.num_heads) {
+        return false;
+    }
+    while (number - search->section_first >= section_tiles) {
+        search->section++;
+        search->section_first += section_tiles;
+        search->req = 0;
+        search->req_first = 0;
+    }
+    const uint32_t in_section = number - search->section_first;
+    const uint32_t row = in_section / heads;
+    const uint32_t head = search->section * heads + in_section - row * heads;
+#pragma unroll 1
+    for (;;) {
+        const int64_t req = search->req + lane_idx();
+        const uint32_t count =
+            req < args.p.num_reqs ? count_tiles(smla_find_varlen_request(&args.p, req)) : 0;
+        const uint32_t sum = smla_scan_lanes(count, lane_idx());
+        const uint32_t idx = row - search->req_first;
+        const uint32_t past = __ballot_sync(ALL_LANES, idx < sum);
+        if (past != 0) {
+            const int owner = __ffs((int)past) - 1;
+            const uint32_t before = __shfl_sync(ALL_LANES, sum - count, owner);
+            if (lane_idx() == 0) {
+                make_tile(args, smla_find_varlen_request(&args.p, search->req + owner),
+                          (int32_t)(idx - before), (int32_t)head, tile);
+            }
+            return true;
+        }
+        search->req += SMLA_WARP_LANES;
+        search->req_first += __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+    }
+}
+
+/* ---- The scheduler -------------------------------------------------------------------------- */
+
+/* The number of the CTA's n-th tile, n > 0. */
+__device__ __forceinline__ uint32_t
+claim_tile(const mha_args &args, uint32_t n)
+{
+    if (args.counters == NULL) {
+        return n * gridDim.x + (n % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
+    uint32_t number = 0;
+    if (lane_idx() == 0) {
+        number = gridDim.x + add_to_counter(&args.counters[CLAIMS]);
+    }
+    return __shfl_sync(ALL_LANES, number, 0);
+}
+
+/* Publishes tiles until there are none. */
+template <int D>
+__device__ __forceinline__ void
+schedule_tiles(const mha_args &args, mha_memory<D> *shared)
+{
+    const bool is_first_lane = lane_idx() == 0;
+    if (args.counters != NULL && is_first_lane) {
+        start_counters(args.counters);
+    }
+    __syncwarp();
+    constexpr int KEY_BYTES = (D + VALUE_DIM) * 2;
+    mha_search search = start_search(args, SECTION_BYTES / KEY_BYTES);
+    for (uint32_t n = 0;; n++) {
+        ptx_mbarrier_wait(at(shared->tile_empty[n % SLOTS]), (n / SLOTS % 2) ^ 1);
+        if (n > 0) {
+            ptx_mbarrier_wait(at(shared->tile_wanted), (n & 1) ^ 1);
+        }
+        mha_tile *const tile = &shared->tiles[n % SLOTS];
+        const bool exists =
+            find_tile(args, n == 0 ? blockIdx.x : claim_tile(args, n), &search, tile);
+        if (!exists && is_first_lane) {
+            tile->num_blocks = 0;
+        }
+        ptx_mbarrier_arrive(at(shared->tile_full[n % SLOTS]), is_first_lane);
+        if (!exists) {
+            break;
+        }
+    }
+    if (args.counters != NULL && is_first_lane) {
+        end_counters(args.counters);
+    }
+}

@@ -1,0 +1,264 @@
+/* mha_weights.cuh: a block's scores become weights 2^(logit - reference).
+ *
+ * A row's first reference is the largest logit of its first block. It moves only if a later logit
+ * exceeds it by more than 2^MOST_EXCESS as a weight, which usual rows never see. What a row does
+ * depends on its own logits, though all rows of a warp branch alike. */
+#pragma once
+
+#include "cuda/varlen/sm90/mha_products.cuh"
+
+/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has no
+ * room for more than 8 above its WEIGHT_SHIFT. */
+template <bool HALF> constexpr float MOST_EXCESS = HALF ? 8.0f : 16.0f;
+
+/* The pairs of a row's elements in `scores` (mha_consumer). */
+enum { ROW_PAIRS = BLOCK_KEYS / 8 };
+
+/* ---- Masks ---------------------------------------------------------------------------------- */
+
+/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as between
+ * integers, and move them while products are still under way. */
+__device__ __forceinline__ void
+keep_below(int key, int end, float *score)
+{
+    asm("{\n\t"
+        ".reg .pred hidden;\n\t"
+        "setp.ge.s32 hidden, %1, %2;\n\t"
+        "@hidden mov.f32 %0, 0fFF800000;\n\t"
+        "}"
+        : "+f"(*score)
+        : "r"(key), "r"(end));
+}
+
+__device__ __forceinline__ void
+hide(float *score)
+{
+    asm("mov.f32 %0, 0fFF800000;" : "=f"(*score));
+}
+
+/* Hides the first `count` keys of a block from all rows. */
+__device__ __forceinline__ void
+hide_front(int count, float (&scores)[BLOCK_KEYS / 2])
+{
+    const int own_count = count - lane_again() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < ROW_PAIRS; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                keep_below(own_count, 8 * n + k + 1, &scores[4 * n + 2 * i + k]);
+            }
+        }
+    }
+}
+
+/* Hides what a causal mask hides of a tile's first block: row r of the tile sees keys 0 to r. The
+ * diagonal crosses the half of the keys that has the group's number. */
+template <int HALF_IDX>
+__device__ __forceinline__ void
+hide_future_of_group(int row, float (&scores)[BLOCK_KEYS / 2])
+{
+    const int end = row + 1 - lane_again() % 4 * 2; /* relative to the lane's first key */
+#pragma unroll
+    for (int n = 0; n < ROW_PAIRS; n++) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int key = 8 * n + k % 2 - HALF_IDX * BLOCK_KEYS / 2 - k / 2 * 8;
+            if (n / (ROW_PAIRS / 2) == HALF_IDX) {
+                keep_below(key, end, &scores[4 * n + k]);
+            } else if (n / (ROW_PAIRS / 2) > HALF_IDX) {
+                hide(&scores[4 * n + k]);
+            }
+        }
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void
+hide_future(mha_consumer<D> *state)
+{
+    static_assert(GROUPS * GROUP_ROWS == BLOCK_KEYS, "the diagonal is that of a square");
+    const int row = state->warp * WARP_ROWS + lane_again() / 4; /* in the group */
+    if (state->group == 0) {
+        hide_future_of_group<0>(row, state->scores);
+    } else {
+        hide_future_of_group<1>(row, state->scores);
+    }
+}
+
+/* ---- Sums over lanes ------------------------------------------------------------------------ */
+
+__device__ __forceinline__ float
+max_of_quad(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+__device__ __forceinline__ float
+sum_of_quad(float x)
+{
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+/* The largest of a row's elements in all four lanes; a NaN counts as none. */
+__device__ __forceinline__ float
+max_of_row(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
+{
+    float pair[2] = {scores[2 * row_piece], scores[2 * row_piece + 1]};
+#pragma unroll
+    for (int n = 1; n < ROW_PAIRS; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            pair[k] = fmaxf(pair[k], scores[4 * n + 2 * row_piece + k]);
+        }
+    }
+    return max_of_quad(fmaxf(pair[0], pair[1]));
+}
+
+/* ---- Weights -------------------------------------------------------------------------------- */
+
+/* scores become exponents of weights. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+find_exponents(float scale_log2, mha_consumer<D> *state)
+{
+    float shift[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float reference = state->reference[i];
+        shift[i] = WEIGHT_SHIFT<HALF> - (reference == -INFINITY ? 0.0f : reference);
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
+        state->scores[i] = fmaf(state->scores[i], scale_log2, shift[i / 2 % 2]);
+    }
+}
+
+/* Exponents become weights, whose sums are added to the rows' sums. */
+template <int D>
+__device__ __forceinline__ void
+find_weights(mha_consumer<D> *state)
+{
+    float terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
+        state->scores[i] = ptx_exp2(state->scores[i]);
+        terms[i % 4] += state->scores[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float term = terms[2 * i] + terms[2 * i + 1];
+        const float older = state->sum[i];
+        state->sum[i] = older + term;
+        state->rest[i] += term - (state->sum[i] - older);
+    }
+}
+
+/* Rounds weights, for the product with values. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+pack_weights(mha_consumer<D> *state)
+{
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 4; i++) {
+        const float low = state->scores[2 * i];
+        const float high = state->scores[2 * i + 1];
+        state->weights[i] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+    }
+}
+
+/* Whether a row of the warp may have to move its reference. Floats above a positive one are integers
+ * above its bits, and so is NaN. */
+template <int D, bool HALF>
+__device__ __forceinline__ bool
+may_move(const mha_consumer<D> &state)
+{
+    int highest[2] = {INT32_MIN, INT32_MIN};
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            highest[k] = __vimax3_s32(highest[k], __float_as_int(state.scores[i + 2 * k]),
+                                      __float_as_int(state.scores[i + 2 * k + 1]));
+        }
+    }
+    const bool is_above = max(highest[0], highest[1]) >
+                          __float_as_int(WEIGHT_SHIFT<HALF> + MOST_EXCESS<HALF>);
+    const bool is_empty = state.reference[0] == -INFINITY || state.reference[1] == -INFINITY;
+    return __any_sync(ALL_LANES, is_above || is_empty);
+}
+
+/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and sums
+ * follow; `factors` become what out must be multiplied with. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+move_references(mha_consumer<D> *state, float factors[2])
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float older = state->reference[i];
+        const bool is_empty = older == -INFINITY;
+        const float top = max_of_row(i, state->scores) - WEIGHT_SHIFT<HALF>;
+        const bool moves = is_empty ? top > -INFINITY : top > MOST_EXCESS<HALF>;
+        const float base = is_empty ? 0.0f : older;
+        const float newer = moves ? base + top : base;
+        const float rise = newer - base; /* as later blocks will have it */
+        state->reference[i] = moves ? newer : older;
+        factors[i] = ptx_exp2(-rise);
+        state->sum[i] *= is_empty ? 1.0f : factors[i];
+        state->rest[i] *= is_empty ? 1.0f : factors[i];
+        factors[i] = is_empty ? 1.0f : factors[i];
+#pragma unroll
+        for (int n = 0; n < ROW_PAIRS; n++) {
+            state->scores[4 * n + 2 * i] -= rise;
+            state->scores[4 * n + 2 * i + 1] -= rise;
+        }
+    }
+}
+
+/* The first block of a tile: masks, references and weights. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+weigh_first(const mha_args &args, const mha_tile &tile, mha_consumer<D> *state)
+{
+    if (args.is_causal) {
+        hide_future(state);
+    }
+    if (tile.num_blocks == 1 && tile.absent_keys > 0) {
+        hide_front(tile.absent_keys, state->scores);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        state->reference[i] = __fmul_rn(max_of_row(i, state->scores), args.scale_log2);
+        state->sum[i] = 0.0f;
+        state->rest[i] = 0.0f;
+    }
+    find_exponents<D, HALF>(args.scale_log2, state);
+    find_weights(state);
+    pack_weights<D, HALF>(state);
+}
+
+/* A later block, while the values of the block before are added to out. At the end they are. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
+{
+    if (absent_keys > 0) {
+        hide_front(absent_keys, state->scores);
+    }
+    find_exponents<D, HALF>(args.scale_log2, state);
+    if (may_move<D, HALF>(*state)) {
+        float factors[2];
+        move_references<D, HALF>(state, factors);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 2; i++) {
+            state->out[i] *= factors[i / 2 % 2];
+        }
+    }
+    find_weights(state);
+    wgmma_wait<0>();
+}
