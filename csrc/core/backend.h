@@ -68,6 +68,8 @@ typedef struct smla_backend {
     DLDeviceType device_type;
     /* SMLA_OK, or why the device cannot be used: bad number, too old, no driver. */
     smla_status (*check_device)(const char *op, int32_t device_id, smla_error *error);
+    /* What kind of device it is, for estimates: major * 10 + minor of a GPU, else 0. */
+    int32_t (*capability)(int32_t device_id);
     SMLA_OPERATORS(SMLA_OPERATOR_SLOT)
     /* Chunks of lightning_indexer: the bytes of logits that are worth keeping, and the number of
      * tokens that a chunk should be a multiple of. */

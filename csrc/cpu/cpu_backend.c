@@ -57,6 +57,14 @@ destroy_mirror(smla_mirror *mirror)
     }
 }
 
+/* All CPUs are one kind. */
+static int32_t
+find_capability(int32_t device_id)
+{
+    (void)device_id;
+    return 0;
+}
+
 static smla_status
 begin_write(const char *op, smla_mirror *mirror, smla_stream stream, void **host, smla_error *error)
 {
@@ -80,6 +88,7 @@ const smla_backend smla_cpu_backend = {
     .name = "cpu",
     .device_type = kDLCPU,
     .check_device = check_device,
+    .capability = find_capability,
     .chunk_logits_bytes = SMLA_CPU_CHUNK_LOGITS_BYTES,
     .chunk_tokens = SMLA_CPU_CHUNK_TOKENS,
     .check_gather = smla_cpu_check_gather,

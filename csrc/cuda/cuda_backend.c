@@ -239,6 +239,13 @@ check_gather(const smla_gather_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+static int32_t
+find_capability(int32_t device_id)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(device_id);
+    return device == NULL ? 0 : device->compute_capability;
+}
+
 /* ---- The table ----------------------------------------------------------------------------- */
 
 /* The line follows another initializer, so it begins with the comma. */
@@ -248,6 +255,7 @@ const smla_backend smla_cuda_backend = {
     .name = "cuda",
     .device_type = kDLCUDA,
     .check_device = smla_cuda_check_device,
+    .capability = find_capability,
     .chunk_logits_bytes = INT64_MAX,
     .chunk_tokens = 64, /* whole blocks of tokens of every kernel of logits */
     .check_gather = check_gather,

@@ -54,9 +54,9 @@ class Config:
     path : "separate" or "mixed", optional
         With "separate", decodes attend to the cache, absorbed, and prefills to keys and values of
         all heads, which are made of the new latents and of the cached ones. With "mixed", all
-        tokens attend to the cache, absorbed. None gives each step the path that costs fewer
-        multiplications: "mixed" where few new tokens stand over a long context, up to 170 of
-        DeepSeek-V3.
+        tokens attend to the cache, absorbed. None gives each step the path that is estimated to
+        take less time on its device: "mixed" where few new tokens stand over a long context, up to
+        some hundreds of DeepSeek-V3.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 

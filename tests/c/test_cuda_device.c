@@ -357,6 +357,8 @@ test_facts(void)
     EXPECT_EQ(count_calls("cudaDeviceGetAttribute"), 4);
     EXPECT(smla_cuda_find_device(0) != device);
     EXPECT(smla_cuda_find_device(2) == NULL);
+    EXPECT_EQ(smla_cuda_backend.capability(1), 103);
+    EXPECT_EQ(smla_cuda_backend.capability(2), 0);
     EXPECT(smla_cuda_find_device(-1) == NULL);
     EXPECT(smla_cuda_find_device(SMLA_CUDA_MAX_DEVICES) == NULL);
     for (int n = 0; n < 4; n++) { /* a fact that could not be read is asked for again */

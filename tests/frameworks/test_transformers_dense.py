@@ -120,6 +120,53 @@ def test_served_logits_are_within_the_bounds(example, adapter, tokens, name, pat
         assert comparison.num_clear > 300
 
 
+@pytest.fixture
+def plans(monkeypatch):
+    """The metadata of all steps, as they are planned."""
+    seen = []
+    builder = sparse_mla.dense.MetadataBuilder
+    build = builder.build
+
+    def keep(self, common):
+        metadata = build(self, common)
+        chunks = metadata.context_chunk_seq_tot or []
+        seen.append((metadata.path, metadata.num_prefills, len(chunks), sum(chunks)))
+        return metadata
+
+    monkeypatch.setattr(builder, "build", keep)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_paths_agree(example, adapter, tokens, plans, name):
+    """Within the sum of their bounds, over a context of several chunks of 256 rows. On an FP8 cache
+    they read other values of new tokens, each within its bound of eager attention's."""
+    torch = find_framework("torch").module
+    model = make_model(example, *MODELS[name])
+    eager = [example.run_eager(model, row) for row in tokens]
+    for kv_cache_dtype, bound in example.common.BOUNDS.items():
+        results = {}
+        for path in ("separate", "mixed"):
+            options = {"path": path, "prefill_workspace_tokens": 256}
+            runner = adapter.ModelRunner(model, **LIMITS, **options, kv_cache_dtype=kv_cache_dtype)
+            rows, plans[:] = [[], [], []], []
+            for start, end in ((0, 60), (60, 61), (61, 121), (121, 180), (180, 240), (240, 256)):
+                step = {i: row[start:end] for i, row in enumerate(tokens)}
+                got = runner.step(step, all_logits=True).split(end - start)
+                for its, logits in zip(rows, got, strict=True):
+                    its.append(logits.float())
+            assert {plan[0] for plan in plans} == {path}
+            if path == "separate":
+                assert max(num_chunks for _, _, num_chunks, _ in plans) >= 3
+                assert sum(total for *_, total in plans) == 3 * (61 + 121 + 180 + 240)
+            results[path] = torch.cat([torch.cat(its) for its in rows])
+            against = compare(example, [results[path]], eager, kv_cache_dtype)
+            assert against.within, against
+        std = torch.cat(eager).float().std()
+        apart = ((results["separate"] - results["mixed"]).abs().max() / std).item()
+        assert 0 < apart <= 2 * bound
+
+
 @pytest.mark.parametrize(
     ("model_type", "fault"),
     [

@@ -508,30 +508,39 @@ def test_no_context(plan):
 
 def choose(query_lens, contexts, **sizes) -> str:
     """The path that a step has if its config leaves it open: no layer runs."""
-    case = Case([1], [0])
+    case, trip = Case([1], [0]), travel()
     starts = np.cumsum([0, *query_lens]).astype(np.int32)
     lens = np.add(query_lens, contexts).astype(np.int32)
     limits = {"max_num_batched_tokens": int(starts[-1]), "max_model_len": int(lens.max())}
-    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128, "prefill_workspace_tokens": 64} | sizes
-    config = case.config(path=None, max_num_seqs=len(lens), device="cpu", **limits, **sizes)
+    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128, "prefill_workspace_tokens": 512} | sizes
+    config = case.config(path=None, max_num_seqs=len(lens), **limits, **sizes)
     table = np.zeros((len(lens), -(-int(lens.max()) // 16)), np.int32)
-    common = package.CommonAttentionMetadata(starts, lens, np.zeros(starts[-1], np.int64), table)
+    arrays = (starts, lens, np.zeros(starts[-1], np.int64), table)
+    common = package.CommonAttentionMetadata(
+        *map(trip.put, arrays), query_start_loc_cpu=starts, seq_lens_cpu=lens
+    )
     return dense.MetadataBuilder(config).build(common).path
 
 
 def test_the_plan_chooses_the_cheaper_path():
-    """n new tokens cost n (576 + 512) per context token absorbed, else n * 320 + 512 * 256."""
-    assert {n: choose([n], [100_000]) for n in (169, 170, 171)} == {
-        169: "mixed",
-        170: "mixed",
-        171: "separate",
-    }
-    assert choose([2, 8000], [0, 0]) == "separate"
+    """Clear cases only: where the paths cost about the same, either will do."""
+    assert choose([16], [8192]) == "mixed"
+    assert choose([2], [100_000]) == "mixed"
+    assert choose([4096], [0]) == "separate"
+    assert choose([4096], [8192]) == "separate"
+    assert choose([2], [0]) == "separate"  # a pair costs less there, and there is nothing to make
     assert choose([2, 4000], [3000, 0]) == "separate"  # the new tokens' own pairs count, too
     assert choose([2, 40], [3000, 0]) == "mixed"
     assert choose([1, 1], [3000, 0]) == "mixed"
     assert choose([9, 1], [0, 0]) == "mixed"  # a decode behind a prefill
     assert choose([9], [0], v_head_dim=127) == "mixed"  # no kernel for values of that size
+
+
+@pytest.mark.parametrize("context", [500, 8192])
+def test_more_new_tokens_never_turn_a_step_to_mixed(context):
+    paths = [choose([2**n], [context]) for n in range(1, 13)]
+    assert paths == sorted(paths)  # "mixed", then "separate"
+    assert len(set(paths)) == 2
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -57,20 +57,95 @@ smla_dense_list_chunks(smla_step *s)
 
 /* ---- Path ---------------------------------------------------------------------------------- */
 
-/* Whether prefills cost less on path "mixed", in multiplications per head. A pair of a query and a
- * key costs 2 * 512 + R of them there, and Pn + R + Pv on path "separate", which makes keys and
- * values of each token of the context first. Both do as much for the new tokens themselves. Few new
- * tokens over a long context are cheaper on path "mixed". */
-static bool
-prefers_mixed(const smla_dense_config *config, const smla_batch *batch, int64_t first)
+/* How fast a kind of device does the parts of a step: FLOP, or bytes, per picosecond. Measured with
+ * heads of 192 and 128 values, because the ways to attend reach different parts of a device's
+ * peak. Only the proportions count. */
+typedef struct step_rates {
+    DLDeviceType device_type;
+    int32_t capability; /* a GPU's compute capability; 0: any */
+    double absorbed;    /* FLOP of attention to latents */
+    double expanded;    /* FLOP of attention to keys and values of every head */
+    double projection;  /* FLOP of kv_b_proj, which makes these */
+    double memory;      /* bytes of gathers and merges */
+} step_rates;
+
+static const step_rates rates[] = {
+    /* An H200: Hopper's kernel of dense tiles; the portable kernel of varlen; cuBLAS; a copy */
+    {kDLCUDA, 90, 600.0, 376.0, 700.0, 4.3},
+    /* The same GPU with portable kernels alone. Others have slower parts in like proportions. */
+    {kDLCUDA, 0, 150.0, 376.0, 700.0, 4.3},
+    /* A core of a Xeon with AMX, which attention uses and projections do not */
+    {kDLCPU, 0, 0.13, 0.15, 0.05, 0.012},
+};
+
+static const step_rates *
+find_rates(const smla_step *s)
 {
+    const int32_t capability = s->backend->capability(s->device.device_id);
+    const step_rates *row = rates;
+    const step_rates *const last = rates + sizeof rates / sizeof rates[0] - 1;
+    while (row < last && (row->device_type != s->backend->device_type ||
+                          (row->capability != 0 && row->capability != capability))) {
+        row++;
+    }
+    return row;
+}
+
+static int64_t
+context_of(const smla_batch *batch, int64_t req)
+{
+    return batch->seq_lens[req] - smla_query_len(batch->query_start_loc, req);
+}
+
+/* Picoseconds per head and token of context that are the same for any number of new tokens: the
+ * gather of its latent, which heads share, and its keys and values. */
+static double
+expand_token(const smla_dense_config *config, const step_rates *rate)
+{
+    const double latent = SMLA_KV_LORA_RANK + (double)config->qk_rope_head_dim;
     const double values = (double)(config->qk_nope_head_dim + config->v_head_dim);
-    double more = 0; /* what path "mixed" costs more */
+    const double gathered = 2 * latent * sizeof(uint16_t) / (double)config->num_heads;
+    return 2 * SMLA_KV_LORA_RANK * values / rate->projection + gathered / rate->memory;
+}
+
+/* Picoseconds per head and new token: a merge reads two rows and writes one, after each chunk.
+ * Requests share the workspace, so a chunk has so many of its rows for each. */
+static double
+merge_token(const smla_dense_builder *b, const step_rates *rate, int64_t context,
+            int64_t num_sharing)
+{
+    const double chunks = (double)context * (double)num_sharing / (double)b->workspace_tokens;
+    const double bytes = 3 * (double)b->config.v_head_dim * sizeof(uint16_t);
+    return (chunks < 1 ? 1 : chunks) * bytes / rate->memory;
+}
+
+/* Whether prefills are estimated to take less time on path "mixed". Few new tokens over a long
+ * context do: a pair of a query and a key takes more FLOP there, but no keys and values have to be
+ * made, and nothing is merged. Both paths do as much for the new tokens themselves. */
+static bool
+prefers_mixed(const smla_step *s, const smla_batch *batch, int64_t first)
+{
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
+    const smla_dense_config *const config = &b->config;
+    const step_rates *const rate = find_rates(s);
+    const double rope = (double)config->qk_rope_head_dim;
+    const double values = (double)(config->qk_nope_head_dim + config->v_head_dim);
+    const double absorbed = 2 * (2 * SMLA_KV_LORA_RANK + rope) / rate->absorbed; /* per pair */
+    const double expanded = 2 * (values + rope) / rate->expanded;
+    int64_t num_sharing = 0;
+    for (int64_t req = first; req < batch->num_reqs; req++) {
+        num_sharing += context_of(batch, req) > 0;
+    }
+    double more = 0; /* picoseconds per head that path "mixed" takes more */
     for (int64_t req = first; req < batch->num_reqs; req++) {
         const double num_new = smla_query_len(batch->query_start_loc, req);
-        const double context = batch->seq_lens[req] - num_new;
-        const double num_pairs = num_new * context + num_new * (num_new + 1) / 2;
-        more += num_pairs * (2 * SMLA_KV_LORA_RANK - values) - context * SMLA_KV_LORA_RANK * values;
+        const int64_t context = context_of(batch, req);
+        const double num_pairs = num_new * (double)context + num_new * (num_new + 1) / 2;
+        more += num_pairs * (absorbed - expanded);
+        if (context > 0) {
+            more -= (double)context * expand_token(config, rate);
+            more -= num_new * merge_token(b, rate, context, num_sharing);
+        }
     }
     return more < 0;
 }
@@ -84,7 +159,7 @@ smla_dense_choose_path(const smla_step *s, const smla_batch *batch, const smla_s
     const bool is_mixed =
         facts->split.num_prefills == 0 ||
         smla_check_batch_order(smla_build_op, &s->limits, batch, &ignored) != SMLA_OK ||
-        prefers_mixed(&((const smla_dense_builder *)s)->config, batch, facts->split.num_decodes);
+        prefers_mixed(s, batch, facts->split.num_decodes);
     return is_mixed ? SMLA_PATH_MIXED : SMLA_PATH_SEPARATE;
 }
 
@@ -96,8 +171,7 @@ read_context(const smla_step *s, const smla_batch *batch, int64_t first)
 {
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     for (int64_t req = first; req < batch->num_reqs; req++) {
-        b->kept.context_lens[req - first] =
-            batch->seq_lens[req] - smla_query_len(batch->query_start_loc, req);
+        b->kept.context_lens[req - first] = (int32_t)context_of(batch, req);
     }
     return (smla_context_args){.struct_size = sizeof(smla_context_args),
                                .context_lens = b->kept.context_lens,
