@@ -162,7 +162,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
             return ("uint8", "float8_e4m3fn")
         if name in kinds:
             return kinds[name]
-    elif name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
+    elif row.op == "fp8_linear" and name in ("weight", "workspace"):
+        return ("uint8", "float8_e4m3fn" if name == "weight" else "int8")
+    elif name in ("kv_c", "k", "weight") or (name == "x" and "quant" in row.op):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
     if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
@@ -174,7 +176,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     ops = ("sparse_attention", "mla_attention", "lightning_indexer")
     if name == "workspace_buffer" or (name == "workspace" and error_op(row) in ops):
         return ("uint8", "int8")
-    if name == "out" and row.op == "dynamic_per_tensor_quant":
+    if name == "out" and row.op in ("dynamic_per_tensor_quant", "scaled_quantize"):
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
@@ -465,6 +467,7 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
+    ("fp8_linear", "workspace"): {0},
     ("indexer_logits", "context_lens"): {0},
     ("indexer_logits", "req_id_per_token"): {0},
     ("indexer_logits", "block_table"): {0, 1},
