@@ -502,7 +502,7 @@ SCALED = [
     ("rows", "x", lambda x: x[:3], ValueError, ()),
     ("columns", "x", lambda x: x[:, :47], ValueError, ()),
     ("no group", "group", lambda _: None, TypeError, ()),
-    ("three sizes", "group", lambda _: (1, 2, 3), TypeError, ()),
+    ("three sizes", "group", lambda _: (1, 2, 3), ValueError, ()),
     ("group of 0", "group", lambda _: (0, 16), ValueError, ()),
     ("group of -2", "group", lambda _: (2, -2), ValueError, ()),
     ("rows of a group", "group", lambda _: (3, 16), ValueError, ("x",)),
