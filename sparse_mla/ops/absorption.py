@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -26,7 +27,14 @@ PLAIN, TRANSPOSED = 1, 2  # smla_storage
 ROPE_DIM = 64  # of models with RoPE
 
 
-def absorb(q_proj: Any, W_UK: Array, W_UV: Array, o_proj: Any, *, scheme: str | None = None) -> Any:
+def absorb(
+    q_proj: Array | tuple[Array, Array] | Callable[[Any], Any],
+    W_UK: Array,
+    W_UV: Array,
+    o_proj: Array | tuple[Array, Array] | Callable[[Any], Any],
+    *,
+    scheme: str | None = None,
+) -> Any:
     """Absorb W_UK into the projection of queries, and W_UV into that of outputs.
 
     W_Q_UK[q, h * L + l] = sum_n q_proj[q, h, n] * W_UK[l, h, n] over the Pn values without RoPE,
@@ -96,7 +104,7 @@ def absorb(q_proj: Any, W_UK: Array, W_UV: Array, o_proj: Any, *, scheme: str | 
 @operator
 def _split_weight(
     weight: Like[Result],
-    scale: Array | None,
+    weight_scale_inv: Array | None,
     num_rows: int,
     num_heads: int,
     first_dim: int,

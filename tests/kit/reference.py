@@ -491,6 +491,7 @@ def dynamic_per_tensor_quant(x) -> tuple[np.ndarray, np.float32]:
     scale = np.float32(amax / E4M3_MAX)
     return e4m3_encode(value / scale), scale
 
+
 def scaled_quantize(x, group) -> tuple[np.ndarray, np.ndarray]:
     """-> (codes [M, N], descale [M / m, N / n]), each step rounded to fp32."""
     value = to_f32(np.asarray(x))

@@ -72,7 +72,9 @@ class Layer:
 
 def make_layer(scheme: str, T: int, out: int, k: int, seed=0, kind="flat") -> Layer:
     rng = np.random.default_rng(seed)
-    draw = (lambda *s: rng.normal(0, 1, s)) if kind == "flat" else (lambda *s: rng.uniform(0.9, 1, s))
+    draw = (
+        (lambda *s: rng.normal(0, 1, s)) if kind == "flat" else (lambda *s: rng.uniform(0.9, 1, s))
+    )
     x = ref.to_bf16(draw(T, k) * np.exp2(rng.integers(-6, 6, (T, 1))))
     weight = draw(out, k) * np.exp2(rng.integers(-3, 3, (out, 1))) / 16
     return Layer(scheme, x, *quantize_weight(weight, SCHEMES[scheme][1]))
