@@ -73,22 +73,21 @@ smla_check_scaled_quantize(const smla_scaled_quantize_args *args,
                                            .dtypes = SMLA_DTYPE_FLOATS,
                                            .ndim = 2,
                                            .shape = {SMLA_ANY, SMLA_ANY}}));
-    SMLA_TRY(
-        read_groups(&c, "group", args->x, args->group_rows, args->group_columns, params));
+    SMLA_TRY(read_groups(&c, "group", args->x, args->group_rows, args->group_columns, params));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 2,
                                            .shape = {params->num_rows, params->num_columns}}));
-    SMLA_TRY(smla_require(
-        &c, &(smla_rule){.name = "descale",
-                         .tensor = args->descale,
-                         .dtypes = SMLA_DTYPE_FP32,
-                         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                         .ndim = 2,
-                         .shape = {params->num_row_groups, params->num_column_groups},
-                         .hint = "a scale per group"}));
+    SMLA_TRY(
+        smla_require(&c, &(smla_rule){.name = "descale",
+                                      .tensor = args->descale,
+                                      .dtypes = SMLA_DTYPE_FP32,
+                                      .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                                      .ndim = 2,
+                                      .shape = {params->num_row_groups, params->num_column_groups},
+                                      .hint = "a scale per group"}));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->call = smla_call_of(&c, args->stream, NULL);
     params->out = smla_data(args->out);

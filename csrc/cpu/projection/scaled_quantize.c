@@ -20,7 +20,7 @@ enum {
     NARROW = 32,         /* a group of fewer columns is narrow */
     TILE_COLUMNS = 4096, /* of wide groups, unless a group has more */
     NARROW_COLUMNS = 256,
-    PIECE = 4096,            /* elements of a large group that a thread takes at a time */
+    PIECE = 4096,           /* elements of a large group that a thread takes at a time */
     LEAST_SHARED = 1 << 14, /* elements that are worth several threads */
 };
 
@@ -184,8 +184,9 @@ quantize_shared(const smla_cache_isa *cache, const smla_scaled_quantize_params *
 #pragma omp parallel for schedule(static) reduction(max : amax)
     for (int64_t i = 0; i < num_pieces; i++) {
         const group_piece piece = find_piece(p, tile, pieces_per_row, i);
-        const float found = cache->find_amax(
-            p->x, p->type, piece.row * p->x_stride_row + piece.column, piece.count);
+        const float found =
+            cache->find_amax(p->x, p->type, piece.row * p->x_stride_row + piece.column,
+                             piece.count);
         amax = found > amax ? found : amax;
     }
     const float factor = finish_group(amax, descale_of(p, tile, 0));

@@ -5,7 +5,8 @@
  *
  * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n), or for e4m3
  *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n),
- *              where b is a block of 128 values of k
+ *              where b is a block of 128 values of k; with a w_scale[h,n] per output, that
+ *              multiplies the whole sum instead
  * Shapes       x [T, H, k], w [k, H, n] in any order of dimensions, bf16 or e4m3, any strides, zero
  *              and negative ones included; out [T, H, n] bf16, last dimension contiguous
  * Shared mem   none
@@ -72,6 +73,9 @@ __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_
                 const float scale = smla_projection_scale(&p.scales, token, head, outer, tile);
                 sum = fmaf(add_products(p, x + k, w + k, SMLA_SCALE_TILE, 0.0f), scale, sum);
             }
+        }
+        if (p.is_e4m3 && p.scales.w_is_per_output) {
+            sum *= *smla_output_scale(&p.scales, head, outer);
         }
         p.out[token * p.out_stride_token + head * p.out_stride_head + outer] =
             smla_float_to_bf16(sum);

@@ -2,13 +2,15 @@
  * On Hopper it serves up to MOST_EXACT_TOKENS tokens, where the weight's bytes bind.
  *
  * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k],
- *              where b is a block of 128 values of k, a step
+ *              where b is a block of 128 values of k, a step; or with a w_scale[h,n] per output,
+ *              which multiplies the whole sum
  * Shapes       x [T, H, k] e4m3, w [H, n, k] e4m3: base and strides are multiples of 16 bytes; the
  *              scales fp32, or x's four exponents per int32, any strides; out [T, H, n] bf16
  * Shared mem   two rings of STEPS steps. A step has [TOKENS + OUTPUTS][128] bytes, a scale word per
  *              token, and one scale of the weight. Chunk j of row i is at index j ^ 4 (i % 2), so
  *              that the eight lanes of a 128-byte read touch eight banks. Tiles of 16 tokens x 64
- *              outputs have 2 x 4 steps of 10.1 KiB, tiles of 64 x 64 have 2 x 3 of 16.3 KiB
+ *              outputs have 2 x 4 steps of 10.1 KiB, tiles of 64 x 64 have 2 x 3 of 16.3 KiB, and
+ *              tiles of 32 x 64 are between them
  * Roles        two teams of 256 threads: one has a tile's even steps, the other its odd ones. A
  *              team brings a step with cp.async, STEPS - 1 steps ahead. Four of its warps, a
  *              quarter of the threads, multiply the first halves of its steps, four the second
@@ -57,6 +59,7 @@ template <int WARP_ROWS_, int ROW_TILES_, int COLUMN_TILES_, int STEPS_> struct 
 };
 
 using small_tile = tile_shape<1, 1, 2, 4>;  /* 16 tokens x 64 outputs */
+using half_tile = tile_shape<2, 1, 4, 3>;   /* 32 x 64, for scales of outputs: those spill at 64 */
 using medium_tile = tile_shape<2, 2, 4, 3>; /* 64 tokens x 64 outputs */
 
 /* A team's ring. */
@@ -154,7 +157,7 @@ copy_own_rows(const uint8_t *from, int64_t stride, uint32_t to, int num_rows)
 
 /* Starts the copies of a step. The outputs of a tile share one scale of the weight, because the
  * first output is a multiple of 64. */
-template <typename Shape>
+template <bool PER_OUTPUT, typename Shape>
 __device__ __forceinline__ void
 copy_step(const e4m3_projection &args, const step_copier &copier, int64_t step, int slot,
           step_ring<Shape> *ring)
@@ -175,7 +178,7 @@ copy_step(const e4m3_projection &args, const step_copier &copier, int64_t step, 
         const int64_t word = p.scales.x_is_packed ? step / 4 : step;
         ptx_cp_async_4_or_zero(ptx_shared_address(&ring->token_scales[slot][thread]),
                                copier.scale + word * p.scales.x_stride_column, copier.has_scale);
-    } else if (thread == Shape::TOKENS) {
+    } else if (!PER_OUTPUT && thread == Shape::TOKENS) {
         ptx_cp_async_4_or_zero(ptx_shared_address(&ring->weight_scale[slot]),
                                copier.scale + step * p.scales.w_stride_inner, true);
     }
@@ -247,7 +250,7 @@ multiply_half(const step_ring<Shape> *ring, int slot, int half, tile_sums<Shape>
 }
 
 /* sums += each token's factor * the products of half a step. */
-template <typename Shape>
+template <bool PER_OUTPUT, typename Shape>
 __device__ __forceinline__ void
 add_half(const e4m3_projection &args, int64_t step, int slot, int half,
          const step_ring<Shape> *ring, tile_sums<Shape> *sums)
@@ -255,7 +258,7 @@ add_half(const e4m3_projection &args, int64_t step, int slot, int half,
     tile_sums<Shape> products;
     clear_sums(&products);
     multiply_half(ring, slot, half, &products);
-    const float weight_scale = ring->weight_scale[slot];
+    const float weight_scale = PER_OUTPUT ? 1.0f : ring->weight_scale[slot];
 #pragma unroll
     for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
         const uint32_t word = ring->token_scales[slot][token_row<Shape>() + 8 * i];
@@ -292,7 +295,7 @@ wait_for_team(int team)
 }
 
 /* The sums of a quarter. */
-template <typename Shape>
+template <bool PER_OUTPUT, typename Shape>
 __device__ __forceinline__ void
 sum_quarter(const e4m3_projection &args, int64_t number, int team, int half, step_ring<Shape> *ring,
             tile_sums<Shape> *sums)
@@ -303,7 +306,7 @@ sum_quarter(const e4m3_projection &args, int64_t number, int team, int half, ste
 #pragma unroll 1
     for (int i = 0; i < Shape::STEPS - 1; i++) {
         if (i < num_own) {
-            copy_step(args, copier, i * TEAMS + team, i, ring);
+            copy_step<PER_OUTPUT>(args, copier, i * TEAMS + team, i, ring);
         }
         ptx_cp_async_commit();
     }
@@ -313,11 +316,12 @@ sum_quarter(const e4m3_projection &args, int64_t number, int team, int half, ste
         ptx_cp_async_wait<Shape::STEPS - 2>();
         wait_for_team(team);
         if (i + Shape::STEPS - 1 < num_own) {
-            copy_step(args, copier, (i + Shape::STEPS - 1) * TEAMS + team, free_slot, ring);
+            copy_step<PER_OUTPUT>(args, copier, (i + Shape::STEPS - 1) * TEAMS + team, free_slot,
+                                  ring);
         }
         /* Where nothing is copied, an empty group keeps the count of groups right. */
         ptx_cp_async_commit();
-        add_half(args, i * TEAMS + team, slot, half, ring, sums);
+        add_half<PER_OUTPUT>(args, i * TEAMS + team, slot, half, ring, sums);
         slot = next_slot<Shape>(slot);
         free_slot = next_slot<Shape>(free_slot);
     }
@@ -367,7 +371,28 @@ store_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &
     }
 }
 
+/* Stores the tile's sums times the scales of their outputs. */
 template <typename Shape>
+__device__ __forceinline__ void
+store_scaled_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &sums)
+{
+    const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
+    const int64_t first =
+        tile.outer + output_row<Shape>() - threadIdx.x % SMLA_WARP_LANES / 4 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Shape::COLUMN_TILES; j++) {
+        const int64_t outer = first + 8 * j;
+        const output_scales scales = load_output_scales(args.p, tile.head, outer);
+#pragma unroll
+        for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
+            const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
+            store_pair(args, tile.head, tile.token + token_row<Shape>() + 8 * i, outer,
+                       pair[0] * scales.first, pair[1] * scales.second);
+        }
+    }
+}
+
+template <typename Shape, bool PER_OUTPUT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, 1) project_e4m3(const __grid_constant__ e4m3_projection args)
 {
@@ -378,25 +403,29 @@ __launch_bounds__(BLOCK_THREADS, 1) project_e4m3(const __grid_constant__ e4m3_pr
     ptx_wait_for_grids();
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         tile_sums<Shape> sums;
-        sum_quarter(args, number, team, half, &shared->rings[team], &sums);
+        sum_quarter<PER_OUTPUT>(args, number, team, half, &shared->rings[team], &sums);
         add_quarters(quarter, shared, &sums);
         if (quarter == 0) {
-            store_tile(args, number, sums);
+            if constexpr (PER_OUTPUT) {
+                store_scaled_tile(args, number, sums);
+            } else {
+                store_tile(args, number, sums);
+            }
         }
     }
 }
 
-template <typename Shape>
+template <typename Shape, bool PER_OUTPUT>
 cudaError_t
 launch_tiles(const smla_projection_params *p)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(tile_memory<Shape>);
-    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3<Shape>, bytes,
-                                                p->call.stream.device_id, &allowed);
+    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3<Shape, PER_OUTPUT>,
+                                                bytes, p->call.stream.device_id, &allowed);
     const e4m3_projection args = make_projection(p, Shape::TOKENS, Shape::OUTPUTS);
     return code != cudaSuccess ? code
-                               : smla_launch(project_e4m3<Shape>, args, args.num_tiles,
+                               : smla_launch(project_e4m3<Shape, PER_OUTPUT>, args, args.num_tiles,
                                              BLOCK_THREADS, bytes, p->call.stream);
 }
 
@@ -415,6 +444,12 @@ smla_cuda_launch_projection_e4m3(const smla_projection_params *p)
     if (p->num_tokens > MOST_EXACT_TOKENS && smla_cuda_is_hopper(device)) {
         return smla_cuda_launch_projection_e4m3_sm90(p);
     }
-    return p->num_tokens <= small_tile::TOKENS ? launch_tiles<small_tile>(p)
-                                               : launch_tiles<medium_tile>(p);
+    if (smla_cuda_is_hopper(device) && smla_is_projection_wide(p, device->num_sms)) {
+        return smla_cuda_launch_projection_e4m3_wide_sm90(p);
+    }
+    const bool is_small = p->num_tokens <= small_tile::TOKENS;
+    if (p->scales.w_is_per_output) {
+        return is_small ? launch_tiles<small_tile, true>(p) : launch_tiles<half_tile, true>(p);
+    }
+    return is_small ? launch_tiles<small_tile, false>(p) : launch_tiles<medium_tile, false>(p);
 }

@@ -1,8 +1,9 @@
 /* projection_e4m3.cuh: what the kernels of e4m3 projections share: tiles of results, 16-byte chunks
  * of rows in shared memory, and the store of results.
  *
- * A step is 128 values of k, which have one scale per token and one per 128 outputs. In shared
- * memory a row of a step is 128 bytes: eight chunks, in an order that the kernel chooses.
+ * A step is 128 values of k, which have one scale per token and one per 128 outputs. Instances with
+ * PER_OUTPUT have one scale per output instead, which multiplies the whole sum. In shared memory a
+ * row of a step is 128 bytes: eight chunks, in an order that the kernel chooses.
  */
 #pragma once
 
@@ -21,8 +22,19 @@ enum {
  * nothing. */
 enum { MOST_EXACT_TOKENS = 64 };
 
-/* The launcher of projection_e4m3_sm90.cu. */
+/* The launchers of projection_e4m3_sm90.cu and projection_e4m3_wide_sm90.cu. */
 extern "C" cudaError_t smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *params);
+extern "C" cudaError_t
+smla_cuda_launch_projection_e4m3_wide_sm90(const smla_projection_params *params);
+
+enum { WIDE_OUTPUTS = 256 }; /* outputs of a tile of projection_e4m3_wide_sm90.cu */
+
+/* Whether up to MOST_EXACT_TOKENS tokens have so many outputs that each SM has a wide tile. */
+static inline bool
+smla_is_projection_wide(const smla_projection_params *p, int64_t num_sms)
+{
+    return p->inner_dim > 0 && p->num_heads * (p->outer_dim / WIDE_OUTPUTS) >= num_sms;
+}
 
 /* The argument of the kernels. */
 typedef struct e4m3_projection {
@@ -78,6 +90,20 @@ static __device__ __forceinline__ const uint8_t *
 first_weight_row(const smla_projection_params &p, const result_tile &tile)
 {
     return (const uint8_t *)p.w + tile.head * p.w_stride_head + tile.outer * p.w_stride_outer;
+}
+
+/* The scales of outputs `outer` and outer + 1; 0 for an output that does not exist. */
+typedef struct output_scales {
+    float first;
+    float second;
+} output_scales;
+
+static __device__ __forceinline__ output_scales
+load_output_scales(const smla_projection_params &p, int64_t head, int64_t outer)
+{
+    const float *const scale = smla_output_scale(&p.scales, head, outer);
+    return output_scales{outer < p.outer_dim ? __ldg(scale) : 0.0f,
+                         outer + 1 < p.outer_dim ? __ldg(scale + p.scales.w_stride_outer) : 0.0f};
 }
 
 /* Stores the results of outputs `outer` and outer + 1, if they exist. */

@@ -2,7 +2,8 @@
  * cores. projection_e4m3.cu serves fewer tokens, more exactly.
  *
  * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k],
- *              where b is a block of 128 values of k, a step
+ *              where b is a block of 128 values of k, a step; or with a w_scale[h,n] per output,
+ *              which multiplies the whole sum
  * Shapes       as projection_e4m3.cu
  * Shared mem   a ring of 6 steps, 192 KiB: tokens [128][128] and weights [128][128] e4m3, with a
  *              swizzle of 128 bytes (wgmma.cuh); a scale word per token, one scale of the weight;
@@ -87,6 +88,7 @@ copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, in
     }
 }
 
+template <bool PER_OUTPUT>
 __device__ __forceinline__ void
 copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step, int slot,
           ring_memory *shared)
@@ -103,12 +105,13 @@ copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step, in
     ptx_cp_async_4_or_zero(ptx_shared_address(&shared->token_scales[slot][thread]),
                            smla_token_scale_word(&p.scales, tile.token + thread, tile.head, step),
                            thread < num_tokens);
-    if (thread == 0) {
+    if (!PER_OUTPUT && thread == 0) {
         ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weight_scale[slot]),
                                smla_weight_scale(&p.scales, tile.head, tile.outer, step), true);
     }
 }
 
+template <bool PER_OUTPUT>
 __device__ __forceinline__ void
 copy_tiles(const e4m3_projection &args, ring_memory *shared)
 {
@@ -119,7 +122,7 @@ copy_tiles(const e4m3_projection &args, ring_memory *shared)
         for (int64_t step = 0; step < args.num_steps; step++) {
             ptx_mbarrier_wait(ptx_shared_address(&shared->empty[position.slot]),
                               position.parity ^ 1);
-            copy_step(args, tile, step, position.slot, shared);
+            copy_step<PER_OUTPUT>(args, tile, step, position.slot, shared);
             ptx_mbarrier_arrive_after_copies(ptx_shared_address(&shared->full[position.slot]));
             advance(&position);
         }
@@ -153,6 +156,7 @@ find_operands(const ring_memory *shared)
 }
 
 /* sums += each token's factor * the products of the step at `position`. */
+template <bool PER_OUTPUT>
 __device__ __forceinline__ void
 add_step(const e4m3_projection &args, int64_t step, const tile_operands &operands,
          const ring_position &position, ring_memory *shared, float (&products)[NUM_SUMS],
@@ -164,7 +168,7 @@ add_step(const e4m3_projection &args, int64_t step, const tile_operands &operand
     const int token = token_of_thread();
     const uint32_t words[2] = {shared->token_scales[position.slot][token],
                                shared->token_scales[position.slot][token + 8]};
-    const float weight_scale = shared->weight_scale[position.slot];
+    const float weight_scale = PER_OUTPUT ? 1.0f : shared->weight_scale[position.slot];
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -182,6 +186,7 @@ add_step(const e4m3_projection &args, int64_t step, const tile_operands &operand
     }
 }
 
+template <bool PER_OUTPUT>
 __device__ __forceinline__ void
 consume_tiles(const e4m3_projection &args, ring_memory *shared)
 {
@@ -197,13 +202,21 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
         }
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
-            add_step(args, step, operands, position, shared, products, sums);
+            add_step<PER_OUTPUT>(args, step, operands, position, shared, products, sums);
             advance(&position);
         }
         const int64_t token = tile.token + token_of_thread();
         const int64_t outer = tile.outer + threadIdx.x % 4 * 2;
+        output_scales scales = {1.0f, 1.0f};
 #pragma unroll
         for (int i = 0; i < NUM_SUMS / 2; i++) {
+            if constexpr (PER_OUTPUT) {
+                if (i % 2 == 0) {
+                    scales = load_output_scales(args.p, tile.head, outer + i / 2 * 8);
+                }
+                sums[2 * i] *= scales.first;
+                sums[2 * i + 1] *= scales.second;
+            }
             store_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8, sums[2 * i],
                        sums[2 * i + 1]);
         }
@@ -212,6 +225,7 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
+template <bool PER_OUTPUT>
 __global__ void
 __launch_bounds__(CONSUMERS + COPIERS, 1)
     project_e4m3_sm90(const __grid_constant__ e4m3_projection args)
@@ -227,10 +241,26 @@ __launch_bounds__(CONSUMERS + COPIERS, 1)
     __syncthreads();
     ptx_wait_for_grids();
     if (threadIdx.x >= CONSUMERS) {
-        copy_tiles(args, shared);
+        copy_tiles<PER_OUTPUT>(args, shared);
     } else {
-        consume_tiles(args, shared);
+        consume_tiles<PER_OUTPUT>(args, shared);
     }
+}
+
+template <bool PER_OUTPUT>
+cudaError_t
+launch_tiles(const smla_projection_params *p)
+{
+    static uint64_t allowed;
+    const int bytes = (int)sizeof(ring_memory);
+    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3_sm90<PER_OUTPUT>, bytes,
+                                                p->call.stream.device_id, &allowed);
+    const e4m3_projection args = make_projection(p, TILE_TOKENS, TILE_OUTPUTS);
+    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
+    return code != cudaSuccess ? code
+                               : smla_launch(project_e4m3_sm90<PER_OUTPUT>, args,
+                                             args.num_tiles < num_sms ? args.num_tiles : num_sms,
+                                             CONSUMERS + COPIERS, bytes, p->call.stream);
 }
 
 } // namespace
@@ -238,14 +268,5 @@ __launch_bounds__(CONSUMERS + COPIERS, 1)
 cudaError_t
 smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *p)
 {
-    static uint64_t allowed;
-    const int bytes = (int)sizeof(ring_memory);
-    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3_sm90, bytes,
-                                                p->call.stream.device_id, &allowed);
-    const e4m3_projection args = make_projection(p, TILE_TOKENS, TILE_OUTPUTS);
-    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
-    return code != cudaSuccess ? code
-                               : smla_launch(project_e4m3_sm90, args,
-                                             args.num_tiles < num_sms ? args.num_tiles : num_sms,
-                                             CONSUMERS + COPIERS, bytes, p->call.stream);
+    return p->scales.w_is_per_output ? launch_tiles<true>(p) : launch_tiles<false>(p);
 }

@@ -23,6 +23,7 @@
 #include "core/quant_dims.h"
 #include "cuda/host/cuda.h"
 #include "cuda/projection/load_value.cuh"
+#include "cuda/projection/quant_units.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
@@ -72,47 +73,6 @@ find_unit(const quant_args &args, int64_t unit)
         unit = outer;
     }
     return {offsets.x + unit * args.x_strides[0], offsets.out + unit * args.out_strides[0]};
-}
-
-/* Loads the bits of COUNT elements, without conversion. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-load_unit(const void *x, int64_t index, uint32_t *words)
-{
-    if constexpr (TYPE == SMLA_FLOAT_FP32) {
-        smla_load_words<COUNT * 4, true>((const float *)x + index, words);
-    } else if constexpr (COUNT == 1) {
-        words[0] = __ldg((const uint16_t *)x + index);
-    } else {
-        smla_load_words<COUNT * 2, true>((const uint16_t *)x + index, words);
-    }
-}
-
-/* Converts a unit to at least 4 floats; zeros follow the last element. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-widen_unit(const uint32_t *words, float *values)
-{
-    if constexpr (TYPE == SMLA_FLOAT_FP32) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            values[i] = smla_bits_float(words[i]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < (COUNT + 1) / 2; i++) {
-            if constexpr (TYPE == SMLA_FLOAT_BF16) {
-                values[2 * i] = smla_low_bf16(words[i]);
-                values[2 * i + 1] = smla_high_bf16(words[i]);
-            } else {
-                smla_halves_to_floats(words[i], values + 2 * i);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = COUNT; i < 4; i++) {
-        values[i] = 0.0f;
-    }
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */

@@ -117,9 +117,8 @@ typedef struct smla_py_limit {
 #define SMLA_PY_TERM(kind, number_kind, row, number) {kind, number_kind, row, number}
 
 /* Dimensions of one term; the last stands for all dimensions of a result. */
-#define SMLA_PY_SIZE(array, dim) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, array, dim)}
-#define SMLA_PY_VALUE(option)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_VALUE_OF, option, 0)}
-#define SMLA_PY_GROUPS(option, dim) \
-    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_GROUPS_ALONG, option, dim)}
-#define SMLA_PY_NUMBER(value)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_CONSTANT, 0, value)}
-#define SMLA_PY_ALL_SIZES(array) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_WHOLE_SHAPE, array, 0)}
+#define SMLA_PY_SIZE(array, dim)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_SIZE_OF, array, dim)}
+#define SMLA_PY_VALUE(option)       {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_VALUE_OF, option, 0)}
+#define SMLA_PY_GROUPS(option, dim) {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_GROUPS_ALONG, option, dim)}
+#define SMLA_PY_NUMBER(value)       {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_CONSTANT, 0, value)}
+#define SMLA_PY_ALL_SIZES(array)    {SMLA_PY_TERM(SMLA_PY_ADD, SMLA_PY_WHOLE_SHAPE, array, 0)}
