@@ -10,7 +10,7 @@ typedef struct smla_weight {
     smla_float_type type;
     int64_t stride_row;
     int64_t stride_column;
-    const float *scale; /* of e4m3 values; NULL: 1 */
+    const float *scale; /* the scales of e4m3 values; NULL: 1 */
     int64_t scale_stride_row;
     int64_t scale_stride_column;
     int32_t scale_row_bits; /* log2 of the rows of a block: 0 or 7 */
@@ -38,7 +38,7 @@ typedef struct smla_split_kv_b_proj_params {
  * weights, per head. One of the result's strides, along r or l, is 1. */
 typedef struct smla_absorb_params {
     smla_call call;
-    int64_t num_rows; /* of x: Lq, or hidden */
+    int64_t num_rows; /* x has so many rows: Lq, or hidden */
     int64_t num_heads;
     int64_t num_latents; /* L */
     int64_t num_values;  /* Pn, or Pv */

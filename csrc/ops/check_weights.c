@@ -260,7 +260,7 @@ check_absorb(smla_checker *c, const absorb_args *a, smla_absorb_params *params,
                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}}));
     const int64_t latents = smla_size(a->w, 0), heads = smla_size(a->w, 1);
     SMLA_TRY(smla_require_num_heads(c, a->w_name, heads));
-    const int inner_dim = a->x.rows_are_outputs ? 1 : 0; /* of the result */
+    const int inner_dim = a->x.rows_are_outputs ? 1 : 0; /* the result's dimension of inputs */
     smla_rule out = {.name = "out",
                      .tensor = a->out,
                      .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
@@ -321,7 +321,7 @@ smla_check_absorb_q_proj(const smla_absorb_q_proj_args *args, smla_absorb_params
                            .out = args->out,
                            .stream = args->stream};
     smla_checker c;
-    smla_open_checker(&c, "absorb_q_proj", error);
+    smla_open_checker(&c, "absorb", error);
     return check_absorb(&c, &a, params, backend);
 }
 
@@ -340,6 +340,6 @@ smla_check_absorb_o_proj(const smla_absorb_o_proj_args *args, smla_absorb_params
                            .out = args->out,
                            .stream = args->stream};
     smla_checker c;
-    smla_open_checker(&c, "absorb_o_proj", error);
+    smla_open_checker(&c, "absorb", error);
     return check_absorb(&c, &a, params, backend);
 }

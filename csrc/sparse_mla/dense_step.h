@@ -125,7 +125,7 @@ typedef struct smla_dense_absorbed_forward_args {
     const DLTensor *k_pe;           /* [>= T, R] bf16; optional where R is 0 */
     const DLTensor *kv_cache;       /* [pages, block_size, row] */
     const DLTensor *W_Q_UK;         /* [Lq, H * 512] bf16, any strides; or [H * 512, Lq] e4m3 */
-    const DLTensor *W_Q_UK_descale; /* of e4m3, as smla_fp8_linear takes it; else NULL */
+    const DLTensor *W_Q_UK_descale; /* e4m3 has one, as smla_fp8_linear takes it; else NULL */
     const DLTensor *W_QR;           /* [Lq, H * R] bf16, any strides; NULL where R is 0 */
     const DLTensor *W_UV_O;         /* [H * 512, hidden] bf16, any strides; or [hidden, H * 512] */
     const DLTensor *W_UV_O_descale;
@@ -137,7 +137,7 @@ typedef struct smla_dense_absorbed_forward_args {
     smla_scale_arg kv_scale;    /* fp8_e4m3 only */
     double softmax_scale;
     int32_t is_neox;          /* pairs of RoPE: halves instead of neighbours */
-    int64_t input_group_rows; /* of smla_fp8_linear; for e4m3 */
+    int64_t input_group_rows; /* groups of smla_fp8_linear; for e4m3 */
     int64_t input_group_columns;
     void *stream;
 } smla_dense_absorbed_forward_args;

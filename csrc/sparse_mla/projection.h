@@ -41,7 +41,7 @@ typedef struct smla_absorb_q_proj_args {
     size_t struct_size;
     const DLTensor
         *q_proj; /* [Lq, H * (Pn + R)] or else its transpose; bf16 | fp16 | fp32 | e4m3 */
-    const DLTensor *q_scale; /* of e4m3 values, else NULL */
+    const DLTensor *q_scale; /* e4m3 values have one, else NULL */
     const DLTensor *w_uk;    /* [L, H, Pn] bf16 | fp16 | fp32, any strides */
     const DLTensor *out;     /* out [H * L, Lq] bf16 | fp32 */
     int32_t storage;         /* smla_storage of q_proj */
@@ -55,7 +55,7 @@ SMLA_API smla_status smla_absorb_q_proj(const smla_absorb_q_proj_args *args, sml
 typedef struct smla_absorb_o_proj_args {
     size_t struct_size;
     const DLTensor *o_proj;  /* [hidden, H * Pv] or else its transpose; bf16 | fp16 | fp32 | e4m3 */
-    const DLTensor *o_scale; /* of e4m3 values, else NULL */
+    const DLTensor *o_scale; /* e4m3 values have one, else NULL */
     const DLTensor *w_uv;    /* [L, H, Pv] bf16 | fp16 | fp32, any strides */
     const DLTensor *out;     /* out [hidden, H * L] bf16 | fp32 */
     int32_t storage;         /* smla_storage of o_proj */

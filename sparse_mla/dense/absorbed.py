@@ -12,7 +12,7 @@ from sparse_mla.ops.absorption import (
     multiply_weights,
     read_o_proj,
     read_q_proj,
-    scheme_of,
+    schemes_of,
 )
 
 # How the input of a product is quantised: rows and columns of a group.
@@ -33,16 +33,17 @@ def choose_scheme(
     if not requantize:
         return None
     kinds = {
-        "q_proj": _kind(q_proj, scheme),
-        "kv_b_proj": _kind_of_kv_b(kv_b, kv_b_scale, scheme),
-        "o_proj": _kind(o_proj, scheme),
+        "q_proj": _kinds(q_proj, scheme),
+        "kv_b_proj": _kinds_of_kv_b(kv_b, kv_b_scale, scheme),
+        "o_proj": _kinds(o_proj, scheme),
     }
-    found = set(kinds.values())
-    if found == {None}:
+    if all(kind == [None] for kind in kinds.values()):
         return scheme
-    if len(found) == 1 and scheme in (None, *found):
-        return found.pop()
-    names = ", ".join(f"{name} {kind or 'plain'}" for name, kind in kinds.items())
+    first, *rest = kinds.values()
+    shared = [kind for kind in first if kind is not None and all(kind in other for other in rest)]
+    if shared and scheme in (None, *shared):
+        return scheme or shared[0]
+    names = ", ".join(f"{name} {kind[0] or 'plain'}" for name, kind in kinds.items())
     asked = "" if scheme is None else f", where `scheme` is {scheme!r}"
     raise ValueError(
         "DenseMLA: `q_proj`, `kv_b_proj` and `o_proj` must have one scheme to be requantised, got "
@@ -50,19 +51,20 @@ def choose_scheme(
     )
 
 
-def _kind(given: Any, scheme: str | None) -> str | None:
-    """A pair's scheme; that of a layer, which only the caller knows; None for plain weights."""
+def _kinds(given: Any, scheme: str | None) -> list[str | None]:
+    """The schemes that a pair may have, or that of a layer, which only the caller knows; None for
+    plain weights."""
     if is_pair(given) and len(given) == 2:
-        return scheme_of(given[0].shape, given[1].shape, 0, scheme)
-    return scheme if callable(given) else None
+        return [*schemes_of(given[0].shape, given[1].shape, 0)]
+    return [scheme if callable(given) else None]
 
 
-def _kind_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> str | None:
+def _kinds_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> list[str | None]:
     if callable(weight):
-        return scheme
+        return [scheme]
     if scale is None:
-        return None
-    return scheme_of(weight.shape, scale.shape, 1 if weight.shape[0] == LATENT else 0, scheme)
+        return [None]
+    return [*schemes_of(weight.shape, scale.shape, 1 if weight.shape[0] == LATENT else 0)]
 
 
 class AbsorbedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -26,7 +27,14 @@ PLAIN, TRANSPOSED = 1, 2  # smla_storage
 ROPE_DIM = 64  # of models with RoPE
 
 
-def absorb(q_proj: Any, W_UK: Array, W_UV: Array, o_proj: Any, *, scheme: str | None = None) -> Any:
+def absorb(
+    q_proj: Array | tuple[Array, Array] | Callable[[Any], Any],
+    W_UK: Array,
+    W_UV: Array,
+    o_proj: Array | tuple[Array, Array] | Callable[[Any], Any],
+    *,
+    scheme: str | None = None,
+) -> Any:
     """Absorb W_UK into the projection of queries, and W_UV into that of outputs.
 
     W_Q_UK[q, h * L + l] = sum_n q_proj[q, h, n] * W_UK[l, h, n] over the Pn values without RoPE,
@@ -96,7 +104,7 @@ def absorb(q_proj: Any, W_UK: Array, W_UV: Array, o_proj: Any, *, scheme: str | 
 @operator
 def _split_weight(
     weight: Like[Result],
-    scale: Array | None,
+    weight_scale_inv: Array | None,
     num_rows: int,
     num_heads: int,
     first_dim: int,
@@ -174,17 +182,19 @@ def is_pair(given: Any) -> bool:
     return isinstance(given, (tuple, list))
 
 
-def scheme_of(shape: Any, scale_shape: Any, out_dim: int, scheme: str | None) -> str:
-    """The scheme of an e4m3 weight, by the shape of its scale; `scheme` where that leaves a choice.
+def schemes_of(shape: Any, scale_shape: Any, out_dim: int) -> list[str]:
+    """The schemes that an e4m3 weight may have by the shape of its scale, the likeliest first.
     Dimension `out_dim` of the weight, as it is stored, has the outputs."""
     shape, scale_shape = tuple(shape), tuple(scale_shape)
     blocks = tuple(-(-n // TILE) for n in shape)
     channels = tuple(n if dim == out_dim else 1 for dim, n in enumerate(shape))
-    if prod(scale_shape) == 1:
-        choices = ["tensor", "token_tensor"]
-        choices += ["block"] * (prod(blocks) == 1) + ["token_channel"] * (prod(channels) == 1)
-        return scheme if scheme in choices else "tensor"
-    return "token_channel" if scale_shape in (channels, (shape[out_dim],)) else "block"
+    has_one = prod(scale_shape) == 1
+    found = ["tensor", "token_tensor"] if has_one else []
+    if scale_shape in (channels, (shape[out_dim],)) or (has_one and prod(channels) == 1):
+        found.append("token_channel")
+    if scale_shape == blocks or (has_one and prod(blocks) == 1) or not found:
+        found.append("block")  # also of a wrong shape, which is refused as blocks
+    return found
 
 
 def flatten(x: Any, rows: int, columns: int) -> Any:

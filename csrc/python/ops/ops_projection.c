@@ -101,7 +101,7 @@ enum {
 
 static const smla_py_param parts_params[] = {
     [PARTS_WEIGHT] = {"weight", SMLA_PY_INPUT, offsetof(parts_args, core.weight)},
-    {"scale", SMLA_PY_NULLABLE, offsetof(parts_args, core.weight_scale_inv)},
+    {"weight_scale_inv", SMLA_PY_NULLABLE, offsetof(parts_args, core.weight_scale_inv)},
     [PARTS_FIRST] = {"first", SMLA_PY_RESULT, offsetof(parts_args, core.w_uk)},
     [PARTS_SECOND] = {"second", SMLA_PY_RESULT, offsetof(parts_args, core.w_uv)},
     [PARTS_ROWS] = {"num_rows", SMLA_PY_INT, offsetof(parts_args, num_rows)},
@@ -382,6 +382,7 @@ const smla_py_operator smla_py_projection_operators[] = {
      SMLA_PY_LIMITS(split_limits),
      .check_options = check_weight_shape},
     {.name = "_split_weight",
+     .title = "split_kv_b_proj",
      SMLA_PY_TABLE(parts_params, smla_split_kv_b_proj_args, parts_args),
      .compute = compute_split_kv_b_proj,
      SMLA_PY_RESULTS(parts_results),
