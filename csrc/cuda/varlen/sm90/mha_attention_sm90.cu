@@ -55,13 +55,13 @@ map_rows(const smla_varlen_rows &rows, int64_t num_rows, int64_t num_heads, int 
     if (token_bytes <= 0 || head_bytes <= 0 || num_rows > INT32_MAX) {
         return false;
     }
-    const smla_cuda_array array = {
-        rows.data,
-        2,
-        4,
-        {SEGMENT, (uint64_t)num_rows, (uint64_t)segments, (uint64_t)heads},
-        {(uint64_t)token_bytes, SEGMENT_BYTES, (uint64_t)head_bytes},
-        {SEGMENT, (uint32_t)box_rows, (uint32_t)segments, 1}};
+    const smla_cuda_array array = {rows.data,
+                                   2,
+                                   4,
+                                   {SEGMENT, (uint64_t)num_rows, (uint64_t)segments,
+                                    (uint64_t)heads},
+                                   {(uint64_t)token_bytes, SEGMENT_BYTES, (uint64_t)head_bytes},
+                                   {SEGMENT, (uint32_t)box_rows, (uint32_t)segments, 1}};
     return smla_cuda_make_tensor_map(&array, true, map);
 }
 
@@ -80,12 +80,12 @@ map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t nu
     return true;
 }
 
-/* The most tiles that requests of any lengths can have: one that is not full for each of them. */
+/* The most tiles of a head that requests of any lengths can have: one that is not full for each. */
 int64_t
 count_most_tiles(const smla_varlen_params &p)
 {
     const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
-    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS * p.num_heads;
+    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS;
 }
 
 /* Fills args but for the counters. Returns what no tensor map can describe, or NULL. */
@@ -93,6 +93,7 @@ const char *
 make_args(const smla_varlen_params &p, mha_args *args)
 {
     args->p = p;
+    args->most_head_tiles = (uint32_t)count_most_tiles(p);
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
     args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
@@ -133,15 +134,15 @@ launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args
     if (code != cudaSuccess) {
         return code;
     }
-    const int64_t most_tiles = count_most_tiles(p);
+    const int64_t most_tiles = count_most_tiles(p) * p.num_heads;
     const int64_t num_ctas = most_tiles < device->num_sms ? most_tiles : device->num_sms;
     args->counters = find_counters(p, most_tiles, num_ctas);
     return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
 }
 
 /* Says which calls are not this kernel's, and why; NULL: it is. The answer depends on types, sizes
- * of a row and masks, and in make_args on strides, but not on the batch, because kernels differ in
- * the bits of a row. */
+ * of a row and masks, and in make_args on strides, but not on a batch that fits a device, because
+ * kernels differ in the bits of a row. */
 const char *
 find_obstacle(const smla_varlen_params &p)
 {
@@ -164,6 +165,9 @@ find_obstacle(const smla_varlen_params &p)
     if (!smla_is_multiple(p.out, p.out_stride_token * value_bytes, 16) ||
         p.out_stride_head * value_bytes % 16 != 0) {
         return "strides of out";
+    }
+    if (count_most_tiles(p) * p.num_heads > INT32_MAX) {
+        return "number of tokens";
     }
     return p.num_keys == 0 ? "no keys" : NULL;
 }

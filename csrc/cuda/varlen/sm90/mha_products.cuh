@@ -19,7 +19,7 @@ template <int D> struct mha_consumer {
     uint32_t key_count; /* blocks whose scores are done */
     uint32_t value_count;
     int group;
-    int warp; /* in the group */
+    int warp;   /* in the group */
     bool frees; /* whether this lane frees memory for its warp */
 };
 

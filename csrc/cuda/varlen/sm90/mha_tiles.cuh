@@ -82,7 +82,8 @@ count_tiles(const smla_varlen_request &request)
 }
 
 /* The most KV heads of which L2 should hold the longest request's keys, section_keys in all heads
- * together; in query heads. A divisor of their number, so that the last section is as large as the others. */
+ * together; in query heads. A divisor of their number, so that the last section is as large as the
+ * others. */
 __device__ __forceinline__ uint32_t
 choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
 {
@@ -108,12 +109,14 @@ start_search(const mha_args &args, uint32_t section_keys)
     }
 #pragma unroll 1
     for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
-        most_keys =
-            max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
+        most_keys = max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
     }
-    most_keys = __reduce_max_sync(ALL_LANES, most_keys);
-    return mha_search{__reduce_add_sync(ALL_LANES, tiles),
-                      choose_section(args, most_keys, section_keys), 0, 0, 0, 0};
+    mha_search search = {};
+    /* Starts that fall could make more tiles than anybody has counted on. */
+    search.head_tiles = min(__reduce_add_sync(ALL_LANES, tiles), args.most_head_tiles);
+    search.section_heads =
+        choose_section(args, __reduce_max_sync(ALL_LANES, most_keys), section_keys);
+    return search;
 }
 
 /* Makes tile `idx` of a request, counted from its end. */
