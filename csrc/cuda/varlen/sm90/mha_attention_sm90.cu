@@ -1,5 +1,54 @@
 /* mha_attention_sm90.cu: multi-head attention over ragged, contiguous keys and values for Hopper,
- * with wgmma: the prefill of 192/128 and 128/128. varlen_attention.cu serves all other calls.
+ * with wgmma: prefills of rows of 192/128 and 128/128. varlen_attention.cu serves all other calls.
+ *
+ * Computes     s_j = softmax_scale * log2(e) * (q . k_j),
+ *              w_j = 2^(s_j - ref) for the keys that the row sees, all of its request's or those up
+ *              to its own position,
+ *              out = sum_j w_j v_j / sum_j w_j / (1 + e^(sink - lse)),
+ *              lse = ref * ln 2 + ln(sum_j w_j)
+ * Shapes       q [Tq][H][D], k [Tk][Hk][D], v [Tk][Hk][128] bf16 or fp16, D 192 or 128; q and k may
+ *              be pairs, cut at a multiple of 64. Addresses and strides are multiples of 16 bytes.
+ *              out [Tq][H][128] of q's type or fp32, likewise; lse [Tq][H] fp32, any strides.
+ * Shared mem   bytes for D = 192; rows lie in segments of 64 columns, swizzled by 128 bytes
+ *                    0  queries  [2 groups][3][64][64]
+ *               49,152  keys     [2 stages][3][128][64]
+ *              147,456  values   [2 stages][2][128][64]
+ *              212,992  out      [8 warps][16][64]
+ *              229,376  4 tiles, 21 mbarriers; 230,400 in all, of 232,448
+ * Roles        One CTA per SM. It takes tiles, 128 query rows of a head, and of each tile blocks of
+ *              128 keys, from the last one that the tile sees to the first.
+ *              warp 0         a lane copies keys by tensor maps, and asks for the next tile when
+ *                             CLAIM_BLOCKS of this one are left
+ *              warps 1, 2     a lane each copies values, and queries
+ *              warp 3         the scheduler finds tiles (mha_tiles.cuh)
+ *              2 groups       64 rows each, 240 registers per thread; the other warps have 24
+ *              mbarriers      arrivals | waiting threads
+ *              q_full[2]      the bytes | the group
+ *              q_empty[2]     a lane per warp of the group, when first scores are started | warp 2
+ *              k_full[2]      the bytes | groups
+ *              k_empty[2]     a lane per consumer warp, when its scores are there | warp 0
+ *              v_full[2]      the bytes | groups
+ *              v_empty[2]     a lane per consumer warp, when its out is there | warp 1
+ *              tile_full[4]   the scheduler | warps 0 to 2, groups
+ *              tile_empty[4]  warps 0 to 2, a lane per consumer warp | the scheduler
+ *              tile_wanted    warp 0 | the scheduler
+ *              named barriers
+ *              TURN           the group that passes the turn | the group that takes it
+ *              VALUES_CLEARED the group | the same
+ * Roofline     2 (D + 128) FLOP per pair of row and key. A block of 192/128 takes the tensor cores
+ *              2560 cycles, and a step no longer (../README.md). From 4096 tokens on power binds:
+ *              the clock falls to 1.4 GHz. Measured on an H200: benchmarks/history/cuda-varlen.md.
+ * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
+ *              of the operands; their sum is not rounded to it, and is compensated from block to
+ *              block. ref is the largest logit of the row's first block with one, and moves to a
+ *              larger one only if that is 2^16 heavier, in fp16 2^8. Keys of the block that are not
+ *              the request's are masked, and their values cleared. A NaN value in a key that only
+ *              the causal mask hides makes 0 * NaN. No key, or no logit but -inf: out 0, lse -inf.
+ *              A row's bits depend on its query, its request's keys and on how many queries of the
+ *              request come behind it, because tiles and blocks are counted from the end.
+ * Source       FlashAttention-3, for two groups of which one multiplies while the other one takes
+ *              exponents. Queries as operands in registers, turns, references that seldom move, one
+ *              stream of products over all tiles, late claims and sections of heads are ours.
  */
 #include "cuda/varlen/sm90/mha_loads.cuh"
 #include "cuda/varlen/sm90/mha_steps.cuh"

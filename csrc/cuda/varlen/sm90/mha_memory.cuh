@@ -1,10 +1,11 @@
 /* mha_memory.cuh: the argument, the shared memory and the barriers of mha_attention_sm90.cu. */
 #pragma once
 
+#include "core/params_varlen.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "cuda/ptx/ptx_sm90.cuh"
-#include "cuda/varlen/varlen_lse.cuh"
+#include "cuda/varlen/varlen_scale.cuh"
 
 enum {
     GROUPS = 2,

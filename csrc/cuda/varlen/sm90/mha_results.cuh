@@ -35,8 +35,8 @@ find_row(const mha_consumer<D> &state)
     return state.group * GROUP_ROWS + state.warp * WARP_ROWS + lane_again() / 4;
 }
 
-/* The sum over the lanes of a quad, not before `after` is known, which is not negative. Otherwise ptxas
- * would move this between the products in front, in the group's turn. */
+/* The sum over the lanes of a quad, not before `after` is known, which is not negative. Otherwise
+ * ptxas would move this between the products in front, in the group's turn. */
 __device__ __forceinline__ float
 sum_of_quad(float x, int after)
 {
@@ -45,9 +45,9 @@ sum_of_quad(float x, int after)
     return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
 }
 
-/* Writes lse, and finds the factors that turn the rows' out into results. There is no division here:
- * its rare path would be a called function, and ptxas would make every product of the kernel wait
- * for its end. */
+/* Writes lse, and finds the factors that turn the rows' out into results. There is no division
+ * here: its rare path would be a called function, and ptxas would make every product of the kernel
+ * wait for its end. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_consumer<D> &state,

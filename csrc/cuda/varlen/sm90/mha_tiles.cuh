@@ -1,19 +1,21 @@
 /* mha_tiles.cuh: which tiles a CTA of mha_attention_sm90.cu takes, and what a tile is.
  *
  * Only the device knows the requests' lengths. Tiles are numbered by sections of heads, in them by
- * requests, in a request from its last rows, which have the most keys, and at last by heads. A CTA's
- * first tile has its own number. It claims the others from a counter, late, so that CTAs which are
- * slower take fewer. Without a counter it takes every n-th, forwards and backwards in turn.
- */
+ * requests, in a request from its last rows, which have the most keys, and at last by heads. A
+ * CTA's first tile has its own number. It claims the others from a counter, late, so that CTAs
+ * which are slower take fewer. Without a counter it takes every n-th, forwards and backwards in
+ * turn.
+ *
+ *  */
 #pragma once
 
 #include "cuda/varlen/sm90/mha_memory.cuh"
 
 /* ---- The counter ----------------------------------------------------------------------------
  *
- * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any other
- * contents count as 0. The last CTA of the launch leaves words without a tag, so that a launch that
- * follows, or a graph that is replayed, begins at 0 again. */
+ * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any
+ * other contents count as 0. The last CTA of the launch leaves words without a tag, so that a
+ * launch that follows, or a graph that is replayed, begins at 0 again. */
 
 enum : uint64_t {
     COUNTER_TAG = 0xB6E93D5A71000000,

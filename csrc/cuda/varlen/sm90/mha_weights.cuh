@@ -7,8 +7,8 @@
 
 #include "cuda/varlen/sm90/mha_products.cuh"
 
-/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has no
- * room for more than 8 above its WEIGHT_SHIFT. */
+/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has
+ * no room for more than 8 above its WEIGHT_SHIFT. */
 template <bool HALF> constexpr float MOST_EXCESS = HALF ? 8.0f : 16.0f;
 
 /* The pairs of a row's elements in `scores` (mha_consumer). */
@@ -16,8 +16,8 @@ enum { ROW_PAIRS = BLOCK_KEYS / 8 };
 
 /* ---- Masks ---------------------------------------------------------------------------------- */
 
-/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as between
- * integers, and move them while products are still under way. */
+/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as
+ * between integers, and move them while products are still under way. */
 __device__ __forceinline__ void
 keep_below(int key, int end, float *score)
 {
@@ -163,8 +163,8 @@ pack_weights(mha_consumer<D> *state)
     }
 }
 
-/* Whether a row of the warp may have to move its reference. Floats above a positive one are integers
- * above its bits, and so is NaN. */
+/* Whether a row of the warp may have to move its reference. Floats above a positive one are
+ * integers above its bits, and so is NaN. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
 may_move(const mha_consumer<D> &state)
@@ -184,8 +184,8 @@ may_move(const mha_consumer<D> &state)
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
 
-/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and sums
- * follow; `factors` become what out must be multiplied with. */
+/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and
+ * sums follow; `factors` become what out must be multiplied with. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 move_references(mha_consumer<D> *state, float factors[2])
