@@ -80,7 +80,7 @@ def demangle(usages):
 
 
 def disassemble(command):
-    """The machine code of the object that a command for Hopper alone makes; "" without cuobjdump."""
+    """The machine code of what a command for Hopper alone makes; "" without cuobjdump."""
     output = command[command.index("-o") + 1] if "-o" in command else ""
     compiler = next((Path(word) for word in command if Path(word).name == "nvcc"), Path("nvcc"))
     tool = shutil.which("cuobjdump", path=compiler.parent) or shutil.which("cuobjdump")

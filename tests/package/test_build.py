@@ -478,9 +478,7 @@ def test_serialised_products_fail_the_build(tmp_path):
     command = [sys.executable, BUILDTOOLS / "ptxas.py", tmp_path / "report", tool.parent / "nvcc"]
     for waits, status in ((20, 0), (45, 1)):
         output.write_text(code_of("good", 60, 7) + "\n" + code_of("second", 50, waits))
-        done = subprocess.run(
-            [*command, "-o", output], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*command, "-o", output], capture_output=True, text=True, check=False)
         assert done.returncode == status
         assert ("kernel second waits 45 times for 50 wgmma products" in done.stderr) == bool(status)
 
