@@ -5,7 +5,9 @@
 REPORT becomes a table of registers, stack, spills and shared memory. A kernel that uses local
 memory, by spilling or by an array with a computed index, fails the compilation, because no test
 would see how slow it is. With --strict, warnings and advice of ptxas fail it too, for example a
-serialised wgmma.
+serialised wgmma. Advice comes and goes with the compiler's version, so where the toolkit has
+cuobjdump, wgmma products and waits for them are counted in the machine code of Hopper's kernels:
+one wait for every product or two fails the compilation, too.
 """
 
 import argparse
@@ -24,6 +26,8 @@ SHARED = re.compile(r"(\d+) bytes smem")
 CHATTER = re.compile(r"ptxas info +: (\d+ bytes gmem|Compile time|Function properties)")
 PRIVATE = re.compile(r"\(anonymous namespace\)::|_INTERNAL_\w+::")  # in demangled names
 ADVICE = re.compile(r"ptxas (warning|info +: \(C\d+\))")
+FUNCTION_OF_CODE = re.compile(r"Function : (\w+)")
+MOST_WAITS_PER_PRODUCT = 0.6  # a kernel that is not serialised has at most 0.42
 
 
 @dataclass
@@ -75,6 +79,26 @@ def demangle(usages):
             usage.name = PRIVATE.sub("", name)
 
 
+def disassemble(command):
+    """The machine code of what a command for Hopper alone makes; "" without cuobjdump."""
+    output = command[command.index("-o") + 1] if "-o" in command else ""
+    compiler = next((Path(word) for word in command if Path(word).name == "nvcc"), Path("nvcc"))
+    tool = shutil.which("cuobjdump", path=compiler.parent) or shutil.which("cuobjdump")
+    if not output.endswith("_sm90.cu.o") or tool is None:
+        return ""
+    return subprocess.run([tool, "-sass", output], capture_output=True, text=True).stdout
+
+
+def serialised_kernels(code):
+    """The kernels in a disassembly that wait for most wgmma products alone."""
+    parts = FUNCTION_OF_CODE.split(code)
+    for name, part in zip(parts[1::2], parts[2::2], strict=True):
+        products = len(re.findall(r"[HQ]GMMA\.", part))
+        waits = part.count("DEPBAR.LE gsb")
+        if waits > MOST_WAITS_PER_PRODUCT * products:
+            yield f"error: kernel {name} waits {waits} times for {products} wgmma products"
+
+
 def table(title, usages):
     yield title
     rows = [("arch", "registers", "stack", "spill stores", "spill loads", "shared", "kernel")]
@@ -116,6 +140,7 @@ def main():
     options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text("\n".join(table(options.title, usages)) + "\n")
     errors = list(complaints(usages, lines, options.strict, options.allow_spills))
+    errors += serialised_kernels(disassemble(options.command))
     if text := "\n".join(lines + errors):
         print(text, file=sys.stderr)
     sys.exit(done.returncode or bool(errors))

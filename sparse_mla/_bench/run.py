@@ -58,6 +58,7 @@ CUDA_TABLES = (
     "v4",
     "dense",
     "varlen",
+    "dense_prefill",
     "layer",
     "bytes",
     "projection",
@@ -262,6 +263,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import attention as cuda_attention
     from sparse_mla._bench.cuda import calls as cuda_calls
     from sparse_mla._bench.cuda import dense as cuda_dense
+    from sparse_mla._bench.cuda import dense_prefill as cuda_dense_prefill
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
@@ -285,6 +287,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
         "varlen": lambda: cuda_varlen.measure_varlen(effort),
+        "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
         "layer": lambda: cuda_layer.measure_layer(effort),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),

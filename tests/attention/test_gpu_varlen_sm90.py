@@ -1,6 +1,6 @@
-"""varlen_attention by Hopper's kernel for rows of 192/128 and 128/128, beyond test_varlen.py: ends of
-tiles and blocks, hard logits, neighbours that are NaN, equal bits however work is divided, and which
-calls are another kernel's."""
+"""varlen_attention by Hopper's kernel for rows of 192/128 and 128/128, beyond test_varlen.py: ends
+of tiles and blocks, hard logits, neighbours that are NaN, equal bits however work is divided, and
+which calls are another kernel's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_shapes_of_flashinfer(n_q, n_k, heads):
         torch.randn(n, heads, d, device="cuda").bfloat16()
         for n, d in ((n_q, 192), (n_k, 192), (n_k, 128))
     )
-    starts, key_starts = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (n_q, n_k))
+    starts, key_starts = (
+        torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (n_q, n_k)
+    )
     options = {"softmax_scale": 192**-0.5, "causal": True}
     out, lse = sparse_mla_on_gpu().varlen_attention(q, k, v, starts, key_starts, **options)
     for head in [0, heads - 1][:few]:
@@ -235,9 +237,7 @@ def test_a_row_does_not_depend_on_others():
 
 def make_tensors(lens: list[int], heads: int):
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(sum(lens), heads, d, device="cuda").bfloat16() for d in (192, 192, 128)
-    )
+    q, k, v = (torch.randn(sum(lens), heads, d, device="cuda").bfloat16() for d in (192, 192, 128))
     starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device="cuda")
     return (q, k, v, starts, starts), {"softmax_scale": 192**-0.5, "causal": True}
 
@@ -252,7 +252,9 @@ def test_a_thousand_launches(lens, heads):
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         out, lse = op(*arguments, **options, workspace=workspace)
-        differing += (out.view(torch.int16) != want.view(torch.int16)).any() | (lse != want_lse).any()
+        differing += (out.view(torch.int16) != want.view(torch.int16)).any() | (
+            lse != want_lse
+        ).any()
     assert int(differing) == 0
 
 

@@ -352,6 +352,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import attention as cuda_attention
     from sparse_mla._bench.cuda import calls as cuda_calls
     from sparse_mla._bench.cuda import dense as cuda_dense
+    from sparse_mla._bench.cuda import dense_prefill as cuda_dense_prefill
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
@@ -391,6 +392,8 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
     monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
     monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
+    long_prefills = maker("dense_prefill", {"us": 3.0})
+    monkeypatch.setattr(cuda_dense_prefill, "measure_dense_prefill", long_prefills)
     monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
@@ -411,8 +414,8 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "layer", "bytes"]
-    wanted += ["projection", "linear", "logits", "top_k", "lightning", "helpers", "calls"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "dense_prefill", "layer"]
+    wanted += ["bytes", "projection", "linear", "logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")

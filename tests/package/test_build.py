@@ -461,6 +461,28 @@ def test_a_report_is_one_line_per_kernel_and_architecture(tmp_path):
     assert len(numbers) == 3
 
 
+def code_of(name: str, products: int, waits: int) -> str:
+    lines = ["HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR8]"] * products
+    return "\n".join([f"Function : {name}", *lines, *["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * waits])
+
+
+def test_serialised_products_fail_the_build(tmp_path):
+    """nvcc and cuobjdump are scripts in one folder."""
+    output = tmp_path / "obj" / "some_sm90.cu.o"
+    for name, text in (("nvcc", ""), ("cuobjdump", 'cat "$2"')):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+    output.parent.mkdir()
+    command = [sys.executable, BUILDTOOLS / "ptxas.py", tmp_path / "report", tool.parent / "nvcc"]
+    for waits, status in ((20, 0), (45, 1)):
+        output.write_text(code_of("good", 60, 7) + "\n" + code_of("second", 50, waits))
+        done = subprocess.run([*command, "-o", output], capture_output=True, text=True, check=False)
+        assert done.returncode == status
+        assert ("kernel second waits 45 times for 50 wgmma products" in done.stderr) == bool(status)
+
+
 @pytest.mark.parametrize(
     ("output", "arch", "bytes_used"),
     [(STACK, "sm_80", "32 bytes of stack"), (SPILL, "sm_90a", "4 of loads")],

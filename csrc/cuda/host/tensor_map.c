@@ -39,8 +39,8 @@ smla_cuda_make_tensor_map(const smla_cuda_array *array, bool is_swizzled, CUtens
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     (void)pthread_once(&once, find_encode);
     return encode != NULL &&
-           encode(map, type_of(array->element_bytes), (cuuint32_t)array->rank, (void *)array->base, sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
+           encode(map, type_of(array->element_bytes), (cuuint32_t)array->rank, (void *)array->base,
+                  sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   is_swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/attention/partials/softmax.cuh"
-#include "cuda/varlen/varlen_lse.cuh"
 #include "cuda/varlen/varlen_rows.cuh"
+#include "cuda/varlen/varlen_scale.cuh"
 
 /* A reference moves when a logit exceeds it by more than 2^MOST_EXCESS as a weight. */
 constexpr float MOST_EXCESS = 8.0f;

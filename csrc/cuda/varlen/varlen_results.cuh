@@ -23,14 +23,17 @@ find_rule(const smla_varlen_params &p, const varlen_tile &tile)
 }
 
 /* Returns the factor that turns a row's out into its result, and writes the row's lse if `writes`.
- */
+ * A row without keys, or with no logit but -inf, has sum 0. */
 __device__ __forceinline__ float
 finish_row(const smla_varlen_params &p, int64_t token, int64_t head, float reference, float sum,
            float v_scale, bool writes)
 {
-    const float lse = find_lse(reference, sum);
-    if (writes) {
-        write_lse(p, token, head, lse);
+    const float ln_2_high = 0x1.62e43p-1f;
+    const float ln_2_low = -0x1.05c61p-29f;
+    const float lse =
+        sum == 0.0f ? -INFINITY : fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, logf(sum)));
+    if (writes && p.lse != NULL) {
+        p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = lse;
     }
     if (sum == 0.0f) {
         return 0.0f;

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
+from time import sleep
 from typing import Any
 
 from sparse_mla._bench.common.noise import spread_of
@@ -28,6 +29,8 @@ PEAK_BYTES = 4.3e12  # an H200's device copy, read + written
 WARM_UP_ROUNDS = 3
 MIN_ROUNDS = 5
 ROUNDS_IN_FLIGHT = 8  # rounds before the host waits
+SUSTAINED_SECONDS = 0.5  # of one side alone, after a pause in which the device cools
+PAUSE_SECONDS = 0.3
 FLUSH_BYTES = 256 << 20  # or twice the L2 cache, where that is more
 FLUSH_ORDER = 2048  # rows and columns of the matrices: enough work for every SM
 
@@ -108,6 +111,23 @@ def interleave_flushed(
     """Seconds of each side's first call, with none of its data in the L2 cache and other code in
     the instruction caches. A kernel that ran last is up to 9 µs faster than after other kernels."""
     return interleave({name: calls[:1] for name, calls in sides.items()}, effort, make_flush())
+
+
+def sustain(call: Callable[[], object], effort: CudaEffort) -> float:
+    """Seconds per replay of one call alone, back to back, after a third of the time: then clocks
+    have come down to what the device's power allows."""
+    replay = Replay([call])
+    synchronize()
+    replay.time()
+    estimate = replay.time()
+    synchronize()
+    sleep(PAUSE_SECONDS)
+    total = SUSTAINED_SECONDS / (5 if effort.quick else 1)
+    count = max(3, int(total / max(estimate(), 1e-9)))
+    times = [replay.time() for _ in range(count)]
+    synchronize()
+    later = [time() for time in times[count // 3 :]]
+    return sum(later) / len(later)
 
 
 def make_flush() -> Callable[[], object]:

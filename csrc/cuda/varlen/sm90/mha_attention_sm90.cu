@@ -1,5 +1,54 @@
 /* mha_attention_sm90.cu: multi-head attention over ragged, contiguous keys and values for Hopper,
- * with wgmma: the prefill of 192/128 and 128/128. varlen_attention.cu serves all other calls.
+ * with wgmma: prefills of rows of 192/128 and 128/128. varlen_attention.cu serves all other calls.
+ *
+ * Computes     s_j = softmax_scale * log2(e) * (q . k_j),
+ *              w_j = 2^(s_j - ref) for the keys that the row sees, all of its request's or those up
+ *              to its own position,
+ *              out = sum_j w_j v_j / sum_j w_j / (1 + e^(sink - lse)),
+ *              lse = ref * ln 2 + ln(sum_j w_j)
+ * Shapes       q [Tq][H][D], k [Tk][Hk][D], v [Tk][Hk][128] bf16 or fp16, D 192 or 128; q and k may
+ *              be pairs, cut at a multiple of 64. Addresses and strides are multiples of 16 bytes.
+ *              out [Tq][H][128] of q's type or fp32, likewise; lse [Tq][H] fp32, any strides.
+ * Shared mem   bytes for D = 192; rows lie in segments of 64 columns, swizzled by 128 bytes
+ *                    0  queries  [2 groups][3][64][64]
+ *               49,152  keys     [2 stages][3][128][64]
+ *              147,456  values   [2 stages][2][128][64]
+ *              212,992  out      [8 warps][16][64]
+ *              229,376  4 tiles, 21 mbarriers; 230,400 in all, of 232,448
+ * Roles        One CTA per SM. It takes tiles, 128 query rows of a head, and of each tile blocks of
+ *              128 keys, from the last one that the tile sees to the first.
+ *              warp 0         a lane copies keys by tensor maps, and asks for the next tile when
+ *                             CLAIM_BLOCKS of this one are left
+ *              warps 1, 2     a lane each copies values, and queries
+ *              warp 3         the scheduler finds tiles (mha_tiles.cuh)
+ *              2 groups       64 rows each, 240 registers per thread; the other warps have 24
+ *              mbarriers      arrivals | waiting threads
+ *              q_full[2]      the bytes | the group
+ *              q_empty[2]     a lane per warp of the group, when first scores are started | warp 2
+ *              k_full[2]      the bytes | groups
+ *              k_empty[2]     a lane per consumer warp, when its scores are there | warp 0
+ *              v_full[2]      the bytes | groups
+ *              v_empty[2]     a lane per consumer warp, when its out is there | warp 1
+ *              tile_full[4]   the scheduler | warps 0 to 2, groups
+ *              tile_empty[4]  warps 0 to 2, a lane per consumer warp | the scheduler
+ *              tile_wanted    warp 0 | the scheduler
+ *              named barriers
+ *              TURN           the group that passes the turn | the group that takes it
+ *              VALUES_CLEARED the group | the same
+ * Roofline     2 (D + 128) FLOP per pair of row and key. A block of 192/128 takes the tensor cores
+ *              2560 cycles, and a step no longer (../README.md). From 4096 tokens on power binds:
+ *              the clock falls to 1.4 GHz. Measured on an H200: benchmarks/history/cuda-varlen.md.
+ * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
+ *              of the operands; their sum is not rounded to it, and is compensated from block to
+ *              block. ref is the largest logit of the row's first block with one, and moves to a
+ *              larger one only if that is 2^16 heavier, in fp16 2^8. Keys of the block that are not
+ *              the request's are masked, and their values cleared. A NaN value in a key that only
+ *              the causal mask hides makes 0 * NaN. No key, or no logit but -inf: out 0, lse -inf.
+ *              A row's bits depend on its query, its request's keys and on how many queries of the
+ *              request come behind it, because tiles and blocks are counted from the end.
+ * Source       FlashAttention-3, for two groups of which one multiplies while the other one takes
+ *              exponents. Queries as operands in registers, turns, references that seldom move, one
+ *              stream of products over all tiles, late claims and sections of heads are ours.
  */
 #include "cuda/varlen/sm90/mha_loads.cuh"
 #include "cuda/varlen/sm90/mha_steps.cuh"
@@ -55,13 +104,13 @@ map_rows(const smla_varlen_rows &rows, int64_t num_rows, int64_t num_heads, int 
     if (token_bytes <= 0 || head_bytes <= 0 || num_rows > INT32_MAX) {
         return false;
     }
-    const smla_cuda_array array = {
-        rows.data,
-        2,
-        4,
-        {SEGMENT, (uint64_t)num_rows, (uint64_t)segments, (uint64_t)heads},
-        {(uint64_t)token_bytes, SEGMENT_BYTES, (uint64_t)head_bytes},
-        {SEGMENT, (uint32_t)box_rows, (uint32_t)segments, 1}};
+    const smla_cuda_array array = {rows.data,
+                                   2,
+                                   4,
+                                   {SEGMENT, (uint64_t)num_rows, (uint64_t)segments,
+                                    (uint64_t)heads},
+                                   {(uint64_t)token_bytes, SEGMENT_BYTES, (uint64_t)head_bytes},
+                                   {SEGMENT, (uint32_t)box_rows, (uint32_t)segments, 1}};
     return smla_cuda_make_tensor_map(&array, true, map);
 }
 
@@ -80,12 +129,12 @@ map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t nu
     return true;
 }
 
-/* The most tiles that requests of any lengths can have: one that is not full for each of them. */
+/* The most tiles of a head that requests of any lengths can have: one that is not full for each. */
 int64_t
 count_most_tiles(const smla_varlen_params &p)
 {
     const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
-    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS * p.num_heads;
+    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS;
 }
 
 /* Fills args but for the counters. Returns what no tensor map can describe, or NULL. */
@@ -93,6 +142,7 @@ const char *
 make_args(const smla_varlen_params &p, mha_args *args)
 {
     args->p = p;
+    args->most_head_tiles = (uint32_t)count_most_tiles(p);
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
     args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
@@ -133,15 +183,15 @@ launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args
     if (code != cudaSuccess) {
         return code;
     }
-    const int64_t most_tiles = count_most_tiles(p);
+    const int64_t most_tiles = count_most_tiles(p) * p.num_heads;
     const int64_t num_ctas = most_tiles < device->num_sms ? most_tiles : device->num_sms;
     args->counters = find_counters(p, most_tiles, num_ctas);
     return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
 }
 
 /* Says which calls are not this kernel's, and why; NULL: it is. The answer depends on types, sizes
- * of a row and masks, and in make_args on strides, but not on the batch, because kernels differ in
- * the bits of a row. */
+ * of a row and masks, and in make_args on strides, but not on a batch that fits a device, because
+ * kernels differ in the bits of a row. */
 const char *
 find_obstacle(const smla_varlen_params &p)
 {
@@ -164,6 +214,9 @@ find_obstacle(const smla_varlen_params &p)
     if (!smla_is_multiple(p.out, p.out_stride_token * value_bytes, 16) ||
         p.out_stride_head * value_bytes % 16 != 0) {
         return "strides of out";
+    }
+    if (count_most_tiles(p) * p.num_heads > INT32_MAX) {
+        return "number of tokens";
     }
     return p.num_keys == 0 ? "no keys" : NULL;
 }

@@ -1,10 +1,11 @@
 /* mha_memory.cuh: the argument, the shared memory and the barriers of mha_attention_sm90.cu. */
 #pragma once
 
+#include "core/params_varlen.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "cuda/ptx/ptx_sm90.cuh"
-#include "cuda/varlen/varlen_lse.cuh"
+#include "cuda/varlen/varlen_scale.cuh"
 
 enum {
     GROUPS = 2,
@@ -39,7 +40,7 @@ enum {
 
 /* Arrays of queries, keys or values, for copies by tensor maps: one, or the two of a pair. */
 struct mha_rows {
-    int32_t segments[2]; /* segments of a row; 0: there is no such part */
+    int32_t segments[2];  /* segments of a row; 0: there is no such part */
     int32_t head_step[2]; /* 0: all heads share their rows, as those of k_pe do */
 };
 
@@ -53,7 +54,8 @@ struct mha_args {
     smla_varlen_params p;
     int64_t out_token_bytes;
     int64_t out_head_bytes;
-    smla_divisor group; /* H / Hk */
+    smla_divisor group;       /* H / Hk */
+    uint32_t most_head_tiles; /* tiles of a head, if starts never fall */
     float scale_log2;
     bool is_causal;
     bool out_is_fp32;
@@ -64,11 +66,11 @@ struct mha_args {
  * and a tile's keys end where its last row's do, so that the diagonal of a causal mask is that of
  * the first block. Blocks go from there towards the request's first key. */
 struct alignas(16) mha_tile {
-    int32_t first_query;   /* token of row 0, which may be in front of the request */
-    int32_t absent_rows;   /* rows in front of the request's first token: 0 to TILE_ROWS - 1 */
-    int32_t first_key;     /* row in the arrays of the first block's key 0 */
-    int32_t num_blocks;    /* at least one; 0: there are no more tiles */
-    int32_t absent_keys;   /* keys of the last block in front of the request's first key */
+    int32_t first_query; /* token of row 0, which may be in front of the request */
+    int32_t absent_rows; /* rows in front of the request's first token: 0 to TILE_ROWS - 1 */
+    int32_t first_key;   /* row in the arrays of the first block's key 0 */
+    int32_t num_blocks;  /* at least one; 0: there are no more tiles */
+    int32_t absent_keys; /* keys of the last block in front of the request's first key */
     int32_t head;
     int32_t kv_head;
     uint8_t *out; /* row 0's results, which do not exist if the row does not */
@@ -80,6 +82,7 @@ template <int D> struct mha_memory {
     alignas(1024) uint16_t queries[GROUPS][SEGMENTS][GROUP_ROWS][SEGMENT];
     alignas(1024) uint16_t keys[STAGES][SEGMENTS][BLOCK_KEYS][SEGMENT];
     alignas(1024) uint16_t values[STAGES][VALUE_DIM / SEGMENT][BLOCK_KEYS][SEGMENT];
+    alignas(16) uint16_t out[CONSUMER_WARPS][WARP_ROWS][SEGMENT];
     mha_tile tiles[SLOTS];
     /* mbarriers; mha_attention_sm90.cu lists who arrives and who waits */
     uint64_t q_full[GROUPS];

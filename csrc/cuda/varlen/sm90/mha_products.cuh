@@ -4,8 +4,9 @@
 #include "cuda/ptx/wgmma_128.cuh"
 #include "cuda/varlen/sm90/mha_memory.cuh"
 
-/* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of each
- * the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1]. */
+/* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of
+ * each the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1].
+ * */
 template <int D> struct mha_consumer {
     uint32_t queries[D / 4]; /* A of the scores; wgmma.cuh has the order */
     float scores[BLOCK_KEYS / 2];
@@ -19,12 +20,12 @@ template <int D> struct mha_consumer {
     uint32_t key_count; /* blocks whose scores are done */
     uint32_t value_count;
     int group;
-    int warp; /* in the group */
+    int warp;   /* in the group */
     bool frees; /* whether this lane frees memory for its warp */
 };
 
-/* The lane, read again at each call, so that what depends on it occupies no register across the loop
- * over blocks. */
+/* The lane, read again at each call, so that what depends on it occupies no register across the
+ * loop over blocks. */
 __device__ __forceinline__ int
 lane_again(void)
 {
@@ -48,10 +49,10 @@ start_consumer(const mha_memory<D> *shared, int group, int warp, mha_consumer<D>
 
 /* ---- Turns ----------------------------------------------------------------------------------
  *
- * Only the group whose turn it is starts products: one block's scores and one block's values. So the
- * groups alternate, and one takes exponents while the other one multiplies. Without turns they drift
- * into step, multiply at the same time, and lose a fifth of the speed. Both make the same number of
- * steps, so every turn that is passed is taken. */
+ * Only the group whose turn it is starts products: one block's scores and one block's values. So
+ * the groups alternate, and one takes exponents while the other one multiplies. Without turns they
+ * drift into step, multiply at the same time, and lose a fifth of the speed. Both make the same
+ * number of steps, so every turn that is passed is taken. */
 
 template <int D>
 __device__ __forceinline__ void

@@ -35,19 +35,29 @@ find_row(const mha_consumer<D> &state)
     return state.group * GROUP_ROWS + state.warp * WARP_ROWS + lane_again() / 4;
 }
 
-/* Writes lse, and finds the factors that turn the rows' out into results. There is no division here:
- * its rare path would be a called function, and ptxas would make every product of the kernel wait
- * for its end. */
+/* The sum over the lanes of a quad, not before `after` is known, which is not negative. Otherwise
+ * ptxas would move this between the products in front, in the group's turn. */
+__device__ __forceinline__ float
+sum_of_quad(float x, int after)
+{
+    const int zero = after >> 31;
+    x += __shfl_xor_sync(ALL_LANES, x, 1 + zero);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
+}
+
+/* Writes lse, and finds the factors that turn the rows' out into results. There is no division
+ * here: its rare path would be a called function, and ptxas would make every product of the kernel
+ * wait for its end. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-finish_rows(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
+finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_consumer<D> &state,
             float factors[2])
 {
     const smla_varlen_params &p = args.p;
     float sums[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        sums[i] = sum_of_quad(state.sum[i] + state.rest[i]);
+        sums[i] = sum_of_quad(state.sum[i] + state.rest[i], after);
         factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i]);
     }
     /* Even lanes have the lse of the first row, odd lanes that of the second. */
@@ -60,7 +70,7 @@ finish_rows(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &s
     if (tile.lse != NULL && own_row >= tile.absent_rows && lane % 4 < 2) {
         tile.lse[own_row * p.lse_stride_token] = lse;
     }
-    if (p.attn_sink != NULL) {
+    if (__builtin_expect(p.attn_sink != NULL, false)) {
         const float sink = __ldg(p.attn_sink + tile.head * p.attn_sink_stride);
         const float share = sum == 0.0f ? 1.0f : smla_rcp(1.0f + expf(sink - lse));
         factors[0] *= __shfl_sync(ALL_LANES, share, lane & ~3);
@@ -82,70 +92,77 @@ write_floats(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &
         if (own_row >= tile.absent_rows) {
 #pragma unroll
             for (int n = 0; n < VALUE_DIM / 8; n++) {
-                const uint32_t pair[2] = {
-                    smla_float_bits(state.out[4 * n + 2 * i] * factors[i]),
-                    smla_float_bits(state.out[4 * n + 2 * i + 1] * factors[i])};
+                const uint32_t pair[2] = {smla_float_bits(state.out[4 * n + 2 * i] * factors[i]),
+                                          smla_float_bits(state.out[4 * n + 2 * i + 1] *
+                                                          factors[i])};
                 smla_store_vector_2(to + 32 * n, pair);
             }
         }
     }
 }
 
-/* Writes out as bf16 or fp16, through the warp's own rows of the queries' memory, so that a lane
- * writes 16 bytes and eight lanes write a segment of a row. */
+/* Writes out as bf16 or fp16, a segment at a time, through memory of the warp's own, so that a lane
+ * writes 16 bytes and eight lanes write a row's segment. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 write_halves(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
              const float factors[2], mha_memory<D> *shared)
 {
-    enum { CHUNKS = SEGMENT_BYTES / 16, ROWS_AT_ONCE = SMLA_WARP_LANES / CHUNKS };
-    constexpr int SEGMENT_STEP = GROUP_ROWS * SEGMENT_BYTES;
+    enum {
+        CHUNKS = SEGMENT_BYTES / 16,
+        ROWS_AT_ONCE = SMLA_WARP_LANES / CHUNKS,
+        STORES = WARP_ROWS / ROWS_AT_ONCE,
+    };
     const int lane = lane_again();
-    const int first_row = state.warp * WARP_ROWS; /* in the group */
-    const uint32_t memory =
-        ptx_shared_address(shared->queries[state.group]) + first_row * SEGMENT_BYTES;
+    const uint32_t memory = ptx_shared_address(shared->out[state.group * GROUP_WARPS + state.warp]);
     const int to_row = lane % WARP_ROWS;
-    const uint32_t put = memory + to_row * SEGMENT_BYTES;
-#pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; n += 2) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const float low = state.out[4 * n + 2 * k] * factors[k % 2];
-            const float high = state.out[4 * n + 2 * k + 1] * factors[k % 2];
-            pairs[k] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
-        }
-        ptx_stmatrix_x4(put + n / 8 * SEGMENT_STEP + ((n % 8 + lane / WARP_ROWS) ^ to_row % 8) * 16,
-                        pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    ptx_fence_async_shared(); /* a later copy of queries comes behind what this lane wrote */
-    __syncwarp();             /* out is visible to all lanes */
     const int from_row = lane / CHUNKS;
     const int chunk = lane % CHUNKS;
-    const int row = state.group * GROUP_ROWS + first_row + from_row;
-    uint8_t *to = tile.out + row * args.out_token_bytes + chunk * 16;
+    const int row = state.group * GROUP_ROWS + state.warp * WARP_ROWS + from_row;
+    uint8_t *const to = tile.out + row * args.out_token_bytes + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < WARP_ROWS / ROWS_AT_ONCE; k++) {
-        const int shared_row = ROWS_AT_ONCE * k + from_row;
-        const uint32_t get = memory + shared_row * SEGMENT_BYTES + (chunk ^ shared_row % 8) * 16;
-        const bool exists = row + ROWS_AT_ONCE * k >= tile.absent_rows;
+    for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {
 #pragma unroll
-        for (int segment = 0; segment < VALUE_DIM / SEGMENT; segment++) {
-            uint32_t words[4];
-            ptx_load_shared_16(get + segment * SEGMENT_STEP, words);
-            smla_store_vector_4_if(to + segment * SEGMENT_BYTES, words, exists);
+        for (int n = 0; n < SEGMENT / 8; n += 2) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int at = segment * SEGMENT / 2 + 4 * n + 2 * k;
+                const float low = state.out[at] * factors[k % 2];
+                const float high = state.out[at + 1] * factors[k % 2];
+                pairs[k] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+            }
+            ptx_stmatrix_x4(memory + to_row * SEGMENT_BYTES +
+                                ((n + lane / WARP_ROWS) ^ to_row % 8) * 16,
+                            pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        to += ROWS_AT_ONCE * args.out_token_bytes;
+        __syncwarp(); /* the segment is visible to all lanes */
+        uint32_t words[STORES][4];
+#pragma unroll
+        for (int k = 0; k < STORES; k++) {
+            const int shared_row = ROWS_AT_ONCE * k + from_row;
+            ptx_load_shared_16(memory + shared_row * SEGMENT_BYTES + (chunk ^ shared_row % 8) * 16,
+                               words[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < STORES; k++) {
+            smla_store_vector_4_if(to + ROWS_AT_ONCE * k * args.out_token_bytes +
+                                       segment * SEGMENT_BYTES,
+                                   words[k], row + ROWS_AT_ONCE * k >= tile.absent_rows);
+        }
+        __syncwarp(); /* all lanes have read the segment */
     }
 }
 
-/* Writes the values of the warp's rows. Afterwards this lane is done with the queries' memory. */
+/* Writes the results of the warp's rows, when `after` is known (sum_of_quad). */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-write_values(const mha_args &args, const mha_tile &tile, const mha_consumer<D> &state,
-             const float factors[2], mha_memory<D> *shared)
+write_results(const mha_args &args, const mha_tile &tile, int after, const mha_consumer<D> &state,
+              mha_memory<D> *shared)
 {
-    if (args.out_is_fp32) {
+    float factors[2];
+    finish_rows<D, HALF>(args, tile, after, state, factors);
+    if (__builtin_expect(args.out_is_fp32, false)) {
         write_floats(args, tile, state, factors);
     } else {
         write_halves<D, HALF>(args, tile, state, factors, shared);

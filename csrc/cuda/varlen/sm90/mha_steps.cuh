@@ -5,6 +5,13 @@
 
 #include "cuda/varlen/sm90/mha_results.cuh"
 
+/* The keys to hide in a tile's first block. */
+__device__ __forceinline__ int
+count_absent_in_first(const mha_tile &tile)
+{
+    return tile.num_blocks == 1 ? tile.absent_keys : 0;
+}
+
 /* The first block of the CTA's first tile. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
@@ -17,7 +24,7 @@ begin_tiles(const mha_args &args, const mha_tile &tile, const mha_memory<D> *sha
     ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<0>();
     free_keys(shared, state);
-    weigh_first<D, HALF>(args, tile, state);
+    weigh_first<D, HALF>(args, count_absent_in_first(tile), state);
 }
 
 /* Scores of a tile's next block, and values of the block before. `absent_keys` are hidden. */
@@ -39,16 +46,13 @@ step(const mha_args &args, bool is_first, int absent_keys, const mha_memory<D> *
     pack_weights<D, HALF>(state);
 }
 
-/* Takes the turn for the values of a tile's last block. The rows' sums are complete, and what is to
- * do with them is done before the turn, for which the group often waits anyway. */
+/* Takes the turn for the values of a tile's last block. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-start_last_values(const mha_args &args, const mha_tile &tile, mha_memory<D> *shared,
-                  mha_consumer<D> *state, float factors[2])
+start_last_values(const mha_tile &tile, mha_memory<D> *shared, mha_consumer<D> *state)
 {
-    finish_rows<D, HALF>(args, tile, *state, factors);
     await_values(shared, *state);
-    if (tile.absent_keys > 0) {
+    if (__builtin_expect(tile.absent_keys > 0, false)) {
         clear_values(shared, *state, tile.absent_keys);
     }
     take_turn(*state);
@@ -62,21 +66,20 @@ __device__ __forceinline__ void
 change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, uint32_t number,
             mha_memory<D> *shared, mha_consumer<D> *state)
 {
-    float factors[2];
-    start_last_values<D, HALF>(args, older, shared, state, factors);
+    start_last_values<D, HALF>(older, shared, state);
     load_group_queries(shared, number + 1, state);
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
     pass_turn(*state);
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<1>(); /* out is complete */
     free_values(shared, state);
-    write_values<D, HALF>(args, older, *state, factors, shared);
-    __syncwarp(); /* all lanes have read the older tile, and are done with the queries' memory */
-    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
-    leave_tile(shared, number, state->frees);
-    wgmma_wait<0>(); /* the scores are there */
+    write_results<D, HALF>(args, older, newer.num_blocks, *state, shared);
+    const int absent_keys = count_absent_in_first(newer);
+    leave_tile(shared, number, state->frees); /* write_results ends with the whole warp */
+    wgmma_wait<0>();                          /* the scores are there */
     free_keys(shared, state);
-    weigh_first<D, HALF>(args, newer, state);
+    weigh_first<D, HALF>(args, absent_keys, state);
 }
 
 /* The end of the CTA's last tile. Nobody waits for group 0's turn any more when group 1 is done. */
@@ -85,13 +88,12 @@ __device__ __forceinline__ void
 end_tiles(const mha_args &args, const mha_tile &older, mha_memory<D> *shared,
           mha_consumer<D> *state)
 {
-    float factors[2];
-    start_last_values<D, HALF>(args, older, shared, state, factors);
+    start_last_values<D, HALF>(older, shared, state);
     if (state->group == 0) {
         pass_turn(*state);
     }
     wgmma_wait<0>();
-    write_values<D, HALF>(args, older, *state, factors, shared);
+    write_results<D, HALF>(args, older, older.num_blocks, *state, shared);
 }
 
 /* Computes the CTA's tiles, one of the two groups. */
@@ -117,12 +119,12 @@ consume_tiles(const mha_args &args, int group, int warp, mha_memory<D> *shared)
             step<D, HALF>(args, block == 1, block == num_blocks - 1 ? absent_keys : 0, shared,
                           &state);
         }
-        const mha_tile *const older = tile;
+        const mha_tile older = *tile;
         tile = await_tile(shared, number + 1);
         if (tile->num_blocks == 0) {
-            end_tiles<D, HALF>(args, *older, shared, &state);
+            end_tiles<D, HALF>(args, older, shared, &state);
             return;
         }
-        change_tile<D, HALF>(args, *older, *tile, number, shared, &state);
+        change_tile<D, HALF>(args, older, *tile, number, shared, &state);
     }
 }

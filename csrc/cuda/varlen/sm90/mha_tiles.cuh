@@ -1,19 +1,21 @@
 /* mha_tiles.cuh: which tiles a CTA of mha_attention_sm90.cu takes, and what a tile is.
  *
  * Only the device knows the requests' lengths. Tiles are numbered by sections of heads, in them by
- * requests, in a request from its last rows, which have the most keys, and at last by heads. A CTA's
- * first tile has its own number. It claims the others from a counter, late, so that CTAs which are
- * slower take fewer. Without a counter it takes every n-th, forwards and backwards in turn.
- */
+ * requests, in a request from its last rows, which have the most keys, and at last by heads. A
+ * CTA's first tile has its own number. It claims the others from a counter, late, so that CTAs
+ * which are slower take fewer. Without a counter it takes every n-th, forwards and backwards in
+ * turn.
+ *
+ *  */
 #pragma once
 
 #include "cuda/varlen/sm90/mha_memory.cuh"
 
 /* ---- The counter ----------------------------------------------------------------------------
  *
- * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any other
- * contents count as 0. The last CTA of the launch leaves words without a tag, so that a launch that
- * follows, or a graph that is replayed, begins at 0 again. */
+ * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any
+ * other contents count as 0. The last CTA of the launch leaves words without a tag, so that a
+ * launch that follows, or a graph that is replayed, begins at 0 again. */
 
 enum : uint64_t {
     COUNTER_TAG = 0xB6E93D5A71000000,
@@ -82,7 +84,8 @@ count_tiles(const smla_varlen_request &request)
 }
 
 /* The most KV heads of which L2 should hold the longest request's keys, section_keys in all heads
- * together; in query heads. A divisor of their number, so that the last section is as large as the others. */
+ * together; in query heads. A divisor of their number, so that the last section is as large as the
+ * others. */
 __device__ __forceinline__ uint32_t
 choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
 {
@@ -108,12 +111,14 @@ start_search(const mha_args &args, uint32_t section_keys)
     }
 #pragma unroll 1
     for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
-        most_keys =
-            max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
+        most_keys = max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
     }
-    most_keys = __reduce_max_sync(ALL_LANES, most_keys);
-    return mha_search{__reduce_add_sync(ALL_LANES, tiles),
-                      choose_section(args, most_keys, section_keys), 0, 0, 0, 0};
+    mha_search search = {};
+    /* Starts that fall could make more tiles than anybody has counted on. */
+    search.head_tiles = min(__reduce_add_sync(ALL_LANES, tiles), args.most_head_tiles);
+    search.section_heads =
+        choose_section(args, __reduce_max_sync(ALL_LANES, most_keys), section_keys);
+    return search;
 }
 
 /* Makes tile `idx` of a request, counted from its end. */

@@ -7,8 +7,8 @@
 
 #include "cuda/varlen/sm90/mha_products.cuh"
 
-/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has no
- * room for more than 8 above its WEIGHT_SHIFT. */
+/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has
+ * no room for more than 8 above its WEIGHT_SHIFT. */
 template <bool HALF> constexpr float MOST_EXCESS = HALF ? 8.0f : 16.0f;
 
 /* The pairs of a row's elements in `scores` (mha_consumer). */
@@ -16,8 +16,8 @@ enum { ROW_PAIRS = BLOCK_KEYS / 8 };
 
 /* ---- Masks ---------------------------------------------------------------------------------- */
 
-/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as between
- * integers, and move them while products are still under way. */
+/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as
+ * between integers, and move them while products are still under way. */
 __device__ __forceinline__ void
 keep_below(int key, int end, float *score)
 {
@@ -87,20 +87,13 @@ hide_future(mha_consumer<D> *state)
     }
 }
 
-/* ---- Sums over lanes ------------------------------------------------------------------------ */
+/* ---- Maxima over lanes ---------------------------------------------------------------------- */
 
 __device__ __forceinline__ float
 max_of_quad(float x)
 {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
-__device__ __forceinline__ float
-sum_of_quad(float x)
-{
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
 /* The largest of a row's elements in all four lanes; a NaN counts as none. */
@@ -170,8 +163,8 @@ pack_weights(mha_consumer<D> *state)
     }
 }
 
-/* Whether a row of the warp may have to move its reference. Floats above a positive one are integers
- * above its bits, and so is NaN. */
+/* Whether a row of the warp may have to move its reference. Floats above a positive one are
+ * integers above its bits, and so is NaN. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
 may_move(const mha_consumer<D> &state)
@@ -185,14 +178,14 @@ may_move(const mha_consumer<D> &state)
                                       __float_as_int(state.scores[i + 2 * k + 1]));
         }
     }
-    const bool is_above = max(highest[0], highest[1]) >
-                          __float_as_int(WEIGHT_SHIFT<HALF> + MOST_EXCESS<HALF>);
+    const bool is_above =
+        max(highest[0], highest[1]) > __float_as_int(WEIGHT_SHIFT<HALF> + MOST_EXCESS<HALF>);
     const bool is_empty = state.reference[0] == -INFINITY || state.reference[1] == -INFINITY;
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
 
-/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and sums
- * follow; `factors` become what out must be multiplied with. */
+/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and
+ * sums follow; `factors` become what out must be multiplied with. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 move_references(mha_consumer<D> *state, float factors[2])
@@ -222,13 +215,13 @@ move_references(mha_consumer<D> *state, float factors[2])
 /* The first block of a tile: masks, references and weights. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-weigh_first(const mha_args &args, const mha_tile &tile, mha_consumer<D> *state)
+weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
 {
     if (args.is_causal) {
         hide_future(state);
     }
-    if (tile.num_blocks == 1 && tile.absent_keys > 0) {
-        hide_front(tile.absent_keys, state->scores);
+    if (__builtin_expect(absent_keys > 0, false)) {
+        hide_front(absent_keys, state->scores);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -246,11 +239,11 @@ template <int D, bool HALF>
 __device__ __forceinline__ void
 weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
 {
-    if (absent_keys > 0) {
+    if (__builtin_expect(absent_keys > 0, false)) {
         hide_front(absent_keys, state->scores);
     }
     find_exponents<D, HALF>(args.scale_log2, state);
-    if (may_move<D, HALF>(*state)) {
+    if (__builtin_expect(may_move<D, HALF>(*state), false)) {
         float factors[2];
         move_references<D, HALF>(state, factors);
         wgmma_wait<0>();
