@@ -20,8 +20,11 @@ def _attend(
     if dropout_p != 0:
         raise ValueError(f"{op}: `dropout_p` must be 0, there is no dropout here, got {dropout_p}")
     return ops.varlen_attention(
-        *map(without_grad, (q, k, v)),
-        *starts,
+        without_grad(q),
+        without_grad(k),
+        without_grad(v),
+        starts[0],
+        starts[1],
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
         max_seqlen_q=longest[0] or None,

@@ -31,10 +31,8 @@ rule_of_out(const char *name, const DLTensor *tensor, unsigned dtypes, const mer
 }
 
 static smla_status
-require_sinks(smla_checker *c, const DLTensor *attn_sink, const char *first, int64_t num_heads)
+require_sinks(smla_checker *c, const DLTensor *attn_sink, const char *hint, int64_t num_heads)
 {
-    char hint[64];
-    snprintf(hint, sizeof hint, "at least a sink per head of `%s`", first);
     return smla_require(c, &(smla_rule){.name = "attn_sink",
                                         .tensor = attn_sink,
                                         .dtypes = SMLA_DTYPE_FP32,
@@ -107,7 +105,8 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     out = rule_of_out("out_b", args->out_b, smla_dtype(args->out_a), &sizes);
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, sizes.num_tokens, sizes.num_heads, 0));
-    SMLA_TRY(require_sinks(&c, args->attn_sink, "out_a", sizes.num_heads));
+    SMLA_TRY(
+        require_sinks(&c, args->attn_sink, "at least a sink per head of `out_a`", sizes.num_heads));
     out = rule_of_out("out", args->out, smla_dtype(args->out_a), &sizes);
     out.flags = SMLA_RULE_OUTPUT;
     out.may_be[0] = args->out_a;
@@ -289,7 +288,8 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
     const merge_sizes sizes = sizes_of(&first);
     const unsigned dtype = smla_dtype(&first);
     SMLA_TRY(require_lses(&c, &args->lses, num_parts, &sizes));
-    SMLA_TRY(require_sinks(&c, args->attn_sink, "outs", sizes.num_heads));
+    SMLA_TRY(
+        require_sinks(&c, args->attn_sink, "at least a sink per head of `outs`", sizes.num_heads));
     SMLA_TRY(require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? dtype | SMLA_DTYPE_BF16 : dtype,
                             &sizes));
     SMLA_TRY(smla_finish_check(&c, backend));

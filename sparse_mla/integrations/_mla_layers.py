@@ -19,10 +19,11 @@ class PagedAttention(torch.nn.Module):
         super().__init__()
         self.model = model
         self.config = config = mla.config
+        kv_format: Any = config.kv_cache_dtype  # one with RoPE values
         shape = sparse_mla.Backend.get_kv_cache_shape(
-            num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
+            num_pages, config.block_size, cache_dtype_str=kv_format
         )
-        is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
+        is_fp8 = kv_format == "fp8_ds_mla"
         self.kv_cache = torch.zeros(
             shape,
             dtype=torch.uint8 if is_fp8 else torch.bfloat16,

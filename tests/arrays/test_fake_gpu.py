@@ -85,6 +85,23 @@ def test_unknown_producers_are_told_the_stream(package, gpu):
         assert [(type(x).__name__, x.device) for x in results] == [("Tensor", "cuda:0")] * 2
 
 
+def test_every_part_of_a_list_is_told_the_stream(package, gpu):
+    """The parts of lists are exported, kept until the work is over, and then given back, like any
+    other array."""
+    stream = gpu.new_stream()
+    outs, lses = ([on_gpu(x) for x in (*side, *side)] for side in (OUTS, LSES))
+    results = package.merge_attn_partials(outs, lses, stream=stream)
+    for x in (*outs, *lses):
+        assert x.requests == [{"stream": stream, "max_version": (1, 3)}]
+    assert gpu.launch == (stream, 0)
+    want = sparse_mla.merge_attn_partials([*OUTS, *OUTS], [*LSES, *LSES])
+    for got, same in zip(results, want, strict=True):
+        assert_same_bits(read(got), same)
+    gpu.finish()
+    package.merge_attn_states(*map(on_gpu, STATES))
+    assert_returned(*outs, *lses)
+
+
 def test_producers_from_before_versions_are_told_the_stream(package, gpu):
     stream = gpu.new_stream()
     arrays = [on_gpu(x, old_signature=True) for x in STATES]

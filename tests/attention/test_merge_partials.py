@@ -46,6 +46,20 @@ def check(outs, lses, attn_sink=None, dtype=None, row_gap=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_vector_of_the_contract(dtype):
+    """(1, lse 0) with (4, lse ln 2) is 3, lse ln 3; and (7, lse ln 3) makes it 5, lse ln 6."""
+    outs = np.array([1, 4, 7], np.float32).reshape(3, 1, 1, 1).astype(DTYPES[dtype])
+    lses = np.log(np.array([1, 2, 3], np.float32)).reshape(3, 1, 1)
+    for count, value, lse in ((2, 3, 1.0986123), (3, 5, 1.7917595)):
+        got = merge(outs[:count], lses[:count])
+        assert abs(float(got[0].item()) - value) < 1e-6
+        assert abs(got[1].item() - lse) < 2e-7
+    got = sparse_mla.merge_attn_states(outs[0], lses[0], outs[1], lses[1])
+    assert abs(float(got[0].item()) - 3) < 1e-6
+    assert abs(got[1].item() - 1.0986123) < 2e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 200.0, 1e4])
 def test_parts(dtype, num_parts, spread):

@@ -116,6 +116,18 @@ def test_attention_against_fp64(place, smla):
     assert_within_bounds(case.reference(), got, units=16)
 
 
+def test_lists_of_parts(place, smla):
+    """They are stacked, in a traced call and in an eager one."""
+    outs, lses = moved("merge_attn_partials", place).args.values()
+    want = sparse_mla.merge_attn_partials(*map(np.asarray, (outs, lses)))
+    for run in (smla.merge_attn_partials, place.module.jit(smla.merge_attn_partials)):
+        for given in ((list(outs), list(lses)), (outs, tuple(lses)), (outs, lses)):
+            for got, same in zip(run(*given), want, strict=True):
+                assert_same(np.asarray(got), same)
+    with pytest.raises(ValueError, match="`lses` must have 1 to 64 parts, got 0"):
+        smla.merge_attn_partials(outs, [])
+
+
 def test_subnormal_numbers_survive(place, smla):
     """XLA's threads flush subnormal numbers to zero. Calls of sparse_mla on them do not, and after
     a call XLA computes as before."""

@@ -111,6 +111,36 @@ def test_opcheck_of_a_query_pair(place, smla):
     assert set(report.values()) == {"SUCCESS"}
 
 
+def test_lists_of_parts(place, smla):
+    """Eager, through the schema and traced, each list has the bits of one tensor."""
+    torch = place.module
+    call = moved("merge_attn_partials", place)
+    outs, lses = call.args.values()
+    want = sparse_mla.merge_attn_partials(outs, lses)
+    lists = list(outs.unbind()), tuple(lses.unbind())
+    for given in (lists, (outs, lists[1]), (lists[0], lses)):
+        assert_same(place, smla.merge_attn_partials(*given), want)
+        traced = torch.compile(smla.merge_attn_partials, backend="aot_eager", fullgraph=True)
+        assert_same(place, traced(*given), want)
+    out, lse = torch.empty_like(want[0]), torch.empty_like(want[1])
+    assert smla.merge_attn_partials(*lists, out=out, lse=lse)[0] is out
+    assert_same(place, (out, lse), want)
+    operator = torch.ops.sparse_mla.merge_attn_partials.default
+    first, later = zip(*((x[0], list(x[1:])) for x in lists), strict=True)
+    report = torch.library.opcheck(
+        operator, first, dict(zip(("outs_later", "lses_later"), later, strict=True))
+    )
+    assert set(report.values()) == {"SUCCESS"}
+    for bad in ([], ()):
+        with pytest.raises(ValueError, match="`outs` must have 1 to 64 parts, got 0"):
+            smla.merge_attn_partials(bad, lses)
+    watched = torch.nn.Parameter(outs[1].float())
+    with pytest.raises(BufferError, match="`outs_later` must not require gradients"):
+        smla.merge_attn_partials([outs[0].float(), watched], lses[:2])
+    with torch.no_grad():
+        smla.merge_attn_partials([outs[0].float(), watched], lses[:2])
+
+
 def test_docstring_examples_run(smla):
     finder = doctest.DocTestFinder(exclude_empty=True)
     tests = [test for test in finder.find(smla) if test.examples]

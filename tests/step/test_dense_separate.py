@@ -355,6 +355,22 @@ def test_many_prompts_in_small_chunks(plan, page):
     case.exact(count_merges(case)).check(got)
 
 
+@pytest.mark.parametrize("plan", ["equal", "packed"])
+def test_256_prompts_at_all_stages(plan):
+    """Prompts of 2415 tokens, with contexts of every length up to 2413, in chunks of 128 tokens of
+    each: later chunks have no key left of more and more of them. On a CPU an eighth of that."""
+    tokens, chunk = (2415, 128) if device.ON_CUDA else (302, 16)
+    contexts = np.linspace(0, tokens - 2, 256).astype(int).tolist()
+    case = Case([2] * 256, contexts, heads=1, page=16, nope=16, values=8)
+    got = case.run(context_plan=plan, prefill_workspace_tokens=255 * chunk)
+    if plan == "equal":
+        assert len(case.metadata.context_chunk_seq_tot) == -(-(tokens - 2) // chunk) == 19
+        assert max(case.metadata.context_chunk_max_seq_lens) == chunk
+        left = (device.host(case.metadata.context_chunk_seq_lens) > 0).sum(1)
+        assert left[0] >= 254 > 15 >= left[-1] > 0
+    case.exact(count_merges(case)).check(got)
+
+
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_both_paths_agree(page):
     """Within the sum of their bounds. A bf16 cache has the same new tokens on both."""
