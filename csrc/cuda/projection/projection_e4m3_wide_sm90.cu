@@ -23,8 +23,8 @@
  *              us of tensor cores for that, and 0.7 of the cycles of shared memory.
  * Numerics     e4m3 is exact in fp16, and so are products. Tensor cores sum a step in fp32. Then
  *              it is multiplied by its factor, which is x_scale * w_scale rounded to fp32, and
- *              added in fp32. NaN reaches only results of its own token or output. Values of k are summed
- *              in another order than k's; the order depends on k alone.
+ *              added in fp32. NaN reaches only results of its own token or output. Values of k
+ *              are summed in another order than k's; the order depends on k alone.
  * Source       DeepGEMM, for a sum per 128 values. Weights as the operand in registers are ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"
