@@ -151,9 +151,9 @@ find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scal
     }
     return smla_fail(
         c->error, SMLA_ERROR_VALUE,
-        "%s: `descale` must have, with `input_group`, the form of a scheme: tensor: one value, "
-        "(-1, -1); block: [%lld, %lld], (1, 128); token_tensor: one value, (1, -1); "
-        "token_channel: [%lld] or [%lld, 1], (1, -1); got shape %s, (%lld, %lld)",
+        "%s: `descale` must have the form of one of four schemes, with their `input_group`: tensor, "
+        "one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value and "
+        "(1, -1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, %lld)",
         c->op, (long long)((outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE),
         (long long)(inner_dim / SMLA_SCALE_TILE), (long long)outer_dim, (long long)outer_dim,
         smla_describe_shape(args->descale).text, (long long)args->input_group_rows,
@@ -196,9 +196,9 @@ place_quantized(const smla_checker *c, const DLTensor *workspace, smla_scaled_qu
     return SMLA_OK;
 }
 
-/* The arrays, but for the rules of the scheme. */
+/* Checks the arrays that are read, and finds the weight's scales. */
 static smla_status
-require_linear_arrays(smla_checker *c, const smla_fp8_linear_args *args)
+require_operands(smla_checker *c, const smla_fp8_linear_args *args, weight_scales *kind)
 {
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "x",
                                           .tensor = args->x,
@@ -221,6 +221,12 @@ require_linear_arrays(smla_checker *c, const smla_fp8_linear_args *args)
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
                                           .ndim = SMLA_ANY}));
+    return find_scheme(c, args, kind);
+}
+
+static smla_status
+require_results(smla_checker *c, const smla_fp8_linear_args *args)
+{
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
                                           .tensor = args->out,
                                           .dtypes = SMLA_DTYPE_BF16,
@@ -244,8 +250,8 @@ smla_check_fp8_linear(const smla_fp8_linear_args *args, smla_fp8_linear_params *
     weight_scales kind = SCALE_OF_TENSOR;
     smla_scaled_quantize_params *const quantize = &params->quantize;
     smla_open_checker(&c, "fp8_linear", error);
-    SMLA_TRY(require_linear_arrays(&c, args));
-    SMLA_TRY(find_scheme(&c, args, &kind));
+    SMLA_TRY(require_operands(&c, args, &kind));
+    SMLA_TRY(require_results(&c, args));
     SMLA_TRY(read_groups(&c, "input_group", args->x, args->input_group_rows,
                          args->input_group_columns, quantize));
     SMLA_TRY(place_quantized(&c, args->workspace, quantize));

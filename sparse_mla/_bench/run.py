@@ -61,13 +61,17 @@ CUDA_TABLES = (
     "layer",
     "bytes",
     "projection",
+    "linear",
     "logits",
     "top_k",
     "lightning",
     "helpers",
     "calls",
 )
-CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
+CUDA_GROUPS = {
+    "attention": ("decode", "prefill", "inputs"),
+    "projection": ("projection", "linear"),
+}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
 
@@ -261,6 +265,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
+    from sparse_mla._bench.cuda import linear as cuda_linear
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
     from sparse_mla._bench.cuda import projection as cuda_projection
@@ -283,6 +288,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "layer": lambda: cuda_layer.measure_layer(effort),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
+        "linear": lambda: cuda_linear.measure_linear(effort),
         "top_k": lambda: cuda_top_k.measure_top_k(effort),
         "logits": lambda: cuda_logits.measure_logits(effort),
         "lightning": lambda: cuda_lightning.measure_lightning(effort),

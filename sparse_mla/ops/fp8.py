@@ -116,8 +116,9 @@ def fp8_linear(
         `in` is a multiple of 128. Its rows may be any distance apart.
     weight : [out, in] float8_e4m3fn or uint8
         As linear layers store it, so its values of k are contiguous.
-    descale : fp32, in the form of a scheme, any strides
-        The scales that the weight's values are multiplied with.
+    descale : [1], [ceil(out / 128), in / 128], [out] or [out, 1] fp32
+        The scales that the weight's values are multiplied with, in the form of a scheme. Any
+        strides; one value may have any rank.
     input_group : (int, int)
     out : [T, out] bf16, optional
     workspace : [n] uint8, optional

@@ -445,6 +445,25 @@ def quantize(dtype, out, *shape: int) -> Example:
     return call("dynamic_per_tensor_quant", {"x": x, "out": np.zeros(shape, out)})
 
 
+def scaled(dtype, out, group: tuple[int, int], *shape: int) -> Example:
+    x = np.random.default_rng(13).normal(0, 1, shape).astype(np.float32)
+    x = ref.to_bf16(x) if dtype == ref.BF16 else x.astype(dtype)
+    count = [1 if n == -1 else size // n for size, n in zip(shape, group, strict=True)]
+    arrays = {"x": x, "out": np.zeros(shape, out), "descale": np.zeros(count, np.float32)}
+    return call("scaled_quantize", arrays, group=group)
+
+
+def linear(group: tuple[int, int], *descale: int) -> Example:
+    arrays = {
+        "x": weight(3, 256),
+        "weight": codes(140, 256),
+        "descale": scales(*descale),
+        "out": np.zeros((3, 140), ref.BF16),
+        "workspace": np.zeros(1000, np.uint8),
+    }
+    return call("fp8_linear", arrays, input_group=group)
+
+
 def norm(q_weight, kv_weight) -> Example:
     rng = np.random.default_rng(11)
     arrays = {"q": cases.random_bf16(rng, 3, 300), "kv": cases.random_bf16(rng, 3, 512)}
@@ -759,6 +778,9 @@ NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
 GROUPED |= {"out": "written"}
+SCALED = {"x": "", "out": "written", "descale": "strided written"}
+LINEAR = {"x": "", "weight": "", "descale": "strided", "out": "written"}
+LINEAR |= {"workspace": "scratch written"}
 APPLY_ROPE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": ""}
 APPLY_ROPE |= {"q_out": "written", "k_out": "written"}
 ROPE_AND_CACHE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": "", "kv_c": ""}
@@ -1056,6 +1078,17 @@ TABLE: dict[str, Row] = {
         lambda: quantize(F16, U8, 2, 4999),
         {"x": "strided", "out": "strided written"},
     ),
+    "quantize in groups": Row(
+        "scaled_quantize", lambda: scaled(ref.BF16, U8, (1, 128), 3, 256), SCALED
+    ),
+    "quantize columns": Row(
+        "scaled_quantize", lambda: scaled(F32, ref.E4M3, (-1, 1), 6, 70), SCALED
+    ),
+    "quantize tiles of fp16": Row(
+        "scaled_quantize", lambda: scaled(F16, U8, (2, 35), 4, 70), SCALED
+    ),
+    "FP8 layer, blocks": Row("fp8_linear", lambda: linear((1, 128), 2, 2), LINEAR),
+    "FP8 layer, channels": Row("fp8_linear", lambda: linear((1, -1), 140), LINEAR),
     "norm": Row("fused_q_kv_rmsnorm", lambda: norm(ref.BF16, F32), NORM),
     "norm, other weights": Row("fused_q_kv_rmsnorm", lambda: norm(F32, ref.BF16), NORM),
     "turn and write fp8": Row(

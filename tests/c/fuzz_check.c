@@ -252,6 +252,12 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == OP_fused_q_kv_rmsnorm) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->norm.eps, &bits, sizeof bits);
+    } else if (number == OP_scaled_quantize) {
+        int64_t *const numbers[] = {&a->scaled.group_rows, &a->scaled.group_columns};
+        set_numbers(r, numbers, 2);
+    } else if (number == OP_fp8_linear) {
+        int64_t *const numbers[] = {&a->linear.input_group_rows, &a->linear.input_group_columns};
+        set_numbers(r, numbers, 2);
     } else if (number == OP_apply_rope) {
         a->apply_rope.is_neox = (int32_t)read_count(r, 2);
         a->apply_rope.inverse = (int32_t)read_count(r, 2);

@@ -54,6 +54,8 @@ typedef union any_args {
     smla_kv_up_proj_args kv_up;
     smla_grouped_output_projection_args grouped;
     smla_dynamic_per_tensor_quant_args quant;
+    smla_scaled_quantize_args scaled;
+    smla_fp8_linear_args linear;
     smla_fused_q_kv_rmsnorm_args norm;
     smla_apply_rope_args apply_rope;
     smla_rope_and_cache_mla_args rope_and_cache;
@@ -416,6 +418,30 @@ make_quant(void)
 }
 
 static inline any_args
+make_scaled(void)
+{
+    return (any_args){.scaled = {.struct_size = sizeof(smla_scaled_quantize_args),
+                                 .x = ZEROS(fp32, 3, 6),
+                                 .out = ZEROS(uint8, 3, 6),
+                                 .descale = ZEROS(fp32, 3, 2),
+                                 .group_rows = 1,
+                                 .group_columns = 3}};
+}
+
+static inline any_args
+make_linear(void)
+{
+    return (any_args){.linear = {.struct_size = sizeof(smla_fp8_linear_args),
+                                 .x = ZEROS(bf16, 3, 128),
+                                 .weight = ZEROS(uint8, 4, 128),
+                                 .descale = ZEROS(fp32, 1),
+                                 .out = ZEROS(bf16, 3, 4),
+                                 .workspace = ZEROS(uint8, 4 * 128 + 4 * 4 + 15),
+                                 .input_group_rows = 1,
+                                 .input_group_columns = -1}};
+}
+
+static inline any_args
 make_norm(void)
 {
     return (any_args){.norm = {.struct_size = sizeof(smla_fused_q_kv_rmsnorm_args),
@@ -595,6 +621,8 @@ CALL(v_up, smla_v_up_proj)
 CALL(kv_up, smla_kv_up_proj)
 CALL(grouped, smla_grouped_output_projection)
 CALL(quant, smla_dynamic_per_tensor_quant)
+CALL(scaled, smla_scaled_quantize)
+CALL(linear, smla_fp8_linear)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(apply_rope, smla_apply_rope)
 CALL(rope_and_cache, smla_rope_and_cache_mla)
@@ -748,6 +776,22 @@ static const operator_case operators[NUM_OPERATORS] = {
          {{"x", AT_FIELD(quant, x), ANY_STRIDE | ANY_RANK, 0},
           {"out", AT_FIELD(quant, out), OUTPUT | ANY_STRIDE | ANY_RANK, 3},
           {"scale", AT_FIELD(quant, scale), OUTPUT | ANY_STRIDE | ANY_RANK, 1}}},
+    [OP_scaled_quantize] = {"scaled_quantize",
+                            sizeof(smla_scaled_quantize_args),
+                            call_scaled,
+                            make_scaled,
+                            {{"x", AT_FIELD(scaled, x), 0, 2},
+                             {"out", AT_FIELD(scaled, out), OUTPUT, 3},
+                             {"descale", AT_FIELD(scaled, descale), OUTPUT | ANY_STRIDE, 3}}},
+    [OP_fp8_linear] = {"fp8_linear",
+                       sizeof(smla_fp8_linear_args),
+                       call_linear,
+                       make_linear,
+                       {{"x", AT_FIELD(linear, x), 0, 2},
+                        {"weight", AT_FIELD(linear, weight), 0, 2},
+                        {"descale", AT_FIELD(linear, descale), ANY_STRIDE | ANY_RANK, 1},
+                        {"out", AT_FIELD(linear, out), OUTPUT, 3},
+                        {"workspace", AT_FIELD(linear, workspace), OUTPUT | NEEDED, 0}}},
     [OP_fused_q_kv_rmsnorm] = {"fused_q_kv_rmsnorm",
                                sizeof(smla_fused_q_kv_rmsnorm_args),
                                call_norm,

@@ -642,7 +642,8 @@ static const char *const call_names[NUM_CALLS] = {
 
 static const char *const launch_names[NUM_CALLS] = {
     SMLA_LAUNCHED_OPERATORS(NAME)[OP_lightning_indexer] =
-        "top_k_per_row", /* logits are not asked for */
+        "top_k_per_row",                 /* logits are not asked for */
+    [OP_fp8_linear] = "scaled_quantize", /* then e4m3_project */
     [OP_k_up_proj] = "project",
     [OP_v_up_proj] = "project",
     [OP_kv_up_proj] = "project",
@@ -720,6 +721,12 @@ call_operator(int i, smla_stream stream, int64_t count)
                                                  .num_tokens = count,
                                                  .outer_dim = 1,
                                                  .is_e4m3 = true};
+    const smla_scaled_quantize_params scaled = {.call = call,
+                                                .num_row_groups = count,
+                                                .num_column_groups = 1};
+    const smla_fp8_linear_params linear = {.call = call,
+                                           .quantize = scaled,
+                                           .project = project_e4m3};
     const smla_quant_params quant = {.call = call};
     const smla_q_kv_norm_params norm = {.call = call, .num_tokens = count};
     const smla_inverse_rope_params turn_back = {.call = call,
@@ -792,6 +799,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_absorb_q_proj: return b->absorb_q_proj(&absorb, &error);
     case OP_absorb_o_proj: return b->absorb_o_proj(&absorb, &error);
     case OP_dynamic_per_tensor_quant: return b->dynamic_per_tensor_quant(&quant, &error);
+    case OP_scaled_quantize: return b->scaled_quantize(&scaled, &error);
+    case OP_fp8_linear: return b->fp8_linear(&linear, &error);
     case OP_fused_q_kv_rmsnorm: return b->fused_q_kv_rmsnorm(&norm, &error);
     case OP_apply_rope: return b->apply_rope(&apply_rope, &error);
     case OP_rope_and_cache_mla: return b->rope_and_cache_mla(&rope_and_cache, &error);
@@ -818,6 +827,16 @@ call_operator(int i, smla_stream stream, int64_t count)
     }
 }
 
+/* The calls of an operator whose launches are `first`, and `second` or nothing. */
+static void
+list_calls(const char *first, const char *second, char *calls, size_t size)
+{
+    snprintf(calls, size,
+             "cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ %s@1 "
+             "%scuCtxPopCurrent@1 ",
+             first, second);
+}
+
 /* Every operator runs with its stream's device current, or reports why it cannot. */
 static void
 test_operators(void)
@@ -830,10 +849,8 @@ test_operators(void)
     for (int i = 0; i < NUM_CALLS; i++) {
         char calls[256];
         char text[128];
-        snprintf(calls, sizeof calls,
-                 "cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ %s@1 "
-                 "cuCtxPopCurrent@1 ",
-                 launch_names[i]);
+        list_calls(launch_names[i], i == OP_fp8_linear ? "e4m3_project@1 " : "", calls,
+                   sizeof calls);
         forget_calls();
         launch_device = NULL;
         EXPECT_OK(call_operator(i, stream, 1));
@@ -847,6 +864,7 @@ test_operators(void)
         launch_code = cudaErrorUnknown;
         snprintf(text, sizeof text, "%s: %s failed: a text (code 999)", call_names[i],
                  starts_kernels(i) ? "a kernel" : "cudaLaunchKernelExC");
+        list_calls(launch_names[i], "", calls, sizeof calls);
         EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         EXPECT_CALLS(calls);
         launch_code = cudaSuccess;

@@ -162,7 +162,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
             return ("uint8", "float8_e4m3fn")
         if name in kinds:
             return kinds[name]
-    elif name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
+    elif row.op == "fp8_linear" and name in ("weight", "workspace"):
+        return ("uint8", "float8_e4m3fn" if name == "weight" else "int8")
+    elif name in ("kv_c", "k", "weight") or (name == "x" and "quant" in row.op):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
     if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
@@ -174,7 +176,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     ops = ("sparse_attention", "mla_attention", "lightning_indexer")
     if name == "workspace_buffer" or (name == "workspace" and error_op(row) in ops):
         return ("uint8", "int8")
-    if name == "out" and row.op == "dynamic_per_tensor_quant":
+    if name == "out" and row.op in ("dynamic_per_tensor_quant", "scaled_quantize"):
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
@@ -251,7 +253,8 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         return ValueError, f"{row.blames.get(name, row.op)}: {rest}"
     if row.op == "grouped_output_projection":
         return unlike_o(row, name, dtype)
-    if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
+    is_split = name == "weight" and row.op != "fp8_linear"
+    if is_split and dtype in BYTES and "weight_scale_inv" not in plain:
         rest = "`weight_scale_inv` must be given for an e4m3 weight, got none"
         return ValueError, f"split_kv_b_proj: {rest}"
     return None
@@ -465,6 +468,7 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
+    ("fp8_linear", "workspace"): {0},
     ("indexer_logits", "context_lens"): {0},
     ("indexer_logits", "req_id_per_token"): {0},
     ("indexer_logits", "block_table"): {0, 1},
@@ -547,6 +551,9 @@ def test_ranks_one_larger_and_one_smaller(row, name):
     plain = calls.plain.copy()
     for x in (plain[..., None], plain[None], plain[0, ...]):
         got, _ = calls.run(x, x)
+        is_scale = (row.op, name) == ("fp8_linear", "descale") and plain.ndim == 1
+        if is_scale and x.shape in ((*plain.shape, 1), ()):
+            continue  # a scale per output has either rank, and one value is a scale, too
         is_paged = x.ndim in (2, 3) or (x.ndim == 4 and x.shape[2] == 1)
         if is_cache(row, name) and is_paged and x.shape[-1] == calls.plain.shape[-1]:
             continue  # a cache of another layout

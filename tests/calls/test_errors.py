@@ -495,6 +495,52 @@ QUANT = [
     ("out dtype", "out", lambda _: zeros(3, 40, dtype=np.float32), TypeError, ()),
 ]
 
+SCALED = [
+    ("int32", "x", lambda x: x.astype(np.int32), TypeError, ()),
+    ("rank", "x", lambda x: x[0], ValueError, ()),
+    ("x apart", "x", apart, ValueError, ()),
+    ("rows", "x", lambda x: x[:3], ValueError, ()),
+    ("columns", "x", lambda x: x[:, :47], ValueError, ()),
+    ("no group", "group", lambda _: None, TypeError, ()),
+    ("three sizes", "group", lambda _: (1, 2, 3), ValueError, ()),
+    ("group of 0", "group", lambda _: (0, 16), ValueError, ()),
+    ("group of -2", "group", lambda _: (2, -2), ValueError, ()),
+    ("rows of a group", "group", lambda _: (3, 16), ValueError, ("x",)),
+    ("columns of a group", "group", lambda _: (2, 7), ValueError, ("x",)),
+    ("out shape", "out", lambda x: x[:, :32], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out apart", "out", apart, ValueError, ()),
+    ("descale rows", "descale", lambda x: x[:1], ValueError, ()),
+    ("descale columns", "descale", lambda x: x[:, :2], ValueError, ()),
+    ("descale dtype", "descale", lambda x: x.astype(np.float16), TypeError, ()),
+    ("descale zero stride", "descale", broadcast, ValueError, ()),
+]
+
+LINEAR = [
+    ("fp32 x", "x", lambda x: x.astype(np.float32), TypeError, ()),
+    ("rank", "x", lambda x: x[0], ValueError, ()),
+    ("x apart", "x", apart, ValueError, ()),
+    ("no multiple of 128", "x", lambda x: x[:, :200], ValueError, ()),
+    ("another width", "x", lambda x: x[:, :128], ValueError, ("weight",)),
+    ("bf16 weight", "weight", lambda x: zeros(*x.shape), TypeError, ()),
+    ("width of weight", "weight", lambda x: x[:, :128], ValueError, ()),
+    ("outputs of weight", "weight", lambda x: x[:100], ValueError, ("descale",)),
+    ("weight apart", "weight", apart, ValueError, ()),
+    ("no descale", "descale", lambda _: None, TypeError, ()),
+    ("bf16 descale", "descale", ref.to_bf16, TypeError, ()),
+    ("rows of descale", "descale", lambda x: x[:1], ValueError, ()),
+    ("columns of descale", "descale", lambda x: x[:, :1], ValueError, ()),
+    ("a scale per output", "descale", lambda _: np.ones(140, np.float32), ValueError, ()),
+    ("another group", "input_group", lambda _: (1, -1), ValueError, ("descale",)),
+    ("no scheme", "input_group", lambda _: (2, 128), ValueError, ("descale",)),
+    ("one size", "input_group", lambda _: 128, TypeError, ()),
+    ("out shape", "out", lambda x: x[:, :139], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+    ("small workspace", "workspace", lambda _: np.zeros(700, np.uint8), ValueError, ()),
+    ("fp32 workspace", "workspace", lambda _: np.zeros(900, np.float32), TypeError, ()),
+]
+
 NORM = [
     ("fp32 q", "q", lambda x: x.astype(np.float32), TypeError, ()),
     ("fp32 kv", "kv", lambda x: x.astype(np.float32), TypeError, ()),
@@ -833,6 +879,8 @@ TABLE = {
     "kv_up_proj": KV_UP,
     "grouped_output_projection": GROUPED,
     "dynamic_per_tensor_quant": QUANT,
+    "scaled_quantize": SCALED,
+    "fp8_linear": LINEAR,
 }
 
 # Errors in the values of arrays, which calls check on the CPU, and on a GPU in checked mode.

@@ -355,6 +355,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import helpers as cuda_helpers
     from sparse_mla._bench.cuda import layer as cuda_layer
     from sparse_mla._bench.cuda import lightning as cuda_lightning
+    from sparse_mla._bench.cuda import linear as cuda_linear
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
     from sparse_mla._bench.cuda import projection as cuda_projection
@@ -395,6 +396,7 @@ def cuda_tables(monkeypatch):
     products = maker("projection", {"us": 2.0})
     monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
     monkeypatch.setattr(cuda_projection, "measure_projections", products)
+    monkeypatch.setattr(cuda_linear, "measure_linear", maker("linear", {"us": 2.0}))
     monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
     choices = maker("lightning", {"us": 2.0})
     monkeypatch.setattr(cuda_lightning, "measure_lightning", choices)
@@ -410,7 +412,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
     wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "layer", "bytes"]
-    wanted += ["projection", "logits", "top_k", "lightning", "helpers", "calls"]
+    wanted += ["projection", "linear", "logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
@@ -431,6 +433,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     [
         ("attention", ["decode", "prefill", "inputs"]),
         ("decode", ["decode"]),
+        ("projection", ["projection", "linear"]),
         ("calls", ["calls"]),
     ],
 )

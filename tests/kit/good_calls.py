@@ -226,6 +226,24 @@ def quant_call() -> Call:
     return Call("dynamic_per_tensor_quant", {"x": cases.random_bf16(rng, 3, 40)}, {})
 
 
+def scaled_quantize_call() -> Call:
+    rng = np.random.default_rng(24)
+    out, descale = np.zeros((4, 48), np.uint8), np.zeros((2, 3), np.float32)
+    options = {"group": (2, 16), "out": out, "descale": descale}
+    return Call("scaled_quantize", {"x": cases.random_bf16(rng, 4, 48)}, options)
+
+
+def fp8_linear_call() -> Call:
+    rng = np.random.default_rng(25)
+    args = {
+        "x": cases.random_bf16(rng, 3, 256),
+        "weight": rng.integers(0, 0x60, (140, 256)).astype(np.uint8),
+        "descale": rng.uniform(0.5, 1, (2, 2)).astype(np.float32),
+    }
+    options = {"input_group": (1, 128), "out": np.zeros((3, 140), ref.BF16)}
+    return Call("fp8_linear", args, options)
+
+
 def norm_call() -> Call:
     rng = np.random.default_rng(10)
     buffer = cases.random_bf16(rng, 3, 96 + 512)

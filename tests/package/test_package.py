@@ -190,7 +190,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     ours = {"", "._C", "._compiled", "._flash_arrays", "._format_names", "._types"}
     ours |= {".backend", ".backend.facts", ".backend.layer", ".flash_mla", ".ops", ".steps"}
     ours |= {f".steps.{name}" for name in ("common", "v32")}  # dense and v4: at their first use
-    names = "_declare", "attention", "cache", "compressor", "facts", "index"
+    names = "_declare", "attention", "cache", "compressor", "facts", "fp8", "index"
     names += "indexer", "norm", "planning", "projection", "rope", "topk", "varlen"
     ours |= {f".ops.{name}" for name in names}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}

@@ -228,10 +228,10 @@ def test_what_names_no_scheme():
         with pytest.raises(ValueError) as caught:
             layer.run(input_group=group)
         assert str(caught.value) == (
-            "fp8_linear: `descale` must have, with `input_group`, the form of a scheme: tensor: "
-            "one value, (-1, -1); block: [2, 2], (1, 128); token_tensor: one value, (1, -1); "
-            "token_channel: [200] or [200, 1], (1, -1); "
-            f"got shape [{text}], ({group[0]}, {group[1]})"
+            "fp8_linear: `descale` must have the form of one of four schemes, with their "
+            "`input_group`: tensor, one value and (-1, -1); block, [2, 2] and (1, 128); "
+            "token_tensor, one value and (1, -1); token_channel, [200] or [200, 1] and (1, -1), "
+            f"got shape [{text}] and ({group[0]}, {group[1]})"
         )
 
 

@@ -18,7 +18,7 @@
 
 enum {
     NARROW = 32,         /* a group of fewer columns is narrow */
-    TILE_COLUMNS = 4096, /* of wide groups, unless a group has more */
+    TILE_COLUMNS = 4096, /* columns of a tile of wide groups, unless one group has more */
     NARROW_COLUMNS = 256,
     PIECE = 4096,           /* elements of a large group that a thread takes at a time */
     LEAST_SHARED = 1 << 14, /* elements that are worth several threads */
@@ -34,7 +34,7 @@ typedef struct group_tile {
 
 typedef struct group_plan {
     int64_t tile_groups;
-    int64_t tiles_per_row; /* of groups */
+    int64_t tiles_per_row; /* tiles per row of groups */
     int64_t num_tiles;
 } group_plan;
 

@@ -36,8 +36,8 @@ enum {
     CONSUMERS = 256,
     COPIERS = 128,
     GROUP_THREADS = 128,
-    GROUP_OUTPUTS = SMLA_SCALE_TILE, /* of a warpgroup, which have one scale per step */
-    BLOCK_OUTPUTS = 64,              /* of a product */
+    GROUP_OUTPUTS = SMLA_SCALE_TILE, /* outputs of a warpgroup, with one scale per step */
+    BLOCK_OUTPUTS = 64,              /* outputs of a product */
     BLOCKS = GROUP_OUTPUTS / BLOCK_OUTPUTS,
     GROUPS = WIDE_OUTPUTS / GROUP_OUTPUTS,
     HALVES = 2,                        /* halves of a step: rows of 64 fp16 tokens */
@@ -45,7 +45,7 @@ enum {
     WORDS = CHUNK_BYTES / 4,           /* words per chunk, and products per half */
     K_STEPS = HALVES * WORDS,          /* products per step, of 16 values of k each */
     TOKEN_ROW_BYTES = STEP_VALUES,     /* 64 fp16 */
-    SWIZZLE_BITS = 7,                  /* of the tokens: wgmma's */
+    SWIZZLE_BITS = 7,                  /* bits of a token's index that wgmma's swizzle takes */
     PARITY_BIT = 2, /* the bit of a weight row's index that its chunks' order depends on */
     CONSUMER_REGISTERS = 208,
     COPIER_REGISTERS = 88,

@@ -31,7 +31,7 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    MOST_THREADS = 512, /* of a block with a large group */
+    MOST_THREADS = 512, /* threads of a block with a large group */
     MOST_WARPS = MOST_THREADS / SMLA_WARP_LANES,
     HELD = 4, /* units that a thread keeps in registers for the second pass */
     PART_UNITS = 8 * BLOCK_THREADS,
@@ -512,7 +512,7 @@ make_args(const smla_scaled_quantize_params *p, int32_t count)
     const int64_t row_units = p->num_columns / count;
     const int64_t units = p->num_rows == 0 ? 0 : p->group_rows * group_units;
     const int64_t tiles = row_units > 0 ? smla_count_parts(row_units, SMLA_WARP_LANES) : 1;
-    const int64_t most_rows = INT32_MAX / tiles; /* in a grid of whole rows of tiles */
+    const int64_t most_rows = INT32_MAX / tiles; /* rows in a grid, which are whole */
     const auto divisor = [](int64_t size) { return smla_make_divisor(size > 0 ? size : 1); };
     return scaled_args{*p,
                        divisor(p->num_column_groups),
