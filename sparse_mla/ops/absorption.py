@@ -24,7 +24,7 @@ WEIGHT_GROUPS = {
 }
 TILE = 128
 PLAIN, TRANSPOSED = 1, 2  # smla_storage
-ROPE_DIM = 64  # of models with RoPE
+ROPE_DIM = 64  # models with RoPE have no other R
 
 
 def absorb(
@@ -150,7 +150,7 @@ class Weight:
         self, values: Any, scale: Any, rows: int, head_columns: int, storage: int, is_output: bool
     ) -> None:
         self.values = values
-        self.scale = scale  # of e4m3 values, else None
+        self.scale = scale  # None unless values are e4m3
         self.rows = rows
         self.head_columns = head_columns
         self.storage = storage

@@ -41,7 +41,8 @@ def split_kv_b_proj(
     num_heads, qk_nope_head_dim, v_head_dim : int
         H, Pn and Pv.
     weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
-        One scale per 128 x 128 block of `weight` as it is stored.
+        One scale per 128 x 128 block of `weight` as it is stored; or one value, of any rank; or one
+        per output, [out], or as the weight is stored with 1 for its inputs.
 
     Returns
     -------

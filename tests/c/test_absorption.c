@@ -1,4 +1,5 @@
-/* test_absorption.c: split_kv_b_proj, the two up projections, dynamic_per_tensor_quant. */
+/* test_absorption.c: split_kv_b_proj, absorb_q_proj and absorb_o_proj, the projections,
+ * dynamic_per_tensor_quant. */
 #include "instruction_sets.h"
 
 #include <float.h>
@@ -610,9 +611,85 @@ test_quant_dims(void)
     }
 }
 
+/* ---- Weights that absorb others ------------------------------------------------------------ */
+
+/* Element (row, head, n) of a weight with an optional scale per 128 x 128 block, in fp32. */
+static double
+dequantise(const array *x, const array *scale, bool is_transposed, int64_t row, int64_t column)
+{
+    const int64_t i = is_transposed ? column : row, j = is_transposed ? row : column;
+    const double value = GET(x, i, j);
+    return (double)(float)(scale == NULL ? value : value * GET(scale, i / TILE, j / TILE));
+}
+
+/* Compares a product [rows, H * L], or its transpose, with fp64. */
+static void
+expect_absorbed(const array *x, const array *x_scale, bool x_is_transposed, const array *w,
+                const array *out, bool out_is_transposed)
+{
+    const int64_t latents = w->shape[0], heads = w->shape[1], values = w->shape[2];
+    const int64_t rows = out->shape[out_is_transposed ? 1 : 0];
+    const int64_t head_columns = x->shape[x_is_transposed ? 0 : 1] / heads;
+    const bool is_fp32 = out->tensor.dtype.bits == 32;
+    for (int64_t at = 0; at < rows * heads * latents; at++) {
+        const int64_t row = at / (heads * latents), column = at % (heads * latents);
+        const int64_t head = column / latents, latent = column % latents;
+        double sum = 0.0, size = 0.0;
+        for (int64_t n = 0; n < values; n++) {
+            const double product =
+                dequantise(x, x_scale, x_is_transposed, row, head * head_columns + n) *
+                GET(w, latent, head, n);
+            sum += product;
+            size += fabs(product);
+        }
+        const double got = out_is_transposed ? GET(out, column, row) : GET(out, row, column);
+        EXPECT_NEAR(got, sum, (is_fp32 ? 0.0 : 0x1p-8 * fabs(sum)) + 0x1p-17 * size);
+    }
+}
+
+static void
+test_absorb(void)
+{
+    const DLDataType dtypes[] = {bf16, fp16, fp32, e4m3};
+    for (int i = 0; i < 16; i++) {
+        const DLDataType type = dtypes[i % 4];
+        const bool is_transposed = i / 4 % 2 != 0, is_fp32 = i / 8 != 0;
+        array *x = is_transposed ? ARRAY(type, 2 * 150, 11) : ARRAY(type, 11, 2 * 150);
+        fill_normal(x, 1.0);
+        array *scale = type.bits != 8  ? NULL
+                       : is_transposed ? ARRAY(fp32, 3, 1)
+                                       : ARRAY(fp32, 1, 3);
+        const array *w = fill_normal(ARRAY(is_fp32 ? fp32 : bf16, 9, 2, 150), 1.0);
+        const array *part = slice(w, 2, 0, 130, 1); /* R is 20 */
+        const array *out = ARRAY(is_fp32 ? fp32 : bf16, 18, 11);
+        const array *wide = ARRAY(is_fp32 ? fp32 : bf16, 11, 20);
+        const array *outputs = slice(wide, 1, 0, 18, 1);
+        if (scale != NULL) {
+            fill_normal(scale, 0.1);
+        }
+        const smla_absorb_q_proj_args queries = {.struct_size = sizeof queries,
+                                                 .q_proj = &x->tensor,
+                                                 .q_scale = scale == NULL ? NULL : &scale->tensor,
+                                                 .w_uk = &part->tensor,
+                                                 .out = &out->tensor};
+        EXPECT_OK(smla_absorb_q_proj(&queries, &error));
+        expect_absorbed(x, scale, is_transposed, part, out, true);
+        const smla_absorb_o_proj_args last = {.struct_size = sizeof last,
+                                              .o_proj = &x->tensor,
+                                              .o_scale = scale == NULL ? NULL : &scale->tensor,
+                                              .w_uv = &w->tensor,
+                                              .out = &outputs->tensor};
+        EXPECT_OK(smla_absorb_o_proj(&last, &error));
+        expect_absorbed(x, scale, is_transposed, w, outputs, false);
+        EXPECT(is_poison(slice(wide, 1, 18, 20, 1)));
+        free_arrays("test_absorb");
+    }
+}
+
 static void
 run_kernel_tests(void)
 {
+    RUN(test_absorb);
     RUN(test_k_up_proj);
     RUN(test_v_up_proj);
     RUN(test_kv_up_proj);

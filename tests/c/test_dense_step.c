@@ -2,7 +2,8 @@
  * context: both paths and both plans of chunks against fp64 over keys and values of all heads.
  *
  * Bounds: queries, keys, values and results are rounded to bf16 on the way, by 2^-8 each, and once
- * more for each merge.
+ * more for each merge. With absorbed weights, q_proj and o_proj are identities, so that queries and
+ * results are those of the heads.
  */
 #include <math.h>
 
@@ -224,6 +225,112 @@ test_paths(void)
     }
 }
 
+/* Weights whose products are exact: queries' latents are the queries, and outputs the values. */
+typedef struct identities {
+    array *w_q_uk;     /* [H * 512, Lq] */
+    array *w_qr, *w_q; /* [Lq, H * R] and [Lq, H * Pn] */
+    array *w_uv_o;     /* [hidden, H * 512] */
+    array *o_proj;     /* [hidden, hidden] */
+} identities;
+
+static array *
+make_identity(int64_t size)
+{
+    array *x = ARRAY(bf16, size, size);
+    for (int64_t i = 0; i < size * size; i++) {
+        SET(x, i % size == i / size ? 1.0 : 0.0, i / size, i % size);
+    }
+    return x;
+}
+
+static identities
+absorb(const batch *b)
+{
+    enum { QUERIES = HEADS * (PN + ROPE), OUTPUTS = HEADS * PV };
+    array *const q_proj = make_identity(QUERIES);
+    const identities w = {.w_q_uk = ARRAY(bf16, HEADS * NOPE, QUERIES),
+                          .w_qr = ARRAY(bf16, QUERIES, HEADS * ROPE),
+                          .w_q = ARRAY(bf16, QUERIES, HEADS * PN),
+                          .w_uv_o = ARRAY(bf16, OUTPUTS, HEADS * NOPE),
+                          .o_proj = make_identity(OUTPUTS)};
+    for (int64_t i = 0; i < QUERIES; i++) {
+        for (int64_t j = 0; j < QUERIES; j++) {
+            const int64_t head = j / (PN + ROPE), at = j % (PN + ROPE);
+            if (at < PN) {
+                SET(w.w_q, GET(q_proj, i, j), i, head * PN + at);
+            } else {
+                SET(w.w_qr, GET(q_proj, i, j), i, head * ROPE + at - PN);
+            }
+        }
+    }
+    const smla_absorb_q_proj_args queries = {.struct_size = sizeof queries,
+                                             .q_proj = &q_proj->tensor,
+                                             .w_uk = &b->w_uk->tensor,
+                                             .out = &w.w_q_uk->tensor};
+    EXPECT_OK(smla_absorb_q_proj(&queries, &error));
+    const smla_absorb_o_proj_args outputs = {.struct_size = sizeof outputs,
+                                             .o_proj = &w.o_proj->tensor,
+                                             .w_uv = &b->w_uv->tensor,
+                                             .out = &w.w_uv_o->tensor};
+    EXPECT_OK(smla_absorb_o_proj(&outputs, &error));
+    return w;
+}
+
+/* The heads' queries, or results, as rows of one dimension. */
+static array *
+join_heads(const array *x)
+{
+    array *const joined = ARRAY(bf16, x->shape[0], x->shape[1] * x->shape[2]);
+    for (int64_t i = 0; i < x->shape[0] * joined->shape[1]; i++) {
+        const int64_t row = i / joined->shape[1], at = i % joined->shape[1];
+        SET(joined, GET(x, row, at / x->shape[2], at % x->shape[2]), row, at);
+    }
+    return joined;
+}
+
+static void
+test_absorbed_weights(void)
+{
+    static const struct {
+        int32_t path, num_chunks;
+        int64_t rows;
+    } cases[] = {{SMLA_PATH_MIXED, 0, 0}, {SMLA_PATH_SEPARATE, 1, 0}, {SMLA_PATH_SEPARATE, 9, 8}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const batch b = make_batch();
+        const identities w = absorb(&b);
+        const smla_dense_config config = make_config(cases[i].path, 0, cases[i].rows);
+        const smla_dense_metadata *m = NULL;
+        smla_dense_builder *builder = build(&b, &config, &m);
+        EXPECT_EQ(m->num_context_chunks, cases[i].num_chunks);
+        array *const q_c = join_heads(b.q), *const out = ARRAY(bf16, TOKENS, HEADS * PV);
+        const bool has_prefills = cases[i].path == SMLA_PATH_SEPARATE;
+        const smla_dense_absorbed_forward_args args = {
+            .struct_size = sizeof args,
+            .builder = builder,
+            .q_c = &q_c->tensor,
+            .kv_c = &b.kv_c->tensor,
+            .k_pe = &b.k_pe->tensor,
+            .kv_cache = &b.cache->tensor,
+            .W_Q_UK = &transpose(w.w_q_uk, 0, 1)->tensor,
+            .W_QR = &w.w_qr->tensor,
+            .W_UV_O = &transpose(w.w_uv_o, 0, 1)->tensor,
+            .W_Q = has_prefills ? &w.w_q->tensor : NULL,
+            .o_proj = has_prefills ? &w.o_proj->tensor : NULL,
+            .kv_b_proj = has_prefills ? &b.weight->tensor : NULL,
+            .out = &out->tensor,
+            .softmax_scale = scale,
+        };
+        EXPECT_OK(smla_dense_absorbed_forward(&args, &error));
+        for (int64_t at = 0; at < TOKENS * HEADS * PV; at++) {
+            const int64_t token = at / (HEADS * PV), head = at / PV % HEADS;
+            SET(b.out, GET(out, token, at % (HEADS * PV)), token, head, at % PV);
+        }
+        expect_step(&b, 5.0 + cases[i].num_chunks);
+        smla_dense_builder_destroy(builder);
+        free_arrays("test_absorbed_weights");
+    }
+}
+
 /* What a user of the metadata reads: the plan "packed" with 13 rows. */
 static void
 test_metadata(void)
@@ -285,6 +392,7 @@ int
 main(void)
 {
     RUN(test_paths);
+    RUN(test_absorbed_weights);
     RUN(test_metadata);
     RUN(test_errors);
     return report("test_dense_step");

@@ -93,6 +93,11 @@ def calls():
         "split_kv_b_proj": lambda: sparse_mla.split_kv_b_proj(
             normal(512, 2 * 256, dtype=BF16), num_heads=2, qk_nope_head_dim=128, v_head_dim=128
         ),
+        "absorb": lambda: sparse_mla.absorb(
+            *(normal(*shape) for shape in ((130, 2 * 192), (512, 2, 128), (512, 2, 96))),
+            normal(300, 2 * 96),
+            scheme=None,
+        ),
         "top-k": top_k(1, 3000),
         "top-k of bf16": top_k(3, 3000, BF16),
         "top-k by chunks": top_k(1, 300_000),

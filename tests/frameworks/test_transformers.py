@@ -299,6 +299,7 @@ def test_models_that_cannot_be_served(example, adapter, model):
         ("num_pages", 0, "`num_pages` must be at least 1, got 0"),
         ("max_model_len", 257, "`max_model_len` must be at most .*max_position_embeddings = 256"),
         ("kv_cache_dtype", "fp8", "`kv_cache_dtype` must be"),
+        ("absorb", True, "`absorb` must be False for a DeepseekV32ForCausalLM, got True"),
         ("index_cache_dtype", "fp8", '"auto" or one of fp8_index, mxfp4_index, got .fp8.$'),
         ("path", "bf16x", "`path` must be"),
         ("block_size", 0, "`block_size` must be at least 1"),

@@ -271,6 +271,102 @@ def test_the_script_refuses_halves_of_deepseek_v2(example, capsys):
     assert "--halves is for deepseek_v3" in capsys.readouterr().err
 
 
+# --- absorbed weights ----------------------------------------------------------------------------
+
+ABSORBED_BOUNDS = {None: 0.03, "block": 0.10, "token_channel": 0.10}
+
+
+def compare_absorbed(example, got, want, scheme):
+    return example.common.compare(
+        [x.float() for x in got], [x.float() for x in want], ABSORBED_BOUNDS[scheme]
+    )
+
+
+@pytest.mark.parametrize("scheme", [None, "block"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", *MODELS])
+def test_absorbed_weights_serve_within_the_bounds(example, adapter, tokens, name, scheme):
+    """On path "separate" with a small workspace: prefills attend unabsorbed, decodes absorbed."""
+    model = make_model(example, *MODELS.get(name, []))
+    options = {"path": "separate", "prefill_workspace_tokens": 256, "absorb": True}
+    runner = adapter.ModelRunner(model, **LIMITS, **options, scheme=scheme)
+    requests, num_mixed = serve(example, runner, tokens)
+    assert num_mixed >= 2
+    got = [row for request in requests for row in request.logits]
+    want = [example.run_eager(model, request.tokens) for request in requests]
+    comparison = compare_absorbed(example, got, want, scheme)
+    assert comparison.within, comparison
+    assert comparison.num_clear > (300 if scheme is None else 100)
+
+
+@pytest.mark.parametrize("scheme", [None, "token_channel"])
+@pytest.mark.parametrize("path", ["separate", "mixed", None])
+def test_absorbed_weights_on_every_path(example, adapter, tokens, path, scheme):
+    model = make_model(example)
+    runner = adapter.ModelRunner(
+        model, **LIMITS, path=path, absorb=True, scheme=scheme, kv_cache_dtype="fp8_ds_mla"
+    )
+    parts = tokens[0].split([100, 1, 150, 1, 4])
+    got = [runner.step({"a": part}, all_logits=True) for part in parts]
+    bound = example.common.BOUNDS["fp8_ds_mla"]
+    want = example.run_eager(model, tokens[0])
+    comparison = example.common.compare(got, [want], bound)
+    assert comparison.within, comparison
+
+
+def test_a_layer_with_a_bias_keeps_it(example, adapter, tokens):
+    torch = find_framework("torch").module
+    model = make_model(example, attention_bias=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.normal_(generator=torch.Generator(device.NAME).manual_seed(3))
+    runner = adapter.ModelRunner(model, **LIMITS, absorb=True)
+    got = runner.step({"a": tokens[0, :150]}, all_logits=True)
+    want = example.run_eager(model, tokens[0, :150])
+    assert compare_absorbed(example, [got], [want], None).within
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.zero_()
+    want = example.run_eager(model, tokens[0, :150])
+    assert not compare_absorbed(example, [got], [want], None).within
+
+
+def quantize_layers(torch, model, block_size):
+    """q_b_proj, kv_b_proj and o_proj as Transformers loads e4m3; the model keeps what they mean."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    loaded = []
+    for layer in model.model.layers:
+        for name in ("q_b_proj", "kv_b_proj", "o_proj"):
+            plain = getattr(layer.self_attn, name)
+            rows, columns = plain.weight.shape
+            m, n = block_size or (rows, columns)
+            blocks = plain.weight.float().reshape(rows // m, m, columns // n, n)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            values = (blocks / scale).to(torch.float8_e4m3fn)
+            fp8 = FP8Linear(columns, rows, block_size=block_size, has_bias=False)
+            fp8.weight = torch.nn.Parameter(values.reshape(rows, columns), requires_grad=False)
+            given = scale[:, 0, :, 0] if block_size else scale.reshape(())
+            fp8.weight_scale_inv = torch.nn.Parameter(given, requires_grad=False)
+            plain.weight.copy_((values.float() * scale).reshape(rows, columns))
+            loaded.append((layer.self_attn, name, plain, fp8.to(plain.weight.device)))
+    return loaded
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), None])
+def test_weights_that_are_loaded_as_e4m3(example, adapter, tokens, block_size):
+    """They keep their scheme: one scale per block, or one per tensor."""
+    torch = find_framework("torch").module
+    model = make_model(example)
+    loaded = quantize_layers(torch, model, block_size)
+    want = example.run_eager(model, tokens[0])
+    for attention, name, _, fp8 in loaded:
+        setattr(attention, name, fp8)
+    runner = adapter.ModelRunner(model, **LIMITS, absorb=True)
+    schemes = {attention.mla.absorbed.scheme for attention in runner._layers.attentions}
+    assert schemes == {"block" if block_size else "tensor"}
+    got = [runner.step({"a": part}, all_logits=True) for part in tokens[0].split([100, 1, 155])]
+    comparison = compare_absorbed(example, got, [want], "block")
+    assert comparison.within, comparison
+
+
 # --- wrong use -----------------------------------------------------------------------------------
 
 
@@ -303,6 +399,7 @@ def test_models_that_cannot_be_served(example, adapter, model):
         ("index_cache_dtype", "fp8_index", '"auto" for a DeepseekV3ForCausalLM, which has no inde'),
         ("path", "direct", "`path` must be None or 'separate' or 'mixed', got 'direct'"),
         ("kv_cache_dtype", "fp8", "`kv_cache_dtype` must be"),
+        ("scheme", "block", "`scheme` must be None without absorb=True, got 'block'"),
         ("max_model_len", 2561, "must be at most the model's max_position_embeddings = 2560"),
     ],
 )

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.frameworks
 # name -> (positional, keyword-only) parameters, as operators.Facts writes them
 FUNCTIONS = {
     "split_kv_b_proj": ("weight", "num_heads qk_nope_head_dim v_head_dim weight_scale_inv="),
+    "absorb": ("q_proj W_UK W_UV o_proj", "scheme="),
     "rope_table": ("max_pos= R=64 base=10000.0 yarn=", "fp32_angles=False"),
     "mla_softmax_scale": ("qk_head_dim=192", "yarn="),
     "reorder_batch": ("num_scheduled_tokens", "decode_threshold=1"),
@@ -198,7 +199,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     }
     ours |= {".backend", ".backend.facts", ".backend.layer", ".flash_mla", ".ops", ".steps"}
     ours |= {f".steps.{name}" for name in ("common", "v32")}  # dense and v4: at their first use
-    names = "_declare", "attention", "cache", "compressor", "facts", "fp8", "index"
+    names = "_declare", "absorption", "attention", "cache", "compressor", "facts", "fp8", "index"
     names += "indexer", "merge", "norm", "planning", "projection", "rope", "topk", "varlen"
     ours |= {f".ops.{name}" for name in names}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}

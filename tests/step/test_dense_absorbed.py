@@ -16,7 +16,7 @@ import sparse_mla as package
 
 dense = package.dense
 SCHEMES = ("tensor", "block", "token_tensor", "token_channel")
-GROUPS = {"block": (128, 128), "token_channel": (1, -1)}  # of weights [out, in]; else (-1, -1)
+GROUPS = {"block": (128, 128), "token_channel": (1, -1)}  # weights are [out, in]; else (-1, -1)
 IN_BF16, IN_FP8 = 0.012, 0.05  # bounds of |y - y0| / |y0|
 
 

@@ -134,6 +134,57 @@ def test_a_captured_decode_replays_after_builds(kv_cache_dtype, query_len):
             fixed.assert_right(batch, gpu.values(out)[0])
 
 
+class Absorbed(Engine):
+    """The same from latents of queries to the layer's output, with weights in bf16 or e4m3."""
+
+    def __init__(self, scheme: str | None, query_len: int = 1, **changes) -> None:
+        super().__init__("bfloat16", query_len, **changes)
+        rng = np.random.default_rng(8)
+        shapes = (512, HEADS * 256), (256, HEADS * 192), (384, HEADS * 128)
+        weights = [gpu.put(cases.random_bf16(rng, *shape, std=0.05)) for shape in shapes]
+        self.layer = dense.DenseMLA(
+            self.config,
+            **dict(zip(("kv_b_proj", "q_proj", "o_proj"), weights, strict=True)),
+            absorb=True,
+            scheme=scheme,
+            rope_table=self.layer.rope_table,
+        )
+        self.inputs[0] = gpu.put(np.zeros((self.tokens, 256), ref.BF16))
+
+    def make_out(self):
+        return gpu.put(np.zeros((self.tokens, 384), ref.BF16))
+
+
+SCHEMES = (None, "tensor", "block", "token_tensor", "token_channel")
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_captured_decode_with_absorbed_weights_replays(scheme, query_len):
+    """Replays have the bits of eager steps, and neither takes memory."""
+    fixed = Absorbed(scheme, query_len)
+    builder, other = dense.MetadataBuilder(fixed.config), dense.MetadataBuilder(fixed.config)
+    batches = [fixed.batch(real, seed) for seed, real in enumerate((8, 5, 1, 7))]
+    fixed.load(batches[0])
+    metadata = fixed.build(builder, batches[0])
+    out, want = fixed.make_out(), fixed.make_out()
+    graph, _ = capture(lambda: fixed.forward(metadata, out=out))
+    for i in range(40):
+        batch = batches[i % len(batches)]
+        fixed.load(batch)
+        before, allocated = fixed.cache.clone(), count_allocations()
+        fixed.build(builder, batch)
+        out.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        assert count_allocations() == allocated
+        fixed.cache.copy_(before)
+        fixed.forward(fixed.build(other, batch), out=want)
+        assert count_allocations() == allocated
+        assert torch.equal(out.view(torch.uint8), want.view(torch.uint8)), i
+        assert torch.isfinite(out).all()
+        assert out[:1].any()
+
+
 # --- what a step does not do ---------------------------------------------------------------------
 
 
