@@ -243,6 +243,11 @@ def test_ragged_prefills(dims, q_type, kv_type):
     check_varlen(case)
 
 
+def test_more_prefills_than_ctas():
+    """Hopper's CTAs claim all tiles but their first."""
+    check_varlen(Varlen([1] * 150, [3] * 150, 1, 1, mask=Mask(causal=True)))
+
+
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("ratio", [1, 4, 16])
 def test_a_v4_layer(ratio, count):

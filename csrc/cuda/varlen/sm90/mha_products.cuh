@@ -79,7 +79,7 @@ load_group_queries(const mha_memory<D> *shared, uint32_t number, mha_consumer<D>
     ptx_mbarrier_wait(at(shared->q_full[state->group]), number & 1);
     const int lane = lane_again();
     const int row = lane % WARP_ROWS;
-    const int upper = lane / WARP_ROWS; /* which half of 16 columns */
+    const int upper = lane / WARP_ROWS; /* half of 16 columns: 0 or 1 */
     const uint32_t from = ptx_shared_address(shared->queries[state->group]) +
                           (state->warp * WARP_ROWS + row) * SEGMENT_BYTES;
 #pragma unroll

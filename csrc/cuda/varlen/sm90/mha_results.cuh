@@ -3,14 +3,6 @@
 
 #include "cuda/varlen/sm90/mha_weights.cuh"
 
-__device__ __forceinline__ float
-log2_of(float x)
-{
-    float log2;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(x));
-    return log2;
-}
-
 /* ln(sum * 2^reference), for sums that are normal numbers, 0 or NaN. The logarithm of the mantissa
  * is off by 2^-23, and the exponent is exact. */
 __device__ __forceinline__ float
@@ -21,7 +13,7 @@ find_lse_of_sum(float reference, float sum)
     const uint32_t least = 0x3F3504F3; /* sqrt(1/2) */
     const uint32_t bits = smla_float_bits(sum);
     const int32_t exponent = (int32_t)(bits - least) >> 23;
-    const float log2 = log2_of(smla_bits_float(bits - ((uint32_t)exponent << 23)));
+    const float log2 = ptx_log2(smla_bits_float(bits - ((uint32_t)exponent << 23)));
     const float ln = fmaf((float)exponent, ln_2_high, log2 * ln_2_high);
     const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
     return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;

@@ -5,6 +5,7 @@
  * depends on its own logits, though all rows of a warp branch alike. */
 #pragma once
 
+#include "cuda/ptx/logit.cuh"
 #include "cuda/varlen/sm90/mha_products.cuh"
 
 /* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has
@@ -15,26 +16,6 @@ template <bool HALF> constexpr float MOST_EXCESS = HALF ? 8.0f : 16.0f;
 enum { ROW_PAIRS = BLOCK_KEYS / 8 };
 
 /* ---- Masks ---------------------------------------------------------------------------------- */
-
-/* Hides a score unless key < end. In PTX, because the compiler would choose between scores as
- * between integers, and move them while products are still under way. */
-__device__ __forceinline__ void
-keep_below(int key, int end, float *score)
-{
-    asm("{\n\t"
-        ".reg .pred hidden;\n\t"
-        "setp.ge.s32 hidden, %1, %2;\n\t"
-        "@hidden mov.f32 %0, 0fFF800000;\n\t"
-        "}"
-        : "+f"(*score)
-        : "r"(key), "r"(end));
-}
-
-__device__ __forceinline__ void
-hide(float *score)
-{
-    asm("mov.f32 %0, 0fFF800000;" : "=f"(*score));
-}
 
 /* Hides the first `count` keys of a block from all rows. */
 __device__ __forceinline__ void
@@ -47,7 +28,7 @@ hide_front(int count, float (&scores)[BLOCK_KEYS / 2])
         for (int k = 0; k < 2; k++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                keep_below(own_count, 8 * n + k + 1, &scores[4 * n + 2 * i + k]);
+                ptx_keep_below(own_count, 8 * n + k + 1, &scores[4 * n + 2 * i + k]);
             }
         }
     }
@@ -66,9 +47,9 @@ hide_future_of_group(int row, float (&scores)[BLOCK_KEYS / 2])
         for (int k = 0; k < 4; k++) {
             const int key = 8 * n + k % 2 - HALF_IDX * BLOCK_KEYS / 2 - k / 2 * 8;
             if (n / (ROW_PAIRS / 2) == HALF_IDX) {
-                keep_below(key, end, &scores[4 * n + k]);
+                ptx_keep_below(key, end, &scores[4 * n + k]);
             } else if (n / (ROW_PAIRS / 2) > HALF_IDX) {
-                hide(&scores[4 * n + k]);
+                ptx_hide(&scores[4 * n + k]);
             }
         }
     }
