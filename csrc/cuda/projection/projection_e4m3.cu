@@ -10,7 +10,8 @@
  *              token, and one scale of the weight. Chunk j of row i is at index j ^ 4 (i % 2), so
  *              that the eight lanes of a 128-byte read touch eight banks. Tiles of 16 tokens x 64
  *              outputs have 2 x 4 steps of 10.1 KiB, tiles of 64 x 64 have 2 x 3 of 16.3 KiB, and
- *              tiles of 32 x 64 are between them
+ *              tiles of 32 x 64 are between them. Behind the rings are the sums of three quarters,
+ *              12 to 48 KiB
  * Roles        two teams of 256 threads: one has a tile's even steps, the other its odd ones. A
  *              team brings a step with cp.async, STEPS - 1 steps ahead. Four of its warps, a
  *              quarter of the threads, multiply the first halves of its steps, four the second
@@ -70,10 +71,11 @@ template <typename Shape> struct step_ring {
     float weight_scale[Shape::STEPS];
 };
 
-template <typename Shape> union tile_memory {
+template <typename Shape> struct tile_memory {
     step_ring<Shape> rings[TEAMS];
-    float sums[QUARTERS - 1][Shape::VALUES]
-              [QUARTER_THREADS]; /* all quarters' but the first one's */
+    /* All quarters' but the first one's. Not in the rings' memory: compute-sanitizer's racecheck
+     * reports races there, although all threads meet between the reads and the writes. */
+    float sums[QUARTERS - 1][Shape::VALUES][QUARTER_THREADS];
 };
 
 template <typename Shape> struct tile_sums {
@@ -333,7 +335,6 @@ __device__ __forceinline__ void
 add_quarters(int quarter, tile_memory<Shape> *shared, tile_sums<Shape> *sums)
 {
     const int thread = (int)threadIdx.x % QUARTER_THREADS;
-    __syncthreads(); /* all have read both rings */
     if (quarter > 0) {
 #pragma unroll
         for (int i = 0; i < Shape::VALUES; i++) {
@@ -350,7 +351,7 @@ add_quarters(int quarter, tile_memory<Shape> *shared, tile_sums<Shape> *sums)
             }
         }
     }
-    __syncthreads(); /* the next tile's steps may overwrite the sums */
+    __syncthreads(); /* the next tile may overwrite the rings, and later the sums */
 }
 
 template <typename Shape>
