@@ -41,7 +41,7 @@
  * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
  *              of the operands; their sum is not rounded to it, and is compensated from block to
  *              block. ref is the largest logit of the row's first block with one, and moves to a
- *              larger one only if that is 2^16 heavier, in fp16 2^8. Keys of the block that are not
+ *              larger one only if that is 2^32 heavier, in fp16 2^8. Keys of the block that are not
  *              the request's are masked, and their values cleared. A NaN value in a key that only
  *              the causal mask hides makes 0 * NaN. No key, or no logit but -inf: out 0, lse -inf.
  *              A row's bits depend on its query, its request's keys and on how many queries of the
@@ -146,7 +146,7 @@ make_args(const smla_varlen_params &p, mha_args *args)
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
     args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
-    args->scale_log2 = p.softmax_scale * LOG2_E;
+    args->scale_log2 = (float)(p.softmax_scale * 1.4426950408889634074);
     args->is_causal = p.rule.right == 0;
     args->out_is_fp32 = p.out_type == SMLA_FLOAT_FP32;
     if (!map_parts(p.q, 2, p.num_tokens, p.num_heads, GROUP_ROWS, args->q_maps, &args->q)) {

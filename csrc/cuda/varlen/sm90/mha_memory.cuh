@@ -5,7 +5,6 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "cuda/varlen/varlen_scale.cuh"
 
 enum {
     GROUPS = 2,
