@@ -37,7 +37,7 @@ Call = Callable[[], tuple[Array, Array]]
 @dataclass
 class Prefill:
     """Requests of (queries, keys). Without `is_causal` the keys are a chunk of their context. Kinds
-    of inputs: "flat", N(0, 1); "spread-6", logits of standard deviation 6; "outliers", deviation 4 and
+    of inputs: "flat", N(0, 1); "spread-6", logits of deviation 6; "outliers", deviation 4 and
     2 % of the keys four times as long; "late", one heavy key, the last to be read; "views", the
     arrays that a layer has."""
 
