@@ -30,7 +30,7 @@
  *              v_full[2]      the bytes | groups
  *              v_empty[2]     a lane per consumer warp, when its out is there | warp 1
  *              tile_full[4]   the scheduler | warps 0 to 2, groups
- *              tile_empty[4]  warps 0 to 2, a lane per consumer warp | the scheduler
+ *              tile_empty[4]  warps 0 to 2, each consumer thread | the scheduler
  *              tile_wanted    warp 0 | the scheduler
  *              named barriers
  *              TURN           the group that passes the turn | the group that takes it
