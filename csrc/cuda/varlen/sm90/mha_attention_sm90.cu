@@ -36,9 +36,9 @@
  *              TURN           the group that passes the turn | the group that takes it
  *              VALUES_CLEARED the group | the same
  * Roofline     2 (D + 128) FLOP per pair of row and key. A block of 192/128 takes the tensor cores
- *              2560 cycles for both groups, and they bind; from 4096 tokens on, power does. Measured
- *              on an H200, causal, 128 heads of 192/128 (2026-11-28, bench --only dense_prefill):
- *              8 x 1024 589 us, 584 TFLOP/s; 1 x 4096 926, 742; 1 x 8192 3846, 715.
+ *              2560 cycles for both groups, and they bind; from 4096 tokens on, power does.
+ *              Measured on an H200, causal, 128 heads of 192/128 (2026-11-28, 807258a, bench --only
+ *              dense_prefill): 8 x 1024 589 us, 584 TFLOP/s; 1 x 4096 926, 742; 1 x 8192 3846, 715.
  * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
  *              of the operands; their sum is not rounded to it, and is compensated from block to
  *              block. ref is the largest logit of the row's first block with one, and moves to a
