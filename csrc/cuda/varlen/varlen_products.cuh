@@ -3,10 +3,15 @@
 
 #include "cuda/attention/partials/softmax.cuh"
 #include "cuda/varlen/varlen_rows.cuh"
-#include "cuda/varlen/varlen_scale.cuh"
+
+constexpr float LOG2_E = 1.44269504f;
 
 /* A reference moves when a logit exceeds it by more than 2^MOST_EXCESS as a weight. */
 constexpr float MOST_EXCESS = 8.0f;
+
+/* Weights of fp16 are multiplied by 2^7, so that weights down to 2^-21 of a row's largest keep all
+ * bits, and none exceeds 2^15. */
+template <bool HALF> constexpr float WEIGHT_SHIFT = HALF ? 7.0f : 0.0f;
 
 /* Segments whose products are added in one accumulator; tensor cores truncate every sum. */
 constexpr int CHAIN_SEGMENTS = 4;

@@ -36,15 +36,16 @@ Call = Callable[[], tuple[Array, Array]]
 
 @dataclass
 class Prefill:
-    """Requests of (queries, keys). Without `is_causal` the keys are a chunk of their context."""
+    """Requests of (queries, keys). Without `is_causal` the keys are a chunk of their context. Kinds
+    of inputs: "flat", N(0, 1); "spread-6", logits of deviation 6; "outliers", deviation 4 and
+    2 % of the keys four times as long; "late", one heavy key, the last to be read; "views", the
+    arrays that a layer has."""
 
     name: str
     lens: list[tuple[int, int]]
     heads: int = 128
     is_causal: bool = True
-    kind: str = (
-        "flat"  # "peaky": logits; "late": the first key; "views": arrays as a layer has them
-    )
+    kind: str = "flat"
 
     @property
     def flop(self) -> int:
@@ -61,7 +62,8 @@ RAGGED = [(n, n) for n in (61, 4001, 777, 1333, 128, 2500, 9, 1100)]
 PREFILLS = (
     Prefill("8 × 1024", [(1024, 1024)] * 8),
     Prefill("1 × 4096", [(4096, 4096)]),
-    Prefill("1 × 4096", [(4096, 4096)], kind="peaky"),
+    Prefill("1 × 4096", [(4096, 4096)], kind="spread-6"),
+    Prefill("1 × 4096", [(4096, 4096)], kind="outliers"),
     Prefill("1 × 4096", [(4096, 4096)], kind="late"),
     Prefill("1 × 4096", [(4096, 4096)], kind="views"),
     Prefill("1 × 8192", [(8192, 8192)]),
@@ -92,7 +94,9 @@ def make_arrays(prefill: Prefill) -> Arrays:
         torch.randn(count, prefill.heads, size, dtype=torch.bfloat16, device=DEVICE)
         for count, size in ((tokens, NOPE + ROPE), (keys, NOPE + ROPE), (keys, VALUES))
     )
-    if prefill.kind == "peaky":
+    if prefill.kind == "spread-6":
+        q *= 6
+    elif prefill.kind == "outliers":
         q *= 4
         k[torch.rand(keys, device=DEVICE) < 0.02] *= 4
     elif prefill.kind == "late":  # keys are taken from the last one to the first

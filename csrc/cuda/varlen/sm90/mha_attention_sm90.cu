@@ -30,18 +30,19 @@
  *              v_full[2]      the bytes | groups
  *              v_empty[2]     a lane per consumer warp, when its out is there | warp 1
  *              tile_full[4]   the scheduler | warps 0 to 2, groups
- *              tile_empty[4]  warps 0 to 2, a lane per consumer warp | the scheduler
+ *              tile_empty[4]  warps 0 to 2, each consumer thread | the scheduler
  *              tile_wanted    warp 0 | the scheduler
  *              named barriers
  *              TURN           the group that passes the turn | the group that takes it
  *              VALUES_CLEARED the group | the same
  * Roofline     2 (D + 128) FLOP per pair of row and key. A block of 192/128 takes the tensor cores
- *              2560 cycles, and a step no longer (../README.md). From 4096 tokens on power binds:
- *              the clock falls to 1.4 GHz. Measured on an H200: benchmarks/history/cuda-varlen.md.
+ *              2560 cycles for both groups, and they bind; from 4096 tokens on, power does.
+ *              Measured on an H200, causal, 128 heads of 192/128 (2026-11-28, 807258a, bench --only
+ *              dense_prefill): 8 x 1024 589 us, 584 TFLOP/s; 1 x 4096 926, 742; 1 x 8192 3846, 715.
  * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
  *              of the operands; their sum is not rounded to it, and is compensated from block to
  *              block. ref is the largest logit of the row's first block with one, and moves to a
- *              larger one only if that is 2^16 heavier, in fp16 2^8. Keys of the block that are not
+ *              larger one only if that is 2^32 heavier, in fp16 2^8. Keys of the block that are not
  *              the request's are masked, and their values cleared. A NaN value in a key that only
  *              the causal mask hides makes 0 * NaN. No key, or no logit but -inf: out 0, lse -inf.
  *              A row's bits depend on its query, its request's keys and on how many queries of the
@@ -146,7 +147,7 @@ make_args(const smla_varlen_params &p, mha_args *args)
     args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
     args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
-    args->scale_log2 = p.softmax_scale * LOG2_E;
+    args->scale_log2 = (float)(p.softmax_scale * 1.4426950408889634074);
     args->is_causal = p.rule.right == 0;
     args->out_is_fp32 = p.out_type == SMLA_FLOAT_FP32;
     if (!map_parts(p.q, 2, p.num_tokens, p.num_heads, GROUP_ROWS, args->q_maps, &args->q)) {

@@ -39,7 +39,7 @@ load_queries(const mha_args &args, mha_memory<D> *shared)
                                   tile.head, ptx_shared_address(shared->queries[group]),
                                   at(shared->q_full[group]));
         }
-        leave_tile(shared, n, true);
+        leave_tile(shared, n);
     }
 }
 
@@ -65,7 +65,7 @@ load_keys(const mha_args &args, mha_memory<D> *shared)
                                   tile.kv_head, ptx_shared_address(shared->keys[stage]),
                                   at(shared->k_full[stage]));
         }
-        leave_tile(shared, n, true);
+        leave_tile(shared, n);
     }
 }
 
@@ -88,6 +88,6 @@ load_values(const mha_args &args, mha_memory<D> *shared)
                                   tile.kv_head, ptx_shared_address(shared->values[stage]),
                                   at(shared->v_full[stage]));
         }
-        leave_tile(shared, n, true);
+        leave_tile(shared, n);
     }
 }

@@ -3,10 +3,10 @@
 
 #include "cuda/varlen/sm90/mha_weights.cuh"
 
-/* ln(sum * 2^reference), for sums that are normal numbers, 0 or NaN. The logarithm of the mantissa
- * is off by 2^-23, and the exponent is exact. */
+/* ln(sum * 2^(reference - top)), for sums that are normal numbers, 0 or NaN. The logarithm of the
+ * mantissa is off by 2^-23, and exponents are exact. */
 __device__ __forceinline__ float
-find_lse_of_sum(float reference, float sum)
+find_lse(float reference, int top, float sum)
 {
     const float ln_2_high = 0x1.62e43p-1f;
     const float ln_2_low = -0x1.05c61p-29f;
@@ -14,7 +14,7 @@ find_lse_of_sum(float reference, float sum)
     const uint32_t bits = smla_float_bits(sum);
     const int32_t exponent = (int32_t)(bits - least) >> 23;
     const float log2 = ptx_log2(smla_bits_float(bits - ((uint32_t)exponent << 23)));
-    const float ln = fmaf((float)exponent, ln_2_high, log2 * ln_2_high);
+    const float ln = fmaf((float)(exponent - top), ln_2_high, log2 * ln_2_high);
     const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
     return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
 }
@@ -57,7 +57,7 @@ finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_con
     const bool is_second = lane % 2 != 0;
     const float sum = is_second ? sums[1] : sums[0];
     const float reference = is_second ? state.reference[1] : state.reference[0];
-    const float lse = find_lse_of_sum(reference - WEIGHT_SHIFT<HALF>, sum);
+    const float lse = find_lse(reference, (int)TOP_EXPONENT<HALF>, sum);
     const int own_row = find_row(state) + (is_second ? 8 : 0);
     if (tile.lse != NULL && own_row >= tile.absent_rows && lane % 4 < 2) {
         tile.lse[own_row * p.lse_stride_token] = lse;

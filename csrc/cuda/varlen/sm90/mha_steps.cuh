@@ -76,8 +76,8 @@ change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, 
     free_values(shared, state);
     write_results<D, HALF>(args, older, newer.num_blocks, *state, shared);
     const int absent_keys = count_absent_in_first(newer);
-    leave_tile(shared, number, state->frees); /* write_results ends with the whole warp */
-    wgmma_wait<0>();                          /* the scores are there */
+    leave_tile(shared, number);
+    wgmma_wait<0>(); /* the scores are there */
     free_keys(shared, state);
     weigh_first<D, HALF>(args, absent_keys, state);
 }

@@ -1,16 +1,19 @@
 /* mha_weights.cuh: a block's scores become weights 2^(logit - reference).
  *
  * A row's first reference is the largest logit of its first block. It moves only if a later logit
- * exceeds it by more than 2^MOST_EXCESS as a weight, which usual rows never see. What a row does
+ * is far above it, so that its weight would exceed 2^MOST_EXPONENT. What a row does
  * depends on its own logits, though all rows of a warp branch alike. */
 #pragma once
 
 #include "cuda/ptx/logit.cuh"
 #include "cuda/varlen/sm90/mha_products.cuh"
 
-/* With 16, rows of which the first block has but a few keys seldom move their reference. fp16 has
- * no room for more than 8 above its WEIGHT_SHIFT. */
-template <bool HALF> constexpr float MOST_EXCESS = HALF ? 8.0f : 16.0f;
+/* The exponent of the weight of a logit that is the reference, and the largest one that a weight
+ * may have. Between them a logit can rise without a move: by 2^32, so that rows whose first block
+ * has but a few keys seldom move. Values may be up to 2^100 then, and exponents keep 20 bits behind
+ * the point. fp16 has no room for more than 2^8 if light weights are to keep their bits. */
+template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : -14.0f;
+template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 18.0f;
 
 /* The pairs of a row's elements in `scores` (mha_consumer). */
 enum { ROW_PAIRS = BLOCK_KEYS / 8 };
@@ -103,7 +106,7 @@ find_exponents(float scale_log2, mha_consumer<D> *state)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float reference = state->reference[i];
-        shift[i] = WEIGHT_SHIFT<HALF> - (reference == -INFINITY ? 0.0f : reference);
+        shift[i] = TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
     }
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
@@ -159,8 +162,7 @@ may_move(const mha_consumer<D> &state)
                                       __float_as_int(state.scores[i + 2 * k + 1]));
         }
     }
-    const bool is_above =
-        max(highest[0], highest[1]) > __float_as_int(WEIGHT_SHIFT<HALF> + MOST_EXCESS<HALF>);
+    const bool is_above = max(highest[0], highest[1]) > __float_as_int(MOST_EXPONENT<HALF>);
     const bool is_empty = state.reference[0] == -INFINITY || state.reference[1] == -INFINITY;
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
@@ -175,8 +177,9 @@ move_references(mha_consumer<D> *state, float factors[2])
     for (int i = 0; i < 2; i++) {
         const float older = state->reference[i];
         const bool is_empty = older == -INFINITY;
-        const float top = max_of_row(i, state->scores) - WEIGHT_SHIFT<HALF>;
-        const bool moves = is_empty ? top > -INFINITY : top > MOST_EXCESS<HALF>;
+        const float top = max_of_row(i, state->scores) - TOP_EXPONENT<HALF>;
+        const bool moves =
+            is_empty ? top > -INFINITY : top > MOST_EXPONENT<HALF> - TOP_EXPONENT<HALF>;
         const float base = is_empty ? 0.0f : older;
         const float newer = moves ? base + top : base;
         const float rise = newer - base; /* as later blocks will have it */
