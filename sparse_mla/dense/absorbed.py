@@ -100,9 +100,9 @@ class AbsorbedWeights:
 
     def arguments(self) -> dict[str, Any]:
         """What the layer in C takes of them."""
-        is_fp8 = self.scheme is not None
-        W_Q_UK, W_Q_UK_descale = self.W_Q_UK if is_fp8 else (self.W_Q_UK, None)
-        W_UV_O, W_UV_O_descale = self.W_UV_O if is_fp8 else (self.W_UV_O, None)
+        group = (0, 0) if self.scheme is None else INPUT_GROUPS[self.scheme]
+        W_Q_UK, W_Q_UK_descale = (self.W_Q_UK, None) if self.scheme is None else self.W_Q_UK
+        W_UV_O, W_UV_O_descale = (self.W_UV_O, None) if self.scheme is None else self.W_UV_O
         return {
             "W_Q_UK": W_Q_UK,
             "W_Q_UK_descale": W_Q_UK_descale,
@@ -111,5 +111,5 @@ class AbsorbedWeights:
             "W_UV_O_descale": W_UV_O_descale,
             "W_Q": self.W_Q,
             "o_proj": self.o_proj,
-            "input_group": INPUT_GROUPS[self.scheme] if is_fp8 else (0, 0),
+            "input_group": group,
         }

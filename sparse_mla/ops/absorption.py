@@ -168,8 +168,10 @@ class Weight:
         parts = _split_weight(
             self.values, self.scale, *sizes, "bfloat16", self.storage, self.rows_are_outputs
         )
-        sizes = num_heads * first, num_heads * second
-        return tuple(flatten(x, self.rows, n) for x, n in zip(parts, sizes, strict=True))
+        return (
+            flatten(parts[0], self.rows, num_heads * first),
+            flatten(parts[1], self.rows, num_heads * second),
+        )
 
 
 def check_scheme(op: str, scheme: Any) -> None:
