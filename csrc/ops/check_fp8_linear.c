@@ -151,8 +151,9 @@ find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scal
     }
     return smla_fail(
         c->error, SMLA_ERROR_VALUE,
-        "%s: `descale` must have the form of one of four schemes, with their `input_group`: tensor, "
-        "one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value and "
+        "%s: `descale` must have the form of one of four schemes, with their `input_group`: "
+        "tensor, one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value "
+        "and "
         "(1, -1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, %lld)",
         c->op, (long long)((outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE),
         (long long)(inner_dim / SMLA_SCALE_TILE), (long long)outer_dim, (long long)outer_dim,

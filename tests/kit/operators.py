@@ -425,6 +425,7 @@ RESULTS = (
     "kv_out",
     "out_weights",
     "out_scale",
+    "descale",
     "slots",
     "lens",
 )

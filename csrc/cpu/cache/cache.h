@@ -1,5 +1,5 @@
-/* cache.h: the conversions that cache.c, quant.c and scaled_quantize.c use. One kernel (cache_kernel.h) is compiled
- * once per instruction set into a smla_cache_isa.
+/* cache.h: the conversions that cache.c, quant.c and scaled_quantize.c use. One kernel
+ * (cache_kernel.h) is compiled once per instruction set into a smla_cache_isa.
  */
 #pragma once
 

@@ -19,12 +19,12 @@
  *              full[slot]       128 copy threads when their copies have arrived, and again when
  *                               they have written tokens | consumers
  *              empty[slot]      256 consumers, after the step's last product | copy warps
- * Roofline     The weight's bytes bind: [65536][1536] takes 23.4 us at 4.3 TB/s. 64 tokens need 16 us
- *              of tensor cores for that, and 0.7 of the cycles of shared memory.
- * Numerics     e4m3 is exact in fp16, and so are products. A step is summed in fp32 by tensor cores,
- *              then multiplied by its factor, which is x_scale * w_scale rounded to fp32, and added
- *              in fp32. NaN reaches only results of its own token or output. Values of k are summed
- *              in another order than k's; the order depends on k alone.
+ * Roofline     The weight's bytes bind: [65536][1536] takes 23.4 us at 4.3 TB/s. 64 tokens need 16
+ *              us of tensor cores for that, and 0.7 of the cycles of shared memory.
+ * Numerics     e4m3 is exact in fp16, and so are products. Tensor cores sum a step in fp32. Then
+ *              it is multiplied by its factor, which is x_scale * w_scale rounded to fp32, and
+ *              added in fp32. NaN reaches only results of its own token or output. Values of k
+ *              are summed in another order than k's; the order depends on k alone.
  * Source       DeepGEMM, for a sum per 128 values. Weights as the operand in registers are ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"
@@ -106,12 +106,12 @@ chunk_index(int row, int chunk)
     return chunk ^ (row & PARITY_BIT) * (HALF_CHUNKS / PARITY_BIT);
 }
 
-/* Where a thread's copies of a tile come from: its chunk of the rows ROWS_APART apart, in step 0. */
+/* Where a thread's copies of a tile come from: its chunk of rows that are ROWS_APART apart. */
 struct weight_copier {
-    const uint8_t *from;
-    int64_t stride; /* bytes from one of its rows to the next */
-    uint32_t to;    /* its first chunk, in bytes behind the first row of a step in shared memory */
-    int num_rows;   /* those of its rows that exist; others become zeros */
+    const uint8_t *from; /* its first chunk, in step 0 */
+    int64_t stride;      /* bytes from one of its rows to the next */
+    uint32_t to;  /* its first chunk, in bytes behind the first row of a step in shared memory */
+    int num_rows; /* those of its rows that exist; others become zeros */
 };
 
 enum {
@@ -143,8 +143,8 @@ copy_weights(const weight_copier &copier, int64_t step, uint32_t to)
     }
 }
 
-/* Brings the weights of a tile's first steps to L2. The earlier grid need not be over: this CTA does
- * not read them yet. */
+/* Brings the weights of a tile's first steps to L2. The earlier grid need not be over, because this
+ * CTA does not read them yet. */
 template <typename Shape>
 __device__ __forceinline__ void
 prefetch_weights(const e4m3_projection &args)
@@ -199,8 +199,9 @@ load_token(const smla_projection_params &p, const result_tile &tile, const token
                copier.exists && copier.half == 0, 0, &half->scale_word);
 }
 
-/* Writes the half as fp16. Word w of each chunk belongs to product w, where chunk c has columns 2 c,
- * 2 c + 1, and 8 more: as lane c of four has them in registers, of weights (wgmma.cuh). */
+/* Writes the half as fp16. Word w of each chunk belongs to product w. There chunk c has rows 2 c,
+ * 2 c + 1, 2 c + 8 and 2 c + 9 of B, which are the columns of A that lane c of four has
+ * (wgmma.cuh). */
 __device__ __forceinline__ void
 store_token(const token_copier &copier, const token_half &half, uint32_t row)
 {

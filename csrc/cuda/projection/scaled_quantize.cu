@@ -282,6 +282,7 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
         for (int k = 0; k < HELD; k++) {
             amax = raise_amax<TYPE, COUNT>(amax, held[k]);
         }
+#pragma unroll 4
         for (int64_t i = threadIdx.x + HELD * step; i < args.units_of_group; i += step) {
             amax = raise_amax<TYPE, COUNT>(amax, load_of_group<TYPE, COUNT>(args, group, i));
         }
@@ -297,6 +298,7 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
                 store_of_group<TYPE, COUNT>(args, group, i, held[k], factor);
             }
         }
+#pragma unroll 4
         for (int64_t i = threadIdx.x + HELD * step; i < args.units_of_group; i += step) {
             store_of_group<TYPE, COUNT>(args, group, i, load_of_group<TYPE, COUNT>(args, group, i),
                                         factor);
