@@ -480,7 +480,7 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
     ("fp8_linear", "workspace"): {0},
-    ("_absorb_q_proj", "W_UK"): {0},
+    ("_absorb_q_proj", "W_UK"): {0, 2},
     ("_absorb_o_proj", "W_UV"): {0},
     ("indexer_logits", "context_lens"): {0},
     ("indexer_logits", "req_id_per_token"): {0},
