@@ -379,6 +379,17 @@ def test_bad_weights(options, text):
         make_cpu(Layer(Case([1], [0])), **options)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "kv_b_proj", "o_proj"])
+def test_pairs_of_no_arrays(name):
+    layer = Layer(Case([1], [0]), scheme="tensor")
+    weight, _ = layer.weights[name]
+    text = rf"^DenseMLA: `{name}` must be a pair \(weight, scale\) of arrays, got .*'float'\]"
+    with pytest.raises(TypeError, match=text):
+        make_cpu(layer, **{name: (weight, 0.5)})
+    with pytest.raises(ValueError, match=rf"^DenseMLA: `{name}` must have shape .*, got \[9\]"):
+        make_cpu(layer, **{name: (weight.reshape(-1)[:9], np.ones(1, np.float32))})
+
+
 def test_a_pair_and_a_scale():
     layer = Layer(Case([1], [0]), scheme="tensor")
     with pytest.raises(ValueError, match="without `weight_scale_inv`, got 2 items and an array"):
