@@ -60,7 +60,6 @@ class Layer:
         heads, tokens = case.heads, case.batch.num_actual_tokens
         columns, inner = heads * (case.nope + case.rope), heads * case.values
         self.q_c = random_bf16(rng, tokens, queries)
-        self.q_c[tokens - case.padding :] = 0 if scheme else np.nan
         q_proj = random_bf16(rng, queries, columns, std=queries**-0.5)
         o_proj = random_bf16(rng, hidden, inner, std=inner**-0.5)
         exact = [wide(x) for x in (q_proj, case.weight, o_proj)]
@@ -88,6 +87,9 @@ class Layer:
         -> [T, hidden]"""
         case, trip, batch = self.case, travel(), self.case.batch
         config = case.config(**changes)
+        # Scales of inputs and the absorbed part take what padding holds; prefills do not.
+        is_plain = self.scheme is None and config.path == "separate"
+        self.q_c[len(self.q_c) - case.padding :] = np.nan if is_plain else 1
         builder = dense.MetadataBuilder(config)
         names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
         common = package.CommonAttentionMetadata(
