@@ -147,8 +147,10 @@ require_parts(smla_checker *c, const smla_split_kv_b_proj_args *args)
     if (rows != SMLA_KV_LORA_RANK && rows != smla_size(args->weight, 0) &&
         rows != smla_size(args->weight, 1)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `w_uk` must have shape [%d, any, any], or the weight's rows, got %s",
-                         c->op, SMLA_KV_LORA_RANK, smla_describe_shape(args->w_uk).text);
+                         "%s: `w_uk` must have %d rows, or %lld or %lld like the weight, got %s",
+                         c->op, SMLA_KV_LORA_RANK, (long long)smla_size(args->weight, 0),
+                         (long long)smla_size(args->weight, 1),
+                         smla_describe_shape(args->w_uk).text);
     }
     SMLA_TRY(smla_require_num_heads(c, "w_uk", smla_size(args->w_uk, 1)));
     rule.name = "w_uv";

@@ -10,9 +10,11 @@ from sparse_mla.ops.absorption import (
     check_scheme,
     is_pair,
     multiply_weights,
+    pair_of,
     read_o_proj,
     read_q_proj,
     schemes_of,
+    sizes_of,
 )
 
 # How the input of a product is quantised: rows and columns of a group.
@@ -33,9 +35,9 @@ def choose_scheme(
     if not requantize:
         return None
     kinds = {
-        "q_proj": _kinds(q_proj, scheme),
+        "q_proj": _kinds("q_proj", q_proj, scheme),
         "kv_b_proj": _kinds_of_kv_b(kv_b, kv_b_scale, scheme),
-        "o_proj": _kinds(o_proj, scheme),
+        "o_proj": _kinds("o_proj", o_proj, scheme),
     }
     if all(kind == [None] for kind in kinds.values()):
         return scheme
@@ -51,11 +53,13 @@ def choose_scheme(
     )
 
 
-def _kinds(given: Any, scheme: str | None) -> list[str | None]:
+def _kinds(name: str, given: Any, scheme: str | None) -> list[str | None]:
     """The schemes that a pair may have, or that of a layer, which only the caller knows; None for
     plain weights."""
-    if is_pair(given) and len(given) == 2:
-        return [*schemes_of(given[0].shape, given[1].shape, 0)]
+    if is_pair(given):
+        weight, scale = pair_of("DenseMLA", name, given)
+        shape = sizes_of("DenseMLA", name, weight, "[out, in] in a pair")
+        return [*schemes_of(shape, scale.shape, 0)]
     return [scheme if callable(given) else None]
 
 
@@ -64,7 +68,9 @@ def _kinds_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> list[str | No
         return [scheme]
     if scale is None:
         return [None]
-    return [*schemes_of(weight.shape, scale.shape, 1 if weight.shape[0] == LATENT else 0)]
+    weight, scale = pair_of("DenseMLA", "kv_b_proj", (weight, scale))
+    shape = sizes_of("DenseMLA", "kv_b_proj", weight, "[512, n] or [n, 512]")
+    return [*schemes_of(shape, scale.shape, 1 if shape[0] == LATENT else 0)]
 
 
 class AbsorbedWeights:
@@ -100,9 +106,9 @@ class AbsorbedWeights:
 
     def arguments(self) -> dict[str, Any]:
         """What the layer in C takes of them."""
-        is_fp8 = self.scheme is not None
-        W_Q_UK, W_Q_UK_descale = self.W_Q_UK if is_fp8 else (self.W_Q_UK, None)
-        W_UV_O, W_UV_O_descale = self.W_UV_O if is_fp8 else (self.W_UV_O, None)
+        group = (0, 0) if self.scheme is None else INPUT_GROUPS[self.scheme]
+        W_Q_UK, W_Q_UK_descale = (self.W_Q_UK, None) if self.scheme is None else self.W_Q_UK
+        W_UV_O, W_UV_O_descale = (self.W_UV_O, None) if self.scheme is None else self.W_UV_O
         return {
             "W_Q_UK": W_Q_UK,
             "W_Q_UK_descale": W_Q_UK_descale,
@@ -111,5 +117,5 @@ class AbsorbedWeights:
             "W_UV_O_descale": W_UV_O_descale,
             "W_Q": self.W_Q,
             "o_proj": self.o_proj,
-            "input_group": INPUT_GROUPS[self.scheme] if is_fp8 else (0, 0),
+            "input_group": group,
         }

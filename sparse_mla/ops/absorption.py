@@ -168,8 +168,10 @@ class Weight:
         parts = _split_weight(
             self.values, self.scale, *sizes, "bfloat16", self.storage, self.rows_are_outputs
         )
-        sizes = num_heads * first, num_heads * second
-        return tuple(flatten(x, self.rows, n) for x, n in zip(parts, sizes, strict=True))
+        return (
+            flatten(parts[0], self.rows, num_heads * first),
+            flatten(parts[1], self.rows, num_heads * second),
+        )
 
 
 def check_scheme(op: str, scheme: Any) -> None:
@@ -206,7 +208,7 @@ def transpose(x: Any) -> Any:
     return (x if hasattr(x, "T") else np.asarray(x)).T
 
 
-def _sizes(op: str, name: str, weight: Any, text: str) -> tuple[int, int]:
+def sizes_of(op: str, name: str, weight: Any, text: str) -> tuple[int, int]:
     """The shape of a matrix."""
     shape = getattr(weight, "shape", None)
     if shape is None:
@@ -218,7 +220,7 @@ def _sizes(op: str, name: str, weight: Any, text: str) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
-def _parts(op: str, name: str, given: Any) -> tuple[Any, Any]:
+def pair_of(op: str, name: str, given: Any) -> tuple[Any, Any]:
     """A pair's weight and scale."""
     if len(given) != 2 or getattr(given[1], "shape", None) is None:
         got = [type(x).__name__ for x in given]
@@ -266,13 +268,13 @@ def read_q_proj(given: Any, heads: int, nope: int, rope_dim: int | None = None) 
     scale = None
     storages = [PLAIN, TRANSPOSED]
     if is_pair(given):
-        given, scale = _parts("absorb", "q_proj", given)
+        given, scale = pair_of("absorb", "q_proj", given)
         storages, text = [TRANSPOSED], f"[n, Lq] in a pair, where n is {columns_text}"
     elif callable(given):
         size = _layer_inputs(given, lambda n: any(f(n) for f in fits))
         given = layer_weight(given, size, "absorb", "q_proj")
         storages = [PLAIN]
-    shape = _sizes("absorb", "q_proj", given, text)
+    shape = sizes_of("absorb", "q_proj", given, text)
     for fit in fits:
         for storage in storages:
             columns, rows = shape[2 - storage], shape[storage - 1]
@@ -287,12 +289,12 @@ def read_o_proj(given: Any, heads: int, values: int) -> Weight:
     scale = None
     storages = [PLAIN, TRANSPOSED]
     if is_pair(given):
-        given, scale = _parts("absorb", "o_proj", given)
+        given, scale = pair_of("absorb", "o_proj", given)
         storages, text = [PLAIN], f"[hidden, n] in a pair, where n is {heads} heads x {values}"
     elif callable(given):
         given = layer_weight(given, heads * values, "absorb", "o_proj")
         storages = [TRANSPOSED]
-    shape = _sizes("absorb", "o_proj", given, text)
+    shape = sizes_of("absorb", "o_proj", given, text)
     for storage in storages:
         if shape[2 - storage] == heads * values:
             return Weight(given, scale, shape[storage - 1], values, storage, True)

@@ -85,7 +85,15 @@ BYTE_FORMATS = {
     "fp4_v41_split": 288,
     "fp8_nope": 528,
 }
-SCALES = ("q_scale", "kv_scale", "extra_kv_scale", "bmm1_scale", "bmm2_scale", "q_scale_inv")
+SCALES = (
+    "q_scale",
+    "o_scale",
+    "kv_scale",
+    "extra_kv_scale",
+    "bmm1_scale",
+    "bmm2_scale",
+    "q_scale_inv",
+)
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
 
 
@@ -144,6 +152,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
+    if row.op in ("_absorb_q_proj", "_absorb_o_proj") and name not in SCALES:
+        floats = ("bfloat16", "float16", "float32")
+        return floats if name.startswith("W_") else (*floats, "uint8", "float8_e4m3fn")
     if name == "kv_c" and row.op != "concat_and_cache_mla":
         return tuple(n for n, dtype in NAMED.items() if dtype == row.example.arrays[name].dtype)
     if row.op == "varlen_attention" and name in HALVES:
@@ -486,6 +497,8 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
     ("fp8_linear", "workspace"): {0},
+    ("_absorb_q_proj", "W_UK"): {0, 2},
+    ("_absorb_o_proj", "W_UV"): {0},
     ("indexer_logits", "context_lens"): {0},
     ("indexer_logits", "req_id_per_token"): {0},
     ("indexer_logits", "block_table"): {0, 1},
@@ -552,6 +565,9 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         if by < 0 and (row.op, name, d) == ("sparse_mla_dsv4", "query", 1):
             assert not isinstance(got, Refused), "fewer heads than in out and sinks"
             continue
+        if by < 0 and (row.op, name) == ("_absorb_q_proj", "W_UK"):
+            assert not isinstance(got, Refused), "what q_proj has more is for RoPE"
+            continue
         assert isinstance(got, Refused), f"{x.shape} for {shape}"
         assert got.error is ValueError, got
         assert re.match(r"[\w.]+: `[\w\[\]]+` must have .+, got ", got.text), got
@@ -562,7 +578,7 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
 
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_ranks_one_larger_and_one_smaller(row, name):
-    if name in SCALES:
+    if name in SCALES or (row.op == "_split_weight" and name == "weight_scale_inv"):
         return  # one value of any rank
     calls = Calls(row, name)
     plain = calls.plain.copy()

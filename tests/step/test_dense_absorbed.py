@@ -60,7 +60,6 @@ class Layer:
         heads, tokens = case.heads, case.batch.num_actual_tokens
         columns, inner = heads * (case.nope + case.rope), heads * case.values
         self.q_c = random_bf16(rng, tokens, queries)
-        self.q_c[tokens - case.padding :] = 0 if scheme else np.nan
         q_proj = random_bf16(rng, queries, columns, std=queries**-0.5)
         o_proj = random_bf16(rng, hidden, inner, std=inner**-0.5)
         exact = [wide(x) for x in (q_proj, case.weight, o_proj)]
@@ -88,6 +87,9 @@ class Layer:
         -> [T, hidden]"""
         case, trip, batch = self.case, travel(), self.case.batch
         config = case.config(**changes)
+        # Scales of inputs and the absorbed part take what padding holds; prefills do not.
+        is_plain = self.scheme is None and config.path == "separate"
+        self.q_c[len(self.q_c) - case.padding :] = np.nan if is_plain else 1
         builder = dense.MetadataBuilder(config)
         names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
         common = package.CommonAttentionMetadata(
@@ -377,6 +379,17 @@ def test_unequal_and_mixed_schemes_are_refused():
 def test_bad_weights(options, text):
     with pytest.raises(ValueError, match=text):
         make_cpu(Layer(Case([1], [0])), **options)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "kv_b_proj", "o_proj"])
+def test_pairs_of_no_arrays(name):
+    layer = Layer(Case([1], [0]), scheme="tensor")
+    weight, _ = layer.weights[name]
+    text = rf"^DenseMLA: `{name}` must be a pair \(weight, scale\) of arrays, got .*'float'\]"
+    with pytest.raises(TypeError, match=text):
+        make_cpu(layer, **{name: (weight, 0.5)})
+    with pytest.raises(ValueError, match=rf"^DenseMLA: `{name}` must have shape .*, got \[9\]"):
+        make_cpu(layer, **{name: (weight.reshape(-1)[:9], np.ones(1, np.float32))})
 
 
 def test_a_pair_and_a_scale():

@@ -8,25 +8,13 @@
 
 enum { ABSORB_ROWS = 256 }; /* rows that share one unpacking of w */
 
-static int64_t
-count_blocks(int64_t size, int64_t block)
-{
-    return (size + block - 1) / block;
-}
-
-static int
-block_size(int64_t size, int64_t start, int64_t block)
-{
-    return (int)(size - start < block ? size - start : block);
-}
-
 static smla_status
 absorb(const smla_absorb_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    const int64_t row_blocks = count_blocks(p->num_rows, ABSORB_ROWS);
-    const int64_t latent_blocks = count_blocks(p->num_latents, SMLA_PROJECTION_OUTER);
+    const int64_t row_blocks = smla_count_blocks(p->num_rows, ABSORB_ROWS);
+    const int64_t latent_blocks = smla_count_blocks(p->num_latents, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * latent_blocks * row_blocks;
     const smla_scratch_size size = {smla_count_threads(num_tasks),
                                     SMLA_PROJECTION_PANEL_BYTES +
@@ -45,8 +33,8 @@ absorb(const smla_absorb_params *p, smla_error *error)
             .head = task / row_blocks / latent_blocks,
             .outer = latent,
             .token = row,
-            .num_outer = block_size(p->num_latents, latent, SMLA_PROJECTION_OUTER),
-            .num_tokens = block_size(p->num_rows, row, ABSORB_ROWS),
+            .num_outer = smla_block_size(p->num_latents, latent, SMLA_PROJECTION_OUTER),
+            .num_tokens = smla_block_size(p->num_rows, row, ABSORB_ROWS),
         };
         isa->projection->absorb_block(p, block, smla_own_scratch(&scratch));
     }

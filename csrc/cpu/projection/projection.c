@@ -10,25 +10,13 @@
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
-static int64_t
-count_blocks(int64_t size, int64_t block)
-{
-    return (size + block - 1) / block;
-}
-
-static int
-block_size(int64_t size, int64_t start, int64_t block)
-{
-    return (int)(size - start < block ? size - start : block);
-}
-
 smla_status
 smla_cpu_projection(const smla_projection_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
-    const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
+    const int64_t token_blocks = smla_count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
+    const int64_t outer_blocks = smla_count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
     const smla_scratch_size size = {smla_count_threads(num_tasks),
                                     smla_projection_scratch_bytes(p->num_tokens)};
@@ -47,8 +35,8 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
             .head = task / token_blocks / outer_blocks,
             .outer = outer,
             .token = token,
-            .num_outer = block_size(p->outer_dim, outer, SMLA_PROJECTION_OUTER),
-            .num_tokens = block_size(p->num_tokens, token, SMLA_PROJECTION_TOKENS),
+            .num_outer = smla_block_size(p->outer_dim, outer, SMLA_PROJECTION_OUTER),
+            .num_tokens = smla_block_size(p->num_tokens, token, SMLA_PROJECTION_TOKENS),
         };
         isa->projection->run_block(p, block, smla_own_scratch(&scratch));
     }

@@ -22,6 +22,19 @@ typedef struct smla_projection_block {
     int num_tokens; /* 1...SMLA_PROJECTION_TOKENS; absorb.c has blocks of its own size */
 } smla_projection_block;
 
+/* Blocks of a dimension, and the size of the one that begins at `start`. */
+static inline int64_t
+smla_count_blocks(int64_t size, int64_t block)
+{
+    return (size + block - 1) / block;
+}
+
+static inline int
+smla_block_size(int64_t size, int64_t start, int64_t block)
+{
+    return (int)(size - start < block ? size - start : block);
+}
+
 enum {
     SMLA_PROJECTION_PANEL_BYTES = 32 << 10,                /* an unpacked piece of the weight */
     SMLA_PROJECTION_SUM_BYTES = 4 * SMLA_PROJECTION_OUTER, /* the sums of a token */
