@@ -643,12 +643,13 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(
         memory, "make_conversion", lambda *_: memory.Move("c", lambda: 0, 1, lambda: False)
     )
-    judged = memory.make_norm, memory.make_merge, memory.make_index_queries
+    judged = memory.make_norm, memory.make_merge, memory.make_partials, memory.make_index_queries
     others = memory.make_inverse, memory.make_queries, memory.make_turned_keys
     turn = memory.make_turn
     insert = memory.make_index_insert
     makers = "write", "gather", "insert", "last_gather", "index_insert"
-    makers += "merge", "norm", "inverse", "queries", "index_queries", "turn", "turned_keys"
+    makers += "merge", "partials", "norm", "inverse", "queries", "index_queries", "turn"
+    makers += ("turned_keys",)
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
@@ -657,7 +658,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"] * 2
-    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 8
+    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 9
     monkeypatch.setattr(memory, "NUM_NORMS", 600)
     monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
     rng = np.random.default_rng(0)

@@ -60,7 +60,7 @@ class Facts:
     good: Callable[[], Call] | None = None  # None: it takes no arrays
     written: str | None = None  # the array that is written in place, and is the last result
     num_results: int = 0  # arrays that the good call makes if outputs are left out
-    takes_workspace: bool = False  # the good call then makes one on a GPU, if it has 3 splits
+    takes_workspace: bool = False  # the good call then makes one on a GPU; attention's has splits
     # An argument that the core refuses in the good call only when the results are made.
     refused: tuple[str, np.ndarray[Any, Any]] | None = None
     shape_of: str | None = None  # an array whose rank a result's shape depends on
@@ -197,6 +197,7 @@ FACTS: dict[str, Facts] = {
         ),
         good=varlen_call,
         num_results=2,
+        takes_workspace=True,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
         overloads=("out",),
