@@ -13,7 +13,8 @@
  *                                in one launch, or in two where few groups are cut into slabs
  *              quantize_group    other groups: a block has one
  *              find_amax, quantize_parts, finish_groups: groups that are large and few are cut into
- *                                parts. A part's maximum goes into descale by atomicMax.
+ *                                parts. A part's maximum goes into descale by atomicMax. On Hopper
+ *                                scaled_quantize_sm90.cu serves those that a cluster can hold.
  *              Barriers (__syncthreads): maxima or factors are written; they are read.
  * Roofline     memory: x once and out once, 3 bytes per element of bf16, because a block reads its
  *              group again from registers or caches; large groups are read twice.
@@ -28,9 +29,6 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    MOST_THREADS = 512, /* threads of a block with a large group */
-    MOST_WARPS = MOST_THREADS / SMLA_WARP_LANES,
-    HELD = 4, /* units that a thread keeps in registers for the second pass */
     PART_UNITS = 4 * BLOCK_THREADS,
     LANE_UNITS = 4,        /* units that a thread of quantize_lanes loads at a time */
     LARGE_GROUP = 1 << 15, /* elements */
@@ -85,43 +83,6 @@ __launch_bounds__(BLOCK_THREADS) quantize_lanes(const __grid_constant__ scaled_a
 
 /* ---- A group per block --------------------------------------------------------------------- */
 
-/* The block's largest amax, for all of its threads. */
-__device__ __forceinline__ float
-max_of_block(float amax)
-{
-    __shared__ float warp_maxima[MOST_WARPS];
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES, lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const float own = max_of_lanes(ALL_LANES, amax);
-    __syncthreads(); /* the last group's maxima are read */
-    if (lane == 0) {
-        warp_maxima[warp] = own;
-    }
-    __syncthreads(); /* this group's maxima are written */
-    return max_of_lanes(ALL_LANES, lane < num_warps ? warp_maxima[lane] : 0.0f);
-}
-
-/* Unit `i` of a group. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ unit_words<TYPE, COUNT>
-load_of_group(const scaled_args &args, const group_place &group, int64_t i)
-{
-    const int64_t row = smla_divide(i, args.group_units);
-    return load_at<TYPE, COUNT>(args.p, group.row + row,
-                                group.column + (i - row * args.group_units.divisor) * COUNT);
-}
-
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-store_of_group(const scaled_args &args, const group_place &group, int64_t i,
-               const unit_words<TYPE, COUNT> &unit, float factor)
-{
-    const int64_t row = smla_divide(i, args.group_units);
-    store_by<TYPE, COUNT>(args.p, group.row + row,
-                          group.column + (i - row * args.group_units.divisor) * COUNT, unit,
-                          factor);
-}
-
 template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_args args)
@@ -174,8 +135,8 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
  * else first the maxima, by atomicMax in descale, and then the rest. */
 enum column_pass { ALL_OF_IT = 0, FIND_MAXIMA = 1, QUANTIZE = 2 };
 
-/* A tile is a slab of a group's rows, and 32 units of columns, one per lane. A warp has every eighth
- * row. The grid has whole rows of tiles, so a block keeps its columns. */
+/* A tile is a slab of a group's rows, and 32 units of columns, one per lane. A warp has every
+ * eighth row. The grid has whole rows of tiles, so a block keeps its columns. */
 template <int TYPE, int COUNT, int PASS>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, COLUMN_BLOCKS)
@@ -432,7 +393,8 @@ make_args(const smla_scaled_quantize_params *p, int32_t count, int64_t num_sms)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Groups that several blocks share: maxima, then the rest, between clear_groups and finish_groups. */
+/* Groups that several blocks share: maxima, then the rest, between clear_groups and
+ * finish_groups. */
 cudaError_t
 launch_shared(scaled_kernel maxima, scaled_kernel rest, const scaled_args &args, int64_t num_blocks)
 {
@@ -504,7 +466,11 @@ smla_cuda_launch_scaled_quantize(const smla_scaled_quantize_params *p,
                                             BLOCK_THREADS * LANE_UNITS),
                            BLOCK_THREADS, 0, stream);
     }
-    if (args.num_groups < device->num_sms && args.units_of_group * row->count >= LARGE_GROUP) {
+    const bool is_large = args.units_of_group * row->count >= LARGE_GROUP;
+    if (is_large && args.num_groups < device->num_sms) {
+        if (smla_cuda_is_hopper(device) && row->count > 1 && args.units_of_group <= CLUSTER_UNITS) {
+            return smla_cuda_launch_scaled_quantize_sm90(&args);
+        }
         return launch_shared(row->amax, row->parts, args, args.num_groups * args.parts.divisor);
     }
     return smla_launch(row->group, args, args.num_groups, count_threads(args.units_of_group), 0,

@@ -1,5 +1,5 @@
-/* scaled_quantize.cuh: what the kernels of scaled_quantize share: units of a row, factors and scales
- * of groups. */
+/* scaled_quantize.cuh: what the kernels of scaled_quantize share: units of a row, factors and
+ * scales of groups. */
 #pragma once
 
 #include <float.h>
@@ -11,6 +11,12 @@
 #include "cuda/ptx/numeric.cuh"
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+enum {
+    MOST_THREADS = 512, /* threads of a block with a large group */
+    MOST_WARPS = MOST_THREADS / SMLA_WARP_LANES,
+    HELD = 4, /* units that a thread keeps in registers for the second pass */
+};
 
 /* The kernels' argument. Units of a row are numbered from 0 on. */
 typedef struct scaled_args {
@@ -156,3 +162,52 @@ find_group(const scaled_args &args, int64_t number)
     return group_place{row_group, column_group, row_group * args.p.group_rows,
                        column_group * args.p.group_columns};
 }
+
+/* ---- Groups of a block -------------------------------------------------------------------- */
+
+/* The block's largest amax, for all of its threads. */
+static __device__ __forceinline__ float
+max_of_block(float amax)
+{
+    __shared__ float warp_maxima[MOST_WARPS];
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES, lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
+    const float own = max_of_lanes(ALL_LANES, amax);
+    __syncthreads(); /* the last group's maxima are read */
+    if (lane == 0) {
+        warp_maxima[warp] = own;
+    }
+    __syncthreads(); /* this group's maxima are written */
+    return max_of_lanes(ALL_LANES, lane < num_warps ? warp_maxima[lane] : 0.0f);
+}
+
+/* Unit `i` of a group. */
+template <int TYPE, int COUNT>
+static __device__ __forceinline__ unit_words<TYPE, COUNT>
+load_of_group(const scaled_args &args, const group_place &group, int64_t i)
+{
+    const int64_t row = smla_divide(i, args.group_units);
+    return load_at<TYPE, COUNT>(args.p, group.row + row,
+                                group.column + (i - row * args.group_units.divisor) * COUNT);
+}
+
+template <int TYPE, int COUNT>
+static __device__ __forceinline__ void
+store_of_group(const scaled_args &args, const group_place &group, int64_t i,
+               const unit_words<TYPE, COUNT> &unit, float factor)
+{
+    const int64_t row = smla_divide(i, args.group_units);
+    store_by<TYPE, COUNT>(args.p, group.row + row,
+                          group.column + (i - row * args.group_units.divisor) * COUNT, unit,
+                          factor);
+}
+
+/* ---- scaled_quantize_sm90.cu --------------------------------------------------------------- */
+
+enum {
+    CLUSTER_BLOCKS = 8,
+    CLUSTER_UNITS = CLUSTER_BLOCKS * MOST_THREADS * HELD, /* units that a cluster holds */
+};
+
+/* Launches the kernel of groups of at most CLUSTER_UNITS units of 16 bytes. */
+extern "C" cudaError_t smla_cuda_launch_scaled_quantize_sm90(const scaled_args *args);
