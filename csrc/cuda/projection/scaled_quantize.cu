@@ -303,7 +303,7 @@ struct scaled_row {
     smla_float_type type;
     int32_t count; /* elements per unit */
     scaled_kernel lanes;
-    scaled_kernel columns[3]; /* by column_pass */
+    scaled_kernel columns[3]; /* one per column_pass */
     scaled_kernel group;
     scaled_kernel amax;
     scaled_kernel parts;
