@@ -9,10 +9,12 @@
  * Roles        Units are 16 bytes of x, or single elements where rows are not aligned or groups do
  *              not hold whole units. Four kernels, by the group's form:
  *              quantize_lanes    rows of at most 32 units: some lanes of a warp have a group
- *              quantize_columns  single columns: a thread has a unit's columns of every eighth row
+ *              quantize_columns  single columns: a thread has a unit's columns of every eighth row,
+ *                                in one launch, or in two where few groups are cut into slabs
  *              quantize_group    other groups: a block has one
  *              find_amax, quantize_parts, finish_groups: groups that are large and few are cut into
- *                                parts. A part's maximum goes into descale by atomicMax.
+ *                                parts. A part's maximum goes into descale by atomicMax. On Hopper
+ *                                scaled_quantize_sm90.cu serves those that a cluster can hold.
  *              Barriers (__syncthreads): maxima or factors are written; they are read.
  * Roofline     memory: x once and out once, 3 bytes per element of bf16, because a block reads its
  *              group again from registers or caches; large groups are read twice.
@@ -21,170 +23,18 @@
  *              are rounded to fp32, each once.
  * Source       The formula of vLLM's scaled_quantize, with amax / 448; the kernels are ours.
  */
-#include "core/params_projection.h"
-#include "cuda/host/cuda.h"
-#include "cuda/projection/quant_units.cuh"
-#include "cuda/ptx/launch.cuh"
-#include "cuda/ptx/numeric.cuh"
+#include "cuda/projection/scaled_quantize.cuh"
 
 namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    MOST_THREADS = 512, /* threads of a block with a large group */
-    MOST_WARPS = MOST_THREADS / SMLA_WARP_LANES,
-    HELD = 4, /* units that a thread keeps in registers for the second pass */
-    PART_UNITS = 8 * BLOCK_THREADS,
-    LARGE_GROUP = 1 << 17, /* elements */
+    PART_UNITS = 4 * BLOCK_THREADS,
+    LANE_UNITS = 4,        /* units that a thread of quantize_lanes loads at a time */
+    LARGE_GROUP = 1 << 15, /* elements */
     COLUMN_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
     COLUMN_BLOCKS = 4, /* per SM; without a number, ptxas aims at six of 40 registers and spills */
 };
-
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
-/* The kernels' argument. Units of a row are numbered from 0 on. */
-typedef struct scaled_args {
-    smla_scaled_quantize_params p;
-    smla_divisor column_groups; /* number of groups in a row of groups */
-    smla_divisor group_units;   /* units in a row of a group */
-    smla_divisor row_units;     /* units in a row of x */
-    smla_divisor parts;         /* parts of a large group */
-    smla_divisor column_tiles;  /* quantize_columns: tiles in a row of x */
-    int64_t row_step;           /* quantize_columns: rows of groups that a grid has at a time */
-    int64_t num_groups;
-    int64_t units_of_group;
-} scaled_args;
-
-/* ---- Units --------------------------------------------------------------------------------- */
-
-template <int TYPE, int COUNT> struct unit_words {
-    static constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
-    uint32_t words[WORDS];
-};
-
-/* Loads the unit at column `column` of a row. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ unit_words<TYPE, COUNT>
-load_at(const smla_scaled_quantize_params &p, int64_t row, int64_t column)
-{
-    unit_words<TYPE, COUNT> unit;
-    load_unit<TYPE, COUNT>(p.x, row * p.x_stride_row + column, unit.words);
-    return unit;
-}
-
-template <int TYPE, int COUNT>
-__device__ __forceinline__ float
-raise_amax(float amax, const unit_words<TYPE, COUNT> &unit)
-{
-    float values[COUNT < 4 ? 4 : COUNT];
-    widen_unit<TYPE, COUNT>(unit.words, values);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        amax = fmaxf(amax, fabsf(values[i])); /* fmaxf ignores NaN */
-    }
-    return amax;
-}
-
-/* Quantises a unit; each of its values has a factor. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-store_at(const smla_scaled_quantize_params &p, int64_t row, int64_t column,
-         const unit_words<TYPE, COUNT> &unit, const float (&factors)[COUNT])
-{
-    float values[COUNT < 4 ? 4 : COUNT];
-    uint32_t bytes[COUNT < 4 ? 1 : COUNT / 4];
-    widen_unit<TYPE, COUNT>(unit.words, values);
-#pragma unroll
-    for (int k = 0; k < (COUNT + 3) / 4; k++) {
-        float *const x = values + 4 * k;
-        const uint32_t signs = smla_signs_of_floats(x);
-#pragma unroll
-        for (int i = 0; i < 4 && 4 * k + i < COUNT; i++) {
-            x[i] *= factors[4 * k + i];
-        }
-        bytes[k] = smla_floats_to_e4m3x4(x) & 0x7F7F7F7Fu | signs & 0x80808080u;
-    }
-    uint8_t *const to = p.out + row * p.out_stride_row + column;
-    if constexpr (COUNT == 1) {
-        *to = (uint8_t)bytes[0];
-    } else {
-        smla_store_words<COUNT, true>(to, bytes);
-    }
-}
-
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-store_by(const smla_scaled_quantize_params &p, int64_t row, int64_t column,
-         const unit_words<TYPE, COUNT> &unit, float factor)
-{
-    float factors[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        factors[i] = factor;
-    }
-    store_at<TYPE, COUNT>(p, row, column, unit, factors);
-}
-
-/* ---- Scales -------------------------------------------------------------------------------- */
-
-__device__ __forceinline__ float
-used_amax(float amax)
-{
-    return fmaxf(fminf(amax, FLT_MAX), SMLA_SCALED_QUANTIZE_FLOOR);
-}
-
-/* Returns 448 / used_amax(amax), rounded as a division rounds, without the call that a division is.
- * The divisor's mantissa gives the quotient's, which was tried for each of them (2^23, with rcp off
- * by up to two units). No quotient is subnormal, so the exponents are subtracted. */
-__device__ __forceinline__ float
-factor_of(float amax)
-{
-    const uint32_t bits = smla_float_bits(used_amax(amax));
-    const uint32_t exponent = (bits & 0x7F800000u) - 0x3F800000u;
-    const smla_scale mantissa = smla_make_scale(smla_bits_float(bits - exponent));
-    const float quotient = smla_divide_moderate(SMLA_E4M3_MAX, mantissa);
-    return smla_bits_float(smla_float_bits(quotient) - exponent);
-}
-
-__device__ __forceinline__ float *
-descale_of(const smla_scaled_quantize_params &p, int64_t row_group, int64_t column_group)
-{
-    return p.descale + row_group * p.descale_stride_row + column_group * p.descale_stride_column;
-}
-
-/* Writes used_amax(amax) / 448, rounded as a division rounds, which was tried in the same way. */
-__device__ __forceinline__ void
-store_descale(const smla_scaled_quantize_params &p, int64_t row_group, int64_t column_group,
-              float amax)
-{
-    const float used = used_amax(amax);
-    *descale_of(p, row_group, column_group) =
-        smla_divide_moderate(used, smla_make_scale(SMLA_E4M3_MAX));
-}
-
-/* The larger amax of all lanes in `mask`. Floats >= 0 have the order of their bits. */
-__device__ __forceinline__ float
-max_of_lanes(uint32_t mask, float amax)
-{
-    return smla_bits_float(__reduce_max_sync(mask, smla_float_bits(amax)));
-}
-
-/* Where a group lies. */
-struct group_place {
-    int64_t row_group;
-    int64_t column_group;
-    int64_t row; /* its first row and column */
-    int64_t column;
-};
-
-__device__ __forceinline__ group_place
-find_group(const scaled_args &args, int64_t number)
-{
-    const int64_t row_group = smla_divide(number, args.column_groups);
-    const int64_t column_group = number - row_group * args.column_groups.divisor;
-    return group_place{row_group, column_group, row_group * args.p.group_rows,
-                       column_group * args.p.group_columns};
-}
 
 /* ---- Groups in the lanes of a warp --------------------------------------------------------- */
 
@@ -199,66 +49,39 @@ __launch_bounds__(BLOCK_THREADS) quantize_lanes(const __grid_constant__ scaled_a
     const smla_scaled_quantize_params &p = args.p;
     const int lanes = (int)args.group_units.divisor;
     const int64_t num_units = p.num_rows * args.row_units.divisor;
-    const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
-    /* All lanes stay for the maximum. A lane behind the last unit has its own group. */
-    const int64_t end = (num_units + SMLA_WARP_LANES - 1) / SMLA_WARP_LANES * SMLA_WARP_LANES;
-    for (int64_t i = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x; i < end; i += step) {
-        const bool exists = i < num_units;
-        const int64_t row = smla_divide(exists ? i : 0, args.row_units);
-        const int64_t unit = (exists ? i : 0) - row * args.row_units.divisor;
-        const unit_words<TYPE, COUNT> words = load_at<TYPE, COUNT>(p, row, unit * COUNT);
-        float amax = exists ? raise_amax<TYPE, COUNT>(0.0f, words) : 0.0f;
-        for (int distance = 1; distance < lanes; distance *= 2) {
-            amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, distance));
+    const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS * LANE_UNITS;
+    /* All threads of a block go round equally often, because lanes need each other for maxima. */
+    for (int64_t first = (int64_t)blockIdx.x * BLOCK_THREADS * LANE_UNITS; first < num_units;
+         first += step) {
+        unit_words<TYPE, COUNT> words[LANE_UNITS] = {};
+        int64_t rows[LANE_UNITS], units[LANE_UNITS];
+#pragma unroll
+        for (int k = 0; k < LANE_UNITS; k++) {
+            const int64_t i = first + k * BLOCK_THREADS + threadIdx.x;
+            rows[k] = smla_divide(i, args.row_units);
+            units[k] = i - rows[k] * args.row_units.divisor;
+            if (i < num_units) {
+                words[k] = load_at<TYPE, COUNT>(p, rows[k], units[k] * COUNT);
+            }
         }
-        if (!exists) {
-            continue;
-        }
-        store_by<TYPE, COUNT>(p, row, unit * COUNT, words, factor_of(amax));
-        if (unit % lanes == 0) {
-            store_descale(p, row, smla_divide(unit, args.group_units), amax);
+#pragma unroll
+        for (int k = 0; k < LANE_UNITS; k++) {
+            float amax = raise_amax<TYPE, COUNT>(0.0f, words[k]);
+            for (int distance = 1; distance < lanes; distance *= 2) {
+                amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, distance));
+            }
+            if (first + k * BLOCK_THREADS + threadIdx.x >= num_units) {
+                continue;
+            }
+            store_by<TYPE, COUNT>(p, rows[k], units[k] * COUNT, words[k], factor_of(amax));
+            if ((units[k] & (lanes - 1)) == 0) {
+                store_descale(p, rows[k], smla_divide(units[k], args.group_units), amax);
+            }
         }
     }
 }
 
 /* ---- A group per block --------------------------------------------------------------------- */
-
-/* The block's largest amax, for all of its threads. */
-__device__ __forceinline__ float
-max_of_block(float amax)
-{
-    __shared__ float warp_maxima[MOST_WARPS];
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES, lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const float own = max_of_lanes(ALL_LANES, amax);
-    __syncthreads(); /* the last group's maxima are read */
-    if (lane == 0) {
-        warp_maxima[warp] = own;
-    }
-    __syncthreads(); /* this group's maxima are written */
-    return max_of_lanes(ALL_LANES, lane < num_warps ? warp_maxima[lane] : 0.0f);
-}
-
-/* Unit `i` of a group. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ unit_words<TYPE, COUNT>
-load_of_group(const scaled_args &args, const group_place &group, int64_t i)
-{
-    const int64_t row = smla_divide(i, args.group_units);
-    return load_at<TYPE, COUNT>(args.p, group.row + row,
-                                group.column + (i - row * args.group_units.divisor) * COUNT);
-}
-
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-store_of_group(const scaled_args &args, const group_place &group, int64_t i,
-               const unit_words<TYPE, COUNT> &unit, float factor)
-{
-    const int64_t row = smla_divide(i, args.group_units);
-    store_by<TYPE, COUNT>(args.p, group.row + row,
-                          group.column + (i - row * args.group_units.divisor) * COUNT, unit,
-                          factor);
-}
 
 template <int TYPE, int COUNT>
 __global__ void
@@ -308,9 +131,13 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
 
 /* ---- Groups of one column ------------------------------------------------------------------ */
 
-/* A tile is the rows of a row of groups, and 32 units of columns, one per lane. A warp has every
+/* What a launch of quantize_columns does: all, where there are enough groups to fill the device, or
+ * else first the maxima, by atomicMax in descale, and then the rest. */
+enum column_pass { ALL_OF_IT = 0, FIND_MAXIMA = 1, QUANTIZE = 2 };
+
+/* A tile is a slab of a group's rows, and 32 units of columns, one per lane. A warp has every
  * eighth row. The grid has whole rows of tiles, so a block keeps its columns. */
-template <int TYPE, int COUNT>
+template <int TYPE, int COUNT, int PASS>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, COLUMN_BLOCKS)
     quantize_columns(const __grid_constant__ scaled_args args)
@@ -321,50 +148,65 @@ __launch_bounds__(BLOCK_THREADS, COLUMN_BLOCKS)
     __shared__ float maxima[COLUMN_WARPS][COUNT][SMLA_WARP_LANES];
     const smla_scaled_quantize_params &p = args.p;
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES, lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const uint32_t row = smla_divide_uint32(blockIdx.x, args.column_tiles);
-    const uint32_t tile = blockIdx.x - row * (uint32_t)args.column_tiles.divisor;
+    const uint32_t first_row = smla_divide_uint32(blockIdx.x, args.column_tiles);
+    const uint32_t tile = blockIdx.x - first_row * (uint32_t)args.column_tiles.divisor;
     const int64_t unit = (int64_t)tile * SMLA_WARP_LANES + lane;
-    const int64_t num_rows = unit < args.row_units.divisor ? p.group_rows : 0;
-    for (int64_t row_group = row; row_group < p.num_row_groups; row_group += args.row_step) {
-        const int64_t first = row_group * p.group_rows;
+    const bool exists = unit < args.row_units.divisor;
+    const int64_t slab_rows = (p.group_rows + args.slabs.divisor - 1) / args.slabs.divisor;
+    const int64_t num_rows = p.num_row_groups * args.slabs.divisor;
+    for (int64_t row = first_row; row < num_rows; row += args.row_step) {
+        /* With several slabs there are few rows. */
+        const int64_t row_group =
+            args.slabs.divisor == 1 ? row : smla_divide_uint32((uint32_t)row, args.slabs);
+        const int64_t slab = row - row_group * args.slabs.divisor;
+        const int64_t begin = row_group * p.group_rows + slab * slab_rows;
+        const int64_t end = exists ? min(begin + slab_rows, (row_group + 1) * p.group_rows) : begin;
         float amax[COUNT] = {};
+        if constexpr (PASS != QUANTIZE) {
 #pragma unroll 4
-        for (int64_t i = warp; i < num_rows; i += COLUMN_WARPS) {
-            const unit_words<TYPE, COUNT> words = load_at<TYPE, COUNT>(p, first + i, unit * COUNT);
-            float values[COUNT < 4 ? 4 : COUNT];
-            widen_unit<TYPE, COUNT>(words.words, values);
+            for (int64_t i = begin + warp; i < end; i += COLUMN_WARPS) {
+                float values[COUNT < 4 ? 4 : COUNT];
+                widen_unit<TYPE, COUNT>(load_at<TYPE, COUNT>(p, i, unit * COUNT).words, values);
 #pragma unroll
-            for (int k = 0; k < COUNT; k++) {
-                amax[k] = fmaxf(amax[k], fabsf(values[k]));
+                for (int k = 0; k < COUNT; k++) {
+                    amax[k] = fmaxf(amax[k], fabsf(values[k]));
+                }
             }
         }
         __syncthreads(); /* the last tile's factors are read */
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            maxima[warp][i][lane] = amax[i];
+        for (int k = 0; k < COUNT; k++) {
+            maxima[warp][k][lane] = amax[k];
         }
         __syncthreads(); /* this tile's maxima are written */
-        if (warp < COUNT) {
-            float largest = 0.0f;
+        if (warp < COUNT && exists) {
+            float *const descale = descale_of(p, row_group, unit * COUNT + warp);
+            float largest = PASS == QUANTIZE ? *descale : 0.0f;
 #pragma unroll
             for (int k = 0; k < COLUMN_WARPS; k++) {
                 largest = fmaxf(largest, maxima[k][warp][lane]);
             }
-            maxima[0][warp][lane] = factor_of(largest); /* no other thread reads this column */
-            if (num_rows > 0) {
+            if constexpr (PASS == FIND_MAXIMA) {
+                atomicMax((int *)descale, (int)smla_float_bits(largest));
+            } else {
+                maxima[0][warp][lane] = factor_of(largest); /* only this thread reads the column */
+            }
+            if constexpr (PASS == ALL_OF_IT) {
                 store_descale(p, row_group, unit * COUNT + warp, largest);
             }
         }
-        __syncthreads(); /* this tile's factors are written */
-        float factors[COUNT];
+        if constexpr (PASS != FIND_MAXIMA) {
+            __syncthreads(); /* this tile's factors are written */
+            float factors[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            factors[i] = maxima[0][i][lane];
-        }
+            for (int k = 0; k < COUNT; k++) {
+                factors[k] = maxima[0][k][lane];
+            }
 #pragma unroll 4
-        for (int64_t i = warp; i < num_rows; i += COLUMN_WARPS) {
-            store_at<TYPE, COUNT>(p, first + i, unit * COUNT,
-                                  load_at<TYPE, COUNT>(p, first + i, unit * COUNT), factors);
+            for (int64_t i = begin + warp; i < end; i += COLUMN_WARPS) {
+                store_at<TYPE, COUNT>(p, i, unit * COUNT, load_at<TYPE, COUNT>(p, i, unit * COUNT),
+                                      factors);
+            }
         }
     }
 }
@@ -461,7 +303,7 @@ struct scaled_row {
     smla_float_type type;
     int32_t count; /* elements per unit */
     scaled_kernel lanes;
-    scaled_kernel columns;
+    scaled_kernel columns[3]; /* one per column_pass */
     scaled_kernel group;
     scaled_kernel amax;
     scaled_kernel parts;
@@ -471,9 +313,14 @@ template <int TYPE, int COUNT>
 constexpr scaled_row
 make_row(void)
 {
-    return scaled_row{(smla_float_type)TYPE,       COUNT,
-                      quantize_lanes<TYPE, COUNT>, quantize_columns<TYPE, COUNT>,
-                      quantize_group<TYPE, COUNT>, find_amax<TYPE, COUNT>,
+    return scaled_row{(smla_float_type)TYPE,
+                      COUNT,
+                      quantize_lanes<TYPE, COUNT>,
+                      {quantize_columns<TYPE, COUNT, ALL_OF_IT>,
+                       quantize_columns<TYPE, COUNT, FIND_MAXIMA>,
+                       quantize_columns<TYPE, COUNT, QUANTIZE>},
+                      quantize_group<TYPE, COUNT>,
+                      find_amax<TYPE, COUNT>,
                       quantize_parts<TYPE, COUNT>};
 }
 
@@ -506,14 +353,30 @@ find_row(const smla_scaled_quantize_params *p)
     return NULL;
 }
 
+/* Into how many slabs quantize_columns cuts the rows of a group, to give every SM some blocks. */
+int64_t
+count_slabs(const smla_scaled_quantize_params *p, int64_t tiles, int64_t num_sms)
+{
+    enum { LEAST_ROWS = 64, BLOCKS_PER_SM = 4 };
+    const int64_t blocks = tiles * p->num_row_groups;
+    if (blocks < 1 || blocks >= num_sms || p->group_rows < 2 * LEAST_ROWS) {
+        return 1;
+    }
+    const int64_t wanted = BLOCKS_PER_SM * num_sms / blocks;
+    const int64_t most = p->group_rows / LEAST_ROWS;
+    return wanted < most ? wanted : most;
+}
+
 scaled_args
-make_args(const smla_scaled_quantize_params *p, int32_t count)
+make_args(const smla_scaled_quantize_params *p, int32_t count, int64_t num_sms)
 {
     /* An axis without values has a group without any. */
     const int64_t group_units = p->num_columns == 0 ? 0 : p->group_columns / count;
     const int64_t row_units = p->num_columns / count;
     const int64_t units = p->num_rows == 0 ? 0 : p->group_rows * group_units;
     const int64_t tiles = row_units > 0 ? smla_count_parts(row_units, SMLA_WARP_LANES) : 1;
+    const int64_t slabs = count_slabs(p, tiles, num_sms);
+    const int64_t num_rows = p->num_row_groups * slabs;
     const int64_t most_rows = INT32_MAX / tiles; /* rows in a grid, which are whole */
     const auto divisor = [](int64_t size) { return smla_make_divisor(size > 0 ? size : 1); };
     return scaled_args{*p,
@@ -522,26 +385,44 @@ make_args(const smla_scaled_quantize_params *p, int32_t count)
                        divisor(row_units),
                        divisor(smla_count_parts(units, PART_UNITS)),
                        divisor(tiles),
-                       p->num_row_groups < most_rows ? p->num_row_groups : most_rows,
+                       divisor(slabs),
+                       num_rows < most_rows ? num_rows : most_rows,
                        p->num_row_groups * p->num_column_groups,
                        units};
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
+/* Groups that several blocks share: maxima, then the rest, between clear_groups and
+ * finish_groups. */
 cudaError_t
-launch_parts(const scaled_row &row, const scaled_args &args)
+launch_shared(scaled_kernel maxima, scaled_kernel rest, const scaled_args &args, int64_t num_blocks)
 {
     const smla_stream stream = args.p.call.stream;
-    const int64_t blocks = smla_count_parts(args.num_groups, BLOCK_THREADS);
-    const int64_t parts = args.num_groups * args.parts.divisor;
-    cudaError_t code = smla_launch(clear_groups, args, blocks, BLOCK_THREADS, 0, stream);
-    code =
-        code != cudaSuccess ? code : smla_launch(row.amax, args, parts, BLOCK_THREADS, 0, stream);
-    code =
-        code != cudaSuccess ? code : smla_launch(row.parts, args, parts, BLOCK_THREADS, 0, stream);
-    return code != cudaSuccess ? code
-                               : smla_launch(finish_groups, args, blocks, BLOCK_THREADS, 0, stream);
+    const int64_t few = smla_count_parts(args.num_groups, BLOCK_THREADS);
+    const struct {
+        scaled_kernel kernel;
+        int64_t num_blocks;
+    } launches[] = {{clear_groups, few},
+                    {maxima, num_blocks},
+                    {rest, num_blocks},
+                    {finish_groups, few}};
+    cudaError_t code = cudaSuccess;
+    for (int i = 0; code == cudaSuccess && i < 4; i++) {
+        code =
+            smla_launch(launches[i].kernel, args, launches[i].num_blocks, BLOCK_THREADS, 0, stream);
+    }
+    return code;
+}
+
+cudaError_t
+launch_columns(const scaled_row &row, const scaled_args &args)
+{
+    const int64_t num_blocks = args.row_step * args.column_tiles.divisor;
+    return args.slabs.divisor == 1
+               ? smla_launch(row.columns[ALL_OF_IT], args, num_blocks, BLOCK_THREADS, 0,
+                             args.p.call.stream)
+               : launch_shared(row.columns[FIND_MAXIMA], row.columns[QUANTIZE], args, num_blocks);
 }
 
 /* Threads of a block that has a group: whole warps, with up to HELD units per thread if there are
@@ -573,20 +454,24 @@ smla_cuda_launch_scaled_quantize(const smla_scaled_quantize_params *p,
     if (row == NULL) {
         return SMLA_NO_KERNEL;
     }
-    const scaled_args args = make_args(p, row->count);
+    const scaled_args args = make_args(p, row->count, device->num_sms);
     if (p->group_columns == 1 && p->num_columns > 0 && p->num_rows > 0) {
-        return smla_launch(row->columns, args, args.row_step * args.column_tiles.divisor,
-                           BLOCK_THREADS, 0, stream);
+        return launch_columns(*row, args);
     }
     const int64_t lanes = args.group_units.divisor;
     if (p->group_rows == 1 && args.units_of_group > 0 && is_power_of_two(lanes) &&
         lanes <= SMLA_WARP_LANES) {
         return smla_launch(row->lanes, args,
-                           smla_count_parts(p->num_rows * args.row_units.divisor, BLOCK_THREADS),
+                           smla_count_parts(p->num_rows * args.row_units.divisor,
+                                            BLOCK_THREADS * LANE_UNITS),
                            BLOCK_THREADS, 0, stream);
     }
-    if (args.num_groups < device->num_sms && args.units_of_group * row->count >= LARGE_GROUP) {
-        return launch_parts(*row, args);
+    const bool is_large = args.units_of_group * row->count >= LARGE_GROUP;
+    if (is_large && args.num_groups < device->num_sms) {
+        if (smla_cuda_is_hopper(device) && row->count > 1 && args.units_of_group <= CLUSTER_UNITS) {
+            return smla_cuda_launch_scaled_quantize_sm90(&args);
+        }
+        return launch_shared(row->amax, row->parts, args, args.num_groups * args.parts.divisor);
     }
     return smla_launch(row->group, args, args.num_groups, count_threads(args.units_of_group), 0,
                        stream);
