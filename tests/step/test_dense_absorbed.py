@@ -87,7 +87,8 @@ class Layer:
         -> [T, hidden]"""
         case, trip, batch = self.case, travel(), self.case.batch
         config = case.config(**changes)
-        # Scales of inputs and the absorbed part take what padding holds; prefills do not.
+        # Absorbed, padding is finite: Hopper's kernel for FP8 rows gives NaN for a query that is
+        # not finite even if it sees no key, and a scale of all rows counts padding, too.
         is_plain = self.scheme is None and config.path == "separate"
         self.q_c[len(self.q_c) - case.padding :] = np.nan if is_plain else 1
         builder = dense.MetadataBuilder(config)
