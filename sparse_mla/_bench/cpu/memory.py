@@ -350,7 +350,7 @@ def make_merge(rng: np.random.Generator) -> Move:
 
 
 def make_partials(rng: np.random.Generator) -> Move:
-    one = draw(NUM_OUTPUTS // 4, 64, KV_LORA_RANK)
+    one = draw((NUM_OUTPUTS + 3) // 4, 64, KV_LORA_RANK)
     outs = np.stack([np.roll(one, i, axis=0) for i in range(8)])
     lses = rng.standard_normal(outs.shape[:3], np.float32)
     out, lse = np.zeros(outs[0].shape, BF16), np.zeros_like(lses[0])
