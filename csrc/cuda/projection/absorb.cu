@@ -3,8 +3,8 @@
  *
  * Computes     out(r,h,l) = sum_n x(r, h D + n) * w[l,h,n], where D is the values of x per head
  * Shapes       x [rows, H D], w [L, H, n], any strides, bf16, fp16 or fp32; x also e4m3, with one
- *              scale for all, per output or per 128 x 128 block; out [rows, H L] or [H L, rows], bf16
- *              or fp32, the last dimension contiguous
+ *              scale for all, per output or per 128 x 128 block; out [rows, H L] or [H L, rows],
+ *              bf16 or fp32, the last dimension contiguous
  * Shared mem   16,896 bytes: 16 values of n for a tile's 128 rows, and for its 128 latents, fp32.
  *              Rows of 132 floats keep vectors aligned, and leave two-way conflicts of stores.
  * Roles        A block of 256 threads per tile of 128 rows and 128 latents of a head; a thread has
