@@ -3,7 +3,7 @@
 
 #include "core/params.h"
 
-/* A weight as it is stored, in either order of its dimensions. The scale of an element is the one of
+/* A weight as it is stored, in either order of its dimensions. The scale of an element is that of
  * its block of 1 or 2^7 rows by 1 or 2^7 columns; a stride of 0 makes it the same for all. */
 typedef struct smla_weight {
     const void *values;

@@ -113,8 +113,8 @@ SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, sml
 
 /* The same with weights that smla_absorb_q_proj and smla_absorb_o_proj have made: from the queries'
  * latents to the layer's output. Decodes multiply by W_Q_UK and W_QR, attend to the cache, and
- * multiply by W_UV_O; so do all tokens on path "mixed". On path "separate", prefills multiply by W_Q
- * and W_QR, attend as in smla_dense_forward, and multiply by o_proj. W_Q_UK and W_UV_O are both
+ * multiply by W_UV_O; so do all tokens on path "mixed". On path "separate", prefills multiply by
+ * W_Q and W_QR, attend as in smla_dense_forward, and multiply by o_proj. W_Q_UK and W_UV_O are both
  * bf16, or both e4m3 with descales: then fp8_linear multiplies, in groups of the input that the
  * descales have with it. */
 typedef struct smla_dense_absorbed_forward_args {

@@ -17,8 +17,8 @@ typedef enum smla_storage {
 } smla_storage;
 
 /* kv_b_proj [512, H * (Pn + Pv)] or else its transpose -> W_UK [512, H, Pn], W_UV [512, H, Pv]; or
- * any other weight of so many rows as its parts have. An e4m3 weight has fp32 scales for its columns
- * as outputs: one value, of any rank; or one per output, [out] or like the weight with 1 for its
+ * any other weight of so many rows as its parts have. An e4m3 weight has fp32 scales, where columns
+ * are outputs: one value, of any rank; or one per output, [out] or like the weight with 1 for its
  * rows; or one per block of 128 x 128, with dimensions as the weight is stored. */
 typedef struct smla_split_kv_b_proj_args {
     size_t struct_size;

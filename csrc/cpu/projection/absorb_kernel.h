@@ -12,7 +12,7 @@
  *              output, once a model. Converting a row of x takes as long as a 32nd of its products,
  *              and a panel serves 256 rows.
  * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Products
- *              are summed in fp32 in chains of INNER_BLOCK values, and the chains one after another.
+ *              are summed in fp32 in chains of INNER_BLOCK values, the chains one after another.
  *              Subnormal numbers are kept. The order of the sums depends on n alone.
  * Source       register blocking (GotoBLAS).
  *

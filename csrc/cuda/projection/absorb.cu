@@ -1,14 +1,14 @@
-/* absorb.cu: the product of two weights, per head: W_UK absorbed into the projection of queries, and
- * W_UV into that of outputs. It runs once a model.
+/* absorb.cu: the product of two weights, per head: W_UK absorbed into the projection of queries,
+ * and W_UV into that of outputs. It runs once a model.
  *
  * Computes     out(r,h,l) = sum_n x(r, h D + n) * w[l,h,n], where D is the values of x per head
- * Shapes       x [rows, H D], w [L, H, n], any strides, bf16, fp16 or fp32; x also e4m3, with a scale
- *              for all, per output or per 128 x 128 block; out [rows, H L] or [H L, rows], bf16
- *              or fp32, the last dimension contiguous
+ * Shapes       x [rows, H D], w [L, H, n], any strides, bf16, fp16 or fp32; x also e4m3, with one
+ *              scale for all, per output or per 128 x 128 block; out [rows, H L] or [H L, rows],
+ *              bf16 or fp32, the last dimension contiguous
  * Shared mem   16,896 bytes: 16 values of n for a tile's 128 rows, and for its 128 latents, fp32.
  *              Rows of 132 floats keep vectors aligned, and leave two-way conflicts of stores.
- * Roles        A block of 256 threads per tile of 128 rows and 128 latents of a head; a thread has 8
- *              rows x 8 latents. It loads the next 16 values into registers while it multiplies.
+ * Roles        A block of 256 threads per tile of 128 rows and 128 latents of a head; a thread has
+ *              8 rows x 8 latents. It loads the next 16 values into registers while it multiplies.
  *              Barriers (__syncthreads): values written | values read.
  * Roofline     2 * rows * H * L * n FLOP in fp32, without tensor cores: 26 G for the queries of
  *              DeepSeek-V3 and 120 G for its output, 2.2 ms at the 67 TFLOP/s of an H200.

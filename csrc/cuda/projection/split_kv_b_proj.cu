@@ -4,8 +4,9 @@
  * Computes     w_uk[l,h,i] = weight[l, h (Pn + Pv) + i] * scale of its block, rounded where it is
  *              bf16, w_uv[l,h,i] the same for column h (Pn + Pv) + Pn + i
  * Shapes       weight, element (l, o) of [L, H (Pn + Pv)] in either storage order: bf16, fp16, fp32
- *              or e4m3; its scales one fp32 for all, per output or per 128 x 128 block, any strides;
- *              w_uk [L, H, Pn], w_uv [L, H, Pv] bf16 or fp32, the last dimension contiguous
+ *              or e4m3; its scales one fp32 for all, per output or per 128 x 128 block, with any
+ *              strides; w_uk [L, H, Pn], w_uv [L, H, Pv] bf16 or fp32, the last dimension
+ *              contiguous
  * Shared mem   4224 bytes, a tile of 32 x 32 words, with rows 33 words apart so that columns are
  *              read without bank conflicts
  * Roles        A block per tile, read along the shorter stride, written along the columns.

@@ -15,7 +15,7 @@ allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
                                    core->facts.num_actual_tokens);
 }
 
-/* The result of a dense layer with absorbed weights, whose columns are outputs of W_UV_O: dimension 1
+/* The result of a dense layer with absorbed weights. Its columns are outputs of W_UV_O: dimension 1
  * of a bf16 weight, and 0 of an e4m3 one, which lies transposed and has a descale. */
 static int
 allocate_outputs(smla_py_call *call, const void *Py_UNUSED(args))

@@ -38,8 +38,8 @@ typedef struct smla_dense_kept {
     int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
 } smla_dense_kept;
 
-/* Values of 16 bits that a token's results take. They are at least as many as a query's latent needs
- * as e4m3 values with scales, at most 8192 of them, because it is quantised to their memory. */
+/* Values of 16 bits that a token's results take. They are at least as many as a latent of a query
+ * needs as e4m3 values with scales, at most 8192, because it is quantised to their memory. */
 static inline int64_t
 smla_dense_result_values(int64_t num_heads)
 {
