@@ -13,14 +13,16 @@
  *                               tokens and scales through registers, which become fp16 and fp32
  *              2 warpgroups     128 outputs each, in two blocks of 64, which are the rows of a
  *                               product: weights become fp16 in registers, tokens are its columns.
- *                               While a block's products are under way, a group converts the next
- *                               block's weights
+ *                               While one group converts or adds, the other one's products are
+ *                               under way
  *              mbarriers        arrivals | waiting threads
  *              full[slot]       128 copy threads when their copies have arrived, and again when
  *                               they have written tokens | consumers
  *              empty[slot]      256 consumers, after the step's last product | copy warps
- * Roofline     The weight's bytes bind: [65536][1536] takes 23.4 us at 4.3 TB/s. 64 tokens need 16
- *              us of tensor cores for that, and 0.7 of the cycles of shared memory.
+ * Roofline     The weight's bytes should bind: [65536][1536] takes 23.4 us at 4.3 TB/s, and 64
+ *              tokens need 16 us of tensor cores for that. With the quantisation in front an H200
+ *              takes 32.6 us at 1 token and 45.6 at 64 (2026-11-28, `python -m sparse_mla bench
+ *              --only linear`); README.md has what was tried.
  * Numerics     e4m3 is exact in fp16, and so are products. Tensor cores sum a step in fp32. Then
  *              it is multiplied by its factor, which is x_scale * w_scale rounded to fp32, and
  *              added in fp32. NaN reaches only results of its own token or output. Values of k
@@ -28,7 +30,6 @@
  * Source       DeepGEMM, for a sum per 128 values. Weights as the operand in registers are ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"
-#include "cuda/ptx/ptx_wide_lines.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace {
@@ -48,13 +49,11 @@ enum {
     TOKEN_ROW_BYTES = STEP_VALUES,     /* 64 fp16 */
     SWIZZLE_BITS = 7,                  /* bits of a token's index that wgmma's swizzle takes */
     PARITY_BIT = 2, /* the bit of a weight row's index that its chunks' order depends on */
-    AHEAD = 3, /* steps that tokens are loaded ahead: the latency of L2 is up to a step's time */
-    CONSUMER_REGISTERS = 200,
-    COPIER_REGISTERS = 104,
+    CONSUMER_REGISTERS = 208,
+    COPIER_REGISTERS = 88,
 };
 
 static_assert((int)GROUPS * (int)GROUP_THREADS == (int)CONSUMERS, "a warpgroup has 128 outputs");
-static_assert(BLOCKS == 2, "a step's blocks have names");
 
 template <int TOKENS_, int STEPS_> struct wide_shape {
     static constexpr int TOKENS = TOKENS_;
@@ -141,8 +140,8 @@ copy_weights(const weight_copier &copier, int64_t step, uint32_t to)
     const uint8_t *from = copier.from + step * STEP_VALUES;
 #pragma unroll
     for (int i = 0; i < ROWS_PER_THREAD; i++, from += copier.stride) {
-        ptx_cp_async_16_of_256(to + copier.to + i * ROWS_APART * STEP_VALUES, from,
-                               i < copier.num_rows);
+        ptx_cp_async_16_or_zero(to + copier.to + i * ROWS_APART * STEP_VALUES, from,
+                                i < copier.num_rows);
     }
 }
 
@@ -253,28 +252,6 @@ write_token(const smla_projection_params &p, const token_copier &copier, const t
     }
 }
 
-/* Brings one step to its slot, and then loads the half of a later step in place of `half`. */
-template <typename Shape, bool PER_OUTPUT>
-__device__ __forceinline__ void
-copy_step(const e4m3_projection &args, const result_tile &tile, const weight_copier &weights,
-          const token_copier &token, int64_t step, const ring_position &position, token_half *half,
-          ring_memory<Shape> *shared)
-{
-    const int slot = position.slot;
-    const uint32_t full = ptx_shared_address(&shared->full[slot]);
-    ptx_mbarrier_wait(ptx_shared_address(&shared->empty[slot]), position.parity ^ 1);
-    copy_weights(weights, step, ptx_shared_address(shared->weights[slot]));
-    if constexpr (!PER_OUTPUT) {
-        copy_weight_scales(args.p, tile, step, slot, (int)threadIdx.x - CONSUMERS, shared);
-    }
-    ptx_mbarrier_arrive_after_copies(full);
-    write_token(args.p, token, *half, step, slot, shared);
-    ptx_mbarrier_arrive(full, true);
-    if (step + AHEAD < args.num_steps) {
-        load_token(args.p, tile, token, step + AHEAD, half);
-    }
-}
-
 template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
 copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
@@ -285,23 +262,24 @@ copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
         const result_tile tile = find_wide_tile(args, number);
         const weight_copier weights = make_weight_copier(args.p, tile, thread);
         const token_copier token = make_token_copier<Shape>(args.p, tile, thread);
-        token_half halves[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (i < args.num_steps) {
-                load_token(args.p, tile, token, i, &halves[i]);
-            }
-        }
+        token_half half;
+        load_token(args.p, tile, token, 0, &half);
 #pragma unroll 1
-        for (int64_t step = 0; step < args.num_steps; step += AHEAD) {
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                if (step + i < args.num_steps) {
-                    copy_step<Shape, PER_OUTPUT>(args, tile, weights, token, step + i, position,
-                                                 &halves[i], shared);
-                    advance<Shape>(&position);
-                }
+        for (int64_t step = 0; step < args.num_steps; step++) {
+            const int slot = position.slot;
+            const uint32_t full = ptx_shared_address(&shared->full[slot]);
+            ptx_mbarrier_wait(ptx_shared_address(&shared->empty[slot]), position.parity ^ 1);
+            copy_weights(weights, step, ptx_shared_address(shared->weights[slot]));
+            if constexpr (!PER_OUTPUT) {
+                copy_weight_scales(args.p, tile, step, slot, thread, shared);
             }
+            ptx_mbarrier_arrive_after_copies(full);
+            write_token(args.p, token, half, step, slot, shared);
+            ptx_mbarrier_arrive(full, true);
+            if (step + 1 < args.num_steps) {
+                load_token(args.p, tile, token, step + 1, &half);
+            }
+            advance<Shape>(&position);
         }
     }
 }
@@ -360,68 +338,48 @@ add_products(const float *token_scales, float weight_scale, const float (&produc
     }
 }
 
-/* The weights of a block in a slot, as operands. */
-template <typename Shape>
+/* Adds a step to the sums of the group's blocks. `tokens` describes the tokens in slot 0. */
+template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
-load_block(const ring_memory<Shape> *shared, int slot, int block, uint32_t (&a)[K_STEPS][4])
-{
-    const int group = (int)threadIdx.x / GROUP_THREADS;
-    load_weights(&shared->weights[slot][group * GROUP_OUTPUTS + block * BLOCK_OUTPUTS], a);
-}
-
-/* Starts the products of a block. `tokens` describes the tokens in slot 0. */
-template <typename Shape>
-__device__ __forceinline__ void
-start_products(int slot, uint64_t tokens, const uint32_t (&a)[K_STEPS][4],
-               float (&products)[Shape::SUMS])
+add_step(int slot, uint64_t tokens, const ring_memory<Shape> *shared,
+         float (&sums)[BLOCKS][Shape::SUMS])
 {
     constexpr int HALF_BYTES = Shape::TOKENS * TOKEN_ROW_BYTES;
+    const int group = (int)threadIdx.x / GROUP_THREADS;
     const uint64_t operand = tokens + (uint64_t)(slot * (HALVES * HALF_BYTES >> 4));
-    wgmma_fence();
+    const float weight_scale = PER_OUTPUT ? 1.0f : shared->weight_scales[slot][group];
 #pragma unroll
-    for (int k = 0; k < K_STEPS; k++) {
-        wgmma_f16<false>(products, a[k], operand + (k / WORDS * HALF_BYTES >> 4) + k % WORDS * 2,
-                         k != 0);
+    for (int block = 0; block < BLOCKS; block++) {
+        uint32_t a[K_STEPS][4];
+        float products[Shape::SUMS];
+        load_weights(&shared->weights[slot][group * GROUP_OUTPUTS + block * BLOCK_OUTPUTS], a);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < K_STEPS; k++) {
+            wgmma_f16<false>(products, a[k],
+                             operand + (k / WORDS * HALF_BYTES >> 4) + k % WORDS * 2, k != 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        add_products<Shape>(shared->token_scales[slot], weight_scale, products, sums[block]);
     }
-    wgmma_commit();
 }
 
-/* Waits for the step in a slot. */
-template <typename Shape>
-__device__ __forceinline__ void
-await_step(ring_memory<Shape> *shared, const ring_position &position)
-{
-    ptx_mbarrier_wait(ptx_shared_address(&shared->full[position.slot]), position.parity);
-    ptx_fence_async_shared(); /* makes the tokens that threads wrote visible to wgmma */
-}
-
-/* Stores the lane's sums of a block, of outputs `outer` and outer + 1. Whole aligned pairs, nearly
- * all, need no tests but that of their token. */
 template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
 store_block(const e4m3_projection &args, const result_tile &tile, int64_t outer,
             const float (&sums)[Shape::SUMS])
 {
-    const smla_projection_params &p = args.p;
     output_scales scales = {1.0f, 1.0f};
     if constexpr (PER_OUTPUT) {
-        scales = load_output_scales(p, tile.head, outer);
+        scales = load_output_scales(args.p, tile.head, outer);
     }
-    const bool is_whole = args.pairs_are_aligned && outer + 1 < p.outer_dim;
-    const int first = (int)threadIdx.x % 4 * 2;
-    uint16_t *const out =
-        p.out + first * p.out_stride_token + tile.head * p.out_stride_head + outer;
 #pragma unroll
     for (int i = 0; i < Shape::SUMS / 2; i++) {
         const int at = i / 2 * 4 + i % 2; /* the first output's; the second's is two behind */
-        const int later = i / 2 * 8 + i % 2;
-        const float pair[2] = {sums[at] * scales.first, sums[at + 2] * scales.second};
-        if (!is_whole) {
-            store_pair(args, tile.head, first + later, outer, pair[0], pair[1]);
-        } else if (first + later < p.num_tokens) {
-            const uint32_t word = smla_cvt_bf16x2(pair[0], pair[1]);
-            smla_store_vector_1(out + later * p.out_stride_token, &word);
-        }
+        const int64_t token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        store_pair(args, tile.head, token, outer, sums[at] * scales.first,
+                   sums[at + 2] * scales.second);
     }
 }
 
@@ -436,29 +394,13 @@ consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
     for (uint32_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         const result_tile tile = find_wide_tile(args, number);
         float sums[BLOCKS][Shape::SUMS] = {};
-        uint32_t first[K_STEPS][4], second[K_STEPS][4]; /* the blocks' weights */
-        await_step(shared, position);
-        load_block(shared, position.slot, 0, first);
-        /* Weights become operands while the products of the block before are under way. */
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
-            const ring_position now = position;
-            const float *const token_scales = shared->token_scales[now.slot];
-            const float weight_scale = PER_OUTPUT ? 1.0f : shared->weight_scales[now.slot][group];
-            float products[Shape::SUMS];
-            start_products<Shape>(now.slot, tokens, first, products);
-            load_block(shared, now.slot, 1, second);
-            wgmma_wait<0>();
-            add_products<Shape>(token_scales, weight_scale, products, sums[0]);
-            start_products<Shape>(now.slot, tokens, second, products);
+            ptx_mbarrier_wait(ptx_shared_address(&shared->full[position.slot]), position.parity);
+            ptx_fence_async_shared(); /* makes the tokens that threads wrote visible to wgmma */
+            add_step<Shape, PER_OUTPUT>(position.slot, tokens, shared, sums);
+            ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[position.slot]), true);
             advance<Shape>(&position);
-            if (step + 1 < args.num_steps) {
-                await_step(shared, position);
-                load_block(shared, position.slot, 0, first);
-            }
-            wgmma_wait<0>();
-            add_products<Shape>(token_scales, weight_scale, products, sums[1]);
-            ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[now.slot]), true);
         }
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
@@ -487,7 +429,6 @@ __launch_bounds__(CONSUMERS + COPIERS, 1) project_wide(const __grid_constant__ e
     }
     __syncthreads(); /* the barriers are initialised */
     ptx_wait_for_grids();
-    ptx_let_next_grid_start();
     if (threadIdx.x >= CONSUMERS) {
         ptx_release_registers<COPIER_REGISTERS>();
         copy_tiles<Shape, PER_OUTPUT>(args, shared);

@@ -17,7 +17,9 @@
  *                                scaled_quantize_sm90.cu serves those that a cluster can hold.
  *              Barriers (__syncthreads): maxima or factors are written; they are read.
  * Roofline     memory: x once and out once, 3 bytes per element of bf16, because a block reads its
- *              group again from registers or caches; large groups are read twice.
+ *              group again from registers or caches; large groups are read twice. [8192][7168] of
+ *              bf16 on an H200 (2026-11-28), of the rate of a copy: (1, 128) 76 %, (1, -1) 73,
+ *              (128, 128) 71, (-1, -1) 71 of both reads, (-1, 1) 51 of one.
  * Numerics     Every byte is what the CPU gives. NaN is left out of amax, and an infinity counts as
  *              FLT_MAX. A maximum does not depend on the order. The two divisions and the product
  *              are rounded to fp32, each once.
