@@ -70,7 +70,7 @@ typedef struct step_rates {
 } step_rates;
 
 static const step_rates rates[] = {
-    /* An H200: kernels of its own for dense tiles and for varlen; cuBLAS; a copy */
+    /* An H200: Hopper's kernel of dense tiles; its kernel of varlen; cuBLAS; a copy */
     {kDLCUDA, 90, 600.0, 700.0, 700.0, 4.3},
     /* The same GPU with portable kernels alone. Others have slower parts in like proportions. */
     {kDLCUDA, 0, 150.0, 376.0, 700.0, 4.3},

@@ -2,17 +2,20 @@
  *
  * Computes     lse = ln(sum of e^lse_i), out = f (sum of e^(lse_i - lse) out_i),
  *              f = 1 / (1 + e^(sink - lse)), or 1 without a sink; merge_values.cuh says how
- * Shapes       1 to 64 parts: out_i [T, H, V] bf16, fp16 or fp32, lse_i [T, H] fp32; out [T, H, V] of
- *              the parts' type, or bf16 where they are fp32; lse [T, H] fp32; tokens and heads any
- *              stride apart, in each array its own; attn_sink [H] fp32
+ * Shapes       1 to 64 parts: out_i [T, H, V] bf16, fp16 or fp32, lse_i [T, H] fp32; out [T, H, V]
+ *              of the parts' type, or bf16 where they are fp32; lse [T, H] fp32; tokens and heads
+ *              any stride apart, in each array its own; attn_sink [H] fp32
  * Shared mem   none
  * Roles        A warp merges a row. Lane i weighs part i, and part i + 32 where there are so many.
- *              All lanes get the weights by shuffles, and add their values, 2 vectors of 16 bytes of
- *              each part at a time (2 elements where rows are not aligned). Vectors of 8 parts are
- *              loaded before the first weight is known.
- * Roofline     Memory binds: with 8 parts, V 512 in bf16, 9252 bytes a row, 2.2 ns at 4.3 TB/s.
- *              Meanwhile 132 SMs start 2000 instructions of warps; a row takes about 700. An SM has
- *              16 warps, each with 8 KB in flight.
+ *              All lanes get the weights by shuffles, and add their values, 2 vectors of 16 bytes
+ *              of each part at a time (2 elements where rows are not aligned). Vectors of 8 parts
+ *              are loaded before the first weight is known.
+ * Roofline     With 8 parts, V 512 in bf16, a row has 9252 bytes, 2.2 ns at 4.3 TB/s. An SM has 16
+ *              warps, each with 8 KB in flight. Reached on an H200, 128 x 128 rows: 43.7 us, 81 %
+ *              of the copy (2026-11-28, merge in `python -m sparse_mla bench --device cuda --only
+ *              bytes`); 56 % with a thread per 8 values that weighs all parts itself. fp32 reaches
+ *              4.1 TB/s, so in bf16 instructions bind. They are as many per row however few its
+ *              values are: 1.3 TB/s with V 128.
  * Numerics     fp32, in the order of the parts. Nothing overflows, because the largest lse is taken
  *              off first. A part with an lse of -inf or +inf is empty, and what its row holds does
  *              not count. If all parts are empty, the first is copied and lse is -inf, whatever the
