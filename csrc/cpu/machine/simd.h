@@ -109,8 +109,8 @@ min_lanes(vfloat x, vfloat most)
 #endif
 }
 
-/* 2^x for -127 <= x <= 127, error below 1 ulp; 0 where x rounds to -127. Exact for integers; NaN for
- * NaN. 2^x = 2^n * 2^f with n = round(x): the polynomial is minimax in relative error on
+/* 2^x for -127 <= x <= 127, error below 1 ulp; 0 where x rounds to -127. Exact for integers; NaN
+ * for NaN. 2^x = 2^n * 2^f with n = round(x): the polynomial is minimax in relative error on
  * [-1/2, 1/2] (2^-28.9), with the constant term fixed to 1. */
 SMLA_INLINE vfloat
 exp2_in_range(vfloat x)

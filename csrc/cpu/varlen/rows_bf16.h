@@ -28,8 +28,8 @@ serves(const smla_varlen_params *params)
     return params->q_type != SMLA_FLOAT_FP16 && params->kv_type != SMLA_FLOAT_FP16;
 }
 
-/* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads of
- * what memcpy has just stored in halves of vectors wait until it is in the cache. */
+/* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads
+ * of what memcpy has just stored in halves of vectors wait until it is in the cache. */
 static void
 widen_values(const void *array, smla_float_type type, int64_t at, int64_t count, unit_scalar *to)
 {
