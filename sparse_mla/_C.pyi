@@ -81,6 +81,14 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int, /) -> list[tuple[
 def split_context_chunks(
     context_lens: Any, workspace_tokens: int, block_size: int, packed: bool, /
 ) -> list[tuple[int, int, list[int], list[int]]]: ...
+def local_attention_batches(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    attention_chunk: int,
+    block_size: int,
+    /,
+) -> tuple[bytearray, bytearray, bytearray, bytearray]: ...
 def get_context_workspace_size(
     max_model_len: int, max_num_seqs: int, block_size: int, /
 ) -> int: ...

@@ -82,6 +82,9 @@ extern PyMethodDef smla_py_xla_functions[];
 /* Memory and order between streams, for layers that Python composes: step/compose.c. */
 extern PyMethodDef smla_py_compose_functions[];
 
+/* Local attention as a batch of virtual requests: local_plan.c. */
+extern PyMethodDef smla_py_local_functions[];
+
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 
 /* One element type under its names in DLPack, NumPy and the buffer protocol. */

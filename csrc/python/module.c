@@ -487,6 +487,7 @@ module_exec(PyObject *module)
         add_format_names(module, "CONCAT_KV_FORMATS", SMLA_KV_CONCAT) < 0 ||
         PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
         PyModule_AddFunctions(module, smla_py_compose_functions) < 0 ||
+        PyModule_AddFunctions(module, smla_py_local_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

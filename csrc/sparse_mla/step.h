@@ -79,6 +79,32 @@ SMLA_API smla_status smla_split_context_chunks(const smla_context_args *args,
 SMLA_API int64_t smla_context_workspace_size(int64_t max_model_len, int64_t max_num_seqs,
                                              int64_t block_size);
 
+typedef struct smla_local_attention_args {
+    size_t struct_size;
+    const int32_t *query_start_loc; /* host [num_reqs + 1] */
+    const int32_t *seq_lens;        /* host [num_reqs]; less than a request's queries: padding */
+    const int32_t *block_table;     /* host [num_reqs, table_width] */
+    int64_t num_reqs;
+    int64_t table_width;
+    int64_t attention_chunk; /* a multiple of block_size */
+    int64_t block_size;      /* tokens per page */
+} smla_local_attention_args;
+
+/* Virtual requests, in the order of the tokens: each has a request's queries in one block of
+ * attention_chunk positions, and the block's keys. */
+typedef struct smla_local_batches {
+    int32_t *query_lens;      /* [num_batches] */
+    int32_t *query_start_loc; /* [num_batches + 1] */
+    int32_t *seq_lens;        /* [num_batches] */
+    int32_t *block_table;     /* [num_batches, attention_chunk / block_size] */
+} smla_local_batches;
+
+/* Makes attention_chunk's virtual requests. With `out` NULL it only counts them. A request without
+ * queries has none, and padding has one without keys. */
+SMLA_API smla_status smla_local_attention_batches(const smla_local_attention_args *args,
+                                                  const smla_local_batches *out,
+                                                  int64_t *num_batches, smla_error *error);
+
 /* How a step runs: which attention calls it makes, and over which rows. */
 typedef enum smla_path {
     SMLA_PATH_AUTO = 0,     /* cache format and heads decide; a SEPARATE step may run as DIRECT */

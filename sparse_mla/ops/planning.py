@@ -16,6 +16,7 @@ __all__ = [
     "ContextChunks",
     "get_context_workspace_size",
     "get_prefill_workspace_size",
+    "local_attention_batches",
     "reorder_batch",
     "split_context_chunks",
     "split_decodes_and_prefills",
@@ -281,6 +282,64 @@ def _make_equal(chunks: Sequence[tuple[int, int, list[int], list[int]]]) -> Cont
         context_chunk_seq_tot=cumulative[:, -1].tolist(),
         context_chunk_max_seq_lens=lens.max(axis=1).tolist(),
     )
+
+
+def local_attention_batches(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    *,
+    attention_chunk: int,
+    block_size: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Make a batch of virtual requests, so that causal attention to it is local attention.
+
+    Positions are cut into blocks of `attention_chunk`, and a query sees keys of its own block, up
+    to itself. Every block in which a request has queries becomes a request of its own, with the
+    pages of the block. Tokens keep their order. `attention_chunk=` of `varlen_attention` and
+    `mla_attention` gives the same results without this plan, for any chunk.
+
+    Parameters
+    ----------
+    query_start_loc : [R + 1] integers in host memory
+        Where each request's query tokens start: an array, list or tuple that begins with 0.
+    seq_lens : [R] integers in host memory
+        Tokens of each request with this step's. Fewer than its query tokens mean padding.
+    block_table : [R, W] integers in host memory
+        Pages of each request, at least those of its tokens.
+    attention_chunk : int
+        Positions per block, a multiple of `block_size`. It may be longer than every request.
+    block_size : int
+        Tokens per page.
+
+    Returns
+    -------
+    (query lengths [n], query starts [n + 1], key lengths [n], block table [n, attention_chunk /
+    block_size]) int32 NumPy arrays. A request without queries yields no virtual request, padding
+    one without keys. Columns behind W repeat the last one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An `attention_chunk` that is no multiple of `block_size`, starts that decrease or do not
+        begin with 0, a negative length, a table with too few columns or rows, values beyond int32.
+
+    Source: make_local_attention_virtual_batches of vLLM.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> plan = sparse_mla.local_attention_batches(
+    ...     [0, 8], [12], [[0, 1, 2, 3, 4, 5]], attention_chunk=4, block_size=2
+    ... )
+    >>> [x.tolist() for x in plan]
+    [[4, 4], [0, 4, 8], [4, 4], [[2, 3], [4, 5]]]
+    """
+    plan = _C.local_attention_batches(
+        query_start_loc, seq_lens, block_table, attention_chunk, block_size
+    )
+    lens, starts, keys, pages = (np.frombuffer(x, np.int32) for x in plan)
+    return lens, starts, keys, pages.reshape(len(lens), attention_chunk // block_size)
 
 
 def get_context_workspace_size(max_model_len: int, max_num_seqs: int, block_size: int) -> int:

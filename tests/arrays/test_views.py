@@ -668,6 +668,15 @@ def reorder(dtype) -> Example:
     return call("reorder_batch", {"num_scheduled_tokens": np.array([100, 1, 120, 1], dtype)})
 
 
+def cut_local(dtype) -> Example:
+    arrays = {
+        "query_start_loc": np.array([0, 4, 14, 19], dtype),
+        "seq_lens": np.array([6, 17, 9], dtype),
+        "block_table": np.arange(27, dtype=dtype).reshape(3, 9),
+    }
+    return call("local_attention_batches", arrays, attention_chunk=4, block_size=2)
+
+
 def split_context(dtype) -> Example:
     arrays = {"context_lens": np.array([10, 0, 20, 5], dtype)}
     return call("split_context_chunks", arrays, workspace_tokens=25, block_size=1, plan="packed")
@@ -1235,6 +1244,11 @@ for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
     TABLE[f"reorder {kind}"] = Row(
         "reorder_batch", lambda kind=kind: reorder(kind), {"num_scheduled_tokens": "host"}
     )
+    TABLE[f"local attention {kind}"] = Row(
+        "local_attention_batches",
+        lambda kind=kind: cut_local(kind),
+        {"query_start_loc": "host", "seq_lens": "host", "block_table": "host"},
+    )
     TABLE[f"split chunks {kind}"] = Row(
         "split_prefill_chunks", lambda kind=kind: split_chunks(kind), {"seq_lens": "host"}
     )
@@ -1269,7 +1283,7 @@ COMPOSED = {"absorb"}
 
 def array_parameters(op) -> set[str]:
     parameters = inspect.signature(op).parameters.values()
-    host = ("query_start_loc", "seq_lens", "num_scheduled_tokens", "context_lens")
+    host = ("query_start_loc", "seq_lens", "num_scheduled_tokens", "context_lens", "block_table")
     words = ("Array", "Like[", "Written")  # types of sparse_mla/_types.py
     return {p.name for p in parameters if any(w in p.annotation for w in words) or p.name in host}
 
@@ -1299,6 +1313,7 @@ def test_every_array_of_every_operator_has_a_row():
         "split_prefill_chunks",
         "get_context_workspace_size",
         "get_prefill_workspace_size",
+        "local_attention_batches",
         "new_array",
         "find_stream",
         "read_stream",

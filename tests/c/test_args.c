@@ -127,6 +127,37 @@ test_null(void)
     EXPECT_EQ(chunk.num_tokens, 1);
     EXPECT_EQ(first, 0);
     EXPECT_EQ(len, 1);
+    int32_t lens[2], begins[3], keys[2], pages[4];
+    const smla_local_batches out = {lens, begins, keys, pages};
+    smla_local_attention_args local = {.struct_size = sizeof local,
+                                       .query_start_loc = (int32_t[]){0, 3},
+                                       .seq_lens = (int32_t[]){6},
+                                       .block_table = (int32_t[]){7, 8, 9},
+                                       .num_reqs = 1,
+                                       .table_width = 3,
+                                       .attention_chunk = 4,
+                                       .block_size = 2};
+    EXPECT_FAIL(smla_local_attention_batches(NULL, &out, &count, &error), SMLA_ERROR_VALUE,
+                "local_attention_batches: `struct_size` must");
+    EXPECT_FAIL(smla_local_attention_batches(&local, &out, NULL, &error), SMLA_ERROR_VALUE,
+                "`num_batches` must be given");
+    EXPECT_FAIL(smla_local_attention_batches(&local,
+                                             &(smla_local_batches){lens, begins, keys, NULL},
+                                             &count, &error),
+                SMLA_ERROR_VALUE, "`block_table` must be given");
+    EXPECT_OK(smla_local_attention_batches(&local, NULL, &count, &error));
+    EXPECT_EQ(count, 2);
+    EXPECT_OK(smla_local_attention_batches(&local, &out, &count, &error));
+    EXPECT_EQ(lens[0], 1);
+    EXPECT_EQ(begins[2], 3);
+    EXPECT_EQ(keys[1], 2);
+    EXPECT_EQ(pages[2], 9);
+    local.block_table = NULL;
+    EXPECT_FAIL(smla_local_attention_batches(&local, &out, &count, &error), SMLA_ERROR_VALUE,
+                "`block_table` must be given");
+    local.seq_lens = NULL;
+    EXPECT_FAIL(smla_local_attention_batches(&local, &out, &count, &error), SMLA_ERROR_VALUE,
+                "`seq_lens` must be given");
     EXPECT_EQ(smla_builder_create(NULL, &builder, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_builder_build(NULL, NULL, NULL, NULL), SMLA_ERROR_VALUE);
     EXPECT_EQ(smla_forward(NULL, NULL), SMLA_ERROR_VALUE);

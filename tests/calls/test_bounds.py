@@ -746,6 +746,11 @@ def split_batch(starts=(0, 1), tokens=None, **options):
     return sparse_mla.split_decodes_and_prefills(starts, tokens, **options)
 
 
+def cut_local(attention_chunk=4, block_size=2):
+    sizes = {"attention_chunk": attention_chunk, "block_size": block_size}
+    return sparse_mla.local_attention_batches([0, 2], [5], [[7, 8, 9]], **sizes)
+
+
 def attend_to_pages(T=1, H=1, lens=(1,), table=((0,),), page=1, **options):
     """One request of `page` * width keys at most, unless options say otherwise; -> keys seen by
     each token."""
@@ -1019,6 +1024,21 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         lambda n: sparse_mla.reorder_batch([3, 1], decode_threshold=n),
         (1, INT64 - 1),
         {0: "`decode_threshold` must be at least 1, got 0"},
+    ),
+    "chunk of local attention": (
+        "local_attention_batches",
+        lambda n: cut_local(attention_chunk=n),
+        (2, 8),
+        {
+            n: f"`attention_chunk` must be a multiple of block_size = 2, 1 to 2147483647, got {n}"
+            for n in (-2, 0, 3, INT32 + 1, INT64 - 1)
+        },
+    ),
+    "page of local attention": (
+        "local_attention_batches",
+        lambda n: cut_local(block_size=n),
+        (2, 4),
+        {n: f"`block_size` must be at least 1, got {n}" for n in (-1, 0)},
     ),
     "tokens of a batch": (
         "split_decodes_and_prefills",

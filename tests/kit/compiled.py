@@ -190,6 +190,10 @@ def make_calls() -> dict[str, Call]:
         "reorder_batch": (_C.reorder_batch, (int32(9, 1, 12, 1), 1)),
         "split_prefill_chunks": (_C.split_prefill_chunks, (int32(9, 12), 20)),
         "split_context_chunks": (_C.split_context_chunks, (int32(9, 12), 20, 4, False)),
+        "local_attention_batches": (
+            _C.local_attention_batches,
+            (int32(0, 4), int32(6), int32(0, 1, 2)[None], 4, 2),
+        ),
         "get_context_workspace_size": (_C.get_context_workspace_size, (16, 4, 4)),
         "get_prefill_workspace_size": (_C.get_prefill_workspace_size, (16,)),
         "kernels": (_C.kernels, ()),

@@ -25,6 +25,10 @@ FUNCTIONS = {
     "rope_table": ("max_pos= R=64 base=10000.0 yarn=", "fp32_angles=False"),
     "mla_softmax_scale": ("qk_head_dim=192", "yarn="),
     "reorder_batch": ("num_scheduled_tokens", "decode_threshold=1"),
+    "local_attention_batches": (
+        "query_start_loc seq_lens block_table",
+        "attention_chunk block_size",
+    ),
     "split_context_chunks": ("context_lens workspace_tokens", "block_size plan=equal"),
     "get_context_workspace_size": ("max_model_len max_num_seqs block_size", ""),
     "split_decodes_and_prefills": (

@@ -334,3 +334,115 @@ def test_the_default_workspace_of_context():
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (2**31, 1, 1)):
         with pytest.raises(ValueError, match=r"get_context_workspace_size: `\w+` must be 1 to"):
             size(*bad)
+
+
+# --- local attention -----------------------------------------------------------------------------
+
+LOCAL = [
+    # queries, lengths, chunk, page, columns -> queries, keys and pages of the virtual requests
+    (
+        ([4, 10, 5], [6, 17, 9], 4, 2, 10),
+        ([2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1]),
+        [[0, 1], [2, 3], [12, 13], [14, 15], [16, 17], [18, 19], [22, 23], [24, 25]],
+    ),
+    (
+        ([4, 10, 5], [6, 17, 9], 4, 2, 9),
+        ([2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1]),
+        [[0, 1], [2, 3], [11, 12], [13, 14], [15, 16], [17, 17], [20, 21], [22, 23]],
+    ),
+    (([8], [12], 4, 2, 6), ([4, 4], [4, 4]), [[2, 3], [4, 5]]),
+    (([7], [10], 4, 2, 5), ([1, 4, 2], [4, 4, 2]), [[0, 1], [2, 3], [4, 4]]),
+    (([4], [6], 10, 2, 3), ([4], [6]), [[0, 1, 2, 2, 2]]),
+    (([1], [5], 4, 2, 3), ([1], [1]), [[2, 2]]),
+    (([0, 3], [6, 2], 4, 2, 3), ([3], [0]), [[3, 4]]),  # no queries; padding
+    (([2], [0], 4, 2, 0), ([2], [0]), [[0, 0]]),
+    (([], [], 4, 2, 0), ([], []), []),
+]
+
+
+def cut_local(queries, lens, chunk, page, columns):
+    """The plan over a table that is numbered row by row."""
+    table = np.arange(len(lens) * columns, dtype=np.int32).reshape(len(lens), columns)
+    starts = [0, *np.cumsum(queries, dtype=int).tolist()]
+    return sparse_mla.local_attention_batches(
+        starts, lens, table, attention_chunk=chunk, block_size=page
+    )
+
+
+@pytest.mark.parametrize(("case", "lens", "pages"), LOCAL)
+def test_batches_of_local_attention(case, lens, pages):
+    queries, starts, keys, table = cut_local(*case)
+    assert (queries.tolist(), keys.tolist()) == lens
+    assert starts.tolist() == [0, *np.cumsum(lens[0], dtype=int).tolist()]
+    assert table.tolist() == pages
+    assert table.shape == (len(pages), case[2] // case[3])
+    assert {x.dtype for x in (queries, starts, keys, table)} == {np.dtype(np.int32)}
+
+
+def test_counts_of_local_batches():
+    assert len(cut_local([1000], [1255], 256, 1, 1255)[0]) == 5
+    assert len(cut_local([300, 700, 90], [300, 1400, 90], 128, 1, 1400)[0]) == 10
+
+
+def test_random_batches_of_local_attention():
+    """Every query sees the keys of its own block up to itself, and no others."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        page = int(rng.choice([1, 2, 3, 16]))
+        chunk = page * int(rng.integers(1, 9))
+        queries = [int(n) for n in rng.integers(0, 40, rng.integers(1, 6))]
+        lens = [n + int(rng.integers(0, 60)) for n in queries]
+        columns = -(-max(lens) // page) + int(rng.integers(0, 3))
+        got_queries, _, keys, table = cut_local(queries, lens, chunk, page, columns)
+        pages = np.arange(len(lens) * columns).reshape(len(lens), columns)
+        seen = []  # the slots of each token's keys
+        for n_q, n_k, row in zip(got_queries, keys, table, strict=True):
+            slots = [row[j // page] * page + j % page for j in range(n_k)]
+            seen += [slots[: n_k - n_q + i + 1] for i in range(n_q)]
+        want = []
+        for n_q, n_k, row in zip(queries, lens, pages, strict=True):
+            for p in range(n_k - n_q, n_k):
+                block = range(p // chunk * chunk, p + 1)
+                want.append([row[j // page] * page + j % page for j in block])
+        assert seen == want
+        assert len(got_queries) <= min(sum(queries), 2 * len(lens) + sum(queries) // chunk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"query_start_loc": [0, 4, 3]}, "`query_start_loc` must not decrease"),
+        ({"query_start_loc": [1, 4, 5]}, "`query_start_loc` must start with 0, got 1"),
+        (
+            {"query_start_loc": [0, 4]},
+            "`query_start_loc` must have 3 entries, one more than `seq_lens`, got 2",
+        ),
+        ({"seq_lens": [6, -1]}, "`seq_lens` must be >= 0, got -1 at request 1"),
+        (
+            {"seq_lens": [6, 9]},
+            "`block_table` must have 5 columns for the 9 tokens of request 1, got 4",
+        ),
+        ({"block_table": np.zeros(8, int)}, "`block_table` must have 2 dimensions, got 1"),
+        (
+            {"block_table": [[0, 1, 2, 3]]},
+            "`block_table` must have a row for each of 2 requests, got 1",
+        ),
+        (
+            {"block_table": [[0, 1, 2, 3], (4, 5, 6)]},
+            "`block_table` must have rows of one length, got 3 after 4",
+        ),
+        ({"attention_chunk": 5}, "`attention_chunk` must be a multiple of block_size = 2"),
+    ],
+)
+def test_local_attention_that_makes_no_sense(changes, text):
+    good = {
+        "query_start_loc": [0, 4, 5],
+        "seq_lens": [6, 8],
+        "block_table": np.zeros((2, 4), np.int32),
+        "attention_chunk": 4,
+        "block_size": 2,
+    }
+    sparse_mla.local_attention_batches(**good)
+    with pytest.raises(ValueError) as info:
+        sparse_mla.local_attention_batches(**{**good, **changes})
+    assert str(info.value).startswith(f"local_attention_batches: {text}")

@@ -154,6 +154,17 @@ smla_py_view(const smla_py_array *array)
 int smla_py_host_ints(const smla_py_state *state, const char *op, const char *name,
                       PyObject *object, int32_t **values, int64_t *count);
 
+/* Rows of integers in host memory. */
+typedef struct smla_py_table {
+    int32_t *values; /* [rows, columns], which the caller frees; NULL without rows */
+    int64_t rows;
+    int64_t columns;
+} smla_py_table;
+
+/* The same for a 2-D array, or a list or tuple of rows. */
+int smla_py_host_table(const smla_py_state *state, const char *op, const char *name,
+                       PyObject *object, smla_py_table *table);
+
 /* New string: the name of a dtype, which is a name already or a dtype object of NumPy, ml_dtypes,
  * JAX or PyTorch. "" for any other object, NULL with an exception set. */
 PyObject *smla_py_dtype_name(const smla_py_state *state, PyObject *object);

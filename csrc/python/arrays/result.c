@@ -231,13 +231,13 @@ smla_py_result(smla_py_array *array)
 
 /* ---- Host integers ------------------------------------------------------------------------- */
 
-/* Element `i` of a 1-D integer array. A uint64 value beyond int64 comes out negative. */
+/* The element at an offset of an integer array. A uint64 value beyond int64 comes out negative. */
 static int64_t
-read_int(const smla_py_array *array, int64_t i)
+read_int(const smla_py_array *array, int64_t offset)
 {
     const DLTensor *view = &array->view;
     const int64_t bytes = view->dtype.bits / 8;
-    const char *at = (const char *)view->data + view->byte_offset + i * array->strides[0] * bytes;
+    const char *at = (const char *)view->data + view->byte_offset + offset * bytes;
     const bool is_signed = view->dtype.code == kDLInt;
     switch (bytes) {
     case 1: return is_signed ? (int64_t)*(const int8_t *)at : (int64_t)*(const uint8_t *)at;
@@ -248,7 +248,7 @@ read_int(const smla_py_array *array, int64_t i)
 }
 
 static int
-check_host_vector(const char *op, const char *name, const smla_py_array *array)
+check_host_array(const char *op, const char *name, const smla_py_array *array, int ndim)
 {
     const DLDataType dtype = array->view.dtype;
     if (!is_host(array->view.device)) {
@@ -265,13 +265,14 @@ check_host_vector(const char *op, const char *name, const smla_py_array *array)
                      known == NULL ? "another dtype" : known->name);
         return -1;
     }
-    if (array->view.ndim != 1) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must have 1 dimension, got %d", op, name,
-                     (int)array->view.ndim);
+    if (array->view.ndim != ndim) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have %d dimension%s, got %d", op, name, ndim,
+                     ndim == 1 ? "" : "s", (int)array->view.ndim);
         return -1;
     }
+    const bool has_elements = array->shape[0] > 0 && array->shape[ndim - 1] > 0;
     const uintptr_t address = (uintptr_t)array->view.data + array->view.byte_offset;
-    if (array->shape[0] > 0 && (array->view.data == NULL || address % (dtype.bits / 8) != 0)) {
+    if (has_elements && (array->view.data == NULL || address % (dtype.bits / 8) != 0)) {
         PyErr_Format(PyExc_ValueError,
                      "%s: `%s` must be aligned to its elements, got another address", op, name);
         return -1;
@@ -290,12 +291,16 @@ fail_int32(const char *op, const char *name, int64_t value, bool is_signed)
     return -1;
 }
 
+/* Copies row `row` of a 2-D array, or all of a 1-D array. */
 static int
-copy_array(const char *op, const char *name, const smla_py_array *array, int32_t *values)
+copy_array(const char *op, const char *name, const smla_py_array *array, int64_t row,
+           int32_t *values)
 {
     const bool is_signed = array->view.dtype.code == kDLInt;
-    for (int64_t i = 0; i < array->shape[0]; i++) {
-        const int64_t value = read_int(array, i);
+    const int last = array->view.ndim - 1;
+    const int64_t first = last == 0 ? 0 : row * array->strides[0];
+    for (int64_t i = 0; i < array->shape[last]; i++) {
+        const int64_t value = read_int(array, first + i * array->strides[last]);
         if (value < (is_signed ? INT32_MIN : 0) || value > INT32_MAX) {
             return fail_int32(op, name, value, is_signed);
         }
@@ -330,7 +335,7 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
     const bool is_sequence = PyList_Check(object) || PyTuple_Check(object);
     smla_py_array array = {.object = NULL};
     if (!is_sequence && (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0 ||
-                         check_host_vector(op, name, &array) < 0)) {
+                         check_host_array(op, name, &array, 1) < 0)) {
         smla_py_release_array(&array);
         return -1;
     }
@@ -342,12 +347,89 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
     } else if (is_sequence) {
         status = copy_sequence(op, name, object, *values, *count);
     } else {
-        status = copy_array(op, name, &array, *values);
+        status = copy_array(op, name, &array, 0, *values);
     }
     smla_py_release_array(&array);
     if (status < 0) {
         free(*values);
         *values = NULL;
+    }
+    return status;
+}
+
+static int
+copy_table(const char *op, const char *name, const smla_py_array *array, int32_t *values)
+{
+    for (int64_t row = 0; row < array->shape[0]; row++) {
+        if (copy_array(op, name, array, row, values + row * array->shape[1]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Copies a list or tuple of rows, each of which is a list, tuple or array. */
+static int
+copy_rows(const smla_py_state *state, const char *op, const char *name, PyObject *sequence,
+          smla_py_table *table)
+{
+    for (int64_t row = 0; row < table->rows; row++) {
+        int32_t *numbers = NULL;
+        int64_t count = 0;
+        PyObject *const item = PySequence_GetItem(sequence, (Py_ssize_t)row);
+        const int status =
+            item == NULL ? -1 : smla_py_host_ints(state, op, name, item, &numbers, &count);
+        Py_XDECREF(item);
+        if (status < 0) {
+            return -1;
+        }
+        if (row == 0) {
+            table->columns = count;
+            table->values = malloc((size_t)(table->rows * count + 1) * sizeof *table->values);
+        }
+        if (table->values == NULL) {
+            PyErr_NoMemory();
+        } else if (count != table->columns) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s: `%s` must have rows of one length, got %lld after %lld", op, name,
+                         (long long)count, (long long)table->columns);
+        } else {
+            memcpy(table->values + row * count, numbers, (size_t)count * sizeof *numbers);
+        }
+        free(numbers);
+        if (PyErr_Occurred() != NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+smla_py_host_table(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+                   smla_py_table *table)
+{
+    smla_py_array array = {.object = NULL};
+    int status = -1;
+    *table = (smla_py_table){.values = NULL};
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+        table->rows = PySequence_Size(object);
+        status = copy_rows(state, op, name, object, table);
+    } else if (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) == 0 &&
+               check_host_array(op, name, &array, 2) == 0) {
+        table->rows = array.shape[0];
+        table->columns = array.shape[1];
+        const int64_t count = table->rows * table->columns;
+        table->values = malloc((size_t)(count + 1) * sizeof *table->values);
+        if (table->values == NULL) {
+            PyErr_NoMemory();
+        } else {
+            status = copy_table(op, name, &array, table->values);
+        }
+    }
+    smla_py_release_array(&array);
+    if (status < 0) {
+        free(table->values);
+        table->values = NULL;
     }
     return status;
 }
