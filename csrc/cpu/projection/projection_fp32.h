@@ -7,6 +7,7 @@
 
 #include "cpu/machine/fp32_values.h"
 #include "cpu/machine/narrow.h"
+#include "cpu/projection/projection.h"
 
 enum { INNER_BLOCK = 64 }; /* values per chain: 32 KiB of fp32 for 128 outputs */
 
@@ -26,3 +27,7 @@ widen_e4m3(const uint8_t *bytes, uint32_t *out)
 {
     store_bf16(load_e4m3(bytes, 1.0f), out);
 }
+
+/* Defined in absorb_kernel.h. The bf16 unit passes the call on to this one. */
+static void absorb_block(const smla_absorb_params *params, smla_projection_block block,
+                         void *scratch);

@@ -408,10 +408,6 @@ run_block(const smla_projection_params *params, smla_projection_block block, voi
     }
 }
 
-/* Defined in absorb_kernel.h, for fp32 units, and in projection_bf16.h. */
-static void absorb_block(const smla_absorb_params *params, smla_projection_block block,
-                         void *scratch);
-
 const smla_projection_isa SMLA_PROJECTION = {
     .run_block = run_block,
     .run_block_exactly = run_block_exactly,
