@@ -82,8 +82,8 @@ extern PyMethodDef smla_py_xla_functions[];
 /* Memory and order between streams, for layers that Python composes: step/compose.c. */
 extern PyMethodDef smla_py_compose_functions[];
 
-/* Local attention as a batch of virtual requests: local_plan.c. */
-extern PyMethodDef smla_py_local_functions[];
+/* A step's arithmetic on host integers: planning.c. */
+extern PyMethodDef smla_py_planning_functions[];
 
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 

@@ -291,16 +291,14 @@ fail_int32(const char *op, const char *name, int64_t value, bool is_signed)
     return -1;
 }
 
-/* Copies row `row` of a 2-D array, or all of a 1-D array. */
+/* Copies `count` elements from the one at `offset` on, each `stride` behind the last one. */
 static int
-copy_array(const char *op, const char *name, const smla_py_array *array, int64_t row,
-           int32_t *values)
+copy_elements(const char *op, const char *name, const smla_py_array *array, int64_t offset,
+              int64_t stride, int64_t count, int32_t *values)
 {
     const bool is_signed = array->view.dtype.code == kDLInt;
-    const int last = array->view.ndim - 1;
-    const int64_t first = last == 0 ? 0 : row * array->strides[0];
-    for (int64_t i = 0; i < array->shape[last]; i++) {
-        const int64_t value = read_int(array, first + i * array->strides[last]);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t value = read_int(array, offset + i * stride);
         if (value < (is_signed ? INT32_MIN : 0) || value > INT32_MAX) {
             return fail_int32(op, name, value, is_signed);
         }
@@ -347,7 +345,7 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
     } else if (is_sequence) {
         status = copy_sequence(op, name, object, *values, *count);
     } else {
-        status = copy_array(op, name, &array, 0, *values);
+        status = copy_elements(op, name, &array, 0, array.strides[0], *count, *values);
     }
     smla_py_release_array(&array);
     if (status < 0) {
@@ -361,10 +359,33 @@ static int
 copy_table(const char *op, const char *name, const smla_py_array *array, int32_t *values)
 {
     for (int64_t row = 0; row < array->shape[0]; row++) {
-        if (copy_array(op, name, array, row, values + row * array->shape[1]) < 0) {
+        if (copy_elements(op, name, array, row * array->strides[0], array->strides[1],
+                          array->shape[1], values + row * array->shape[1]) < 0) {
             return -1;
         }
     }
+    return 0;
+}
+
+/* Copies row `row` of a table. The first one decides how many columns there are. */
+static int
+copy_row(const char *op, const char *name, int64_t row, const int32_t *numbers, int64_t count,
+         smla_py_table *table)
+{
+    if (row == 0) {
+        table->columns = count;
+        table->values = malloc((size_t)(table->rows * count + 1) * sizeof *table->values);
+        if (table->values == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    if (count != table->columns) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have rows of one length, got %lld after %lld",
+                     op, name, (long long)count, (long long)table->columns);
+        return -1;
+    }
+    memcpy(table->values + row * count, numbers, (size_t)count * sizeof *numbers);
     return 0;
 }
 
@@ -373,35 +394,17 @@ static int
 copy_rows(const smla_py_state *state, const char *op, const char *name, PyObject *sequence,
           smla_py_table *table)
 {
-    for (int64_t row = 0; row < table->rows; row++) {
+    int status = 0;
+    for (int64_t row = 0; status == 0 && row < table->rows; row++) {
         int32_t *numbers = NULL;
         int64_t count = 0;
         PyObject *const item = PySequence_GetItem(sequence, (Py_ssize_t)row);
-        const int status =
-            item == NULL ? -1 : smla_py_host_ints(state, op, name, item, &numbers, &count);
+        status = item == NULL ? -1 : smla_py_host_ints(state, op, name, item, &numbers, &count);
         Py_XDECREF(item);
-        if (status < 0) {
-            return -1;
-        }
-        if (row == 0) {
-            table->columns = count;
-            table->values = malloc((size_t)(table->rows * count + 1) * sizeof *table->values);
-        }
-        if (table->values == NULL) {
-            PyErr_NoMemory();
-        } else if (count != table->columns) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: `%s` must have rows of one length, got %lld after %lld", op, name,
-                         (long long)count, (long long)table->columns);
-        } else {
-            memcpy(table->values + row * count, numbers, (size_t)count * sizeof *numbers);
-        }
+        status = status < 0 ? -1 : copy_row(op, name, row, numbers, count, table);
         free(numbers);
-        if (PyErr_Occurred() != NULL) {
-            return -1;
-        }
     }
-    return 0;
+    return status;
 }
 
 int
