@@ -23,6 +23,13 @@ SMLA_PROJECTIONS(SMLA_DECLARE_CHECK)
 SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape,
                    attention)
 
+/* Blocks of scales along a dimension of a weight. */
+static inline int64_t
+smla_count_scale_tiles(int64_t size)
+{
+    return (size + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
+}
+
 /* out = x [T, inner_dim] @ w [inner_dim, n], bf16: kv_up_proj, and the layers' products of other
  * sizes. */
 typedef struct smla_linear_args {

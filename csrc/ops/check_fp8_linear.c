@@ -113,8 +113,7 @@ has_scales(const DLTensor *descale, weight_scales kind, int64_t outer_dim, int64
     switch (kind) {
     case SCALE_OF_TENSOR: return smla_has_one_value(descale);
     case SCALE_OF_BLOCK:
-        return descale->ndim == 2 &&
-               descale->shape[0] == (outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE &&
+        return descale->ndim == 2 && descale->shape[0] == smla_count_scale_tiles(outer_dim) &&
                descale->shape[1] == inner_dim / SMLA_SCALE_TILE;
     default:
         return (descale->ndim == 1 || (descale->ndim == 2 && descale->shape[1] == 1)) &&
@@ -153,9 +152,9 @@ find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scal
         c->error, SMLA_ERROR_VALUE,
         "%s: `descale` must have the form of one of four schemes, with their `input_group`: "
         "tensor, one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value "
-        "and "
-        "(1, -1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, %lld)",
-        c->op, (long long)((outer_dim + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE),
+        "and (1, -1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, "
+        "%lld)",
+        c->op, (long long)smla_count_scale_tiles(outer_dim),
         (long long)(inner_dim / SMLA_SCALE_TILE), (long long)outer_dim, (long long)outer_dim,
         smla_describe_shape(args->descale).text, (long long)args->input_group_rows,
         (long long)args->input_group_columns);

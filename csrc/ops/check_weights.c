@@ -24,12 +24,6 @@ typedef struct weight_rule {
 
 /* ---- Scales -------------------------------------------------------------------------------- */
 
-static int64_t
-count_blocks(int64_t size)
-{
-    return (size + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
-}
-
 static smla_status
 refuse_scale(const smla_checker *c, const weight_rule *rule, int64_t rows, int64_t columns)
 {
@@ -45,7 +39,7 @@ require_scale_shape(const smla_checker *c, const weight_rule *rule, int out_dim)
 {
     const DLTensor *const scale = rule->scale;
     const int64_t sizes[2] = {smla_size(rule->tensor, 0), smla_size(rule->tensor, 1)};
-    const int64_t blocks[2] = {count_blocks(sizes[0]), count_blocks(sizes[1])};
+    const int64_t blocks[2] = {smla_count_scale_tiles(sizes[0]), smla_count_scale_tiles(sizes[1])};
     if (smla_has_one_value(scale) || (scale->ndim == 1 && scale->shape[0] == sizes[out_dim])) {
         return SMLA_OK;
     }

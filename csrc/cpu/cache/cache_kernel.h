@@ -157,22 +157,41 @@ multiply_quads(quad x, quad factors)
                    x.v[3] * factors.v[3]}};
 }
 
-static void
-multiply(const void *x, smla_float_type type, int64_t start, int64_t count, float factor,
-         uint8_t *out)
+/* out[i] = e4m3(x[start + i] * factors[i]), or * factors[0] for all. */
+SMLA_INLINE void
+multiply_by(const void *x, smla_float_type type, int64_t start, int64_t count, const float *factors,
+            const bool has_columns, uint8_t *out)
 {
     const uint8_t *const values = element_at(x, type, start);
-    const quad factors = {{splat(factor), splat(factor), splat(factor), splat(factor)}};
+    const quad same = {{splat(*factors), splat(*factors), splat(*factors), splat(*factors)}};
     int64_t i = 0;
     for (; i + QUAD <= count; i += QUAD) {
-        store_e4m3(multiply_quads(load_quad(element_at(values, type, i), type), factors), out + i);
+        const quad whole = load_quad(element_at(values, type, i), type);
+        store_e4m3(multiply_quads(whole, has_columns ? load_float(factors + i) : same), out + i);
     }
     if (i < count) {
         uint8_t last[QUAD];
         const quad part = load_part(element_at(values, type, i), type, count - i);
-        store_e4m3(multiply_quads(part, factors), last);
+        store_e4m3(multiply_quads(part, has_columns
+                                            ? load_part(factors + i, SMLA_FLOAT_FP32, count - i)
+                                            : same),
+                   last);
         memcpy(out + i, last, (size_t)(count - i));
     }
+}
+
+static void
+multiply(const void *x, smla_float_type type, int64_t start, int64_t count, float factor,
+         uint8_t *out)
+{
+    multiply_by(x, type, start, count, &factor, false, out);
+}
+
+static void
+multiply_columns(const void *x, smla_float_type type, int64_t start, int64_t count,
+                 const float *factors, uint8_t *out)
+{
+    multiply_by(x, type, start, count, factors, true, out);
 }
 
 /* max_lanes takes `best` where a value is NaN. Infinities stay until the maximum is used. */
@@ -203,24 +222,6 @@ raise_columns(const void *x, smla_float_type type, int64_t start, int64_t count,
         store_float(raise_quad(best, load_part(element_at(values, type, i), type, count - i)),
                     last);
         memcpy(amax + i, last, (size_t)(count - i) * sizeof *amax);
-    }
-}
-
-static void
-multiply_columns(const void *x, smla_float_type type, int64_t start, int64_t count,
-                 const float *factors, uint8_t *out)
-{
-    const uint8_t *const values = element_at(x, type, start);
-    int64_t i = 0;
-    for (; i + QUAD <= count; i += QUAD) {
-        const quad part = load_quad(element_at(values, type, i), type);
-        store_e4m3(multiply_quads(part, load_float(factors + i)), out + i);
-    }
-    if (i < count) {
-        uint8_t last[QUAD];
-        const quad part = load_part(element_at(values, type, i), type, count - i);
-        store_e4m3(multiply_quads(part, load_part(factors + i, SMLA_FLOAT_FP32, count - i)), last);
-        memcpy(out + i, last, (size_t)(count - i));
     }
 }
 

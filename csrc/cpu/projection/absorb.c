@@ -13,9 +13,8 @@ absorb(const smla_absorb_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    const int64_t row_blocks = smla_count_blocks(p->num_rows, ABSORB_ROWS);
-    const int64_t latent_blocks = smla_count_blocks(p->num_latents, SMLA_PROJECTION_OUTER);
-    const int64_t num_tasks = p->num_heads * latent_blocks * row_blocks;
+    const smla_projection_cut cut = {p->num_rows, p->num_latents, ABSORB_ROWS};
+    const int64_t num_tasks = smla_count_projection_tasks(&cut, p->num_heads);
     const smla_scratch_size size = {smla_count_threads(num_tasks),
                                     SMLA_PROJECTION_PANEL_BYTES +
                                         ABSORB_ROWS * SMLA_PROJECTION_SUM_BYTES};
@@ -24,19 +23,10 @@ absorb(const smla_absorb_params *p, smla_error *error)
     smla_interrupt *const interrupt = smla_find_interrupt();
 #pragma omp parallel for schedule(dynamic) num_threads(size.num_parts)
     for (int64_t task = 0; task < num_tasks; task++) {
-        if (smla_is_ended(interrupt)) {
-            continue;
+        if (!smla_is_ended(interrupt)) {
+            isa->projection->absorb_block(p, smla_find_projection_block(&cut, task),
+                                          smla_own_scratch(&scratch));
         }
-        const int64_t row = task % row_blocks * ABSORB_ROWS;
-        const int64_t latent = task / row_blocks % latent_blocks * SMLA_PROJECTION_OUTER;
-        const smla_projection_block block = {
-            .head = task / row_blocks / latent_blocks,
-            .outer = latent,
-            .token = row,
-            .num_outer = smla_block_size(p->num_latents, latent, SMLA_PROJECTION_OUTER),
-            .num_tokens = smla_block_size(p->num_rows, row, ABSORB_ROWS),
-        };
-        isa->projection->absorb_block(p, block, smla_own_scratch(&scratch));
     }
     smla_close_scratch(&scratch);
     return smla_check_ended(p->call.op, interrupt, error);

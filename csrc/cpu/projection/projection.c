@@ -15,9 +15,8 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    const int64_t token_blocks = smla_count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
-    const int64_t outer_blocks = smla_count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
-    const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
+    const smla_projection_cut cut = {p->num_tokens, p->outer_dim, SMLA_PROJECTION_TOKENS};
+    const int64_t num_tasks = smla_count_projection_tasks(&cut, p->num_heads);
     const smla_scratch_size size = {smla_count_threads(num_tasks),
                                     smla_projection_scratch_bytes(p->num_tokens)};
     smla_thread_scratch scratch;
@@ -26,19 +25,10 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(static) num_threads(size.num_parts)
     for (int64_t task = 0; task < num_tasks; task++) {
-        if (smla_is_ended(interrupt)) {
-            continue;
+        if (!smla_is_ended(interrupt)) {
+            isa->projection->run_block(p, smla_find_projection_block(&cut, task),
+                                       smla_own_scratch(&scratch));
         }
-        const int64_t token = task % token_blocks * SMLA_PROJECTION_TOKENS;
-        const int64_t outer = task / token_blocks % outer_blocks * SMLA_PROJECTION_OUTER;
-        const smla_projection_block block = {
-            .head = task / token_blocks / outer_blocks,
-            .outer = outer,
-            .token = token,
-            .num_outer = smla_block_size(p->outer_dim, outer, SMLA_PROJECTION_OUTER),
-            .num_tokens = smla_block_size(p->num_tokens, token, SMLA_PROJECTION_TOKENS),
-        };
-        isa->projection->run_block(p, block, smla_own_scratch(&scratch));
     }
     smla_fp_change(before);
     smla_close_scratch(&scratch);

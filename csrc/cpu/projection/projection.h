@@ -22,17 +22,42 @@ typedef struct smla_projection_block {
     int num_tokens; /* 1...SMLA_PROJECTION_TOKENS; absorb.c has blocks of its own size */
 } smla_projection_block;
 
-/* Blocks of a dimension, and the size of the one that begins at `start`. */
 static inline int64_t
 smla_count_blocks(int64_t size, int64_t block)
 {
     return (size + block - 1) / block;
 }
 
-static inline int
-smla_block_size(int64_t size, int64_t start, int64_t block)
+/* How tokens and outputs are cut into blocks. A task is one block of a head. */
+typedef struct smla_projection_cut {
+    int64_t num_tokens;
+    int64_t num_outer;
+    int64_t block_tokens;
+} smla_projection_cut;
+
+static inline int64_t
+smla_count_projection_tasks(const smla_projection_cut *cut, int64_t num_heads)
 {
-    return (int)(size - start < block ? size - start : block);
+    return num_heads * smla_count_blocks(cut->num_tokens, cut->block_tokens) *
+           smla_count_blocks(cut->num_outer, SMLA_PROJECTION_OUTER);
+}
+
+/* Blocks of tokens that share outputs follow each other. */
+static inline smla_projection_block
+smla_find_projection_block(const smla_projection_cut *cut, int64_t task)
+{
+    const int64_t token_blocks = smla_count_blocks(cut->num_tokens, cut->block_tokens);
+    const int64_t outer_blocks = smla_count_blocks(cut->num_outer, SMLA_PROJECTION_OUTER);
+    const int64_t token = task % token_blocks * cut->block_tokens;
+    const int64_t outer = task / token_blocks % outer_blocks * SMLA_PROJECTION_OUTER;
+    const int64_t tokens_left = cut->num_tokens - token, outer_left = cut->num_outer - outer;
+    return (smla_projection_block){
+        .head = task / token_blocks / outer_blocks,
+        .outer = outer,
+        .token = token,
+        .num_outer = (int)(outer_left < SMLA_PROJECTION_OUTER ? outer_left : SMLA_PROJECTION_OUTER),
+        .num_tokens = (int)(tokens_left < cut->block_tokens ? tokens_left : cut->block_tokens),
+    };
 }
 
 enum {

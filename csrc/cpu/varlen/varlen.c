@@ -27,20 +27,25 @@ count_tasks(const smla_varlen_params *params, int64_t tile_rows)
     return count * params->num_kv_heads;
 }
 
-/* Rows of a tile: the more, the less often keys are read, unless threads would have no work. */
-static int
-choose_tile_rows(const smla_varlen_params *params)
-{
-    const int64_t tiles_per_thread = 4;
-    const int64_t wanted = tiles_per_thread * smla_max_threads();
-    return count_tasks(params, SMLA_VARLEN_ROWS) < wanted ? SMLA_VARLEN_ROWS / 2 : SMLA_VARLEN_ROWS;
-}
-
 /* How a call is cut. */
 typedef struct tile_cut {
     int tile_rows;
+    int64_t num_tasks;
     int64_t *before; /* [B + 1]: the tiles, of one KV head, of the requests before one */
 } tile_cut;
+
+/* The more rows a tile has, the less often keys are read, unless threads would have no work. */
+static tile_cut
+choose_cut(const smla_varlen_params *params)
+{
+    enum { TILES_PER_THREAD = 4 };
+    const int64_t num_tasks = count_tasks(params, SMLA_VARLEN_ROWS);
+    if (num_tasks >= TILES_PER_THREAD * (int64_t)smla_max_threads()) {
+        return (tile_cut){.tile_rows = SMLA_VARLEN_ROWS, .num_tasks = num_tasks};
+    }
+    const int half = SMLA_VARLEN_ROWS / 2;
+    return (tile_cut){.tile_rows = half, .num_tasks = count_tasks(params, half)};
+}
 
 static void
 add_tiles(const smla_varlen_params *params, const tile_cut *cut)
@@ -107,12 +112,11 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
-    tile_cut cut = {.tile_rows = choose_tile_rows(params)};
-    const int64_t num_tasks = count_tasks(params, cut.tile_rows);
-    if (num_tasks == 0) {
+    tile_cut cut = choose_cut(params);
+    if (cut.num_tasks == 0) {
         return SMLA_OK;
     }
-    const int num_threads = smla_count_threads(num_tasks);
+    const int num_threads = smla_count_threads(cut.num_tasks);
     const int64_t part_bytes = thread_bytes(params);
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
@@ -122,7 +126,7 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-    for (int64_t task = 0; task < num_tasks; task++) {
+    for (int64_t task = 0; task < cut.num_tasks; task++) {
         if (!smla_is_ended(interrupt)) {
             const smla_varlen_tile tile = find_tile(params, &cut, task);
             isa->varlen->run_tile(params, &tile, smla_own_scratch(&scratch));
