@@ -73,6 +73,10 @@ def _kinds_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> list[str | No
     return [*schemes_of(shape, scale.shape, 1 if shape[0] == LATENT else 0)]
 
 
+def is_bf16(weight: Any) -> bool:
+    return str(getattr(weight, "dtype", None)).endswith("bfloat16")
+
+
 class AbsorbedWeights:
     """The weights of a layer with `absorb=True`.
 
@@ -81,8 +85,15 @@ class AbsorbedWeights:
     """
 
     def __init__(
-        self, config: Any, q_proj: Any, kv_b: Any, kv_b_scale: Any, o_proj: Any, scheme: str | None
+        self,
+        config: Any,
+        q_proj: Any,
+        kv_b: tuple[Any, Any],
+        parts: tuple[Any, Any],
+        o_proj: Any,
+        scheme: str | None,
     ) -> None:
+        """`kv_b` is kv_b_proj and its scale, `parts` are its W_UK and W_UV in bf16."""
         heads, nope = config.num_heads, config.qk_nope_head_dim
         rope, values = config.qk_rope_head_dim, config.v_head_dim
         q = read_q_proj(q_proj, heads, nope, rope)
@@ -92,13 +103,11 @@ class AbsorbedWeights:
                 "DenseMLA: `q_proj` must have a multiple of 128 inputs to be quantised, got "
                 f"{q.rows}"
             )
-        is_bf16 = str(getattr(kv_b, "dtype", None)).endswith("bfloat16")
-        sizes = LATENT, heads, nope, values
-        W_UK, W_UV = _split_weight(
-            kv_b, kv_b_scale, *sizes, "bfloat16" if is_bf16 else "float32", 0, False
-        )
+        if not is_bf16(kv_b[0]):
+            # The products take parts that are not rounded.
+            parts = _split_weight(*kv_b, LATENT, heads, nope, values, "float32", 0, False)
         self.scheme = scheme
-        self.W_Q_UK, self.W_UV_O = multiply_weights(q, W_UK, W_UV, o, scheme)
+        self.W_Q_UK, self.W_UV_O = multiply_weights(q, *parts, o, scheme)
         W_Q, self.W_QR = q.split(heads, nope, rope)
         is_mixed = config.path == "mixed"
         self.W_Q = None if is_mixed else W_Q

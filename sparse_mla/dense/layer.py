@@ -10,7 +10,7 @@ import numpy as np
 from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
-from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme
+from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme, is_bf16
 from sparse_mla.ops.absorption import is_pair
 from sparse_mla.ops.projection import find_weight
 from sparse_mla.steps.common import show, wrong_type
@@ -109,7 +109,7 @@ class DenseMLA:
                     raise ValueError(f"DenseMLA: `{name}` must be given to absorb, got none")
             scheme = choose_scheme(q_proj, weight, scale, o_proj, scheme, requantize)
         weight = find_weight(weight, scale)
-        W_UK, W_UV = ops.split_kv_b_proj(
+        parts = ops.split_kv_b_proj(
             weight,
             num_heads=config.num_heads,
             qk_nope_head_dim=config.qk_nope_head_dim,
@@ -117,10 +117,12 @@ class DenseMLA:
             weight_scale_inv=scale,
         )
         is_mixed = config.path == "mixed"
-        self.kv_b_proj = None if is_mixed else _as_matrix(weight, W_UK, W_UV)
-        self.W_UK, self.W_UV = (None, None) if absorb else (W_UK, W_UV)
+        self.kv_b_proj = None if is_mixed else _as_matrix(weight, *parts)
+        self.W_UK, self.W_UV = (None, None) if absorb else parts
         self.absorbed = (
-            AbsorbedWeights(config, q_proj, weight, scale, o_proj, scheme) if absorb else None
+            AbsorbedWeights(config, q_proj, (weight, scale), parts, o_proj, scheme)
+            if absorb
+            else None
         )
 
     def __repr__(self) -> str:
@@ -230,7 +232,7 @@ def _find_kv_b(given: Any, scale: Any) -> tuple[Any, Any]:
 
 def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:
     """The weight as [512, H * (Pn + Pv)] bf16: a view of a bf16 weight, else made of its parts."""
-    if str(getattr(weight, "dtype", None)).endswith("bfloat16"):
+    if is_bf16(weight):
         columns = W_UK.shape[1] * (W_UK.shape[2] + W_UV.shape[2])
         if tuple(weight.shape) == (512, columns):
             return weight
