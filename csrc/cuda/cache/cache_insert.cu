@@ -15,6 +15,7 @@
  * Source       quantize_and_insert_k_cache and indexer_k_quant_and_cache of vLLM, for the formats.
  */
 #include "cuda/cache/cache_slots.cuh"
+#include "cuda/cache/insert_keys.h"
 #include "cuda/cache/row_encoder.cuh"
 
 namespace {
@@ -154,15 +155,11 @@ const insert_row insert_rows[] = {
 
 } /* namespace */
 
-/* ---- Launchers ----------------------------------------------------------------------------- */
+/* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_quantize_and_insert_k_cache(const smla_cache_write_params *p,
-                                             const smla_cuda_device *device)
+smla_cuda_insert_keys(const smla_cache_write_params *p)
 {
-    if (p->kv.format->nope_type == SMLA_NOPE_BF16) {
-        return smla_cuda_launch_concat_and_cache_mla(p, device);
-    }
     const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16);
     const int32_t run_tokens = choose_run_tokens(p->num_tokens);
@@ -176,11 +173,4 @@ smla_cuda_launch_quantize_and_insert_k_cache(const smla_cache_write_params *p,
         }
     }
     return SMLA_NO_KERNEL;
-}
-
-cudaError_t
-smla_cuda_launch_indexer_k_quant_and_cache(const smla_cache_write_params *p,
-                                           const smla_cuda_device *device)
-{
-    return smla_cuda_launch_quantize_and_insert_k_cache(p, device);
 }

@@ -23,6 +23,7 @@
  *              such tokens are farther apart, their row may hold parts of both.
  * Source       concat_and_cache_mla of vLLM, for the format.
  */
+#include "cuda/cache/insert_keys.h"
 #include "cuda/cache/write_token.cuh"
 
 namespace {
@@ -123,17 +124,10 @@ const write_row write_rows[] = {
      write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, false>},
 };
 
-} /* namespace */
-
-/* ---- Launcher ------------------------------------------------------------------------------ */
-
+/* Starts write_kernel. Returns SMLA_NO_KERNEL for formats that are not in its table. */
 cudaError_t
-smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p,
-                                      const smla_cuda_device *device)
+write_tokens(const smla_cache_write_params *p)
 {
-    if (p->kv.format->nope_type != SMLA_NOPE_BF16 && p->kv.format->rope_dim == 0) {
-        return smla_cuda_launch_quantize_and_insert_k_cache(p, device); /* kv_c is the whole key */
-    }
     const bool is_aligned = has_aligned_tokens(*p);
     const int32_t run_tokens = choose_run_tokens(p->num_tokens);
     const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);
@@ -146,4 +140,36 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p,
         }
     }
     return SMLA_NO_KERNEL;
+}
+
+/* The operators differ in their arguments, not in the rows: the format alone chooses the kernel. */
+cudaError_t
+write_any_row(const smla_cache_write_params *p)
+{
+    const cudaError_t code = write_tokens(p);
+    return code == SMLA_NO_KERNEL ? smla_cuda_insert_keys(p) : code;
+}
+
+} /* namespace */
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+cudaError_t
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p, const smla_cuda_device *)
+{
+    return write_any_row(p);
+}
+
+cudaError_t
+smla_cuda_launch_quantize_and_insert_k_cache(const smla_cache_write_params *p,
+                                             const smla_cuda_device *)
+{
+    return write_any_row(p);
+}
+
+cudaError_t
+smla_cuda_launch_indexer_k_quant_and_cache(const smla_cache_write_params *p,
+                                           const smla_cuda_device *)
+{
+    return write_any_row(p);
 }
