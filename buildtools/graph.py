@@ -8,9 +8,10 @@ SANITIZE=thread (gcc), COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler
 which has its own folder under build/. WERROR=1 turns warnings into errors. SPARSE_MLA_CUDA chooses
 the CUDA toolkit, see toolkit.py. SPARSE_MLA_CUDA_ARCHS="80 90a" chooses the architectures that it
 compiles for. SPARSE_MLA_GLIBC=2.28 links for that version of glibc, with ziglang. ALLOW_SPILLS=1
-lets kernels use local memory. FULL_API=1 builds the extension for this version of CPython alone, as
-a free-threaded CPython always gets it. Where ccache is installed, it keeps objects for later
-builds, unless CCACHE_DISABLE=1 is set.
+lets kernels use local memory. NVCC_APPEND_FLAGS=-lineinfo, which nvcc itself reads, tells profilers
+the kernels' lines; it changes no code, and takes half as long again. FULL_API=1 builds the
+extension for this version of CPython alone, as a free-threaded CPython always gets it. Where ccache
+is installed, it keeps objects for later builds, unless CCACHE_DISABLE=1 is set.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ VARIANTS = {  # flags to compile and to link with
 # any C program can link them. nvcc runs one ptxas at a time (no --threads), because the reports of
 # several would mix.
 CUDA_FLAGS = """
-    -std=c++17 -lineinfo -compress-mode=size -Icsrc -Xptxas=-v
+    -std=c++17 -compress-mode=size -Icsrc -Xptxas=-v
     -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
     -Xcompiler=-Wall,-Wextra
 """
@@ -131,11 +132,20 @@ def suffix(source):
 CUDA_ARCHS = os.environ.get("SPARSE_MLA_CUDA_ARCHS", "").split() or ["80", "90a"]
 ARCHS_BY_SUFFIX = {"sm90": ["90a"]}
 
+# They are compiled first, so that no core waits for the last of them.
+SLOW_KERNELS = ("compressor", "attention_fp8_sm90", "attention_small_sm90", "attention_sm80")
+SLOW_KERNELS += ("varlen_attention", "attention_bf16_sm90", "scaled_quantize")
+
 
 def c_files(*folders, pattern="**/*.c"):
     """The C files in folders that this machine compiles."""
     files = sorted(path for folder in folders for path in Path(folder).glob(pattern))
     return [f for f in files if suffix(f) not in FOREIGN_ISAS]
+
+
+def cuda_files():
+    files = sorted(Path("csrc/cuda").rglob("*.cu"))
+    return sorted(files, key=lambda file: file.stem not in SLOW_KERNELS)
 
 
 CORE = ("csrc/core", "csrc/ops", "csrc/step", "csrc/cpu")
@@ -418,14 +428,12 @@ def write_graph(version):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         graph = Graph(file, version)
-        core = [graph.compile(source, "-DSMLA_BUILD_SHARED") for source in c_files(*CORE)]
+        core = [graph.compile_cuda(source) for source in cuda_files()] if graph.cuda else []
+        core += [graph.compile(source, "-DSMLA_BUILD_SHARED") for source in c_files(*CORE)]
         if graph.cuda:
             core += [
                 graph.compile(source, "-DSMLA_BUILD_SHARED", "-isystem", graph.cuda.include)
                 for source in c_files("csrc/cuda")
-            ]
-            core += [
-                graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").rglob("*.cu"))
             ]
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
         glue = add_extension(graph, archive, version)
