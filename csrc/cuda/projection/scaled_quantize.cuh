@@ -111,8 +111,8 @@ used_amax(float amax)
 }
 
 /* Returns 448 / used_amax(amax), rounded as a division rounds, without the call that a division is.
- * The divisor's mantissa gives the quotient's, which was tried for each of them (2^23, with rcp off
- * by up to two units). No quotient is subnormal, so the exponents are subtracted. */
+ * It divides by the mantissa and subtracts the exponent, because no quotient is subnormal. That was
+ * tried for all 2^23 mantissas, with reciprocals off by up to two units. */
 static __device__ __forceinline__ float
 factor_of(float amax)
 {

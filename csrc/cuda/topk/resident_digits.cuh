@@ -109,10 +109,10 @@ count_first_bits(const Keys &keys, const uint32_t *counts)
     keys.visit([=](uint32_t, uint32_t key) { ptx_count_shared(address + (key >> 20) * 4); });
 }
 
-/* Counts the digit in front of `shift` bits, for keys that begin with the digits found. A key
- * outside this range counts in the entry past the last value, or, if it is little behind the range,
- * in a value that no key of the range has. A condition would take longer, because each count would
- * become a branch. */
+/* Counts the digit above the lowest `shift` bits, for keys that begin with the digits found. Other
+ * keys are counted as well, where they do no harm: in the entry past the last value, or, just above
+ * the range, in a value that no key of the range has. To leave them out would take longer, because
+ * each count would become a branch. */
 template <typename Keys>
 __device__ __forceinline__ void
 count_digits(const Keys &keys, uint32_t least, uint32_t shift, const uint32_t *counts)

@@ -50,7 +50,7 @@ load_next(key_stream *stream)
     ptx_load_4(stream->at, stream->left > 0, NO_INDEX, &stream->next);
 }
 
-/* Opens a stream at the first of the warp's columns in a list, num_keys of which are keys. */
+/* Opens a stream at the first of the warp's columns in a list. num_keys of those are keys. */
 static __device__ __forceinline__ key_stream
 open_stream(const attention_launch &launch, const work_item &item, int list, int warp, int lane,
             int32_t num_keys)

@@ -29,7 +29,7 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    BLOCKS_PER_SM = 4, /* at least, so a thread has 64 registers */
+    BLOCKS_PER_SM = 4, /* or more, so a thread has 64 registers at most */
     UNROLL = 2,        /* vectors per thread at a time */
 };
 

@@ -30,7 +30,7 @@ namespace {
 enum {
     BLOCK_WARPS = 4,
     BLOCK_THREADS = BLOCK_WARPS * SMLA_WARP_LANES,
-    BLOCKS_PER_SM = 4, /* at least, so a thread has 128 registers */
+    BLOCKS_PER_SM = 4, /* or more, so a thread has 128 registers at most */
     UNROLL = 2,        /* vectors per part at a time */
     GROUP = 8,         /* parts at a time */
 };

@@ -106,7 +106,7 @@ enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* reserved by the driver in every C
 enum {
     SMLA_SM_REGISTERS = 65536,
     SMLA_ROOM_REGISTERS = 16384, /* per SM; attention leaves them to the combine kernel */
-    SMLA_COMBINE_REGISTERS = 64, /* per thread of the combine kernel, for halves in 32 splits */
+    SMLA_COMBINE_REGISTERS = 64, /* per thread of the combine kernel: f16 rows of 32 splits */
 };
 
 /* Threads per CTA of the combine kernel, which folds one row of halves. */

@@ -89,10 +89,10 @@ has_segments(const main_lists &lists, const item_list &list, uint32_t columns, i
     return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
 }
 
-/* Begins a plan: finds how many quarters each item of `thread` has, up to the last one that ends
- * with a key. `thread` is one of num_threads. After a barrier, order->seen has a bit for each
- * number of quarters found. Usually there is one, and nothing to plan. Not inlined, because all
- * launches wait for the code behind it. */
+/* Begins a plan: estimates how long each item of `thread` is, in quarters of the columns: up to the
+ * last quarter with a key in its last segment. `thread` is one of num_threads. After a barrier,
+ * order->seen has a bit for each length found. Usually there is one, and nothing to plan. Not
+ * inlined, because all launches wait for the code behind it. */
 template <typename Memory>
 static __device__ __noinline__ void
 find_quarters(const attention_launch &launch, int num_items, int thread, int num_threads,

@@ -161,7 +161,7 @@ make_args(const smla_varlen_params &p, mha_args *args)
                : "strides of v";
 }
 
-/* Gives the launch counters, if the caller's workspace has room for them, and they suffice. */
+/* The counters, if there is something to claim, they can count it, and the workspace has room. */
 unsigned long long *
 find_counters(const smla_varlen_params &p, int64_t most_tiles, int64_t num_ctas)
 {

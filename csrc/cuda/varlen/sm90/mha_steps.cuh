@@ -96,7 +96,7 @@ end_tiles(const mha_args &args, const mha_tile &older, mha_memory<D> *shared,
     write_results<D, HALF>(args, older, older.num_blocks, *state, shared);
 }
 
-/* Computes the CTA's tiles, one of the two groups. */
+/* What each of the two groups does: computes its rows of the CTA's tiles. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 consume_tiles(const mha_args &args, int group, int warp, mha_memory<D> *shared)

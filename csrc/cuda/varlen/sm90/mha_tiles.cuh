@@ -83,9 +83,9 @@ count_tiles(const smla_varlen_request &request)
     return (uint32_t)(request.num_queries + TILE_ROWS - 1) / TILE_ROWS;
 }
 
-/* The most KV heads of which L2 should hold the longest request's keys, section_keys in all heads
- * together; in query heads. A divisor of their number, so that the last section is as large as the
- * others. */
+/* The query heads of a section: as many KV heads as have section_keys keys together in the longest
+ * request, which L2 should hold. Their number divides that of all KV heads, so that the last
+ * section is as large as the others. */
 __device__ __forceinline__ uint32_t
 choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
 {

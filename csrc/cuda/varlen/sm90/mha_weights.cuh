@@ -182,7 +182,7 @@ move_references(mha_consumer<D> *state, float factors[2])
             is_empty ? top > -INFINITY : top > MOST_EXPONENT<HALF> - TOP_EXPONENT<HALF>;
         const float base = is_empty ? 0.0f : older;
         const float newer = moves ? base + top : base;
-        const float rise = newer - base; /* as later blocks will have it */
+        const float rise = newer - base; /* as later blocks see it: rounded, like the reference */
         state->reference[i] = moves ? newer : older;
         factors[i] = ptx_exp2(-rise);
         state->sum[i] *= is_empty ? 1.0f : factors[i];

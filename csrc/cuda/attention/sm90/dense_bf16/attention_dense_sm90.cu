@@ -121,7 +121,7 @@ count_dense_ctas(const smla_attention_params *params, int64_t num_reqs, bool may
     return most < num_sms ? most : num_sms;
 }
 
-/* A window's number of keys, of which more than any request has are as good as that. */
+/* A window's number of keys, in 32 bits: no request has more keys than that. */
 static int32_t
 clamp_keys(int64_t keys)
 {

@@ -19,7 +19,7 @@
 enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
     TILE_CUT_COST = 4,     /* steps: the cost of partial rows and of folding them */
-    MOST_CUT_QUERIES = 64, /* tiles of requests with more query tokens differ much in length */
+    MOST_CUT_QUERIES = 64, /* where a request has more query tokens, no tile is cut */
 };
 
 /* The argument of the kernel. */
@@ -28,10 +28,10 @@ typedef struct dense_launch : bf16_launch {
     smla_cut_tile *cut_tiles; /* [CTAs]: the cut tile that a CTA begins; NULL: nothing is cut */
     int32_t slot_rows;        /* partial rows per slot */
     int32_t team;             /* CTAs per team */
-    int32_t num_reqs;         /* including one without keys that has the padding, if wanted */
-    int32_t left;             /* the mask's (smla_range_rule); -1: open */
-    int32_t right;
-    bool has_shares; /* the mask has chunks or ranks, too */
+    int32_t num_reqs;         /* with one more for padding tokens, where their results are wanted */
+    int32_t left;             /* keys before its own that a query token sees; -1: all of them */
+    int32_t right;            /* keys behind its own that it sees; -1: all of them */
+    bool has_shares; /* the mask also has chunks, or gives each rank its share of the keys */
 } dense_launch;
 
 /* ---- Requests ------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ count_tiles(const dense_launch &launch, const dense_request &request)
     return (request.num_queries * heads + TILE_HEADS - 1) / TILE_HEADS;
 }
 
-/* find_limits for every mask. */
+/* find_limits for masks of every kind, by the rule that all backends share. */
 static __device__ __noinline__ row_limits
 find_any_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
 {

@@ -20,7 +20,7 @@ find_row_item(const dense_launch &launch, const dense_item &item, int row)
                      item.slot == NOT_PARTIAL ? NOT_PARTIAL : item.slot * launch.slot_rows};
 }
 
-/* finish_item of attention_bf16_sm90.cu for a tile. */
+/* Does for a tile what finish_item (bf16_results.cuh) does for an item. */
 static __device__ __forceinline__ void
 finish_tile(const dense_launch &launch, const dense_item &item, int turn, bf16_memory *shared,
             const bf16_consumer &state)

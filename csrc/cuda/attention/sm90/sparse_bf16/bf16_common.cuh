@@ -127,7 +127,7 @@ struct bf16_memory {
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
-    alignas(16) uint32_t is_key[2][GATHER_WARPS];     /* a gather warp's 16 keys, and IS_LAST */
+    alignas(16) uint32_t is_key[2][GATHER_WARPS];     /* bits: which of 16 rows are keys; IS_LAST */
     alignas(16) key_counts num_keys[2];               /* [turn] */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: sums of add_absent */
     int32_t num_steps[2];                             /* [turn] */

@@ -290,7 +290,8 @@ follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_
     }
 }
 
-/* Adds the first half of each score to its exponent, while the other half is under way. */
+/* Begins the exponents of weights with the first half of each score, the sum over half of the
+ * dimensions. The product over the other half is still under way. */
 static __device__ __forceinline__ void
 begin_exponents(float score_scale, bf16_consumer *state)
 {

@@ -145,8 +145,8 @@ store_rope(fp8_memory<Shape> *shared, int head, int piece, const uint32_t part[4
     store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest scale exponent among the warp's keys of the item's first step, 0 without keys. A RoPE
- * part that is also a value counts like codes whose scale makes them as large. */
+/* The largest scale exponent among the warp's keys of the item's first step, 0 without keys. Where
+ * V includes the RoPE part, this has no scale, and counts with the one that codes would need. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_max(const thread_index &me, uint32_t granule)

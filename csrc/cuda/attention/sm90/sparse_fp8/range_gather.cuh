@@ -125,7 +125,7 @@ open_range(const attention_launch &launch, const work_item &item, const column_r
     return stream;
 }
 
-/* find_key_offset of the lane's key: of a row in a page that its entry names, or in a slot. */
+/* What find_key_offset returns, for the lane's key. Its table entry names a page or a slot. */
 static __device__ __forceinline__ uint32_t
 find_position_offset(const fp8_launch &launch, const range_stream &stream)
 {

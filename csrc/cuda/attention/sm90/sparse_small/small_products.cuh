@@ -7,9 +7,9 @@
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Loads the scales of the warp's keys, and finds their power of two. Returns the largest scale's
- * exponent. If RoPE values are values, too, returns that of a scale which would suit them, where it
- * is larger. */
+/* Loads the scales of the warp's keys. Returns the largest scale's exponent. Where V includes the
+ * RoPE part, which has no scale, this part counts with the scale that codes of its size would need.
+ */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 load_key_scales(uint32_t rows, const thread_index &me, small_state<Shape> *state)
@@ -217,7 +217,7 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
     state->needs_fallback |= state->key_exponent > MAX_UNIT_EXPONENT;
     const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
     state->has_only = __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
-    /* leave_only_row trusts `tops` */
+    /* leave_only_row makes the row's state from row_max, which must be finite then. */
     state->needs_fallback |= state->has_only && !(Shape::LEAVES_ONLY && are_finite);
 }
 
