@@ -114,11 +114,11 @@ add_panel(const smla_absorb_params *p, const smla_projection_block *block, int64
                           num_inner, x + r * X_STRIDE);
         }
         if (rows == ROWS) {
-            multiply_rows(x, panel, num_inner, block->num_outer, ones, inner == 0, to, ROWS);
+            multiply_rows(x, panel, num_inner, block->num_outer, ones, to, ROWS);
             continue;
         }
         for (int r = 0; r < rows; r++) {
-            multiply_rows(x + r * X_STRIDE, panel, num_inner, block->num_outer, ones, inner == 0,
+            multiply_rows(x + r * X_STRIDE, panel, num_inner, block->num_outer, ones,
                           to + r * OUTER_BLOCK, 1);
         }
     }

@@ -257,10 +257,12 @@ chain_scale(const smla_projection_params *params, const smla_projection_block *b
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
 
-/* sums[r][n] (+)= scales[r] * sum_k x[r][k] * panel[k][n], for `rows` tokens. */
+/* sums[r][n] += scales[r] * sum_k x[r][k] * panel[k][n], for `rows` tokens. The scale and the sum
+ * are one FMA for any number of rows. With a choice between sum and 0 in it, the compiler would fuse
+ * them for some numbers only, and a token's bits would depend on its neighbours. */
 SMLA_INLINE void
 multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num_outer,
-              const float *scales, bool first, float *sums, const int rows)
+              const float *scales, float *sums, const int rows)
 {
     for (int n = 0; n < num_outer; n += STEP_OUTER) {
         vfloat sum[ROWS * VECTORS];
@@ -290,7 +292,7 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
                 vfloat *const to = (vfloat *)(sums + r * OUTER_BLOCK + n + v * WIDTH);
-                *to = sum[r * VECTORS + v] * scales[r] + (first ? (vfloat){0} : (vfloat)*to);
+                *to += sum[r * VECTORS + v] * scales[r];
             }
         }
     }
@@ -342,9 +344,7 @@ project_block(const smla_projection_params *params, smla_projection_block block,
     for (int t = 0; t < block.num_tokens; t++) {
         lifted |= (uint64_t)is_tiny_row(params, &block, t) << t;
     }
-    if (params->inner_dim == 0) {
-        memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
-    }
+    memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
         const int64_t left = params->inner_dim - inner;
         const int num_inner = left < INNER_BLOCK ? (int)left : INNER_BLOCK;
@@ -360,13 +360,12 @@ project_block(const smla_projection_params *params, smla_projection_block block,
                 huge |= (uint64_t)!is_ordinary << (t + r);
                 scales[r] = chain_scale(params, &block, t + r, inner, is_lifted);
             }
-            const bool first = inner == 0;
             float *const to = sums + t * OUTER_BLOCK;
             switch (rows) {
-            case 1: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 1); break;
-            case 2: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 2); break;
-            case 3: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, 3); break;
-            default: multiply_rows(x, panel, steps, block.num_outer, scales, first, to, ROWS);
+            case 1: multiply_rows(x, panel, steps, block.num_outer, scales, to, 1); break;
+            case 2: multiply_rows(x, panel, steps, block.num_outer, scales, to, 2); break;
+            case 3: multiply_rows(x, panel, steps, block.num_outer, scales, to, 3); break;
+            default: multiply_rows(x, panel, steps, block.num_outer, scales, to, ROWS);
             }
         }
     }
