@@ -145,6 +145,10 @@ smla_page_table smla_page_table_of(const DLTensor *tensor, int64_t block_size);
 smla_status smla_require_table(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_reqs, unsigned flags);
 
+/* Checks slots of the cache, int64 or int32 [num_tokens]. */
+smla_status smla_require_slots(smla_checker *checker, const char *name, const DLTensor *slots,
+                               int64_t num_tokens, unsigned flags);
+
 /* Checks is_valid [>= num_tokens], which may be absent. */
 smla_status smla_require_is_valid(smla_checker *checker, const DLTensor *tensor,
                                   int64_t num_tokens);

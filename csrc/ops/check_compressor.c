@@ -6,20 +6,6 @@
 
 /* ---- Parts --------------------------------------------------------------------------------- */
 
-/* Checks a list of slots, [num_tokens] or longer. */
-static smla_status
-require_slots(smla_checker *c, const char *name, const DLTensor *slots, int64_t num_tokens,
-              unsigned flags)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = slots,
-                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_tokens},
-                                        .hint = "a slot per token"});
-}
-
 /* The widths of a state: the groups of ratio 4 overlap. */
 static int64_t
 width_of(int64_t dim, int64_t ratio)
@@ -129,14 +115,14 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
 {
     smla_checker c;
     smla_open_checker(&c, "save_partial_states", error);
-    SMLA_TRY(require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
+    SMLA_TRY(smla_require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->slot_mapping, 0);
     SMLA_TRY(require_ape(&c, args->ape, SMLA_ANY, SMLA_ANY));
     const int64_t ratio = smla_size(args->ape, 0);
     const int64_t width = smla_size(args->ape, 1);
     SMLA_TRY(require_sizes(&c, ratio, width));
     SMLA_TRY(require_given(&c, args->kv, args->score, num_tokens, width));
-    SMLA_TRY(require_slots(&c, "positions", args->positions, num_tokens, SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(smla_require_slots(&c, "positions", args->positions, num_tokens, SMLA_RULE_MORE_ROWS));
     SMLA_TRY(require_state(&c, args->state, width, SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_finish_check(&c, backend));
     const smla_call call = smla_call_of(&c, args->stream, NULL);
@@ -207,14 +193,14 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
                                    .flags = SMLA_RULE_OUTPUT};
     SMLA_TRY(require_state(&c, args->state, width, args->kv == NULL ? 0 : SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
-    SMLA_TRY(require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
+    SMLA_TRY(smla_require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->slot_mapping, 0);
     SMLA_TRY(smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, num_tokens,
                                  SMLA_RULE_MORE_ROWS, "an entry per token"));
     SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
-    SMLA_TRY(require_slots(&c, "kv_slot_mapping", args->kv_slot_mapping, num_tokens,
-                           SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(smla_require_slots(&c, "kv_slot_mapping", args->kv_slot_mapping, num_tokens,
+                                SMLA_RULE_MORE_ROWS));
     SMLA_TRY(require_step(&c, args, num_tokens, width));
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_require_eps(&c, args->eps));

@@ -101,6 +101,19 @@ smla_require_table(smla_checker *c, const char *name, const DLTensor *tensor, in
 }
 
 smla_status
+smla_require_slots(smla_checker *c, const char *name, const DLTensor *slots, int64_t num_tokens,
+                   unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = slots,
+                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {num_tokens},
+                                        .hint = "a slot per token"});
+}
+
+smla_status
 smla_require_is_valid(smla_checker *c, const DLTensor *tensor, int64_t num_tokens)
 {
     return smla_require(c, &(smla_rule){.name = "is_valid",

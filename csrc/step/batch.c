@@ -80,6 +80,22 @@ smla_check_batch_order(const char *op, const smla_batch_limits *limits, const sm
     return SMLA_OK;
 }
 
+smla_status
+smla_check_table_width(const char *op, const DLTensor *block_table, int64_t block_size, int64_t req,
+                       int64_t seq_len, smla_error *error)
+{
+    const int64_t blocks = (seq_len + block_size - 1) / block_size;
+    const int64_t num_blocks = smla_size(block_table, 1);
+    if (blocks <= num_blocks) {
+        return SMLA_OK;
+    }
+    return smla_fail(error, SMLA_ERROR_VALUE,
+                     "%s: `block_table` must have at least %lld columns for the %lld tokens of "
+                     "request %lld, got %lld",
+                     op, (long long)blocks, (long long)seq_len, (long long)req,
+                     (long long)num_blocks);
+}
+
 void
 smla_fill_req_ids(const smla_batch_limits *limits, const smla_batch *batch,
                   int32_t *req_id_per_token)

@@ -39,6 +39,10 @@ smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,
 smla_status smla_check_batch_order(const char *op, const smla_batch_limits *limits,
                                    const smla_batch *batch, smla_error *error);
 
+/* A block table must have a page for each of the `seq_len` tokens of request `req`. */
+smla_status smla_check_table_width(const char *op, const DLTensor *block_table, int64_t block_size,
+                                   int64_t req, int64_t seq_len, smla_error *error);
+
 /* Writes the request of each token, and 0 for the other entries up to max_num_batched_tokens. */
 void smla_fill_req_ids(const smla_batch_limits *limits, const smla_batch *batch,
                        int32_t *req_id_per_token);

@@ -332,7 +332,8 @@ class MetadataBuilder(steps.Builder):
         ------
         TypeError, ValueError
             `common` is no CommonAttentionMetadata; lengths that are negative, decrease or
-            contradict each other, a batch beyond the config, a workspace that is too small for a
+            contradict each other, a batch beyond the config, a block table without a page for each
+            token (on CUDA: of a prefill, but on path "mixed"), a workspace that is too small for a
             page of each prefill with context ("packed": for one page).
 
         Source: vLLM's MLACommonMetadataBuilder.build.

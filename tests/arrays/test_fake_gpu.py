@@ -1245,6 +1245,30 @@ def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
         former = forward_stream
 
 
+def test_bounds_of_lengths_may_be_beyond_the_table(package, gpu, cupy):
+    """Of a dense step on a GPU the host knows the lengths of prefills only, and not on "mixed"."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 256}
+    starts, bounds = np.array([0, 1, 6], np.int32), np.array([17, 33], np.int32)
+    arrays = [CupyArray(x) for x in (starts, bounds, np.arange(6), np.zeros((2, 2), np.int32))]
+    common = package.CommonAttentionMetadata(
+        *arrays, query_start_loc_cpu=starts, seq_lens_cpu=bounds
+    )
+    for path in ("mixed", "separate", None):
+        config = package.dense.Config(
+            2, softmax_scale=0.1, block_size=16, path=path, device="cuda:0", **limits
+        )
+        builder = package.dense.MetadataBuilder(config)
+        bounds[:] = 33, 32
+        assert builder.build(common).num_prefills == 1
+        bounds[:] = 17, 33
+        if path == "mixed":
+            assert builder.build(common).num_prefills == 1
+            continue
+        rule = "`block_table` must have at least 3 columns for the 33 tokens of request 1, got 2$"
+        with pytest.raises(ValueError, match=rule):
+            builder.build(common)
+
+
 def test_small_prefills_go_to_the_fp8_cache(package, gpu, cupy):
     """A GPU's plan does not gather small prefills, because that would not pay. A CPU's does."""
     paths = {}

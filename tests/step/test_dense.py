@@ -191,6 +191,28 @@ def test_bounds_of_lengths_change_no_bit():
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("path", ["mixed", "separate", None])
+def test_a_table_has_a_page_for_every_token(path):
+    """On the CPU that is known of decodes, too; bounds of their lengths may be beyond the table."""
+    engine = Engine(make_config(path=path), 2)
+    engine.step([30, 60])
+    before = engine.cache.copy()
+    common = engine.common([1, 5], bound=16)
+    common.seq_lens_cpu[1] -= 16
+    engine.builder.build(dataclasses.replace(common, block_table=engine.table[:, :5]))
+    lens = {0: (65, 65), 1: (31, 81)}
+    for req, seq_lens in lens.items():
+        common.seq_lens[:], common.seq_lens_cpu[:] = seq_lens, np.maximum(seq_lens, 65)
+        narrow = engine.table[:, : 4 + req]
+        rule = (
+            f"^MetadataBuilder.build: `block_table` must have at least {5 + req} columns for the "
+            f"{seq_lens[req]} tokens of request {req}, got {4 + req}$"
+        )
+        with pytest.raises(ValueError, match=rule):
+            engine.builder.build(dataclasses.replace(common, block_table=narrow))
+    assert_same_bits(engine.cache, before)
+
+
 def test_profiling_and_old_metadata():
     engine = Engine(make_config(), 1)
     engine.step([4])

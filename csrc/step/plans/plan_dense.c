@@ -240,6 +240,32 @@ read_batch(const void *args)
     return SMLA_BATCH_OF((const smla_dense_build_args *)args);
 }
 
+/* The tokens that request `req` is known to have: on the CPU all of its own, elsewhere those of a
+ * prefill that may gather its context. Other lengths of the host may be too large. */
+static int64_t
+find_known_tokens(const smla_step *s, const smla_dense_build_args *args, int64_t req)
+{
+    if (s->device.device_type == kDLCPU) {
+        const int32_t *const seq_lens = smla_data(args->seq_lens);
+        return seq_lens[req * smla_stride(args->seq_lens, 0)];
+    }
+    const bool is_exact =
+        s->path != SMLA_PATH_MIXED &&
+        smla_query_len(args->query_start_loc_cpu, req) > s->limits.decode_threshold;
+    return is_exact ? args->seq_lens_cpu[req] : 0;
+}
+
+static smla_status
+check_table_width(const smla_step *s, const smla_dense_build_args *args, smla_error *error)
+{
+    const int64_t block_size = ((const smla_dense_builder *)s)->config.block_size;
+    for (int64_t req = 0; req < args->num_reqs; req++) {
+        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
+                                        find_known_tokens(s, args, req), error));
+    }
+    return SMLA_OK;
+}
+
 static smla_status
 check_args(const smla_step *s, const void *given, smla_error *error)
 {
@@ -247,16 +273,12 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     smla_checker c;
     smla_open_checker(&c, smla_build_op, error);
     SMLA_TRY(smla_require_table(&c, "block_table", args->block_table, args->num_reqs, 0));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "slot_mapping",
-                                           .tensor = args->slot_mapping,
-                                           .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 1,
-                                           .shape = {args->num_actual_tokens},
-                                           .hint = "a slot per token"}));
+    SMLA_TRY(smla_require_slots(&c, "slot_mapping", args->slot_mapping, args->num_actual_tokens,
+                                SMLA_RULE_MORE_ROWS));
     SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, args->num_reqs,
                                  SMLA_RULE_MORE_ROWS, "a length per request"));
-    return smla_require_step_device(s, smla_build_op, "block_table", c.device, error);
+    SMLA_TRY(smla_require_step_device(s, smla_build_op, "block_table", c.device, error));
+    return check_table_width(s, args, error);
 }
 
 static smla_status

@@ -4,7 +4,7 @@
 #include "step/plans/plan_v32.h"
 
 #include "core/params_attention.h"
-#include "core/rule.h"
+#include "ops/check.h"
 #include "step/chunks.h"
 #include "step/plans.h"
 
@@ -170,25 +170,11 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     const smla_build_args *const args = given;
     smla_checker c;
     smla_open_checker(&c, smla_build_op, error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
-                                           .tensor = args->block_table,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {args->num_reqs, SMLA_ANY}}));
+    SMLA_TRY(smla_require_table(&c, "block_table", args->block_table, args->num_reqs, 0));
     const int64_t block_size = ((const smla_builder *)s)->config.block_size;
-    const int64_t num_blocks = smla_size(args->block_table, 1);
     for (int64_t req = 0; req < args->num_reqs; req++) {
-        const int64_t seq_len = args->seq_lens_cpu[req];
-        const int64_t blocks = (seq_len + block_size - 1) / block_size;
-        if (blocks > num_blocks) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `block_table` must have at least %lld columns for the %lld tokens of "
-                "request %lld, got %lld",
-                smla_build_op, (long long)blocks, (long long)seq_len, (long long)req,
-                (long long)num_blocks);
-        }
+        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
+                                        args->seq_lens_cpu[req], error));
     }
     return SMLA_OK;
 }

@@ -312,13 +312,8 @@ check_tables(smla_checker *c, const smla_v4_build_args *args)
 {
     const int64_t num_reqs = args->num_reqs;
     SMLA_TRY(smla_require_table(c, "block_table", args->block_table, num_reqs, 0));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "slot_mapping",
-                                          .tensor = args->slot_mapping,
-                                          .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                          .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 1,
-                                          .shape = {args->num_actual_tokens},
-                                          .hint = "a slot per token"}));
+    SMLA_TRY(smla_require_slots(c, "slot_mapping", args->slot_mapping, args->num_actual_tokens,
+                                SMLA_RULE_MORE_ROWS));
     for (int i = 0; i < SMLA_V4_MAX_RATIOS; i++) {
         SMLA_TRY(smla_require_table(c, "compressed", args->compressed_tables[i], num_reqs,
                                     SMLA_RULE_OPTIONAL));
