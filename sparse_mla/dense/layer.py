@@ -42,7 +42,8 @@ class DenseMLA:
         multiplied by their scales in fp32, not of W_UK and W_UV in bf16.
     scheme : "tensor", "block", "token_tensor" or "token_channel", optional
         The quantisation of layers that are given as callables, which cannot tell it; of plain
-        weights; and "token_tensor" of pairs with one scale, which are "tensor" otherwise.
+        weights; and "token_tensor" of pairs with one scale, which are "tensor" otherwise. For e4m3
+        Lq is a multiple of 128, and at most 8192, or about 1000 * H if that is more.
     requantize : bool
         Whether weights that absorb e4m3 ones are e4m3 again, quantised from the fp32 product: then
         all three must have one scheme, and decodes multiply by `sparse_mla.fp8_linear`. With False

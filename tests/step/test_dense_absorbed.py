@@ -191,6 +191,16 @@ def test_a_long_latent_of_one_head(scheme):
     assert distance(layer.run(), layer.exact("mixed")) < IN_FP8
 
 
+def test_a_latent_that_is_too_long():
+    """Refused by its length, however few tokens a step has."""
+    layer = Layer(Case([1, 1], [30, 5], heads=1), queries=8320, hidden=128, scheme="tensor")
+    for tokens in (2, 20):
+        text = r"^dense\.forward: `q_c` must have at most 8192 values per token .*, got 8320"
+        with pytest.raises(ValueError, match=text):
+            layer.run(max_num_batched_tokens=tokens)
+    assert distance(layer.run({"requantize": False}), layer.exact("mixed")) < IN_BF16
+
+
 def test_storages_give_the_same_bits():
     """Transposed weights, and pairs of scales, or a scale of their own."""
     layer = Layer(Case([1, 6], [20, 30]))

@@ -550,6 +550,7 @@ def test_the_plan_chooses_the_cheaper_path():
     assert choose([1, 1], [3000, 0]) == "mixed"
     assert choose([9, 1], [0, 0]) == "mixed"  # a decode behind a prefill
     assert choose([9], [0], v_head_dim=127) == "mixed"  # no kernel for values of that size
+    assert choose([9], [0], qk_nope_head_dim=520, qk_rope_head_dim=0) == "mixed"  # nor for keys
 
 
 @pytest.mark.parametrize("context", [500, 8192])
@@ -567,6 +568,7 @@ def test_more_new_tokens_never_turn_a_step_to_mixed(context):
     [
         ({"prefill_workspace_tokens": 15}, "prefill_workspace_tokens.* at least a page"),
         ({"v_head_dim": 20}, '`path` must be "mixed" unless'),
+        ({"qk_nope_head_dim": 520, "qk_rope_head_dim": 0}, '`path` .* "separate" with 520 and 48'),
     ],
 )
 def test_bad_builders(changes, text):

@@ -57,12 +57,13 @@ find_rows(int32_t kv_format, int64_t head_dim)
     return NULL;
 }
 
-/* Whether varlen_attention serves heads of these sizes. */
+/* Whether varlen_attention serves heads of these sizes, and a latent's memory holds their values:
+ * with absorbed weights, it is the scratch of prefills. */
 static bool
 can_separate(const smla_dense_config *config)
 {
     const int64_t nope = config->qk_nope_head_dim, values = config->v_head_dim;
-    return nope % 8 == 0 && nope + config->qk_rope_head_dim <= SMLA_HEAD_DIM && values % 8 == 0 &&
+    return nope % 8 == 0 && nope <= SMLA_KV_LORA_RANK && values % 8 == 0 &&
            values <= SMLA_KV_LORA_RANK;
 }
 

@@ -38,14 +38,26 @@ typedef struct smla_dense_kept {
     int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
 } smla_dense_kept;
 
+/* Bytes of a query's latent as e4m3 values: a tile of them with its scale, and what aligns a row. */
+enum { SMLA_QUANTIZED_TILE = SMLA_SCALE_TILE + 4, SMLA_QUANTIZED_PADDING = 16 };
+
 /* Values of 16 bits that a token's results take. They are at least as many as a latent of a query
- * needs as e4m3 values with scales, at most 8192, because it is quantised to their memory. */
+ * needs as e4m3 values with scales, for 8192 of these, because it is quantised to their memory. */
 static inline int64_t
 smla_dense_result_values(int64_t num_heads)
 {
-    enum { QUANTIZED_LATENT = (8192 + 8192 / SMLA_SCALE_TILE * 4 + 16) / 2 };
+    enum { LATENT_TILES = 8192 / SMLA_SCALE_TILE };
+    const int64_t latent = (LATENT_TILES * SMLA_QUANTIZED_TILE + SMLA_QUANTIZED_PADDING) / 2;
     const int64_t values = num_heads * SMLA_KV_LORA_RANK;
-    return values > QUANTIZED_LATENT ? values : QUANTIZED_LATENT;
+    return values > latent ? values : latent;
+}
+
+/* Values of a query's latent that can be quantised to that memory, in whole tiles. */
+static inline int64_t
+smla_dense_most_quantized(int64_t num_heads)
+{
+    const int64_t bytes = 2 * smla_dense_result_values(num_heads) - SMLA_QUANTIZED_PADDING;
+    return bytes / SMLA_QUANTIZED_TILE * SMLA_SCALE_TILE;
 }
 
 /* What kernels write: the ranges of the step's tokens, and the scratch of its layers. */
