@@ -228,6 +228,13 @@ def pair_of(op: str, name: str, given: Any) -> tuple[Any, Any]:
     return tuple(given)
 
 
+def refuse_bytes(op: str, name: str, weight: Any) -> None:
+    """Refuses e4m3 values that come without their scale."""
+    dtype = str(getattr(weight, "dtype", None))
+    if dtype.endswith(("float8_e4m3fn", "uint8")):
+        raise ValueError(f"{op}: `{name}` must be a pair (weight, scale) for e4m3, got no scale")
+
+
 def _layer_inputs(layer: Any, is_output: Any) -> int:
     """How many inputs a layer of queries has."""
     for name in ("in_features", "input_size"):
@@ -249,7 +256,7 @@ def _head_sizes(name: str, weight: Any) -> tuple[int, int]:
     shape = getattr(weight, "shape", None)
     if shape is None:
         raise TypeError(f"absorb: `{name}` must be an array, got {type(weight).__name__}")
-    if len(shape) != 3:
+    if len(shape) != 3 or shape[1] == 0:
         raise ValueError(f"absorb: `{name}` must have shape [L, H, n], got {list(shape)}")
     return int(shape[1]), int(shape[2])
 
@@ -275,6 +282,8 @@ def read_q_proj(given: Any, heads: int, nope: int, rope_dim: int | None = None) 
         given = layer_weight(given, size, "absorb", "q_proj")
         storages = [PLAIN]
     shape = sizes_of("absorb", "q_proj", given, text)
+    if scale is None:
+        refuse_bytes("absorb", "q_proj", given)
     for fit in fits:
         for storage in storages:
             columns, rows = shape[2 - storage], shape[storage - 1]
@@ -295,6 +304,8 @@ def read_o_proj(given: Any, heads: int, values: int) -> Weight:
         given = layer_weight(given, heads * values, "absorb", "o_proj")
         storages = [TRANSPOSED]
     shape = sizes_of("absorb", "o_proj", given, text)
+    if scale is None:
+        refuse_bytes("absorb", "o_proj", given)
     for storage in storages:
         if shape[2 - storage] == heads * values:
             return Weight(given, scale, shape[storage - 1], values, storage, True)

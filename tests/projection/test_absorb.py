@@ -361,7 +361,16 @@ GOOD = {
             ValueError,
             r"`q_scale` must have shape \[3, 1\], got \[96\]",
         ),
-        ({"q_proj": zeros(96, 312, dtype=np.uint8)}, ValueError, "`.*` must be given for an e4m3"),
+        (
+            {"q_proj": zeros(96, 312, dtype=np.uint8)},
+            ValueError,
+            r"`q_proj` must be a pair \(weight, scale\) for e4m3, got no scale",
+        ),
+        (
+            {"o_proj": zeros(130, 72, dtype=ref.E4M3)},
+            ValueError,
+            r"`o_proj` must be a pair \(weight, scale\) for e4m3, got no scale",
+        ),
         (
             {"q_proj": zeros(96, 312, dtype=np.int32)},
             TypeError,
@@ -371,6 +380,11 @@ GOOD = {
             {"W_UK": zeros(512, 120)},
             ValueError,
             r"`W_UK` must have shape \[L, H, n\], got \[512, 1",
+        ),
+        (
+            {"W_UK": zeros(512, 0, 40), "q_proj": zeros(96, 0)},
+            ValueError,
+            r"`W_UK` must have shape \[L, H, n\], got \[512, 0, 40\]",
         ),
         ({"W_UV": None}, TypeError, "`W_UV` must be an array, got NoneType"),
         (
