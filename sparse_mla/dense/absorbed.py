@@ -13,6 +13,7 @@ from sparse_mla.ops.absorption import (
     pair_of,
     read_o_proj,
     read_q_proj,
+    refuse_bytes,
     schemes_of,
     sizes_of,
 )
@@ -60,6 +61,7 @@ def _kinds(name: str, given: Any, scheme: str | None) -> list[str | None]:
         weight, scale = pair_of("DenseMLA", name, given)
         shape = sizes_of("DenseMLA", name, weight, "[out, in] in a pair")
         return [*schemes_of(shape, scale.shape, 0)]
+    refuse_bytes("DenseMLA", name, given)
     return [scheme if callable(given) else None]
 
 
@@ -67,6 +69,7 @@ def _kinds_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> list[str | No
     if callable(weight):
         return [scheme]
     if scale is None:
+        refuse_bytes("DenseMLA", "kv_b_proj", weight)
         return [None]
     weight, scale = pair_of("DenseMLA", "kv_b_proj", (weight, scale))
     shape = sizes_of("DenseMLA", "kv_b_proj", weight, "[512, n] or [n, 512]")
@@ -103,9 +106,10 @@ class AbsorbedWeights:
                 "DenseMLA: `q_proj` must have a multiple of 128 inputs to be quantised, got "
                 f"{q.rows}"
             )
-        if not is_bf16(kv_b[0]):
+        weight, scale = kv_b
+        if not is_bf16(weight) or scale is not None:
             # The products take parts that are not rounded.
-            parts = _split_weight(*kv_b, LATENT, heads, nope, values, "float32", 0, False)
+            parts = _split_weight(weight, scale, LATENT, heads, nope, values, "float32", 0, False)
         self.scheme = scheme
         self.W_Q_UK, self.W_UV_O = multiply_weights(q, *parts, o, scheme)
         W_Q, self.W_QR = q.split(heads, nope, rope)

@@ -10,8 +10,8 @@ import numpy as np
 from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
-from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme, is_bf16
-from sparse_mla.ops.absorption import is_pair
+from sparse_mla.dense.absorbed import LATENT, AbsorbedWeights, choose_scheme, is_bf16
+from sparse_mla.ops.absorption import is_pair, transpose
 from sparse_mla.ops.projection import find_weight
 from sparse_mla.steps.common import show, wrong_type
 from sparse_mla.steps.dense import Config, Metadata
@@ -28,7 +28,8 @@ class DenseMLA:
     config : Config
     kv_b_proj : [512, H * (Pn + Pv)] or its transpose, a pair, or a callable
         The layer's weight, bf16, fp16, fp32, or e4m3 with weight_scale_inv, which may be the second
-        item of a pair; or the layer itself, as for `sparse_mla.split_kv_b_proj`.
+        item of a pair; or the layer itself, as for `sparse_mla.split_kv_b_proj`. A shape that fits
+        both forms is taken as [512, H * (Pn + Pv)], and in a pair as its transpose, [out, in].
     weight_scale_inv : fp32, optional
         One value, one per output ([out], or with 1 for the inputs), or one per 128 x 128 values, as
         the weight is stored.
@@ -101,6 +102,8 @@ class DenseMLA:
     ) -> None:
         if not isinstance(config, Config):
             raise wrong_type("DenseMLA", "config", "a dense.Config", config)
+        if scheme is not None and not absorb:
+            raise ValueError(f"DenseMLA: `scheme` must be None without absorb=True, got {scheme!r}")
         self.config = config
         self.rope_table = rope_table
         weight, scale = _find_kv_b(kv_b_proj, weight_scale_inv)
@@ -118,7 +121,7 @@ class DenseMLA:
             weight_scale_inv=scale,
         )
         is_mixed = config.path == "mixed"
-        self.kv_b_proj = None if is_mixed else _as_matrix(weight, *parts)
+        self.kv_b_proj = None if is_mixed else _as_matrix(weight, scale, *parts)
         self.W_UK, self.W_UV = (None, None) if absorb else parts
         self.absorbed = (
             AbsorbedWeights(config, q_proj, (weight, scale), parts, o_proj, scheme)
@@ -228,12 +231,16 @@ def _find_kv_b(given: Any, scale: Any) -> tuple[Any, Any]:
             "DenseMLA: `kv_b_proj` must be a pair (weight, scale) without `weight_scale_inv`, got "
             f"{len(given)} items{'' if scale is None else ' and an array'}"
         )
-    return tuple(given)
+    if tuple(getattr(given[0], "shape", ())) != (LATENT, LATENT):
+        return tuple(given)
+    # Both forms fit, and layers store [out, in].
+    weight, scale = given
+    return transpose(weight), transpose(scale) if len(getattr(scale, "shape", ())) == 2 else scale
 
 
-def _as_matrix(weight: Array, W_UK: Array, W_UV: Array) -> Array:
-    """The weight as [512, H * (Pn + Pv)] bf16: a view of a bf16 weight, else made of its parts."""
-    if is_bf16(weight):
+def _as_matrix(weight: Array, scale: Array | None, W_UK: Array, W_UV: Array) -> Array:
+    """The weight as [512, H * (Pn + Pv)] bf16: a view if it is that already, else made of parts."""
+    if is_bf16(weight) and scale is None:
         columns = W_UK.shape[1] * (W_UK.shape[2] + W_UV.shape[2])
         if tuple(weight.shape) == (512, columns):
             return weight

@@ -201,6 +201,31 @@ def test_a_latent_that_is_too_long():
     assert distance(layer.run({"requantize": False}), layer.exact("mixed")) < IN_BF16
 
 
+def test_a_square_pair_is_stored_as_layers_store_it():
+    """[outputs, 512] with 512 outputs; an array of this shape is [512, outputs]."""
+    case = Case([1, 6], [20, 30], heads=4, nope=64, values=64)
+    for scheme in ("tensor", "block", "token_channel"):
+        layer = Layer(case, scheme=scheme)
+        weight, scale = layer.weights["kv_b_proj"]
+        assert weight.shape == (512, 512)
+        want = layer.run()
+        assert distance(want, layer.exact("separate")) < IN_FP8
+        turned = {"kv_b_proj": weight.T, "weight_scale_inv": scale.T}
+        assert_same_bits(layer.run(turned), want)
+
+
+def test_a_scale_of_a_bf16_weight_counts_everywhere():
+    """In what decodes absorb, and in what makes keys and values for prefills."""
+    layer = Layer(Case([1, 6], [20, 30]))
+    weight = layer.weights["kv_b_proj"]
+    half = {"kv_b_proj": ref.to_bf16(2 * ref.to_f32(weight)), "weight_scale_inv": np.full(1, 0.5)}
+    half["weight_scale_inv"] = half["weight_scale_inv"].astype(np.float32)
+    want = layer.run({"requantize": False})
+    assert_same_bits(layer.run(half | {"requantize": False}), want)
+    plain = dense.DenseMLA(layer.case.config(device="cpu"), **half)
+    assert_same_bits(np.asarray(plain.kv_b_proj), weight)
+
+
 def test_storages_give_the_same_bits():
     """Transposed weights, and pairs of scales, or a scale of their own."""
     layer = Layer(Case([1, 6], [20, 30]))
@@ -366,6 +391,8 @@ def test_unequal_and_mixed_schemes_are_refused():
         ({"q_proj": None}, "^DenseMLA: `q_proj` must be given to absorb, got none"),
         ({"o_proj": None}, "^DenseMLA: `o_proj` must be given to absorb, got none"),
         ({"scheme": "row"}, "^DenseMLA: `scheme` must be None or one of 'tensor', .*, got 'row'"),
+        ({"q_proj": np.zeros((256, 480), np.uint8)}, "^DenseMLA: `q_proj` must be a pair .* e4m3"),
+        ({"kv_b_proj": np.zeros((512, 400), ref.E4M3)}, "^DenseMLA: `kv_b_proj` must be a pair"),
         ({"q_proj": np.zeros((256, 481), np.float32)}, r"5 heads x \(32 \+ 64\), got \[256, 481\]"),
         ({"o_proj": np.zeros((9, 239), np.float32)}, "`o_proj` must have shape .*5 heads x 48"),
         (
@@ -407,6 +434,11 @@ def test_a_pair_and_a_scale():
     layer = Layer(Case([1], [0]), scheme="tensor")
     with pytest.raises(ValueError, match="without `weight_scale_inv`, got 2 items and an array"):
         make_cpu(layer, weight_scale_inv=np.ones(1, np.float32))
+
+
+def test_a_scheme_without_absorption():
+    with pytest.raises(ValueError, match=r"^DenseMLA: `scheme` must be None without absorb=True"):
+        dense.DenseMLA(Case([1], [0]).config(), kv_b_proj=np.zeros((512, 400)), scheme="block")
 
 
 def test_bad_arrays():
