@@ -425,7 +425,9 @@ encode_constant_format(const smla_kv_format_info *format, smla_float_type type, 
     } else {
         encode_nope(format, type, nope, kv_scale, to);
     }
-    write_bf16(rope, type, format->rope_dim, to.row + format->rope_offset);
+    if (format->rope_dim > 0) { /* without it, rope may be NULL */
+        write_bf16(rope, type, format->rope_dim, to.row + format->rope_offset);
+    }
 }
 
 /* Writes a row of any format. */
