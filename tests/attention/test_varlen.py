@@ -332,6 +332,21 @@ def test_scales_of_values(exponent):
     check(case)
 
 
+@pytest.mark.skipif(ON_CUDA, reason="kernels there add products in fp32")
+@pytest.mark.parametrize("exponent", [45, 50, 51, 58, 60, 61, 62])
+def test_products_that_fp32_cannot_hold(exponent):
+    """Queries and keys so large that sums of their products leave fp32, but for a tiny scale."""
+    case = Varlen([9, 2], [150, 3], 4, 2, (576, 64), mask=CAUSAL)
+    want = case.reference()
+    factor = ref.to_bf16(np.float64(2.0) ** exponent)
+    case.q, case.k = case.q * factor, case.k * factor
+
+    def attend_scaled(*arrays, softmax_scale, **options):
+        return attend(*arrays, softmax_scale=softmax_scale * 4.0**-exponent, **options)
+
+    assert_within_bounds(want, case.run(attend_scaled))
+
+
 # --- lengths -------------------------------------------------------------------------------------
 
 

@@ -53,13 +53,14 @@ widen_values(const void *array, smla_float_type type, int64_t at, int64_t count,
     }
 }
 
-/* Whether one of `count` pairs has a value above 2^64, infinite or NaN. */
+/* Whether one of `count` pairs has a value above 2^50, infinite or NaN. The sum sets the upper bit
+ * of such a half. */
 static bool
 has_huge_value(const unit_scalar *row, int count)
 {
     vuint noted = {0};
     for (int i = 0; i < count; i += WIDTH) {
-        noted = note_huge(noted, *(const vuint *)(row + i));
+        noted |= (*(const vuint *)(row + i) & 0x7FFF7FFFu) + 0x277F277Fu;
     }
     return has_noted(noted);
 }

@@ -56,13 +56,13 @@ widen_values(const void *array, smla_float_type type, int64_t at, int64_t count,
     }
 }
 
-/* Whether one of `count` elements is above 2^64, infinite or NaN. */
+/* Whether one of `count` elements is above 2^50, infinite or NaN. */
 static bool
 has_huge_value(const unit_scalar *row, int count)
 {
     vint noted = {0};
     for (int i = 0; i < count; i += WIDTH) {
-        noted |= (vint)(*(const vuint *)(row + i) & 0x7FFFFFFFu) > 0x5F800000;
+        noted |= (vint)(*(const vuint *)(row + i) & 0x7FFFFFFFu) > 0x58800000;
     }
     return has_lane(noted);
 }

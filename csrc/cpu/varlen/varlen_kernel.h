@@ -20,9 +20,10 @@
  *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
  *              a row's bits depend on its query and its request's keys alone. Every 16384 keys the
  *              state is added to those before it.
- *              Products in SMLA_FP_FLUSH are right for values up to 2^64. Larger ones, and NaN,
- *              count as zeros here; rows that have or see such a value are computed again by
- *              varlen_exact.c. So are rows with one key, whose out is its value to the bit.
+ *              Products in SMLA_FP_FLUSH are right for values up to 2^50: logits of 576 of them
+ *              stay below 2^127 with any scale up to 2^16. Larger ones, and NaN, count as zeros
+ *              here; rows that have or see such a value are computed again by varlen_exact.c. So
+ *              are rows with one key, whose out is its value to the bit.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
  *
