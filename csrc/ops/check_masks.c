@@ -1,6 +1,8 @@
 /* check_masks.c: what the operators of dense attention share: masks, softcaps, the number of
  * splits, and the numbers at which requests start.
  */
+#include <float.h>
+
 #include "core/key_range.h"
 #include "ops/check.h"
 
@@ -26,10 +28,11 @@ smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_range_
     SMLA_TRY(smla_require_number(c, "max_seqlen_q", args->max_seqlen_q, 0));
     SMLA_TRY(smla_require_number(c, "max_seqlen_k", args->max_seqlen_k, 0));
     SMLA_TRY(smla_require_finite(c->op, "softcap", args->softcap, c->error));
-    if (args->softcap < 0 || (args->softcap > 0 && (float)args->softcap == 0.0f)) {
+    /* Kernels take a subnormal number as 0, and a softcap of 0 is none. */
+    if (args->softcap != 0 && !((float)args->softcap >= FLT_MIN)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `softcap` must be 0 (none) or a positive float32, got %g", c->op,
-                         args->softcap);
+                         "%s: `softcap` must be 0 (none) or a positive normal float32, got %g",
+                         c->op, args->softcap);
     }
     *rule = (smla_range_rule){
         .left = args->has_window ? args->window_left : -1,

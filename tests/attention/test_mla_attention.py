@@ -146,7 +146,7 @@ def test_heads(heads):
     check(Dense([1, 2], [200, 90], heads, "fp8", mask=Mask(causal=True), sink=True))
 
 
-@pytest.mark.parametrize("softcap", [1e-30, 0.01, 1.0, 30.0, 1e30])
+@pytest.mark.parametrize("softcap", [2.0**-126, 1e-30, 0.01, 1.0, 30.0, 1e30])
 @pytest.mark.parametrize("std", [0.01, 1.0, 6.0])
 def test_softcap(softcap, std):
     """From logits far below the cap to logits far above it."""
@@ -453,9 +453,10 @@ ERRORS = [
     ({"window_size": (-2, 0)}, "`window_size` must have -1 (open) or a number of keys on its left"),
     ({"window_size": (0, -3)}, "number of keys on its right, got -3"),
     ({"attention_chunk": -1}, "`attention_chunk` must be"),
-    ({"softcap": -1.0}, "`softcap` must be 0 (none) or a positive float32, got -1"),
+    ({"softcap": -1.0}, "`softcap` must be 0 (none) or a positive normal float32, got -1"),
     ({"softcap": float("nan")}, "`softcap` must be"),
-    ({"softcap": 1e-60}, "`softcap` must be 0 (none) or a positive float32"),
+    ({"softcap": 1e-60}, "`softcap` must be 0 (none) or a positive normal float32"),
+    ({"softcap": 2.0**-127}, "`softcap` must be 0 (none) or a positive normal float32"),
     ({"cp": (2, 2, 1)}, "`cp` must be (rank, ranks, interleave)"),
     ({"cp": (0, 0, 1)}, "`cp` must be (rank, ranks, interleave)"),
     ({"cp": (0, 2, 0)}, "`cp` must be (rank, ranks, interleave)"),

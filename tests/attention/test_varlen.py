@@ -142,7 +142,7 @@ def test_bytes_are_e4m3():
     assert_same_bits(again["lse"], got["lse"])
 
 
-@pytest.mark.parametrize("softcap", [1e-30, 0.01, 1.0, 30.0, 1e30])
+@pytest.mark.parametrize("softcap", [2.0**-126, 1e-30, 0.01, 1.0, 30.0, 1e30])
 @pytest.mark.parametrize("std", [0.01, 1.0, 6.0])
 def test_softcap(softcap, std):
     """From logits far below the cap to logits far above it."""
@@ -470,9 +470,10 @@ ERRORS = [
     ({"window_size": (0, -3)}, "number of keys on its right, got -3"),
     ({"window_size": (2**31, 0)}, "number of keys on its left, got 2147483648"),
     ({"attention_chunk": -1}, "`attention_chunk` must be 0 to 2147483647, got -1"),
-    ({"softcap": -1.0}, "`softcap` must be 0 (none) or a positive float32, got -1"),
+    ({"softcap": -1.0}, "`softcap` must be 0 (none) or a positive normal float32, got -1"),
     ({"softcap": float("nan")}, "`softcap` must be finite"),
-    ({"softcap": 1e-60}, "`softcap` must be 0 (none) or a positive float32"),
+    ({"softcap": 1e-60}, "`softcap` must be 0 (none) or a positive normal float32"),
+    ({"softcap": 2.0**-127}, "`softcap` must be 0 (none) or a positive normal float32"),
     ({"num_splits": 65}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got 65"),
     ({"num_splits": -1}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got -1"),
     ({"max_seqlen_q": 0}, "`max_seqlen_q` must be at least 1"),

@@ -278,7 +278,7 @@ test_errors(void)
     bad.max_seqlen_k = 1LL << 31;
     EXPECT_REFUSED("`max_seqlen_k` must be 0 to 2147483647, got 2147483648");
     bad.softcap = -0.5;
-    EXPECT_REFUSED("`softcap` must be 0 (none) or a positive float32, got -0.5");
+    EXPECT_REFUSED("`softcap` must be 0 (none) or a positive normal float32, got -0.5");
     bad.softcap = NAN;
     EXPECT_REFUSED("`softcap` must be finite, got nan");
     bad.cp_rank = 2;

@@ -937,11 +937,12 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     "softcap": (
         "mla_attention",
         lambda x: attend_to_pages(softcap=x),
-        (0.0, -0.0, 2.0**-149, 30, np.nextafter(HALF_STEP, 0)),
+        (0.0, -0.0, 2.0**-126, 30, np.nextafter(HALF_STEP, 0)),
         {
-            -1.0: "`softcap` must be 0 (none) or a positive float32, got -1",
-            -1e-60: "`softcap` must be 0 (none) or a positive float32, got -1e-60",
-            1e-60: "`softcap` must be 0 (none) or a positive float32, got 1e-60",
+            -1.0: "`softcap` must be 0 (none) or a positive normal float32, got -1",
+            -1e-60: "`softcap` must be 0 (none) or a positive normal float32, got -1e-60",
+            1e-60: "`softcap` must be 0 (none) or a positive normal float32, got 1e-60",
+            2.0**-127: "`softcap` must be 0 (none) or a positive normal float32, got 5.87747e-39",
             HALF_STEP: "`softcap` must be finite, got 3.40282e+38",
             np.inf: "`softcap` must be finite, got inf",
             np.nan: "`softcap` must be finite, got nan",
