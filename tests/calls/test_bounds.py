@@ -1235,7 +1235,7 @@ def test_a_pair_is_two(count):
     q, kv = (zeros(1, 1, 512), zeros(1, 1, 64), zeros(1, 1, 64)), zeros(1, 1, 576)
     for pair in (q[:2], list(q[:2])):
         sparse_mla.sparse_attention(pair, kv, int32([0]), softmax_scale=1.0)
-    rule = f"must be an array or the pair (ql_nope, q_pe), got {count} items"
+    rule = f"must be an array or the pair (NoPE part, RoPE part), got {count} items"
     with refuses(f"sparse_attention: `q` {rule}", TypeError):
         sparse_mla.sparse_attention(q[:count], kv, int32([0]), softmax_scale=1.0)
 

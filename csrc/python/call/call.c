@@ -83,7 +83,7 @@ int
 smla_py_add_pair(smla_py_call *call, const char *name, PyObject *object)
 {
     static const pair_names pairs[] = {
-        {"q", {"q[0]", "q[1]"}, "q_pe", "(ql_nope, q_pe)"},
+        {"q", {"q[0]", "q[1]"}, "q_pe", "(NoPE part, RoPE part)"},
         {"k", {"k[0]", "k[1]"}, "k_pe", "(k_nope, k_pe)"},
         {"k_cache", {"k_cache[0]", "k_cache[1]"}, "k_scale", "(k, scale)"},
     };
