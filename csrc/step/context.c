@@ -12,9 +12,11 @@ enum { MODEL_LENGTHS = 8, PAGES_PER_REQUEST = 4, MOST_TOKENS = 65536 };
 int64_t
 smla_context_workspace_size(int64_t max_model_len, int64_t max_num_seqs, int64_t block_size)
 {
-    const int64_t lengths = MODEL_LENGTHS * max_model_len;
     const int64_t least = max_num_seqs * block_size;
-    int64_t tokens = lengths > PAGES_PER_REQUEST * least ? lengths : PAGES_PER_REQUEST * least;
+    /* Four times that may be more than an int64 holds, but counts only up to MOST_TOKENS. */
+    const int64_t pages = PAGES_PER_REQUEST * (least < MOST_TOKENS ? least : MOST_TOKENS);
+    int64_t tokens = MODEL_LENGTHS * max_model_len;
+    tokens = tokens > pages ? tokens : pages;
     tokens = tokens < MOST_TOKENS ? tokens : MOST_TOKENS;
     tokens = tokens > least ? tokens : least;
     return (tokens + block_size - 1) / block_size * block_size;

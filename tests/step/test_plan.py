@@ -331,6 +331,7 @@ def test_the_default_workspace_of_context():
     size = sparse_mla.get_context_workspace_size
     assert [size(4096, 256, 64), size(1024, 16, 64), size(100, 3, 7)] == [65536, 8192, 805]
     assert size(1, 5000, 64) == 320000  # a page of each request
+    assert size(1, 2**31 - 1, 2**31 - 1) == (2**31 - 1) ** 2  # four pages of each overflow
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (2**31, 1, 1)):
         with pytest.raises(ValueError, match=r"get_context_workspace_size: `\w+` must be 1 to"):
             size(*bad)
