@@ -107,7 +107,8 @@ static void
 attend(const smla_varlen_params *params, const smla_varlen_tile *tile, const smla_varlen_row *row)
 {
     exact_state state = {.max = -INFINITY};
-    for (int64_t key = row->keys.begin; key < row->keys.end; key++) {
+    /* A sum that is NaN stays NaN, and so do all values, whatever keys follow. */
+    for (int64_t key = row->keys.begin; key < row->keys.end && !isnan(state.sum); key++) {
         const int64_t v_at = (tile->of.first_key + key) * params->v.stride_token +
                              tile->kv_head * params->v.stride_head;
         add_key(params, v_at, find_logit(params, tile, row, key), &state);
