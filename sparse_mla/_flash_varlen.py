@@ -9,6 +9,7 @@ from sparse_mla._compiled import names_integration
 from sparse_mla._flash_arrays import shape_of, without_grad
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
+from sparse_mla.steps.common import check_int
 
 
 def _attend(
@@ -141,7 +142,8 @@ def flash_attn_varlen_qkvpacked_func(
     """
     packed: Any = qkv
     op = "flash_attn_varlen_qkvpacked_func"
-    shape_of(op, "qkv", packed, "[T, H, D]")
+    _, _, dim = shape_of(op, "qkv", packed, "[T, H, D]")
+    check_int(op, "head_dim_qk", head_dim_qk, 1, dim // 2)
     parts = packed[..., :head_dim_qk], packed[..., head_dim_qk : 2 * head_dim_qk]
     values, rest = packed[..., 2 * head_dim_qk :], (dropout_p, softmax_scale, causal)
     return _attend(op, *parts, values, (cu_seqlens,) * 2, (max_seqlen,) * 2, *rest)
@@ -197,7 +199,8 @@ def flash_attn_varlen_kvpacked_func(
     """
     packed: Any = kv
     op = "flash_attn_varlen_kvpacked_func"
-    shape_of(op, "kv", packed, "[S, H, D]")
+    _, _, dim = shape_of(op, "kv", packed, "[S, H, D]")
+    check_int(op, "head_dim_qk", head_dim_qk, 1, dim)
     keys, values = packed[..., :head_dim_qk], packed[..., head_dim_qk:]
     starts, longest = (cu_seqlens_qo, cu_seqlens_kv), (max_seqlen_qo, max_seqlen_kv)
     return _attend(op, q, keys, values, starts, longest, dropout_p, softmax_scale, causal)

@@ -137,6 +137,9 @@ def test_what_is_refused(name):
         function(arrays[0][0], *arrays[1:], **sizes)
     with pytest.raises((TypeError, ValueError), match=r"^varlen_attention: `q` must"):
         function(arrays[0].astype(np.float32), *arrays[1:], **sizes)
+    for size in (-16, 0, 33, 16.0) if "packed" in name else ():
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: `head_dim_qk` must be"):
+            function(*arrays, **(sizes | {"head_dim_qk": size}))
 
 
 def test_signatures_are_those_of_flash_mla():
