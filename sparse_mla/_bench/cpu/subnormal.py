@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -55,11 +55,15 @@ class Case:
 # --- arrays --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=32)  # the cases of an operator take the same values
+def draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
+
+
 def normal(
     *shape: int, std: float = 1.0, mean: float = 0.0, dtype: Any = BF16, seed: int = 0
 ) -> np.ndarray:
-    values = np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
-    return (values * np.float32(std) + np.float32(mean)).astype(dtype)
+    return (draw(shape, seed) * np.float32(std) + np.float32(mean)).astype(dtype)
 
 
 def codes(*shape: int) -> np.ndarray:
