@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import doctest
+import fnmatch
 import importlib.util
 import inspect
 import pydoc
@@ -252,10 +253,43 @@ def test_links_and_paths_of_a_page_lead_somewhere(page):
         assert any(ROOT.glob(path.rstrip("/"))), path
 
 
+# Names of files that are not ours: Python's, and those of an engine.
+FOREIGN_FILES = {"Python.h", "nsa_backend.py"}
+OUR_FILES = {
+    path.name
+    for name in (*FOLDERS, "shim")
+    for path in (ROOT / name).rglob("*.*")
+    if "include" not in path.parts
+}
+
+
+# Changes and records name files of their day.
+PRESENT = [page for page in PAGES if "history" not in page.parts and page.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    """Without a folder, as in `fp8_*.cuh` or `attention_NAME.c`."""
+    names = set(re.findall(r"`([\w*]+\.(?:cuh?|c|h|pyi?|ipynb))`", page.read_text()))
+    for name in names - FOREIGN_FILES:
+        assert fnmatch.filter(OUR_FILES, name.replace("NAME", "*")), name
+
+
+def test_a_missing_file_is_found():
+    assert "array.c" in OUR_FILES
+    assert fnmatch.filter(OUR_FILES, "fp8_*.cuh")
+    assert not fnmatch.filter(OUR_FILES, "hopper_*.cuh")
+
+
 @pytest.mark.parametrize("page", ["choosing_keys.md", "v4.md"])
 def test_a_page_s_examples_run(page):
     """The tests of a framework run the examples that import it."""
     run_examples(page, "import numpy")
+
+
+def test_the_session_of_a_page_runs():
+    failed, count = doctest.testfile(str(ROOT / "docs" / "mla.md"), module_relative=False)
+    assert (failed, count > 10) == (0, True)
 
 
 # What vLLM's FlashMLA backend (and its port with ixformer) calls, and readers will search for.
