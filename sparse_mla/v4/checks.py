@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 from sparse_mla._results import dtype_name
@@ -18,6 +20,8 @@ EVERY_LAYER = ("fused_wqa_wkv", "wq_b", "wo_b")
 COMPRESSED = ("wkv_wgate",)
 INDEXED = ("index_weights_proj", "index_wkv_wgate", "index_wq_b")
 ALL_PROJECTIONS = (*EVERY_LAYER, *COMPRESSED, *INDEXED)
+QUERIES = ("wq_b", "index_wq_b")
+ROUNDED = ("fused_wqa_wkv", *QUERIES)  # these return bf16 only
 
 Projections = Mapping[str, Callable[..., Any]]
 
@@ -61,6 +65,40 @@ def check_projections(ratio: int, given: Any) -> Projections:
                 f"{OP}: `projections.{name}` must be a callable, got {type(value).__name__}"
             )
     return found
+
+
+def projected_widths(config: Config, ratio: int, weights: Any) -> dict[str, int]:
+    """The values per token that each projection returns, but for wo_b, whose result is not read."""
+    states = 2 * state_groups(ratio)
+    return {
+        "fused_wqa_wkv": weights.q_norm.shape[0] + HEAD_SIZE,
+        "wq_b": config.num_heads * HEAD_SIZE,
+        "wkv_wgate": states * HEAD_SIZE,
+        "index_wkv_wgate": states * INDEX_SIZE,
+        "index_weights_proj": config.index_n_heads,
+        "index_wq_b": config.index_n_heads * INDEX_SIZE,
+    }
+
+
+def check_projected(name: str, result: Any, num_tokens: int, width: int) -> None:
+    """Checks what a projection returned. Queries may have an axis of heads."""
+    shape = tuple(getattr(result, "shape", ()))
+    has_heads = name in QUERIES and shape[:1] == (num_tokens,)
+    if shape != (num_tokens, width) and not (has_heads and prod(shape[1:]) == width):
+        got = list(shape) if hasattr(result, "shape") else type(result).__name__
+        raise ValueError(
+            f"{OP}.forward: `projections.{name}` must return [{num_tokens}, {width}], got {got}"
+        )
+    dtypes = BF16 if name in ROUNDED else BF16 + FP32
+    dtype = getattr(result, "dtype", None)
+    if dtype is not None and _known_name(dtype) not in dtypes:
+        raise TypeError(
+            f"{OP}.forward: `projections.{name}` must return {' or '.join(dtypes)}, got "
+            f"{_known_name(dtype)}"
+        )
+
+
+_known_name = lru_cache(maxsize=32)(dtype_name)  # NumPy takes 6 us for a dtype's name
 
 
 # --- weights -------------------------------------------------------------------------------------

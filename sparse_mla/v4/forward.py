@@ -17,7 +17,7 @@ from typing import Any
 
 from sparse_mla import _C, ops
 from sparse_mla.steps.v4 import HEAD_SIZE, INDEXED_RATIO, Metadata
-from sparse_mla.v4.checks import INDEX_SIZE
+from sparse_mla.v4.checks import INDEX_SIZE, check_projected
 from sparse_mla.v4.lanes import Lane, Lanes
 
 Array = Any
@@ -126,7 +126,9 @@ class Step:
     # --- the lines -------------------------------------------------------------------------------
 
     def project(self, lane: Lane, name: str, x: Array) -> Array:
-        return lane.call(self.layer.projections[name], x)
+        result = lane.call(self.layer.projections[name], x)
+        check_projected(name, result, self.num_tokens, self.layer._widths[name])
+        return result
 
     def run(self) -> None:
         """Everything up to attention."""

@@ -13,7 +13,7 @@ from sparse_mla._types import Like, Result
 from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
 from sparse_mla.steps.v4 import Config, Metadata
 from sparse_mla.v4 import forward
-from sparse_mla.v4.checks import check_projections, check_weights
+from sparse_mla.v4.checks import check_projections, check_weights, projected_widths
 from sparse_mla.v4.lanes import Lanes
 
 Array = Any
@@ -170,6 +170,7 @@ class SparseMLA:
         if projections is not None:
             self.projections = check_projections(ratio, projections)
             check_weights(config, ratio, weights)
+            self._widths = projected_widths(config, ratio, weights)
 
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"
@@ -320,7 +321,8 @@ class SparseMLA:
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
             A layer without projections, metadata that a later build replaced or that lacks a block
             table, too few or too many rows of x, a missing cache, more than three streams: before
-            anything is written. Then the errors of the operators and of the projections.
+            anything is written. Then a projection that returns another shape or dtype, and the
+            errors of the operators and of the projections.
 
         Source: vLLM's DeepSeek V4 attention layer, with its multi-stream overlap.
 

@@ -14,6 +14,7 @@ from helpers import assert_same_bits
 from v4_world import HIDDEN, Q_SCALE, RANK, World
 
 import sparse_mla
+from sparse_mla.v4.checks import ALL_PROJECTIONS
 
 RATIOS = (1, 4, 16)
 FORMATS = [
@@ -331,6 +332,40 @@ def test_bad_projections():
     attends_only = sparse_mla.v4.SparseMLA(world.config, 1, weights)
     with pytest.raises(ValueError, match="`projections` must be given to SparseMLA, got none"):
         attends_only.forward(world.inputs([(0, 0, 8)]), world.caches, None)
+
+
+WRONG_RESULTS = [
+    (lambda _: None, ValueError, r"\[20, {width}\], got NoneType"),
+    (lambda y: y[:, 1:], ValueError, r"\[20, {width}\], got \[20, {less}\]"),
+    (lambda y: y[1:], ValueError, r"\[20, {width}\], got \[19, {width}\]"),
+    (lambda y: y.reshape(-1), ValueError, r"\[20, {width}\], got \[{size}\]"),
+    (lambda y: y.astype(np.float64), TypeError, "(bfloat16|bfloat16 or float32), got float64"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_PROJECTIONS if name != "wo_b"])
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG_RESULTS)
+def test_a_projection_returns_something_else(name, wrong, error, text):
+    """The text names the projection; the next call works."""
+    world, metadata, x = one_step()
+    right = world.layer.projections[name]
+    want = world.layer.forward(x, world.caches, metadata)
+    width = world.matrices[name].shape[1]
+    rule = f"^SparseMLA.forward: `projections.{name}` must return {text}$"
+    world.layer.projections[name] = lambda x: wrong(right(x))
+    with pytest.raises(error, match=rule.format(width=width, less=width - 1, size=20 * width)):
+        world.layer.forward(x, world.caches, metadata)
+    world.layer.projections[name] = right
+    assert_same_bits(world.layer.forward(x, world.caches, metadata), want)
+
+
+def test_queries_may_have_an_axis_of_heads():
+    world, metadata, x = one_step()
+    want = world.layer.forward(x, world.caches, metadata)
+    for name, size in (("wq_b", 512), ("index_wq_b", 128)):
+        right = world.projections[name]
+        world.layer.projections[name] = lambda x, f=right, n=size: f(x).reshape(len(x), -1, n)
+    assert_same_bits(world.layer.forward(x, world.caches, metadata), want)
 
 
 WRONG_WEIGHTS = [
