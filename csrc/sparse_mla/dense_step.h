@@ -120,7 +120,8 @@ SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, sml
 typedef struct smla_dense_absorbed_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;
-    const DLTensor *q_c;            /* [>= T, Lq] bf16 */
+    const DLTensor *q_c;            /* [>= T, Lq] bf16; with e4m3 weights Lq is a multiple of 128,
+                                     * and at most 8192, or about 1000 * H if that is more */
     const DLTensor *kv_c;           /* [>= T, 512] bf16 */
     const DLTensor *k_pe;           /* [>= T, R] bf16; optional where R is 0 */
     const DLTensor *kv_cache;       /* [pages, block_size, row] */
