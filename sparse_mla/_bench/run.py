@@ -59,6 +59,7 @@ CUDA_TABLES = (
     "dense",
     "varlen",
     "dense_prefill",
+    "prefill_layer",
     "layer",
     "bytes",
     "projection",
@@ -270,6 +271,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import linear as cuda_linear
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
     from sparse_mla._bench.cuda import top_k as cuda_top_k
@@ -288,6 +290,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
         "varlen": lambda: cuda_varlen.measure_varlen(effort),
         "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
+        "prefill_layer": lambda: cuda_prefill_layer.measure_prefill_layer(effort),
         "layer": lambda: cuda_layer.measure_layer(effort),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),

@@ -17,6 +17,7 @@ from sparse_mla._bench.cuda import attention as cuda_attention
 from sparse_mla._bench.cuda import inputs as cuda_inputs
 from sparse_mla._bench.cuda import judge as cuda_judge
 from sparse_mla._bench.cuda import kinds as cuda_kinds
+from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
 from sparse_mla._bench.cuda import sent as cuda_sent
 from sparse_mla._bench.cuda import sides as cuda_sides
 from sparse_mla._bench.cuda import timing as cuda_timing
@@ -662,3 +663,40 @@ def test_an_earlier_run_is_summed_up_and_plotted(tmp_path):
     done = run_python(*command)
     assert done.returncode != 0
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+# --- a layer's prefill ---------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("factor", "failures"), [(1, 0), (1.5, 2)])
+def test_a_layer_s_prefill_beside_its_operators(factor, failures, on_cpu, monkeypatch):
+    """With context in two chunks, and without. A kernel that is wrong is told."""
+
+    def peer(q, k, v, *starts, softmax_scale, causal, return_attn_probs):
+        assert return_attn_probs
+        options = {"softmax_scale": softmax_scale, "causal": causal}
+        out, lse = sparse_mla.varlen_attention(q, k, v, *starts[:2], **options)
+        assert starts[2] == 70
+        longest.add(starts[3])
+        return out * factor, lse.T
+
+    longest = set()
+    spent = {"merge_kernel": 1.0, "mha": 9.0}
+    times = {"forward": 1e-3, "operators": 2e-3, "portable": 3e-3, "FA3": 4e-3}
+    requests = {"new": [(70, 0), (5, 0)], "cached": [(70, 700), (5, 0)]}
+    given = {
+        "DEVICE": "cpu",
+        "WORKSPACE_ROWS": 512,
+        "find_peer": lambda: peer,
+        "spend_by_kernel": lambda call: spent,
+        "interleave_flushed": lambda sides, effort: times,
+        "SHAPES": [cuda_prefill_layer.Shape(*x, heads=3) for x in requests.items()],
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(cuda_prefill_layer, name, value)
+    table = cuda_prefill_layer.measure_prefill_layer(cuda_timing.CudaEffort())
+    assert longest == {70, 512, 188}
+    assert len(table.failures) == failures
+    assert table.rows[1] == ["cached", "3", "1000", "2000", "3000", "4000", "4.00", "10.0%"]
+    assert table.records[0]["portable_us"] == 3000

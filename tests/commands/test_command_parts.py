@@ -359,6 +359,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import linear as cuda_linear
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
     from sparse_mla._bench.cuda import timing as cuda_timing
@@ -394,6 +395,8 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
     long_prefills = maker("dense_prefill", {"us": 3.0})
     monkeypatch.setattr(cuda_dense_prefill, "measure_dense_prefill", long_prefills)
+    prefills = maker("prefill_layer", {"us": 3.0})
+    monkeypatch.setattr(cuda_prefill_layer, "measure_prefill_layer", prefills)
     monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
@@ -414,8 +417,19 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "dense_prefill", "layer"]
-    wanted += ["bytes", "projection", "linear", "logits", "top_k", "lightning", "helpers", "calls"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "dense_prefill"]
+    wanted += [
+        "prefill_layer",
+        "layer",
+        "bytes",
+        "projection",
+        "linear",
+        "logits",
+        "top_k",
+        "lightning",
+        "helpers",
+        "calls",
+    ]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
