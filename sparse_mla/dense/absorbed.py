@@ -60,7 +60,7 @@ def _kinds(name: str, given: Any, scheme: str | None) -> list[str | None]:
     if is_pair(given):
         weight, scale = pair_of("DenseMLA", name, given)
         shape = sizes_of("DenseMLA", name, weight, "[out, in] in a pair")
-        return [*schemes_of(shape, scale.shape, 0)]
+        return [*schemes_of("DenseMLA", name, shape, scale.shape, 0)]
     refuse_bytes("DenseMLA", name, given)
     return [scheme if callable(given) else None]
 
@@ -73,7 +73,8 @@ def _kinds_of_kv_b(weight: Any, scale: Any, scheme: str | None) -> list[str | No
         return [None]
     weight, scale = pair_of("DenseMLA", "kv_b_proj", (weight, scale))
     shape = sizes_of("DenseMLA", "kv_b_proj", weight, "[512, n] or [n, 512]")
-    return [*schemes_of(shape, scale.shape, 1 if shape[0] == LATENT else 0)]
+    out_dim = 1 if shape[0] == LATENT else 0
+    return [*schemes_of("DenseMLA", "kv_b_proj", shape, scale.shape, out_dim)]
 
 
 def is_bf16(weight: Any) -> bool:

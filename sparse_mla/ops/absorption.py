@@ -184,7 +184,7 @@ def is_pair(given: Any) -> bool:
     return isinstance(given, (tuple, list))
 
 
-def schemes_of(shape: Any, scale_shape: Any, out_dim: int) -> list[str]:
+def schemes_of(op: str, name: str, shape: Any, scale_shape: Any, out_dim: int) -> list[str]:
     """The schemes that an e4m3 weight may have by the shape of its scale, the likeliest first.
     Dimension `out_dim` of the weight, as it is stored, has the outputs."""
     shape, scale_shape = tuple(shape), tuple(scale_shape)
@@ -194,8 +194,13 @@ def schemes_of(shape: Any, scale_shape: Any, out_dim: int) -> list[str]:
     found = ["tensor", "token_tensor"] if has_one else []
     if scale_shape in (channels, (shape[out_dim],)) or (has_one and prod(channels) == 1):
         found.append("token_channel")
-    if scale_shape == blocks or (has_one and prod(blocks) == 1) or not found:
-        found.append("block")  # also of a wrong shape, which is refused as blocks
+    if scale_shape == blocks or (has_one and prod(blocks) == 1):
+        found.append("block")
+    if not found:
+        raise ValueError(
+            f"{op}: `{name}` must have a scale of one value, or of shape [{shape[out_dim]}], "
+            f"{list(channels)} or {list(blocks)}, got {list(scale_shape)}"
+        )
     return found
 
 

@@ -4,6 +4,7 @@ and in every scheme of e4m3. Compared with fp64, and with a layer that absorbs n
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -428,6 +429,19 @@ def test_pairs_of_no_arrays(name):
         make_cpu(layer, **{name: (weight, 0.5)})
     with pytest.raises(ValueError, match=rf"^DenseMLA: `{name}` must have shape .*, got \[9\]"):
         make_cpu(layer, **{name: (weight.reshape(-1)[:9], np.ones(1, np.float32))})
+
+
+@pytest.mark.parametrize("name", ["q_proj", "kv_b_proj", "o_proj"])
+def test_scales_of_no_scheme(name):
+    """Refused as what they are, and not because the three schemes differ."""
+    layer = Layer(Case([1], [0]), scheme="token_channel")
+    weight, scale = layer.weights[name]
+    outputs, blocks = len(weight), [-(-n // 128) for n in weight.shape]
+    shapes = rf"\[{outputs}\], \[{outputs}, 1\] or {re.escape(str(blocks))}"
+    text = rf"^DenseMLA: `{name}` must have a scale of one value, or of shape {shapes}, got "
+    for wrong in (scale.T, scale[1:], scale[None]):
+        with pytest.raises(ValueError, match=text + re.escape(str(list(wrong.shape)))):
+            make_cpu(layer, **{name: (weight, wrong)})
 
 
 def test_a_pair_and_a_scale():
