@@ -50,6 +50,20 @@ require_absorbed(smla_checker *c, const char *name, const DLTensor *tensor, cons
                                         .ndim = SMLA_ANY});
 }
 
+/* Checks that the memory of results has room for the latents as e4m3 values, however many tokens a
+ * step has. */
+static smla_status
+require_short_latent(const smla_checker *c, int64_t inputs, int64_t heads)
+{
+    const int64_t most = smla_dense_most_quantized(heads);
+    return inputs <= most
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `q_c` must have at most %lld values per token if W_Q_UK is e4m3 "
+                           "(with %lld heads), got %lld",
+                           op, (long long)most, (long long)heads, (long long)inputs);
+}
+
 smla_status
 smla_dense_require_weights(smla_checker *c, const dense_layer *d)
 {
@@ -72,13 +86,7 @@ smla_dense_require_weights(smla_checker *c, const dense_layer *d)
     const int64_t inputs = smla_size(a->q_c, 1), outputs = smla_size(a->out, 1);
     SMLA_TRY(require_absorbed(c, "W_Q_UK", a->W_Q_UK, "W_Q_UK_descale", a->W_Q_UK_descale, inputs,
                               heads * SMLA_KV_LORA_RANK));
-    const int64_t most_inputs = smla_dense_most_quantized(heads);
-    if (a->W_Q_UK_descale != NULL && inputs > most_inputs) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q_c` must have at most %lld values per token if W_Q_UK is e4m3 "
-                         "(with %lld heads), got %lld",
-                         op, (long long)most_inputs, (long long)heads, (long long)inputs);
-    }
+    SMLA_TRY(a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK);
     SMLA_TRY(require_bf16(c, "W_QR", a->W_QR, inputs, heads * config->qk_rope_head_dim,
                           config->qk_rope_head_dim == 0 ? SMLA_RULE_OPTIONAL : 0));
     SMLA_TRY(require_absorbed(c, "W_UV_O", a->W_UV_O, "W_UV_O_descale", a->W_UV_O_descale,
