@@ -327,8 +327,8 @@ def apply_rope(
 
 @operator
 def rope_and_cache_mla(
-    positions: Array,
-    q_pe: Like[Result],
+    positions: Like[Result],
+    q_pe: Array,
     k_pe: Array,
     table: Array,
     kv_c: Array,

@@ -54,6 +54,12 @@ def test_looks_as_its_declaration(op):
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_results_are_declared_to_be_like_the_first_array(op):
+    first, *others = (str(p.annotation) for p in inspect.signature(op).parameters.values())
+    assert "Like[" in first or not any("Like[" in annotation for annotation in others)
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 def test_copies_and_pickles_are_itself(op):
     assert pickle.loads(pickle.dumps(op)) is op
     assert copy.copy(op) is op
