@@ -51,7 +51,8 @@ def find_faults(path, text):
         head, tail = text[line_starts[first - 1] : start], text[end:stop]
         before, after = (" ".join(f"{head}{x}{tail}".split()) for x in (text[start:end], new))
         place = max((p for p in places if p[0] <= first <= p[1]), default=(0, 0, ""))[2]
-        faults.append(Fault(path, start, end, new, first, last, place, before, after))
+        span = {"start": start, "end": end, "line": first, "last_line": last, "place": place}
+        faults.append(Fault(path, new=new, before=before, after=after, **span))
     return faults
 
 

@@ -16,18 +16,18 @@ Nothing is copied, and no framework is imported.
 from sparse_mla import backend, flash_mla, ops
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
-from sparse_mla.ops.absorption import *
 from sparse_mla.ops.attention import *
+from sparse_mla.ops.attention_merge import *
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
-from sparse_mla.ops.fp8 import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
-from sparse_mla.ops.merge import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
+from sparse_mla.ops.projection_fp8 import *
+from sparse_mla.ops.projection_weights import *
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 from sparse_mla.ops.varlen import *

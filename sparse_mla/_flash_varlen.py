@@ -13,10 +13,18 @@ from sparse_mla.steps.common import check_int
 
 
 def _attend(
-    op: str, q: Any, k: Any, v: Any, starts: tuple[Any, Any], longest: tuple[int, int], *rest: Any
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    starts: tuple[Any, Any],
+    longest: tuple[int, int],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
 ) -> tuple[Any, Any]:
     """One call of varlen_attention by FlashMLA's arguments."""
-    dropout_p, softmax_scale, causal = rest
     _, _, head_dim = shape_of(op, "q", q, "[T, H, D]")
     if dropout_p != 0:
         raise ValueError(f"{op}: `dropout_p` must be 0, there is no dropout here, got {dropout_p}")
@@ -91,9 +99,17 @@ def flash_attn_varlen_func(
     >>> out.shape, (lse[:, 0] - 192**0.5).round(3).tolist()
     ((3, 2, 128), [0.0, 0.0, 0.6930000185966492])
     """
-    starts, longest = (cu_seqlens_qo, cu_seqlens_kv), (max_seqlen_qo, max_seqlen_kv)
-    rest = dropout_p, softmax_scale, causal
-    return _attend("flash_attn_varlen_func", q, k, v, starts, longest, *rest)
+    return _attend(
+        "flash_attn_varlen_func",
+        q,
+        k,
+        v,
+        starts=(cu_seqlens_qo, cu_seqlens_kv),
+        longest=(max_seqlen_qo, max_seqlen_kv),
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+    )
 
 
 @names_integration("varlen_attention")
@@ -145,8 +161,16 @@ def flash_attn_varlen_qkvpacked_func(
     _, _, dim = shape_of(op, "qkv", packed, "[T, H, D]")
     check_int(op, "head_dim_qk", head_dim_qk, 1, dim // 2)
     parts = packed[..., :head_dim_qk], packed[..., head_dim_qk : 2 * head_dim_qk]
-    values, rest = packed[..., 2 * head_dim_qk :], (dropout_p, softmax_scale, causal)
-    return _attend(op, *parts, values, (cu_seqlens,) * 2, (max_seqlen,) * 2, *rest)
+    return _attend(
+        op,
+        *parts,
+        packed[..., 2 * head_dim_qk :],
+        starts=(cu_seqlens,) * 2,
+        longest=(max_seqlen,) * 2,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+    )
 
 
 @names_integration("varlen_attention")
@@ -201,6 +225,14 @@ def flash_attn_varlen_kvpacked_func(
     op = "flash_attn_varlen_kvpacked_func"
     _, _, dim = shape_of(op, "kv", packed, "[S, H, D]")
     check_int(op, "head_dim_qk", head_dim_qk, 1, dim)
-    keys, values = packed[..., :head_dim_qk], packed[..., head_dim_qk:]
-    starts, longest = (cu_seqlens_qo, cu_seqlens_kv), (max_seqlen_qo, max_seqlen_kv)
-    return _attend(op, q, keys, values, starts, longest, dropout_p, softmax_scale, causal)
+    return _attend(
+        op,
+        q,
+        packed[..., :head_dim_qk],
+        packed[..., head_dim_qk:],
+        starts=(cu_seqlens_qo, cu_seqlens_kv),
+        longest=(max_seqlen_qo, max_seqlen_kv),
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+    )

@@ -1,5 +1,5 @@
 /* check_projection.c: the argument rules of the projections, and of per-tensor quantisation.
- * check_weights.c has those of weights, check_parts.c the shared ones.
+ * check_projection_weights.c has those of weights, check_parts.c the shared ones.
  */
 #include "core/params_projection.h"
 #include "ops/check.h"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_mla.ops.absorption import (
+from sparse_mla.ops.projection_weights import (
     TILE,
     _split_weight,
     check_scheme,
@@ -110,7 +110,17 @@ class AbsorbedWeights:
         weight, scale = kv_b
         if not is_bf16(weight) or scale is not None:
             # The products take parts that are not rounded.
-            parts = _split_weight(weight, scale, LATENT, heads, nope, values, "float32", 0, False)
+            parts = _split_weight(
+                weight,
+                scale,
+                num_rows=LATENT,
+                num_heads=heads,
+                first_dim=nope,
+                second_dim=values,
+                dtype="float32",
+                storage=0,
+                rows_are_outputs=False,
+            )
         self.scheme = scheme
         self.W_Q_UK, self.W_UV_O = multiply_weights(q, *parts, o, scheme)
         W_Q, self.W_QR = q.split(heads, nope, rope)

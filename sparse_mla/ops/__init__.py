@@ -35,57 +35,57 @@ calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
 from sparse_mla.ops import (
-    absorption,
     attention,
+    attention_merge,
     cache,
     compressor,
     facts,
-    fp8,
     index,
     indexer,
-    merge,
     norm,
     planning,
     projection,
+    projection_fp8,
+    projection_weights,
     rope,
     topk,
     varlen,
 )
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
-from sparse_mla.ops.absorption import *
-from sparse_mla.ops.absorption import _absorb_o_proj as _absorb_o_proj
-from sparse_mla.ops.absorption import _absorb_q_proj as _absorb_q_proj
-from sparse_mla.ops.absorption import _split_weight as _split_weight
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plans as _attention_plans
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
 from sparse_mla.ops.attention import _mla_attention_plus_inf as _mla_attention_plus_inf
+from sparse_mla.ops.attention_merge import *
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
-from sparse_mla.ops.fp8 import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
-from sparse_mla.ops.merge import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 from sparse_mla.ops.projection import *
 from sparse_mla.ops.projection import _split_kv_b_proj as _split_kv_b_proj
+from sparse_mla.ops.projection_fp8 import *
+from sparse_mla.ops.projection_weights import *
+from sparse_mla.ops.projection_weights import _absorb_o_proj as _absorb_o_proj
+from sparse_mla.ops.projection_weights import _absorb_q_proj as _absorb_q_proj
+from sparse_mla.ops.projection_weights import _split_weight as _split_weight
 from sparse_mla.ops.rope import *
 from sparse_mla.ops.topk import *
 from sparse_mla.ops.varlen import *
 
 __all__ = []
 __all__ += projection.__all__
-__all__ += absorption.__all__
+__all__ += projection_weights.__all__
 __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += compressor.__all__
 __all__ += facts.__all__
-__all__ += fp8.__all__
+__all__ += projection_fp8.__all__
 __all__ += index.__all__
 __all__ += indexer.__all__
-__all__ += merge.__all__
+__all__ += attention_merge.__all__
 __all__ += norm.__all__
 __all__ += rope.__all__
 __all__ += planning.__all__

@@ -140,6 +140,36 @@ def test_file_names_are_unique():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def find_files(folder: str, pattern: str) -> list[Path]:
+    files = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in SOURCES]
+    return [path for path in files if re.search(pattern, path.read_text(), re.M)]
+
+
+OPERATOR = r"X\((\w+),\s*(smla_\w+_args),\s*smla_\w+,\s*(\w+)\)"
+OPERATORS = re.findall(OPERATOR, (ROOT / "csrc/core/operators.h").read_text().replace("\\\n", " "))
+
+
+@pytest.mark.parametrize(("name", "args", "family"), OPERATORS, ids=lambda x: x)
+def test_an_operator_s_family_has_one_stem_on_every_floor(name, args, family):
+    floors = {
+        "csrc/sparse_mla": (rf"^}} {args};", rf"{family}\.h"),
+        "csrc/ops": (rf"^smla_check_{name}\(", rf"check_{family}(_\w+)?\.c"),
+        "csrc/cpu": (rf"^smla_cpu_{name}\(", rf"{family}/\w+\.c"),
+        "csrc/cuda": (rf"^smla_cuda_launch_{name}\(", rf"{family}/.*|cuda_backend\.c"),
+        "csrc/python/ops": (rf"^[^/]*\b{name}\b", rf"ops_{family}\.c"),
+        "sparse_mla/ops": (rf"^def _?{name}\(", rf"{family}(_\w+)?\.py"),
+    }
+    for floor, (pattern, stem) in floors.items():
+        found = find_files(floor, pattern)
+        assert found or name.endswith("_proj") or "projection" in name, floor
+        for path in found:
+            assert re.fullmatch(stem, str(path.relative_to(ROOT / floor))), path
+
+
+def test_operators_are_found():
+    assert len(OPERATORS) > 30
+
+
 def test_files_begin_with_their_names():
     for path in CSRC:
         assert path.read_text().startswith(f"/* {path.name}: "), path
@@ -237,6 +267,22 @@ def test_what_tests_import_from_each_other_exists():
                 others = [x.name for x in node.names if x.name.startswith("test_")]
                 missing += [(stem, name) for name in others if name not in names]
     assert missing == []
+
+
+# Of other projects: a command line, and DeepGEMM's order of arguments.
+FOREIGN_CALLS = {"run", "module.fp8_paged_mqa_logits"}
+
+
+def test_calls_of_more_than_six_values_name_them():
+    calls = [
+        (path.name, node.lineno, ast.unparse(node.func), len(node.args))
+        for folder in ("sparse_mla", "shim", "buildtools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    assert len(calls) > 5000
+    assert [x for x in calls if x[3] > 6 and x[2] not in FOREIGN_CALLS] == []
 
 
 # --- limits --------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ typedef struct stream_graph {
 enum {
     /* Graphs of one kernel per device; PyTorch has 32 streams and reuses them. */
     MAX_GRAPHS = 64,
-    MAX_KERNEL_GRAPHS = 24, /* of MAX_GRAPHS, for a stream's second and later kernels */
+    MAX_KERNEL_GRAPHS = 24, /* as many of MAX_GRAPHS are for a stream's later kernels */
     MAX_PAIR_GRAPHS = 16,   /* graphs of pairs per device, besides MAX_GRAPHS */
     MAX_STREAMS = 200,      /* streams that are known per device; on others kernels are launched */
 };

@@ -434,7 +434,14 @@ def make_turned_keys() -> Move:
 
     def insert() -> object:
         return sparse_mla.rope_and_cache_mla(
-            positions, q, k[:, 0], table, kv_c, cache, positions, q_out=q_out
+            positions,
+            q,
+            k[:, 0],
+            table,
+            kv_c=kv_c,
+            kv_cache=cache,
+            slot_mapping=positions,
+            q_out=q_out,
         )
 
     def is_right() -> bool:

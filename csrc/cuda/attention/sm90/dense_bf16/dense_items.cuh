@@ -28,7 +28,7 @@ typedef struct dense_launch : bf16_launch {
     smla_cut_tile *cut_tiles; /* [CTAs]: the cut tile that a CTA begins; NULL: nothing is cut */
     int32_t slot_rows;        /* partial rows per slot */
     int32_t team;             /* CTAs per team */
-    int32_t num_reqs;         /* with one more for padding tokens, where their results are wanted */
+    int32_t num_reqs;         /* one more than requests where results of padding are wanted */
     int32_t left;             /* keys before its own that a query token sees; -1: all of them */
     int32_t right;            /* keys behind its own that it sees; -1: all of them */
     bool has_shares; /* the mask also has chunks, or gives each rank its share of the keys */

@@ -1,6 +1,6 @@
-/* check_weights.c: the argument rules of what makes weights once a model: the split of kv_b_proj,
- * and absorption. A weight has any storage, and e4m3 values have scales of one of three kinds.
- * check_parts.c has the shared rules.
+/* check_projection_weights.c: the argument rules of what makes weights once a model: the split of
+ * kv_b_proj, and absorption. A weight has any storage, and e4m3 values have scales of one of three
+ * kinds. check_parts.c has the shared rules.
  */
 #include "core/params_projection.h"
 #include "core/rule_parts.h"

@@ -1,4 +1,4 @@
-/* check_fp8_linear.c: the argument rules of scaled_quantize and of fp8_linear, which quantises its
+/* check_projection_fp8.c: the argument rules of scaled_quantize and of fp8_linear, which quantises its
  * input as scaled_quantize does. check_parts.c has the shared ones.
  */
 #include "core/params_projection.h"

@@ -10,8 +10,8 @@ import numpy as np
 
 from sparse_mla._types import Array, Like, Result
 from sparse_mla.ops._declare import operator
-from sparse_mla.ops.fp8 import scaled_quantize
 from sparse_mla.ops.projection import layer_weight
+from sparse_mla.ops.projection_fp8 import scaled_quantize
 
 __all__ = ["absorb"]
 
@@ -164,9 +164,16 @@ class Weight:
 
     def split(self, num_heads: int, first: int, second: int) -> tuple[Any, Any]:
         """[rows, H * first] and [rows, H * second] in bf16."""
-        sizes = self.rows, num_heads, first, second
         parts = _split_weight(
-            self.values, self.scale, *sizes, "bfloat16", self.storage, self.rows_are_outputs
+            self.values,
+            self.scale,
+            num_rows=self.rows,
+            num_heads=num_heads,
+            first_dim=first,
+            second_dim=second,
+            dtype="bfloat16",
+            storage=self.storage,
+            rows_are_outputs=self.rows_are_outputs,
         )
         return (
             flatten(parts[0], self.rows, num_heads * first),

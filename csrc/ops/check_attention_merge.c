@@ -1,4 +1,4 @@
-/* check_merge.c: the checks of merges of partial attention results. */
+/* check_attention_merge.c: the checks of merges of partial attention results. */
 #include <stdio.h>
 
 #include "core/params_merge.h"
