@@ -1900,7 +1900,7 @@ BUILDS = {
     "rows of the table": (
         {"table": (2, 4)},
         {"table": (1, 4)},
-        "`block_table` must have shape [>= 2, any], got [1, 4]",
+        "`block_table` must have shape [>= 2, any], got [1, 4]: a row of page numbers per request",
     ),
     "columns of the table": (
         {"seq_lens": (8, 1), "table": (2, 2)},

@@ -55,15 +55,15 @@ class Case:
 # --- arrays --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=32)  # the cases of an operator take the same values
-def draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
+@lru_cache(maxsize=32)
+def draw(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
 
 
 def normal(
     *shape: int, std: float = 1.0, mean: float = 0.0, dtype: Any = BF16, seed: int = 0
 ) -> np.ndarray:
-    return (draw(shape, seed) * np.float32(std) + np.float32(mean)).astype(dtype)
+    return (draw(seed, *shape) * np.float32(std) + np.float32(mean)).astype(dtype)
 
 
 def codes(*shape: int) -> np.ndarray:
@@ -574,14 +574,10 @@ def find_ratios(case: Case, repeats: int) -> dict[str, float]:
     return {kind: best[kind] / best[None] for kind in case.kinds}
 
 
-def find_isas() -> list[str]:
-    rows = sparse_mla.kernels()
-    return [row["arch"] for row in rows if row["device"] == "cpu" and row["available"]]
-
-
 def measure(effort: Effort, num_threads: int) -> Table:
     del num_threads  # one, or the CPU time would be that of threads that wait, too
-    isas = find_isas()
+    rows = sparse_mla.kernels()
+    isas = [row["arch"] for row in rows if row["device"] == "cpu" and row["available"]]
     title = "Subnormal numbers on the CPU: time over that of ordinary inputs, one thread"
     table = Table(title, ["operator", "inputs", *isas], [], [])
     chosen = os.environ.get("SPARSE_MLA_CPU_ISA")

@@ -24,7 +24,8 @@ from sparse_mla._bench.cuda.timing import (
 
 LATENT, PAGE = 512, 64
 WORKSPACE_ROWS = 65536  # rows of context that are gathered at a time
-MOST_ERROR = 2**-6  # of the largest value, between kernels that round partial results to bf16
+# A fraction of the largest value. Kernels differ by roundings of partial results to bf16.
+MOST_ERROR = 2**-6
 
 
 @dataclass
@@ -186,7 +187,8 @@ def spend_by_kernel(call: Callable[[], object]) -> dict[str, float]:
     return {x.key: x.self_device_time_total for x in profile.key_averages()}
 
 
-MOVES = ("merge_kernel", "gather_kernel")  # in the names of kernels that move a context's rows
+# Parts of the names of kernels that move a context's rows.
+MOVES = ("merge_kernel", "gather_kernel")
 
 
 def measure_prefill_layer(effort: CudaEffort) -> Table:
