@@ -326,7 +326,7 @@ is_same_device(DLDevice a, DLDevice b)
 
 /* For the first array, and for one whose device is not literally the first array's. */
 static smla_status
-settle_device(smla_checker *c, const char *name, const DLTensor *tensor)
+resolve_device(smla_checker *c, const char *name, const DLTensor *tensor)
 {
     const DLDevice device = smla_normal_device(tensor->device);
     if (c->num_arrays == 0) {
@@ -369,7 +369,7 @@ remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_b
          unsigned flags, const DLTensor *const may_be[2])
 {
     if (c->num_arrays == 0 || !is_same_device(tensor->device, c->device)) {
-        SMLA_TRY(settle_device(c, name, tensor));
+        SMLA_TRY(resolve_device(c, name, tensor));
     }
     if (!range->is_compact && (flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, name, tensor));

@@ -106,8 +106,8 @@ heads_of(const DLTensor *x, const DLTensor *out)
 /* Checks the args of apply_rope, and fills `params`. If the key goes into a cache, it is needed,
  * has no array k_out, and is left out of `params`. */
 static smla_status
-require_turn(smla_checker *c, const smla_apply_rope_args *args, bool caches_key,
-             smla_apply_rope_params *params)
+require_rotation(smla_checker *c, const smla_apply_rope_args *args, bool caches_key,
+                 smla_apply_rope_params *params)
 {
     const smla_rule q = {.name = "q_pe",
                          .tensor = args->q_pe,
@@ -160,7 +160,7 @@ smla_check_apply_rope(const smla_apply_rope_args *args, smla_apply_rope_params *
 {
     smla_checker c;
     smla_open_checker(&c, "apply_rope", error);
-    SMLA_TRY(require_turn(&c, args, false, params));
+    SMLA_TRY(require_rotation(&c, args, false, params));
     return smla_finish_check(&c, backend);
 }
 
@@ -169,13 +169,13 @@ smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
                               smla_rope_and_cache_params *params, const smla_backend **backend,
                               smla_error *error)
 {
-    const smla_apply_rope_args turn = {.positions = args->positions,
-                                       .q_pe = args->q_pe,
-                                       .k_pe = args->k_pe,
-                                       .table = args->table,
-                                       .q_out = args->q_out,
-                                       .is_neox = args->is_neox,
-                                       .stream = args->stream};
+    const smla_apply_rope_args rotate = {.positions = args->positions,
+                                         .q_pe = args->q_pe,
+                                         .k_pe = args->k_pe,
+                                         .table = args->table,
+                                         .q_out = args->q_out,
+                                         .is_neox = args->is_neox,
+                                         .stream = args->stream};
     const smla_concat_and_cache_mla_args write = {.kv_c = args->kv_c,
                                                   .k_pe = args->k_pe,
                                                   .kv_cache = args->kv_cache,
@@ -185,7 +185,7 @@ smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
     const smla_kv_set formats = SMLA_KV_CONCAT & smla_formats_of_size(SMLA_HEAD_DIM);
     smla_checker c;
     smla_open_checker(&c, "rope_and_cache_mla", error);
-    SMLA_TRY(require_turn(&c, &turn, true, &params->queries));
+    SMLA_TRY(require_rotation(&c, &rotate, true, &params->queries));
     SMLA_TRY(smla_require_concat(&c, &write, formats, smla_dtype(args->q_pe), &params->insert));
     params->call = params->insert.call;
     return smla_finish_check(&c, backend);

@@ -15,15 +15,15 @@ check_list(const char *op, const smla_config_field *field, char *config, smla_er
     return SMLA_OK;
 }
 
-/* Checks the place of a name in its list. */
+/* Checks the index of a name in its list. */
 static smla_status
-check_name(const char *op, const smla_config_field *field, const int32_t *place, smla_error *error)
+check_name(const char *op, const smla_config_field *field, const int32_t *index, smla_error *error)
 {
     int most = 0;
     while (field->names[most + 1] != NULL) {
         most++;
     }
-    return smla_require_count(op, field->name, *place, 0, most, error);
+    return smla_require_count(op, field->name, *index, 0, most, error);
 }
 
 static smla_status

@@ -15,7 +15,7 @@ typedef enum smla_field_kind {
     SMLA_FIELD_SCALE,     /* double, positive */
     SMLA_FIELD_FORMAT,    /* int32_t, smla_kv_format; the plan checks which ones it serves */
     SMLA_FIELD_PATH,      /* int32_t, smla_path; the plan checks it, too */
-    SMLA_FIELD_NAME,      /* int32_t, a place in `names` */
+    SMLA_FIELD_NAME,      /* int32_t, an index into `names` */
     SMLA_FIELD_DEVICE,    /* DLDevice */
 } smla_field_kind;
 

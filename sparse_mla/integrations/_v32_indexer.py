@@ -107,7 +107,7 @@ class QuantizedIndexer:
         cos, sin = (x[0, :, : ROPE_DIM // 2].float() for x in position_embeddings)
         k = pairs_last(model.k_norm(model.wk(hidden_states))[0].float())
         sparse_mla.indexer_k_quant_and_cache(
-            turn_pairs(k, cos, sin), self.keys, step.metadata.slot_mapping
+            rotate_pairs(k, cos, sin), self.keys, step.metadata.slot_mapping
         )
         q, weights, *q_scale = sparse_mla.fused_indexer_q_rope_quant(
             pairs_last(model.wq_b(q_resid)[0].unflatten(-1, (-1, INDEX_HEAD_DIM)).bfloat16()),
@@ -141,7 +141,7 @@ def pairs_last(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([rest, rope.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
 
 
-def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE of keys [T, 128] in this library's order, by angles [T, 32]."""
     rest, rope = x.split([INDEX_HEAD_DIM - ROPE_DIM, ROPE_DIM], dim=-1)
     a, b = rope[:, 0::2], rope[:, 1::2]

@@ -90,7 +90,7 @@ def test_equal_weights_sum_without_drift():
 
 
 @pytest.mark.parametrize("num_heads", [64, 100])
-def test_works_of_every_length_in_a_row(num_heads):
+def test_work_items_of_every_length_in_a_row(num_heads):
     """There are more works than CTAs. Some are full, some have no columns, some have no keys, and
     some have their first key in a later block."""
     rng = np.random.default_rng(7)

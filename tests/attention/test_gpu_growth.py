@@ -130,7 +130,7 @@ def test_heads_that_grow_in_different_blocks(growth, sink, fmt, num_heads, num_s
 @every_head_count
 @every_format
 @pytest.mark.parametrize("block", [2, 3, 8, 15])
-def test_a_jump_that_f16_rounds(block, fmt, num_heads, num_splits):
+def test_a_reference_jump_that_f16_rounds(block, fmt, num_heads, num_splits):
     """The FP8 kernel for Hopper finds the height of a jump in f16, which has steps of 2 above 2048.
     The keys behind the jump lie within a few octaves of each other: every head adds two courses."""
     jump = np.where(block <= BLOCK, 1900.0, -1900.0)
@@ -175,7 +175,7 @@ def test_some_rows_are_a_hundred_times_the_rest(fmt, num_heads, num_splits):
     check(make(fmt, num_heads, rng.normal(0, 2, (50, K)) * times, num_splits))
 
 
-def test_growing_works_in_a_row():
+def test_growing_work_items_in_a_row():
     """Each CTA takes several works, of every length. The references of one work must not change
     the results of the next."""
     rng = np.random.default_rng(5)
@@ -196,7 +196,7 @@ def test_growing_works_in_a_row():
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
 @pytest.mark.parametrize("growth", [20, 41])
-def test_growth_at_the_end_of_every_work(growth, num_heads):
+def test_growth_at_the_end_of_every_work_item(growth, num_heads):
     """References move in a work's last block, while the other half of the CTA is about to read the
     sums. Every token of many has the bits that it has alone, in every call."""
     case = make("fp8", num_heads, COURSES["in the last block alone"] * float(growth), 1)

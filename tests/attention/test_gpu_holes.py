@@ -122,7 +122,7 @@ def test_fewer_heads(keys, num_heads, fmt):
 
 @every_format
 @pytest.mark.parametrize("has_extra", [False, True])
-def test_works_in_a_row(has_extra, fmt):
+def test_work_items_in_a_row(has_extra, fmt):
     """Each CTA takes several works, of every pattern and length. Tokens have the bits that they
     have in a batch of 40."""
     num_tokens, width = 450, 600

@@ -57,24 +57,24 @@ def make(large, num_heads, K, num_splits, *, holes=0.0, layout="paged") -> Atten
 @pytest.mark.parametrize("num_heads", [16, 64, 100])
 @pytest.mark.parametrize("K", [1100, 2048, 5000])
 @pytest.mark.parametrize("large", LARGE)
-def test_large_keys(large, K, num_heads, num_splits):
+def test_outlier_keys(large, K, num_heads, num_splits):
     check(make(large, num_heads, K, num_splits))
 
 
 @pytest.mark.parametrize("K", [2048, 9000])
 @pytest.mark.parametrize("large", LARGE)
 @pytest.mark.parametrize("holes", [0.02, 0.5, 0.9])
-def test_large_keys_among_holes(holes, large, K):
+def test_outlier_keys_among_holes(holes, large, K):
     check(make(large, 64, K, 1, holes=holes))
 
 
 @pytest.mark.parametrize("layout", ["padded", "interleaved", "token_stride", "negative", "flat"])
-def test_large_keys_in_rows_of_other_layouts(layout):
+def test_outlier_keys_in_rows_of_other_layouts(layout):
     check(make("a few", 64, 2048, 1, layout=layout))
 
 
 @pytest.mark.parametrize("large", ["a few", "late", "more than a look takes"])
-def test_large_keys_have_the_same_bits_in_any_batch(large):
+def test_outlier_keys_have_the_same_bits_in_any_batch(large):
     rows = np.random.default_rng(3).integers(0, T, 700)
     check_in_a_batch(make(large, 64, 2048, 1), rows)
 

@@ -114,7 +114,7 @@ def test_attention_of_middle_batches(num_heads):
     check_v4(V4Case(12 * tokens, num_heads, 128, extra="fp8_v4", extra_K=512, extra_block_size=4))
 
 
-def test_large_keys_first():
+def test_outlier_keys_first():
     check_large(make_large("a few", 64, 2048, 1))
 
 

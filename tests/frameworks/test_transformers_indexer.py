@@ -294,8 +294,8 @@ def test_the_comparison_sees_faults(model, with_its_own, monkeypatch, fault):
     if fault == "layout":
         monkeypatch.setattr(_v32_indexer, "pairs_last", lambda x: x)
     else:
-        right = _v32_indexer.turn_pairs
-        monkeypatch.setattr(_v32_indexer, "turn_pairs", lambda k, cos, sin: right(k, cos, -sin))
+        right = _v32_indexer.rotate_pairs
+        monkeypatch.setattr(_v32_indexer, "rotate_pairs", lambda k, cos, sin: right(k, cos, -sin))
     with pytest.raises(AssertionError):
         check_v32(model, serve(model, "fp8_index", monkeypatch), with_its_own, "fp8_index")
 

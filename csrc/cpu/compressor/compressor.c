@@ -50,10 +50,10 @@ save_share(const smla_norm_isa *norm, const smla_partial_states_params *p, int s
     for (int64_t token = range.first; token < range.end; token++) {
         const int64_t slot = read_slot(rows, token);
         if (is_in_share(slot, share, shares)) {
-            const int64_t place = read_position_of(p, token) % p->ratio;
+            const int64_t offset = read_position_of(p, token) % p->ratio;
             norm->save_state((const uint8_t *)rows->kv_c + token * rows->kv_c_stride_token * bytes,
                              (const uint8_t *)rows->k_pe + token * rows->k_pe_stride_token * bytes,
-                             rows->input_type, p->ape + place * p->ape_stride, p->width,
+                             rows->input_type, p->ape + offset * p->ape_stride, p->width,
                              (float *)(void *)smla_kv_slot(&rows->kv, slot).row);
         }
     }

@@ -182,17 +182,17 @@ insert_share(const smla_cache_isa *cache, const smla_rope_and_cache_params *p, i
 {
     const smla_cache_write_params *const insert = &p->insert;
     float k_pe[SMLA_QK_ROPE_HEAD_DIM]; /* one key, of fp32 or of bf16 */
-    smla_apply_rope_params turn = p->queries;
-    turn.q.num_heads = 0;
-    turn.k = (smla_rope_heads){.x = insert->k_pe,
-                               .out = k_pe,
-                               .num_heads = 1,
-                               .stride_token = insert->k_pe_stride_token};
+    smla_apply_rope_params rotate = p->queries;
+    rotate.q.num_heads = 0;
+    rotate.k = (smla_rope_heads){.x = insert->k_pe,
+                                 .out = k_pe,
+                                 .num_heads = 1,
+                                 .stride_token = insert->k_pe_stride_token};
     const token_range range = range_of_share(insert, share, shares);
     for (int64_t token = range.first; token < range.end; token++) {
         const int64_t slot = read_slot(insert, token);
         if (is_in_share(slot, share, shares)) {
-            rotate_heads(&turn, token, 0, 1);
+            rotate_heads(&rotate, token, 0, 1);
             cache->write_row(insert->kv.format, insert->input_type, insert->kv_c,
                              token * insert->kv_c_stride_token, k_pe, 0,
                              smla_read_scale(&insert->kv_scale), smla_kv_slot(&insert->kv, slot));

@@ -181,25 +181,25 @@ take_chunks(const row *r, const smla_select_isa *isa, smla_threshold threshold, 
 {
     int64_t above[MAX_CHUNKS];
     int64_t equal[MAX_CHUNKS];
-    int64_t places[MAX_CHUNKS];
+    int64_t offsets[MAX_CHUNKS];
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
         const smla_logits logits = chunk_of(r, i);
         isa->count_keys(&logits, threshold.key, &above[i], &equal[i]);
     }
-    int64_t place = 0;
+    int64_t offset = 0;
     int64_t num_equal = threshold.num_equal;
     for (int i = 0; i < r->num_chunks; i++) {
         equal[i] = equal[i] < num_equal ? equal[i] : num_equal;
         num_equal -= equal[i];
-        places[i] = place;
-        place += above[i] + equal[i];
+        offsets[i] = offset;
+        offset += above[i] + equal[i];
     }
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
         const smla_logits logits = chunk_of(r, i);
         const smla_threshold part = {.key = threshold.key, .num_equal = equal[i]};
-        (void)isa->take_columns(&logits, part, (int32_t)(i * r->chunk), out + places[i]);
+        (void)isa->take_columns(&logits, part, (int32_t)(i * r->chunk), out + offsets[i]);
     }
 }
 

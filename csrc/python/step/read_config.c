@@ -35,21 +35,21 @@ parse_path(const char *op, const smla_path *paths, PyObject *object, int32_t *pa
     return -1;
 }
 
-/* Reads one of the field's names as its place. */
+/* Reads one of the field's names as its index. */
 static int
-parse_name(const char *op, const smla_config_field *field, PyObject *object, int32_t *place)
+parse_name(const char *op, const smla_config_field *field, PyObject *object, int32_t *index)
 {
     const char *const text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
     if (text == NULL) {
         return -1;
     }
-    for (*place = 0; field->names[*place] != NULL; (*place)++) {
-        if (strcmp(text, field->names[*place]) == 0) {
+    for (*index = 0; field->names[*index] != NULL; (*index)++) {
+        if (strcmp(text, field->names[*index]) == 0) {
             return 0;
         }
     }
     PyErr_Format(PyExc_ValueError, "%s: `%s` must be one of %d names, such as \"%s\", got %R", op,
-                 field->name, (int)*place, field->names[0], object);
+                 field->name, (int)*index, field->names[0], object);
     return -1;
 }
 

@@ -228,13 +228,13 @@ def find_deep_gemm() -> Any:
         return None
 
 
-def make_works(quick: bool) -> list[partial[Work]]:
+def make_work_items(quick: bool) -> list[partial[Work]]:
     prefills, decodes = (x[:QUICK] if quick else x for x in (PREFILLS, DECODES))
-    works = [partial(make_prefill, *shape, heads) for heads in (64, 32) for shape in prefills]
-    works += [partial(make_decode, *shape, 64) for shape in decodes]
-    works.append(partial(make_decode, 64, 32768, 65))  # a head more: the precise class
-    works.append(partial(make_fp4_decode, 64, 32768, 64))
-    return works + [
+    items = [partial(make_prefill, *shape, heads) for heads in (64, 32) for shape in prefills]
+    items += [partial(make_decode, *shape, 64) for shape in decodes]
+    items.append(partial(make_decode, 64, 32768, 65))  # a head more: the precise class
+    items.append(partial(make_fp4_decode, 64, 32768, 64))
+    return items + [
         partial(make_decode, 64, 32768, 64, n) for n in MORE_TOKENS[: QUICK if quick else None]
     ]
 
@@ -243,7 +243,7 @@ def measure_logits(effort: CudaEffort) -> Table:
     columns = ["work", "heads", "error/bound", "µs", "TFLOP/s", "floor µs", "DeepGEMM µs", "ratio"]
     table = Table("Logits of the indexer, cold", columns, [], [])
     module = find_deep_gemm()
-    for make in make_works(effort.quick):
+    for make in make_work_items(effort.quick):
         work = make()
         heads = work.q.shape[1]
         worst = work.judge(work.call())
