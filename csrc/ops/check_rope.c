@@ -181,7 +181,8 @@ smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
                                                   .kv_cache = args->kv_cache,
                                                   .slot_mapping = args->slot_mapping,
                                                   .kv_format = args->kv_format,
-                                                  .stream = args->stream};
+                                                  .stream = args->stream,
+                                                  .kv_scale = args->kv_scale};
     const smla_kv_set formats = SMLA_KV_CONCAT & smla_formats_of_size(SMLA_HEAD_DIM);
     smla_checker c;
     smla_open_checker(&c, "rope_and_cache_mla", error);

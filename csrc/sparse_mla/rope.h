@@ -44,6 +44,7 @@ typedef struct smla_rope_and_cache_mla_args {
     int32_t is_neox;              /* 1: halves instead of neighbours */
     int32_t kv_format;            /* smla_kv_format */
     void *stream;
+    smla_scale_arg kv_scale; /* 1: rows of neither format have a scale of the whole cache */
 } smla_rope_and_cache_mla_args;
 
 SMLA_API smla_status smla_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,

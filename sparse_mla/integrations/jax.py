@@ -67,6 +67,7 @@ _ATTRIBUTES = {
     "int32": np.int64,
     "size": np.int64,
     "count or none": np.int64,
+    "hint": np.int64,
     "flag": np.int64,
     "float": np.float64,
     "scale": np.float64,
@@ -99,7 +100,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
                 f"{schema.name}: `{name}` must be a Python value, got a traced array: give jax.jit "
                 f'static_argnames="{name}", or fix the option outside (functools.partial)'
             )
-        if kind in ("int", "int32", "size", "count or none") and values[name] is not None:
+        if kind in ("int", "int32", "size", "count or none", "hint") and values[name] is not None:
             values[name] = as_int(schema.name, name, values[name])  # NumPy would cut a float
         if kind in INTS and values[name] is not None:
             values[name] = _as_ints(schema.name, name, values[name], INTS[kind])

@@ -134,6 +134,7 @@ _TYPES = {
     "flag": "bool",
     "size": "SymInt?",
     "count or none": "SymInt?",
+    "hint": "SymInt?",
     "two ints": "int[2]",
     "three ints or none": "int[]?",
     "float": "float",

@@ -336,6 +336,7 @@ def rope_and_cache_mla(
     slot_mapping: Array,
     *,
     interleaved: bool = True,
+    kv_scale: float = 1.0,
     kv_cache_dtype: RopeFormat | None = None,
     q_out: Array | None = None,
     stream: Stream = None,
@@ -365,6 +366,8 @@ def rope_and_cache_mla(
         is a ValueError on the CPU, before anything is written; on CUDA its token is skipped.
     interleaved : bool
         True: pairs are values 2i and 2i + 1 (GPT-J, DeepSeek). False: values i and i + 32 (NeoX).
+    kv_scale : float
+        1: rows of neither format have a scale of the whole cache.
     kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
         None takes the format from the cache's dtype and last dimension. `kv_format` is the same
         option.

@@ -243,7 +243,7 @@ def test_is_mla_attention_of_projected_keys():
     assert np.abs(difference).max() <= 2**-7 * np.abs(np.asarray(out, np.float32)).max()
 
 
-@pytest.mark.parametrize("hint", [1, 7, 10**6])
+@pytest.mark.parametrize("hint", [0, 1, 7, 10**6])
 def test_hints_and_splits_change_nothing(hint):
     case = Varlen([3, 40], [200, 70], 4, 2, mask=CAUSAL)
     got = case.run(attend)
@@ -476,8 +476,8 @@ ERRORS = [
     ({"softcap": 2.0**-127}, "`softcap` must be 0 (none) or a positive normal float32"),
     ({"num_splits": 65}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got 65"),
     ({"num_splits": -1}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got -1"),
-    ({"max_seqlen_q": 0}, "`max_seqlen_q` must be at least 1"),
-    ({"max_seqlen_k": 0}, "`max_seqlen_k` must be at least 1"),
+    ({"max_seqlen_q": -1}, "`max_seqlen_q` must be at least 0"),
+    ({"max_seqlen_k": -1}, "`max_seqlen_k` must be at least 0"),
     ({"softmax_scale": float("nan")}, "`softmax_scale` must be finite"),
     ({"attn_sink": np.zeros(3, np.float32)}, "`attn_sink` must have shape [>= 4], got [3]"),
     ({"q_descale": 2.0}, "`q_descale` must be left out unless `q` is e4m3, got bfloat16"),

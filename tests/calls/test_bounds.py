@@ -965,8 +965,8 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         f"{name} of pages": (
             "mla_attention",
             lambda n, name=name: attend_to_pages(**{name: n}),
-            (None, 1, INT32 - 1),
-            {n: f"`{name}` must be at least 1, got {n}" for n in (0, -1)}
+            (None, 0, 1, INT32 - 1),
+            {-1: f"`{name}` must be at least 0, got -1"}
             | {n: f"`{name}` {COUNT}{n}" for n in (INT32, INT64 - 1)},
         )
         for name in ("max_seqlen_q", "max_seqlen_k")

@@ -401,7 +401,7 @@ MLA = [
     ("cp of text", "cp", lambda _: "abc", TypeError, ()),
     ("rank past the end", "cp", lambda _: (2, 2, 1), ValueError, ()),
     ("no rank", "cp", lambda _: (0, 0, 1), ValueError, ()),
-    ("q_len 0", "max_seqlen_q", lambda _: 0, ValueError, ()),
+    ("q_len -1", "max_seqlen_q", lambda _: -1, ValueError, ()),
     ("k_len text", "max_seqlen_k", lambda _: "1", TypeError, ()),
     ("splits 65", "num_splits", lambda _: 65, ValueError, ()),
     ("format", "kv_format", lambda _: "int4", ValueError, ()),

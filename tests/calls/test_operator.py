@@ -225,7 +225,7 @@ NO_ARGUMENT = {"second", "result", "asked result", "stream of the arrays"}
 WRITTEN = {"output", "output or none", "output or first", "asked output", "result"}
 WRITTEN |= {"asked result"}
 NONE = {"output", "output or none", "output or first", "asked output", "kv_format", "size"}
-NONE |= {"stream", "scale or none", "asking input", "three ints or none", "count or none"}
+NONE |= {"stream", "scale or none", "asking input", "three ints or none", "count or none", "hint"}
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -404,7 +404,7 @@ def test_a_format_s_pages_without_their_size_are_refused_by_rules():
 FALSE = (0, 0.0, False, "", (), [], b"", np.int64(0), np.zeros(0, np.int32), np.zeros(0, np.int8))
 # What a call may have instead of None: a stream of 0, and names that are arrays elsewhere.
 MAY_BE_NONE = {*NONE, "optional input", "workspace", "input or none", "scale"}
-MAY_BE_NONE -= {"stream", "count or none"}  # 0 is a count
+MAY_BE_NONE -= {"stream", "count or none", "hint"}  # 0 is a count
 
 
 @pytest.mark.parametrize("op", ops.OPERATORS.values(), ids=ops.OPERATORS)

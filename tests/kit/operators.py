@@ -303,7 +303,7 @@ FACTS: dict[str, Facts] = {
     ),
     "rope_and_cache_mla": Facts(
         positional="positions q_pe k_pe table kv_c kv_cache slot_mapping",
-        keywords="interleaved=True kv_cache_dtype= q_out= stream=",
+        keywords="interleaved=True kv_scale=1.0 kv_cache_dtype= q_out= stream=",
         good=rope_and_cache_call,
         written="kv_cache",
         is_exact=True,

@@ -407,6 +407,7 @@ name_kind(int kind)
         [SMLA_PY_UNLESS] = "flag",
         [SMLA_PY_SIZE] = "size",
         [SMLA_PY_COUNT_OR_NONE] = "count or none",
+        [SMLA_PY_HINT] = "hint",
         [SMLA_PY_TWO_INTS] = "two ints",
         [SMLA_PY_THREE_INTS] = "three ints or none",
         [SMLA_PY_FLOAT] = "float",

@@ -45,6 +45,7 @@ typedef enum smla_py_kind {
     SMLA_PY_UNLESS,        /* int32_t: 1 where the argument is false */
     SMLA_PY_SIZE,          /* int64_t: None, which is 0, or at least 1 */
     SMLA_PY_COUNT_OR_NONE, /* int64_t: None, which is -1, or at least 0 */
+    SMLA_PY_HINT,          /* int64_t: None, which is 0, or at least 0 */
     SMLA_PY_TWO_INTS,      /* int64_t[2]: a tuple */
     SMLA_PY_THREE_INTS,    /* int64_t[3]: None, which is zeros, or a tuple */
     SMLA_PY_FLOAT,         /* double */

@@ -89,6 +89,8 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_UNLESS: return parse_flag(object, true, field);
     case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, 1, field);
     case SMLA_PY_COUNT_OR_NONE: return smla_py_parse_size(op, param->name, object, 0, field);
+    case SMLA_PY_HINT:
+        return object == Py_None ? 0 : smla_py_parse_size(op, param->name, object, 0, field);
     case SMLA_PY_TWO_INTS:
         return smla_py_parse_ints(op, param->name, object, smla_py_count_ints(param), field);
     case SMLA_PY_THREE_INTS:

@@ -46,6 +46,7 @@ static const smla_py_param cached_params[] = {
     {"kv_cache", SMLA_PY_INOUT, offsetof(smla_rope_and_cache_mla_args, kv_cache)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, slot_mapping)},
     [CACHED_Q_OUT] = {"q_out", SMLA_PY_OUTPUT, offsetof(smla_rope_and_cache_mla_args, q_out)},
+    {"kv_scale", SMLA_PY_SCALE, offsetof(smla_rope_and_cache_mla_args, kv_scale)},
     {"interleaved", SMLA_PY_UNLESS, offsetof(smla_rope_and_cache_mla_args, is_neox)},
     {"kv_cache_dtype", SMLA_PY_KV_FORMAT, offsetof(smla_rope_and_cache_mla_args, kv_format)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_rope_and_cache_mla_args, stream)},

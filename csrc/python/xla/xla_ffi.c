@@ -94,6 +94,15 @@ read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
                                        (long long)least, (long long)*value);
 }
 
+/* Reads a size that may be 0, which says as little as one that is left out. */
+static smla_status
+read_hint(const xla_call *call, const char *name, int64_t *value)
+{
+    SMLA_TRY(read_size(call, name, 0, value));
+    *value = *value < 0 ? 0 : *value;
+    return SMLA_OK;
+}
+
 /* Reads the integers of a tuple: attributes `name`[0], `name`[1], and so on. Without the first, the
  * tuple was left out. */
 static smla_status
@@ -378,6 +387,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             break;
         case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, 1, field)); break;
         case SMLA_PY_COUNT_OR_NONE: SMLA_TRY(read_size(call, param->name, 0, field)); break;
+        case SMLA_PY_HINT: SMLA_TRY(read_hint(call, param->name, field)); break;
         case SMLA_PY_TWO_INTS:
         case SMLA_PY_THREE_INTS: SMLA_TRY(read_ints(call, param, field)); break;
         case SMLA_PY_SCALE_OR_NONE:
