@@ -22,7 +22,7 @@ class DenseAttention(PagedAttention):
         num_pages: int,
         rope_table: torch.Tensor,
         absorb: bool,
-        scheme: str | None,
+        **quantisation: Any,
     ) -> None:
         q_proj = model.q_proj if model.q_lora_rank is None else model.q_b_proj
         weights: dict[str, Any] = {"kv_b_proj": model.kv_b_proj}
@@ -31,7 +31,7 @@ class DenseAttention(PagedAttention):
                 "kv_b_proj": weight_of(model.kv_b_proj, True),
                 "q_proj": weight_of(q_proj, True),
                 "o_proj": weight_of(model.o_proj, False),
-                "scheme": scheme,
+                **quantisation,
             }
         mla = dense.DenseMLA(config, absorb=absorb, rope_table=rope_table, **weights)
         super().__init__(model, mla, num_pages)
@@ -83,6 +83,7 @@ class DenseLayers:
         index_cache_dtype: Any,
         absorb: bool,
         scheme: str | None,
+        requantize: bool,
         **limits: Any,
     ) -> None:
         if index_cache_dtype != "auto":
@@ -95,8 +96,9 @@ class DenseLayers:
         self.config = dense.Config(interleaved=interleaved, **config_fields(model), **limits)
         self._builder = dense.MetadataBuilder(self.config)
         rope_table = make_rope_table(model.model.rotary_emb, self.config)
+        shared = self.config, num_pages, rope_table, absorb
         self.attentions = [
-            DenseAttention(layer.self_attn, self.config, num_pages, rope_table, absorb, scheme)
+            DenseAttention(layer.self_attn, *shared, scheme=scheme, requantize=requantize)
             for layer in model.model.layers
         ]
 

@@ -120,6 +120,9 @@ class ModelRunner:
     scheme : str, optional
         With `absorb`, the quantisation of these weights to e4m3: "tensor", "block", "token_tensor"
         or "token_channel". Layers that Transformers has loaded as e4m3 keep theirs without it.
+    requantize : bool
+        With `absorb`, whether weights that absorb e4m3 ones are e4m3 again. With False they are
+        bf16, and a layer's weights may be any mix of both.
 
     Attributes
     ----------
@@ -175,6 +178,7 @@ class ModelRunner:
         prefill_workspace_tokens: int | None = None,
         absorb: bool = False,
         scheme: str | None = None,
+        requantize: bool = True,
     ) -> None:
         make_layers = next((x for kind, x in _LAYERS.items() if isinstance(model, kind)), None)
         if make_layers is None:
@@ -188,11 +192,12 @@ class ModelRunner:
             raise ValueError(
                 f"ModelRunner: `model` must be on one device, got one on {', '.join(devices)}"
             )
-        if scheme is not None and not absorb:
-            raise ValueError(
-                f"ModelRunner: `scheme` must be None without absorb=True, got {scheme!r}"
-            )
-        weights: dict[str, Any] = {"absorb": absorb, "scheme": scheme}
+        for name, given, default in (("scheme", scheme, None), ("requantize", requantize, True)):
+            if given is not default and not absorb:
+                raise ValueError(
+                    f"ModelRunner: `{name}` must be {default} without absorb=True, got {given!r}"
+                )
+        weights: dict[str, Any] = {"absorb": absorb, "scheme": scheme, "requantize": requantize}
         if make_layers is SparseLayers:
             if absorb:
                 raise ValueError(

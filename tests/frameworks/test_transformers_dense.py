@@ -367,6 +367,23 @@ def test_weights_that_are_loaded_as_e4m3(example, adapter, tokens, block_size):
     assert comparison.within, comparison
 
 
+def test_a_mix_of_weights_is_absorbed_in_bf16(example, adapter, tokens):
+    """An e4m3 model whose kv_b_proj is plain needs `requantize=False`, as the error says."""
+    torch = find_framework("torch").module
+    model = make_model(example)
+    loaded = quantize_layers(torch, model, (128, 128))
+    want = example.run_eager(model, tokens[0])
+    for attention, name, _, fp8 in loaded:
+        if name != "kv_b_proj":
+            setattr(attention, name, fp8)
+    with pytest.raises(ValueError, match="requantize=False"):
+        adapter.ModelRunner(model, **LIMITS, absorb=True)
+    runner = adapter.ModelRunner(model, **LIMITS, absorb=True, requantize=False)
+    got = [runner.step({"a": part}, all_logits=True) for part in tokens[0].split([150, 1, 105])]
+    comparison = compare_absorbed(example, got, [want], None)
+    assert comparison.within, comparison
+
+
 # --- wrong use -----------------------------------------------------------------------------------
 
 
@@ -400,6 +417,7 @@ def test_models_that_cannot_be_served(example, adapter, model):
         ("path", "direct", "`path` must be None or 'separate' or 'mixed', got 'direct'"),
         ("kv_cache_dtype", "fp8", "`kv_cache_dtype` must be"),
         ("scheme", "block", "`scheme` must be None without absorb=True, got 'block'"),
+        ("requantize", False, "`requantize` must be True without absorb=True, got False"),
         ("max_model_len", 2561, "must be at most the model's max_position_embeddings = 2560"),
     ],
 )
