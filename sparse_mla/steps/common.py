@@ -246,7 +246,7 @@ def check_common(common: CommonAttentionMetadata) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepMetadata(ShortRepr):
+class BatchMetadata(ShortRepr):
     """The fields that the metadata of all plans begin with."""
 
     path: str
@@ -258,6 +258,12 @@ class StepMetadata(ShortRepr):
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepMetadata(BatchMetadata):
+    """Those of plans whose layers attend to chosen tokens."""
+
     block_size: int
     topk_tokens: int
     query_start_loc: Array

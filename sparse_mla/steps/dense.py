@@ -175,7 +175,7 @@ class PrefillPart(Part):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Metadata(steps.ShortRepr):
+class Metadata(steps.BatchMetadata):
     """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
     again.
 
@@ -227,16 +227,7 @@ class Metadata(steps.ShortRepr):
     (1, [6, 0, 1, 2, 3])
     """
 
-    path: str
-    num_reqs: int
-    num_actual_tokens: int
     num_input_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
     query_start_loc: Array
     seq_lens: Array
     slot_mapping: Array
