@@ -1,5 +1,5 @@
-/* check_projection_fp8.c: the argument rules of scaled_quantize and of fp8_linear, which quantises its
- * input as scaled_quantize does. check_parts.c has the shared ones.
+/* check_projection_fp8.c: the argument rules of scaled_quantize and of fp8_linear, which quantises
+ * its input as scaled_quantize does. check_parts.c has the shared ones.
  */
 #include "core/params_projection.h"
 #include "core/rule_parts.h"

@@ -258,8 +258,8 @@ chain_scale(const smla_projection_params *params, const smla_projection_block *b
 /* ---- Sums ---------------------------------------------------------------------------------- */
 
 /* sums[r][n] += scales[r] * sum_k x[r][k] * panel[k][n], for `rows` tokens. The scale and the sum
- * are one FMA for any number of rows. With a choice between sum and 0 in it, the compiler would fuse
- * them for some numbers only, and a token's bits would depend on its neighbours. */
+ * are one FMA for any number of rows. If there were a choice between sum and 0, the compiler would
+ * fuse them for some numbers only, and a token's bits would depend on its neighbours. */
 SMLA_INLINE void
 multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num_outer,
               const float *scales, float *sums, const int rows)
