@@ -35,7 +35,7 @@ static const smla_py_result_row apply_results[] = {
 
 SMLA_PY_COMPUTE(rope_and_cache_mla)
 
-enum { CACHED_Q = 1, CACHED_Q_OUT = 7 };
+enum { CACHED_Q = 1, CACHED_Q_OUT = 8 };
 
 static const smla_py_param cached_params[] = {
     {"positions", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, positions)},
@@ -45,8 +45,8 @@ static const smla_py_param cached_params[] = {
     {"kv_c", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, kv_c)},
     {"kv_cache", SMLA_PY_INOUT, offsetof(smla_rope_and_cache_mla_args, kv_cache)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_rope_and_cache_mla_args, slot_mapping)},
-    [CACHED_Q_OUT] = {"q_out", SMLA_PY_OUTPUT, offsetof(smla_rope_and_cache_mla_args, q_out)},
     {"kv_scale", SMLA_PY_SCALE, offsetof(smla_rope_and_cache_mla_args, kv_scale)},
+    [CACHED_Q_OUT] = {"q_out", SMLA_PY_OUTPUT, offsetof(smla_rope_and_cache_mla_args, q_out)},
     {"interleaved", SMLA_PY_UNLESS, offsetof(smla_rope_and_cache_mla_args, is_neox)},
     {"kv_cache_dtype", SMLA_PY_KV_FORMAT, offsetof(smla_rope_and_cache_mla_args, kv_format)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_rope_and_cache_mla_args, stream)},
