@@ -38,7 +38,7 @@ typedef struct smla_dense_kept {
     int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
 } smla_dense_kept;
 
-/* Bytes of a query's latent as e4m3 values: a tile of them with its scale, and what aligns a row. */
+/* Bytes of a query's latent as e4m3 values: those of a tile with its scale, and of a row's end. */
 enum { SMLA_QUANTIZED_TILE = SMLA_SCALE_TILE + 4, SMLA_QUANTIZED_PADDING = 16 };
 
 /* Values of 16 bits that a token's results take. They are at least as many as a latent of a query
