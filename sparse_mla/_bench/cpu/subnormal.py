@@ -55,15 +55,15 @@ class Case:
 # --- arrays --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=32)
-def draw(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
+_drawn = lru_cache(maxsize=32)(
+    lambda seed, *shape: np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
+)
 
 
 def normal(
     *shape: int, std: float = 1.0, mean: float = 0.0, dtype: Any = BF16, seed: int = 0
 ) -> np.ndarray:
-    return (draw(seed, *shape) * np.float32(std) + np.float32(mean)).astype(dtype)
+    return (_drawn(seed, *shape) * np.float32(std) + np.float32(mean)).astype(dtype)
 
 
 def codes(*shape: int) -> np.ndarray:
