@@ -184,6 +184,10 @@ smla_status smla_require_starts(const smla_checker *checker, const char *name,
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);
 
+/* Checks a workspace of bytes, which the call writes. Its size is for the caller to check. */
+smla_status smla_require_workspace(smla_checker *checker, const char *name, const DLTensor *tensor,
+                                   unsigned flags);
+
 /* Checks slot_mapping [any] of int64 or int32. */
 smla_status smla_require_slot_mapping(smla_checker *checker, const DLTensor *slot_mapping);
 

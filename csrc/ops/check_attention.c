@@ -200,12 +200,7 @@ require_workspace(smla_checker *c, const char *name, const DLTensor *workspace,
                          "%s: `%s` must have at least %lld bytes, got none", c->op, name,
                          (long long)bytes_needed);
     }
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = workspace,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                        .flags = SMLA_RULE_OUTPUT,
-                                        .ndim = 1,
-                                        .shape = {SMLA_ANY}});
+    return smla_require_workspace(c, name, workspace, 0);
 }
 
 static const smla_attention_rules attention_rules = {

@@ -185,12 +185,7 @@ smla_check_lightning_indexer(const smla_lightning_indexer_args *args, smla_light
     SMLA_TRY(smla_require_scored(&c, &scored, logits));
     SMLA_TRY(smla_require_choice(&c, &chosen, logits->num_tokens, dtype, top_k));
     params->call = logits->call;
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "workspace",
-                                           .tensor = args->workspace,
-                                           .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                           .ndim = 1,
-                                           .shape = {SMLA_ANY}}));
+    SMLA_TRY(smla_require_workspace(&c, "workspace", args->workspace, SMLA_RULE_OPTIONAL));
     SMLA_TRY(count_columns(&c, logits, &logits->num_columns));
     SMLA_TRY(smla_finish_check(&c, backend));
     top_k->num_columns = logits->num_columns;

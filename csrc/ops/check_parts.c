@@ -87,6 +87,17 @@ smla_require_state(smla_checker *c, const char *name, const DLTensor *tensor, in
 }
 
 smla_status
+smla_require_workspace(smla_checker *c, const char *name, const DLTensor *tensor, unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
+                                        .flags = flags | SMLA_RULE_OUTPUT,
+                                        .ndim = 1,
+                                        .shape = {SMLA_ANY}});
+}
+
+smla_status
 smla_require_table(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_reqs,
                    unsigned flags)
 {

@@ -234,12 +234,7 @@ require_results(smla_checker *c, const smla_fp8_linear_args *args)
                                           .ndim = 2,
                                           .shape = {smla_size(args->x, 0),
                                                     smla_size(args->weight, 0)}}));
-    return smla_require(c, &(smla_rule){.name = "workspace",
-                                        .tensor = args->workspace,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                        .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                        .ndim = 1,
-                                        .shape = {SMLA_ANY}});
+    return smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL);
 }
 
 smla_status

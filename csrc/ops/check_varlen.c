@@ -245,12 +245,7 @@ require_results(smla_checker *c, const smla_varlen_attention_args *args)
                                           .hint = "the tokens and heads of `q`, the values of "
                                                   "`v`"}));
     SMLA_TRY(smla_require_state(c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
-    return smla_require(c, &(smla_rule){.name = "workspace",
-                                        .tensor = args->workspace,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                        .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                        .ndim = 1,
-                                        .shape = {SMLA_ANY}});
+    return smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL);
 }
 
 static void
