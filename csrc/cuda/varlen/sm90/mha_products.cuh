@@ -15,6 +15,7 @@ template <int D> struct mha_consumer {
     float reference[2]; /* -inf: no logit so far */
     float sum[2];       /* sum of the lane's weights */
     float rest[2];      /* what roundings of the sum lost */
+    int top[2];         /* the lane's largest exponent of a weight, as bits: see may_move */
     uint64_t keys;      /* descriptor of stage 0 */
     uint64_t values;
     uint32_t key_count; /* blocks whose scores are done */

@@ -37,6 +37,21 @@ sum_of_quad(float x, int after)
     return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
 }
 
+/* What the rounding of its heaviest weight adds to a row's sum. Out has that weight rounded. With a
+ * sum that has it, too, the result of a key that outweighs all others is its value. */
+template <bool HALF>
+__device__ __forceinline__ float
+find_rounding(int top, int after)
+{
+    const int zero = after >> 31; /* as in sum_of_quad */
+    top = max(top, __shfl_xor_sync(ALL_LANES, top, 1 + zero));
+    top = max(top, __shfl_xor_sync(ALL_LANES, top, 2 + zero));
+    const float weight = ptx_exp2(__int_as_float(top));
+    const float rounded = HALF ? smla_cvt_float((uint16_t)ptx_cvt_f16x2(weight, weight))
+                               : smla_low_bf16(smla_cvt_bf16x2(weight, weight));
+    return rounded - weight;
+}
+
 /* Writes lse, and finds the factors that turn the rows' out into results. There is no division
  * here: its rare path would be a called function, and ptxas would make every product of the kernel
  * wait for its end. */
@@ -50,7 +65,8 @@ finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_con
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         sums[i] = sum_of_quad(state.sum[i] + state.rest[i], after);
-        factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i]);
+        const float rounding = find_rounding<HALF>(state.top[i], after);
+        factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i] + rounding);
     }
     /* Even lanes have the lse of the first row, odd lanes that of the second. */
     const int lane = lane_again();

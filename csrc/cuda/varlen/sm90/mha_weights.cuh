@@ -10,10 +10,12 @@
 
 /* The exponent of the weight of a logit that is the reference, and the largest one that a weight
  * may have. Between them a logit can rise without a move: by 2^32, so that rows whose first block
- * has but a few keys seldom move. Values may be up to 2^100 then, and exponents keep 20 bits behind
- * the point. fp16 has no room for more than 2^8 if light weights are to keep their bits. */
-template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : -14.0f;
-template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 18.0f;
+ * has but a few keys seldom move. Values may be up to 2^76 then, even if 2^17 keys have the largest
+ * weight, and exponents keep 18 bits behind the point. fp16 has no room for more than 2^8 if light
+ * weights are to keep their bits. A row's largest exponent is above 0, so that floats are in the
+ * order of their bits there. */
+template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : 2.0f;
+template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 34.0f;
 
 /* The pairs of a row's elements in `scores` (mha_consumer). */
 enum { ROW_PAIRS = BLOCK_KEYS / 8 };
@@ -97,6 +99,14 @@ max_of_row(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
 
 /* ---- Weights -------------------------------------------------------------------------------- */
 
+/* What is added to a row's scaled scores, so that they become exponents. */
+template <bool HALF>
+__device__ __forceinline__ float
+find_shift(float reference)
+{
+    return TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
+}
+
 /* scores become exponents of weights. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
@@ -105,8 +115,7 @@ find_exponents(float scale_log2, mha_consumer<D> *state)
     float shift[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float reference = state->reference[i];
-        shift[i] = TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
+        shift[i] = find_shift<HALF>(state->reference[i]);
     }
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
@@ -147,23 +156,22 @@ pack_weights(mha_consumer<D> *state)
     }
 }
 
-/* Whether a row of the warp may have to move its reference. Floats above a positive one are
- * integers above its bits, and so is NaN. */
+/* Notes the lane's largest exponents, and says whether a row of the warp may have to move its
+ * reference. Floats above a positive one are integers above its bits, and so is NaN. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
-may_move(const mha_consumer<D> &state)
+may_move(mha_consumer<D> *state)
 {
-    int highest[2] = {INT32_MIN, INT32_MIN};
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            highest[k] = __vimax3_s32(highest[k], __float_as_int(state.scores[i + 2 * k]),
-                                      __float_as_int(state.scores[i + 2 * k + 1]));
+            state->top[k] = __vimax3_s32(state->top[k], __float_as_int(state->scores[i + 2 * k]),
+                                         __float_as_int(state->scores[i + 2 * k + 1]));
         }
     }
-    const bool is_above = max(highest[0], highest[1]) > __float_as_int(MOST_EXPONENT<HALF>);
-    const bool is_empty = state.reference[0] == -INFINITY || state.reference[1] == -INFINITY;
+    const bool is_above = max(state->top[0], state->top[1]) > __float_as_int(MOST_EXPONENT<HALF>);
+    const bool is_empty = state->reference[0] == -INFINITY || state->reference[1] == -INFINITY;
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
 
@@ -177,13 +185,15 @@ move_references(mha_consumer<D> *state, float factors[2])
     for (int i = 0; i < 2; i++) {
         const float older = state->reference[i];
         const bool is_empty = older == -INFINITY;
-        const float top = max_of_row(i, state->scores) - TOP_EXPONENT<HALF>;
+        const float highest = max_of_row(i, state->scores);
+        const float top = highest - TOP_EXPONENT<HALF>;
         const bool moves =
             is_empty ? top > -INFINITY : top > MOST_EXPONENT<HALF> - TOP_EXPONENT<HALF>;
         const float base = is_empty ? 0.0f : older;
         const float newer = moves ? base + top : base;
         const float rise = newer - base; /* as later blocks see it: rounded, like the reference */
         state->reference[i] = moves ? newer : older;
+        state->top[i] = moves ? __float_as_int(highest - rise) : state->top[i];
         factors[i] = ptx_exp2(-rise);
         state->sum[i] *= is_empty ? 1.0f : factors[i];
         state->rest[i] *= is_empty ? 1.0f : factors[i];
@@ -209,9 +219,12 @@ weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        state->reference[i] = __fmul_rn(max_of_row(i, state->scores), args.scale_log2);
+        const float highest = max_of_row(i, state->scores);
+        state->reference[i] = __fmul_rn(highest, args.scale_log2);
         state->sum[i] = 0.0f;
         state->rest[i] = 0.0f;
+        state->top[i] =
+            __float_as_int(fmaf(highest, args.scale_log2, find_shift<HALF>(state->reference[i])));
     }
     find_exponents<D, HALF>(args.scale_log2, state);
     find_weights(state);
@@ -227,7 +240,7 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
         hide_front(absent_keys, state->scores);
     }
     find_exponents<D, HALF>(args.scale_log2, state);
-    if (__builtin_expect(may_move<D, HALF>(*state), false)) {
+    if (__builtin_expect(may_move<D, HALF>(state), false)) {
         float factors[2];
         move_references<D, HALF>(state, factors);
         wgmma_wait<0>();
