@@ -10,7 +10,8 @@
  *              mbarriers. 64 tokens: 4 x 48.3 KiB. 16 tokens: 5 x 36.1 KiB
  * Roles        A CTA per SM, which takes tiles of TOKENS tokens x 256 outputs i, i + grid, ...
  *              4 copy warps     bring weights with cp.async, as far ahead as the ring is long, and
- *                               tokens and scales through registers, which become fp16 and fp32
+ *                               tokens and scales through registers, three steps ahead, which
+ *                               become fp16 and fp32
  *              2 warpgroups     128 outputs each, in two blocks of 64, which are the rows of a
  *                               product: weights become fp16 in registers, tokens are its columns.
  *                               While one group converts or adds, the other one's products are
@@ -20,9 +21,9 @@
  *                               they have written tokens | consumers
  *              empty[slot]      256 consumers, after the step's last product | copy warps
  * Roofline     The weight's bytes should bind: [65536][1536] takes 23.4 us at 4.3 TB/s, and 64
- *              tokens need 16 us of tensor cores for that. With the quantisation in front an H200
- *              takes 32.6 us at 1 token and 45.6 at 64 (2026-11-28, `python -m sparse_mla bench
- *              --only linear`); README.md has what was tried.
+ *              tokens need 16 us of tensor cores for that. On an H200 a tile of 1 token takes
+ *              1.02 times its bytes' time, and one of 64 tokens 1.3 to 1.4 times, to which 5 us
+ *              for the quantisation, starts and ends are added; README.md has what was tried.
  * Numerics     e4m3 is exact in fp16, and so are products. Tensor cores sum a step in fp32. Then
  *              it is multiplied by its factor, which is x_scale * w_scale rounded to fp32, and
  *              added in fp32. NaN reaches only results of its own token or output. Values of k
@@ -48,10 +49,13 @@ enum {
     K_STEPS = HALVES * WORDS,          /* products per step, of 16 values of k each */
     TOKEN_ROW_BYTES = STEP_VALUES,     /* 64 fp16 */
     SWIZZLE_BITS = 7,                  /* bits of a token's index that wgmma's swizzle takes */
-    PARITY_BIT = 2, /* the bit of a weight row's index that its chunks' order depends on */
-    CONSUMER_REGISTERS = 208,
-    COPIER_REGISTERS = 88,
+    PARITY_BIT = 2,  /* the bit of a weight row's index that its chunks' order depends on */
+    STEPS_AHEAD = 3, /* steps whose tokens a copy warp has loaded */
+    CONSUMER_REGISTERS = 200,
+    COPIER_REGISTERS = 104,
 };
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 static_assert((int)GROUPS * (int)GROUP_THREADS == (int)CONSUMERS, "a warpgroup has 128 outputs");
 
@@ -164,60 +168,87 @@ prefetch_weights(const e4m3_projection &args)
 
 /* ---- Copy warps: tokens -------------------------------------------------------------------- */
 
-/* Half a step of a token, which a thread turns into fp16. The first half's thread brings the scale,
- * too. */
+/* Where a thread's chunks of tokens come from: the same chunk of tokens that are TOKENS_APART
+ * apart, so that eight lanes read a row. */
 struct token_copier {
-    const uint8_t *from; /* in step 0 */
-    bool exists;         /* else the half is zeros */
-    int token;
-    int half;
+    const uint8_t *from; /* its first chunk, in step 0 */
+    int token;           /* the first chunk's */
+    int chunk;
 };
 
-struct token_half {
-    uint32_t words[HALF_CHUNKS][WORDS];
-    uint32_t scale_word;
+enum { TOKENS_APART = COPIERS / ROW_CHUNKS };
+
+/* A thread's share of a step. */
+template <typename Shape> struct token_chunks {
+    static constexpr int COUNT = Shape::TOKENS / TOKENS_APART;
+    uint32_t words[COUNT][WORDS];
+    uint32_t scale_word; /* of the token with the thread's number */
 };
 
-template <typename Shape>
 __device__ __forceinline__ token_copier
 make_token_copier(const smla_projection_params &p, const result_tile &tile, int thread)
 {
-    const int token = thread % Shape::TOKENS, half = thread / Shape::TOKENS;
-    return token_copier{first_token_row(p, tile) + token * p.x_stride_token +
-                            half * HALF_CHUNKS * CHUNK_BYTES,
-                        half < HALVES && token < p.num_tokens, token, half};
+    const int token = thread / ROW_CHUNKS, chunk = thread % ROW_CHUNKS;
+    return token_copier{first_token_row(p, tile) + token * p.x_stride_token + chunk * CHUNK_BYTES,
+                        token, chunk};
 }
 
+template <typename Shape>
 __device__ __forceinline__ void
-load_token(const smla_projection_params &p, const result_tile &tile, const token_copier &copier,
-           int64_t step, token_half *half)
+load_tokens(const smla_projection_params &p, const result_tile &tile, const token_copier &copier,
+            int64_t step, int thread, token_chunks<Shape> *chunks)
 {
+    const uint8_t *from = copier.from + step * STEP_VALUES;
 #pragma unroll
-    for (int chunk = 0; chunk < HALF_CHUNKS; chunk++) {
-        ptx_load_16(copier.from + step * STEP_VALUES + chunk * CHUNK_BYTES, copier.exists,
-                    half->words[chunk]);
+    for (int i = 0; i < token_chunks<Shape>::COUNT; i++) {
+        ptx_load_16(from, copier.token + i * TOKENS_APART < p.num_tokens, chunks->words[i]);
+        from += TOKENS_APART * p.x_stride_token;
     }
-    ptx_load_4(smla_token_scale_word(&p.scales, copier.token, tile.head, step),
-               copier.exists && copier.half == 0, 0, &half->scale_word);
+    ptx_load_4(smla_token_scale_word(&p.scales, thread, tile.head, step),
+               thread < Shape::TOKENS && thread < p.num_tokens, 0, &chunks->scale_word);
 }
 
-/* Writes the half as fp16. Word w of each chunk belongs to product w. There chunk c has rows 2 c,
- * 2 c + 1, 2 c + 8 and 2 c + 9 of B, which are the columns of A that lane c of four has
- * (wgmma.cuh). */
+/* Four lanes exchange their words: lane w gets word w of each. */
 __device__ __forceinline__ void
-store_token(const token_copier &copier, const token_half &half, uint32_t row)
+transpose_words(uint32_t (&words)[WORDS])
 {
 #pragma unroll
-    for (int word = 0; word < WORDS; word++) {
-        uint32_t low[HALF_CHUNKS], high[HALF_CHUNKS];
+    for (int bit = 1; bit < WORDS; bit *= 2) {
+        const bool is_upper = threadIdx.x & bit;
 #pragma unroll
-        for (int chunk = 0; chunk < HALF_CHUNKS; chunk++) {
-            ptx_cvt_f16x4_e4m3x4(half.words[chunk][word], &low[chunk], &high[chunk]);
+        for (int i = 0; i < WORDS; i++) {
+            if (i & bit) {
+                uint32_t *const kept = &words[i], *const other = &words[i - bit];
+                const uint32_t given = is_upper ? *other : *kept;
+                const uint32_t got = __shfl_xor_sync(ALL_LANES, given, bit);
+                *other = is_upper ? got : *other;
+                *kept = is_upper ? *kept : got;
+            }
         }
-        const int swizzle = copier.token & SWIZZLE_BITS;
-        ptx_store_shared_16(row + ((2 * word) ^ swizzle) * CHUNK_BYTES, low);
-        ptx_store_shared_16(row + ((2 * word + 1) ^ swizzle) * CHUNK_BYTES, high);
     }
+}
+
+/* Writes a token's half of a step as fp16; each of its four lanes has a chunk, and writes the two
+ * chunks of a product. Word w of each chunk belongs to product w. There chunk c has rows 2 c,
+ * 2 c + 1, 2 c + 8 and 2 c + 9 of B, which are the columns of A that lane c of four has
+ * (wgmma.cuh). Lanes of the second half write in the other order, so that eight lanes reach all
+ * banks. */
+__device__ __forceinline__ void
+store_half(int token, int chunk, uint32_t (&words)[WORDS], uint32_t row)
+{
+    const int product = chunk % WORDS, swizzle = token & SWIZZLE_BITS;
+    const bool is_second = chunk >= HALF_CHUNKS;
+    uint32_t low[HALF_CHUNKS], high[HALF_CHUNKS];
+    transpose_words(words);
+#pragma unroll
+    for (int c = 0; c < HALF_CHUNKS; c++) {
+        uint32_t pairs[2];
+        ptx_cvt_f16x4_e4m3x4(words[c], &pairs[0], &pairs[1]);
+        low[c] = is_second ? pairs[1] : pairs[0];
+        high[c] = is_second ? pairs[0] : pairs[1];
+    }
+    ptx_store_shared_16(row + ((2 * product + is_second) ^ swizzle) * CHUNK_BYTES, low);
+    ptx_store_shared_16(row + ((2 * product + !is_second) ^ swizzle) * CHUNK_BYTES, high);
 }
 
 /* ---- Copy warps: all ----------------------------------------------------------------------- */
@@ -236,20 +267,42 @@ copy_weight_scales(const smla_projection_params &p, const result_tile &tile, int
     }
 }
 
-/* Writes the token's half and its scale to shared memory. */
+/* Writes the thread's chunks and its token's scale to shared memory. */
 template <typename Shape>
 __device__ __forceinline__ void
-write_token(const smla_projection_params &p, const token_copier &copier, const token_half &half,
-            int64_t step, int slot, ring_memory<Shape> *shared)
+write_tokens(const smla_projection_params &p, const token_copier &copier, int64_t step, int slot,
+             int thread, token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
 {
-    if (copier.half < HALVES) {
-        store_token(copier, half,
-                    ptx_shared_address(shared->tokens[slot][copier.half][copier.token]));
+    const int half = copier.chunk / HALF_CHUNKS;
+#pragma unroll
+    for (int i = 0; i < token_chunks<Shape>::COUNT; i++) {
+        const int token = copier.token + i * TOKENS_APART;
+        store_half(token, copier.chunk, chunks->words[i],
+                   ptx_shared_address(shared->tokens[slot][half][token]));
     }
-    if (copier.half == 0) {
-        shared->token_scales[slot][copier.token] =
-            smla_scale_of_word(&p.scales, half.scale_word, step);
+    if (thread < Shape::TOKENS) {
+        shared->token_scales[slot][thread] =
+            smla_scale_of_word(&p.scales, chunks->scale_word, step);
     }
+}
+
+/* Fills a slot with a step. */
+template <typename Shape, bool PER_OUTPUT>
+__device__ __forceinline__ void
+copy_step(const e4m3_projection &args, const result_tile &tile, const weight_copier &weights,
+          const token_copier &tokens, int64_t step, const ring_position &position, int thread,
+          token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
+{
+    const int slot = position.slot;
+    const uint32_t full = ptx_shared_address(&shared->full[slot]);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->empty[slot]), position.parity ^ 1);
+    copy_weights(weights, step, ptx_shared_address(shared->weights[slot]));
+    if constexpr (!PER_OUTPUT) {
+        copy_weight_scales(args.p, tile, step, slot, thread, shared);
+    }
+    ptx_mbarrier_arrive_after_copies(full);
+    write_tokens(args.p, tokens, step, slot, thread, chunks, shared);
+    ptx_mbarrier_arrive(full, true);
 }
 
 template <typename Shape, bool PER_OUTPUT>
@@ -261,25 +314,29 @@ copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
     for (uint32_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         const result_tile tile = find_wide_tile(args, number);
         const weight_copier weights = make_weight_copier(args.p, tile, thread);
-        const token_copier token = make_token_copier<Shape>(args.p, tile, thread);
-        token_half half;
-        load_token(args.p, tile, token, 0, &half);
+        const token_copier tokens = make_token_copier(args.p, tile, thread);
+        token_chunks<Shape> chunks[STEPS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < STEPS_AHEAD; i++) {
+            if (i < args.num_steps) {
+                load_tokens(args.p, tile, tokens, i, thread, &chunks[i]);
+            }
+        }
 #pragma unroll 1
-        for (int64_t step = 0; step < args.num_steps; step++) {
-            const int slot = position.slot;
-            const uint32_t full = ptx_shared_address(&shared->full[slot]);
-            ptx_mbarrier_wait(ptx_shared_address(&shared->empty[slot]), position.parity ^ 1);
-            copy_weights(weights, step, ptx_shared_address(shared->weights[slot]));
-            if constexpr (!PER_OUTPUT) {
-                copy_weight_scales(args.p, tile, step, slot, thread, shared);
+        for (int64_t first = 0; first < args.num_steps; first += STEPS_AHEAD) {
+#pragma unroll
+            for (int i = 0; i < STEPS_AHEAD; i++) {
+                const int64_t step = first + i;
+                if (step >= args.num_steps) {
+                    break;
+                }
+                copy_step<Shape, PER_OUTPUT>(args, tile, weights, tokens, step, position, thread,
+                                             &chunks[i], shared);
+                if (step + STEPS_AHEAD < args.num_steps) {
+                    load_tokens(args.p, tile, tokens, step + STEPS_AHEAD, thread, &chunks[i]);
+                }
+                advance<Shape>(&position);
             }
-            ptx_mbarrier_arrive_after_copies(full);
-            write_token(args.p, token, half, step, slot, shared);
-            ptx_mbarrier_arrive(full, true);
-            if (step + 1 < args.num_steps) {
-                load_token(args.p, tile, token, step + 1, &half);
-            }
-            advance<Shape>(&position);
         }
     }
 }
@@ -295,21 +352,26 @@ output_of_lane(void)
     return warp * 16 + (int)threadIdx.x % SMLA_WARP_LANES / 4 * 2;
 }
 
-/* Loads the lane's weights of a step, for a block whose first row is `rows`, as operands of all
- * products. */
+/* Where the lane's first chunk of a block is, in bytes behind the block. */
+__device__ __forceinline__ uint32_t
+first_chunk_of_lane(void)
+{
+    const int row = output_of_lane(), chunk = (int)threadIdx.x % 4;
+    return (uint32_t)(row * STEP_VALUES + chunk_index(row, chunk) * CHUNK_BYTES);
+}
+
+/* Loads the lane's weights of a block as operands of all products of a step. Its two outputs have
+ * one order of chunks, in which the second half's chunk is the first one's with another bit. */
 __device__ __forceinline__ void
-load_weights(const uint8_t (*rows)[STEP_VALUES], uint32_t (&a)[K_STEPS][4])
+load_weights(uint32_t block, uint32_t first_chunk, uint32_t (&a)[K_STEPS][4])
 {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = output_of_lane() + i;
+    for (int half = 0; half < HALVES; half++) {
+        const uint32_t chunk = block + (first_chunk ^ half * HALF_CHUNKS * CHUNK_BYTES);
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            const int chunk = half * HALF_CHUNKS + (int)threadIdx.x % 4;
+        for (int i = 0; i < 2; i++) {
             uint32_t words[WORDS];
-            ptx_load_shared_16(ptx_shared_address(
-                                   &rows[row][chunk_index(row, chunk) * CHUNK_BYTES]),
-                               words);
+            ptx_load_shared_16(chunk + i * STEP_VALUES, words);
 #pragma unroll
             for (int word = 0; word < WORDS; word++) {
                 uint32_t *const operand = a[half * WORDS + word];
@@ -319,40 +381,37 @@ load_weights(const uint8_t (*rows)[STEP_VALUES], uint32_t (&a)[K_STEPS][4])
     }
 }
 
-/* sums += each token's factor * products. */
+/* The factors of the lane's tokens. */
 template <typename Shape>
 __device__ __forceinline__ void
-add_products(const float *token_scales, float weight_scale, const float (&products)[Shape::SUMS],
-             float (&sums)[Shape::SUMS])
+load_factors(const float *token_scales, float weight_scale, float (&factors)[Shape::TOKENS / 4])
 {
 #pragma unroll
     for (int j = 0; j < Shape::TOKENS / 8; j++) {
         uint32_t words[2];
         ptx_load_shared_8(ptx_shared_address(&token_scales[8 * j + threadIdx.x % 4 * 2]), words);
-        const float factors[2] = {smla_bits_float(words[0]) * weight_scale,
-                                  smla_bits_float(words[1]) * weight_scale};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            sums[4 * j + i] = fmaf(products[4 * j + i], factors[i % 2], sums[4 * j + i]);
-        }
+        factors[2 * j] = smla_bits_float(words[0]) * weight_scale;
+        factors[2 * j + 1] = smla_bits_float(words[1]) * weight_scale;
     }
 }
 
 /* Adds a step to the sums of the group's blocks. `tokens` describes the tokens in slot 0. */
 template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
-add_step(int slot, uint64_t tokens, const ring_memory<Shape> *shared,
+add_step(int slot, uint64_t tokens, uint32_t first_chunk, const ring_memory<Shape> *shared,
          float (&sums)[BLOCKS][Shape::SUMS])
 {
     constexpr int HALF_BYTES = Shape::TOKENS * TOKEN_ROW_BYTES;
     const int group = (int)threadIdx.x / GROUP_THREADS;
+    const uint32_t weights = ptx_shared_address(shared->weights[slot][group * GROUP_OUTPUTS]);
     const uint64_t operand = tokens + (uint64_t)(slot * (HALVES * HALF_BYTES >> 4));
     const float weight_scale = PER_OUTPUT ? 1.0f : shared->weight_scales[slot][group];
+    float factors[Shape::TOKENS / 4];
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++) {
         uint32_t a[K_STEPS][4];
         float products[Shape::SUMS];
-        load_weights(&shared->weights[slot][group * GROUP_OUTPUTS + block * BLOCK_OUTPUTS], a);
+        load_weights(weights + block * (BLOCK_OUTPUTS * STEP_VALUES), first_chunk, a);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < K_STEPS; k++) {
@@ -360,8 +419,14 @@ add_step(int slot, uint64_t tokens, const ring_memory<Shape> *shared,
                              operand + (k / WORDS * HALF_BYTES >> 4) + k % WORDS * 2, k != 0);
         }
         wgmma_commit();
+        if (block == 0) { /* while the products are under way */
+            load_factors<Shape>(shared->token_scales[slot], weight_scale, factors);
+        }
         wgmma_wait<0>();
-        add_products<Shape>(shared->token_scales[slot], weight_scale, products, sums[block]);
+#pragma unroll
+        for (int i = 0; i < Shape::SUMS; i++) {
+            sums[block][i] = fmaf(products[i], factors[i / 4 * 2 + i % 2], sums[block][i]);
+        }
     }
 }
 
@@ -390,18 +455,19 @@ consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
     const int group = (int)threadIdx.x / GROUP_THREADS;
     const uint64_t tokens = wgmma_descriptor(ptx_shared_address(shared->tokens[0][0]),
                                              8 * TOKEN_ROW_BYTES, WGMMA_SWIZZLE_128);
+    const uint32_t first_chunk = first_chunk_of_lane();
     ring_position position = {0, 0};
     for (uint32_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
-        const result_tile tile = find_wide_tile(args, number);
         float sums[BLOCKS][Shape::SUMS] = {};
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
             ptx_mbarrier_wait(ptx_shared_address(&shared->full[position.slot]), position.parity);
             ptx_fence_async_shared(); /* makes the tokens that threads wrote visible to wgmma */
-            add_step<Shape, PER_OUTPUT>(position.slot, tokens, shared, sums);
+            add_step<Shape, PER_OUTPUT>(position.slot, tokens, first_chunk, shared, sums);
             ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[position.slot]), true);
             advance<Shape>(&position);
         }
+        const result_tile tile = find_wide_tile(args, number);
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
             const int64_t outer = tile.outer + group * GROUP_OUTPUTS + block * BLOCK_OUTPUTS;

@@ -46,8 +46,8 @@ template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS) quantize_lanes(const __grid_constant__ scaled_args args)
 {
-    ptx_wait_for_grids();
     ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     const smla_scaled_quantize_params &p = args.p;
     const int lanes = (int)args.group_units.divisor;
     const int64_t num_units = p.num_rows * args.row_units.divisor;
@@ -89,8 +89,8 @@ template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_args args)
 {
-    ptx_wait_for_grids();
     ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     const int step = (int)blockDim.x;
     for (int64_t number = blockIdx.x; number < args.num_groups; number += gridDim.x) {
         const group_place group = find_group(args, number);
@@ -144,8 +144,8 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, COLUMN_BLOCKS)
     quantize_columns(const __grid_constant__ scaled_args args)
 {
-    ptx_wait_for_grids();
     ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     static_assert(COUNT <= COLUMN_WARPS, "a warp finds the factors of one column per lane");
     __shared__ float maxima[COLUMN_WARPS][COUNT][SMLA_WARP_LANES];
     const smla_scaled_quantize_params &p = args.p;
@@ -287,8 +287,8 @@ __launch_bounds__(BLOCK_THREADS) quantize_parts(const __grid_constant__ scaled_a
 __global__ void
 __launch_bounds__(BLOCK_THREADS) finish_groups(const __grid_constant__ scaled_args args)
 {
-    ptx_wait_for_grids();
     ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     for (int64_t number = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
          number < args.num_groups; number += (int64_t)gridDim.x * BLOCK_THREADS) {
         const group_place group = find_group(args, number);

@@ -22,8 +22,8 @@ __cluster_dims__(CLUSTER_BLOCKS) __launch_bounds__(MOST_THREADS)
     quantize_cluster(const __grid_constant__ scaled_args args)
 {
     __shared__ float block_maximum;
-    ptx_wait_for_grids();
     ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     const int rank = (int)ptx_cluster_rank();
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const group_place group = find_group(args, blockIdx.x / CLUSTER_BLOCKS);
