@@ -93,7 +93,8 @@ class Layer:
         new, cached = zip(*shape.requests, strict=True)
         lens = [a + b for a, b in shape.requests]
         self.new = new
-        self.starts = ints([0, *accumulate(new)])
+        starts = [0, *accumulate(new)]
+        self.starts = ints(starts)
         pages = [-(-n // PAGE) for n in lens]
         self.table = torch.zeros(len(lens), max(pages), dtype=torch.int32, device=DEVICE)
         first, slots = 0, []
@@ -119,7 +120,14 @@ class Layer:
         )
         self.layer = sparse_mla.dense.DenseMLA(config, kv_b_proj=self.kv_b_proj)
         self.builder = sparse_mla.dense.MetadataBuilder(config)
-        common = sparse_mla.CommonAttentionMetadata(self.starts, ints(lens), self.slots, self.table)
+        common = sparse_mla.CommonAttentionMetadata(
+            self.starts,
+            ints(lens),
+            self.slots,
+            self.table,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+        )
         self.metadata = self.builder.build(common)
         self.chunks = chunks_of(self.metadata) if self.metadata.has_context else []
         self.rows = normal(max((x[3] for x in self.chunks), default=0), LATENT + ROPE)
