@@ -182,7 +182,7 @@ enum { TOKENS_APART = COPIERS / ROW_CHUNKS };
 template <typename Shape> struct token_chunks {
     static constexpr int COUNT = Shape::TOKENS / TOKENS_APART;
     uint32_t words[COUNT][WORDS];
-    uint32_t scale_word; /* of the token with the thread's number */
+    uint32_t scale_word; /* its token is the one with the thread's number */
 };
 
 __device__ __forceinline__ token_copier
@@ -419,7 +419,7 @@ add_step(int slot, uint64_t tokens, uint32_t first_chunk, const ring_memory<Shap
                              operand + (k / WORDS * HALF_BYTES >> 4) + k % WORDS * 2, k != 0);
         }
         wgmma_commit();
-        if (block == 0) { /* while the products are under way */
+        if (block == 0) { /* the products are under way */
             load_factors<Shape>(shared->token_scales[slot], weight_scale, factors);
         }
         wgmma_wait<0>();
