@@ -113,10 +113,11 @@ test: test-c examples-c test-python ## C tests, C examples, then the Python test
 test-python: build ## the Python tests alone; without the libraries of test-c some are skipped
 	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(BESIDE) $(ARGS)
 
-test-c: environment ## the C tests alone
+test-c: environment ## the C tests alone, two at a time
 	@$(WITH_CUDA) $(PY) setup.py -q ninja --targets=tests,lib
-	@for test in $(C_TESTS); do \
-	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
+	@printf '%s\n' $(C_TESTS) | xargs -n 1 -P $(if $(filter 1,$(JOBS)),1,2) sh -c \
+	    'said=$$(build/$(VARIANT)/tests/$$0 2>&1); code=$$?; \
+	    echo "tests/c/$$0"; echo "$$said"; test $$code = 0 || exit 255'
 
 # qemu emulates a CPU with every extension that it knows (-cpu max). One program also runs on an
 # emulated CPU without BF16.

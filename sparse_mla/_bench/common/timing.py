@@ -27,7 +27,7 @@ class Effort:
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> Effort:
-        effort = cls(quick=True, repeats=15, min_repeats=3, row_seconds=0.7) if quick else cls()
+        effort = cls(quick=True, repeats=15, min_repeats=3, row_seconds=0.35) if quick else cls()
         if best:  # short repeats, so that some of them fall into quiet moments
             return replace(effort, repeats=2 * effort.repeats, pick=min, call_seconds=0.001)
         return effort
