@@ -86,6 +86,12 @@ def test_grouped_projections(T):
     call.check(o=unaligned)
 
 
+@pytest.mark.parametrize("T", [1, 20, 64])
+def test_wide_projections(T):
+    """So many outputs that each SM has a tile of 256, and a partial one."""
+    Grouped(T, 1, 150 * 256 + 60, 384).check()
+
+
 def check(case: AttentionCase) -> None:
     made = case.make()
     assert_within_bounds(made.reference(), guarded_attention(sparse_mla.sparse_attention, made))
