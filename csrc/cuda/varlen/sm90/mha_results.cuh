@@ -37,11 +37,13 @@ sum_of_quad(float x, int after)
     return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
 }
 
-/* What the rounding of its heaviest weight adds to a row's sum. Out has that weight rounded. With a
- * sum that has it, too, the result of a key that outweighs all others is its value. */
+/* What is added to a row's sum because its heaviest weight w is rounded in out, to w + d. Out is
+ * off by d (v - x out) then, with the values v of that key, if x d is added. The best x, if all
+ * other weights r are those of one key with unlike values, is w (w + r) / (w^2 + r^2). Where w is
+ * the lighter of the two, 1 keeps values that are all alike as they are. */
 template <bool HALF>
 __device__ __forceinline__ float
-find_rounding(int top, int after)
+find_rounding(int top, float sum, int after)
 {
     const int zero = after >> 31; /* as in sum_of_quad */
     top = max(top, __shfl_xor_sync(ALL_LANES, top, 1 + zero));
@@ -49,7 +51,9 @@ find_rounding(int top, int after)
     const float weight = ptx_exp2(__int_as_float(top));
     const float rounded = HALF ? smla_cvt_float((uint16_t)ptx_cvt_f16x2(weight, weight))
                                : smla_low_bf16(smla_cvt_bf16x2(weight, weight));
-    return rounded - weight;
+    const float others = sum - weight;
+    const float best = weight * sum * smla_rcp(weight * weight + others * others);
+    return fmaxf(best, 1.0f) * (rounded - weight);
 }
 
 /* Writes lse, and finds the factors that turn the rows' out into results. There is no division
@@ -65,7 +69,7 @@ finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_con
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         sums[i] = sum_of_quad(state.sum[i] + state.rest[i], after);
-        const float rounding = find_rounding<HALF>(state.top[i], after);
+        const float rounding = find_rounding<HALF>(state.top[i], sums[i], after);
         factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i] + rounding);
     }
     /* Even lanes have the lse of the first row, odd lanes that of the second. */
