@@ -37,7 +37,7 @@ COMMON_FLAGS = """
     -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes
     -Werror=implicit-function-declaration
 """
-SANITIZER = "-O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=undefined -fsanitize="
+SANITIZER = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=undefined -fsanitize="
 # With a sanitizer GCC takes more variables for uninitialized than are, as its manual says; the
 # release build has that warning. Clang, which builds the fuzzers, does not know it.
 FEWER_WARNINGS = " -Wno-maybe-uninitialized"
@@ -96,9 +96,9 @@ EXTENSION = BUILD / f"_C{'.abi3.so' if HAS_LIMITED_API else sysconfig.get_config
 
 # The name of a kernel file ends in its instruction set: attention_avx2.c. Kernel files of other
 # machines are left out. SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled.
-MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
 # Fuzzing tests the checks that come before the kernels. Clang would take minutes to compile the
-# kernels with instrumentation.
+# kernels with instrumentation, so these have none, and only those of the base instruction set.
+MACHINE = {"aarch64": "aarch64", "fuzz": "base"}.get(VARIANT, platform.machine())
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 FAST = ("release", "aarch64")  # kernels have all calls inlined: csrc/cpu/machine/simd.h
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
