@@ -30,8 +30,9 @@ def check(framework, wheels):
     """Checks the wheels, one after another, in one environment."""
     folder = ROOT / "build" / "installed" / (framework or "alone")
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    install = [sys.executable, "-m", "pip", f"--python={folder}/bin/python", "install"]
+    install += ["--quiet", "--disable-pip-version-check"]
     if framework:
         subprocess.run([*install, requirement(framework)], check=True)
     outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
