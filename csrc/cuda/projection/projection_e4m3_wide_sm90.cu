@@ -55,8 +55,6 @@ enum {
     COPIER_REGISTERS = 104,
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 static_assert((int)GROUPS * (int)GROUP_THREADS == (int)CONSUMERS, "a warpgroup has 128 outputs");
 
 template <int TOKENS_, int STEPS_> struct wide_shape {
@@ -104,6 +102,13 @@ find_wide_tile(const e4m3_projection &args, uint32_t number)
 
 /* ---- Copy warps: weights ------------------------------------------------------------------- */
 
+/* The thread's number among the copy threads. */
+__device__ __forceinline__ int
+copy_thread(void)
+{
+    return (int)threadIdx.x - CONSUMERS;
+}
+
 /* The index of a weight row's chunk in shared memory. Eight lanes read four chunks of two rows with
  * one even row between them, in one pass if these rows differ in the order of their halves. */
 __device__ __forceinline__ int
@@ -126,8 +131,9 @@ enum {
 };
 
 __device__ __forceinline__ weight_copier
-make_weight_copier(const smla_projection_params &p, const result_tile &tile, int thread)
+make_weight_copier(const smla_projection_params &p, const result_tile &tile)
 {
+    const int thread = copy_thread();
     static_assert(ROWS_APART % (2 * PARITY_BIT) == 0, "a thread's rows have one order of chunks");
     const int row = thread / ROW_CHUNKS, chunk = thread % ROW_CHUNKS;
     const int64_t left = p.outer_dim - tile.outer;
@@ -156,8 +162,7 @@ __device__ __forceinline__ void
 prefetch_weights(const e4m3_projection &args)
 {
     const result_tile tile = find_wide_tile(args, blockIdx.x);
-    const int thread = (int)threadIdx.x - CONSUMERS;
-    for (int row = thread; row < WIDE_OUTPUTS; row += COPIERS) {
+    for (int row = copy_thread(); row < WIDE_OUTPUTS; row += COPIERS) {
         const uint8_t *const from = first_weight_row(args.p, tile) + row * args.p.w_stride_outer;
         for (int step = 0; step < Shape::STEPS; step++) {
             ptx_prefetch_l2(from + step * STEP_VALUES,
@@ -186,9 +191,9 @@ template <typename Shape> struct token_chunks {
 };
 
 __device__ __forceinline__ token_copier
-make_token_copier(const smla_projection_params &p, const result_tile &tile, int thread)
+make_token_copier(const smla_projection_params &p, const result_tile &tile)
 {
-    const int token = thread / ROW_CHUNKS, chunk = thread % ROW_CHUNKS;
+    const int token = copy_thread() / ROW_CHUNKS, chunk = copy_thread() % ROW_CHUNKS;
     return token_copier{first_token_row(p, tile) + token * p.x_stride_token + chunk * CHUNK_BYTES,
                         token, chunk};
 }
@@ -196,8 +201,9 @@ make_token_copier(const smla_projection_params &p, const result_tile &tile, int 
 template <typename Shape>
 __device__ __forceinline__ void
 load_tokens(const smla_projection_params &p, const result_tile &tile, const token_copier &copier,
-            int64_t step, int thread, token_chunks<Shape> *chunks)
+            int64_t step, token_chunks<Shape> *chunks)
 {
+    const int thread = copy_thread();
     const uint8_t *from = copier.from + step * STEP_VALUES;
 #pragma unroll
     for (int i = 0; i < token_chunks<Shape>::COUNT; i++) {
@@ -206,26 +212,6 @@ load_tokens(const smla_projection_params &p, const result_tile &tile, const toke
     }
     ptx_load_4(smla_token_scale_word(&p.scales, thread, tile.head, step),
                thread < Shape::TOKENS && thread < p.num_tokens, 0, &chunks->scale_word);
-}
-
-/* Four lanes exchange their words: lane w gets word w of each. */
-__device__ __forceinline__ void
-transpose_words(uint32_t (&words)[WORDS])
-{
-#pragma unroll
-    for (int bit = 1; bit < WORDS; bit *= 2) {
-        const bool is_upper = threadIdx.x & bit;
-#pragma unroll
-        for (int i = 0; i < WORDS; i++) {
-            if (i & bit) {
-                uint32_t *const kept = &words[i], *const other = &words[i - bit];
-                const uint32_t given = is_upper ? *other : *kept;
-                const uint32_t got = __shfl_xor_sync(ALL_LANES, given, bit);
-                *other = is_upper ? got : *other;
-                *kept = is_upper ? *kept : got;
-            }
-        }
-    }
 }
 
 /* Writes a token's half of a step as fp16; each of its four lanes has a chunk, and writes the two
@@ -239,7 +225,7 @@ store_half(int token, int chunk, uint32_t (&words)[WORDS], uint32_t row)
     const int product = chunk % WORDS, swizzle = token & SWIZZLE_BITS;
     const bool is_second = chunk >= HALF_CHUNKS;
     uint32_t low[HALF_CHUNKS], high[HALF_CHUNKS];
-    transpose_words(words);
+    smla_turn_words((int)threadIdx.x, words);
 #pragma unroll
     for (int c = 0; c < HALF_CHUNKS; c++) {
         uint32_t pairs[2];
@@ -257,8 +243,9 @@ store_half(int token, int chunk, uint32_t (&words)[WORDS], uint32_t row)
 template <typename Shape>
 __device__ __forceinline__ void
 copy_weight_scales(const smla_projection_params &p, const result_tile &tile, int64_t step, int slot,
-                   int thread, ring_memory<Shape> *shared)
+                   ring_memory<Shape> *shared)
 {
+    const int thread = copy_thread();
     const int64_t outer = tile.outer + thread * GROUP_OUTPUTS;
     if (thread < GROUPS) {
         ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weight_scales[slot][thread]),
@@ -271,9 +258,9 @@ copy_weight_scales(const smla_projection_params &p, const result_tile &tile, int
 template <typename Shape>
 __device__ __forceinline__ void
 write_tokens(const smla_projection_params &p, const token_copier &copier, int64_t step, int slot,
-             int thread, token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
+             token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
 {
-    const int half = copier.chunk / HALF_CHUNKS;
+    const int thread = copy_thread(), half = copier.chunk / HALF_CHUNKS;
 #pragma unroll
     for (int i = 0; i < token_chunks<Shape>::COUNT; i++) {
         const int token = copier.token + i * TOKENS_APART;
@@ -286,22 +273,28 @@ write_tokens(const smla_projection_params &p, const token_copier &copier, int64_
     }
 }
 
+/* A tile, and where the thread's copies of it come from. */
+struct tile_copier {
+    result_tile tile;
+    weight_copier weights;
+    token_copier tokens;
+};
+
 /* Fills a slot with a step. */
 template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
-copy_step(const e4m3_projection &args, const result_tile &tile, const weight_copier &weights,
-          const token_copier &tokens, int64_t step, const ring_position &position, int thread,
-          token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
+copy_step(const smla_projection_params &p, const tile_copier &copier, int64_t step,
+          const ring_position &position, token_chunks<Shape> *chunks, ring_memory<Shape> *shared)
 {
     const int slot = position.slot;
     const uint32_t full = ptx_shared_address(&shared->full[slot]);
     ptx_mbarrier_wait(ptx_shared_address(&shared->empty[slot]), position.parity ^ 1);
-    copy_weights(weights, step, ptx_shared_address(shared->weights[slot]));
+    copy_weights(copier.weights, step, ptx_shared_address(shared->weights[slot]));
     if constexpr (!PER_OUTPUT) {
-        copy_weight_scales(args.p, tile, step, slot, thread, shared);
+        copy_weight_scales(p, copier.tile, step, slot, shared);
     }
     ptx_mbarrier_arrive_after_copies(full);
-    write_tokens(args.p, tokens, step, slot, thread, chunks, shared);
+    write_tokens(p, copier.tokens, step, slot, chunks, shared);
     ptx_mbarrier_arrive(full, true);
 }
 
@@ -309,17 +302,16 @@ template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
 copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
 {
-    const int thread = (int)threadIdx.x - CONSUMERS;
     ring_position position = {0, 0};
     for (uint32_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         const result_tile tile = find_wide_tile(args, number);
-        const weight_copier weights = make_weight_copier(args.p, tile, thread);
-        const token_copier tokens = make_token_copier(args.p, tile, thread);
+        const tile_copier copier = {tile, make_weight_copier(args.p, tile),
+                                    make_token_copier(args.p, tile)};
         token_chunks<Shape> chunks[STEPS_AHEAD];
 #pragma unroll
         for (int i = 0; i < STEPS_AHEAD; i++) {
             if (i < args.num_steps) {
-                load_tokens(args.p, tile, tokens, i, thread, &chunks[i]);
+                load_tokens(args.p, tile, copier.tokens, i, &chunks[i]);
             }
         }
 #pragma unroll 1
@@ -330,10 +322,9 @@ copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
                 if (step >= args.num_steps) {
                     break;
                 }
-                copy_step<Shape, PER_OUTPUT>(args, tile, weights, tokens, step, position, thread,
-                                             &chunks[i], shared);
+                copy_step<Shape, PER_OUTPUT>(args.p, copier, step, position, &chunks[i], shared);
                 if (step + STEPS_AHEAD < args.num_steps) {
-                    load_tokens(args.p, tile, tokens, step + STEPS_AHEAD, thread, &chunks[i]);
+                    load_tokens(args.p, tile, copier.tokens, step + STEPS_AHEAD, &chunks[i]);
                 }
                 advance<Shape>(&position);
             }

@@ -96,6 +96,25 @@ smla_scan_lanes(T value, int lane)
     return sum;
 }
 
+/* Transposes four words of four neighbouring lanes: word i of lane c becomes word c of lane i.
+ * `column` is c, or a number of which c is the last two bits. */
+static __device__ __forceinline__ void
+smla_turn_words(int column, uint32_t words[4])
+{
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool is_upper = column & step;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int low = step == 1 ? 2 * i : i;
+            const uint32_t give = is_upper ? words[low] : words[low + step];
+            const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, step);
+            words[low] = is_upper ? take : words[low];
+            words[low + step] = is_upper ? words[low + step] : take;
+        }
+    }
+}
+
 /* ---- Scales -------------------------------------------------------------------------------- */
 
 /* Loads a scale that the caller gave as a number or as an address on the device. */

@@ -46,24 +46,6 @@ finish_head(const bf16_launch &launch, const work_item &item, int head, int turn
     return leave_head(launch.base, item, head, integer, row_max, sum, writes) * unit;
 }
 
-/* Transposes four words of a row's four lanes: word i of lane c becomes word c of lane i. */
-static __device__ __forceinline__ void
-turn_words(int column, uint32_t words[4])
-{
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const bool is_upper = column & step;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int low = step == 1 ? 2 * i : i;
-            const uint32_t give = is_upper ? words[low] : words[low + step];
-            const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, step);
-            words[low] = is_upper ? take : words[low];
-            words[low + step] = is_upper ? words[low + step] : take;
-        }
-    }
-}
-
 /* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
  * stores have no branch each, because ptxas would compute their addresses again behind a branch.
  * find_row: where out of a row of the tile begins. */
@@ -85,7 +67,7 @@ write_out_rows(int num_rows, FindRow find_row, const thread_index &me, const flo
                 const float *const pair = &state.out[4 * (j + i) + 2 * piece];
                 words[i] = smla_cvt_bf16x2(pair[0] * factor, pair[1] * factor);
             }
-            turn_words(me.column, words);
+            smla_turn_words(me.column, words);
             if constexpr (ALIGNED) {
                 smla_store_vector_4_if(to + 8 * j, words, head < num_rows);
             } else if (head < num_rows) {
