@@ -37,23 +37,21 @@ sum_of_quad(float x, int after)
     return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
 }
 
-/* What is added to a row's sum because its heaviest weight w is rounded in out, to w + d. Out is
- * off by d (v - x out) then, with the values v of that key, if x d is added. The best x, if all
- * other weights r are those of one key with unlike values, is w (w + r) / (w^2 + r^2). Where w is
- * the lighter of the two, 1 keeps values that are all alike as they are. */
+/* What is added to a row's sum because weights w are rounded in out, to w + d. Known are each
+ * lane's heaviest weight and the sum of its others, r. The sum x sum(w d) / sum(w^2 + r^2) over the
+ * lanes is the best one where values are unlike each other: what then remains of the error d v,
+ * with values v of that key, is what no multiple of out can hide. */
 template <bool HALF>
 __device__ __forceinline__ float
-find_rounding(int top, float sum, int after)
+find_rounding(int top, float lane_sum, float sum, int after)
 {
-    const int zero = after >> 31; /* as in sum_of_quad */
-    top = max(top, __shfl_xor_sync(ALL_LANES, top, 1 + zero));
-    top = max(top, __shfl_xor_sync(ALL_LANES, top, 2 + zero));
     const float weight = ptx_exp2(__int_as_float(top));
     const float rounded = HALF ? smla_cvt_float((uint16_t)ptx_cvt_f16x2(weight, weight))
                                : smla_low_bf16(smla_cvt_bf16x2(weight, weight));
-    const float others = sum - weight;
-    const float best = weight * sum * smla_rcp(weight * weight + others * others);
-    return fmaxf(best, 1.0f) * (rounded - weight);
+    const float others = lane_sum - weight;
+    const float shift = sum_of_quad(weight * (rounded - weight), after);
+    const float spread = sum_of_quad(weight * weight + 0.3f * others * others, after);
+    return sum * (shift * smla_rcp(spread));
 }
 
 /* Writes lse, and finds the factors that turn the rows' out into results. There is no division
@@ -68,8 +66,9 @@ finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_con
     float sums[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        sums[i] = sum_of_quad(state.sum[i] + state.rest[i], after);
-        const float rounding = find_rounding<HALF>(state.top[i], sums[i], after);
+        const float lane_sum = state.sum[i] + state.rest[i];
+        sums[i] = sum_of_quad(lane_sum, after);
+        const float rounding = find_rounding<HALF>(state.top[i], lane_sum, sums[i], after);
         factors[i] = sums[i] == 0.0f ? 0.0f : smla_rcp(sums[i] + rounding);
     }
     /* Even lanes have the lse of the first row, odd lanes that of the second. */

@@ -82,9 +82,9 @@ max_of_quad(float x)
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-/* The largest of a row's elements in all four lanes; a NaN counts as none. */
+/* The largest of a row's elements in this lane; a NaN counts as none. */
 __device__ __forceinline__ float
-max_of_row(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
+max_of_lane(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
 {
     float pair[2] = {scores[2 * row_piece], scores[2 * row_piece + 1]};
 #pragma unroll
@@ -94,7 +94,7 @@ max_of_row(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
             pair[k] = fmaxf(pair[k], scores[4 * n + 2 * row_piece + k]);
         }
     }
-    return max_of_quad(fmaxf(pair[0], pair[1]));
+    return fmaxf(pair[0], pair[1]);
 }
 
 /* ---- Weights -------------------------------------------------------------------------------- */
@@ -175,34 +175,38 @@ may_move(mha_consumer<D> *state)
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
 
-/* Moves the references of rows whose largest exponent is too high, to that logit. Exponents and
- * sums follow; `factors` become what out must be multiplied with. */
+/* Moves the reference of a row whose largest exponent is too high, to that logit. Exponents, sums
+ * and out follow, for the row of every lane or for none. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-move_references(mha_consumer<D> *state, float factors[2])
+move_reference(int i, mha_consumer<D> *state)
 {
+    const float older = state->reference[i];
+    const bool is_empty = older == -INFINITY;
+    const float own =
+        is_empty ? max_of_lane(i, state->scores) : __int_as_float(state->top[i]);
+    const float highest = max_of_quad(own);
+    const bool moves = highest > (is_empty ? -INFINITY : MOST_EXPONENT<HALF>);
+    if (!__any_sync(ALL_LANES, moves)) {
+        return;
+    }
+    const float base = is_empty ? 0.0f : older;
+    const float newer = moves ? base + (highest - TOP_EXPONENT<HALF>) : base;
+    const float rise = newer - base; /* as later blocks see it: rounded, like the reference */
+    const float factor = is_empty ? 1.0f : ptx_exp2(-rise);
+    state->reference[i] = moves ? newer : older;
+    state->top[i] = __float_as_int(own - rise);
+    state->sum[i] *= factor;
+    state->rest[i] *= factor;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float older = state->reference[i];
-        const bool is_empty = older == -INFINITY;
-        const float highest = max_of_row(i, state->scores);
-        const float top = highest - TOP_EXPONENT<HALF>;
-        const bool moves =
-            is_empty ? top > -INFINITY : top > MOST_EXPONENT<HALF> - TOP_EXPONENT<HALF>;
-        const float base = is_empty ? 0.0f : older;
-        const float newer = moves ? base + top : base;
-        const float rise = newer - base; /* as later blocks see it: rounded, like the reference */
-        state->reference[i] = moves ? newer : older;
-        state->top[i] = moves ? __float_as_int(highest - rise) : state->top[i];
-        factors[i] = ptx_exp2(-rise);
-        state->sum[i] *= is_empty ? 1.0f : factors[i];
-        state->rest[i] *= is_empty ? 1.0f : factors[i];
-        factors[i] = is_empty ? 1.0f : factors[i];
+    for (int n = 0; n < ROW_PAIRS; n++) {
+        state->scores[4 * n + 2 * i] -= rise;
+        state->scores[4 * n + 2 * i + 1] -= rise;
+    }
 #pragma unroll
-        for (int n = 0; n < ROW_PAIRS; n++) {
-            state->scores[4 * n + 2 * i] -= rise;
-            state->scores[4 * n + 2 * i + 1] -= rise;
-        }
+    for (int n = 0; n < VALUE_DIM / 8; n++) {
+        state->out[4 * n + 2 * i] *= factor;
+        state->out[4 * n + 2 * i + 1] *= factor;
     }
 }
 
@@ -219,8 +223,8 @@ weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float highest = max_of_row(i, state->scores);
-        state->reference[i] = __fmul_rn(highest, args.scale_log2);
+        const float highest = max_of_lane(i, state->scores);
+        state->reference[i] = __fmul_rn(max_of_quad(highest), args.scale_log2);
         state->sum[i] = 0.0f;
         state->rest[i] = 0.0f;
         state->top[i] =
@@ -241,12 +245,10 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
     }
     find_exponents<D, HALF>(args.scale_log2, state);
     if (__builtin_expect(may_move<D, HALF>(state), false)) {
-        float factors[2];
-        move_references<D, HALF>(state, factors);
-        wgmma_wait<0>();
+        wgmma_wait<0>(); /* out is complete */
 #pragma unroll
-        for (int i = 0; i < VALUE_DIM / 2; i++) {
-            state->out[i] *= factors[i / 2 % 2];
+        for (int i = 0; i < 2; i++) {
+            move_reference<D, HALF>(i, state);
         }
     }
     find_weights(state);
