@@ -37,10 +37,14 @@ sum_of_quad(float x, int after)
     return x + __shfl_xor_sync(ALL_LANES, x, 2 + zero);
 }
 
+/* The sum of squares of a lane's weights but the heaviest, as a share of their sum's square: 1 if
+ * they were one key, 0 if they were very many. It is not known; this served all inputs well. */
+constexpr float OTHERS_SHARE = 0.3f;
+
 /* What is added to a row's sum because weights w are rounded in out, to w + d. Known are each
- * lane's heaviest weight and the sum of its others, r. The sum x sum(w d) / sum(w^2 + r^2) over the
- * lanes is the best one where values are unlike each other: what then remains of the error d v,
- * with values v of that key, is what no multiple of out can hide. */
+ * lane's heaviest weight and the sum of its others. If all values are unlike, least squares ask for
+ * sum * sum(w d) / sum(w^2), both over all keys: the multiple of out that is closest to what the
+ * roundings add to it. */
 template <bool HALF>
 __device__ __forceinline__ float
 find_rounding(int top, float lane_sum, float sum, int after)
@@ -50,7 +54,7 @@ find_rounding(int top, float lane_sum, float sum, int after)
                                : smla_low_bf16(smla_cvt_bf16x2(weight, weight));
     const float others = lane_sum - weight;
     const float shift = sum_of_quad(weight * (rounded - weight), after);
-    const float spread = sum_of_quad(weight * weight + 0.3f * others * others, after);
+    const float spread = sum_of_quad(weight * weight + OTHERS_SHARE * others * others, after);
     return sum * (shift * smla_rcp(spread));
 }
 

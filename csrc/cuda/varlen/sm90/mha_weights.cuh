@@ -183,8 +183,7 @@ move_reference(int i, mha_consumer<D> *state)
 {
     const float older = state->reference[i];
     const bool is_empty = older == -INFINITY;
-    const float own =
-        is_empty ? max_of_lane(i, state->scores) : __int_as_float(state->top[i]);
+    const float own = is_empty ? max_of_lane(i, state->scores) : __int_as_float(state->top[i]);
     const float highest = max_of_quad(own);
     const bool moves = highest > (is_empty ? -INFINITY : MOST_EXPONENT<HALF>);
     if (!__any_sync(ALL_LANES, moves)) {
