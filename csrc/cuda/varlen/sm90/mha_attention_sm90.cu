@@ -41,9 +41,10 @@
  *              dense_prefill): 8 x 1024 589 us, 584 TFLOP/s; 1 x 4096 926, 742; 1 x 8192 3846, 715.
  * Numerics     Scores and out are fp32 sums by tensor cores. Weights are rounded once, to the type
  *              of the operands; their sum is not rounded to it, and is compensated from block to
- *              block. ref is the largest logit of the row's first block with one, and moves to a
- *              larger one only if that is 2^32 heavier, in fp16 2^8. Keys of the block that are not
- *              the request's are masked, and their values cleared. A NaN value in a key that only
+ *              block. For out it is corrected for what heavy weights lost (find_rounding). ref is
+ *              the largest logit of the row's first block with one, and moves to a larger one only
+ *              if that is 2^32 heavier, in fp16 2^8. Keys of the block that are not the request's
+ *              are masked, and their values cleared. A NaN value in a key that only
  *              the causal mask hides makes 0 * NaN. No key, or no logit but -inf: out 0, lse -inf.
  *              A row's bits depend on its query, its request's keys and on how many queries of the
  *              request come behind it, because tiles and blocks are counted from the end.

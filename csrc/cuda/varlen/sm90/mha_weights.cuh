@@ -12,8 +12,8 @@
  * may have. Between them a logit can rise without a move: by 2^32, so that rows whose first block
  * has but a few keys seldom move. Values may be up to 2^76 then, even if 2^17 keys have the largest
  * weight, and exponents keep 18 bits behind the point. fp16 has no room for more than 2^8 if light
- * weights are to keep their bits. A row's largest exponent is above 0, so that floats are in the
- * order of their bits there. */
+ * weights are to keep their bits. The reference's exponent is above 0, where the order of floats is
+ * that of their bits. */
 template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : 2.0f;
 template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 34.0f;
 
@@ -157,7 +157,8 @@ pack_weights(mha_consumer<D> *state)
 }
 
 /* Notes the lane's largest exponents, and says whether a row of the warp may have to move its
- * reference. Floats above a positive one are integers above its bits, and so is NaN. */
+ * reference. Floats above a positive one are integers above its bits, and so is NaN. A lane with
+ * negative exponents alone, weights below the reference's by 2^2 or more, notes one of these. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
 may_move(mha_consumer<D> *state)
