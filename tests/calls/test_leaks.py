@@ -220,13 +220,16 @@ def fails(call, *args, **kwargs) -> bool:
 
 def assert_lets_go(call, calls: list[tuple[tuple, dict]]) -> None:
     """Calls that fail leave every reference count as it was, and no memory. Those that do not fail
-    are left out. Small numbers are one object for the whole process, which other threads (the one
-    that pytest-xdist listens with) take and drop meanwhile: they are counted over many runs."""
+    are left out. Small numbers and strings of the source are one object for the whole process,
+    which other threads (the one that pytest-xdist listens with) take and drop meanwhile: they are
+    counted over many runs. What earlier tests left in cycles is freed before anything is counted.
+    """
+    gc.collect()
     failing = [one for one in calls if fails(call, *one[0], **one[1])]
     assert failing
     values = [x for args, kwargs in calls for x in (*args, *kwargs.values())]
     values += [x for items in values if isinstance(items, tuple) for x in items]
-    common = [*COMMON, *{x for x in values if type(x) is int}]
+    common = [*COMMON, *{x for x in values if type(x) in (int, str)}]
     given = [x for x in (*values, call) if not any(x is y for y in common)]
     held = [sys.getrefcount(x) for x in given]
     for args, kwargs in failing:
