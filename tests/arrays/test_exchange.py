@@ -635,8 +635,19 @@ def test_the_negative_bit_of_every_dtype(torch, dtype, rank):
                 call.run(sparse_mla)
 
 
+# Memory that the next objects of up to 500 bytes will have holds all kinds of bytes.
+FILL_FREE_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+held = [(libc.malloc(size), size) for size in range(16, 512, 16) for _ in range(7)]
+for number, (memory, size) in enumerate(held):
+    ctypes.memset(memory, number * 101 % 256, size)
+for memory, _ in held:
+    libc.free(memory)
+"""
 COUNT_QUESTIONS = """
-import torch, sparse_mla
 asked, ask = [], torch.Tensor.is_neg
 sparse_mla.dynamic_per_tensor_quant(torch.ones(2))
 torch.Tensor.is_neg = lambda x: asked.append(x.ndim) or ask(x)
@@ -647,10 +658,13 @@ print(asked)
 
 
 @pytest.mark.torch
-def test_the_negative_bit_is_seen_without_asking(torch):
+@pytest.mark.parametrize("fill", ["", FILL_FREE_MEMORY], ids=["as-it-is", "filled"])
+def test_the_negative_bit_is_seen_without_asking(torch, fill):
     """Of tensors, only those are asked whose sizes are outside of their object, and the process's
-    first. A process of its own, because the types of earlier tests fill the table of types."""
-    assert printed_by_python("-c", COUNT_QUESTIONS) == "[6, 7]\n"
+    first. A process of its own, because the types of earlier tests fill the table of types. What
+    free memory holds stays in the padding of PyTorch's objects."""
+    script = f"import torch, sparse_mla\n{fill}{COUNT_QUESTIONS}"
+    assert printed_by_python("-c", script) == "[6, 7]\n"
 
 
 @pytest.mark.torch

@@ -3,8 +3,9 @@
  *
  * is_neg() costs as much as an export, because it lets go of the GIL. A borrowed view points at the
  * sizes inside of the tensor's own object, and the bit lies a few words behind them. Where, is
- * found out once per type, from two pairs of tensors that differ in this bit alone. If they differ
- * in anything else, or are not as expected, all tensors are asked.
+ * found out once per type, from pairs of tensors that differ in this bit alone. Bits in which equal
+ * tensors differ are padding, which nobody initialises, and do not count. If pairs differ in
+ * anything else, or are not as expected, all tensors are asked.
  */
 #include "python/arrays/exchange.h"
 
@@ -13,6 +14,7 @@
 enum {
     INLINE_RANK = 5, /* sizes of more dimensions lie elsewhere */
     LAST_WORD = 13,  /* sizes, strides, the offset, the number of elements, types, and the bits */
+    NUM_PAIRS = 16,  /* a random bit of padding looks like the negative bit once in 2^32 times */
 };
 
 /* ---- What is asked ------------------------------------------------------------------------- */
@@ -69,18 +71,28 @@ smla_py_see_sign(const smla_py_sign *sign, const DLTensor *borrowed)
     return (read_word(borrowed->shape, sign->word) & sign->bit) != 0;
 }
 
-/* The one bit that the second tensor has and the first lacks; bit 0 if they differ otherwise. */
+/* The one bit that all negative tensors have and all plain ones lack; bit 0 if they differ
+ * otherwise. views[pair][0] is plain, views[pair][1] negative. */
 static smla_py_sign
-compare(const DLTensor *plain, const DLTensor *negative)
+compare(DLTensor views[NUM_PAIRS][2])
 {
     smla_py_sign found = {.bit = 0};
     for (int word = 0; word <= LAST_WORD; word++) {
-        const uint64_t other = read_word(negative->shape, word);
-        const uint64_t bit = other ^ read_word(plain->shape, word);
-        if (bit == 0) {
+        uint64_t in_all[2] = {UINT64_MAX, UINT64_MAX};
+        uint64_t in_any[2] = {0, 0};
+        for (int pair = 0; pair < NUM_PAIRS; pair++) {
+            for (int i = 0; i < 2; i++) {
+                const uint64_t value = read_word(views[pair][i].shape, word);
+                in_all[i] &= value;
+                in_any[i] |= value;
+            }
+        }
+        const uint64_t lost = in_all[0] & ~in_any[1];
+        const uint64_t bit = in_all[1] & ~in_any[0];
+        if (lost == 0 && bit == 0) {
             continue;
         }
-        if (found.bit != 0 || (bit & (bit - 1)) != 0 || (other & bit) == 0) {
+        if (found.bit != 0 || lost != 0 || (bit & (bit - 1)) != 0) {
             return (smla_py_sign){.bit = 0};
         }
         found = (smla_py_sign){.word = word, .bit = bit};
@@ -116,20 +128,23 @@ make_pair(PyObject *torch, int rank, const char *dtype, PyObject *pair[2])
 static smla_py_sign
 probe(PyObject *torch, const DLPackExchangeAPI *api, int rank, const char *dtype)
 {
-    PyObject *pair[2] = {NULL, NULL};
-    DLTensor views[2];
-    smla_py_sign found = {.bit = 0};
-    bool is_good = make_pair(torch, rank, dtype, pair);
-    for (int i = 0; is_good && i < 2; i++) {
-        is_good = api->dltensor_from_py_object_no_sync(pair[i], &views[i]) == 0 &&
-                  is_inline(&views[i]) && views[i].ndim == rank;
+    PyObject *pairs[NUM_PAIRS][2] = {{NULL}}; /* all live at once, so that their memory differs */
+    DLTensor views[NUM_PAIRS][2];
+    bool is_good = true;
+    for (int pair = 0; is_good && pair < NUM_PAIRS; pair++) {
+        is_good = make_pair(torch, rank, dtype, pairs[pair]);
+        for (int i = 0; is_good && i < 2; i++) {
+            DLTensor *const view = &views[pair][i];
+            is_good = api->dltensor_from_py_object_no_sync(pairs[pair][i], view) == 0 &&
+                      is_inline(view) && view->ndim == rank;
+        }
     }
-    if (is_good) {
-        found = compare(&views[0], &views[1]);
-    }
+    const smla_py_sign found = is_good ? compare(views) : (smla_py_sign){.bit = 0};
     PyErr_Clear();
-    Py_XDECREF(pair[0]);
-    Py_XDECREF(pair[1]);
+    for (int pair = 0; pair < NUM_PAIRS; pair++) {
+        Py_XDECREF(pairs[pair][0]);
+        Py_XDECREF(pairs[pair][1]);
+    }
     return found;
 }
 
