@@ -667,6 +667,28 @@ def test_the_negative_bit_is_seen_without_asking(torch, fill):
     assert printed_by_python("-c", script) == "[6, 7]\n"
 
 
+# What a PyTorch could be like whose negative views differ from their tensors in other ways.
+OTHER_VIEWS = {
+    "no bit": "torch._neg_view = lambda x: x",
+    "two bits": "torch._neg_view = lambda x: shifted(x, 3)",
+    "a bit in two words": "torch._neg_view = lambda x: neg_view(shifted(x, 1))",
+    "a bit that plain ones have": "torch.zeros = lambda *a, **k: shifted(zeros(*a, **k), 1)\n"
+    "torch._neg_view = lambda x: neg_view(zeros(x.shape, dtype=x.dtype))",
+}
+SHIFTED = """
+neg_view, zeros = torch._neg_view, torch.zeros
+def shifted(x, offset):
+    return zeros(x.numel() + offset, dtype=x.dtype)[offset:].view(x.shape)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("views", OTHER_VIEWS)
+def test_the_negative_bit_is_asked_for_where_it_cannot_be_told(torch, views):
+    script = f"import torch, sparse_mla\n{SHIFTED}{OTHER_VIEWS[views]}\n{COUNT_QUESTIONS}"
+    assert printed_by_python("-c", script) == f"{[*range(8)]}\n"
+
+
 @pytest.mark.torch
 def test_the_negative_bit_without_the_exchange_api(torch):
     """A tensor that comes through __dlpack__, as those of older versions do."""
