@@ -78,17 +78,14 @@ compare(DLTensor views[NUM_PAIRS][2])
 {
     smla_py_sign found = {.bit = 0};
     for (int word = 0; word <= LAST_WORD; word++) {
-        uint64_t in_all[2] = {UINT64_MAX, UINT64_MAX};
-        uint64_t in_any[2] = {0, 0};
+        uint64_t bit = UINT64_MAX;
+        uint64_t lost = UINT64_MAX;
         for (int pair = 0; pair < NUM_PAIRS; pair++) {
-            for (int i = 0; i < 2; i++) {
-                const uint64_t value = read_word(views[pair][i].shape, word);
-                in_all[i] &= value;
-                in_any[i] |= value;
-            }
+            const uint64_t plain = read_word(views[pair][0].shape, word);
+            const uint64_t negative = read_word(views[pair][1].shape, word);
+            bit &= negative & ~plain;
+            lost &= plain & ~negative;
         }
-        const uint64_t lost = in_all[0] & ~in_any[1];
-        const uint64_t bit = in_all[1] & ~in_any[0];
         if (lost == 0 && bit == 0) {
             continue;
         }
