@@ -7,6 +7,7 @@ need of a call is checked with the error texts of the C core; the call itself ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows
 
 # The names that an option takes, by its kind in the operator's table.
 NAMES = {"floats": ("float32", "bfloat16"), "scales": ("fp32", "ue8m0x4")}
+
+# What a new result has in rows of no request, by the bit that asks the core for it (attention.h).
+PADDING = {1: 0.0, 2: -math.inf}
 
 # Shape and dtype; and strides where a new result is not contiguous.
 Result = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, tuple[Any, ...]]
@@ -40,6 +44,8 @@ class Rules:
         self.kinds: dict[str, str] = dict(operator.table)
         self.limits = operator.limits
         self.rows = operator.results
+        # Result -> what its rows of no request have where the call makes it.
+        self.padding = {name: PADDING[fills] for name, *_, fills in self.rows if fills}
 
     def results(self, values: Mapping[str, Any]) -> dict[str, Result]:
         """Shape and dtype of each result that a call may have, in the table's order.
@@ -49,7 +55,7 @@ class Rules:
         given = _Given(self, values)
         given.check_limits()
         found: dict[str, Result] = {}
-        for name, when, dtype, dims, order, multiple in self.rows:
+        for name, when, dtype, dims, order, multiple, _ in self.rows:
             if name not in found and given.holds(*when):
                 shape = given.shape(dims)
                 result = shape, given.dtype(*dtype)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/key_range.h"
+#include "core/padding_rows.h"
 #include "core/params.h"
 
 /* With this map, attention itself turns positions inside a request into slots, by the rules of
@@ -218,6 +219,7 @@ typedef struct smla_key_ranges_params {
     int32_t *begin;     /* [T] */
     int32_t *end;       /* [T] */
     int64_t *positions; /* [T]: where each token is in its request, else 0; NULL: not wanted */
+    smla_padding_rows padding; /* results of attention that are filled meanwhile */
 } smla_key_ranges_params;
 
 enum { SMLA_RANGES_ALIGN = 64 };

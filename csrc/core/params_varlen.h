@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/key_range.h"
+#include "core/padding_rows.h"
 #include "core/params.h"
 
 /* Bytes of workspace with which a GPU's CTAs can divide the work among themselves as it goes. */
@@ -62,6 +63,7 @@ typedef struct smla_varlen_params {
     int64_t lse_stride_head;
     void *workspace; /* NULL: none; its contents are undefined, and no result depends on it */
     int64_t workspace_bytes;
+    smla_padding_rows padding; /* what is filled of `out` and `lse` */
 } smla_varlen_params;
 
 /* The query tokens and keys of one request: numbers in the arrays of all requests. */
@@ -85,6 +87,20 @@ smla_find_varlen_request(const smla_varlen_params *params, int64_t req)
     const int64_t past_keys =
         smla_clamp_int64(keys[params->key_starts_stride], key, params->num_keys);
     return (smla_varlen_request){query, past_queries - query, key, past_keys - key};
+}
+
+/* Fills the rows behind the last request. `threads` of `teams` teams share the work, and this is
+ * thread `thread` of team `team`. */
+SMLA_HOST_DEVICE static inline void
+smla_fill_varlen_padding(const smla_varlen_params *params, int64_t team, int64_t teams, int thread,
+                         int threads)
+{
+    if (smla_has_padding(&params->padding)) {
+        const int64_t past = params->query_starts[params->num_reqs * params->query_starts_stride];
+        const int64_t first = smla_clamp_int64(past, 0, params->num_tokens);
+        smla_fill_padding(&params->padding, first + team, teams, params->num_tokens, thread,
+                          threads);
+    }
 }
 
 /* The keys that query `query` of a request sees, as numbers in the request. */

@@ -172,7 +172,8 @@ OPERATOR(merge_attn_states, smla_merge_params, p->rows.num_tokens * p->rows.num_
          NO_VALUES)
 OPERATOR(merge_attn_partials, smla_merge_partials_params,
          p->rows.num_tokens * p->rows.num_heads == 0, NO_VALUES)
-OPERATOR(varlen_attention, smla_varlen_params, p->num_tokens == 0 || p->num_reqs == 0, NO_VALUES)
+OPERATOR(varlen_attention, smla_varlen_params,
+         NO_TOKENS || (p->num_reqs == 0 && !smla_has_padding(&p->padding)), NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)
 OPERATOR(absorb_q_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)

@@ -3,6 +3,7 @@
 
 #include "core/backend.h"
 #include "core/key_range.h"
+#include "core/padding_rows.h"
 #include "core/rule.h"
 #include "sparse_mla.h"
 
@@ -179,6 +180,12 @@ smla_status smla_require_num_splits(const smla_checker *checker, int64_t num_spl
  * `most` of what `rows` names. Numbers on a device are not read. */
 smla_status smla_require_starts(const smla_checker *checker, const char *name,
                                 const DLTensor *tensor, int64_t most, const char *rows);
+
+/* Checks fills_padding, and finds what it asks to fill: rows of out [T, >= H, ...] and lse [T, H],
+ * which were checked. */
+smla_status smla_require_padding(const char *op, int32_t fills_padding, const DLTensor *out,
+                                 const DLTensor *lse, float empty_lse, smla_padding_rows *rows,
+                                 smla_error *error);
 
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,

@@ -254,6 +254,22 @@ carve_ranges(const smla_attention_plan *plan, smla_attention_params *params,
     return SMLA_OK;
 }
 
+/* Decides who fills the rows of no request. A kernel that reads lengths takes them for a request
+ * without keys, whose out and lse it writes. Everywhere else the pass that finds ranges fills them,
+ * so ranges are found, too, if only one of the two is asked for. */
+static smla_status
+plan_padding(const smla_mla_attention_args *args, const flat_arrays *flat,
+             smla_attention_plan *plan, smla_attention_params *params, smla_padding_rows *padding,
+             smla_error *error)
+{
+    const float empty_lse = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    SMLA_TRY(smla_require_padding(params->call.op, args->fills_padding, flat->out, flat->lse,
+                                  empty_lse, padding, error));
+    plan->reads_lengths = plan->reads_lengths && (padding->out == NULL) == (padding->lse == NULL);
+    params->dense.fills_padding = plan->reads_lengths && padding->out != NULL;
+    return SMLA_OK;
+}
+
 smla_status
 smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_params *params,
                          smla_key_ranges_params *ranges, smla_attention_plan *plan,
@@ -284,6 +300,7 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
         smla_check_attention_by(&attention_rules, &attention, &call, params, plan, backend, error));
     SMLA_TRY(smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
                                       error));
+    SMLA_TRY(plan_padding(args, &flat, plan, params, &ranges->padding, error));
     ranges->call = params->call;
     return carve_ranges(plan, params, ranges, error);
 }

@@ -1,5 +1,5 @@
 /* check_masks.c: what the operators of dense attention share: masks, softcaps, the number of
- * splits, and the numbers at which requests start.
+ * splits, the numbers at which requests start, and the rows behind the last one.
  */
 #include <float.h>
 
@@ -77,4 +77,31 @@ smla_require_starts(const smla_checker *c, const char *name, const DLTensor *ten
                           : smla_fail(c->error, SMLA_ERROR_VALUE,
                                       "%s: `%s` must end at most at the %lld %s, got %lld", c->op,
                                       name, (long long)most, rows, (long long)before);
+}
+
+smla_status
+smla_require_padding(const char *op, int32_t fills_padding, const DLTensor *out,
+                     const DLTensor *lse, float empty_lse, smla_padding_rows *rows,
+                     smla_error *error)
+{
+    const int32_t all = SMLA_FILLS_OUT | SMLA_FILLS_LSE;
+    if ((fills_padding & ~all) != 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `fills_padding` must be a sum of SMLA_FILLS_OUT and SMLA_FILLS_LSE, "
+                         "got %d",
+                         op, (int)fills_padding);
+    }
+    const int64_t value_bytes = smla_element_bytes(out);
+    *rows = (smla_padding_rows){
+        .out = fills_padding & SMLA_FILLS_OUT ? smla_data(out) : NULL,
+        .out_stride_token_bytes = smla_stride(out, 0) * value_bytes,
+        .out_stride_head_bytes = smla_stride(out, 1) * value_bytes,
+        .row_bytes = smla_size(out, 2) * value_bytes,
+        .lse = fills_padding & SMLA_FILLS_LSE ? smla_data(lse) : NULL,
+        .lse_stride_token = smla_stride(lse, 0),
+        .lse_stride_head = smla_stride(lse, 1),
+        .empty_lse = empty_lse,
+        .num_heads = (int32_t)smla_size(lse, 1),
+    };
+    return SMLA_OK;
 }

@@ -336,6 +336,8 @@ smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_varlen_
     SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     SMLA_TRY(require_results(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));
+    SMLA_TRY(smla_require_padding(c.op, args->fills_padding, args->out, args->lse, -INFINITY,
+                                  &params->padding, error));
     fill_arrays(args, params);
     params->call = smla_call_of(&c, args->stream, NULL);
     return SMLA_OK;

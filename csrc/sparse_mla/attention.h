@@ -72,6 +72,10 @@ typedef struct smla_sparse_mla_dsv4_args {
 
 SMLA_API smla_status smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error);
 
+/* Results of which a call fills the rows that belong to no request, as it must where it made the
+ * results for its caller: out with 0, lse with the value of a token without keys. */
+enum { SMLA_FILLS_OUT = 1, SMLA_FILLS_LSE = 2 };
+
 /* Attention of a request's tokens to the keys of its paged cache, without a list of keys: decode,
  * extend and absorbed prefill. Of n_q query tokens and n_k keys of a request, query i is at
  * position p = n_k - n_q + i, and sees key j where all that apply hold: j <= p (causal);
@@ -93,8 +97,8 @@ typedef struct smla_mla_attention_args {
     const DLTensor *cache_seqlens; /* [B] int32: n_k, with the keys of this step */
     const DLTensor *cu_seqlens_q; /* [B + 1] int32, optional: the first query token of each request.
                                     * NULL: a query [B, H, D] has one per request, a query
-                                    * [B, n, H, D] n. Tokens from the last number on stay as they
-                                    * are */
+                                    * [B, n, H, D] n. Rows of tokens from the last number on
+                                    * stay as they are, but see fills_padding */
     const DLTensor *slot_table;   /* [>= B, W] int32 slots, optional */
     const DLTensor *attn_sink;    /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
     const DLTensor *out;          /* out [T, >= H, 512] | [B, n, >= H, 512] bf16 */
@@ -119,6 +123,7 @@ typedef struct smla_mla_attention_args {
     int32_t fast_fp8;              /* 1: e4m3 products are permitted */
     int32_t lse_empty_is_plus_inf; /* as in smla_sparse_attention_args */
     void *stream;
+    int32_t fills_padding; /* SMLA_FILLS_OUT, SMLA_FILLS_LSE, both or 0: see there */
 } smla_mla_attention_args;
 
 SMLA_API smla_status smla_mla_attention(const smla_mla_attention_args *args, smla_error *error);

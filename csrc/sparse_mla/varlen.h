@@ -3,7 +3,7 @@
 #ifndef SPARSE_MLA_VARLEN_H
 #define SPARSE_MLA_VARLEN_H
 
-#include "sparse_mla/cache.h"
+#include "sparse_mla/attention.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -13,7 +13,8 @@ extern "C" {
  * query tokens cu_seqlens_q[b]...cu_seqlens_q[b + 1] - 1 and the keys cu_seqlens_k[b]... likewise;
  * both may be none. Query head h reads KV head h / (H / Hk). The logit of a key is softmax_scale *
  * q_descale * k_descale * (q . k); masks, softcap and sink are those of smla_mla_attention_args. A
- * token that sees no key has out 0 and lse -inf. Rows of no request are not read or written.
+ * token that sees no key has out 0 and lse -inf. Rows of no request are not read, and written only
+ * where fills_padding asks for it.
  *
  * A query or a key may be two arrays, whose values are those of one row of D = Pn + R. k_pe is
  * shared by all heads. D is at most 576, Dv at most 512, and Pn, R, D and Dv are multiples of 8.
@@ -51,6 +52,7 @@ typedef struct smla_varlen_attention_args {
     int32_t num_splits; /* 0...64; changes no result */
     int32_t fast_fp8;   /* 1: e4m3 products are permitted */
     void *stream;
+    int32_t fills_padding; /* as in smla_mla_attention_args */
 } smla_varlen_attention_args;
 
 SMLA_API smla_status smla_varlen_attention(const smla_varlen_attention_args *args,

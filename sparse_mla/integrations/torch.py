@@ -258,7 +258,10 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         for name in outputs:
             is_made = name in results and (name in always or (asks and name in asked))
             if values[name] is None and is_made:
-                values[name] = _new(arguments, results[name])
+                made = _new(arguments, results[name])
+                # The operator takes it for the caller's, whose rows of no request it leaves alone.
+                padding = schema.rules.padding.get(name)
+                values[name] = made if padding is None else made.fill_(padding)
         given = {name: values[name] for name in outputs if values[name] is not None}
         got = run(writing_asked if asks else writing, values)
         rest = never_given + (never_given_asked if asks else [])

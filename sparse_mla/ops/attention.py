@@ -379,8 +379,9 @@ def mla_attention(
     softmax_scale : float
         `mla_softmax_scale()` for DeepSeek's models.
     cu_seqlens_q : [B + 1] int32, optional
-        The first query token of each request, then their number. Rows of q, out and lse from the
-        last number on are neither read nor written. Without it, each request has one token.
+        The first query token of each request, then their number. Rows of q from the last number on
+        are not read. Those of `out` and `lse` stay as they are in the caller's arrays; in new ones
+        they are 0 and -inf. Without it, each request has one token.
     slot_table : [>= B, W] int32, optional
         The slot of each position, in place of `block_table`, which is None then.
     cp : (rank, ranks, interleave), optional

@@ -58,7 +58,8 @@ def varlen_attention(
         and v may be views of one array [Tk, Hk, Pn + Dv].
     cu_seqlens_q, cu_seqlens_k : [B + 1] int32
         The first token and the first key of each request, then their numbers. Rows from the last
-        number on are neither read nor written.
+        number on are not read. Those of `out` and `lse` stay as they are in the caller's arrays; in
+        new ones they are 0 and -inf.
     softmax_scale : float
         `mla_softmax_scale()` for DeepSeek's models.
     causal : bool

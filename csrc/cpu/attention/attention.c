@@ -136,6 +136,8 @@ smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error
     for (int64_t token = 0; token < params->reqs.num_tokens; token++) {
         smla_write_key_range(params, token);
     }
+    smla_fill_padding(&params->padding, smla_query_start(&params->reqs, params->reqs.num_reqs), 1,
+                      params->reqs.num_tokens, 0, 1);
     return SMLA_OK;
 }
 

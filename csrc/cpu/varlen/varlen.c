@@ -112,6 +112,7 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
+    smla_fill_varlen_padding(params, 0, 1, 0, 1);
     tile_cut cut = choose_cut(params);
     if (cut.num_tasks == 0) {
         return SMLA_OK;

@@ -139,6 +139,7 @@ __launch_bounds__(CTA_THREADS, MIN_CTAS_PER_SM)
             ptx_barrier(0, CTA_THREADS); /* nobody reads the tile's memory any more */
         }
     }
+    smla_fill_varlen_padding(&args.p, blockIdx.x, gridDim.x, (int)threadIdx.x, CTA_THREADS);
 }
 
 /* ---- Launcher ------------------------------------------------------------------------------ */
@@ -197,8 +198,10 @@ make_args(const smla_varlen_params &p)
     args.k = make_source(p.k, 2, p.kv_type);
     args.v = make_source(&p.v, 1, p.kv_type);
     const int64_t group = p.num_heads / p.num_kv_heads;
-    /* Every request with queries may have one tile that is not full. */
-    const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
+    /* Every request with queries may have one tile that is not full. Without requests, CTAs fill
+     * the rows of none. */
+    const int64_t most_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
+    const int64_t num_reqs = most_reqs > 0 ? most_reqs : 1;
     const int64_t head_tiles = (p.num_tokens * group + num_reqs * (Shape::ROWS - 1)) / Shape::ROWS;
     args.group = smla_make_divisor(group);
     args.head_tiles = smla_make_divisor(head_tiles);
@@ -259,9 +262,6 @@ cudaError_t
 smla_cuda_launch_varlen_attention(const smla_varlen_params *params, const smla_cuda_device *device)
 {
     const smla_varlen_params &p = *params;
-    if (p.num_tokens == 0 || p.num_reqs == 0 || p.num_heads == 0) {
-        return cudaSuccess;
-    }
     const char *obstacle = NULL;
     const cudaError_t code = smla_cuda_launch_varlen_mha(params, device, &obstacle);
     if (smla_is_logging) {

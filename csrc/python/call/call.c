@@ -12,6 +12,7 @@ smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
     call->op = op;
     call->stream = (smla_py_stream){.backend = NULL};
     call->asks = false;
+    call->fills = 0;
     call->step = NULL;
     call->is_busy = NULL;
     call->num_arrays = 0;

@@ -42,6 +42,7 @@ typedef struct smla_py_call {
     const char *op;
     smla_py_stream stream;
     bool asks;            /* the caller wants the optional result */
+    int32_t fills;        /* the sum of `fills` of the results that the call has made */
     const void *step;     /* a layer: its smla_py_step, which the call has for itself */
     atomic_flag *is_busy; /* the step's lock, or NULL */
     int num_arrays;       /* arrays of the table's rows, then items of lists */

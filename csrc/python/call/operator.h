@@ -95,6 +95,7 @@ typedef struct smla_py_operator {
     int num_results;
     const smla_py_limit *limits;
     int num_limits;
+    size_t fills_offset; /* fills_padding of the core's args; 0 = no row of results has `fills` */
     /* Makes the results instead, where a row cannot say their sizes. NULL = the rows do. */
     int (*allocate)(smla_py_call *call, const void *args);
     /* Checks options that the core does not know, before results are made. NULL = it has none. */
@@ -213,6 +214,15 @@ smla_py_clear_args(const smla_py_operator *op, void *args)
 {
     memset(args, 0, op->args_bytes);
     memcpy(args, &op->core_bytes, sizeof op->core_bytes);
+}
+
+/* Tells the core which results the call has made: the sum of their rows' `fills`. */
+static inline void
+smla_py_set_fills(const smla_py_operator *op, void *args, int32_t fills)
+{
+    if (op->fills_offset != 0) {
+        memcpy((char *)args + op->fills_offset, &fills, sizeof fills);
+    }
 }
 
 /* Fills a pointer field of args: by memcpy, because the args of all operators share memory. */

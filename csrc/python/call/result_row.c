@@ -270,6 +270,7 @@ smla_py_allocate_results(smla_py_call *call, const smla_py_operator *op, const v
         if (status != 0) {
             return status < 0 ? -1 : 0;
         }
+        call->fills |= row->fills;
     }
     return 0;
 }
@@ -367,9 +368,9 @@ static PyObject *
 list_row(const smla_py_operator *op, const smla_py_result_row *row)
 {
     const smla_py_storage *const storage = &row->storage;
-    return Py_BuildValue("(sNNN(iii)i)", name_of(op, row->result), list_condition(op, &row->when),
+    return Py_BuildValue("(sNNN(iii)ii)", name_of(op, row->result), list_condition(op, &row->when),
                          list_dtype(op, &row->dtype), list_dims(op, row), storage->order[0],
-                         storage->order[1], storage->order[2], storage->multiple);
+                         storage->order[1], storage->order[2], storage->multiple, (int)row->fills);
 }
 
 PyObject *

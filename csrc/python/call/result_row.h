@@ -88,6 +88,9 @@ typedef struct smla_py_result_row {
     smla_py_term dims[SMLA_PY_MAX_RESULT_DIMS][SMLA_PY_MAX_TERMS];
     smla_py_condition when;
     smla_py_storage storage;
+    /* SMLA_FILLS_...: what the core is asked to fill where the call makes the result, because the
+     * core leaves rows of no request as they are; 0: the core writes all of it */
+    int32_t fills;
 } smla_py_result_row;
 
 /* What must hold before the rows mean anything. Where it does not hold, C makes no results, because

@@ -290,6 +290,7 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
                               : smla_py_allocate_results(call, op, args)) < 0) {
         return NULL;
     }
+    smla_py_set_fills(op, args, call->fills);
     const int num_results = set_arrays(call, op, args, results);
     if (op->workspace_bytes != NULL && allocate_workspace(call, op, args, &scratch) < 0) {
         return NULL;

@@ -56,10 +56,12 @@ _Static_assert(offsetof(smla_varlen_attention_args, window_right) ==
 static const smla_py_result_row varlen_results[] = {
     {.result = VARLEN_OUT,
      .dtype = {.source = SMLA_PY_HALVES_OF_ARRAY, .row = VARLEN_Q},
-     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1), SMLA_PY_SIZE(VARLEN_V, 2)}},
+     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1), SMLA_PY_SIZE(VARLEN_V, 2)},
+     .fills = SMLA_FILLS_OUT},
     {.result = VARLEN_LSE,
      .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1)}},
+     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1)},
+     .fills = SMLA_FILLS_LSE},
 };
 
 static const smla_py_limit varlen_limits[] = {
@@ -74,6 +76,7 @@ const smla_py_operator smla_py_varlen_operators[] = {
      .compute = compute_varlen_attention,
      SMLA_PY_RESULTS(varlen_results),
      SMLA_PY_LIMITS(varlen_limits),
+     .fills_offset = offsetof(smla_varlen_attention_args, fills_padding),
      .workspace_bytes = varlen_workspace_bytes},
     {.name = NULL},
 };

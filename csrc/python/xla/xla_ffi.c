@@ -426,7 +426,12 @@ static smla_status
 run_table(xla_call *call, const smla_py_operator *op)
 {
     alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
+    int32_t fills = 0; /* XLA makes all results, and returns what memory they had */
+    for (int i = 0; i < op->num_results; i++) {
+        fills |= op->results[i].fills;
+    }
     smla_py_clear_args(op, args);
+    smla_py_set_fills(op, args, fills);
     SMLA_TRY(take_arrays(call, op, args));
     SMLA_TRY(read_options(call, op, args));
     return compute(call, op, args);

@@ -1,8 +1,10 @@
 /* key_ranges.cu: which request each token of a dense call belongs to, and which keys it sees
  * (key_range.h). Attention waits for it on the same stream, because only the device knows lengths.
  *
- * Shapes       starts [R + 1], seq_lens [R] -> req_ids, begin, end [T] int32
- * Roles        A thread per token, which searches its request by halves.
+ * Shapes       starts [R + 1], seq_lens [R] -> req_ids, begin, end [T] int32; and 0 in out, -inf in
+ *              lse, where the call made them, for tokens of no request
+ * Roles        A thread per token, which searches its request by halves. Then a CTA fills the rows
+ *              of one such token at a time.
  * Roofline     12 bytes a token: the start of the launch binds.
  * Numerics     Integers. Starts that fall, or that are past T, are clamped: the results then mean
  *              nothing, and name no request, token or key that is not there.
@@ -24,6 +26,11 @@ __launch_bounds__(BLOCK_THREADS)
     for (int64_t token = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
          token < params.reqs.num_tokens; token += step) {
         smla_write_key_range(&params, token);
+    }
+    if (smla_has_padding(&params.padding)) {
+        const int64_t first = smla_query_start(&params.reqs, params.reqs.num_reqs);
+        smla_fill_padding(&params.padding, first + blockIdx.x, gridDim.x, params.reqs.num_tokens,
+                          (int)threadIdx.x, BLOCK_THREADS);
     }
 }
 

@@ -19,7 +19,8 @@
  *              128 keys, from the last one that the tile sees to the first.
  *              warp 0         a lane copies keys by tensor maps, and asks for the next tile when
  *                             CLAIM_BLOCKS of this one are left
- *              warps 1, 2     a lane each copies values, and queries
+ *              warps 1, 2     a lane each copies values, and queries; then all lanes fill the rows
+ *                             of no request, if the call made its results
  *              warp 3         the scheduler finds tiles (mha_tiles.cuh)
  *              2 groups       64 rows each, 240 registers per thread; the other warps have 24
  *              mbarriers      arrivals | waiting threads
@@ -84,6 +85,11 @@ __launch_bounds__(MHA_THREADS, 1) attend_mha(const __grid_constant__ mha_args ar
             } else {
                 load_queries(args, shared);
             }
+        }
+        __syncwarp();
+        if (warp == 1 || warp == 2) { /* while the last blocks are multiplied */
+            smla_fill_varlen_padding(&args.p, blockIdx.x, gridDim.x,
+                                     (int)threadIdx.x - SMLA_WARP_LANES, 2 * SMLA_WARP_LANES);
         }
     } else {
         ptx_claim_registers<CONSUMER_REGISTERS>();
@@ -220,7 +226,7 @@ find_obstacle(const smla_varlen_params &p)
     if (count_most_tiles(p) * p.num_heads > INT32_MAX) {
         return "number of tokens";
     }
-    return p.num_keys == 0 ? "no keys" : NULL;
+    return p.num_keys == 0 || p.num_reqs == 0 ? "no keys" : NULL;
 }
 
 } /* namespace */
