@@ -204,17 +204,21 @@ def find_framework(name: str, *place: str) -> Framework:
 
 def run_python(*arguments, stdout=subprocess.PIPE, **environment):
     """Runs another Python, which imports the same package as these tests."""
-    root = Path(importlib.import_module("sparse_mla").__file__).parents[1]
-    folders = [str(root), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **environment}
     return subprocess.run(
         [sys.executable, *arguments],
         text=True,
         stdout=stdout,
         stderr=subprocess.PIPE,
         timeout=600,
-        env=os.environ | environment,
+        env=environment_of_python(environment),
     )
+
+
+def environment_of_python(more: dict) -> dict[str, str]:
+    """Where another Python finds the package that these tests have imported, and `more`."""
+    root = Path(importlib.import_module("sparse_mla").__file__).parents[1]
+    folders = [str(root), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | more
 
 
 def printed_by_python(*arguments, **environment) -> str:
