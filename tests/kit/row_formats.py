@@ -196,15 +196,17 @@ class Pages:
 
     paged      [pages, block_size, row]
     mqa        [pages, block_size, 1, row]
-    padded     [pages, block_size, row], pages apart by some more units of the format's alignment
-    bytes      [pages, page bytes], for split pages; the pages have padding
+    padded     [pages, block_size, row], pages with room for another row and some more units of the
+               format's alignment
+    bytes      [pages, page bytes], for split pages; the pages have the same room
     flat       [S, row], for other formats
     """
 
     def __init__(self, name: str, layout="paged", *, pages=4, block_size=5, seed=0) -> None:
         self.format = f = FORMATS[name]
         self.pages, self.block_size = pages, block_size
-        gap = 3 * f.alignment if layout in ("padded", "bytes") else 0
+        room = (-(-f.row_bytes // f.alignment) + 3) * f.alignment
+        gap = room if layout in ("padded", "bytes") else 0
         self.page_bytes = block_size * f.row_bytes
         self.stride = self.page_bytes + gap
         rng = np.random.default_rng(seed)
