@@ -1,5 +1,5 @@
-"""sparse_attention, mla_attention and sparse_mla_dsv4 at the borders of their plan, on any number of
-threads, in a workspace of exactly the bytes that they ask for (csrc/cpu/attention/attention.c)."""
+"""sparse_attention, mla_attention and sparse_mla_dsv4 at the borders of their plan, on any number
+of threads, in a workspace of exactly the bytes that they ask for (csrc/cpu/attention)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import re
 import device
 import numpy as np
 import pytest
+import reference as ref
 import test_dsv4
-from borders import THREADS, constants, on_any_threads, on_threads, sizes_around
+from borders import (
+    THREADS,
+    constants,
+    every_address,
+    on_any_threads,
+    on_threads,
+    sizes_around,
+)
 from cases import AttentionCase, AttentionInputs
 from dense_cases import Dense, Mask
-from helpers import RED, RED_ZONE_BYTES, assert_same_bits, assert_within_bounds, guarded_attention
+from helpers import NO_NAN, Guarded, assert_same_bits, assert_within_bounds, guarded_attention
 
 import sparse_mla
 
@@ -134,42 +142,46 @@ def test_dense_requests(splits):
         assert_within_bounds(case.reference(), got)
 
 
+@pytest.mark.parametrize("requests", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_results_of_requests_may_be_apart(requests, tokens):
+    """[B, n, H, 512] and its lse as parts of larger arrays, with any number of requests."""
+    lens = [[tokens] * requests, [40, 9, 77][:requests]]
+    case = Dense(*lens, 5, mask=Mask(causal=True), is_uniform=True)
+    want = case.run(sparse_mla.mla_attention)
+    gap = 0 if tokens > 1 else 2  # tokens must be in equal steps
+    shape = (requests, tokens + gap, 9)
+    out = Guarded((*shape, 512), ref.BF16, poison=NO_NAN)
+    lse = Guarded(shape, np.float32, poison=NO_NAN)
+    given = {"out": out.array[:, :tokens, 3:8], "lse": lse.array[:, :tokens, 3:8]}
+    sparse_mla.mla_attention(*case.arguments(), **case.options, **given)
+    for name, buffer in (("out", out), ("lse", lse)):
+        got = np.ascontiguousarray(given[name]).reshape(want[name].shape)
+        assert_same_bits(got, want[name], name)
+        given[name].view(np.uint8)[...] = NO_NAN
+        left = np.ascontiguousarray(buffer.check(written=False)).view(np.uint8)
+        assert (left == NO_NAN).all(), f"{name}: a write between the rows"
+
+
 # --- workspaces ----------------------------------------------------------------------------------
-
-
-class Offsets:
-    """Workspaces of `size` bytes that begin at every address modulo ALIGN, between red zones."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.memory = np.empty(size + 2 * RED_ZONE_BYTES + 2 * ALIGN, np.uint8)
-
-    def __iter__(self):
-        first = RED_ZONE_BYTES + -(self.memory.ctypes.data + RED_ZONE_BYTES) % ALIGN
-        for offset in range(ALIGN):
-            start, end = first + offset, first + offset + self.size
-            self.memory[:start] = self.memory[end:] = RED
-            yield self.memory[start:end]
-            assert (self.memory[:start] == RED).all(), f"a write in front, at address {offset}"
-            assert (self.memory[end:] == RED).all(), f"a write behind, at address {offset}"
 
 
 def check_workspaces(call, size: int, name: str = "workspace") -> None:
     """`size` bytes at any address are enough. So are the bytes that an error asks for, and one less
     is refused. All give the bits of the call's own workspace."""
     want = call()
-    for memory in Offsets(size):
+    for memory in every_address(size, ALIGN):
         for key, x in call(**{name: memory}).items():
             assert_same_bits(x, want[key], key)
     rule = rf"`{name}` must have at least (\d+) bytes, got"
-    for offset, byte in enumerate(Offsets(1)):
+    for offset, byte in enumerate(every_address(1, ALIGN)):
         with pytest.raises(ValueError, match=rule) as refused:
             call(**{name: byte})
         least = int(re.search(rule, str(refused.value))[1])
         assert least <= size, f"more than promised at address {offset}"
         if offset not in (0, 1, ALIGN - 1):
             continue
-        for other, memory in enumerate(Offsets(least)):
+        for other, memory in enumerate(every_address(least, ALIGN)):
             if other == offset:
                 for key, x in call(**{name: memory}).items():
                     assert_same_bits(x, want[key], key)

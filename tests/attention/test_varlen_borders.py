@@ -87,7 +87,7 @@ def merge_parts(num_parts: int, shape: tuple[int, int], width: int) -> dict[str,
 
 @pytest.mark.parametrize("rows", sizes_around(64))
 def test_rows_that_are_worth_threads(rows):
-    """As many rows as are merged by several threads, of every number of parts beside the largest."""
+    """As many rows as several threads merge, one less and one more; of few parts and the most."""
     heads = next(n for n in (5, 3, 1) if rows % n == 0)
     for num_parts in (1, *sizes_around(2, MOST_PARTS, most=MOST_PARTS)):
         on_any_threads(merge_parts, num_parts, (rows // heads, heads), 24)

@@ -157,7 +157,7 @@ def gather_last(num_requests: int, tokens: int) -> None:
         out = Guarded((num_requests, tokens + 2, 512), ref.BF16, row_gap=gap, poison=0x5A)
         poison = np.ascontiguousarray(out.array).copy()
         sparse_mla.dequantize_and_gather_k_cache(
-            out.array, pages.cache, lens, take, table, 5, 1, **{"kv_format": "fp8_v4"}
+            out.array, pages.cache, lens, take, table, 5, 1, kv_format="fp8_v4"
         )
         for b in range(num_requests):
             positions = np.arange(lens[b] - take[b], lens[b])

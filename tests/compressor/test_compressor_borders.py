@@ -1,5 +1,5 @@
-"""save_partial_states and compress_norm_rope_store at the borders of how threads divide them, on any
-number of threads (csrc/cpu/compressor)."""
+"""save_partial_states and compress_norm_rope_store at the borders of how threads divide them, on
+any number of threads (csrc/cpu/compressor)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Index lists at the borders of how threads divide them, on any number of threads, and of the widths
-that lists are rounded to (csrc/cpu/index)."""
+"""Index lists at the borders of how threads divide them, on any number of threads, and of the
+widths that lists are rounded to (csrc/cpu/index)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_index_query as query
 import test_lightning_indexer as lightning
-from borders import THREADS, constants, on_any_threads, on_threads, sizes_around
+from borders import THREADS, constants, every_address, on_any_threads, on_threads, sizes_around
 from test_indexer_logits import Flat, Paged, assert_logits, bound_of
 
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
@@ -17,6 +17,7 @@ PLAN = constants("cpu/indexer/logits.c")
 TOKENS, COLUMNS = PLAN["BLOCK_TOKENS"], PLAN["TASK_COLUMNS"]
 KEYS, HEADS = PLAN["SMLA_LOGITS_KEYS"], PLAN["SMLA_LOGITS_HEADS"]
 CHUNK = constants("cpu/cpu.h")
+ROW_BYTES = constants("ops/check_indexer_lightning.c")["ROW_ALIGNMENT"]
 ROW = constants("cpu/indexer/lightning.c")["ROW_ALIGNMENT"]
 QUERIES = constants("cpu/indexer/index_query.c")
 
@@ -83,7 +84,7 @@ def test_rows_of_logits(num_threads):
 
 
 def choose_long(context: int) -> None:
-    """A request whose pages are the same ones many times, because their values take long to make."""
+    """A request that names the same pages many times, because their values take long to make."""
     case = Paged((19,), (300,), 1)
     case.width = -(-context // case.block_size) + 1
     pages = np.random.default_rng(1).integers(0, case.pages.pages, (1, case.width))
@@ -104,15 +105,10 @@ def check_workspaces(kind: str, fields: tuple, k: int) -> None:
     token's logits."""
     case = (Paged if kind == "pages" else Flat)(*fields)
     told = lightning.size(len(case.q), case.N, k=k)
-    for size, align in ((told, 0), (lightning.row_bytes(case), 128)):
-        for shift in range(128):
-            extra = -shift % align if align else 0
-            room = np.full(size + extra + 512, 0x5C, np.uint8)
-            start = -room.ctypes.data % 128 + 128 + shift
-            end = start + size + extra
-            lightning.check(case, k, workspace=room[start:end], with_values=False)
-            assert (room[:start] == 0x5C).all(), f"a write in front, at {shift}"
-            assert (room[end:] == 0x5C).all(), f"a write behind, at {shift}"
+    for shift, memory in enumerate(every_address(told, ROW_BYTES)):
+        lightning.check(case, k, workspace=memory, with_values=False)
+        row = lightning.row_bytes(case) + -shift % ROW_BYTES
+        lightning.check(case, k, workspace=memory[:row], with_values=False)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)

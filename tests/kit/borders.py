@@ -19,10 +19,19 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from helpers import BESIDE_TESTS, TESTS, assert_same_bits, environment_of_python
+import numpy as np
+from helpers import (
+    BESIDE_TESTS,
+    RED,
+    RED_ZONE_BYTES,
+    TESTS,
+    assert_same_bits,
+    environment_of_python,
+)
 
 CSRC = TESTS.parent / "csrc"
 THREADS = (1, 2, 7, 16)
+POISON = 0xFF  # what a workspace holds: NaN in all types
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -54,6 +63,20 @@ def sizes_around(*borders: int, least: int = 1, most: int | None = None) -> list
     """Each border, and the numbers beside it, in order."""
     sizes = {border + step for border in borders for step in (-1, 0, 1)}
     return sorted(n for n in sizes if n >= least and (most is None or n <= most))
+
+
+def every_address(size: int, align: int):
+    """Memory of `size` bytes at every address modulo `align`, which must leave its red zones as
+    they are until the next one is asked for."""
+    memory = np.empty(size + 2 * RED_ZONE_BYTES + 2 * align, np.uint8)
+    first = RED_ZONE_BYTES + -(memory.ctypes.data + RED_ZONE_BYTES) % align
+    for offset in range(align):
+        start, end = first + offset, first + offset + size
+        memory[:start] = memory[end:] = RED
+        memory[start:end] = POISON
+        yield memory[start:end]
+        assert (memory[:start] == RED).all(), f"a write in front, at address {offset}"
+        assert (memory[end:] == RED).all(), f"a write behind, at address {offset}"
 
 
 # --- threads -------------------------------------------------------------------------------------
@@ -129,7 +152,7 @@ def on_threads(num_threads: int, function, *args):
 
 
 def on_any_threads(function, *args) -> dict:
-    """The arrays that function(*args) returns, which have the same bits on any number of threads."""
+    """The arrays that function(*args) returns. They have the same bits on any number of threads."""
     want = on_threads(1, function, *args)
     for num_threads in THREADS[1:]:
         got = on_threads(num_threads, function, *args)

@@ -13,7 +13,7 @@ import test_absorb as absorption
 import test_fp8_linear as linear
 import test_grouped_projection as grouped
 import test_projection as projection
-from borders import THREADS, constants, on_threads, sizes_around
+from borders import THREADS, constants, every_address, on_threads, sizes_around
 from helpers import Guarded, assert_same_bits
 
 import sparse_mla
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of
 PLAN = constants("cpu/projection/projection.h")
 TOKENS, OUTER = PLAN["SMLA_PROJECTION_TOKENS"], PLAN["SMLA_PROJECTION_OUTER"]
 ROWS = constants("cpu/projection/projection_kernel.h")["ROWS"]
+ALIGN = constants("ops/check_projection_fp8.c")["QUANTIZED_ALIGN"]
 ABSORB_ROWS = constants("cpu/projection/absorb.c")["ABSORB_ROWS"]
 INNER = [
     constants(f"cpu/projection/projection_{unit}.h")["INNER_BLOCK"] for unit in ("fp32", "bf16")
@@ -107,6 +108,28 @@ def test_square_weights_of_linear(T, size, scheme):
     if scheme == "token_channel":
         vector = dataclasses.replace(layer, descale=layer.descale[:, 0])
         assert_same_bits(vector.check(), want)
+
+
+def check_workspaces(T: int, k: int) -> None:
+    """What the quantised input needs, wherever it begins, and not a byte less."""
+    for scheme in linear.SCHEMES:
+        layer = linear.make_layer(scheme, T, 9, k)
+        want = np.asarray(layer.run())
+        scales = ref.scaled_quantize(layer.x, layer.input_group)[1].size
+        for offset, memory in enumerate(every_address(T * k + 4 * scales + ALIGN, ALIGN)):
+            least = T * k + 4 * scales + -offset % ALIGN
+            memory[least:] = 0x3D
+            assert_same_bits(layer.run(workspace=memory[:least]), want, scheme)
+            assert (memory[least:] == 0x3D).all()
+            rule = f"`workspace` must have at least {least} bytes, got {least - 1}$"
+            with pytest.raises(ValueError, match=rule):
+                layer.run(workspace=memory[: least - 1])
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_exact_workspaces(num_threads):
+    for T, k in ((1, 128), (3, 256), (17, 1024)):
+        on_threads(num_threads, check_workspaces, T, k)
 
 
 # --- weights -------------------------------------------------------------------------------------

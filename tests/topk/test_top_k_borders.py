@@ -91,7 +91,7 @@ def choose(shapes: list[tuple[int, int, int]], kind: str) -> None:
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize("kind", ["few distinct", "random", "constant"])
 def test_rows_for_several_threads(kind, num_threads):
-    """Calls that are just worth several threads, and those that are not; as many rows as threads."""
+    """Calls that are just worth several threads, or just not; as many rows as threads."""
     shapes = [(1, n, 9) for n in sizes_around(PLAN["MIN_PARALLEL_LOGITS"])]
     for rows in sizes_around(2, num_threads):
         columns = sizes_around(PLAN["MIN_PARALLEL_LOGITS"] // rows)
