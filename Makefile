@@ -32,9 +32,10 @@ ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 else ifeq ($(VARIANT),thread)
 # ThreadSanitizer sees Python's locks, because they are calls of pthreads. tests/calls/test_threads.py has
-# the Python tests that call the library from several threads. A forked child may start threads.
+# the Python tests that call the library from several threads, and test_*_borders.py those of calls
+# that have up to 16 threads. A forked child may start threads.
 ENVIRONMENT += TSAN_OPTIONS=die_after_fork=0 LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
-ARGS := $(or $(ARGS),tests/calls/test_threads.py)
+ARGS := $(or $(ARGS),tests/calls/test_threads.py $(wildcard tests/*/test_*_borders.py))
 endif
 
 # Two tests at a time; ARGS='-n 0' asks for one, ARGS='-n 8' for eight. ThreadSanitizer has its own.

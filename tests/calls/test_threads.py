@@ -1,5 +1,6 @@
 """Calls from many threads give one result, and the GIL is released while the core works."""
 
+import signal
 import sys
 import threading
 import time
@@ -243,6 +244,54 @@ def test_the_gil_is_released():
     margin = 0.1 * length  # if the call held the GIL, only its very ends could have ticks
     inside = [t for t in ticks if span["start"] + margin < t < span["end"] - margin]
     assert len(inside) >= 5, f"{len(inside)} ticks during a call of {length:.2f} s"
+
+
+class Alarm(Exception):
+    """What the second handler of the next test raises."""
+
+
+def test_signals_during_calls_of_many_threads():
+    """Handlers run in the middle of the main thread's call, and may call the library. Only that
+    call is ended, by an exception."""
+    case = long_call(0.2)
+    short = operators.GOOD_CALLS["sparse_attention"]().run
+    want = [np.array(x) for x in case.run(sparse_mla.sparse_attention)]
+    seen, results, is_over = [], [], threading.Event()
+
+    def work():
+        while not is_over.is_set():
+            results.append(case.run(sparse_mla.sparse_attention))
+
+    def go_on(*_):
+        seen.append(short(sparse_mla))
+
+    def end(*_):
+        raise Alarm
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    before = signal.signal(signal.SIGALRM, go_on)
+    for thread in threads:
+        thread.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        while not seen:
+            results.append(case.run(sparse_mla.sparse_attention))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(Alarm):
+            while True:
+                case.run(sparse_mla.sparse_attention)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        signal.signal(signal.SIGALRM, before)
+    results.append(case.run(sparse_mla.sparse_attention))
+    for got in results:
+        for x, y in zip(got, want, strict=True):
+            assert_same_bits(x, y)
 
 
 FORK = """
