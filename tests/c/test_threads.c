@@ -221,6 +221,7 @@ make_jobs(job *jobs)
     random_state = 1;
     add_scaled(jobs, &num_jobs, 2, 1 << 18, 1 << 17);
     add_scaled(jobs, &num_jobs, 4, 1 << 17, 128);
+    add_scaled(jobs, &num_jobs, 9, 1 << 14, 16);
     add_top_k(jobs, &num_jobs, 1, SHARED_COLUMNS);
     add_top_k(jobs, &num_jobs, 48, 4096);
     add_attention(jobs, &num_jobs, 1, 40, 1500);

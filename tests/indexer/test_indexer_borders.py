@@ -11,6 +11,8 @@ import test_lightning_indexer as lightning
 from borders import THREADS, constants, every_address, on_any_threads, on_threads, sizes_around
 from test_indexer_logits import Flat, Paged, assert_logits, bound_of
 
+import sparse_mla
+
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
 
 PLAN = constants("cpu/indexer/logits.c")
@@ -109,6 +111,9 @@ def check_workspaces(kind: str, fields: tuple, k: int) -> None:
         lightning.check(case, k, workspace=memory, with_values=False)
         row = lightning.row_bytes(case) + -shift % ROW_BYTES
         lightning.check(case, k, workspace=memory[:row], with_values=False)
+        args, options = lightning.inputs(case)
+        with pytest.raises(ValueError, match=f"must have at least {row} bytes"):
+            sparse_mla.lightning_indexer(*args, k=k, workspace=memory[: row - 1], **options)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)

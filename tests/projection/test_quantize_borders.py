@@ -36,14 +36,17 @@ def large_groups() -> list[tuple[int, int, int, int]]:
 
 
 def small_groups() -> list[tuple[int, int, int, int]]:
-    """As many groups as a tile has, one less and one more, of widths beside the borders."""
+    """As many groups as a tile has, one less and one more, of widths beside the borders, in calls
+    that are worth several threads."""
     wide = PLAN["TILE_COLUMNS"]
     found = []
     for width in (1, 16, *sizes_around(PLAN["NARROW"], wide), 128):
         most = PLAN["NARROW_COLUMNS"] if width < PLAN["NARROW"] else wide
-        counts = sizes_around(max(most // width, 1))
-        found += [(6, count * width, rows, width) for count in counts for rows in (1, 3)]
-    rows = sizes_around(WORTH // 256)  # whether the call is worth several threads
+        for count in sizes_around(max(most // width, 1)):
+            columns = count * width
+            rows = 3 * (WORTH // (3 * columns) + 1)
+            found += [(rows, columns, 1, width), (rows, columns, 3, width)]
+    rows = sizes_around(WORTH // 256)  # whether a call is worth several threads
     return found + [(n, 256, 1, 64) for n in rows]
 
 
