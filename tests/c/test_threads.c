@@ -362,6 +362,7 @@ typedef struct caller {
     binding by; /* ends its caller's calls, or none */
     int num_ended;
     int num_failed;
+    int num_wrong;
     pthread_t thread;
 } caller;
 
@@ -375,6 +376,46 @@ call_all(void *argument)
         me->num_failed += status != SMLA_OK && status != SMLA_ERROR_RUNTIME;
     }
     return NULL;
+}
+
+enum { NUM_SHORT_CALLS = 1000 };
+
+static void *
+repeat_call(void *argument)
+{
+    caller *const me = argument;
+    for (int i = 0; i < NUM_SHORT_CALLS; i++) {
+        poison_results(&me->jobs[0]);
+        me->num_failed += me->jobs[0].call(&me->jobs[0].args, NULL) != SMLA_OK;
+        me->num_wrong += !are_same(&me->jobs[0], &me->jobs[1]);
+    }
+    return NULL;
+}
+
+/* Calls so short that most workers wake too late: their callers do their shares, and the workers
+ * are called again before they have seen that they were recalled. */
+static void
+test_short_calls_recall_workers(void)
+{
+    static caller callers[NUM_CALLERS];
+    for (int i = 0; i < NUM_CALLERS; i++) {
+        caller *const by = &callers[i];
+        for (int copy = 0; copy < 2; copy++) {
+            random_state = 1;
+            add_merge(by->jobs, &by->num_jobs, 70, 1);
+        }
+        smla_set_max_threads(1);
+        EXPECT_OK(by->jobs[1].call(&by->jobs[1].args, &error));
+    }
+    smla_set_max_threads(7);
+    for (int i = 0; i < NUM_CALLERS; i++) {
+        EXPECT_EQ(pthread_create(&callers[i].thread, NULL, repeat_call, &callers[i]), 0);
+    }
+    for (int i = 0; i < NUM_CALLERS; i++) {
+        EXPECT_EQ(pthread_join(callers[i].thread, NULL), 0);
+        EXPECT_EQ(callers[i].num_failed, 0);
+        EXPECT_EQ(callers[i].num_wrong, 0);
+    }
 }
 
 /* Callers compete for the pool's workers. Every second one has its calls ended. */
@@ -412,6 +453,7 @@ main(void)
 #if defined(SMLA_HAVE_POOL) /* another OpenMP has no callers that ask in the middle of a loop */
     RUN(test_calls_are_ended_at_any_moment);
     RUN(test_callers_end_their_own_calls);
+    RUN(test_short_calls_recall_workers);
 #endif
     return report("test_threads");
 }
