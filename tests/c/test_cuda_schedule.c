@@ -641,7 +641,8 @@ model_workspace(smla_kv_set formats, const smla_attention_shape *shape)
 static const int64_t some_topks[][2] = {{0, 0},      {1, 0},       {64, 0},     {65, 0},
                                         {128, 64},   {512, 0},     {2048, 0},   {2048, 512},
                                         {129, 2048}, {2111, 0},    {4033, 130}, {65536, 0},
-                                        {0, 256},    {1024, 1024}, {4096, 0}};
+                                        {0, 256},    {1024, 1024}, {4096, 0},   {4097, 0},
+                                        {16384, 0},  {16385, 0},   {16640, 0},  {16641, 0}};
 enum { NUM_TOPKS = sizeof some_topks / sizeof some_topks[0] };
 
 static const int64_t some_heads[] = {1, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128};
