@@ -51,7 +51,7 @@ def write(counts: list[int]) -> None:
         slots = cached.shuffled(count, 16 * (count // 16 + 2))
         table = sparse_mla.rope_table(ROWS)
         for shared in (False, True):
-            if shared:  # by two ranges of tokens
+            if shared:  # a slot is in two ranges of tokens
                 slots = np.concatenate([slots[:-1], slots[:1]])
             cached.check(places(count), q, k, table, kv_c, cache, slots)
 
