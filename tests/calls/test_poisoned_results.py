@@ -16,7 +16,7 @@ from test_views import TABLE
 
 from sparse_mla import ops
 
-EXAMPLES = [  # of the operators that make results
+EXAMPLES = [
     title
     for title, row in TABLE.items()
     if row.op in ops.OPERATORS and WRITTEN & {kind for _, kind in ops.OPERATORS[row.op].table}
