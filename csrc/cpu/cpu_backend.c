@@ -4,6 +4,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/cpu.h"
+#include "cpu/isa.h"
 
 enum { CACHE_LINE_BYTES = 64 };
 

@@ -1,4 +1,4 @@
-/* isa.c: the table of instruction sets, and the choice among them. */
+/* isa.c: the table of instruction sets, the choice among them, and what is true of all of them. */
 #define _DEFAULT_SOURCE /* syscall */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
 
 #include "cpu/isa.h"
@@ -102,9 +102,11 @@ support_neonbf16(void)
 }
 #endif
 
-/* On machines with AVX-512 rows are converted in vectors of AVX2, too, because bytes_avx2.h has no
+/* The fastest entry comes first.
+ *
+ * On machines with AVX-512 rows are converted in vectors of AVX2, too, because bytes_avx2.h has no
  * conversions of 16 lanes; they are 1.2 to 1.8 times as fast on a Sapphire Rapids (RESULTS.md). */
-const smla_cpu_isa smla_cpu_isas[] = {
+static const smla_cpu_isa isas[] = {
 #if defined(SMLA_HAVE_X86_ISA)
     {.name = "amx",
      .is_supported = support_amx,
@@ -195,7 +197,7 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .varlen = &smla_varlen_base},
 };
 
-const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];
+enum { NUM_ISAS = sizeof isas / sizeof isas[0] };
 
 smla_status
 smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error)
@@ -204,8 +206,8 @@ smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *err
     const bool is_forced = forced != NULL && forced[0] != '\0';
     char choices[128] = "";
     size_t length = 0;
-    for (int i = 0; i < smla_cpu_num_isas; i++) {
-        const smla_cpu_isa *const isa = &smla_cpu_isas[i];
+    for (int i = 0; i < NUM_ISAS; i++) {
+        const smla_cpu_isa *const isa = &isas[i];
         if (!isa->is_supported()) {
             continue;
         }
@@ -221,4 +223,45 @@ smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *err
                      "%s: environment variable `SPARSE_MLA_CPU_ISA` must be one of %s on this "
                      "machine, got %.32s",
                      op, choices, forced);
+}
+
+int64_t
+smla_cpu_attention_scratch_bytes(int64_t num_heads)
+{
+    int64_t most = 0;
+    for (int i = 0; i < NUM_ISAS; i++) {
+        const int64_t bytes = smla_attention_scratch_bytes(&isas[i].attention->scratch, num_heads);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+int64_t
+smla_cpu_varlen_scratch_bytes(const smla_varlen_params *params)
+{
+    int64_t most = 0;
+    for (int i = 0; i < NUM_ISAS; i++) {
+        const int64_t bytes = smla_varlen_scratch_bytes(&isas[i].varlen->scratch, params);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+int64_t
+smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
+{
+    const smla_cpu_isa *chosen = NULL;
+    (void)smla_cpu_choose_isa("kernels", &chosen, NULL);
+    for (int i = 0; i < NUM_ISAS && i < capacity; i++) {
+        rows[i] = (smla_kernel_info){
+            .device = "cpu",
+            .arch = isas[i].name,
+            .kv_format = "fp8_ds_mla, bfloat16, any of 512 values",
+            .heads = "1...128",
+            .name = isas[i].attention_source,
+            .available = isas[i].is_supported(),
+            .selected = &isas[i] == chosen,
+        };
+    }
+    return NUM_ISAS;
 }

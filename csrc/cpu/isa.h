@@ -1,11 +1,14 @@
 /* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
  *
  * Each kernel is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
- * table holds all of them, so attention, projections and cache always use the same table entry.
+ * table holds all of them, so attention, projections and cache always use the same table entry. The
+ * table is isa.c's own: others get the chosen entry, because functions of the other entries may
+ * consist of instructions that the machine lacks. buildtools/instruction_sets.py checks that.
  */
 #pragma once
 
 #include "core/backend.h"
+#include "core/params_varlen.h"
 
 struct smla_attention_isa;
 struct smla_cache_isa;
@@ -33,10 +36,14 @@ typedef struct smla_cpu_isa {
     const struct smla_varlen_isa *varlen;
 } smla_cpu_isa;
 
-/* The table, fastest entry first. */
-extern const smla_cpu_isa smla_cpu_isas[];
-extern const int smla_cpu_num_isas;
-
 /* Chooses the first supported entry that is not slow, or the entry that the environment variable
  * SPARSE_MLA_CPU_ISA names (for tests). Errors name the operator `op`. */
 smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
+
+/* Scratch of one thread, enough for every instruction set, because tests may force any of them, and
+ * kernels of bf16 hand work to others. */
+int64_t smla_cpu_attention_scratch_bytes(int64_t num_heads);
+int64_t smla_cpu_varlen_scratch_bytes(const smla_varlen_params *params);
+
+/* Describes the table. */
+int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);

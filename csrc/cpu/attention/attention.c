@@ -25,26 +25,6 @@ enum {
     MIN_COLUMNS_PER_SPLIT = 256, /* each part packs the whole query, so short parts do not pay */
 };
 
-int64_t
-smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
-{
-    const smla_cpu_isa *chosen = NULL;
-    (void)smla_cpu_choose_isa("kernels", &chosen, NULL);
-    for (int i = 0; i < smla_cpu_num_isas && i < capacity; i++) {
-        const smla_cpu_isa *const isa = &smla_cpu_isas[i];
-        rows[i] = (smla_kernel_info){
-            .device = "cpu",
-            .arch = isa->name,
-            .kv_format = "fp8_ds_mla, bfloat16, any of 512 values",
-            .heads = "1...128",
-            .name = isa->attention_source,
-            .available = isa->is_supported(),
-            .selected = isa == chosen,
-        };
-    }
-    return smla_cpu_num_isas;
-}
-
 /* ---- Plan ---------------------------------------------------------------------------------- */
 
 static int64_t
@@ -84,16 +64,11 @@ smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, 
     return false; /* a workspace is faster: its rows are widened once, not per token */
 }
 
-/* Scratch per thread, enough for every instruction set, because tests may force any of them. */
 static int64_t
 thread_bytes(int64_t num_heads)
 {
-    int64_t most = 0;
-    for (int i = 0; i < smla_cpu_num_isas; i++) {
-        const int64_t bytes = smla_cpu_isas[i].attention->scratch_bytes(num_heads);
-        most = bytes > most ? bytes : most;
-    }
-    const int64_t bytes = most + 2 * smla_attention_state_bytes(num_heads);
+    const int64_t bytes =
+        smla_cpu_attention_scratch_bytes(num_heads) + 2 * smla_attention_state_bytes(num_heads);
     return (bytes + SMLA_WORKSPACE_ALIGN - 1) / SMLA_WORKSPACE_ALIGN * SMLA_WORKSPACE_ALIGN;
 }
 

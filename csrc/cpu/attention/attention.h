@@ -54,10 +54,23 @@ typedef struct smla_head_range {
     int64_t end;
 } smla_head_range;
 
+/* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
+ * read, too, and code of theirs may not run. */
+typedef struct smla_attention_scratch {
+    int64_t block_bytes;    /* for a block of keys, on any number of heads */
+    int64_t bytes_per_head; /* for the query, beside a state */
+} smla_attention_scratch;
+
+static inline int64_t
+smla_attention_scratch_bytes(const smla_attention_scratch *scratch, int64_t num_heads)
+{
+    return smla_attention_state_bytes(num_heads) + scratch->block_bytes +
+           smla_pad_heads(num_heads) * scratch->bytes_per_head;
+}
+
 /* The kernel of one instruction set. */
 typedef struct smla_attention_isa {
-    /* Bytes of scratch for one thread. */
-    int64_t (*scratch_bytes)(int64_t num_heads);
+    smla_attention_scratch scratch;
     /* Computes one part. What `state` contains before does not matter. */
     void (*run_part)(const smla_attention_params *params, int64_t token, int split,
                      uint8_t *scratch, smla_attention_state state);
@@ -120,5 +133,3 @@ bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_r
 /* Enough for every thread of this process. The size never falls when num_tokens grows, and no
  * longer grows from 64 parts on, so the size for the largest batch serves all batches. */
 int64_t smla_cpu_attention_workspace_size(const smla_attention_shape *shape);
-
-int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);

@@ -153,7 +153,7 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
 }
 
 const smla_attention_isa SMLA_ATTENTION = {
-    .scratch_bytes = scratch_bytes,
+    .scratch = {.block_bytes = BLOCK_BYTES, .bytes_per_head = QUERY_BYTES_PER_HEAD},
     .run_part = run_part,
     .run_part_exactly = run_part_exactly,
     .fold = fold,

@@ -83,15 +83,9 @@ enum {
     PROB_BYTES = BLOCK_KEYS / UNIT_STEP * GROUP_HEADS * 4,
     SCORE_BYTES = BLOCK_KEYS * GROUP_HEADS * 4,
     SCALE_BYTES = NUM_TILES * BLOCK_KEYS * 4,
+    BLOCK_BYTES = KEY_BYTES + VALUE_BYTES + PROB_BYTES + SCORE_BYTES + SCALE_BYTES,
+    QUERY_BYTES_PER_HEAD = SMLA_HEAD_DIM / UNIT_STEP * 4,
 };
-
-static int64_t
-scratch_bytes(int64_t num_heads)
-{
-    const int64_t q_bytes = smla_pad_heads(num_heads) * (SMLA_HEAD_DIM / UNIT_STEP) * 4;
-    return smla_attention_state_bytes(num_heads) + q_bytes + KEY_BYTES + VALUE_BYTES + PROB_BYTES +
-           SCORE_BYTES + SCALE_BYTES;
-}
 
 static thread_scratch
 carve_scratch(uint8_t *memory, int64_t num_heads)

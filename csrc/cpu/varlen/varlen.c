@@ -87,18 +87,6 @@ find_tile(const smla_varlen_params *params, const tile_cut *cut, int64_t task)
     };
 }
 
-/* Scratch per thread, enough for the instruction sets that one may hand a tile to. */
-static int64_t
-thread_bytes(const smla_varlen_params *params)
-{
-    int64_t most = (int64_t)sizeof(int64_t); /* one number of tiles fits, whatever kernels need */
-    for (int i = 0; i < smla_cpu_num_isas; i++) {
-        const int64_t bytes = smla_cpu_isas[i].varlen->scratch_bytes(params);
-        most = bytes > most ? bytes : most;
-    }
-    return most;
-}
-
 /* Whole parts of scratch, behind those of threads, that hold the numbers of tiles. */
 static int
 count_parts(const smla_varlen_params *params, int64_t part_bytes)
@@ -118,7 +106,7 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
         return SMLA_OK;
     }
     const int num_threads = smla_count_threads(cut.num_tasks);
-    const int64_t part_bytes = thread_bytes(params);
+    const int64_t part_bytes = smla_cpu_varlen_scratch_bytes(params);
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));

@@ -9,7 +9,16 @@
 #include "core/backend.h"
 #include "core/params_varlen.h"
 
-enum { SMLA_VARLEN_ROWS = 512 };
+enum {
+    SMLA_VARLEN_ROWS = 512,
+    SMLA_VARLEN_PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
+};
+
+static inline int
+smla_pad_varlen_dims(int64_t dims)
+{
+    return (int)((dims + SMLA_VARLEN_PAD - 1) / SMLA_VARLEN_PAD * SMLA_VARLEN_PAD);
+}
 
 typedef struct smla_varlen_tile {
     smla_varlen_request of;
@@ -55,10 +64,26 @@ smla_varlen_logit_scale(const smla_varlen_params *params, const smla_varlen_tile
            (double)smla_read_varlen_scale(&params->k_descale, tile->req, tile->kv_head);
 }
 
+/* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
+ * read, too, and code of theirs may not run. */
+typedef struct smla_varlen_scratch {
+    int64_t tile_bytes; /* for a tile of any dimensions */
+    int64_t bytes_per_query_dim;
+    int64_t bytes_per_value_dim;
+} smla_varlen_scratch;
+
+static inline int64_t
+smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_varlen_params *params)
+{
+    return scratch->tile_bytes +
+           scratch->bytes_per_query_dim *
+               smla_pad_varlen_dims(params->q[0].dim + params->q[1].dim) +
+           scratch->bytes_per_value_dim * smla_pad_varlen_dims(params->value_dim);
+}
+
 /* The kernel of one instruction set. */
 typedef struct smla_varlen_isa {
-    /* Bytes of scratch for one thread. */
-    int64_t (*scratch_bytes)(const smla_varlen_params *params);
+    smla_varlen_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
     void (*run_tile)(const smla_varlen_params *params, const smla_varlen_tile *tile,
                      uint8_t *scratch);

@@ -36,7 +36,6 @@
 #include "cpu/attention/softmax_lanes.h"
 
 enum {
-    PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
     PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
     KEYS_AHEAD = 8,                                        /* how early rows are prefetched */
     STATE_KEYS = 16384,                                    /* a state takes so many keys at most */
@@ -77,52 +76,50 @@ typedef struct tile_work {
     uint8_t *is_exact; /* rows that varlen_exact.c computes */
 } tile_work;
 
-static int
-pad_dims(int64_t dims)
-{
-    return (int)((dims + PAD - 1) / PAD * PAD);
-}
+/* The arrays of scratch whose sizes no call changes. */
+typedef struct tile_arrays {
+    _Alignas(64) unit_scalar keys[BLOCK_KEYS * KEY_STRIDE];
+    _Alignas(64) unit_scalar values[VALUE_ELEMENTS];
+    _Alignas(64) unit_scalar probs[PROB_ELEMENTS];
+    _Alignas(64) unit_scalar row[WIDTH * MAX_ROW_ELEMENTS];
+    _Alignas(64) float scores[BLOCK_KEYS * GROUP_LANES];
+    _Alignas(64) double sum[2][SMLA_VARLEN_ROWS]; /* of `state` and of `older` */
+    _Alignas(64) float max_log2[2][SMLA_VARLEN_ROWS];
+    _Alignas(64) smla_varlen_row rows[SMLA_VARLEN_ROWS];
+    _Alignas(64) int32_t begin[GROUP_LANES];
+    _Alignas(64) int32_t end[GROUP_LANES];
+    _Alignas(64) uint8_t is_exact[SMLA_VARLEN_ROWS];
+} tile_arrays;
 
-/* Takes `bytes` of scratch, in whole cache lines; NULL as memory counts only. */
-static void *
-take(uint8_t *memory, int64_t *used, int64_t bytes)
-{
-    void *const taken = memory == NULL ? NULL : memory + *used;
-    *used += (bytes + 63) / 64 * 64;
-    return taken;
-}
+enum {
+    Q_BYTES_PER_DIM = SMLA_VARLEN_ROWS / UNIT_STEP * 4,
+    OUT_BYTES_PER_DIM = SMLA_VARLEN_ROWS * 4, /* of each state */
+};
 
-/* Carves scratch memory, and returns how much it is. */
-static int64_t
+/* Scratch memory: [arrays] [q] [out of `state`] [out of `older`] */
+static void
 carve(const smla_varlen_params *params, uint8_t *memory, tile_work *work)
 {
-    int64_t used = 0;
-    work->query_dims = pad_dims(params->q[0].dim + params->q[1].dim);
-    work->value_dims = pad_dims(params->value_dim);
-    work->q = take(memory, &used, SMLA_VARLEN_ROWS * (work->query_dims / UNIT_STEP) * 4);
-    work->keys = take(memory, &used, BLOCK_KEYS * KEY_STRIDE * 4);
-    work->values = take(memory, &used, VALUE_ELEMENTS * 4);
-    work->probs = take(memory, &used, PROB_ELEMENTS * 4);
-    work->row = take(memory, &used, WIDTH * MAX_ROW_ELEMENTS * 4);
-    work->scores = take(memory, &used, BLOCK_KEYS * GROUP_LANES * 4);
+    tile_arrays *const arrays = (tile_arrays *)memory;
+    work->query_dims = smla_pad_varlen_dims(params->q[0].dim + params->q[1].dim);
+    work->value_dims = smla_pad_varlen_dims(params->value_dim);
+    work->q = (unit_scalar *)(memory + sizeof *arrays);
+    work->keys = arrays->keys;
+    work->values = arrays->values;
+    work->probs = arrays->probs;
+    work->row = arrays->row;
+    work->scores = arrays->scores;
+    uint8_t *const out = (uint8_t *)work->q + work->query_dims * Q_BYTES_PER_DIM;
     tile_state *const states[] = {&work->state, &work->older};
     for (int i = 0; i < 2; i++) {
-        states[i]->sum = take(memory, &used, SMLA_VARLEN_ROWS * (int64_t)sizeof(double));
-        states[i]->max_log2 = take(memory, &used, SMLA_VARLEN_ROWS * 4);
-        states[i]->out = take(memory, &used, SMLA_VARLEN_ROWS * work->value_dims * 4);
+        states[i]->sum = arrays->sum[i];
+        states[i]->max_log2 = arrays->max_log2[i];
+        states[i]->out = (float *)(out + i * work->value_dims * OUT_BYTES_PER_DIM);
     }
-    work->rows = take(memory, &used, SMLA_VARLEN_ROWS * (int64_t)sizeof *work->rows);
-    work->begin = take(memory, &used, GROUP_LANES * 4);
-    work->end = take(memory, &used, GROUP_LANES * 4);
-    work->is_exact = take(memory, &used, SMLA_VARLEN_ROWS);
-    return used;
-}
-
-static int64_t
-scratch_bytes(const smla_varlen_params *params)
-{
-    tile_work unused;
-    return carve(params, NULL, &unused);
+    work->rows = arrays->rows;
+    work->begin = arrays->begin;
+    work->end = arrays->end;
+    work->is_exact = arrays->is_exact;
 }
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
@@ -585,6 +582,8 @@ run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t
 }
 
 const smla_varlen_isa SMLA_VARLEN = {
-    .scratch_bytes = scratch_bytes,
+    .scratch = {.tile_bytes = sizeof(tile_arrays),
+                .bytes_per_query_dim = Q_BYTES_PER_DIM,
+                .bytes_per_value_dim = 2 * OUT_BYTES_PER_DIM},
     .run_tile = run_tile,
 };
