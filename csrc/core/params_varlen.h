@@ -40,7 +40,6 @@ typedef struct smla_varlen_params {
     int64_t query_starts_stride;
     const int32_t *key_starts; /* cu_seqlens_k [B + 1] */
     int64_t key_starts_stride;
-    int64_t max_query_len; /* a hint for the size of grids; 0: unknown */
     smla_range_rule rule;
     smla_float_type q_type;   /* bf16, fp16 or e4m3 */
     smla_float_type kv_type;  /* bf16, fp16 or e4m3 */

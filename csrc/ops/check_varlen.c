@@ -317,7 +317,6 @@ smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_varlen_
         .num_heads = smla_size(args->q, 1),
         .num_kv_heads = smla_size(args->k, 1),
         .value_dim = smla_size(args->v, 2),
-        .max_query_len = args->max_seqlen_q,
         .softmax_scale = (float)args->softmax_scale,
         .softcap = (float)args->softcap,
     };
