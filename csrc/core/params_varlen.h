@@ -52,7 +52,8 @@ typedef struct smla_varlen_params {
     smla_varlen_scale v_descale;
     const float *attn_sink; /* [H] or NULL */
     int64_t attn_sink_stride;
-    float softmax_scale;
+    /* As given, because its product with descales may be ordinary where it is no normal float. */
+    double softmax_scale;
     float softcap; /* logits become softcap * tanh(logit / softcap); 0: they stay */
     void *out;     /* [Tq, H, Dv] */
     int64_t out_stride_token;

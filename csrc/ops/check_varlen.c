@@ -317,7 +317,7 @@ smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_varlen_
         .num_heads = smla_size(args->q, 1),
         .num_kv_heads = smla_size(args->k, 1),
         .value_dim = smla_size(args->v, 2),
-        .softmax_scale = (float)args->softmax_scale,
+        .softmax_scale = args->softmax_scale,
         .softcap = (float)args->softcap,
     };
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",

@@ -59,7 +59,7 @@ smla_read_varlen_scale(const smla_varlen_scale *scale, int64_t req, int64_t kv_h
 static inline double
 smla_varlen_logit_scale(const smla_varlen_params *params, const smla_varlen_tile *tile)
 {
-    return (double)params->softmax_scale *
+    return params->softmax_scale *
            (double)smla_read_varlen_scale(&params->q_descale, tile->req, tile->kv_head) *
            (double)smla_read_varlen_scale(&params->k_descale, tile->req, tile->kv_head);
 }

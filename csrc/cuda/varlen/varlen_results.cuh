@@ -15,8 +15,10 @@ load_scale(const smla_varlen_scale &scale, const varlen_tile &tile)
 __device__ __forceinline__ varlen_rule
 find_rule(const smla_varlen_params &p, const varlen_tile &tile)
 {
-    const float scale =
-        p.softmax_scale * load_scale(p.q_descale, tile) * load_scale(p.k_descale, tile) * LOG2_E;
+    /* In double, because a product of two of the three may be beyond a float. */
+    const double product = p.softmax_scale * (double)load_scale(p.q_descale, tile) *
+                           (double)load_scale(p.k_descale, tile);
+    const float scale = (float)product * LOG2_E;
     /* -inf * scale must be -inf, so a scale that is not positive is multiplied before masks. */
     const bool is_early = p.softcap != 0.0f || !(scale > 0.0f);
     return varlen_rule{is_early ? 1.0f : scale, scale, is_early};
