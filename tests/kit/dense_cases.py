@@ -14,8 +14,21 @@ from cases import encode_keys, head_dim, make_sink, random_bf16
 from helpers import Guarded
 from row_formats import FORMATS, Pages
 
+from sparse_mla import _C
+
 E4M3 = np.dtype(ref.E4M3)
 KV_SCALE = 0.75
+OTHER_NAMES = {("bfloat16", 576): "bf16", ("fp8_ds_mla", 576): "fp8"}
+# Every format of keys that the package knows, by the names of `Cache`.
+KEY_FORMATS = [
+    OTHER_NAMES.get((name, dim), name)
+    for name, rows in _C.KV_FORMATS.items()
+    for dim in rows.values()
+    if dim >= ref.V_DIM
+]
+# One cache may have them alone; FP4 rows are those of a second cache.
+MAIN_FORMATS = [name for name in KEY_FORMATS if not name.startswith("fp4")]
+LAYOUTS = ("paged", "mqa", "padded", "unpaged")
 
 
 def owner(x: int, cp) -> tuple[int, int]:
@@ -63,24 +76,31 @@ class Mask:
 @dataclass
 class Cache:
     """A cache of a format of row_formats or of cases, all of whose rows are NaN until they are
-    written."""
+    written. "unpaged" is [pages, bytes] for split pages, and [slots, row] for other formats."""
 
     fmt: str
     pages: int
     block_size: int
+    layout: str = "paged"
+    kv_scale: float = KV_SCALE  # of a format that has one
     array: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.split = None
         if self.fmt in FORMATS:
-            self.split = Pages(self.fmt, pages=self.pages, block_size=self.block_size)
+            unpaged = "bytes" if FORMATS[self.fmt].split else "flat"
+            layout = unpaged if self.layout == "unpaged" else self.layout
+            self.split = Pages(self.fmt, layout, pages=self.pages, block_size=self.block_size)
             self.split.memory[:] = 0xFF
             self.array = self.split.cache
         else:
             row = encode_keys(np.zeros((1, 576), np.float32), self.fmt)
-            shape = (self.pages, self.block_size, row.shape[1])
-            self.array = np.empty(shape, row.dtype)
-            self.array.view(np.uint8)[...] = 0xFF
+            gap = 1 if self.layout == "padded" else 0
+            memory = np.empty((self.pages, self.block_size + gap, row.shape[1]), row.dtype)
+            memory.view(np.uint8)[...] = 0xFF
+            self.rows = memory[:, : self.block_size]
+            views = {"mqa": self.rows[:, :, None], "unpaged": memory.reshape(-1, row.shape[1])}
+            self.array = views.get(self.layout, self.rows)
 
     @property
     def num_slots(self) -> int:
@@ -98,14 +118,20 @@ class Cache:
 
     @property
     def scale(self) -> float:
-        return KV_SCALE if self.split and self.split.format.scales == "cache" else 1.0
+        return self.kv_scale if self.split and self.split.format.scales == "cache" else 1.0
+
+    @property
+    def format_name(self) -> str:
+        """What a call names the format by."""
+        names = {other: name for (name, _), other in OTHER_NAMES.items()}
+        return names.get(self.fmt, self.fmt)
 
     @property
     def options(self) -> dict:
         if self.split is None:
             return {}
         found = dict(self.split.options)
-        return found | ({"kv_scale": KV_SCALE} if self.scale != 1 else {})
+        return found | ({"kv_scale": self.scale} if self.scale != 1 else {})
 
     def write(self, rng, slots: np.ndarray, std=1.0) -> None:
         keys = rng.normal(0, std, (len(slots), 576)).astype(np.float32)
@@ -113,13 +139,14 @@ class Cache:
             bits = ref.bf16_encode(keys[:, :512])
             self.split.put(slots, *self.split.format.encode(bits, self.scale))
         else:
-            self.array.reshape(self.num_slots, -1)[slots] = encode_keys(keys, self.fmt)
+            at = np.divmod(slots, self.block_size)
+            self.rows[at] = encode_keys(keys, self.fmt)
 
     def keys(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n, width]"""
         if self.split is not None:
             return self.split.values(slots).astype(np.float64) * float(np.float32(self.scale))
-        return ref.decode_rows(self.array, slots)[:, : self.width]
+        return ref.decode_rows(self.rows, slots)[:, : self.width]
 
 
 @dataclass
@@ -131,6 +158,7 @@ class Dense:
     heads: int = 5
     fmt: str = "bf16"
     block_size: int = 16
+    layout: str = "paged"
     mask: Mask = field(default_factory=Mask)
     has_slots: bool = False
     is_uniform: bool = False  # a query [B, n, H, D]
@@ -143,7 +171,10 @@ class Dense:
     holes: float = 0.0  # the share of bad entries of the table
     missing: int = 0  # columns that the table lacks
     std: float = 1.0
+    key_std: float | None = None  # None: as std
     scale: float | None = None
+    q_scale: float = 0.5  # of an e4m3 query
+    kv_scale: float = KV_SCALE
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -152,12 +183,12 @@ class Dense:
         longest = max([0, *self.seq_lens])
         width = max(0, -(-longest // entry) - self.missing)
         need = sum(-(-n // self.block_size) for n in self.seq_lens)
-        self.cache = Cache(self.fmt, need + 3, self.block_size)
+        self.cache = Cache(self.fmt, need + 3, self.block_size, self.layout, self.kv_scale)
         self.table = self.make_table(rng, width, entry)
         self.tokens = sum(self.query_lens)
         self.slots = self.find_slots(entry)
         visible = np.unique(np.concatenate([*self.slots, np.zeros(0, np.int64)]).astype(np.int64))
-        self.cache.write(rng, visible, self.std)
+        self.cache.write(rng, visible, self.std if self.key_std is None else self.key_std)
         self.q = self.make_query(rng)
         self.attn_sink = make_sink(rng, self.heads) if self.sink else None
 
@@ -225,7 +256,7 @@ class Dense:
         if self.attn_sink is not None:
             found["attn_sink"] = self.attn_sink
         if self.e4m3:
-            found["q_scale"] = 0.5
+            found["q_scale"] = self.q_scale
         return found
 
     def arguments(self) -> tuple:
@@ -254,7 +285,8 @@ class Dense:
 
     def reference(self) -> ref.Attention:
         q = self.q[0] if self.is_pair else self.q
-        query = ref.e4m3_decode(q).astype(np.float64) * 0.5 if self.e4m3 else ref.join_q(self.q)
+        codes = ref.e4m3_decode(q).astype(np.float64) if self.e4m3 else None
+        query = codes * self.q_scale if self.e4m3 else ref.join_q(self.q)
         query = query.reshape(-1, self.heads, self.cache.width)[: self.tokens]
         keys = [self.cache.keys(slots) for slots in self.slots]
         return ref.attend_keys(
