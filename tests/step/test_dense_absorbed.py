@@ -106,7 +106,7 @@ class Layer:
         arrays = (self.q_c, case.kv_c, case.k_pe if case.rope else None)
         before = [x.copy() for x in arrays if x is not None]
         given = trip.put((*arrays, case.cache.copy()))
-        layer.forward(*given, case.metadata, out=trip.put(out.array))
+        layer.forward(*given, case.metadata, out=trip.put(out.array), kv_scale=case.kv_scale)
         trip.fetch()
         for x, y in zip(before, (x for x in arrays if x is not None), strict=True):
             assert_same_bits(x, y, "an input")

@@ -78,8 +78,8 @@ def attend_up(q, rows, weight, nope: int, merges: int, softmax_scale: float) -> 
     rope = np.einsum("nhd,md->hnm", q[..., nope:], rows[:, 512:], optimize=True)
     rope_abs = np.einsum("nhd,md->hnm", np.abs(q[..., nope:]), np.abs(rows[:, 512:]), optimize=True)
     s = softmax_scale * (contract(q[..., :nope], k) + rope)
-    size = softmax_scale * (contract(np.abs(q[..., :nope]), np.abs(k)) + rope_abs)
-    moved = softmax_scale * contract(np.abs(q[..., :nope]), error[..., :nope])
+    size = abs(softmax_scale) * (contract(np.abs(q[..., :nope]), np.abs(k)) + rope_abs)
+    moved = abs(softmax_scale) * contract(np.abs(q[..., :nope]), error[..., :nope])
     n, m = s.shape[1:]
     hidden = np.arange(m)[None] > m - n + np.arange(n)[:, None]
     s[:, hidden], size[:, hidden], moved[:, hidden] = -np.inf, 0, 0
@@ -124,6 +124,10 @@ class Case:
     nope: int = NOPE
     values: int = VALUES
     rope: int = 64
+    threshold: int = 1  # query tokens of the longest decode
+    interleaved: bool = True
+    softmax_scale: float = SCALE
+    scale: float = KV_SCALE  # of a cache of fp8_e4m3
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -153,7 +157,7 @@ class Case:
 
     @property
     def kv_scale(self) -> float:
-        return KV_SCALE if self.fmt == "fp8_e4m3" else 1.0
+        return self.scale if self.fmt == "fp8_e4m3" else 1.0
 
     @property
     def has_scales(self) -> bool:
@@ -182,7 +186,9 @@ class Case:
 
     def config(self, **changes) -> dense.Config:
         options = {
-            "softmax_scale": SCALE,
+            "softmax_scale": self.softmax_scale,
+            "interleaved": self.interleaved,
+            "decode_threshold": self.threshold,
             "qk_nope_head_dim": self.nope,
             "qk_rope_head_dim": self.rope,
             "v_head_dim": self.values,
@@ -242,7 +248,9 @@ class Case:
             ]
         ).astype(np.int64)
         q_pe = np.ascontiguousarray(self.q[..., self.nope :])
-        q_pe, k_pe = package.apply_rope(positions, q_pe, self.k_pe, self.table, interleaved=True)
+        q_pe, k_pe = package.apply_rope(
+            positions, q_pe, self.k_pe, self.table, interleaved=self.interleaved
+        )
         return np.concatenate([wide(self.q[..., : self.nope]), wide(q_pe)], -1), k_pe
 
     def exact(self, merges: int, path: str = "separate") -> Exact:
@@ -254,7 +262,7 @@ class Case:
             start = int(self.batch.query_start_loc[r])
             new = slice(start, start + n)
             cached = self.slots_of(r, length - n)
-            if path == "mixed" or n == 1:
+            if path == "mixed" or n <= self.threshold:
                 cache = self.cache.copy()
                 package.concat_and_cache_mla(
                     *(self.kv_c[new], k_pe[new], cache, self.slots_of(r, length)[length - n :]),
@@ -263,13 +271,15 @@ class Case:
                 )
                 rows = self.decode(cache, self.slots_of(r, length))
                 parts.append(
-                    attend_absorbed(q[new], rows, weight, self.nope, SCALE, self.has_scales)
+                    attend_absorbed(
+                        q[new], rows, weight, self.nope, self.softmax_scale, self.has_scales
+                    )
                 )
             else:
                 context = ref.to_f32(ref.to_bf16(self.decode(self.cache, cached)))
                 fresh = np.concatenate([wide(self.kv_c[new]), wide(k_pe[new])], -1)
                 rows = np.concatenate([context.astype(np.float64), fresh])
-                parts.append(attend_up(q[new], rows, weight, self.nope, merges, SCALE))
+                parts.append(attend_up(q[new], rows, weight, self.nope, merges, self.softmax_scale))
         return Exact.join(parts)
 
     def alone(self, request: int) -> np.ndarray:
