@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference as ref
+from cases import cancel_neighbours, make_rows, random_bf16
 from dense_cases import Dense, Mask
 from helpers import assert_same_bits, assert_within_bounds
-from test_flash_mla import Arrays, arrays, writable_arrays  # noqa: F401 - fixtures
+from test_flash_mla import ON_GPU, Arrays, arrays, writable_arrays  # noqa: F401 - fixtures
 
 from sparse_mla import flash_mla
 
@@ -59,14 +60,42 @@ def test_other_caches(arrays, fmt):  # noqa: F811
     assert_within_bounds(case.reference(), got)
 
 
-def test_batch_invariance(arrays):  # noqa: F811
-    case = make([300, 9, 128])
-    out, _ = decode(arrays, case, enable_batch_invariant=True)
-    alone = make([300, 9, 128])
-    alone.q, alone.table, alone.seq_lens = case.q[:1], case.table[:1], case.seq_lens[:1]
-    alone.cache, alone.query_lens = case.cache, case.query_lens[:1]
-    again, _ = decode(arrays, alone, enable_batch_invariant=True)
-    assert_same_bits(np.asarray(again)[0], np.asarray(out)[0])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_batch_invariance(arrays, fmt):  # noqa: F811
+    """Requests give the same bits alone and in a batch. Their 1024 keys cancel in pairs that are
+    far from each other, so that rounding shows the order of the sum: without the option, a CPU
+    splits the keys of up to 16 requests otherwise than those of 22."""
+    length, count = 1024, 33
+    rng = np.random.default_rng(5)
+    rows = make_rows(rng, length, fmt)
+    if fmt == "fp8":
+        cancel_neighbours(rows)
+    else:
+        rows[1::2] = rows[::2]
+        rows[1::2, :512] = -rows[1::2, :512]
+    cache = rows[rng.permutation(length)].reshape(-1, 64, 1, rows.shape[-1])
+    table = np.tile(rng.permutation(length // 64).astype(np.int32), (count, 1))
+    lens = np.full(count, length, np.int32)
+    q = random_bf16(rng, count, 1, 3, 576)
+    q[..., :512] = 0
+
+    def run(requests: int, is_invariant: bool) -> list[np.ndarray]:
+        given = (x[:requests] for x in (q, table, lens))
+        part, *rest = given
+        return arrays.call(
+            flash_mla.flash_mla_with_kvcache, part, cache, *rest, 512, None,
+            enable_batch_invariant=is_invariant,
+        )  # fmt: skip
+
+    whole = run(count, True)
+    planned = []
+    for requests in (1, 16, 22, 32):
+        for a, b in zip(run(requests, True), whole, strict=True):
+            assert_same_bits(np.asarray(a), np.ascontiguousarray(b[:requests]))
+        planned.append([x[:1].tobytes() for x in run(requests, False)])
+    if not ON_GPU:
+        assert planned[0] == planned[1] != planned[2]
+        assert planned[0] != [x[:1].tobytes() for x in whole]
 
 
 def test_queries_with_gaps_are_copied():

@@ -120,12 +120,12 @@ class Run:
     build: Spy = dataclasses.field(
         default_factory=lambda: Spy(
             lambda builder, *a, **k: builder.build(*a, **k), dense.MetadataBuilder.build
-        )  # fmt: skip
+        )
     )
     forward: Spy = dataclasses.field(
         default_factory=lambda: Spy(
             lambda layer, *a, **k: layer.forward(*a, **k), dense.DenseMLA.forward
-        )  # fmt: skip
+        )
     )
     common: Spy = dataclasses.field(default_factory=lambda: Spy(package.CommonAttentionMetadata))
     configs: list = dataclasses.field(default_factory=list)
