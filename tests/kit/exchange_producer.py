@@ -158,6 +158,25 @@ class LikeTorch(Exchanged):
     __module__ = "torch.of_these_tests"
 
 
+class OtherExchanged(Exchanged):
+    """An array of another framework: a table of its own, and a current stream of its own."""
+
+    stream: ClassVar = 0
+
+
+@FIND_STREAM
+def _find_other_stream(device_type, device_id, out):
+    Exchanged.streams.append((device_type, device_id))
+    out[0] = OtherExchanged.stream
+    return 0
+
+
+OTHER_TABLE = Table(1, 3, None, _allocate, _share, _adopt, _lend, _find_other_stream)
+OtherExchanged.__dlpack_c_exchange_api__ = api.PyCapsule_New(
+    ctypes.addressof(OTHER_TABLE), NAME, None
+)
+
+
 class NoLoans:
     """A context in which the table has no function that lends, so every tensor is shared."""
 
