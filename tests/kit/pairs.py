@@ -150,7 +150,7 @@ class Spy:
         found = []
         for name, p in self.parameters.items():
             given, words = self.given[name], str(p.annotation)
-            is_array = any(word in words for word in ("Array", "Like", "Given"))
+            is_array = "array" in given or "Array" in words
             if p.default is not p.empty and not given - {kind_of(p.default)}:
                 found.append(f"{name}: nothing but its default")
             if p.default is not p.empty and kind_of(p.default) not in given:
