@@ -20,8 +20,8 @@ LAYOUTS = ("paged", "mqa", "padded", "unpaged")
 ALL_ROWS = [(name, dim) for name, rows in _C.KV_FORMATS.items() for dim in rows.values()]
 # Scales around the border below which a CPU keeps subnormal numbers, and at the ends of fp32.
 KV_SCALES = [
-    *(1.0, 0.37, 2.0**-59, 2.0**-61, 2.0**-100, 2.0**-126, 2.0**101, 2.0**120),
-    *(np.float32([0.37]), np.float32(2.0**-61).reshape(())),
+    *(1.0, 0.37, 2.0**-59, 2.0**-61, 2.0**-119, 2.0**-126, 2.0**101, 2.0**120),
+    *(np.float32([0.37]), np.float32(2.0**-125).reshape(())),
 ]
 
 
@@ -98,9 +98,9 @@ class Cache:
 
 SLOT_LISTS = {
     "some": [19, 0, -1, 7, 4, 5, -(2**31), 12],
-    "none": [-1, -2, -1],
+    "none": [],
     "one": [SLOTS - 1],
-    "nothing": [],
+    "more": [*range(9, 15)],
 }
 WRITERS = {
     "layout": LAYOUTS,
@@ -115,7 +115,9 @@ WRITERS = {
 
 
 def make_keys(rng, count: int, dim: int, dtype: str, view: str) -> np.ndarray:
+    """Keys of all sizes, each with values that are subnormal in bf16."""
     bits = random_keys(rng, count, dim)
+    bits[:, 16:48] = rng.integers(1, 0x80, (count, 32)) | rng.integers(0, 2, (count, 32)) << 15
     with np.errstate(over="ignore", invalid="ignore"):
         keys = DTYPES[dtype](ref.bf16_decode(bits))
         if dtype == "fp16":
