@@ -98,6 +98,31 @@ def test_batch_invariance(arrays, fmt):  # noqa: F811
         assert planned[0] != [x[:1].tobytes() for x in whole]
 
 
+def test_one_schedule_serves_calls_of_any_size(arrays):  # noqa: F811
+    """Engines keep the object of a step for all its layers, and some for the next step: no call
+    takes from it what another one has planned."""
+    meta = flash_mla.get_mla_metadata()[0]
+    cases = (
+        make([300, 9, 128]),
+        make([5], s_q=1, heads=3),
+        make([70, 0, 1, 64, 33], s_q=4, heads=64, fmt="fp8"),
+        make([300, 9, 128], causal=False, sink=True),
+    )
+
+    def run(case: Dense, schedule) -> list[np.ndarray]:
+        q, cache, table, lens = case.arguments()
+        return arrays.call(
+            flash_mla.flash_mla_with_kvcache, q, cache[:, :, None], table, lens, 512, schedule,
+            causal=case.mask.causal, attn_sink=case.attn_sink,
+        )  # fmt: skip
+
+    for case in (*cases, *reversed(cases)):
+        for shared, own in zip(
+            run(case, meta), run(case, flash_mla.get_mla_metadata()[0]), strict=True
+        ):
+            assert_same_bits(np.ascontiguousarray(shared), np.ascontiguousarray(own))
+
+
 def test_queries_with_gaps_are_copied():
     numpy = Arrays("numpy")
     case = make([40, 9], s_q=3)
