@@ -18,7 +18,7 @@ from row_formats import FORMATS
 from scale_cases import BEYOND, SCALES, Scales
 
 TOKENS = 3
-SLOTS = 24  # of each cache
+SLOTS = 24  # each cache has so many
 
 
 def has_rope(fmt: str) -> bool:

@@ -129,7 +129,7 @@ def test_outputs_see_what_is_written(how):
         memory = np.lib.stride_tricks.as_strided(
             result.given, (3, 5, 8), result.given.strides, writeable=True
         )
-        memory[1, 4, 0] = 1  # behind the row
+        memory[1, 4, 0] = 1  # this is past the row
         with pytest.raises(AssertionError, match="a write"):
             result.check(result.given)
 

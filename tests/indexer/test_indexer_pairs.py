@@ -78,7 +78,7 @@ KEYS = {
     "starts": [False, True],
     "named": [False, True],
     "dtype": ["float32", "bfloat16"],
-    "size": [1.0, 1e-20, 1e20],  # of the weights
+    "size": [1.0, 1e-20, 1e20],  # the size of the weights
 }
 KEY_RULES = (lambda layout, starts: layout == "flat" or not starts,)
 

@@ -82,7 +82,7 @@ class Cache:
     pages: int
     block_size: int
     layout: str = "paged"
-    kv_scale: float = KV_SCALE  # of a format that has one
+    kv_scale: float = KV_SCALE  # for a format that has one
     array: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Dense:
     std: float = 1.0
     key_std: float | None = None  # None: as std
     scale: float | None = None
-    q_scale: float = 0.5  # of an e4m3 query
+    q_scale: float = 0.5  # for an e4m3 query
     kv_scale: float = KV_SCALE
     seed: int = 0
 

@@ -16,7 +16,7 @@ class Scales:
     softmax: float
     q: float = 1.0
     kv: float = 1.0
-    extra: float = 1.0  # of the second cache
+    extra: float = 1.0  # the scale of the second cache
     as_arrays: tuple[int, ...] | None = None  # the shape in which an array has a scale
 
     def __repr__(self) -> str:

@@ -250,7 +250,7 @@ LINEAR = {
     "tokens": [1, 7, 65],
     "size": [(1, 128), (129, 384), (140, 1024)],
     "kind": ["flat", "alike"],
-    "power": [0, -60, 60],  # of the weight's scales
+    "power": [0, -60, 60],  # the weight's scales are multiplied by 2 to it
     "codes": ["uint8", "e4m3"],
     "x": ["packed", "part"],
     "weight": ["packed", "part"],

@@ -127,7 +127,7 @@ class Case:
     threshold: int = 1  # query tokens of the longest decode
     interleaved: bool = True
     softmax_scale: float = SCALE
-    scale: float = KV_SCALE  # of a cache of fp8_e4m3
+    scale: float = KV_SCALE  # for a cache of fp8_e4m3
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
