@@ -105,10 +105,11 @@ def test_mla_attention():
         width = 576 if has_rope(fmt) else 512
         query_lens, seq_lens = BATCHES[batch]
         case = Dense(
-            query_lens, seq_lens, heads, fmt, block_size, layout,
-            Mask(causal, window, chunk, cp), table == "slots", query == "batch", query == "pair",
-            e4m3, sink, softcap, num_splits, holes=holes, missing=missing, key_std=s.kv,
-            scale=float(np.float32(s.softmax * width**-0.5)), q_scale=s.q, kv_scale=s.kv,
+            query_lens, seq_lens, heads, fmt, block_size, Mask(causal, window, chunk, cp),
+            has_slots=table == "slots", is_uniform=query == "batch", is_pair=query == "pair",
+            e4m3=e4m3, sink=sink, softcap=softcap, num_splits=num_splits, holes=holes,
+            missing=missing, key_std=s.kv, scale=float(np.float32(s.softmax * width**-0.5)),
+            q_scale=s.q, kv_scale=s.kv, layout=layout,
         )  # fmt: skip
         options = case.options | bounds_of(max_q, max_k, query_lens, seq_lens)
         if named:

@@ -158,7 +158,6 @@ class Dense:
     heads: int = 5
     fmt: str = "bf16"
     block_size: int = 16
-    layout: str = "paged"
     mask: Mask = field(default_factory=Mask)
     has_slots: bool = False
     is_uniform: bool = False  # a query [B, n, H, D]
@@ -176,6 +175,7 @@ class Dense:
     q_scale: float = 0.5  # for an e4m3 query
     kv_scale: float = KV_SCALE
     seed: int = 0
+    layout: str = "paged"
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.seed, self.heads, *self.query_lens])
