@@ -17,15 +17,17 @@ typedef struct smla_batch_split {
 } smla_batch_split;
 
 /* Leading requests whose query length is at most decode_threshold (>= 1) are decodes; with
- * require_uniform, only those as long as the first. query_start_loc [num_reqs + 1] is in host
- * memory. Tokens past its last entry, up to num_actual_tokens, are padding. */
+ * require_uniform, only those as long as the first. Requests without query tokens may stand anywhere
+ * and count as long as the others: before the first prefill they are decodes, behind it prefills.
+ * query_start_loc [num_reqs + 1] is in host memory. Tokens past its last entry, up to
+ * num_actual_tokens, are padding. */
 SMLA_API smla_status smla_split_decodes_and_prefills(const int32_t *query_start_loc,
                                                      int64_t num_reqs, int64_t num_actual_tokens,
                                                      int64_t decode_threshold, int require_uniform,
                                                      smla_batch_split *split, smla_error *error);
 
 /* The swaps of two requests that, done in order, put decodes first: those with at most
- * decode_threshold (>= 1) tokens in this step. `swaps` has room for num_reqs entries: pairs, of
+ * decode_threshold (>= 1) tokens in this step, also with none. `swaps` has room for num_reqs entries: pairs, of
  * which the first number is the smaller. A batch in order has none. */
 SMLA_API smla_status smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs,
                                         int64_t decode_threshold, int64_t *swaps,
@@ -135,7 +137,9 @@ typedef struct smla_builder_config {
 } smla_builder_config;
 
 /* One step's batch, as in vLLM's CommonAttentionMetadata. The host arrays are read during the call.
- * block_table is only referenced, and must stay alive until the next build. */
+ * block_table is only referenced, and must stay alive until the next build. A request without query
+ * tokens may stand anywhere, with any length up to max_model_len: the step reads nothing of it, and
+ * the results of the others are those of a batch without it, bit for bit. */
 typedef struct smla_build_args {
     size_t struct_size;
     const int32_t *query_start_loc_cpu; /* [R + 1] */
@@ -161,11 +165,11 @@ typedef struct smla_metadata {
     int64_t num_reqs;
     int64_t num_actual_tokens;
     smla_batch_split split;
-    int64_t decode_query_len;        /* query tokens per decode; 0 without a decode part */
+    int64_t decode_query_len;        /* query tokens per decode that has any; 0 if none has */
     int64_t decode_num_splits;       /* number of split-KV ranges in the decode attention */
     const int32_t *req_id_per_token; /* device [num_actual_tokens] */
     /* The fields below describe the prefills of path "separate". They are NULL or 0 otherwise. */
-    const int32_t *prefill_seq_lens;         /* device [num_prefills] */
+    const int32_t *prefill_seq_lens;         /* device [num_prefills]; 0 without query tokens */
     const int32_t *prefill_request_ids;      /* device [num_actual_tokens], -1 for decode tokens */
     const int32_t *prefill_workspace_starts; /* device [num_prefills], from 0 in every chunk */
     const smla_prefill_chunk *chunks;        /* host [num_chunks] */

@@ -61,6 +61,16 @@ smla_check_batch(const char *op, const smla_batch_limits *limits, const smla_bat
     return check_seq_lens(op, limits, batch, error);
 }
 
+void
+smla_hide_idle_tokens(smla_batch *batch, int32_t *seq_lens)
+{
+    for (int64_t req = 0; req < batch->num_reqs; req++) {
+        const bool is_idle = smla_query_len(batch->query_start_loc, req) == 0;
+        seq_lens[req] = is_idle ? 0 : batch->seq_lens[req];
+    }
+    batch->seq_lens = seq_lens;
+}
+
 smla_status
 smla_check_batch_order(const char *op, const smla_batch_limits *limits, const smla_batch *batch,
                        smla_error *error)
@@ -68,7 +78,7 @@ smla_check_batch_order(const char *op, const smla_batch_limits *limits, const sm
     bool seen_prefill = false;
     for (int64_t req = 0; req < batch->num_reqs; req++) {
         const int32_t len = smla_query_len(batch->query_start_loc, req);
-        if (seen_prefill && len <= limits->decode_threshold) {
+        if (seen_prefill && len > 0 && len <= limits->decode_threshold) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `query_start_loc` must have decodes (at most %lld tokens) before "
                              "prefills, got %d tokens at request %lld behind a prefill: sort the "

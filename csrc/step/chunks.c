@@ -39,30 +39,6 @@ smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64
     return SMLA_OK;
 }
 
-/* Empty queries are graph padding: they may only end a batch of decodes of equal length. */
-static smla_status
-check_empty_queries(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
-                    int64_t decode_threshold, smla_error *error)
-{
-    int64_t first_empty = 0;
-    while (first_empty < num_reqs && smla_query_len(query_start_loc, first_empty) > 0) {
-        first_empty++;
-    }
-    for (int64_t req = 0; first_empty < num_reqs && req < num_reqs; req++) {
-        const int32_t len = smla_query_len(query_start_loc, req);
-        const int32_t wanted = req < first_empty ? smla_query_len(query_start_loc, 0) : 0;
-        if (len != wanted || len > decode_threshold) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `query_start_loc` must have queries without tokens only at the end of "
-                "a batch of decodes of one length, got an empty query at request %lld and "
-                "%d tokens at request %lld",
-                op, (long long)first_empty, len, (long long)req);
-        }
-    }
-    return SMLA_OK;
-}
-
 static smla_status
 check_threshold(const char *op, int64_t decode_threshold, smla_error *error)
 {
@@ -70,6 +46,30 @@ check_threshold(const char *op, int64_t decode_threshold, smla_error *error)
                                  : smla_fail(error, SMLA_ERROR_VALUE,
                                              "%s: `decode_threshold` must be at least 1, got %lld",
                                              op, (long long)decode_threshold);
+}
+
+smla_batch_split
+smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs, int64_t num_actual_tokens,
+                 int64_t decode_threshold, bool require_uniform)
+{
+    int64_t num_decodes = 0;
+    int32_t first_len = 0; /* of the first decode that has tokens */
+    for (; num_decodes < num_reqs; num_decodes++) {
+        const int32_t len = smla_query_len(query_start_loc, num_decodes);
+        first_len = first_len == 0 ? len : first_len;
+        if (len > decode_threshold || (require_uniform && len != 0 && len != first_len)) {
+            break;
+        }
+    }
+    /* Padding tokens after the last query belong to the part that ends the batch. */
+    const int64_t num_decode_tokens =
+        num_decodes == num_reqs ? num_actual_tokens : query_start_loc[num_decodes];
+    return (smla_batch_split){
+        .num_decodes = num_decodes,
+        .num_prefills = num_reqs - num_decodes,
+        .num_decode_tokens = num_decode_tokens,
+        .num_prefill_tokens = num_actual_tokens - num_decode_tokens,
+    };
 }
 
 smla_status
@@ -81,25 +81,8 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
     SMLA_TRY(check_threshold(op, decode_threshold, error));
     SMLA_TRY(smla_check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
     SMLA_TRY(smla_require_pointer(op, "split", split, error));
-    SMLA_TRY(check_empty_queries(op, query_start_loc, num_reqs, decode_threshold, error));
-    int64_t num_decodes = 0;
-    while (num_decodes < num_reqs) {
-        const int32_t len = smla_query_len(query_start_loc, num_decodes);
-        const bool is_like_first = len == smla_query_len(query_start_loc, 0) || len == 0;
-        if (len > decode_threshold || (require_uniform && !is_like_first)) {
-            break;
-        }
-        num_decodes++;
-    }
-    /* Padding tokens after the last query belong to the part that ends the batch. */
-    const int64_t num_decode_tokens =
-        num_decodes == num_reqs ? num_actual_tokens : query_start_loc[num_decodes];
-    *split = (smla_batch_split){
-        .num_decodes = num_decodes,
-        .num_prefills = num_reqs - num_decodes,
-        .num_decode_tokens = num_decode_tokens,
-        .num_prefill_tokens = num_actual_tokens - num_decode_tokens,
-    };
+    *split = smla_split_batch(query_start_loc, num_reqs, num_actual_tokens, decode_threshold,
+                              require_uniform != 0);
     return SMLA_OK;
 }
 
@@ -159,31 +142,25 @@ smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs, int64_
 /* ---- Chunks -------------------------------------------------------------------------------- */
 
 smla_status
-smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t workspace_tokens,
-                          int64_t *ends, int64_t *num_chunks, smla_error *error)
+smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req, int64_t num_reqs,
+                   int64_t workspace_tokens, int64_t *ends, int64_t *num_chunks, smla_error *error)
 {
-    static const char op[] = "split_prefill_chunks";
     int64_t count = 0;
     int64_t used = 0;
-    if (num_reqs > 0) {
-        SMLA_TRY(smla_require_pointer(op, "seq_lens", seq_lens, error));
-        SMLA_TRY(smla_require_pointer(op, "ends", ends, error));
-    }
-    SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
     for (int64_t req = 0; req < num_reqs; req++) {
         const int64_t len = seq_lens[req];
         if (len < 0) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `seq_lens` must be >= 0, got %lld at request "
                              "%lld",
-                             op, (long long)len, (long long)req);
+                             op, (long long)len, (long long)(first_req + req));
         }
         if (len > workspace_tokens) {
             return smla_fail(
                 error, SMLA_ERROR_VALUE,
                 "%s: `seq_lens` must fit the workspace of %lld tokens one by one, got %lld "
                 "at request %lld (raise prefill_workspace_tokens)",
-                op, (long long)workspace_tokens, (long long)len, (long long)req);
+                op, (long long)workspace_tokens, (long long)len, (long long)(first_req + req));
         }
         if (req > 0 && used + len > workspace_tokens) {
             ends[count++] = req;
@@ -198,14 +175,17 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
     return SMLA_OK;
 }
 
-int64_t
-smla_split_by_count(int64_t num_reqs, int64_t size, int64_t *ends)
+smla_status
+smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t workspace_tokens,
+                          int64_t *ends, int64_t *num_chunks, smla_error *error)
 {
-    int64_t count = 0;
-    for (int64_t req = 0; req < num_reqs; req = ends[count++]) {
-        ends[count] = num_reqs - req < size ? num_reqs : req + size;
+    static const char op[] = "split_prefill_chunks";
+    if (num_reqs > 0) {
+        SMLA_TRY(smla_require_pointer(op, "seq_lens", seq_lens, error));
+        SMLA_TRY(smla_require_pointer(op, "ends", ends, error));
     }
-    return count;
+    SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
+    return smla_pack_prefills(op, seq_lens, 0, num_reqs, workspace_tokens, ends, num_chunks, error);
 }
 
 int64_t

@@ -1,6 +1,8 @@
 /* chunks.h: what the engine shares with the public planning functions. Defined in chunks.c. */
 #pragma once
 
+#include <stdbool.h>
+
 #include "core/backend.h"
 #include "sparse_mla/step.h"
 
@@ -15,6 +17,20 @@ smla_query_len(const int32_t *query_start_loc, int64_t req)
     return query_start_loc[req + 1] - query_start_loc[req];
 }
 
-/* Cuts requests into chunks of `size`. The last chunk may be smaller. `ends` is as in
- * smla_split_prefill_chunks. Returns how many chunks there are. */
-int64_t smla_split_by_count(int64_t num_reqs, int64_t size, int64_t *ends);
+/* smla_split_decodes_and_prefills of arguments that are checked. */
+smla_batch_split smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs,
+                                  int64_t num_actual_tokens, int64_t decode_threshold,
+                                  bool require_uniform);
+
+/* smla_split_prefill_chunks for the caller `op`, whose request `first_req` is entry 0. */
+smla_status smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req,
+                               int64_t num_reqs, int64_t workspace_tokens, int64_t *ends,
+                               int64_t *num_chunks, smla_error *error);
+
+/* smla_split_context_chunks of checked args, for the caller `op`. `query_start_loc`
+ * [num_prefills + 1] says which prefills have no query tokens, and thus no context to gather: they
+ * do not change how the others are cut. NULL: all have some. */
+smla_status smla_cut_context(const char *op, const smla_context_args *args,
+                             const int32_t *query_start_loc, smla_context_chunk *chunks,
+                             int32_t *starts, int32_t *lens, int64_t *num_chunks,
+                             int64_t *num_entries, smla_error *error);

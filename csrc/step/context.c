@@ -3,9 +3,7 @@
  */
 #include "core/args.h"
 #include "core/rule.h"
-#include "sparse_mla/step.h"
-
-static const char op[] = "split_context_chunks";
+#include "step/chunks.h"
 
 enum { MODEL_LENGTHS = 8, PAGES_PER_REQUEST = 4, MOST_TOKENS = 65536 };
 
@@ -69,7 +67,7 @@ close_chunk(context_writer *w)
 
 /* Every chunk has the same rows of every request: those from c * size on. */
 static smla_status
-split_equally(const smla_context_args *args, context_writer *w, smla_error *error)
+split_equally(const char *op, const smla_context_args *args, context_writer *w, smla_error *error)
 {
     int64_t longest = 0;
     int64_t count = 0;
@@ -100,9 +98,17 @@ split_equally(const smla_context_args *args, context_writer *w, smla_error *erro
     return SMLA_OK;
 }
 
+/* Whether a prefill is one of those that do not change how the others are cut. */
+static bool
+has_no_query(const int32_t *query_start_loc, int64_t req)
+{
+    return query_start_loc != NULL && smla_query_len(query_start_loc, req) == 0;
+}
+
 /* Each chunk is filled, request after request. A request that does not fit is cut at a page. */
 static smla_status
-pack(const smla_context_args *args, context_writer *w, smla_error *error)
+pack(const char *op, const smla_context_args *args, const int32_t *query_start_loc,
+     context_writer *w, smla_error *error)
 {
     const int64_t page = args->block_size;
     if (args->workspace_tokens < page) {
@@ -128,7 +134,9 @@ pack(const smla_context_args *args, context_writer *w, smla_error *error)
         }
         if (rest > 0) {
             add_rows(w, start, rest);
-        } else { /* a request without context ends the chunk: its requests are neighbours */
+        } else if (has_no_query(query_start_loc, req) && w->open.num_tokens > 0) {
+            add_rows(w, 0, 0); /* the chunk's requests stay neighbours */
+        } else { /* a request without context ends the chunk, because it takes no part in merges */
             close_chunk(w);
             open_chunk(w, req + 1);
         }
@@ -140,7 +148,7 @@ pack(const smla_context_args *args, context_writer *w, smla_error *error)
 /* ---- Entry --------------------------------------------------------------------------------- */
 
 static smla_status
-check_context(const smla_context_args *args, smla_error *error)
+check_context(const char *op, const smla_context_args *args, smla_error *error)
 {
     if (args->num_prefills > 0) {
         SMLA_TRY(smla_require_pointer(op, "context_lens", args->context_lens, error));
@@ -169,11 +177,24 @@ check_context(const smla_context_args *args, smla_error *error)
 }
 
 smla_status
+smla_cut_context(const char *op, const smla_context_args *args, const int32_t *query_start_loc,
+                 smla_context_chunk *chunks, int32_t *starts, int32_t *lens, int64_t *num_chunks,
+                 int64_t *num_entries, smla_error *error)
+{
+    context_writer w = {.chunks = chunks, .starts = starts, .lens = lens};
+    SMLA_TRY(args->plan == SMLA_CONTEXT_EQUAL ? split_equally(op, args, &w, error)
+                                              : pack(op, args, query_start_loc, &w, error));
+    *num_chunks = w.num_chunks;
+    *num_entries = w.num_entries;
+    return SMLA_OK;
+}
+
+smla_status
 smla_split_context_chunks(const smla_context_args *args, smla_context_chunk *chunks,
                           int32_t *starts, int32_t *lens, int64_t *num_chunks, int64_t *num_entries,
                           smla_error *error)
 {
-    context_writer w = {.chunks = chunks, .starts = starts, .lens = lens};
+    static const char op[] = "split_context_chunks";
     smla_context_args known;
     SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
     SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
@@ -182,10 +203,6 @@ smla_split_context_chunks(const smla_context_args *args, smla_context_chunk *chu
         SMLA_TRY(smla_require_pointer(op, "starts", starts, error));
         SMLA_TRY(smla_require_pointer(op, "lens", lens, error));
     }
-    SMLA_TRY(check_context(&known, error));
-    SMLA_TRY(known.plan == SMLA_CONTEXT_EQUAL ? split_equally(&known, &w, error)
-                                              : pack(&known, &w, error));
-    *num_chunks = w.num_chunks;
-    *num_entries = w.num_entries;
-    return SMLA_OK;
+    SMLA_TRY(check_context(op, &known, error));
+    return smla_cut_context(op, &known, NULL, chunks, starts, lens, num_chunks, num_entries, error);
 }

@@ -165,8 +165,10 @@ allocate_buffers(smla_step *s, smla_error *error)
     s->host = kept_bytes == 0 ? NULL : malloc((size_t)kept_bytes);
     s->chunks = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunks);
     s->chunk_ends = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunk_ends);
+    s->seq_lens = malloc((size_t)s->limits.max_num_seqs * sizeof *s->seq_lens);
     if (s->mirror == NULL || (s->lists == NULL && made_bytes > 0) || s->scratch == NULL ||
-        (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->chunk_ends == NULL) {
+        (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->chunk_ends == NULL ||
+        s->seq_lens == NULL) {
         return plan->report_no_memory(s, error);
     }
     smla_cut_arena(&s->sent, s->mirror->device, (char *)s + plan->sent);
@@ -229,6 +231,7 @@ smla_destroy_step(smla_step *s)
     free(s->host);
     free(s->chunks);
     free(s->chunk_ends);
+    free(s->seq_lens);
     free(s);
 }
 
@@ -236,14 +239,15 @@ smla_destroy_step(smla_step *s)
 
 /* Checks a batch, and finds the facts of its step. */
 static smla_status
-plan_step(const smla_step *s, const smla_batch *batch, const void *args, smla_step_facts *facts,
+plan_step(const smla_step *s, smla_batch *batch, const void *args, smla_step_facts *facts,
           smla_error *error)
 {
     SMLA_TRY(smla_check_batch(smla_build_op, &s->limits, batch, error));
-    SMLA_TRY(s->plan->check_args(s, args, error));
-    SMLA_TRY(smla_split_decodes_and_prefills(batch->query_start_loc, batch->num_reqs,
-                                             batch->num_actual_tokens, s->limits.decode_threshold,
-                                             s->plan->has_uniform_decodes, &facts->split, error));
+    smla_hide_idle_tokens(batch, s->seq_lens);
+    SMLA_TRY(s->plan->check_args(s, batch, args, error));
+    facts->split =
+        smla_split_batch(batch->query_start_loc, batch->num_reqs, batch->num_actual_tokens,
+                         s->limits.decode_threshold, s->plan->has_uniform_decodes);
     if (s->path == SMLA_PATH_SEPARATE || s->path == SMLA_PATH_DIRECT) {
         SMLA_TRY(smla_check_batch_order(smla_build_op, &s->limits, batch, error));
     }
@@ -279,7 +283,7 @@ run_build(smla_step *s, const void *given, smla_error *error)
     void *memory = NULL;
     SMLA_TRY(smla_require_pointer(smla_build_op, "builder", s, error));
     SMLA_TRY(smla_read_args(smla_build_op, args, s->plan->args_bytes, given, error));
-    const smla_batch batch = s->plan->read_batch(args);
+    smla_batch batch = s->plan->read_batch(args);
     const smla_stream stream = {.device_id = s->device.device_id, .handle = batch.stream};
     smla_step_facts facts = {.path = s->path,
                              .num_reqs = batch.num_reqs,

@@ -19,8 +19,9 @@ typedef struct smla_step_facts {
     int64_t num_reqs;
     int64_t num_actual_tokens;
     smla_batch_split split;
-    int64_t decode_query_len; /* query tokens of the longest decode; 0 without a decode part */
+    int64_t decode_query_len; /* query tokens of the longest decode; 0 if none has any */
     int64_t num_chunks;
+    int64_t num_gathered;       /* prefills with query tokens, where a plan counts them */
     int64_t num_context_chunks; /* chunks of prefills' cached context; 0 where none is gathered */
     int64_t num_context_parts;  /* parts of requests in them */
 } smla_step_facts;
@@ -54,7 +55,8 @@ typedef struct smla_step {
     bool is_built;
     smla_step_facts facts;
     smla_prefill_chunk *chunks; /* [max_num_seqs] */
-    int64_t *chunk_ends;        /* [max_num_seqs], of the step that is being built */
+    int64_t *chunk_ends;        /* [max_num_seqs], of the step that is being built, as is */
+    int32_t *seq_lens;          /* [max_num_seqs], of the requests with query tokens, else 0 */
 
     /* Device buffers, sized for the largest batch. */
     smla_arena sent; /* arrays that a build fills on the host, in `mirror` */
@@ -175,9 +177,11 @@ struct smla_step_plan {
                                    smla_error *error);
     smla_status (*report_no_memory)(const smla_step *step, smla_error *error);
 
-    /* Build, in this order. Until `fill` is called, nothing of the last step is written. */
+    /* Build, in this order. Until `fill` is called, nothing of the last step is written. In the
+     * batch that they get, requests without query tokens have no tokens at all. */
     smla_batch (*read_batch)(const void *args);
-    smla_status (*check_args)(const smla_step *step, const void *args, smla_error *error);
+    smla_status (*check_args)(const smla_step *step, const smla_batch *batch, const void *args,
+                              smla_error *error);
     /* Sets chunk_ends and the numbers of chunks, and may change the path of this step. */
     smla_status (*cut_chunks)(const smla_step *step, const smla_batch *batch,
                               smla_step_facts *facts, smla_error *error);

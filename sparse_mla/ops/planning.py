@@ -43,8 +43,9 @@ def split_decodes_and_prefills(
     decode_threshold : int
         A leading request with at most this many query tokens is a decode.
     require_uniform : bool
-        Whether all decodes must be as long as the first one. Requests of length 0 may only stand at
-        the end of a batch of decodes (graph padding).
+        Whether all decodes must be as long as the first one. Requests of length 0 (idle ones,
+        graph padding) count as long as the others: they are decodes before the first prefill, and
+        prefills behind it.
 
     Returns
     -------
@@ -53,8 +54,8 @@ def split_decodes_and_prefills(
     Raises
     ------
     TypeError, ValueError
-        Starts that decrease or do not begin with 0, more tokens than num_actual_tokens, a request
-        of length 0 anywhere but at the end of a batch of decodes, values beyond int32.
+        Starts that decrease or do not begin with 0, more tokens than num_actual_tokens, values
+        beyond int32.
 
     Source: vLLM's split_decodes_and_prefills.
 
@@ -74,9 +75,10 @@ def reorder_batch(
 ) -> tuple[list[tuple[int, int]], int, int, int, int]:
     """Find the swaps of requests that put a batch's decodes before its prefills.
 
-    A request with at most `decode_threshold` tokens is a decode. The first prefill is swapped with
-    the last decode, the second with the one before it, and so on, while the decode stands behind
-    the places of decodes. Few requests move, and a batch in order needs no swap.
+    A request with at most `decode_threshold` tokens is a decode, also one without tokens. The first
+    prefill is swapped with the last decode, the second with the one before it, and so on, while the
+    decode stands behind the places of decodes. Few requests move, and a batch in order needs no
+    swap.
 
     Parameters
     ----------

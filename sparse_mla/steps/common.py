@@ -136,9 +136,20 @@ def _largest(values: np.ndarray[Any, Any]) -> int:
     return max(int(values.item(values.argmax())), 0) if values.size else 0
 
 
+def _longest(lens: np.ndarray[Any, Any], query_lens: np.ndarray[Any, Any]) -> int:
+    """The largest length of a request with query tokens: nothing attends to the keys of others."""
+    if lens.size and lens.shape == query_lens.shape and not query_lens.item(lens.argmax()):
+        lens = lens[query_lens != 0]
+    return _largest(lens)
+
+
 @dataclass(eq=False, repr=False)
 class CommonAttentionMetadata(ShortRepr):
     """One step's batch, as the engine knows it. Decodes come first.
+
+    Requests without query tokens (idle, cancelled, or padding) may stand anywhere. Before the first
+    prefill they count as decodes, behind it as prefills. A step reads nothing of them, and all
+    other results are those of the batch without them, bit for bit.
 
     Parameters
     ----------
@@ -158,7 +169,8 @@ class CommonAttentionMetadata(ShortRepr):
     num_reqs, num_actual_tokens : int
         R, and T with padding tokens included. When left out, query_start_loc decides.
     max_query_len, max_seq_len : int
-        Upper bounds. When left out, the largest values of the batch.
+        Upper bounds. When left out, the largest values of the batch; max_seq_len is that of the
+        requests with query tokens.
 
     Raises
     ------
@@ -212,8 +224,8 @@ class CommonAttentionMetadata(ShortRepr):
             self._given("num_actual_tokens")
         is_int = starts.dtype.kind in "iu"  # else `build` raises an error
         query_lens = starts[1:] - starts[:-1] if is_int else np.diff(starts)  # diff is 3x slower
-        for name, values in (("max_query_len", query_lens), ("max_seq_len", lens)):
-            largest = _largest(values)
+        longest = _longest(lens, query_lens)
+        for name, largest in (("max_query_len", _largest(query_lens)), ("max_seq_len", longest)):
             if getattr(self, name) is None:
                 setattr(self, name, largest)
             elif self._given(name) < largest:

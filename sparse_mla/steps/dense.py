@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sparse_mla import _C
 from sparse_mla._types import ConcatFormat
 from sparse_mla.ops.planning import ContextChunks
@@ -122,7 +124,8 @@ class Part(steps.ShortRepr):
         The part's rows of the caller's block table, like the next one of its lengths.
     seq_lens : [n] int32
     query_start_loc : [n + 1] int32
-        Where the queries of each request start among the part's tokens; it begins with 0.
+        Where the queries of each request start among the part's tokens; it begins with 0. A view of
+        the builder's memory.
 
     Source: vLLM's MLACommonDecodeMetadata and MLACommonPrefillMetadata.
 
@@ -155,7 +158,8 @@ class PrefillPart(Part):
     max_query_len : int
         The longest query, in tokens.
     context_lens : [n] int32, in host memory
-        Tokens of each request that were cached before the step.
+        Tokens of each request that were cached before the step; 0 for a request without query
+        tokens, whose context is not gathered.
     chunks : ContextChunks, list or None
         Path "separate" with context: its chunks, as `sparse_mla.split_context_chunks` gives them
         for "equal" or "packed". Starts and lengths are views of the builder's memory.
@@ -367,7 +371,7 @@ class MetadataBuilder(steps.Builder):
             decode=Part(
                 common.block_table[:first],
                 common.seq_lens[:first],
-                common.query_start_loc[: first + 1],
+                step["query_start_loc"][: first + 1],
             )
             if first > 0
             else None,
@@ -412,12 +416,12 @@ def _make_prefills(
 ) -> PrefillPart:
     starts: Any = common.query_start_loc_cpu
     lens: Any = common.seq_lens_cpu
-    query_lens = starts[first + 1 :] - starts[first:-1]
+    query_lens = np.diff(starts[first:].astype(np.int32))  # build has checked that they fit
     return PrefillPart(
         common.block_table[first:last],
         common.seq_lens[first:last],
         step["prefill_query_start_loc"],
         max_query_len=int(query_lens.max()),
-        context_lens=lens[first:] - query_lens,
+        context_lens=(lens[first:].astype(np.int32) - query_lens) * (query_lens > 0),
         chunks=_list_chunks(step),
     )

@@ -124,7 +124,7 @@ class Chunk(steps.ShortRepr):
     Attributes
     ----------
     seq_lens : [n] int32
-        Tokens of each request, context and query.
+        Tokens of each request, context and query; 0 for a request without query tokens.
     tokens_slice : slice
         The chunk's query tokens among those of the batch.
     block_table : [n, W] int32
@@ -160,7 +160,7 @@ class Decode(steps.ShortRepr):
     Attributes
     ----------
     decode_query_len : int
-        Query tokens of each decode, 1 + speculative tokens.
+        Query tokens of each decode that has any, 1 + speculative tokens; 0 if none has.
     num_splits : int
         Number of ranges that the K columns are cut into, to attend to them in parallel.
 
@@ -184,7 +184,7 @@ class Prefill(steps.ShortRepr):
     Attributes
     ----------
     seq_lens : [prefills] int32
-        Tokens of each request, context and query.
+        Tokens of each request, context and query; 0 for a request without query tokens.
     request_ids : [T] int32
         Number of each token's prefill request; -1 for decode tokens.
     workspace_starts : [prefills] int32
@@ -388,7 +388,7 @@ class MetadataBuilder(steps.Builder):
             )
         step = self._step.build(common)
         decode = prefill = None
-        if step["decode_query_len"]:
+        if step["num_decodes"] and step["path"] in ("separate", "direct"):
             decode = Decode(step["decode_query_len"], step["decode_num_splits"])
         if step["chunks"]:
             prefill = _make_prefill(step, common.block_table)

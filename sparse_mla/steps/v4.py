@@ -301,7 +301,7 @@ class Prefill(steps.ShortRepr):
     Attributes
     ----------
     seq_lens : [prefills] int32
-        Tokens of each request, context and query.
+        Tokens of each request, context and query; 0 for a request without query tokens.
     gather_lens : [prefills] int32
         The tokens that its queries see in the sliding window: the query, and up to `window - 1`
         tokens in front of it.

@@ -1099,21 +1099,6 @@ def test_sizes_of_results():
         ((0, 3, 2), "must not decrease, got 2 after 3 at request 1"),
         ((0, -1), "must not decrease, got -1 after 0 at request 0"),
         ((), "must have one entry more than requests, got 0"),
-        (
-            (0, 0, 1),
-            "must have queries without tokens only at the end of a batch of decodes of one length, "
-            "got an empty query at request 0 and 1 tokens at request 1",
-        ),
-        (
-            (0, 2, 3, 3),
-            "must have queries without tokens only at the end of a batch of decodes of one length, "
-            "got an empty query at request 2 and 1 tokens at request 1",
-        ),
-        (
-            (0, 3, 6, 6),
-            "must have queries without tokens only at the end of a batch of decodes of one length, "
-            "got an empty query at request 2 and 3 tokens at request 0",
-        ),
     ],
 )
 def test_starts_of_queries(starts, text):
@@ -1126,16 +1111,19 @@ def test_starts_of_queries(starts, text):
     [
         ((0,), (0, 0, 9, 0)),
         ((0, 0), (1, 0, 9, 0)),
-        ((0, 3, 3), None),
         ((0, 2, 2), (2, 0, 9, 0)),
+        ((0, 3, 3), (0, 2, 0, 9)),
+        ((0, 0, 1), (2, 0, 9, 0)),
+        ((0, 0, 3), (1, 1, 0, 9)),
+        ((0, 2, 3, 3), (3, 0, 9, 0)),
+        ((0, 3, 6, 6), (0, 3, 0, 9)),
+        ((0, 1, 1, 4, 4, 6), (2, 3, 1, 8)),
         ((0, 2, 4, 4, 4), (4, 0, 9, 0)),
         ((0, 2, 5), (1, 1, 2, 7)),
     ],
 )
 def test_starts_of_queries_that_are_good(starts, want):
-    threshold = 3 if want is None else 2
-    got = sparse_mla.split_decodes_and_prefills(starts, 9, decode_threshold=threshold)
-    assert got == (want or (2, 0, 9, 0))
+    assert sparse_mla.split_decodes_and_prefills(starts, 9, decode_threshold=2) == want
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, INT32 - 1])

@@ -15,26 +15,19 @@ import reference as ref
 def split_decodes_and_prefills(
     query_start_loc, num_actual_tokens, *, decode_threshold=1, require_uniform=False
 ) -> tuple[int, int, int, int]:
-    """Leading requests of length <= threshold are decodes (of one length if require_uniform)."""
+    """Leading requests of length <= threshold are decodes (of one length if require_uniform).
+    Requests without tokens are like the others: they neither end the decodes nor begin them."""
     lens = [int(n) for n in np.diff(np.asarray(query_start_loc, np.int64))]
     if int(query_start_loc[0]) != 0 or min(lens, default=0) < 0:
         raise ValueError("query_start_loc must start at 0 and never decrease")
     if num_actual_tokens < sum(lens):
         raise ValueError("num_actual_tokens is smaller than query_start_loc[-1]")
-    real = list(lens)
-    while real and real[-1] == 0:
-        real.pop()
-    if len(real) < len(lens):
-        if len(set(real)) > 1 or (real and not 0 < real[0] <= decode_threshold):
-            raise ValueError("0-length requests may only close a uniform batch of decodes")
-        return len(lens), 0, num_actual_tokens, 0
-    if 0 in lens:
-        raise ValueError("0-length request inside a batch")
-    num_decodes = 0
-    for length in lens:
-        if length > decode_threshold or (require_uniform and length != lens[0]):
-            break
-        num_decodes += 1
+    first = next((length for length in lens if length > 0), 0)
+    is_decode = [
+        length == 0 or (length <= decode_threshold and (not require_uniform or length == first))
+        for length in lens
+    ]
+    num_decodes = [*is_decode, False].index(False)
     num_prefills = len(lens) - num_decodes
     decode_tokens = sum(lens[:num_decodes]) if num_prefills else num_actual_tokens
     return num_decodes, num_prefills, decode_tokens, num_actual_tokens - decode_tokens
@@ -120,14 +113,14 @@ def build(batch, *, path: str, decode_threshold: int, workspace_tokens: int) -> 
     plan = Plan(path, *counts, req_id_per_token=request)
     first = plan.num_decodes
     if first:
-        plan.decode_query_len = int(lens[0])
+        plan.decode_query_len = int(max(lens[:first]))
     if plan.num_prefills and path == "separate":
         _plan_prefills(plan, batch, start, first, workspace_tokens)
     return plan
 
 
 def _plan_prefills(plan, batch, start, first, workspace_tokens) -> None:
-    seq_lens = np.asarray(batch.seq_lens[first:], np.int32)
+    seq_lens = np.asarray(batch.seq_lens[first:] * (np.diff(start[first:]) > 0), np.int32)
     plan.prefill_seq_lens = seq_lens
     plan.prefill_request_ids = np.full(batch.num_actual_tokens, -1, np.int32)
     for i in range(plan.num_prefills):

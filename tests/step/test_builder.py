@@ -415,11 +415,6 @@ def test_paths_without_order_take_any(path):
     assert_metadata(got, batch, plan_of(batch, path))
 
 
-def test_zero_length_inside_the_batch_is_refused():
-    with pytest.raises(ValueError, match=r"query_start_loc"):
-        build(cases.make_batch([1, 0, 1], [9, 9, 9]))
-
-
 def test_a_sequence_longer_than_the_workspace_names_both_numbers():
     batch = cases.make_batch([20], [333])
     with pytest.raises(ValueError, match=r"333") as info:

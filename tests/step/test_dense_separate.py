@@ -615,7 +615,7 @@ def test_bad_workspaces(name, shape):
 def test_a_small_workspace_and_a_bad_order():
     case = Case([4, 9, 2], [9, 9, 9])
     text = "a page of 16 tokens for each of 3 prefills with context, got 47"
-    with pytest.raises(ValueError, match=f"split_context_chunks: .*{text}"):
+    with pytest.raises(ValueError, match=f"^MetadataBuilder.build: .*{text}"):
         case.run(prefill_workspace_tokens=47)
     case.run(prefill_workspace_tokens=47, context_plan="packed")
     with pytest.raises(ValueError, match="`query_start_loc` must have decodes"):

@@ -326,43 +326,54 @@ typedef struct chunk_views {
     smla_view gather_lens;
 } chunk_views;
 
-/* A chunk's first request in the batch. */
-static int64_t
-first_request(const attend_call *call, const smla_prefill_chunk *chunk)
+/* Requests of a chunk that are neighbours in the batch: entries [start, end) of the arrays of
+ * prefills. The first of them has place `place` in the chunk's workspace. */
+typedef struct chunk_part {
+    int64_t start;
+    int64_t end;
+    int64_t place;
+} chunk_part;
+
+/* Their rows of a block table. */
+static const DLTensor *
+take_pages(const attend_call *call, smla_view *view, const DLTensor *table, const chunk_part *part)
 {
-    return call->b->metadata.split.num_decodes + chunk->req_start;
+    const smla_v4_builder *const b = call->b;
+    const int64_t first = b->metadata.split.num_decodes + b->kept.prefills[part->start];
+    return smla_slice_rows(view, table, first, first + part->end - part->start);
 }
 
-/* The workspace of a chunk: [requests, M, 512]. */
+/* Their workspace: [requests, M, 512]. */
 static const DLTensor *
-view_workspace(const attend_call *call, smla_view *view, const smla_prefill_chunk *chunk,
+view_workspace(const attend_call *call, smla_view *view, const chunk_part *part,
                const smla_v4_rows *rows)
 {
     const DLTensor *const memory = &call->b->step.workspaces[SMLA_GATHERED].tensor;
-    const int64_t shape[3] = {chunk->req_end - chunk->req_start, rows->request_rows,
-                              SMLA_V4_HEAD_DIM};
-    smla_make_view(view, smla_data(memory), memory->dtype, call->b->config.device, 3, shape);
+    const int64_t shape[3] = {part->end - part->start, rows->request_rows, SMLA_V4_HEAD_DIM};
+    uint16_t *const data = smla_data(memory);
+    smla_make_view(view, data + part->place * rows->request_rows * memory->strides[0],
+                   memory->dtype, call->b->config.device, 3, shape);
     view->strides[1] = memory->strides[0];
     view->strides[0] = memory->strides[0] * rows->request_rows;
     return &view->tensor;
 }
 
-/* The gather of a chunk's rows of the sliding window. */
+/* The gather of their rows of the sliding window. */
 static smla_gather_k_cache_args
-window_gather(const attend_call *call, const smla_prefill_chunk *chunk, chunk_views *views)
+window_gather(const attend_call *call, const chunk_part *part, chunk_views *views)
 {
     const smla_v4_builder *const b = call->b;
     const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int64_t first = first_request(call, chunk);
-    const int64_t count = chunk->req_end - chunk->req_start;
+    const int64_t count = part->end - part->start;
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
-        .out = view_workspace(call, &views->workspace, chunk, &rows),
+        .out = view_workspace(call, &views->workspace, part, &rows),
         .k_cache = call->args->swa_cache,
-        .seq_lens = smla_view_vector(&call->layer, &views->lens, b->sent.seq_lens + first, count),
-        .gather_lens =
-            smla_view_vector(&call->layer, &views->gather_lens, b->sent.gather_lens + first, count),
-        .block_table = smla_slice_rows(&views->table, &b->swa_table.tensor, first, first + count),
+        .seq_lens = smla_view_vector(&call->layer, &views->lens,
+                                     b->sent.chunk_seq_lens + part->start, count),
+        .gather_lens = smla_view_vector(&call->layer, &views->gather_lens,
+                                        b->sent.chunk_gather_lens + part->start, count),
+        .block_table = take_pages(call, &views->table, &b->swa_table.tensor, part),
         .block_size = b->config.swa_block_size,
         .offset = rows.window_start,
         .kv_scale = scale_of(call, b->config.kv_format),
@@ -371,22 +382,20 @@ window_gather(const attend_call *call, const smla_prefill_chunk *chunk, chunk_vi
     };
 }
 
-/* The gather of a chunk's compressed rows. */
+/* The gather of their compressed rows. */
 static smla_gather_k_cache_args
-compressed_gather(const attend_call *call, const smla_prefill_chunk *chunk, chunk_views *views)
+compressed_gather(const attend_call *call, const chunk_part *part, chunk_views *views)
 {
     const smla_v4_builder *const b = call->b;
     const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int64_t first = first_request(call, chunk);
-    const int64_t count = chunk->req_end - chunk->req_start;
-    const int32_t *const lens = b->sent.compressed_lens[call->group] + first;
+    const int32_t *const lens = b->sent.compressed_lens[call->group] + part->start;
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
-        .out = view_workspace(call, &views->workspace, chunk, &rows),
+        .out = view_workspace(call, &views->workspace, part, &rows),
         .k_cache = call->args->compressed,
-        .seq_lens = smla_view_vector(&call->layer, &views->lens, lens, count),
-        .block_table = smla_slice_rows(&views->table, &b->compressed_tables[call->group].tensor,
-                                       first, first + count),
+        .seq_lens = smla_view_vector(&call->layer, &views->lens, lens, part->end - part->start),
+        .block_table =
+            take_pages(call, &views->table, &b->compressed_tables[call->group].tensor, part),
         .block_size = layer_block_size(call),
         .kv_scale = scale_of(call, b->config.compressed_kv_format),
         .kv_format = b->config.compressed_kv_format,
@@ -394,39 +403,51 @@ compressed_gather(const attend_call *call, const smla_prefill_chunk *chunk, chun
     };
 }
 
+/* Gathers a chunk part by part. Requests without query tokens are between the parts. */
 static smla_status
-gather_chunk(const attend_call *call, const smla_prefill_chunk *chunk,
+gather_chunk(const attend_call *call, int64_t chunk_idx,
              smla_status (*gather)(const smla_gather_k_cache_args *args, smla_error *error))
 {
-    chunk_views views;
-    const smla_gather_k_cache_args window = window_gather(call, chunk, &views);
-    SMLA_TRY(gather(&window, call->layer.error));
-    if (call->group < 0) {
-        return SMLA_OK;
+    const smla_v4_entries entries = smla_v4_chunk_entries(call->b, chunk_idx);
+    const int32_t *const prefills = call->b->kept.prefills;
+    chunk_part part = {.end = entries.start};
+    while (part.end < entries.end) {
+        chunk_views views;
+        part.start = part.end++;
+        part.place = part.start - entries.start;
+        while (part.end < entries.end && prefills[part.end] == prefills[part.end - 1] + 1) {
+            part.end++;
+        }
+        const smla_gather_k_cache_args window = window_gather(call, &part, &views);
+        SMLA_TRY(gather(&window, call->layer.error));
+        if (call->group >= 0) {
+            const smla_gather_k_cache_args compressed = compressed_gather(call, &part, &views);
+            SMLA_TRY(gather(&compressed, call->layer.error));
+        }
     }
-    const smla_gather_k_cache_args compressed = compressed_gather(call, chunk, &views);
-    return gather(&compressed, call->layer.error);
+    return SMLA_OK;
 }
 
 /* Names the workspace rows of a chunk's tokens, in the builder's buffer. */
 static smla_status
-combine_rows(const attend_call *call, const smla_prefill_chunk *chunk, const DLTensor *out,
-             const DLTensor *lens)
+combine_rows(const attend_call *call, int64_t chunk_idx, const DLTensor *out, const DLTensor *lens)
 {
     smla_view rows, topk, starts, seq_lens, gather_lens;
     const smla_v4_builder *const b = call->b;
+    const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int64_t first = first_request(call, chunk);
-    const int64_t count = chunk->req_end - chunk->req_start;
+    const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
+    const int64_t first = entries.start, count = entries.end - first;
     const DLTensor *const numbers = view_rows(call, &rows);
     const smla_combine_topk_swa_args args = {
         .struct_size = sizeof args,
         .topk_indices = smla_slice_rows(&topk, numbers, chunk->token_start, chunk->token_end),
-        .query_start_loc =
-            smla_view_vector(&call->layer, &starts, b->sent.query_start_loc + first, count + 1),
-        .seq_lens = smla_view_vector(&call->layer, &seq_lens, b->sent.seq_lens + first, count),
+        .query_start_loc = smla_view_vector(&call->layer, &starts,
+                                            b->sent.chunk_query_start_loc + first, count + 1),
+        .seq_lens =
+            smla_view_vector(&call->layer, &seq_lens, b->sent.chunk_seq_lens + first, count),
         .gather_lens =
-            smla_view_vector(&call->layer, &gather_lens, b->sent.gather_lens + first, count),
+            smla_view_vector(&call->layer, &gather_lens, b->sent.chunk_gather_lens + first, count),
         .window = b->config.window,
         .ratio = call->args->compress_ratio,
         .topk = smla_size(numbers, 1),
@@ -441,11 +462,13 @@ combine_rows(const attend_call *call, const smla_prefill_chunk *chunk, const DLT
 }
 
 static smla_status
-attend_chunk(const attend_call *call, const smla_prefill_chunk *chunk)
+attend_chunk(const attend_call *call, int64_t chunk_idx)
 {
     smla_view views[3];
     smla_view page, out, lens, rows;
     const smla_v4_builder *const b = call->b;
+    const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
+    const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
     const int64_t num_tokens = chunk->token_end - chunk->token_start;
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const int64_t columns = smla_size(view_rows(call, &rows), 1) + b->config.window;
@@ -453,12 +476,12 @@ attend_chunk(const attend_call *call, const smla_prefill_chunk *chunk)
         (columns + SMLA_V4_LIST_ALIGN - 1) / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN;
     smla_view_rows(&call->layer, &out, b->made.indices, num_tokens, width, width);
     smla_view_vector(&call->layer, &lens, b->made.index_lens, num_tokens);
-    SMLA_TRY(gather_chunk(call, chunk, smla_dequantize_and_gather_k_cache));
-    SMLA_TRY(combine_rows(call, chunk, &out.tensor, &lens.tensor));
+    SMLA_TRY(gather_chunk(call, chunk_idx, smla_dequantize_and_gather_k_cache));
+    SMLA_TRY(combine_rows(call, chunk_idx, &out.tensor, &lens.tensor));
     smla_sparse_attention_args args =
         attention_of(call, chunk->token_start, chunk->token_end, views);
     args.kv = smla_slice_rows(&page, &b->step.workspaces[SMLA_GATHERED].tensor, 0,
-                              (chunk->req_end - chunk->req_start) * sizes.request_rows);
+                              (entries.end - entries.start) * sizes.request_rows);
     args.kv_format = SMLA_KV_BFLOAT16;
     args.indices = &out.tensor;
     args.topk_length = &lens.tensor;
@@ -475,11 +498,11 @@ run(void *given)
     const int64_t num_chunks = has_chunks(call) ? m->num_chunks : 0;
     smla_view_scratch(&call->layer, &call->scratch);
     for (int64_t i = 0; i < num_chunks; i++) {
-        SMLA_TRY(gather_chunk(call, &m->chunks[i], smla_check_gather_k_values));
+        SMLA_TRY(gather_chunk(call, i, smla_check_gather_k_values));
     }
     SMLA_TRY(attend_tokens(call, 0, m->split.num_decode_tokens));
     for (int64_t i = 0; i < num_chunks; i++) {
-        SMLA_TRY(attend_chunk(call, &m->chunks[i]));
+        SMLA_TRY(attend_chunk(call, i));
     }
     /* The tokens left are the prefills of path "direct", or else padding. */
     const int64_t done =

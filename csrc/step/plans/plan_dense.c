@@ -241,34 +241,35 @@ read_batch(const void *args)
     return SMLA_BATCH_OF((const smla_dense_build_args *)args);
 }
 
-/* The tokens that request `req` is known to have: on the CPU all of its own, elsewhere those of a
- * prefill that may gather its context. Other lengths of the host may be too large. */
+/* The tokens that request `req` is known to attend to: on the CPU all of its own, elsewhere those of
+ * a prefill that may gather its context. Other lengths of the host may be too large. */
 static int64_t
-find_known_tokens(const smla_step *s, const smla_dense_build_args *args, int64_t req)
+find_known_tokens(const smla_step *s, const smla_batch *batch, const smla_dense_build_args *args,
+                  int64_t req)
 {
-    if (s->device.device_type == kDLCPU) {
+    const int32_t query_len = smla_query_len(batch->query_start_loc, req);
+    if (s->device.device_type == kDLCPU && query_len > 0) {
         const int32_t *const seq_lens = smla_data(args->seq_lens);
         return seq_lens[req * smla_stride(args->seq_lens, 0)];
     }
-    const bool is_exact =
-        s->path != SMLA_PATH_MIXED &&
-        smla_query_len(args->query_start_loc_cpu, req) > s->limits.decode_threshold;
-    return is_exact ? args->seq_lens_cpu[req] : 0;
+    const bool is_exact = s->path != SMLA_PATH_MIXED && query_len > s->limits.decode_threshold;
+    return is_exact ? batch->seq_lens[req] : 0;
 }
 
 static smla_status
-check_table_width(const smla_step *s, const smla_dense_build_args *args, smla_error *error)
+check_table_width(const smla_step *s, const smla_batch *batch, const smla_dense_build_args *args,
+                  smla_error *error)
 {
     const int64_t block_size = ((const smla_dense_builder *)s)->config.block_size;
     for (int64_t req = 0; req < args->num_reqs; req++) {
         SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
-                                        find_known_tokens(s, args, req), error));
+                                        find_known_tokens(s, batch, args, req), error));
     }
     return SMLA_OK;
 }
 
 static smla_status
-check_args(const smla_step *s, const void *given, smla_error *error)
+check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_error *error)
 {
     const smla_dense_build_args *const args = given;
     smla_checker c;
@@ -279,7 +280,7 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, args->num_reqs,
                                  SMLA_RULE_MORE_ROWS, "a length per request"));
     SMLA_TRY(smla_require_step_device(s, smla_build_op, "block_table", c.device, error));
-    return check_table_width(s, args, error);
+    return check_table_width(s, batch, args, error);
 }
 
 static smla_status

@@ -19,6 +19,7 @@ count_chunks(const smla_dense_builder *b)
     const smla_dense_config *const config = &b->config;
     const int64_t page = config->block_size, rows = b->workspace_tokens;
     const int64_t by_tokens = config->max_num_batched_tokens / (config->decode_threshold + 1);
+    /* The prefills with context, because they have query tokens; others may stand between them. */
     const int64_t prefills = by_tokens < config->max_num_seqs ? by_tokens : config->max_num_seqs;
     if (rows == 0 || prefills == 0) {
         return (most_chunks){0, 0};
@@ -28,12 +29,12 @@ count_chunks(const smla_dense_builder *b)
          * one, and then fills whole chunks. */
         const int64_t each =
             1 + (config->max_model_len + rows / page * page - 1) / (rows / page * page);
-        return (most_chunks){prefills * each, prefills * each};
+        return (most_chunks){prefills * each, prefills * each + config->max_num_seqs - prefills};
     }
     const int64_t sharing = rows / page < prefills ? rows / page : prefills;
     const int64_t least = rows / sharing / page * page;
     const int64_t chunks = (config->max_model_len + least - 1) / least;
-    return (most_chunks){chunks, chunks * prefills};
+    return (most_chunks){chunks, chunks * config->max_num_seqs};
 }
 
 void
@@ -186,8 +187,9 @@ smla_dense_cut_context(const smla_step *s, const smla_batch *batch, smla_step_fa
                        smla_error *error)
 {
     const smla_context_args args = read_context(s, batch, facts->split.num_decodes);
-    return smla_split_context_chunks(&args, NULL, NULL, NULL, &facts->num_context_chunks,
-                                     &facts->num_context_parts, error);
+    return smla_cut_context(smla_build_op, &args, batch->query_start_loc + facts->split.num_decodes,
+                            NULL, NULL, NULL, &facts->num_context_chunks, &facts->num_context_parts,
+                            error);
 }
 
 /* Fills what belongs to one chunk. `before` is the chunk in front of it, or NULL. Entry 0 of
@@ -230,8 +232,9 @@ smla_dense_fill_chunks(const smla_step *s, const smla_batch *batch, const smla_d
     smla_dense_chunk *const tokens = (void *)b->kept.chunks;
     int64_t num_chunks, num_parts;
     smla_error unused; /* cut_chunks has found all errors */
-    (void)smla_split_context_chunks(&args, chunks, host->context_starts, host->context_lens,
-                                    &num_chunks, &num_parts, &unused);
+    (void)smla_cut_context(smla_build_op, &args, batch->query_start_loc + first, chunks,
+                           host->context_starts, host->context_lens, &num_chunks, &num_parts,
+                           &unused);
     for (int64_t i = 0; i < s->facts.num_context_chunks; i++) {
         fill_chunk(&chunks[i], i == 0 ? NULL : &chunks[i - 1], i, batch->query_start_loc + first,
                    host, &tokens[i]);

@@ -165,7 +165,7 @@ read_batch(const void *args)
 
 /* Checks the block table, which has a page for every token of a request. */
 static smla_status
-check_args(const smla_step *s, const void *given, smla_error *error)
+check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_error *error)
 {
     const smla_build_args *const args = given;
     smla_checker c;
@@ -174,7 +174,7 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     const int64_t block_size = ((const smla_builder *)s)->config.block_size;
     for (int64_t req = 0; req < args->num_reqs; req++) {
         SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
-                                        args->seq_lens_cpu[req], error));
+                                        batch->seq_lens[req], error));
     }
     return SMLA_OK;
 }
@@ -199,9 +199,10 @@ cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, 
     if (s->path != SMLA_PATH_SEPARATE || split->num_prefills == 0) {
         return SMLA_OK;
     }
-    SMLA_TRY(smla_split_prefill_chunks(batch->seq_lens + split->num_decodes, split->num_prefills,
-                                       smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0),
-                                       s->chunk_ends, &facts->num_chunks, error));
+    SMLA_TRY(smla_pack_prefills(smla_build_op, batch->seq_lens + split->num_decodes,
+                                split->num_decodes, split->num_prefills,
+                                smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0), s->chunk_ends,
+                                &facts->num_chunks, error));
     if (((const smla_builder *)s)->plans_path && prefers_direct(s, batch, facts)) {
         facts->path = SMLA_PATH_DIRECT;
         facts->num_chunks = 0;

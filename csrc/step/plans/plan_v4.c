@@ -204,8 +204,8 @@ list_arrays(smla_step *s)
     smla_add_array(&s->sent, offsetof(smla_v4_sent, query_start_loc), reqs + 1);
     smla_add_array(&s->sent, offsetof(smla_v4_sent, seq_lens), reqs);
     smla_add_array(&s->sent, offsetof(smla_v4_sent, gather_lens), reqs);
-    for (int i = 0; i < b->config.num_ratios; i++) {
-        smla_add_array(&s->sent, offsetof(smla_v4_sent, compressed_lens[i]), reqs);
+    if (s->path == SMLA_PATH_SEPARATE) {
+        smla_v4_list_chunks(s);
     }
     /* Kernels read the lists of a call in vectors, so they begin where the memory does. */
     smla_add_array(&s->made, offsetof(smla_v4_made, indices),
@@ -326,16 +326,16 @@ check_tables(smla_checker *c, const smla_v4_build_args *args)
 }
 
 static smla_status
-check_args(const smla_step *s, const void *given, smla_error *error)
+check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_error *error)
 {
     const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
     const smla_v4_build_args *const args = given;
     for (int64_t req = 0; req < args->num_reqs; req++) {
-        if (args->seq_lens_cpu[req] > args->max_seq_len) {
+        if (batch->seq_lens[req] > args->max_seq_len) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `max_seq_len` must be at least the longest request (%d), got "
                              "%lld",
-                             smla_build_op, args->seq_lens_cpu[req], (long long)args->max_seq_len);
+                             smla_build_op, batch->seq_lens[req], (long long)args->max_seq_len);
         }
     }
     smla_checker c;
@@ -363,17 +363,15 @@ check_args(const smla_step *s, const void *given, smla_error *error)
     return SMLA_OK;
 }
 
-/* ---- Building a step ----------------------------------------------------------------------- */
-
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
-    const int64_t size = ((const smla_v4_builder *)s)->config.prefill_chunk_size;
-    (void)batch;
     (void)error;
-    facts->num_chunks = smla_split_by_count(facts->split.num_prefills, size, s->chunk_ends);
+    smla_v4_cut_chunks(s, batch, facts);
     return SMLA_OK;
 }
+
+/* ---- Building a step ----------------------------------------------------------------------- */
 
 static void
 fill_positions(const smla_step *s, const smla_batch *batch, int32_t *positions)
@@ -407,9 +405,9 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
         host.query_start_loc[req + 1] = batch->query_start_loc[req + 1];
         host.seq_lens[req] = seq_len;
         host.gather_lens[req] = (int32_t)(query_len + (context < before ? context : before));
-        for (int i = 0; i < config->num_ratios; i++) {
-            host.compressed_lens[i][req] = (int32_t)(seq_len / config->compress_ratios[i]);
-        }
+    }
+    if (s->path == SMLA_PATH_SEPARATE) {
+        smla_v4_fill_chunks(s, batch, &host);
     }
 }
 
@@ -561,5 +559,6 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 const smla_step_plan smla_v4_plan = {
     SMLA_PLAN_TYPES("v4", smla_v4_builder, smla_v4_build_args, fields),
     SMLA_PLAN_FUNCTIONS,
+    .kept = offsetof(smla_v4_builder, kept),
     .fill_lists = fill_lists,
 };

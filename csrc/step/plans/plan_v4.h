@@ -1,5 +1,6 @@
-/* plan_v4.h: the step of DeepSeek V4. plan_v4.c fills it, and layer_v4.c reads it. v4_step.h says
- * what a ratio is. Group i is the compressed cache of ratio i, the last group the indexer's.
+/* plan_v4.h: the step of DeepSeek V4. plan_v4.c and plan_v4_chunks.c fill it, and layer_v4.c reads
+ * it. v4_step.h says what a ratio is. Group i is the compressed cache of ratio i, the last group the
+ * indexer's.
  */
 #pragma once
 
@@ -18,8 +19,18 @@ typedef struct smla_v4_sent {
     int32_t *query_start_loc;  /* [max_num_seqs + 1] */
     int32_t *seq_lens;         /* [max_num_seqs] */
     int32_t *gather_lens;      /* [max_num_seqs]: a query and the window before it */
-    int32_t *compressed_lens[SMLA_V4_MAX_RATIOS]; /* [max_num_seqs]: seq_lens / ratio */
+    /* Path "separate": the same of the prefills that have query tokens, one behind another, because
+     * only these have a place in the workspace. */
+    int32_t *chunk_query_start_loc; /* [max_num_seqs + 1] */
+    int32_t *chunk_seq_lens;        /* [max_num_seqs], as the next two */
+    int32_t *chunk_gather_lens;
+    int32_t *compressed_lens[SMLA_V4_MAX_RATIOS]; /* seq_lens / ratio */
 } smla_v4_sent;
+
+/* What only the host reads. */
+typedef struct smla_v4_kept {
+    int32_t *prefills; /* [max_num_seqs]: the numbers of the prefills with query tokens */
+} smla_v4_kept;
 
 /* The lists of a compressed cache, see smla_step_group. */
 typedef struct smla_v4_lists {
@@ -44,8 +55,9 @@ struct smla_v4_builder {
     smla_step step;
     smla_v4_config config; /* defaults filled in; `workspace` is not used after create */
     smla_v4_metadata metadata;
-    smla_v4_sent sent;                     /* on the device */
-    smla_v4_made made;                     /* on the device */
+    smla_v4_sent sent; /* on the device */
+    smla_v4_made made; /* on the device */
+    smla_v4_kept kept;
     int64_t columns[SMLA_MAX_STEP_GROUPS]; /* row stride of each group's `indices` */
     int64_t index_columns;
 
@@ -64,3 +76,23 @@ smla_v4_rows smla_v4_workspace_rows(const smla_v4_config *config, int64_t ratio)
 
 /* The place of a ratio in the config, or -1. */
 int smla_v4_find_ratio(const smla_v4_config *config, int64_t ratio);
+
+/* ---- plan_v4_chunks.c ---------------------------------------------------------------------- */
+
+/* Lists the arrays of path "separate". */
+void smla_v4_list_chunks(smla_step *step);
+
+/* Sets chunk_ends and the numbers of chunks. A chunk has prefill_chunk_size prefills with query
+ * tokens, the last one maybe fewer. Prefills without belong to the chunk in front of them. */
+void smla_v4_cut_chunks(const smla_step *step, const smla_batch *batch, smla_step_facts *facts);
+
+/* Fills the arrays of path "separate", after those of all requests. */
+void smla_v4_fill_chunks(const smla_step *step, const smla_batch *batch, const smla_v4_sent *host);
+
+/* The entries of a chunk in those arrays. */
+typedef struct smla_v4_entries {
+    int64_t start;
+    int64_t end;
+} smla_v4_entries;
+
+smla_v4_entries smla_v4_chunk_entries(const smla_v4_builder *builder, int64_t chunk_idx);

@@ -1,0 +1,72 @@
+/* plan_v4_chunks.c: the prefills of a V4 step in chunks, each of which is one attention call of path
+ * "separate". The workspace has a place for each prefill of a chunk, and a call's sums depend on its
+ * number of tokens, so prefills without query tokens are left out of both.
+ */
+#include "step/chunks.h"
+#include "step/plans/plan_v4.h"
+
+void
+smla_v4_list_chunks(smla_step *s)
+{
+    const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
+    const int64_t reqs = s->limits.max_num_seqs;
+    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_query_start_loc), reqs + 1);
+    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_seq_lens), reqs);
+    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_gather_lens), reqs);
+    for (int i = 0; i < config->num_ratios; i++) {
+        smla_add_array(&s->sent, offsetof(smla_v4_sent, compressed_lens[i]), reqs);
+    }
+    smla_add_array(&s->kept, offsetof(smla_v4_kept, prefills), reqs);
+}
+
+void
+smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts)
+{
+    const int64_t size = ((const smla_v4_builder *)s)->config.prefill_chunk_size;
+    const int64_t first = facts->split.num_decodes, num_prefills = facts->split.num_prefills;
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_prefills; i++) {
+        if (smla_query_len(batch->query_start_loc, first + i) > 0) {
+            if (count > 0 && count % size == 0) {
+                s->chunk_ends[facts->num_chunks++] = i;
+            }
+            count++;
+        }
+    }
+    if (count > 0) {
+        s->chunk_ends[facts->num_chunks++] = num_prefills;
+    }
+    facts->num_gathered = count;
+}
+
+void
+smla_v4_fill_chunks(const smla_step *s, const smla_batch *batch, const smla_v4_sent *host)
+{
+    const smla_v4_builder *const b = (const smla_v4_builder *)s;
+    const int64_t first = s->facts.split.num_decodes;
+    int64_t count = 0;
+    for (int64_t i = 0; i < s->facts.split.num_prefills; i++) {
+        const int64_t req = first + i;
+        if (smla_query_len(batch->query_start_loc, req) == 0) {
+            continue;
+        }
+        b->kept.prefills[count] = (int32_t)i;
+        host->chunk_query_start_loc[count] = batch->query_start_loc[req];
+        host->chunk_query_start_loc[count + 1] = batch->query_start_loc[req + 1];
+        host->chunk_seq_lens[count] = host->seq_lens[req];
+        host->chunk_gather_lens[count] = host->gather_lens[req];
+        for (int k = 0; k < b->config.num_ratios; k++) {
+            host->compressed_lens[k][count] =
+                (int32_t)(host->seq_lens[req] / b->config.compress_ratios[k]);
+        }
+        count++;
+    }
+}
+
+smla_v4_entries
+smla_v4_chunk_entries(const smla_v4_builder *b, int64_t chunk_idx)
+{
+    const int64_t size = b->config.prefill_chunk_size, count = b->step.facts.num_gathered;
+    const int64_t start = chunk_idx * size;
+    return (smla_v4_entries){start, count - start < size ? count : start + size};
+}
