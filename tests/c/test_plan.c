@@ -248,6 +248,39 @@ test_separate_metadata(void)
     smla_builder_destroy(builder);
 }
 
+/* The contract's vector of chunks with requests without a query among its requests, as long as the
+ * model allows: they take no rows of the workspace and change no chunk of the others. */
+static void
+test_idle_requests(void)
+{
+    smla_builder_config config = make_config(32, SMLA_KV_FP8_DS_MLA, SMLA_PATH_AUTO);
+    config.prefill_workspace_tokens = 40;
+    smla_builder *builder = create(&config);
+    const int32_t lens[] = {40, 33, 10, 40, 15, 20, 40, 5};
+    smla_build_args args = make_build(8, STARTS(0, 1, 3, 0, 2, 4, 0, 5), lens, 15);
+    const smla_metadata *m = NULL;
+    EXPECT_OK(smla_builder_build(builder, &args, &m, &error));
+    EXPECT_EQ(m->split.num_decodes, 2);
+    EXPECT_EQ(m->split.num_prefills, 6);
+    EXPECT_EQ(m->split.num_decode_tokens, 1);
+    EXPECT_EQ(m->decode_query_len, 1);
+    EXPECT_EQ(m->num_chunks, 2);
+    const smla_prefill_chunk wanted[] = {{0, 3, 1, 6, 25}, {3, 6, 6, 15, 25}};
+    EXPECT(memcmp(m->chunks, wanted, sizeof wanted) == 0);
+    const int32_t starts[] = {0, 10, 10, 0, 20, 20};
+    EXPECT(memcmp(m->prefill_workspace_starts, starts, sizeof starts) == 0);
+    const int32_t gathered[] = {10, 0, 15, 20, 0, 5};
+    EXPECT(memcmp(m->prefill_seq_lens, gathered, sizeof gathered) == 0);
+    const int32_t reqs[] = {1, 2, 2, 2, 4, 4, 5, 5, 5, 5, 7, 7, 7, 7, 7};
+    EXPECT(memcmp(m->req_id_per_token, reqs, sizeof reqs) == 0);
+    args = make_build(3, STARTS(0, 0, 0), (int32_t[]){40, 0, 9}, 0);
+    EXPECT_OK(smla_builder_build(builder, &args, &m, &error));
+    EXPECT_EQ(m->split.num_decodes, 3);
+    EXPECT_EQ(m->decode_query_len, 0);
+    EXPECT_EQ(m->num_chunks, 0);
+    smla_builder_destroy(builder);
+}
+
 /* Speculative decodes padded for a graph: requests without a query, tokens without a request. */
 static void
 test_padded_decodes(void)
@@ -491,6 +524,7 @@ main(void)
     RUN(test_chunks);
     RUN(test_path);
     RUN(test_separate_metadata);
+    RUN(test_idle_requests);
     RUN(test_padded_decodes);
     RUN(test_build_errors);
     RUN(test_config_errors);
