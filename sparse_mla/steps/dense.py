@@ -193,7 +193,7 @@ class Metadata(steps.BatchMetadata):
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens : int
         Decodes come first.
     query_start_loc : [B + 1] int32
-        The engine's array, as are the next three.
+        The engine's own object, as are the next three.
     seq_lens : [B] int32
     slot_mapping : [>= T] int64 or int32
     block_table : [>= B, W] int32
@@ -206,13 +206,13 @@ class Metadata(steps.BatchMetadata):
     has_context : bool
         Whether prefills gather cached tokens, which they do on path "separate". Otherwise the next
         six are None.
-    context_chunk_starts, context_chunk_seq_lens : [num_chunks, num_prefills] int32
+    context_chunk_starts, context_chunk_seq_lens : [num_chunks, num_prefills] int32 or None
         With context_plan "equal", like the next one, see `sparse_mla.ContextChunks`. Views of the
         builder's memory.
-    context_chunk_cu_seq_lens : [num_chunks, num_prefills + 1] int32
-    context_chunk_seq_tot, context_chunk_max_seq_lens : list of int
+    context_chunk_cu_seq_lens : [num_chunks, num_prefills + 1] int32 or None
+    context_chunk_seq_tot, context_chunk_max_seq_lens : list of int or None
         Each chunk's tokens, and those of its longest part.
-    chunked_prefill_workspace : [rows, head_dim] bf16
+    chunked_prefill_workspace : [rows, head_dim] bf16 or None
     decode : Part or None
     prefill : PrefillPart or None
 
