@@ -135,9 +135,12 @@ DENSE_BATCHES = {
 }
 
 
+LONGEST = 2000  # tokens, for which the block tables have too few columns
+
+
 def dense_with_idle(rng, case: DenseCase, keep) -> DenseCase:
     found = dataclasses.replace(case)  # makes the arrays again, the same ones
-    found.batch = with_idle(rng, case.batch, keep, max(case.lens) + 2)
+    found.batch = with_idle(rng, case.batch, keep, LONGEST)
     return found
 
 
@@ -177,6 +180,7 @@ def test_dense(name, path, plan):
         query_lens, contexts, padding=padding, fmt=str(rng.choice(["bfloat16", "fp8_ds_mla"]))
     )
     options = {"path": path, "context_plan": plan, "prefill_workspace_tokens": 96}
+    options["max_model_len"] = LONGEST
     want = case.run(**options)
     for _ in range(4):
         keep = draw_places(rng, len(query_lens), MOST_IDLE)
@@ -191,7 +195,7 @@ def test_dense_with_more_idle_requests_than_tokens(plan):
     """The builder has room for a part of each in every chunk."""
     rng = np.random.default_rng(4)
     case = DenseCase([2, 3, 2], [300, 77, 280], page=16)
-    options = {"context_plan": plan, "prefill_workspace_tokens": 48}
+    options = {"context_plan": plan, "prefill_workspace_tokens": 48, "max_model_len": LONGEST}
     want = case.run(**options)
     for at in ([0, 30, 59], [0, 1, 2], [57, 58, 59], [9, 10, 40]):
         keep = np.zeros(60, bool)
@@ -203,9 +207,10 @@ def test_dense_mixed_in_any_order():
     rng = np.random.default_rng(5)
     case = DenseCase([7, 1, 4, 1], [20, 30, 0, 0])
     for path in ("mixed", None):
-        want = case.run(path=path)
+        options = {"path": path, "max_model_len": LONGEST}
+        want = case.run(**options)
         keep = draw_places(rng, 4, MOST_IDLE)
-        assert_same_bits(dense_with_idle(rng, case, keep).run(path=path, max_num_seqs=24), want)
+        assert_same_bits(dense_with_idle(rng, case, keep).run(max_num_seqs=24, **options), want)
 
 
 @pytest.mark.parametrize("scheme", [None, "token_channel"])
