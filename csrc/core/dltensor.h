@@ -123,19 +123,11 @@ typedef struct smla_byte_range {
  * an empty array are checked too. */
 bool smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range);
 
-/* Whether two different index tuples may name the same byte. */
-bool smla_overlaps_itself(const DLTensor *tensor);
-
 static inline bool
 smla_is_apart(smla_byte_range a, smla_byte_range b)
 {
     return a.high <= b.low || b.high <= a.low;
 }
-
-/* Whether two arrays share no byte. The answer is exact for whole arrays and for columns of one
- * buffer: blocks that repeat with a common period are disjoint if they are disjoint inside one
- * period. Arrays of any other layout count as overlapping. */
-bool smla_is_disjoint(const DLTensor *a, const DLTensor *b);
 
 /* ---- Views --------------------------------------------------------------------------------- */
 

@@ -13,6 +13,7 @@
 
 #include "core/byte_range.h"
 #include "core/log.h"
+#include "core/overlap.h"
 
 void
 smla_append(smla_text *to, const char *format, ...)
@@ -355,11 +356,11 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
                              c->op, name, (long long)smla_stride(tensor, i), i);
         }
     }
-    if (smla_overlaps_itself(tensor)) {
+    const smla_overlap found = smla_find_own_overlap(tensor);
+    if (found != SMLA_OVERLAP_NONE) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have elements that do not overlap (it is written), got "
-                         "strides that reach back",
-                         c->op, name);
+                         "%s: `%s` must have elements that do not overlap (it is written), got %s",
+                         c->op, name, smla_describe_overlap(found, "strides that reach back"));
     }
     return SMLA_OK;
 }
@@ -476,18 +477,21 @@ smla_require_disjoint(const smla_checker *c)
         }
         for (int j = 0; j < c->num_arrays; j++) {
             const bool checked_before = c->arrays[j].is_output && j <= i;
-            if (checked_before || smla_is_apart(c->arrays[i].range, c->arrays[j].range) ||
-                smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
+            if (checked_before || smla_is_apart(c->arrays[i].range, c->arrays[j].range)) {
                 continue;
             }
             const bool may_be = is_partner(c, i, j);
             if (may_be && is_same_array(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must %snot overlap `%s`, got arrays that share memory",
-                             c->op, c->arrays[i].name, may_be ? "be the whole of or " : "",
-                             c->arrays[j].name);
+            const smla_overlap found = smla_find_overlap(c->arrays[i].tensor, c->arrays[j].tensor);
+            if (found != SMLA_OVERLAP_NONE) {
+                return smla_fail(c->error, SMLA_ERROR_VALUE,
+                                 "%s: `%s` must %snot overlap `%s`, got %s", c->op,
+                                 c->arrays[i].name, may_be ? "be the whole of or " : "",
+                                 c->arrays[j].name,
+                                 smla_describe_overlap(found, "arrays that share memory"));
+            }
         }
     }
     return SMLA_OK;

@@ -1,6 +1,7 @@
 /* check_attention_merge.c: the checks of merges of partial attention results. */
 #include <stdio.h>
 
+#include "core/overlap.h"
 #include "core/params_merge.h"
 #include "core/rule_parts.h"
 #include "ops/check.h"
@@ -251,10 +252,12 @@ require_apart(const smla_checker *c, const char *name, const DLTensor *output, c
               const smla_parts_arg *given)
 {
     for (int64_t i = 0; given->stacked == NULL && i < given->count; i++) {
-        if (!smla_is_disjoint(output, given->list[i])) {
+        const smla_overlap found = smla_find_overlap(output, given->list[i]);
+        if (found != SMLA_OVERLAP_NONE) {
             return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must not overlap `%s[%lld]`, got arrays that share memory",
-                             c->op, name, argument, (long long)i);
+                             "%s: `%s` must not overlap `%s[%lld]`, got %s", c->op, name, argument,
+                             (long long)i,
+                             smla_describe_overlap(found, "arrays that share memory"));
         }
     }
     return SMLA_OK;
