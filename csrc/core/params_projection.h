@@ -57,7 +57,7 @@ typedef struct smla_absorb_params {
 } smla_absorb_params;
 
 /* The scales of two e4m3 operands. A sum over 128 values of k is multiplied in fp32 by
- * x_scale * w_scale, a product that is rounded first. */
+ * x_scale * w_scale, a product that is rounded first; in fp64 where fp32 does not hold it. */
 typedef struct smla_projection_scales {
     const void *x;    /* [T, H, k / 128] fp32, or [T, H, k / 512] int32 */
     bool x_is_packed; /* four exponents per int32, the first in its low byte */

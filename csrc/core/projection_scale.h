@@ -52,19 +52,6 @@ smla_token_scale(const smla_projection_scales *scales, int64_t token, int64_t he
     return smla_scale_of_word(scales, word, tile);
 }
 
-/* The factor of a tile's sum, for a token and the weight rows around `outer`. Scales of outputs are
- * no part of it. */
-SMLA_HOST_DEVICE static inline float
-smla_projection_scale(const smla_projection_scales *scales, int64_t token, int64_t head,
-                      int64_t outer, int64_t tile)
-{
-    if (scales->w_is_per_output) {
-        return smla_token_scale(scales, token, head, tile);
-    }
-    return smla_token_scale(scales, token, head, tile) *
-           *smla_weight_scale(scales, head, outer, tile);
-}
-
 /* The scale of a weight's element, if it has scales. */
 SMLA_HOST_DEVICE static inline float
 smla_scale_of_element(const smla_weight *weight, int64_t row, int64_t column)

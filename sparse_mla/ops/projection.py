@@ -297,15 +297,15 @@ def grouped_output_projection(
     """Project each group of heads: out[t, g, n] = sum_r o[t, g, r] * weight[g, n, r].
 
     For e4m3 the terms are o * o_scale * weight * weight_scale. Every 128 values of r are summed,
-    and the sum is multiplied in fp32 by the product of its two scales, which fp32 must hold. The
-    result is rounded to bf16 once. A token that is 0 gives 0, unless a scale or a weight is
-    infinite or NaN.
+    and the sum is multiplied in fp32 by the product of its two scales. The result is rounded to
+    bf16 once. It is finite wherever the exact one fits bf16, although the product of scales may not
+    fit fp32. A token that is 0 gives 0, unless a scale or a weight is infinite or NaN.
 
     With z the exact result and u = sum_r |o * weight|, scales included, an error is at most
     2**-8 * |z| + 2**-16 * u. On Hopper, e4m3 of more than 64 tokens runs on the FP8 tensor cores,
-    whose sums are coarser: 2**-8 * |z| + 2**-8 * u. On a CPU, products below 2**-126 count as zero,
-    which adds at most R * 2**-125, unless the scales of a row of `o` (its values, for bf16) are all
-    below 2**-74.
+    whose sums are coarser: 2**-8 * |z| + 2**-8 * u. On a CPU, products of bf16 below 2**-126 count
+    as zero, which adds at most R * 2**-125, unless the values of a row of `o` are all below 2**-74.
+    On a GPU, a product of scales below 2**-126 loses bits.
 
     Parameters
     ----------

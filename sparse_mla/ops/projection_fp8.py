@@ -108,7 +108,9 @@ def fp8_linear(
     With z the exact result of the quantised operands and u = sum_k |x * weight|, scales included,
     an error is at most 2**-8 * |z| + 2**-16 * u. On Hopper, more than 64 tokens run on the FP8
     tensor cores, whose sums are coarser: 2**-8 * |z| + 2**-8 * u. That comes on top of what
-    quantisation loses.
+    quantisation loses. Scales may be of any size: a result is finite wherever z fits bf16, although
+    a product of scales, or a part of the sum, may not fit fp32. Results below 2**-126 may be 0, and
+    on a GPU a product of scales below that loses bits.
 
     Parameters
     ----------

@@ -21,7 +21,8 @@
  *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums.
  * Numerics     Products below 2^-126 are zero (SMLA_FP_FLUSH), others exact. A row of x that is
  *              small altogether is multiplied 2^64 times as large, so that its products are not. A
- *              row with a value above 2^64 is computed with subnormal numbers kept. Products are
+ *              row with a value above 2^64 is computed with subnormal numbers kept. A row of e4m3
+ *              whose scales have products outside of 2^-80 to 2^80 is added in fp64. Products are
  *              summed in fp32 in chains of INNER_BLOCK values, and the chains one after another: at
  *              most 128 + k / 64 roundings deep, where one chain would have 512. The result is
  *              rounded to bf16 once. The order of the sums depends on k alone, never on other rows
@@ -49,6 +50,10 @@ enum {
     STEP_OUTER = VECTORS * WIDTH,
     X_STRIDE = INNER_BLOCK / UNIT_STEP,
 };
+
+/* Products of two scales whose chains fp32 adds up: a chain is at most 2^25, and at least 2^-18. */
+#define MOST_FACTOR  0x1p80f
+#define LEAST_FACTOR 0x1p-80f
 
 _Static_assert(OUTER_BLOCK % STEP_OUTER == 0, "a block must hold whole steps of outputs");
 _Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors of pairs");
@@ -209,20 +214,11 @@ row_of(const smla_projection_params *params, const smla_projection_block *block,
     return (block->token + t) * params->x_stride_token + block->head * params->x_stride_head;
 }
 
-/* Whether all values of token t are below SMLA_TINY, or all its scales. Most rows show in their
- * first block that they are not. */
+/* Whether all values of token t are below SMLA_TINY. Most rows show in their first block that they
+ * are not. */
 static bool
 is_tiny_row(const smla_projection_params *params, const smla_projection_block *block, int t)
 {
-    if (params->is_e4m3) {
-        for (int64_t tile = 0; tile < params->inner_dim / SMLA_SCALE_TILE; tile++) {
-            if (!(fabsf(smla_token_scale(&params->scales, block->token + t, block->head, tile)) <
-                  SMLA_TINY)) {
-                return false;
-            }
-        }
-        return true;
-    }
     const uint16_t *const row = (const uint16_t *)params->x + row_of(params, block, t);
     const int limit = smla_float_to_bf16(SMLA_TINY);
     for (int64_t begin = 0; begin < params->inner_dim; begin += INNER_BLOCK) {
@@ -239,20 +235,46 @@ is_tiny_row(const smla_projection_params *params, const smla_projection_block *b
     return true;
 }
 
-/* The factor of a chain of token t: that of its tile if values have scales. */
-static float
-chain_scale(const smla_projection_params *params, const smla_projection_block *block, int t,
-            int64_t inner, bool is_lifted)
+/* ---- Scales -------------------------------------------------------------------------------- */
+
+/* The scales of a chain of token t: its tile's, and that of the weight, if that is no output's. */
+typedef struct tile_scales {
+    float x;
+    float w;
+} tile_scales;
+
+static tile_scales
+find_scales(const smla_projection_params *params, const smla_projection_block *block, int t,
+            int64_t inner)
 {
-    if (!params->is_e4m3) {
-        return 1.0f;
-    }
+    const smla_projection_scales *const scales = &params->scales;
     const int64_t tile = inner / SMLA_SCALE_TILE;
-    const float scale = smla_token_scale(&params->scales, block->token + t, block->head, tile);
-    const float x_scale = is_lifted ? lift_lanes(splat(scale))[0] : scale;
-    return params->scales.w_is_per_output
-               ? x_scale
-               : x_scale * *smla_weight_scale(&params->scales, block->head, block->outer, tile);
+    if (!params->is_e4m3) {
+        return (tile_scales){1.0f, 1.0f};
+    }
+    return (tile_scales){
+        .x = smla_token_scale(scales, block->token + t, block->head, tile),
+        .w = scales->w_is_per_output ? 1.0f
+                                     : *smla_weight_scale(scales, block->head, block->outer, tile),
+    };
+}
+
+/* Whether a number is not zero. The mode of the caller makes a comparison take subnormal ones for
+ * it. */
+static bool
+is_nonzero(float x)
+{
+    return smla_float_bits(x) << 1 != 0;
+}
+
+/* Whether fp32 adds up the chains that a product of scales multiplies: above MOST_FACTOR they may
+ * overflow, and below LEAST_FACTOR they may be subnormal. */
+SMLA_INLINE bool
+has_room(tile_scales scales)
+{
+    const float factor = scales.x * scales.w;
+    return (fabsf(factor) >= LEAST_FACTOR && fabsf(factor) <= MOST_FACTOR) || isnan(factor) ||
+           !is_nonzero(scales.x) || !is_nonzero(scales.w);
 }
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
@@ -330,8 +352,8 @@ store_row(const float *sums, int num_outer, uint16_t *out)
 
 /* ---- A block ------------------------------------------------------------------------------- */
 
-/* Bit t of the result: token t has a huge value. Not inlined, because the caller changes the
- * floating-point mode. */
+/* Bit t of the result: token t has a huge value, or extreme scales, so its results are not right.
+ * Not inlined, because the caller changes the floating-point mode. */
 __attribute__((noinline)) static uint64_t
 project_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {
@@ -342,7 +364,7 @@ project_block(const smla_projection_params *params, smla_projection_block block,
     float scales[ROWS];
     uint64_t lifted = 0, huge = 0; /* a bit per token */
     for (int t = 0; t < block.num_tokens; t++) {
-        lifted |= (uint64_t)is_tiny_row(params, &block, t) << t;
+        lifted |= (uint64_t)(!params->is_e4m3 && is_tiny_row(params, &block, t)) << t;
     }
     memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
@@ -354,11 +376,11 @@ project_block(const smla_projection_params *params, smla_projection_block block,
             const int rows = block.num_tokens - t < ROWS ? block.num_tokens - t : ROWS;
             for (int r = 0; r < rows; r++) {
                 const bool is_lifted = lifted >> (t + r) & 1;
-                const bool is_ordinary =
-                    load_token(params, row_of(params, &block, t + r) + inner, num_inner,
-                               is_lifted && !params->is_e4m3, x + r * X_STRIDE);
-                huge |= (uint64_t)!is_ordinary << (t + r);
-                scales[r] = chain_scale(params, &block, t + r, inner, is_lifted);
+                const bool is_ordinary = load_token(params, row_of(params, &block, t + r) + inner,
+                                                    num_inner, is_lifted, x + r * X_STRIDE);
+                const tile_scales factors = find_scales(params, &block, t + r, inner);
+                huge |= (uint64_t)!(is_ordinary && has_room(factors)) << (t + r);
+                scales[r] = factors.x * factors.w;
             }
             float *const to = sums + t * OUTER_BLOCK;
             switch (rows) {
@@ -384,17 +406,53 @@ project_block(const smla_projection_params *params, smla_projection_block block,
     return huge;
 }
 
+/* One token of e4m3, whatever its scales: chains are added in fp64. Subnormal results are kept. */
+__attribute__((noinline)) static void
+project_token_in_double(const smla_projection_params *params, const smla_projection_block *block,
+                        void *scratch)
+{
+    static const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
+    unit_scalar *const restrict panel = __builtin_assume_aligned(scratch, 64);
+    float *const restrict chain =
+        __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
+    unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
+    double sums[OUTER_BLOCK] = {0};
+    for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
+        const tile_scales scales = find_scales(params, block, 0, inner);
+        unpack_weights(params, block, inner, INNER_BLOCK, panel);
+        (void)load_token(params, row_of(params, block, 0) + inner, INNER_BLOCK, false, x);
+        memset(chain, 0, SMLA_PROJECTION_SUM_BYTES);
+        multiply_rows(x, panel, INNER_BLOCK / UNIT_STEP, block->num_outer, ones, chain, 1);
+        for (int n = 0; n < block->num_outer; n++) {
+            sums[n] += (double)scales.x * (double)scales.w * (double)chain[n];
+        }
+    }
+    uint16_t *const out = params->out + block->token * params->out_stride_token +
+                          block->head * params->out_stride_head + block->outer;
+    for (int n = 0; n < block->num_outer; n++) {
+        const double scale =
+            params->scales.w_is_per_output
+                ? (double)*smla_output_scale(&params->scales, block->head, block->outer + n)
+                : 1.0;
+        out[n] = smla_float_to_bf16((float)(sums[n] * scale));
+    }
+}
+
 /* If this is an fp32 unit. */
 static void
 run_block_exactly(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {
     const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
-    (void)project_block(params, block, scratch);
+    if (params->is_e4m3) {
+        project_token_in_double(params, &block, scratch);
+    } else {
+        (void)project_block(params, block, scratch);
+    }
     smla_fp_change(before);
 }
 
-/* Computes tokens with huge values again on the fp32 unit. Whether a token has some depends on its
- * own row, never on other tokens. */
+/* Computes tokens with huge values or extreme scales again on the fp32 unit. Whether a token has
+ * some depends on its own row, never on other tokens. */
 static void
 run_block(const smla_projection_params *params, smla_projection_block block, void *scratch)
 {

@@ -13,8 +13,8 @@
  * Roles        A block computes 128 outputs of one token and head, one per thread. No barriers.
  * Roofline     None: the kernel is right for any strides, not fast. An output takes 2 k operations
  *              and 4 k bytes of cached loads, without reuse in registers or tensor cores.
- * Numerics     Products and sums in fp32, in the order of k, rounded once to bf16; a sum of no
- *              terms is 0. The last bit may differ from cuBLAS's, which sums in another order.
+ * Numerics     Products and sums in fp32, in the order of k, rounded once to bf16; of e4m3, the sum
+ *              over b and the scales are fp64. A sum of no terms is 0. The last bit may differ from cuBLAS's, which sums in another order.
  * Source       The formula; the kernel is ours.
  */
 #include "core/projection_scale.h"
@@ -48,6 +48,24 @@ add_products(const smla_projection_params &p, int64_t x, int64_t w, int64_t coun
     return sum;
 }
 
+/* The sum of e4m3 products with their scales. It is in fp64, because a product of two scales may be
+ * outside of fp32's range where the sum is inside. */
+__device__ float
+add_scaled(const smla_projection_params &p, int64_t token, int64_t head, int64_t outer, int64_t x,
+           int64_t w)
+{
+    double sum = 0.0;
+    for (int64_t k = 0; k < p.inner_dim; k += SMLA_SCALE_TILE) {
+        const int64_t tile = k / SMLA_SCALE_TILE;
+        const double x_scale = smla_token_scale(&p.scales, token, head, tile);
+        const double w_scale =
+            p.scales.w_is_per_output ? 1.0 : *smla_weight_scale(&p.scales, head, outer, tile);
+        sum += (double)add_products(p, x + k, w + k, SMLA_SCALE_TILE, 0.0f) * x_scale * w_scale;
+    }
+    return (float)(p.scales.w_is_per_output ? sum * *smla_output_scale(&p.scales, head, outer)
+                                            : sum);
+}
+
 __global__ void
 __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_args args)
 {
@@ -64,19 +82,8 @@ __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_
         }
         const int64_t x = token * p.x_stride_token + head * p.x_stride_head;
         const int64_t w = head * p.w_stride_head + outer * p.w_stride_outer;
-        float sum = 0.0f;
-        if (!p.is_e4m3) {
-            sum = add_products(p, x, w, p.inner_dim, sum);
-        } else {
-            for (int64_t k = 0; k < p.inner_dim; k += SMLA_SCALE_TILE) {
-                const int64_t tile = k / SMLA_SCALE_TILE;
-                const float scale = smla_projection_scale(&p.scales, token, head, outer, tile);
-                sum = fmaf(add_products(p, x + k, w + k, SMLA_SCALE_TILE, 0.0f), scale, sum);
-            }
-        }
-        if (p.is_e4m3 && p.scales.w_is_per_output) {
-            sum *= *smla_output_scale(&p.scales, head, outer);
-        }
+        const float sum = p.is_e4m3 ? add_scaled(p, token, head, outer, x, w)
+                                    : add_products(p, x, w, p.inner_dim, 0.0f);
         p.out[token * p.out_stride_token + head * p.out_stride_head + outer] =
             smla_float_to_bf16(sum);
     }

@@ -24,7 +24,8 @@
  * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT), and so are products. A
  *              step is summed in fp32 by tensor cores, then multiplied by its factor, which is
  *              x_scale * w_scale rounded to fp32, and added in fp32. NaN reaches only results of
- *              its own token or output. Lanes take values of k in another order than k's. The order
+ *              its own token or output. Results that are not finite are computed again, in fp64:
+ *              a product of scales may not fit fp32 where the result does. Lanes take values of k in another order than k's. The order
  *              of a sum depends on k alone: a quarter's half steps, then the quarters.
  * Source       DeepGEMM, for a sum per 128 values; the kernel is ours.
  */
@@ -76,6 +77,7 @@ template <typename Shape> struct tile_memory {
     /* All quarters' but the first one's. Not in the rings' memory: compute-sanitizer's racecheck
      * reports races there, although all threads meet between the reads and the writes. */
     float sums[QUARTERS - 1][Shape::VALUES][QUARTER_THREADS];
+    bool is_lost; /* a result is not finite */
 };
 
 template <typename Shape> struct tile_sums {
@@ -354,42 +356,60 @@ add_quarters(int quarter, tile_memory<Shape> *shared, tile_sums<Shape> *sums)
     __syncthreads(); /* the next tile may overwrite the rings, and later the sums */
 }
 
+/* The lane's results of a tile: rows of tokens, and pairs of outputs. */
+template <typename Shape> struct lane_results {
+    int64_t head;
+    int64_t token;                                    /* the token of row 0 */
+    int64_t outer;                                    /* the first output of pair 0 */
+    static constexpr int ROWS = 2 * Shape::ROW_TILES; /* rows 8 tokens apart */
+    static constexpr int PAIRS = Shape::COLUMN_TILES; /* pairs 8 outputs apart */
+};
+
 template <typename Shape>
-__device__ __forceinline__ void
-store_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &sums)
+__device__ __forceinline__ lane_results<Shape>
+find_results(const e4m3_projection &args, int64_t number)
 {
     const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
-    const int64_t outer =
-        tile.outer + output_row<Shape>() - threadIdx.x % SMLA_WARP_LANES / 4 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
-        const int64_t token = tile.token + token_row<Shape>() + 8 * i;
-#pragma unroll
-        for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-            const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
-            store_pair(args, tile.head, token, outer + 8 * j, pair[0], pair[1]);
-        }
-    }
+    return lane_results<Shape>{tile.head, tile.token + token_row<Shape>(),
+                               tile.outer + output_row<Shape>() -
+                                   threadIdx.x % SMLA_WARP_LANES / 4 + threadIdx.x % 4 * 2};
 }
 
-/* Stores the tile's sums times the scales of their outputs. */
+/* Stores the tile's sums, times the scales of their outputs where there are some. Returns whether
+ * the lane has a result that is not finite. */
+template <bool PER_OUTPUT, typename Shape>
+__device__ __forceinline__ bool
+store_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &sums)
+{
+    const lane_results<Shape> own = find_results<Shape>(args, number);
+    output_scales scales[own.PAIRS];
+#pragma unroll
+    for (int j = 0; j < own.PAIRS; j++) {
+        scales[j] = PER_OUTPUT ? load_output_scales(args.p, own.head, own.outer + 8 * j)
+                               : output_scales{1.0f, 1.0f};
+    }
+    bool is_lost = false;
+#pragma unroll
+    for (int i = 0; i < own.ROWS; i++) {
+#pragma unroll
+        for (int j = 0; j < own.PAIRS; j++) {
+            const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
+            is_lost |= store_pair(args, own.head, own.token + 8 * i, own.outer + 8 * j,
+                                  pair[0] * scales[j].first, pair[1] * scales[j].second);
+        }
+    }
+    return is_lost;
+}
+
+/* Computes again the results of a tile that are not finite. */
 template <typename Shape>
 __device__ __forceinline__ void
-store_scaled_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &sums)
+mend_tile(const e4m3_projection &args, int64_t number)
 {
-    const result_tile tile = find_tile(args, number, Shape::TOKENS, Shape::OUTPUTS);
-    const int64_t first =
-        tile.outer + output_row<Shape>() - threadIdx.x % SMLA_WARP_LANES / 4 + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-        const int64_t outer = first + 8 * j;
-        const output_scales scales = load_output_scales(args.p, tile.head, outer);
-#pragma unroll
-        for (int i = 0; i < 2 * Shape::ROW_TILES; i++) {
-            const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
-            store_pair(args, tile.head, tile.token + token_row<Shape>() + 8 * i, outer,
-                       pair[0] * scales.first, pair[1] * scales.second);
-        }
+    const lane_results<Shape> own = find_results<Shape>(args, number);
+#pragma unroll 1
+    for (int i = 0; i < own.ROWS * own.PAIRS; i++) {
+        mend_pair(args, own.head, own.token + i % own.ROWS * 8, own.outer + i / own.ROWS * 8);
     }
 }
 
@@ -401,17 +421,24 @@ __launch_bounds__(BLOCK_THREADS, 1) project_e4m3(const __grid_constant__ e4m3_pr
     tile_memory<Shape> *const shared = (tile_memory<Shape> *)memory;
     const int quarter = (int)threadIdx.x / QUARTER_THREADS;
     const int team = quarter / HALVES, half = quarter % HALVES;
+    shared->is_lost = false; /* the first tile's barriers lie between this and a true */
     ptx_wait_for_grids();
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         tile_sums<Shape> sums;
         sum_quarter<PER_OUTPUT>(args, number, team, half, &shared->rings[team], &sums);
         add_quarters(quarter, shared, &sums);
         if (quarter == 0) {
-            if constexpr (PER_OUTPUT) {
-                store_scaled_tile(args, number, sums);
-            } else {
-                store_tile(args, number, sums);
+            if (store_tile<PER_OUTPUT>(args, number, sums)) {
+                shared->is_lost = true;
             }
+        }
+    }
+    __syncthreads(); /* the mark is visible */
+    /* After the last tile, because there registers are free. */
+    if (threadIdx.x < QUARTER_THREADS && shared->is_lost) {
+#pragma unroll 1
+        for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
+            mend_tile<Shape>(args, number);
         }
     }
 }

@@ -1,11 +1,13 @@
 /* projection_e4m3.cuh: what the kernels of e4m3 projections share: tiles of results, 16-byte chunks
- * of rows in shared memory, and the store of results.
+ * of rows in shared memory, the store of results, and the second sums of those that overflowed.
  *
  * A step is 128 values of k, which have one scale per token and one per 128 outputs. Instances with
  * PER_OUTPUT have one scale per output instead, which multiplies the whole sum. In shared memory a
  * row of a step is 128 bytes: eight chunks, in an order that the kernel chooses.
  */
 #pragma once
+
+#include <float.h>
 
 #include "core/projection_scale.h"
 #include "cuda/host/cuda.h"
@@ -106,8 +108,9 @@ load_output_scales(const smla_projection_params &p, int64_t head, int64_t outer)
                          outer + 1 < p.outer_dim ? __ldg(scale + p.scales.w_stride_outer) : 0.0f};
 }
 
-/* Stores the results of outputs `outer` and outer + 1, if they exist. */
-static __device__ __forceinline__ void
+/* Stores the results of outputs `outer` and outer + 1, if they exist. Returns whether one of them is
+ * not finite, so that mend_pair must look at them. */
+static __device__ __forceinline__ bool
 store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,
            float second)
 {
@@ -115,14 +118,70 @@ store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t out
     uint16_t *const out = p.out + token * p.out_stride_token + head * p.out_stride_head + outer;
     const uint32_t pair = smla_cvt_bf16x2(first, second);
     if (token >= p.num_tokens || outer >= p.outer_dim) {
-        return;
+        return false;
     }
     if (args.pairs_are_aligned && outer + 1 < p.outer_dim) {
         smla_store_vector_1(out, &pair);
-        return;
+    } else {
+        out[0] = (uint16_t)pair;
+        if (outer + 1 < p.outer_dim) {
+            out[1] = (uint16_t)(pair >> 16);
+        }
     }
-    out[0] = (uint16_t)pair;
-    if (outer + 1 < p.outer_dim) {
-        out[1] = (uint16_t)(pair >> 16);
+    return !(fabsf(first) + fabsf(second) <= FLT_MAX);
+}
+
+/* ---- Results that fp32 cannot sum ---------------------------------------------------------- */
+
+/* One result in fp64, which holds every product of scales. The lanes of a warp share each step. */
+static __device__ __forceinline__ float
+sum_in_double(const smla_projection_params &p, int64_t head, int64_t token, int64_t outer)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const uint8_t *const x =
+        (const uint8_t *)p.x + token * p.x_stride_token + head * p.x_stride_head;
+    const uint8_t *const w =
+        (const uint8_t *)p.w + head * p.w_stride_head + outer * p.w_stride_outer;
+    double sum = 0.0;
+#pragma unroll 1
+    for (int64_t k = 0; k < p.inner_dim; k += STEP_VALUES) {
+        const int64_t tile = k / STEP_VALUES;
+        double products = 0.0;
+#pragma unroll 1
+        for (int i = lane; i < STEP_VALUES; i += SMLA_WARP_LANES) {
+            products += (double)(smla_e4m3_to_float(x[k + i]) * smla_e4m3_to_float(w[k + i]));
+        }
+        sum += products * smla_token_scale(&p.scales, token, head, tile) *
+               (p.scales.w_is_per_output ? 1.0f : *smla_weight_scale(&p.scales, head, outer, tile));
+    }
+#pragma unroll 1
+    for (int distance = SMLA_WARP_LANES / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    }
+    return (float)(p.scales.w_is_per_output ? sum * *smla_output_scale(&p.scales, head, outer)
+                                            : sum);
+}
+
+/* Computes the results of a stored pair again, where they are not finite: a product of scales, or a
+ * part of a sum, may have overflowed on the way to a result that fits. All lanes of a warp call it.
+ * It reads the results back, because holding the sums for it would cost registers. */
+static __device__ __forceinline__ void
+mend_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer)
+{
+    const smla_projection_params &p = args.p;
+#pragma unroll 1
+    for (int64_t own = outer; own < outer + 2; own++) {
+        uint16_t *const out = p.out + token * p.out_stride_token + head * p.out_stride_head + own;
+        const bool exists = token < p.num_tokens && own < p.outer_dim;
+        uint32_t lost = __ballot_sync(~0u, exists && (*out & 0x7F80) == 0x7F80);
+#pragma unroll 1
+        for (; lost != 0; lost &= lost - 1) {
+            const int lane = __ffs((int)lost) - 1;
+            const float sum = sum_in_double(p, head, __shfl_sync(~0u, (long long)token, lane),
+                                            __shfl_sync(~0u, (long long)own, lane));
+            if ((int)threadIdx.x % SMLA_WARP_LANES == lane) {
+                *out = smla_float_to_bf16(sum);
+            }
+        }
     }
 }

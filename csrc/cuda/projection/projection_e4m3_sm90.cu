@@ -20,7 +20,8 @@
  * Numerics     The tensor cores add the products of a step with about 14 bits. The sum is
  *              multiplied by its factor, x_scale * w_scale rounded to fp32, and added in fp32:
  *              errors are below 2^-8 sum |x w| instead of 2^-16. NaN reaches only results of its
- *              own token or output. The order of a sum depends on k alone.
+ *              own token or output. Results that are not finite are computed again, in fp64. The
+ *              order of a sum depends on k alone.
  * Source       DeepGEMM's sm90_fp8_gemm_1d2d, for adding a step's products to sums in registers;
  *              copies without tensor maps, which take any strides, are ours.
  */
@@ -208,6 +209,7 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
         const int64_t token = tile.token + token_of_thread();
         const int64_t outer = tile.outer + threadIdx.x % 4 * 2;
         output_scales scales = {1.0f, 1.0f};
+        bool is_lost = false;
 #pragma unroll
         for (int i = 0; i < NUM_SUMS / 2; i++) {
             if constexpr (PER_OUTPUT) {
@@ -217,8 +219,14 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
                 sums[2 * i] *= scales.first;
                 sums[2 * i + 1] *= scales.second;
             }
-            store_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8, sums[2 * i],
-                       sums[2 * i + 1]);
+            is_lost |= store_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8,
+                                  sums[2 * i], sums[2 * i + 1]);
+        }
+        if (__any_sync(~0u, is_lost)) {
+#pragma unroll 1
+            for (int i = 0; i < NUM_SUMS / 2; i++) {
+                mend_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8);
+            }
         }
     }
 }

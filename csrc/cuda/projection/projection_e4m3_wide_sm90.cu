@@ -26,8 +26,9 @@
  *              for the quantisation, starts and ends are added; README.md has what was tried.
  * Numerics     e4m3 is exact in fp16, and so are products. Tensor cores sum a step in fp32. Then
  *              it is multiplied by its factor, which is x_scale * w_scale rounded to fp32, and
- *              added in fp32. NaN reaches only results of its own token or output. Values of k
- *              are summed in another order than k's; the order depends on k alone.
+ *              added in fp32. NaN reaches only results of its own token or output. Results that
+ *              are not finite are computed again, in fp64. Values of k are summed in another order
+ *              than k's; the order depends on k alone.
  * Source       DeepGEMM, for a sum per 128 values. Weights as the operand in registers are ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"
@@ -421,11 +422,20 @@ add_step(int slot, uint64_t tokens, uint32_t first_chunk, const ring_memory<Shap
     }
 }
 
+/* The token of the lane's pair i of outputs. */
+__device__ __forceinline__ int64_t
+token_of_pair(int i)
+{
+    return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+}
+
+/* Returns whether the lane has a result that is not finite. */
 template <typename Shape, bool PER_OUTPUT>
-__device__ __forceinline__ void
+__device__ __forceinline__ bool
 store_block(const e4m3_projection &args, const result_tile &tile, int64_t outer,
             const float (&sums)[Shape::SUMS])
 {
+    bool is_lost = false;
     output_scales scales = {1.0f, 1.0f};
     if constexpr (PER_OUTPUT) {
         scales = load_output_scales(args.p, tile.head, outer);
@@ -433,10 +443,10 @@ store_block(const e4m3_projection &args, const result_tile &tile, int64_t outer,
 #pragma unroll
     for (int i = 0; i < Shape::SUMS / 2; i++) {
         const int at = i / 2 * 4 + i % 2; /* the first output's; the second's is two behind */
-        const int64_t token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        store_pair(args, tile.head, token, outer, sums[at] * scales.first,
-                   sums[at + 2] * scales.second);
+        is_lost |= store_pair(args, tile.head, token_of_pair(i), outer, sums[at] * scales.first,
+                              sums[at + 2] * scales.second);
     }
+    return is_lost;
 }
 
 template <typename Shape, bool PER_OUTPUT>
@@ -459,10 +469,19 @@ consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
             advance<Shape>(&position);
         }
         const result_tile tile = find_wide_tile(args, number);
+        const int64_t outer = tile.outer + group * GROUP_OUTPUTS + output_of_lane();
+        bool is_lost = false;
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
-            const int64_t outer = tile.outer + group * GROUP_OUTPUTS + block * BLOCK_OUTPUTS;
-            store_block<Shape, PER_OUTPUT>(args, tile, outer + output_of_lane(), sums[block]);
+            is_lost |= store_block<Shape, PER_OUTPUT>(args, tile, outer + block * BLOCK_OUTPUTS,
+                                                      sums[block]);
+        }
+        if (__any_sync(~0u, is_lost)) {
+#pragma unroll 1
+            for (int i = 0; i < BLOCKS * Shape::SUMS / 2; i++) {
+                mend_pair(args, tile.head, token_of_pair(i % (Shape::SUMS / 2)),
+                          outer + i / (Shape::SUMS / 2) * BLOCK_OUTPUTS);
+            }
         }
     }
 }
