@@ -51,8 +51,9 @@ def absorb(
         (e4m3 [H * (Pn + R), Lq], scale). A scale is fp32: one value, one per output ([out] or [out,
         1]), or one per block of 128 x 128 ([ceil(out / 128), ceil(in / 128)]). A callable is a
         linear layer, as for `sparse_mla.split_kv_b_proj`, that has `in_features`, `input_size` or
-        a `weight`, which tell Lq. R is 64 if the shape allows it, else what the shape says; a shape
-        that fits both forms is taken as [Lq, H * (Pn + R)].
+        a `weight`, which tell Lq; a `weight` that fits both forms is taken as [H * (Pn + R), Lq]. R
+        is 64 if the shape allows it, else what the shape says; a shape that fits both forms is
+        taken as [Lq, H * (Pn + R)].
     W_UK : [L, H, Pn] bf16, fp16 or fp32, any strides
     W_UV : [L, H, Pv], likewise
         The parts of kv_b_proj, as `sparse_mla.split_kv_b_proj` gives them in bf16. Those of an e4m3
@@ -254,13 +255,15 @@ def _layer_inputs(layer: Any, is_output: Any) -> int:
         if isinstance(size, int):
             return size
     shape = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
-    sizes = [n for n, other in zip(shape[::-1], shape, strict=True) if is_output(other)]
-    if len(shape) != 2 or not sizes:
-        raise ValueError(
-            "absorb: `q_proj` must be a layer that tells its inputs by in_features, input_size or "
-            f"weight, got a {type(layer).__name__} without"
-        )
-    return int(sizes[-1])  # a layer stores [out, in]
+    if len(shape) == 2:
+        # [out, in] is how layers store it, so this form comes first where both sizes fit outputs.
+        for outputs, inputs in (shape, shape[::-1]):
+            if is_output(outputs):
+                return int(inputs)
+    raise ValueError(
+        "absorb: `q_proj` must be a layer that tells its inputs by in_features, input_size or "
+        f"weight, got a {type(layer).__name__} without"
+    )
 
 
 def _head_sizes(name: str, weight: Any) -> tuple[int, int]:

@@ -300,6 +300,23 @@ def test_layers(fact):
     check(sizes, package.absorb(Layer(q, **facts), uk, uv, Layer(o.T)), arrays)
 
 
+@pytest.mark.parametrize(
+    ("queries", "rope"), [(512, 64), (384, 64), (384, 128), (512, 128), (256, 64), (256, 0)]
+)
+def test_a_weight_whose_sizes_both_fit_outputs(queries, rope):
+    """A layer whose weight alone tells its inputs stores [out, in]: [384, 512] is not [in, out]."""
+    sizes = Sizes(queries=queries, heads=2, nope=128, rope=rope)
+    q, uk, uv, o = arrays = sizes.draw()
+    check(sizes, package.absorb(Layer(q, weight=q.T), uk, uv, o), arrays)
+
+
+def test_a_weight_that_is_stored_transposed():
+    """[in, out] is taken where the first size fits no outputs."""
+    sizes = Sizes(queries=129, heads=2, nope=128, rope=64)
+    q, uk, uv, o = arrays = sizes.draw()
+    check(sizes, package.absorb(Layer(q, weight=q), uk, uv, o), arrays)
+
+
 def test_layers_that_cannot_be_taken():
     q, uk, uv, o = Sizes().draw()
     with pytest.raises(
