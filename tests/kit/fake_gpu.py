@@ -47,6 +47,8 @@ class Driver:
         self.library = ctypes.CDLL(str(find_c_test("fake_gpu")))
         for name in ("new_stream", "followed", "launch_stream"):
             getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
+        for name in ("has_failed", "is_relaxed"):
+            getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_bool
         self.library.fake_gpu_calls.restype = ctypes.c_char_p
         self.names: list[bytes] = []  # names of calls that fail; C points to them
 
@@ -76,6 +78,11 @@ class Driver:
         self.names.append(call.encode() if call else b"")
         self.ask("fail", self.names[-1] or None, num_good, code, keeps)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call that `fail` named has failed."""
+        return self.ask("has_failed")
+
     def allocator(self, has_words: bool):
         """An allocator for an exchange API. It fails, with or without an error text."""
         return getattr(self.library, "fake_gpu_refuse" if has_words else "fake_gpu_refuse_silently")
@@ -97,6 +104,11 @@ class Driver:
     @property
     def num_memory(self) -> int:
         return self.ask("num_memory")
+
+    def counts(self) -> dict[str, int]:
+        """What is alive of all that the runtime makes, and what a call restores."""
+        names = ("num_events", "num_memory", "num_host", "num_streams", "current", "is_relaxed")
+        return {name: self.ask(name) for name in names}
 
     @property
     def num_failures(self) -> int:

@@ -51,15 +51,17 @@ smla_cuda_allocate(int32_t device_id, int64_t bytes)
     return memory;
 }
 
-/* Frees device memory. cudaFree waits for the work that uses it. It fails if the driver was shut
- * down before, at the interpreter's exit; then nothing is left to free. */
+/* Frees device memory, even if its device cannot be made current, because cudaFree finds the device
+ * by the address. It waits for the work that uses the memory. It fails if the driver was shut down
+ * before, at the interpreter's exit; then nothing is left to free. */
 void
 smla_cuda_release(int32_t device_id, void *memory)
 {
     smla_cuda_guard guard;
-    if (memory == NULL || smla_cuda_enter(memory_op, device_id, &guard, NULL) != SMLA_OK) {
+    if (memory == NULL) {
         return;
     }
+    (void)smla_cuda_enter(memory_op, device_id, &guard, NULL);
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     (void)cudaFree(memory);
     smla_cuda_restore_captures(former);

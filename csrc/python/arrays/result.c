@@ -52,6 +52,14 @@ allocate_by_exchange_api(const char *op, const DLPackExchangeAPI *api, smla_py_a
     return 0;
 }
 
+/* Says which result found no memory. Formatting the text may raise a MemoryError of its own. */
+static int
+fail_memory(const char *op, const smla_py_array *array)
+{
+    PyErr_Format(PyExc_MemoryError, "%s: `%s` must fit in memory, got none", op, array->name);
+    return -1;
+}
+
 /* No device memory is allocated while a graph is captured: its address would go into the graph, but
  * nobody would keep the memory. */
 static int
@@ -81,7 +89,7 @@ allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stre
     array->object = smla_py_tensor_new(state, backend, device, array->view.dtype, array->view.ndim,
                                        array->view.shape);
     if (array->object == NULL) {
-        return -1;
+        return fail_memory(op, array);
     }
     array->view.data = ((smla_py_tensor *)array->object)->view.data;
     return 0;
@@ -109,8 +117,7 @@ smla_py_allocate(const smla_py_state *state, const char *op, const char *name,
         array->shape[i] = shape[i];
         array->strides[i] = compact;
         if (shape[i] != 0 && __builtin_mul_overflow(compact, shape[i], &compact)) {
-            PyErr_NoMemory();
-            return -1;
+            return fail_memory(op, array);
         }
     }
     switch (like->framework) {

@@ -150,6 +150,7 @@ PYTHON_API void fake_gpu_reset(void);
 PYTHON_API const char *fake_gpu_calls(void);
 PYTHON_API void fake_gpu_forget_calls(void);
 PYTHON_API void fake_gpu_fail(const char *call, int num_good, int code, bool keeps);
+PYTHON_API bool fake_gpu_has_failed(void);
 PYTHON_API void fake_gpu_set_busy(bool is_busy);
 PYTHON_API void fake_gpu_finish(void);
 PYTHON_API void *fake_gpu_new_stream(int device_id);
@@ -159,6 +160,10 @@ PYTHON_API void *fake_gpu_launch_stream(void);
 PYTHON_API int fake_gpu_launch_device(void);
 PYTHON_API int fake_gpu_num_events(void);
 PYTHON_API int fake_gpu_num_memory(void);
+PYTHON_API int fake_gpu_num_host(void);
+PYTHON_API int fake_gpu_num_streams(void);
+PYTHON_API int fake_gpu_current(void);
+PYTHON_API bool fake_gpu_is_relaxed(void);
 PYTHON_API int fake_gpu_num_failures(void);
 PYTHON_API int fake_gpu_refuse(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
                                void (*set_error)(void *context, const char *kind,
@@ -206,6 +211,13 @@ fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
 {
     fail_call(call, num_good, code);
     fake.keeps_failing = keeps;
+}
+
+/* Whether the call that fake_gpu_fail names has failed. */
+bool
+fake_gpu_has_failed(void)
+{
+    return fake.num_good < 0 || (fake.keeps_failing && fake.num_good == 0);
 }
 
 /* Sets whether events that are recorded from now on are pending. */
@@ -273,6 +285,33 @@ int
 fake_gpu_num_memory(void)
 {
     return fake.num_memory;
+}
+
+/* Pinned memory that is alive. */
+int
+fake_gpu_num_host(void)
+{
+    return fake.num_host;
+}
+
+int
+fake_gpu_num_streams(void)
+{
+    return fake.num_streams;
+}
+
+/* The current device. */
+int
+fake_gpu_current(void)
+{
+    return fake.current;
+}
+
+/* Whether captures are relaxed in this thread. */
+bool
+fake_gpu_is_relaxed(void)
+{
+    return fake_mode == cudaStreamCaptureModeRelaxed;
 }
 
 /* How many expectations of runtime.h and of this file were not met; each is printed. */
