@@ -48,7 +48,8 @@ SOURCES = (
     "sparse_mla/v4/*.py",
 )
 COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
-FAKE_GPU = ("arrays/test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
+# The tests that load build/release/tests/fake_gpu.so.
+FAKE_GPU = ("arrays/test_fake_gpu.py", "calls/test_fake_gpu_failures.py")
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
 

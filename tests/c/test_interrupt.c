@@ -1,6 +1,6 @@
 /* test_interrupt.c: a call that the binding ends at its n-th question, for n = 1, 2, 3, ... until
- * the call is over: every operator that can be ended says so by its own name, and leaves no memory,
- * no floating-point mode and no thread behind. The next call gives the same bytes as ever.
+ * the call is over: every operator that can be ended says so by its own name, and leaves neither
+ * memory nor a floating-point mode behind. The next call gives the same bytes as ever.
  *
  * The files that allocate are compiled into this program with its allocator, and the interrupt with
  * a clock that lets a call ask before each of its work items.

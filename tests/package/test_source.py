@@ -335,3 +335,25 @@ def test_the_wheel_has_every_package():
     packages = settings["tool"]["setuptools"]["packages"]
     folders = [path.parent.relative_to(ROOT) for path in (ROOT / "sparse_mla").rglob("__init__.py")]
     assert sorted(packages) == sorted(".".join(folder.parts) for folder in folders)
+
+
+def test_operators_are_tested_in_their_family_s_folder():
+    """A developer runs the tests of his family, which is the file of csrc/python/ops that has the
+    operator's table. They name the operator, and no other family's tests do so more often."""
+    families = {
+        name: path.stem.removeprefix("ops_")
+        for path in (ROOT / "csrc" / "python" / "ops").glob("ops_*.c")
+        for name in re.findall(r'\.name = "([a-z]\w+)"', path.read_text())
+    }
+    assert set(sparse_mla.ops.__all__) & set(families)
+    texts = {
+        family: "".join(
+            path.read_text()
+            for path in (ROOT / "tests" / family).glob("test_*.py")
+            if not path.name.startswith("test_gpu_")
+        )
+        for family in families.values()
+    }
+    for name, family in families.items():
+        counts = {x: len(re.findall(rf"\b{name}\b", text)) for x, text in texts.items()}
+        assert 0 < counts[family] == max(counts.values()), (name, family, counts)
