@@ -185,6 +185,11 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
         SMLA_TRY(smla_require_pointer(op, "ends", ends, error));
     }
     SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
+    if (workspace_tokens < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `workspace_tokens` must be at least 0, got %lld", op,
+                         (long long)workspace_tokens);
+    }
     return smla_pack_prefills(op, seq_lens, 0, num_reqs, workspace_tokens, ends, num_chunks, error);
 }
 
