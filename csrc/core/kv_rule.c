@@ -114,6 +114,19 @@ smla_has_kv_format(const DLTensor *tensor, int32_t kv_format)
     return find_rows_of(tensor, kv_format) != 0;
 }
 
+/* Names of the options that belong to a cache. A call may have two caches. */
+static const char *
+format_option(const smla_cache_rule *rule)
+{
+    return rule->is_extra ? "extra_kv_format" : "kv_format";
+}
+
+static const char *
+size_option(const smla_cache_rule *rule)
+{
+    return rule->is_extra ? "extra_block_size" : "block_size";
+}
+
 static smla_status
 fail_dtype(const smla_checker *c, const smla_cache_rule *rule)
 {
@@ -150,8 +163,8 @@ static smla_status
 fail_ambiguous(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
 {
     return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must come with kv_format=%s, got none for shape %s", c->op,
-                     rule->name, describe_names(rows, "\"").text,
+                     "%s: `%s` must come with %s=%s, got none for shape %s", c->op, rule->name,
+                     format_option(rule), describe_names(rows, "\"").text,
                      smla_describe_shape(rule->tensor).text);
 }
 
@@ -161,8 +174,8 @@ fail_format(const smla_checker *c, const smla_cache_rule *rule)
 {
     if (rule->kv_format != SMLA_KV_INFER && smla_find_kv_format(rule->kv_format) == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
-                         (int)rule->kv_format);
+                         "%s: `%s` must be a known cache format, got number %d", c->op,
+                         format_option(rule), (int)rule->kv_format);
     }
     const smla_kv_set rows = find_rows(rule->kv_format, smla_dtype(rule->tensor), 0);
     if (rows == 0) {
@@ -172,9 +185,9 @@ fail_format(const smla_checker *c, const smla_cache_rule *rule)
                               (smla_dtype(rule->tensor) & SMLA_DTYPE_BYTES) != 0;
     if (rule->kv_format == SMLA_KV_INFER && may_be_pages) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must come with kv_format= as [pages, bytes], got none for shape "
-                         "%s",
-                         c->op, rule->name, smla_describe_shape(rule->tensor).text);
+                         "%s: `%s` must come with %s= as [pages, bytes], got none for shape %s",
+                         c->op, rule->name, format_option(rule),
+                         smla_describe_shape(rule->tensor).text);
     }
     return fail_size(c, rule, rows & rule->formats ? rows & rule->formats : rows);
 }
@@ -229,9 +242,10 @@ read_whole_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_vie
     const DLTensor *const tensor = rule->tensor;
     if (rule->block_size == 0) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must come with block_size= for pages of %s as [pages, bytes], "
-                         "got none for shape %s",
-                         c->op, rule->name, view->format->name, smla_describe_shape(tensor).text);
+                         "%s: `%s` must come with %s= for pages of %s as [pages, bytes], got none "
+                         "for shape %s",
+                         c->op, rule->name, size_option(rule), view->format->name,
+                         smla_describe_shape(tensor).text);
     }
     if (tensor->shape[1] < rule->block_size * view->format->row_bytes) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -269,13 +283,17 @@ read_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_view *vie
         view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
     } else {
         const int32_t row = view->format->row_elements;
+        smla_text flat = {""};
+        if (is_split) {
+            smla_append(&flat, "[pages, bytes] with %s= and %s= (tokens of %d bytes)",
+                        size_option(rule), format_option(rule), row);
+        } else {
+            smla_append(&flat, "[tokens, %d]", row);
+        }
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, "
-                         "%d] or %s%d%s, got %s",
-                         c->op, rule->name, row, row,
-                         is_split ? "[pages, bytes] with block_size= and kv_format= (tokens of "
-                                  : "[tokens, ",
-                         row, is_split ? " bytes)" : "]", smla_describe_shape(tensor).text);
+                         "%d] or %s, got %s",
+                         c->op, rule->name, row, row, flat.text, smla_describe_shape(tensor).text);
     }
     if (view->block_size < 1) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -285,8 +303,9 @@ read_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_view *vie
     const bool is_no_page = tensor->ndim == 2 && view->num_pages == 0;
     if (rule->block_size != 0 && rule->block_size != view->block_size && !is_no_page) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have pages of block_size = %lld tokens, got %lld", c->op,
-                         rule->name, (long long)rule->block_size, (long long)view->block_size);
+                         "%s: `%s` must have pages of %s = %lld tokens, got %lld", c->op,
+                         rule->name, size_option(rule), (long long)rule->block_size,
+                         (long long)view->block_size);
     }
     return SMLA_OK;
 }
@@ -342,7 +361,8 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
     const int64_t alignment = view->format->alignment;
     const bool is_split = view->format->layout == SMLA_PAGE_SPLIT;
     if (rule->block_size != 0) {
-        SMLA_TRY(smla_require_count(c->op, "block_size", rule->block_size, 1, INT32_MAX, c->error));
+        SMLA_TRY(
+            smla_require_count(c->op, size_option(rule), rule->block_size, 1, INT32_MAX, c->error));
     }
     SMLA_TRY(has_whole_pages(rule->tensor, rule->kv_format) ? read_whole_pages(c, rule, view)
                                                             : read_pages(c, rule, view));

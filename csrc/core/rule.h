@@ -71,6 +71,7 @@ typedef struct smla_cache_rule {
     int64_t block_size;  /* tokens per page; 0 = not given */
     smla_kv_set formats; /* table entries that the operator serves */
     unsigned flags;      /* SMLA_RULE_OUTPUT or 0 */
+    bool is_extra;       /* errors name extra_kv_format and extra_block_size */
 } smla_cache_rule;
 
 /* A cache's format, for what is sized before the cache is checked. If no format fits, it is the

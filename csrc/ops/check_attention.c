@@ -42,7 +42,8 @@ extra_list_of(const smla_attention_rules *rules, const smla_sparse_attention_arg
                                  .tensor = args->extra_kv,
                                  .kv_format = args->extra_kv_format,
                                  .block_size = args->extra_block_size,
-                                 .formats = rules->lists[1].formats},
+                                 .formats = rules->lists[1].formats,
+                                 .is_extra = true},
                        .indices = args->extra_indices,
                        .topk_length = args->extra_topk_length,
                        .kv_scale = &args->extra_kv_scale};
