@@ -689,7 +689,7 @@ def test_tables_at_their_limits(ratio, who):
     for name in ("compressed", "states"):
         tables = getattr(whole, name)
         limits.refuse(
-            rf"`{name}` must have shape \[>= 4, any\], got \[3, ",
+            rf"`{name}\[{ratio}\]` must have shape \[>= 4, any\], got \[3, ",
             LENS, [8] * 4, **{name: tables | {ratio: tables[ratio][:3]}},
         )  # fmt: skip
 
@@ -724,8 +724,8 @@ def test_bad_builds():
         (changed(seq_lens=int32(9, 3)), "`seq_lens` must be query length to max_model_len"),
         (changed(seq_lens=int32(9, 2501), max_seq_len=2501), "`seq_lens` must be query length"),
         (changed(block_table=int32([1])), "`block_table` must have shape"),
-        (changed(compressed={16: int32([1])}), "`compressed` must have shape .* page numbers"),
-        (changed(states=batch.states | {4: int32([1])}), "`states` must have shape"),
+        (changed(compressed={16: int32([1])}), r"`compressed\[16\]` must have shape .* numbers"),
+        (changed(states=batch.states | {4: int32([1])}), r"`states\[4\]` must have shape"),
         (changed(compressed={}), "`compressed` must have a table of each ratio in `states`"),
         (changed(compressed={8: int32([1], [2])}), "`compressed` must have keys among .* got 8"),
         (changed(states={8: int32([1], [2])}), "`states` must have keys among .* got 8"),

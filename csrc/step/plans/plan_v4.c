@@ -5,6 +5,8 @@
  */
 #include "step/plans/plan_v4.h"
 
+#include <stdio.h>
+
 #include "core/params_attention.h"
 #include "ops/check.h"
 #include "step/chunks.h"
@@ -170,6 +172,17 @@ set_columns(smla_v4_builder *b)
     b->index_columns = most;
 }
 
+static void
+name_tables(smla_v4_builder *b)
+{
+    for (int i = 0; i < SMLA_V4_MAX_RATIOS; i++) {
+        const long long ratio = b->config.compress_ratios[i];
+        smla_v4_names *const names = &b->names[i];
+        snprintf(names->compressed, sizeof names->compressed, "compressed[%lld]", ratio);
+        snprintf(names->states, sizeof names->states, "states[%lld]", ratio);
+    }
+}
+
 static smla_status
 check(smla_step *s, smla_error *error)
 {
@@ -188,6 +201,7 @@ check(smla_step *s, smla_error *error)
     }
     SMLA_TAKE_CONFIG(s, config);
     set_columns(b);
+    name_tables(b);
     return SMLA_OK;
 }
 
@@ -308,17 +322,17 @@ find_source(const smla_v4_config *config, const smla_v4_build_args *args, int gr
 }
 
 static smla_status
-check_tables(smla_checker *c, const smla_v4_build_args *args)
+check_tables(smla_checker *c, const smla_v4_names *names, const smla_v4_build_args *args)
 {
     const int64_t num_reqs = args->num_reqs;
     SMLA_TRY(smla_require_table(c, "block_table", args->block_table, num_reqs, 0));
     SMLA_TRY(smla_require_slots(c, "slot_mapping", args->slot_mapping, args->num_actual_tokens,
                                 SMLA_RULE_MORE_ROWS));
     for (int i = 0; i < SMLA_V4_MAX_RATIOS; i++) {
-        SMLA_TRY(smla_require_table(c, "compressed", args->compressed_tables[i], num_reqs,
+        SMLA_TRY(smla_require_table(c, names[i].compressed, args->compressed_tables[i], num_reqs,
                                     SMLA_RULE_OPTIONAL));
-        SMLA_TRY(
-            smla_require_table(c, "states", args->state_tables[i], num_reqs, SMLA_RULE_OPTIONAL));
+        SMLA_TRY(smla_require_table(c, names[i].states, args->state_tables[i], num_reqs,
+                                    SMLA_RULE_OPTIONAL));
     }
     SMLA_TRY(smla_require_table(c, "index", args->index_table, num_reqs, SMLA_RULE_OPTIONAL));
     return smla_require_table(c, "index_states", args->index_state_table, num_reqs,
@@ -340,7 +354,7 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     }
     smla_checker c;
     smla_open_checker(&c, smla_build_op, error);
-    SMLA_TRY(check_tables(&c, args));
+    SMLA_TRY(check_tables(&c, ((const smla_v4_builder *)s)->names, args));
     SMLA_TRY(smla_require_step_device(s, smla_build_op, "block_table", c.device, error));
     const DLTensor *const index_tables[] = {args->index_table, args->index_state_table};
     for (int i = 0; i < 2; i++) {

@@ -51,6 +51,12 @@ typedef struct smla_v4_made {
     smla_v4_lists groups[SMLA_MAX_STEP_GROUPS];
 } smla_v4_made;
 
+/* What errors of a build call the tables of a ratio: "compressed[4]". */
+typedef struct smla_v4_names {
+    char compressed[32];
+    char states[32];
+} smla_v4_names;
+
 struct smla_v4_builder {
     smla_step step;
     smla_v4_config config; /* defaults filled in; `workspace` is not used after create */
@@ -60,6 +66,7 @@ struct smla_v4_builder {
     smla_v4_kept kept;
     int64_t columns[SMLA_MAX_STEP_GROUPS]; /* row stride of each group's `indices` */
     int64_t index_columns;
+    smla_v4_names names[SMLA_V4_MAX_RATIOS];
 
     /* Block tables of the last build, the caller's memory. */
     smla_view swa_table;
