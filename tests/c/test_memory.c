@@ -16,6 +16,7 @@ static void test_free(void *memory);
 #define calloc        test_calloc
 #define aligned_alloc test_aligned_alloc
 #define free          test_free
+#include "cpu/cache/slot_shares.c"      // NOLINT(bugprone-suspicious-include)
 #include "cpu/cpu_backend.c"            // NOLINT(bugprone-suspicious-include)
 #include "cpu/machine/thread_scratch.c" // NOLINT(bugprone-suspicious-include)
 #include "step/engine.c"                // NOLINT(bugprone-suspicious-include)
@@ -210,10 +211,38 @@ test_operators(void)
     }
 }
 
+/* A long write looks at its slots with a table, and does without one. */
+static void
+test_long_write(void)
+{
+    enum { TOKENS = 16 * LONG_WRITE_ROWS };
+    array *const slots = ARRAY(int64, TOKENS);
+    array *const caches[2] = {ARRAY(uint8, TOKENS, 132), ARRAY(uint8, TOKENS, 132)};
+    for (int64_t i = 0; i < TOKENS; i++) {
+        SET(slots, (double)(TOKENS - 1 - i), i);
+    }
+    smla_indexer_k_cache_args args = {.struct_size = sizeof args,
+                                      .k = normal(ARRAY(bf16, TOKENS, 128)),
+                                      .slot_mapping = &slots->tensor,
+                                      .kv_format = SMLA_KV_FP8_INDEX};
+    for (int i = 0; i < 2; i++) {
+        const int64_t shape[] = {1, TOKENS, 132};
+        smla_view pages;
+        smla_make_view(&pages, caches[i]->tensor.data, caches[i]->tensor.dtype, cpu, 3, shape);
+        args.k_cache = &pages.tensor;
+        num_left = i == 0 ? -1 : 0;
+        EXPECT_OK(smla_indexer_k_quant_and_cache(&args, &error));
+        EXPECT_EQ(num_live, 0);
+    }
+    num_left = -1;
+    EXPECT_EQ(memcmp(caches[0]->tensor.data, caches[1]->tensor.data, caches[0]->bytes), 0);
+}
+
 int
 main(void)
 {
     RUN(test_operators);
+    RUN(test_long_write);
     RUN(test_create);
     RUN(test_own_workspace);
     RUN(test_refused);

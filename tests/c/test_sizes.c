@@ -6,7 +6,7 @@
 enum { ZERO = 1, MINUS_ONE = 2, UNREAD = 4 }; /* what an option may be; UNREAD: anything */
 
 typedef struct size_option {
-    int number; /* of the operator */
+    int number; /* the operator's OP_ number */
     const char *name;
     size_t offset;
     unsigned meant;

@@ -20,7 +20,7 @@ import pytest
 import reference as ref
 import test_v4_attend as attend
 from fake_gpu import Driver, load, on_gpu
-from helpers import assert_keeps_nothing, require
+from helpers import assert_keeps_nothing, assert_same_bits, require
 
 import sparse_mla
 
@@ -275,6 +275,47 @@ def test_builds_and_forwards(path):
         assert ref.bits16(x).tobytes() == ref.bits16(y).tobytes() if x.dtype == ref.BF16 else True
         assert x.tobytes() == y.tobytes()
     assert fail_each_allocation(functools.partial(sparse_mla.MetadataBuilder, config)) > 0
+
+
+@IN_CLEAN_UP
+@pytest.mark.parametrize("path", ["mixed", "separate"])
+def test_dense_steps(path):
+    rng, dense = np.random.default_rng(7), sparse_mla.dense
+    batch = cases.make_batch([1, 2, 9], [20, 25, 30], block_size=16)
+    config = dense.Config(
+        2,
+        softmax_scale=0.1,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        path=path,
+        prefill_workspace_tokens=64,
+    )
+    weight = cases.random_bf16(rng, 512, 2 * 256, std=0.04)
+    layer = dense.DenseMLA(config, kv_b_proj=weight, rope_table=sparse_mla.rope_table(64))
+    builder, common = dense.MetadataBuilder(config), batch.common(sparse_mla)
+    shapes = (12, 2, 192), (12, 512), (12, 64)
+    arrays = [cases.random_bf16(rng, *shape) for shape in shapes]
+    arrays.append(cases.random_bf16(rng, batch.num_pages, 16, 576))
+
+    def forward(metadata):
+        return layer.forward(*arrays, metadata)
+
+    def build():
+        try:
+            return builder.build(common)
+        except SystemError as error:  # from NumPy's maximum, which finds no memory
+            assert str(error) == "error return without exception set"
+            raise MemoryError from None
+
+    want = forward(build())
+    before = counts_of(arrays)
+    assert fail_each_allocation(build) > 0
+    assert fail_each_allocation(functools.partial(forward, build())) > 0
+    assert counts_of(arrays) == before
+    assert_same_bits(ref.bits16(forward(build())), ref.bits16(want))
+    assert fail_each_allocation(functools.partial(dense.MetadataBuilder, config)) > 0
 
 
 @IN_CLEAN_UP

@@ -357,3 +357,25 @@ def test_operators_are_tested_in_their_family_s_folder():
     for name, family in families.items():
         counts = {x: len(re.findall(rf"\b{name}\b", text)) for x, text in texts.items()}
         assert 0 < counts[family] == max(counts.values()), (name, family, counts)
+
+
+def test_sizes_of_c_are_tried():
+    """tests/c/test_sizes.c has a row for each int64_t of an operator's args."""
+    cases = (ROOT / "tests" / "c" / "operators.h").read_text()
+    union = re.search(r"typedef union any_args \{(.*?)\n\}", cases, re.S)[1]
+    structs = {
+        name: fields
+        for path in PUBLIC
+        for fields, name in re.findall(
+            r"typedef struct \w+ \{\n((?:    .*\n)*)\} (\w+);", path.read_text()
+        )
+    }
+    wanted = {
+        (member, field)
+        for struct, member in re.findall(r"(smla_\w+_args) (\w+);", union)
+        for field in re.findall(r"^    int64_t (\w+);", structs[struct], re.M)
+    }
+    tried = (ROOT / "tests" / "c" / "test_sizes.c").read_text()
+    rows = re.findall(r"ROW\(\w+,\s*\"\w+\",\s*(\w+),\s*(\w+),", tried)
+    assert len(wanted) > 40
+    assert wanted == {*rows}
