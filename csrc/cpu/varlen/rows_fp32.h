@@ -5,8 +5,8 @@
 
 #include "cpu/cpu.h"
 #include "cpu/machine/fp32_values.h"
-#include "cpu/machine/narrow.h"
 #include "cpu/varlen/varlen.h"
+#include "cpu/varlen/widen_floats.h"
 
 enum {
     BLOCK_KEYS = 64,
@@ -30,41 +30,14 @@ serves(const smla_varlen_params *params)
 static void
 widen_values(const void *array, smla_float_type type, int64_t at, int64_t count, unit_scalar *to)
 {
-    const uint16_t *const halves = (const uint16_t *)array + at;
-    int64_t i = 0;
-    switch (type) {
-    case SMLA_FLOAT_BF16:
-        for (; i + WIDTH <= count; i += WIDTH) {
-            const vhalf half = *(const vhalf *)(halves + i);
-            *(vuint_unaligned *)(to + i) = __builtin_convertvector(half, vuint) << 16;
-        }
-        break;
-    case SMLA_FLOAT_FP16:
-        for (; i + WIDTH <= count; i += WIDTH) {
-            const vhalf half = *(const vhalf *)(halves + i);
-            *(vuint_unaligned *)(to + i) =
-                (vuint)half_to_float(__builtin_convertvector(half, vuint) << 16);
-        }
-        break;
-    default:
-        for (; i + QUAD <= count; i += QUAD) {
-            store_float(load_e4m3((const uint8_t *)array + at + i, 1.0f), to + i);
-        }
-    }
-    for (; i < count; i++) {
-        to[i] = smla_cpu_load_float(array, type, at + i);
-    }
+    widen_floats(array, type, at, count, to);
 }
 
 /* Whether one of `count` elements is above 2^50, infinite or NaN. */
 static bool
 has_huge_value(const unit_scalar *row, int count)
 {
-    vint noted = {0};
-    for (int i = 0; i < count; i += WIDTH) {
-        noted |= (vint)(*(const vuint *)(row + i) & 0x7FFFFFFFu) > 0x58800000;
-    }
-    return has_lane(noted);
+    return has_huge_float(row, count);
 }
 
 /* Adds value row j of a block to its other rows. */

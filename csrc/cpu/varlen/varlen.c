@@ -16,7 +16,7 @@ count_tiles(const smla_varlen_params *params, int64_t req, int64_t tile_rows)
     return (rows + tile_rows - 1) / tile_rows;
 }
 
-/* Tasks: the tiles of all requests and KV heads. */
+/* Tasks, if no requests share tiles: the tiles of all requests and KV heads. */
 static int64_t
 count_tasks(const smla_varlen_params *params, int64_t tile_rows)
 {
@@ -31,7 +31,8 @@ count_tasks(const smla_varlen_params *params, int64_t tile_rows)
 typedef struct tile_cut {
     int tile_rows;
     int64_t num_tasks;
-    int64_t *before; /* [B + 1]: the tiles, of one KV head, of the requests before one */
+    int64_t *before; /* [B + 1]: the tiles, of one KV head, of the requests before one. A request
+                      * that shares the tile of an earlier one has none. */
 } tile_cut;
 
 /* The more rows a tile has, the less often keys are read, unless threads would have no work. */
@@ -47,13 +48,76 @@ choose_cut(const smla_varlen_params *params)
     return (tile_cut){.tile_rows = half, .num_tasks = count_tasks(params, half)};
 }
 
-static void
-add_tiles(const smla_varlen_params *params, const tile_cut *cut)
+/* Whether an array of scales, if there is one, is the same for two requests. */
+static bool
+have_same_scale(const smla_varlen_params *params, const smla_varlen_scale *scale, int64_t a,
+                int64_t b)
 {
+    for (int64_t head = 0; head < params->num_kv_heads && scale->pointer != NULL; head++) {
+        if (smla_read_varlen_scale(scale, a, head) != smla_read_varlen_scale(scale, b, head)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The requests that share a tile so far. */
+typedef struct shared_tile {
+    int64_t req; /* the first one */
+    int64_t num_rows;
+    int64_t num_keys;
+} shared_tile;
+
+/* Whether a request's rows find room in the tile. If not, a tile begins with it. */
+static bool
+share_tile(const smla_varlen_params *params, int64_t req, int lanes, shared_tile *tile)
+{
+    const smla_varlen_request of = smla_find_varlen_request(params, req);
+    const int64_t num_rows = of.num_queries * (params->num_heads / params->num_kv_heads);
+    const int64_t first_key = smla_place_varlen_keys(tile->num_keys, of.num_keys);
+    if (num_rows == 0) {
+        return true;
+    }
+    if (tile->num_rows > 0 && tile->num_rows + num_rows <= lanes &&
+        first_key + of.num_keys <= SMLA_VARLEN_SHARED_KEYS &&
+        have_same_scale(params, &params->q_descale, tile->req, req) &&
+        have_same_scale(params, &params->k_descale, tile->req, req) &&
+        have_same_scale(params, &params->v_descale, tile->req, req)) {
+        tile->num_rows += num_rows;
+        tile->num_keys = first_key + of.num_keys;
+        return true;
+    }
+    *tile = (shared_tile){req, num_rows, of.num_keys};
+    return false;
+}
+
+static void
+add_tiles(const smla_varlen_params *params, int lanes, tile_cut *cut)
+{
+    shared_tile tile = {0};
     cut->before[0] = 0;
     for (int64_t req = 0; req < params->num_reqs; req++) {
-        cut->before[req + 1] = cut->before[req] + count_tiles(params, req, cut->tile_rows);
+        const bool is_shared = share_tile(params, req, lanes, &tile);
+        cut->before[req + 1] =
+            cut->before[req] + (is_shared ? 0 : count_tiles(params, req, cut->tile_rows));
     }
+    cut->num_tasks = cut->before[params->num_reqs] * params->num_kv_heads;
+}
+
+/* The first request with a tile from number `tile` on; B if there is none. */
+static int64_t
+find_owner(const smla_varlen_params *params, const tile_cut *cut, int64_t tile)
+{
+    int64_t req = 0;
+    for (int64_t past = params->num_reqs; req < past;) {
+        const int64_t middle = (req + past) / 2;
+        if (cut->before[middle + 1] > tile) {
+            past = middle;
+        } else {
+            req = middle + 1;
+        }
+    }
+    return req;
 }
 
 /* The tile of a task. Tiles of a request and a KV head follow each other, because they read the
@@ -61,26 +125,19 @@ add_tiles(const smla_varlen_params *params, const tile_cut *cut)
 static smla_varlen_tile
 find_tile(const smla_varlen_params *params, const tile_cut *cut, int64_t task)
 {
-    const int64_t *const tiles = cut->before;
-    const int64_t num_kv_heads = params->num_kv_heads;
-    int64_t req = 0; /* the first one that ends behind the task */
-    for (int64_t past = params->num_reqs - 1; req < past;) {
-        const int64_t middle = (req + past) / 2;
-        if (tiles[middle + 1] * num_kv_heads > task) {
-            past = middle;
-        } else {
-            req = middle + 1;
-        }
-    }
-    const smla_varlen_request of = smla_find_varlen_request(params, req);
-    const int64_t num_rows = of.num_queries * (params->num_heads / num_kv_heads);
-    const int64_t num_tiles = tiles[req + 1] - tiles[req];
-    const int64_t number = task - tiles[req] * num_kv_heads;
+    const int64_t req = find_owner(params, cut, task / params->num_kv_heads);
+    const int64_t first_tile = cut->before[req];
+    const int64_t num_tiles = cut->before[req + 1] - first_tile;
+    const int64_t number = task - first_tile * params->num_kv_heads;
     const int64_t row = (num_tiles - 1 - number % num_tiles) * cut->tile_rows;
-    const int64_t left = num_rows - row;
+    const int64_t past = find_owner(params, cut, first_tile + num_tiles);
+    const smla_varlen_request first = smla_find_varlen_request(params, req);
+    const smla_varlen_request last = smla_find_varlen_request(params, past - 1);
+    const int64_t num_queries = last.first_query + last.num_queries - first.first_query;
+    const int64_t left = num_queries * (params->num_heads / params->num_kv_heads) - row;
     return (smla_varlen_tile){
-        .of = of,
         .req = req,
+        .num_reqs = past - req,
         .kv_head = number / num_tiles,
         .row = row,
         .num_rows = left < cut->tile_rows ? (int)left : cut->tile_rows,
@@ -111,7 +168,7 @@ smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
     cut.before = smla_scratch_part(&scratch, num_threads);
-    add_tiles(params, &cut);
+    add_tiles(params, isa->varlen->lanes, &cut);
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)

@@ -2,7 +2,9 @@
  * kernel (varlen_kernel.h), which is compiled into a smla_varlen_isa per instruction set.
  *
  * The *rows* of a request and a KV head are its query tokens times the heads that read the KV head,
- * token by token. A *tile* is up to SMLA_VARLEN_ROWS of them, which read the keys together.
+ * token by token. A *tile* is up to SMLA_VARLEN_ROWS of them, which read the keys together. Small
+ * requests that follow each other share a tile, because a tile of one row would take as long as one
+ * of a whole vector of rows. Their keys lie one after another in a block, and rows see their own.
  */
 #pragma once
 
@@ -11,7 +13,9 @@
 
 enum {
     SMLA_VARLEN_ROWS = 512,
-    SMLA_VARLEN_PAD = 32, /* D and Dv are padded to a multiple: whole steps of every unit */
+    SMLA_VARLEN_PAD = 32,         /* D and Dv are padded to a multiple: whole steps of every unit */
+    SMLA_VARLEN_SHARED_KEYS = 64, /* keys of the requests that share a tile: within one block */
+    SMLA_VARLEN_STEP_KEYS = 32,   /* keys whose products a unit may add before all others */
 };
 
 static inline int
@@ -21,8 +25,8 @@ smla_pad_varlen_dims(int64_t dims)
 }
 
 typedef struct smla_varlen_tile {
-    smla_varlen_request of;
-    int64_t req;
+    int64_t req;      /* the first request */
+    int64_t num_reqs; /* if several have rows, then the tile has all of them */
     int64_t kv_head;
     int64_t row; /* the first one, counted in the request */
     int num_rows;
@@ -32,19 +36,19 @@ typedef struct smla_varlen_tile {
 typedef struct smla_varlen_row {
     int64_t token; /* in all arrays */
     int64_t head;
-    smla_key_range keys; /* numbers in the request */
+    int64_t first_key;   /* where key 0 of the tile would lie, counted as the request's keys do */
+    smla_key_range keys; /* numbers in the tile */
 } smla_varlen_row;
 
-static inline smla_varlen_row
-smla_find_varlen_row(const smla_varlen_params *params, const smla_varlen_tile *tile, int row)
+/* The number in the tile of a request's first key, if those before it end at `end`. A row's bits
+ * must not depend on its neighbours. So a request's keys are paired as if they were alone, and are
+ * in one step if they fit. */
+static inline int64_t
+smla_place_varlen_keys(int64_t end, int64_t num_keys)
 {
-    const int64_t group = params->num_heads / params->num_kv_heads;
-    const int64_t query = (tile->row + row) / group;
-    return (smla_varlen_row){
-        .token = tile->of.first_query + query,
-        .head = tile->kv_head * group + (tile->row + row) % group,
-        .keys = smla_find_varlen_range(params, &tile->of, query),
-    };
+    const int64_t at = (end + 1) / 2 * 2;
+    const int64_t step = SMLA_VARLEN_STEP_KEYS;
+    return at % step + num_keys > step ? (at + step - 1) / step * step : at;
 }
 
 static inline float
@@ -83,6 +87,7 @@ smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_varlen_
 
 /* The kernel of one instruction set. */
 typedef struct smla_varlen_isa {
+    int lanes; /* rows of a vector */
     smla_varlen_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
     void (*run_tile)(const smla_varlen_params *params, const smla_varlen_tile *tile,
@@ -104,6 +109,10 @@ extern const smla_varlen_isa smla_varlen_neonbf16;
  * large for the kernels, or are not finite. varlen_exact.c */
 void smla_attend_varlen_exactly(const smla_varlen_params *params, const smla_varlen_tile *tile,
                                 const smla_varlen_row *row);
+
+/* The logit of q . k = `product`. */
+double smla_find_varlen_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
+                              double product);
 
 /* Writes lse, and returns what the row's sum of values is multiplied with: 1 / sum, the sink's
  * factor, and v_descale. */

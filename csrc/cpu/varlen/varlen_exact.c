@@ -52,17 +52,17 @@ multiply(const smla_varlen_params *params, const smla_varlen_tile *tile, const s
         sum += multiply_part(q, params->q_type,
                              row->token * q->stride_token + row->head * q->stride_head, k,
                              params->kv_type,
-                             (tile->of.first_key + key) * k->stride_token +
+                             (row->first_key + key) * k->stride_token +
                                  tile->kv_head * k->stride_head);
     }
     return sum;
 }
 
-static double
-find_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
-           const smla_varlen_row *row, int64_t key)
+double
+smla_find_varlen_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
+                       double product)
 {
-    const double logit = smla_varlen_logit_scale(params, tile) * multiply(params, tile, row, key);
+    const double logit = smla_varlen_logit_scale(params, tile) * product;
     const double cap = params->softcap;
     return cap > 0 ? cap * tanh(logit / cap) : logit;
 }
@@ -109,9 +109,10 @@ attend(const smla_varlen_params *params, const smla_varlen_tile *tile, const sml
     exact_state state = {.max = -INFINITY};
     /* A sum that is NaN stays NaN, and so do all values, whatever keys follow. */
     for (int64_t key = row->keys.begin; key < row->keys.end && !isnan(state.sum); key++) {
-        const int64_t v_at = (tile->of.first_key + key) * params->v.stride_token +
-                             tile->kv_head * params->v.stride_head;
-        add_key(params, v_at, find_logit(params, tile, row, key), &state);
+        const int64_t v_at =
+            (row->first_key + key) * params->v.stride_token + tile->kv_head * params->v.stride_head;
+        const double product = multiply(params, tile, row, key);
+        add_key(params, v_at, smla_find_varlen_logit(params, tile, product), &state);
     }
     const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
     const double factor = smla_finish_varlen_row(params, tile, row, state.sum, lse);

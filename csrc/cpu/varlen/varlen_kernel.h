@@ -18,12 +18,13 @@
  * Numerics     Those of attention_kernel.h, whose products these are (attention_lanes.h,
  *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
  *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
- *              a row's bits depend on its query and its request's keys alone. Every 16384 keys the
- *              state is added to those before it.
+ *              a row's bits depend on its query and its request's keys alone. Requests that share a
+ *              tile have one block, and what their rows do not see changes no bit, either. Every
+ *              16384 keys the state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^50: logits of 576 of them
  *              stay below 2^127 with any scale up to 2^16. Larger ones, and NaN, count as zeros
- *              here; rows that have or see such a value are computed again by varlen_exact.c. So
- *              are rows with one key, whose out is its value to the bit.
+ *              here; rows that have or see such a value are computed again by varlen_exact.c, and
+ *              rows with one key, whose out is its value to the bit, by varlen_one_key.h.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
  *
@@ -44,6 +45,9 @@ enum {
 
 _Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
 _Static_assert(SMLA_VARLEN_ROWS % GROUP_LANES == 0, "a tile has room for whole groups");
+_Static_assert((int)SMLA_VARLEN_SHARED_KEYS <= (int)BLOCK_KEYS,
+               "requests that share a tile have one block");
+_Static_assert(SMLA_VARLEN_STEP_KEYS % (VALUE_DEPTH * UNIT_STEP) == 0, "whole steps of values");
 _Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
 _Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
 
@@ -69,9 +73,11 @@ typedef struct tile_work {
     unit_scalar *row; /* [MAX_ROW_ELEMENTS] */
     float *scores;
     tile_state state;
-    tile_state older; /* the sum of the states before the latest */
-    smla_varlen_row *rows;
-    int32_t *begin; /* keys that a lane sees, relative to the block */
+    tile_state older;      /* the sum of the states before the latest */
+    smla_varlen_row *rows; /* [SMLA_VARLEN_ROWS] */
+    int64_t *shared_keys;  /* [SMLA_VARLEN_SHARED_KEYS]: where the tile's first keys lie, or -1 */
+    int64_t first_key;     /* the same for key 0, as if all of the others followed it */
+    int32_t *begin;        /* keys that a lane sees, relative to the block */
     int32_t *end;
     uint8_t *is_exact; /* rows that varlen_exact.c computes */
 } tile_work;
@@ -86,6 +92,7 @@ typedef struct tile_arrays {
     _Alignas(64) double sum[2][SMLA_VARLEN_ROWS]; /* of `state` and of `older` */
     _Alignas(64) float max_log2[2][SMLA_VARLEN_ROWS];
     _Alignas(64) smla_varlen_row rows[SMLA_VARLEN_ROWS];
+    _Alignas(64) int64_t shared_keys[SMLA_VARLEN_SHARED_KEYS];
     _Alignas(64) int32_t begin[GROUP_LANES];
     _Alignas(64) int32_t end[GROUP_LANES];
     _Alignas(64) uint8_t is_exact[SMLA_VARLEN_ROWS];
@@ -117,6 +124,7 @@ carve(const smla_varlen_params *params, uint8_t *memory, tile_work *work)
         states[i]->out = (float *)(out + i * work->value_dims * OUT_BYTES_PER_DIM);
     }
     work->rows = arrays->rows;
+    work->shared_keys = arrays->shared_keys;
     work->begin = arrays->begin;
     work->end = arrays->end;
     work->is_exact = arrays->is_exact;
@@ -221,11 +229,18 @@ prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
     const int64_t share = (left + groups - 1) / groups;
     for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
          j++) {
-        const int64_t token = work->tile->of.first_key + first + j;
+        const int64_t token = work->first_key + first + j;
         prefetch_row(&params->k[0], params->kv_type, token, kv_head);
         prefetch_row(&params->k[1], params->kv_type, token, kv_head);
         prefetch_row(&params->v, params->kv_type, token, kv_head);
     }
+}
+
+/* Where a key of the tile lies; -1 where there is none between the keys of two requests. */
+static int64_t
+find_key(const tile_work *work, int64_t key)
+{
+    return key < SMLA_VARLEN_SHARED_KEYS ? work->shared_keys[key] : work->first_key + key;
 }
 
 /* Widens keys and values of a block. A key with an unusual value becomes zeros. */
@@ -235,13 +250,13 @@ load_block(const tile_work *work, int64_t key, int count)
     const smla_varlen_params *const params = work->params;
     const int64_t kv_head = work->tile->kv_head;
     for (int j = 0; j < count; j++) {
-        const int64_t token = work->tile->of.first_key + key + j;
+        const int64_t token = find_key(work, key + j);
         unit_scalar *const row = work->keys + j * KEY_STRIDE;
-        const bool is_usual_key =
-            load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row);
-        const bool is_usual_value =
+        const bool is_usual =
+            token >= 0 &&
+            load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row) &&
             load_row(&params->v, 1, params->kv_type, token, kv_head, work->value_dims, work->row);
-        if (!is_usual_key || !is_usual_value) {
+        if (!is_usual) {
             mark_rows(work, key + j);
             memset(row, 0, (size_t)work->query_dims / UNIT_STEP * sizeof *row);
             memset(work->row, 0, (size_t)work->value_dims / UNIT_STEP * sizeof *row);
@@ -407,98 +422,86 @@ set_aside(const tile_work *work)
     clear(work, work->state);
 }
 
-/* ---- Results ------------------------------------------------------------------------------- */
-
-/* Writes a vector of a row, or the `count` values that are left. */
-SMLA_INLINE void
-store_values(vfloat x, smla_float_type type, int64_t at, int64_t count, void *out)
-{
-    if (type == SMLA_FLOAT_FP32) {
-        float *const to = (float *)out + at;
-        if (count >= WIDTH) {
-            *(vuint_unaligned *)to = (vuint)x;
-        } else {
-            memcpy(to, &x, (size_t)count * sizeof *to);
-        }
-        return;
-    }
-    uint16_t *const to = (uint16_t *)out + at;
-    const vuint words = type == SMLA_FLOAT_BF16 ? round_upper_half(x) >> 16 : round_to_half(x);
-    const vhalf halves = __builtin_convertvector(words, vhalf);
-    if (count >= WIDTH) {
-        *(vhalf_unaligned *)to = halves;
-    } else {
-        memcpy(to, &halves, (size_t)count * sizeof *to);
-    }
-}
-
-/* Transposes one vector of lanes into rows [WIDTH][value_dims], times the lanes' factors. */
-static void
-finish_rows(const tile_work *work, int lane, vfloat factor, float *rows)
-{
-    const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
-    const int lanes = lanes_at(work, first);
-    const float *const out = work->state.out + first * work->value_dims + (lane - first);
-    for (int d = 0; d < work->value_dims; d += WIDTH) {
-        vuint square[WIDTH];
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            /* Adding 0 makes +0 of -0, which depends on how often a sum was rescaled. */
-            square[i] = (vuint)(*as_vectors(out + (d + i) * lanes) * factor + 0.0f);
-        }
-        transpose(square);
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            *(vuint *)(rows + i * work->value_dims + d) = square[i];
-        }
-    }
-}
-
-/* Writes the results of one vector of lanes, row by row: rows may lie a page apart, where the cache
- * has no room for several of them. */
-static void
-finish_vector(const tile_work *work, int lane)
-{
-    const smla_varlen_params *const params = work->params;
-    const double ln_2 = 0.69314718055994530942;
-    const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
-    const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
-    float *const rows = (float *)work->row;
-    vfloat factor = {0};
-    for (int i = 0; i < num_rows; i++) {
-        const double sum = work->state.sum[lane + i];
-        const double lse = sum == 0.0 ? -INFINITY : (double)reference[i] * ln_2 + log(sum);
-        factor[i] =
-            (float)smla_finish_varlen_row(params, work->tile, &work->rows[lane + i], sum, lse);
-    }
-    finish_rows(work, lane, factor, rows);
-    for (int i = 0; i < num_rows; i++) {
-        const smla_varlen_row *const row = &work->rows[lane + i];
-        const int64_t at =
-            row->token * params->out_stride_token + row->head * params->out_stride_head;
-        for (int d = 0; d < params->value_dim; d += WIDTH) {
-            store_values(*as_vectors(rows + i * work->value_dims + d), params->out_type, at + d,
-                         params->value_dim - d, params->out);
-        }
-    }
-}
+#include "cpu/varlen/varlen_finish.h"
+#include "cpu/varlen/varlen_one_key.h"
 
 /* ---- A tile -------------------------------------------------------------------------------- */
 
-/* Finds the rows, and the keys that any of them sees. */
+/* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
+ * the tile. Returns how many there were. */
+static int
+add_rows(const tile_work *work, const smla_varlen_request *of, int64_t first, int count,
+         int64_t first_key, smla_varlen_row *rows)
+{
+    const int64_t group = work->params->num_heads / work->params->num_kv_heads;
+    int64_t head = first % group;
+    int added = 0;
+    for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
+        const smla_key_range keys = smla_find_varlen_range(work->params, of, query);
+        for (; head < group; head++) {
+            if (added == count) {
+                return added;
+            }
+            rows[added++] = (smla_varlen_row){
+                .token = of->first_query + query,
+                .head = work->tile->kv_head * group + head,
+                .first_key = of->first_key - first_key,
+                .keys = {first_key + keys.begin, first_key + keys.end},
+            };
+        }
+    }
+    return added;
+}
+
+/* Finds the rows, and where the first keys lie. */
+static void
+find_rows(tile_work *work)
+{
+    const smla_varlen_tile *const tile = work->tile;
+    int64_t end = 0;
+    int found = 0;
+    for (int64_t req = tile->req; found < tile->num_rows; req++) {
+        const smla_varlen_request of = smla_find_varlen_request(work->params, req);
+        if (of.num_queries == 0) {
+            continue;
+        }
+        const int64_t first_key = smla_place_varlen_keys(end, of.num_keys);
+        found +=
+            add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
+        work->first_key = of.first_key - first_key;
+        for (int64_t key = end; key < first_key; key++) {
+            work->shared_keys[key] = -1;
+        }
+        end = first_key + of.num_keys;
+        for (int64_t key = first_key; key < end && key < SMLA_VARLEN_SHARED_KEYS; key++) {
+            work->shared_keys[key] = work->first_key + key;
+        }
+    }
+}
+
+/* The keys that any row sees. */
 static smla_key_range
-find_rows(const tile_work *work)
+find_seen_keys(const tile_work *work)
 {
     smla_key_range all = {INT64_MAX, 0};
     for (int i = 0; i < work->tile->num_rows; i++) {
-        const smla_varlen_row row = smla_find_varlen_row(work->params, work->tile, i);
-        work->rows[i] = row;
-        if (row.keys.begin < row.keys.end) {
-            all.begin = row.keys.begin < all.begin ? row.keys.begin : all.begin;
-            all.end = row.keys.end > all.end ? row.keys.end : all.end;
+        const smla_key_range keys = work->rows[i].keys;
+        if (keys.begin < keys.end) {
+            all.begin = keys.begin < all.begin ? keys.begin : all.begin;
+            all.end = keys.end > all.end ? keys.end : all.end;
         }
     }
     return all;
+}
+
+static int
+count_rows_with_one_key(const tile_work *work)
+{
+    int count = 0;
+    for (int i = 0; i < work->tile->num_rows; i++) {
+        count += has_one_key(&work->rows[i]);
+    }
+    return count;
 }
 
 /* Whether the scales let SMLA_FP_FLUSH take small products as zero. */
@@ -545,20 +548,14 @@ attend_keys(const tile_work *work, smla_key_range keys)
 __attribute__((noinline)) static void
 run_usual_tile(tile_work *work, smla_key_range keys)
 {
-    const int lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
-    work->num_lanes = lanes;
-    const bool is_ordinary = has_ordinary_scales(work);
-    for (int i = 0; i < work->tile->num_rows; i++) {
-        const smla_key_range *const seen = &work->rows[i].keys;
-        work->is_exact[i] = !is_ordinary || seen->end - seen->begin == 1;
-    }
+    work->num_lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
     begin_products();
     pack_queries(work);
     if (attend_keys(work, keys)) {
         work->state = work->older;
     }
     end_products();
-    for (int lane = 0; lane < lanes; lane += WIDTH) {
+    for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
         finish_vector(work, lane);
     }
 }
@@ -573,7 +570,17 @@ run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t
     tile_work work = {.params = params, .tile = tile};
     carve(params, scratch, &work);
     work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->softcap);
-    run_usual_tile(&work, find_rows(&work));
+    find_rows(&work);
+    memset(work.is_exact, !has_ordinary_scales(&work), (size_t)tile->num_rows);
+    const int num_alone = count_rows_with_one_key(&work);
+    if (num_alone < tile->num_rows) {
+        run_usual_tile(&work, find_seen_keys(&work));
+    }
+    if (num_alone > 0) {
+        const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
+        attend_only_keys(&work);
+        smla_fp_change(before);
+    }
     for (int i = 0; i < tile->num_rows; i++) {
         if (work.is_exact[i]) {
             smla_attend_varlen_exactly(params, tile, &work.rows[i]);
@@ -582,6 +589,7 @@ run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t
 }
 
 const smla_varlen_isa SMLA_VARLEN = {
+    .lanes = WIDTH,
     .scratch = {.tile_bytes = sizeof(tile_arrays),
                 .bytes_per_query_dim = Q_BYTES_PER_DIM,
                 .bytes_per_value_dim = 2 * OUT_BYTES_PER_DIM},
