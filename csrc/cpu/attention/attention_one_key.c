@@ -29,7 +29,7 @@ typedef struct wide_key {
     int rope_dim;
     doubles values[SMLA_HEAD_DIM / LANES];
     float scales[NUM_TILES];
-    float scaled[SMLA_KV_LORA_RANK];
+    floats scaled[SMLA_KV_LORA_RANK / LANES];
 } wide_key;
 
 int
@@ -124,7 +124,7 @@ widen_key(const smla_only_key *only, wide_key *key)
             load_code(format, only->token.row, d) * load_inner_scale(format, only->token.scales, d);
         key->values[d / LANES][d % LANES] = (double)value;
         if (d < SMLA_KV_LORA_RANK) {
-            key->scaled[d] = value * key->scales[d / SMLA_SCALE_TILE];
+            key->scaled[d / LANES][d % LANES] = value * key->scales[d / SMLA_SCALE_TILE];
         }
     }
 }
@@ -193,10 +193,18 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, fl
 
 /* out = value * factor, rounded to bf16. A factor of 0 gives zeros without a sign. */
 static void
-round_value(const float *value, float factor, uint16_t *out)
+round_value(const floats *value, float factor, uint16_t *out)
 {
-    for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
-        out[d] = factor == 0.0f ? 0 : smla_float_to_bf16(value[d] * factor);
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d += LANES) {
+        const floats x = value[d / LANES] * factor;
+        const words bits = (words)x, is_nan = (words)(x != x);
+        const words rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
+        const words quiet_nan = (bits & 0x80000000u) | 0x7FC00000u;
+        const words result = ((rounded & ~is_nan) | (quiet_nan & is_nan)) >> 16;
+        *(halves *)(out + d) = __builtin_convertvector(result, halves);
+    }
+    if (factor == 0.0f) {
+        memset(out, 0, SMLA_KV_LORA_RANK * sizeof *out);
     }
 }
 

@@ -65,9 +65,8 @@ add_rows(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type,
                   out + i * out_bytes);
     }
     if (i < count) {
-        uint8_t last[DUO * sizeof(float)];
-        store_duo(add_duos(rows, num_rows, type, i, count - i, is_subnormal), out_type, last);
-        memcpy(out + i * out_bytes, last, (size_t)((count - i) * out_bytes));
+        store_part_of_duo(add_duos(rows, num_rows, type, i, count - i, is_subnormal), out_type,
+                          count - i, out + i * out_bytes);
     }
 }
 

@@ -270,25 +270,36 @@ smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+static void
+gather_row(const smla_cache_isa *cache, const smla_gather_params *p, int64_t req, gather_request r,
+           int64_t i)
+{
+    const int64_t position = r.seq_start + i;
+    const int64_t page = read_page(p, req, position / p->kv.block_size);
+    const smla_kv_token key = smla_kv_token_at(&p->kv, page, position % p->kv.block_size);
+    cache->read_row(p->kv.format, key, smla_read_scale(&p->kv_scale), SMLA_FLOAT_BF16, p->out,
+                    req * p->out_stride_req + (r.workspace_start + i) * p->out_stride_token);
+}
+
 static smla_status
 gather_requests(const smla_gather_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
-    const float kv_scale = smla_read_scale(&p->kv_scale);
     /* Requests run in order, and threads divide the rows of one request. So if two requests have
      * the same rows of the workspace, the later request wins. */
     for (int64_t req = 0; req < p->num_reqs; req++) {
         const gather_request r = read_request(p, req);
-#pragma omp parallel for schedule(static) if (r.count >= 64)
+        if (r.count < 64) { /* a parallel region of one thread costs as much as some rows */
+            for (int64_t i = 0; i < r.count; i++) {
+                gather_row(isa->cache, p, req, r, i);
+            }
+            continue;
+        }
+#pragma omp parallel for schedule(static)
         for (int64_t i = 0; i < r.count; i++) {
-            const int64_t position = r.seq_start + i;
-            const int64_t page = read_page(p, req, position / p->kv.block_size);
-            const smla_kv_token key = smla_kv_token_at(&p->kv, page, position % p->kv.block_size);
-            isa->cache->read_row(p->kv.format, key, kv_scale, SMLA_FLOAT_BF16, p->out,
-                                 req * p->out_stride_req +
-                                     (r.workspace_start + i) * p->out_stride_token);
+            gather_row(isa->cache, p, req, r, i);
         }
     }
     return SMLA_OK;

@@ -33,7 +33,9 @@ enum { CHUNK = 256 };
 typedef struct goal {
     bool is_row;    /* a row of the workspace, else a slot of the cache */
     uint32_t start; /* the row of position 0 */
-    int shift;      /* a page size as a power of two; negative: none, and a division each */
+    bool is_power;  /* whether the page size is a power of two, 2^shift */
+    int shift;      /* if not, position / page size = position * factor >> shift */
+    uint32_t factor;
     int64_t stride; /* entries from one page of a block table's row to the next */
 } goal;
 
@@ -48,14 +50,15 @@ find_chunk(const smla_page_row *row, goal to, const int32_t *positions, int coun
         (uint32_t)(row->num_blocks < most_blocks ? row->num_blocks : most_blocks);
     /* If pages have a power of two of slots, all slots up to the end of max_page fit int32, and no
      * negative position lies in one of `num_blocks`. */
-    const bool needs_signs = to.is_row || to.shift < 0;
+    const bool needs_signs = to.is_row || !to.is_power;
     uint32_t blocks[CHUNK] __attribute__((aligned(64))); /* 0 where the row has none */
     uint32_t pages[CHUNK] __attribute__((aligned(64)));
     int32_t num_found = 0;
 #pragma omp simd
     for (int i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
-        const uint32_t block = to.shift >= 0 ? position >> to.shift : position / block_size;
+        const uint32_t block = to.is_power ? position >> to.shift
+                                           : (uint32_t)((uint64_t)position * to.factor >> to.shift);
         blocks[i] = block < num_blocks ? block : 0;
     }
     for (int i = 0; i < count; i++) {
@@ -98,9 +101,14 @@ find(const smla_page_row *row, goal to, const int32_t *positions, int64_t count,
     }
     to.stride = row->stride;
     if (!is_power) {
-        to.shift = -1; /* a constant, like the stride of 1 below: each has a loop of its own */
+        /* factor * block_size is above 2^shift by less than 2^(shift - 31), which changes the
+         * quotient of no position below 2^31. */
+        to.is_power = false; /* a constant, like the stride of 1 below: each has its own loop */
+        to.shift = 31 + 32 - __builtin_clz(block_size);
+        to.factor = (uint32_t)((UINT64_C(1) << to.shift) / block_size + 1);
         return find_list(row, to, positions, count, out);
     }
+    to.is_power = true;
     to.shift = __builtin_ctz(block_size);
     if (row->stride == 1) {
         to.stride = 1;

@@ -63,6 +63,97 @@ store_words(vuint words, void *memory, int index)
     ((vuint_unaligned *)memory)[index] = words;
 }
 
+/* ---- Parts of vectors ---------------------------------------------------------------------- */
+
+/* The ends of rows are loaded and stored without a copy in memory: a vector's load would wait until
+ * the smaller stores before it are in the cache. `bytes` is even. */
+
+#if defined(__AVX512BW__) && SMLA_SIMD_WIDTH == 16
+
+SMLA_INLINE __mmask32
+mask_of_part(int64_t bytes)
+{
+    return (__mmask32)(bytes >= 4 * WIDTH ? UINT32_MAX : (1u << (bytes > 0 ? bytes / 2 : 0)) - 1u);
+}
+
+/* The first `bytes` bytes of a vector, and zeros. No byte behind them is read. */
+SMLA_INLINE vuint
+load_part_of_words(const void *memory, int64_t bytes)
+{
+    return (vuint)_mm512_maskz_loadu_epi16(mask_of_part(bytes), memory);
+}
+
+SMLA_INLINE void
+store_part_of_words(vuint words, void *memory, int64_t bytes)
+{
+    _mm512_mask_storeu_epi16(memory, mask_of_part(bytes), (__m512i)words);
+}
+
+#else
+
+/* Up to 8 bytes. */
+SMLA_INLINE uint64_t
+load_few_bytes(const uint8_t *memory, int64_t bytes)
+{
+    uint64_t all = 0;
+    uint32_t word = 0;
+    uint16_t half = 0;
+    if (bytes >= 8) {
+        memcpy(&all, memory, sizeof all);
+        return all;
+    }
+    if (bytes >= 4) {
+        memcpy(&word, memory, sizeof word);
+    }
+    if (bytes > 0 && bytes % 4 != 0) {
+        memcpy(&half, memory + bytes - 2, sizeof half);
+    }
+    return bytes >= 4 ? word | (uint64_t)half << 32 : half;
+}
+
+SMLA_INLINE void
+store_few_bytes(uint64_t all, uint8_t *memory, int64_t bytes)
+{
+    const uint32_t word = (uint32_t)all;
+    const uint16_t half = (uint16_t)(bytes >= 4 ? all >> 32 : all);
+    if (bytes >= 8) {
+        memcpy(memory, &all, sizeof all);
+        return;
+    }
+    if (bytes >= 4) {
+        memcpy(memory, &word, sizeof word);
+    }
+    if (bytes > 0 && bytes % 4 != 0) {
+        memcpy(memory + bytes - 2, &half, sizeof half);
+    }
+}
+
+typedef uint64_t vlong __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias));
+
+/* The first `bytes` bytes of a vector, and zeros. No byte behind them is read. */
+SMLA_INLINE vuint
+load_part_of_words(const void *memory, int64_t bytes)
+{
+    vlong parts;
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDTH / 2; i++) {
+        parts[i] = load_few_bytes((const uint8_t *)memory + (ptrdiff_t)8 * i, bytes - 8 * i);
+    }
+    return (vuint)parts;
+}
+
+SMLA_INLINE void
+store_part_of_words(vuint words, void *memory, int64_t bytes)
+{
+    const vlong parts = (vlong)words;
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDTH / 2; i++) {
+        store_few_bytes(parts[i], (uint8_t *)memory + (ptrdiff_t)8 * i, bytes - 8 * i);
+    }
+}
+
+#endif
+
 /* ---- Lanes --------------------------------------------------------------------------------- */
 
 /* Widens a finite float to fp32. It lies at the top of the lane: sign 0, then `exponent_bits`. A
@@ -180,25 +271,39 @@ typedef struct duo {
 } duo;
 
 SMLA_INLINE duo
+bf16_to_duo(vuint words)
+{
+    return (duo){(vfloat)(words << 16), bf16_to_float(words)};
+}
+
+SMLA_INLINE duo
+half_to_duo(vuint words)
+{
+    return (duo){half_to_float(words << 16), half_to_float(words)};
+}
+
+SMLA_INLINE duo
+float_to_duo(vuint first, vuint second)
+{
+    return (duo){(vfloat)even_lanes(first, second), (vfloat)odd_lanes(first, second)};
+}
+
+SMLA_INLINE duo
 load_bf16_duo(const void *halves)
 {
-    const vuint x = load_words(halves, 0);
-    return (duo){(vfloat)(x << 16), bf16_to_float(x)};
+    return bf16_to_duo(load_words(halves, 0));
 }
 
 SMLA_INLINE duo
 load_half_duo(const void *halves)
 {
-    const vuint x = load_words(halves, 0);
-    return (duo){half_to_float(x << 16), half_to_float(x)};
+    return half_to_duo(load_words(halves, 0));
 }
 
 SMLA_INLINE duo
 load_float_duo(const void *floats)
 {
-    const vuint first = load_words(floats, 0);
-    const vuint second = load_words(floats, 1);
-    return (duo){(vfloat)even_lanes(first, second), (vfloat)odd_lanes(first, second)};
+    return float_to_duo(load_words(floats, 0), load_words(floats, 1));
 }
 
 SMLA_INLINE void

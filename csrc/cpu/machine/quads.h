@@ -47,23 +47,48 @@ load_duo(const void *values, smla_float_type type)
 SMLA_INLINE duo
 load_part_of_duo(const void *values, smla_float_type type, int64_t count)
 {
-    uint8_t padded[DUO * sizeof(float)] = {0};
-    memcpy(padded, values, (size_t)(count * element_bytes(type)));
-    return load_duo(padded, type);
+    const int64_t bytes = count * element_bytes(type);
+    const vuint words = load_part_of_words(values, bytes);
+    switch (type) {
+    case SMLA_FLOAT_BF16: return bf16_to_duo(words);
+    case SMLA_FLOAT_FP16: return half_to_duo(words);
+    default:
+        return float_to_duo(words, load_part_of_words((const uint8_t *)values + 4 * WIDTH,
+                                                      bytes - 4 * WIDTH));
+    }
+}
+
+/* A duo as bf16 or fp16. */
+SMLA_INLINE vuint
+round_duo(duo x, smla_float_type type)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        return join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd));
+    }
+    return round_to_half(x.even) | round_to_half(x.odd) << 16;
 }
 
 SMLA_INLINE void
 store_duo(duo x, smla_float_type type, void *out)
 {
-    switch (type) {
-    case SMLA_FLOAT_BF16:
-        store_words(join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd)), out,
-                    0);
-        return;
-    case SMLA_FLOAT_FP16:
-        store_words(round_to_half(x.even) | round_to_half(x.odd) << 16, out, 0);
-        return;
-    default: store_float_duo(x, out);
+    if (type == SMLA_FLOAT_FP32) {
+        store_float_duo(x, out);
+    } else {
+        store_words(round_duo(x, type), out, 0);
+    }
+}
+
+/* Stores the first `count` values of a duo. */
+SMLA_INLINE void
+store_part_of_duo(duo x, smla_float_type type, int64_t count, void *out)
+{
+    const int64_t bytes = count * element_bytes(type);
+    if (type == SMLA_FLOAT_FP32) {
+        store_part_of_words(interleave_first((vuint)x.even, (vuint)x.odd), out, bytes);
+        store_part_of_words(interleave_second((vuint)x.even, (vuint)x.odd),
+                            (uint8_t *)out + 4 * WIDTH, bytes - 4 * WIDTH);
+    } else {
+        store_part_of_words(round_duo(x, type), out, bytes);
     }
 }
 

@@ -167,11 +167,11 @@ normalize_by(const uint16_t *x, const void *weight, smla_float_type weight_type,
         store_unified(multiply_duo(load_bf16_duo(x + i), by, w), out + i);
     }
     if (i < size) {
-        uint16_t last[DUO];
         const duo w = load_part_of_duo(element_at(weight, weight_type, i), weight_type, size - i);
         const duo values = load_part_of_duo(x + i, SMLA_FLOAT_BF16, size - i);
-        store_unified(multiply_duo(values, by, w), last);
-        memcpy(out + i, last, (size_t)(size - i) * sizeof *out);
+        const duo y = multiply_duo(values, by, w);
+        store_part_of_words(join_upper_halves(round_unified(y.even), round_unified(y.odd)), out + i,
+                            (size - i) * (int64_t)sizeof *out);
     }
 }
 

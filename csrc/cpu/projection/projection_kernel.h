@@ -70,36 +70,42 @@ round_up(int count, int multiple)
     return (count + multiple - 1) / multiple * multiple;
 }
 
-/* `row`, or a copy of its `count` values with zeros up to `capacity`. */
-static const uint16_t *
-pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
+/* Words k / 2 ... of a row of `count` values, with zeros behind them. */
+SMLA_INLINE vuint
+load_values(const uint16_t *row, int k, int count)
 {
-    if (count == capacity) {
-        return row;
-    }
-    memset(copy, 0, (size_t)capacity * sizeof *copy);
-    memcpy(copy, row, (size_t)count * sizeof *copy);
-    return copy;
+    return k + 2 * WIDTH <= count ? load_words(row + k, 0)
+                                  : load_part_of_words(row + k, 2 * (int64_t)(count - k));
 }
 
-/* A copy of `count` values that are `stride` apart, with zeros up to `capacity`. */
-static const uint16_t *
-collect_row(const uint16_t *row, int64_t stride, int count, int capacity, uint16_t *copy)
+/* WIDTH values of a row of `count` from value n on, widened, with zeros behind them. */
+SMLA_INLINE vuint
+load_halves(const uint16_t *row, int n, int count)
 {
-    memset(copy, 0, (size_t)capacity * sizeof *copy);
+    if (n + WIDTH <= count) {
+        return __builtin_convertvector(*(const vhalf *)(row + n), vuint);
+    }
+    const vuint part = load_part_of_words(row + n, 2 * (int64_t)(count - n));
+    return interleave_first(part & 0xFFFFu, part >> 16);
+}
+
+/* A copy of `count` values that are `stride` apart. */
+static const uint16_t *
+collect_row(const uint16_t *row, int64_t stride, int count, uint16_t *copy)
+{
     for (int k = 0; k < count; k++) {
         copy[k] = row[k * stride];
     }
     return copy;
 }
 
-/* `count` values from `at` on as bf16, with zeros up to `capacity`: the values themselves, or a
- * copy. An e4m3 row has 0 values, or a multiple of 4 * WIDTH. */
+/* `count` values from `at` on as bf16: the values themselves, or a copy. An e4m3 row has a multiple
+ * of 4 * WIDTH. */
 SMLA_INLINE const uint16_t *
-read_row(const void *values, int64_t at, bool is_e4m3, int count, int capacity, uint16_t *copy)
+read_row(const void *values, int64_t at, bool is_e4m3, int count, uint16_t *copy)
 {
-    if (!is_e4m3 || count == 0) {
-        return pad_row((const uint16_t *)values + at, count, capacity, copy);
+    if (!is_e4m3) {
+        return (const uint16_t *)values + at;
     }
     const uint8_t *const row = (const uint8_t *)values + at;
     for (int k = 0; k < count; k += 4 * WIDTH) {
@@ -115,24 +121,26 @@ static void
 unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
                   unit_scalar *restrict panel)
 {
+    static const uint16_t zeros[INNER_BLOCK] = {0}; /* for outputs that do not exist */
     uint16_t copies[WIDTH][INNER_BLOCK] __attribute__((aligned(64)));
-    const int row_size = round_up(num_inner, 2 * WIDTH);
     for (int n = 0; n < round_up(num_outer, STEP_OUTER); n += WIDTH) {
         const uint16_t *rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
-            const bool exists = n + i < num_outer;
-            const int64_t row = exists ? at + (n + i) * params->w_stride_outer : at;
-            const int count = exists ? num_inner : 0;
-            rows[i] = params->w_stride_inner == 1
-                          ? read_row(params->w, row, params->is_e4m3, count, row_size, copies[i])
-                          : collect_row((const uint16_t *)params->w + row, params->w_stride_inner,
-                                        count, row_size, copies[i]);
+            const int64_t row = at + (n + i) * params->w_stride_outer;
+            if (n + i >= num_outer) {
+                rows[i] = zeros;
+            } else if (params->w_stride_inner == 1) {
+                rows[i] = read_row(params->w, row, params->is_e4m3, num_inner, copies[i]);
+            } else {
+                rows[i] = collect_row((const uint16_t *)params->w + row, params->w_stride_inner,
+                                      num_inner, copies[i]);
+            }
         }
-        for (int k = 0; k < row_size; k += 2 * WIDTH) {
+        for (int k = 0; k < num_inner; k += 2 * WIDTH) {
             vuint square[WIDTH];
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
-                square[i] = *(const vuint_unaligned *)(rows[i] + k);
+                square[i] = load_values(rows[i], k, num_inner);
             }
             transpose(square);
 #pragma GCC unroll 16
@@ -149,18 +157,15 @@ static void
 unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int num_outer,
                   unit_scalar *restrict panel)
 {
-    uint16_t copies[2][OUTER_BLOCK];
-    const int row_size = round_up(num_outer, STEP_OUTER);
     for (int k = 0; k < num_inner; k += 2) {
-        const uint16_t *const row = w + k * stride_inner;
+        const uint16_t *const even = w + k * stride_inner;
         const bool is_pair = k + 1 < num_inner;
-        const uint16_t *const even = pad_row(row, num_outer, row_size, copies[0]);
-        const uint16_t *const odd = pad_row(is_pair ? row + stride_inner : row,
-                                            is_pair ? num_outer : 0, row_size, copies[1]);
-        for (int n = 0; n < row_size; n += WIDTH) {
-            const vuint low = __builtin_convertvector(*(const vhalf *)(even + n), vuint);
-            const vuint high = __builtin_convertvector(*(const vhalf *)(odd + n), vuint);
-            store_pairs(low | high << 16, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
+        const uint16_t *const odd = is_pair ? even + stride_inner : even;
+        const int num_odd = is_pair ? num_outer : 0;
+        for (int n = 0; n < round_up(num_outer, STEP_OUTER); n += WIDTH) {
+            const vuint words = load_halves(even, n, num_outer) | load_halves(odd, n, num_odd)
+                                                                      << 16;
+            store_pairs(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
         }
     }
 }
@@ -196,11 +201,10 @@ load_token(const smla_projection_params *params, int64_t at, int num_inner, bool
            unit_scalar *x)
 {
     uint16_t copy[INNER_BLOCK] __attribute__((aligned(64)));
-    const int row_size = round_up(num_inner, 2 * WIDTH);
-    const uint16_t *const row = read_row(params->x, at, params->is_e4m3, num_inner, row_size, copy);
+    const uint16_t *const row = read_row(params->x, at, params->is_e4m3, num_inner, copy);
     vuint noted = {0};
-    for (int k = 0; k < row_size; k += 2 * WIDTH) {
-        const vuint words = *(const vuint_unaligned *)(row + k);
+    for (int k = 0; k < num_inner; k += 2 * WIDTH) {
+        const vuint words = load_values(row, k, num_inner);
         noted = note_huge(noted, words);
         store_tokens(is_lifted ? lift_halves(words) : words, x + k / UNIT_STEP);
     }

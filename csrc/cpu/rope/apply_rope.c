@@ -75,13 +75,11 @@ load_values(const void *x, smla_float_type type, int64_t at, int64_t count)
 SMLA_INLINE void
 store_values(duo x, smla_float_type type, void *out, int64_t at, int64_t count)
 {
-    uint8_t padded[DUO * sizeof(float)];
     uint8_t *const to = (uint8_t *)out + at * element_bytes(type);
     if (count >= DUO) {
         store_duo(x, type, to);
     } else {
-        store_duo(x, type, padded);
-        memcpy(to, padded, (size_t)(count * element_bytes(type)));
+        store_part_of_duo(x, type, count, to);
     }
 }
 
