@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sparse_mla import _C
 from sparse_mla._types import RopeFormat
 from sparse_mla.backend.layer import SparseMLA
-from sparse_mla.steps.common import CommonFacts
-from sparse_mla.steps.v32 import HEAD_SIZE, KV_CACHE_DTYPES, MetadataBuilder
+from sparse_mla.steps.common import CommonFacts, find_cache_shape
+from sparse_mla.steps.v32 import CACHE_ROWS, HEAD_SIZE, KV_CACHE_DTYPES, MetadataBuilder
 
 
 class Backend(CommonFacts):
@@ -42,7 +41,7 @@ class Backend(CommonFacts):
 
     _classes: ClassVar[tuple[type[Any], type[Any]]] = (MetadataBuilder, SparseMLA)
     name: ClassVar[str] = "SPARSE_MLA"
-    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    supported_head_sizes: ClassVar[list[int]] = [*CACHE_ROWS]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
@@ -70,8 +69,9 @@ class Backend(CommonFacts):
 
         Raises
         ------
-        ValueError
-            Another number of heads, head size or cache dtype.
+        TypeError, ValueError
+            Sizes that are no ints, a page without tokens, another number of heads, head size or
+            cache dtype.
 
         Examples
         --------
@@ -79,16 +79,6 @@ class Backend(CommonFacts):
         >>> sparse_mla.Backend.get_kv_cache_shape(100, 64, cache_dtype_str="fp8_ds_mla")
         (100, 64, 656)
         """
-        rules = {
-            "num_kv_heads": (num_kv_heads, (1,)),
-            "head_size": (head_size, (HEAD_SIZE,)),
-            "cache_dtype_str": (cache_dtype_str, KV_CACHE_DTYPES),
-        }
-        for name, (value, allowed) in rules.items():
-            if value not in allowed:
-                rule = " or ".join(map(repr, allowed))
-                raise ValueError(
-                    f"Backend.get_kv_cache_shape: `{name}` must be {rule}, got {value!r}"
-                )
-        rows = _C.KV_FORMATS["bfloat16" if cache_dtype_str == "auto" else cache_dtype_str]
-        return (num_blocks, block_size, next(row for row in rows if rows[row] == head_size))
+        return find_cache_shape(
+            "v32", CACHE_ROWS, num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+        )

@@ -17,6 +17,7 @@ from sparse_mla.ops.projection_weights import (
     schemes_of,
     sizes_of,
 )
+from sparse_mla.steps.dense import LATENT
 
 # How the input of a product is quantised: rows and columns of a group.
 INPUT_GROUPS = {
@@ -25,7 +26,6 @@ INPUT_GROUPS = {
     "token_tensor": (1, -1),
     "token_channel": (1, -1),
 }
-LATENT = 512
 
 
 def choose_scheme(

@@ -10,11 +10,11 @@ import numpy as np
 from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
-from sparse_mla.dense.absorbed import LATENT, AbsorbedWeights, choose_scheme, is_bf16
+from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme, is_bf16
 from sparse_mla.ops.projection import find_weight
 from sparse_mla.ops.projection_weights import is_pair, transpose
 from sparse_mla.steps.common import show, wrong_type
-from sparse_mla.steps.dense import Config, Metadata
+from sparse_mla.steps.dense import LATENT, Config, Metadata
 
 Array = Any
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -108,6 +109,26 @@ def set_fields(config: Any, **values: object) -> None:
     """Stores values in a frozen config."""
     for name, value in values.items():
         object.__setattr__(config, name, value)
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+def rows_of(head_size: int, formats: Iterable[str] = _C.KV_FORMATS) -> dict[str, int]:
+    """The formats of keys of this size -> the last dimension of a cache. "auto" is bfloat16."""
+    found = {
+        name: row
+        for name in formats
+        for row, size in _C.KV_FORMATS[name].items()
+        if size == head_size
+    }
+    return {"auto": found["bfloat16"]} | found
+
+
+def check_choice(op: str, name: str, value: object, allowed: Iterable[object]) -> None:
+    if value not in (choices := tuple(allowed)):
+        rule = " or ".join(map(repr, choices))
+        raise ValueError(f"{op}: `{name}` must be {rule}, got {value!r}")
 
 
 # --- batch ---------------------------------------------------------------------------------------
@@ -343,6 +364,28 @@ class Builder:
 # --- facts ---------------------------------------------------------------------------------------
 
 
+def find_cache_shape(
+    plan: str,
+    cache_rows: Mapping[int, Mapping[str, int]],
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    cache_dtype_str: str,
+) -> tuple[int, int, int]:
+    """`get_kv_cache_shape` of a plan whose caches are those of `cache_rows`, by head size."""
+    op = "Backend.get_kv_cache_shape"
+    check_choice(op, "num_kv_heads", num_kv_heads, (1,))
+    check_choice(op, "head_size", head_size, cache_rows)
+    check_choice(op, "cache_dtype_str", cache_dtype_str, cache_rows[head_size])
+    _, least, most = _C.CONFIG_FIELDS[plan]["block_size"]
+    return (
+        check_int(op, "num_blocks", num_blocks, 0),
+        check_int(op, "block_size", block_size, least, most),
+        cache_rows[head_size][cache_dtype_str],
+    )
+
+
 class CommonFacts:
     """The facts that hold for the backend of any model."""
 
@@ -405,7 +448,7 @@ class CommonFacts:
 
         Returns
         -------
-        type: `SparseMLA` of the same module.
+        type: `SparseMLA` or `DenseMLA` of the same module.
 
         Examples
         --------

@@ -11,13 +11,14 @@ from sparse_mla import _C
 from sparse_mla._types import ConcatFormat
 from sparse_mla.ops.planning import ContextChunks
 from sparse_mla.steps import common as steps
-from sparse_mla.steps.v32 import KV_CACHE_DTYPES
 
 Array = Any
 
 PATHS = ("separate", "mixed")
 CONTEXT_PLANS = ("equal", "packed")
-NO_ROPE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_nope")
+LATENT = 512
+# The caches by values of a key, which is a latent and 64 RoPE values or none.
+CACHE_ROWS = {LATENT + rope: steps.rows_of(LATENT + rope, _C.CONCAT_KV_FORMATS) for rope in (64, 0)}
 NO_ROPE = -1  # C's qk_rope_head_dim for 0, because its 0 is the default
 
 
@@ -80,7 +81,7 @@ class Config:
     num_heads: int
     _: KW_ONLY
     softmax_scale: float
-    kv_lora_rank: int = field(default=512, metadata={"only": 512})
+    kv_lora_rank: int = field(default=LATENT, metadata={"only": LATENT})
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
@@ -98,20 +99,12 @@ class Config:
 
     def __post_init__(self) -> None:
         steps.check_fields(self, "dense")
-        has_rope = self.qk_rope_head_dim != 0
-        for name, value, allowed in (
-            ("qk_rope_head_dim", self.qk_rope_head_dim, (64, 0)),
-            (
-                "kv_cache_dtype",
-                self.kv_cache_dtype,
-                KV_CACHE_DTYPES if has_rope else NO_ROPE_DTYPES,
-            ),
-            ("context_plan", self.context_plan, CONTEXT_PLANS),
-            ("path", self.path, (None, *PATHS)),
-        ):
-            if value not in allowed:
-                rule = " or ".join(map(repr, allowed))
-                raise ValueError(f"Config: `{name}` must be {rule}, got {value!r}")
+        ropes = [head_size - LATENT for head_size in CACHE_ROWS]
+        steps.check_choice("Config", "qk_rope_head_dim", self.qk_rope_head_dim, ropes)
+        formats = CACHE_ROWS[LATENT + self.qk_rope_head_dim]
+        steps.check_choice("Config", "kv_cache_dtype", self.kv_cache_dtype, formats)
+        steps.check_choice("Config", "context_plan", self.context_plan, CONTEXT_PLANS)
+        steps.check_choice("Config", "path", self.path, (None, *PATHS))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

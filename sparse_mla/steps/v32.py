@@ -15,10 +15,8 @@ Array = Any
 
 PATHS = ("mixed", "separate", "bf16", "direct")
 HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # values of a key, its RoPE part included
-# "auto" is bfloat16.
-KV_CACHE_DTYPES = (
-    "auto", *(name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values())
-)  # fmt: skip
+CACHE_ROWS = {HEAD_SIZE: steps.rows_of(HEAD_SIZE)}
+KV_CACHE_DTYPES = tuple(CACHE_ROWS[HEAD_SIZE])
 
 
 @takes_both
@@ -100,11 +98,7 @@ class Config:
         self._check_names()
 
     def _check_names(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            rule = " or ".join(map(repr, KV_CACHE_DTYPES))
-            raise ValueError(
-                f"Config: `kv_cache_dtype` must be {rule}, got {self.kv_cache_dtype!r}"
-            )
+        steps.check_choice("Config", "kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         served = ("bf16",) if self.kv_cache_dtype != "fp8_ds_mla" else tuple(set(PATHS) - {"bf16"})
         if self.path is not None and self.path not in PATHS:
             rule = ", ".join(map(repr, PATHS))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from sparse_mla import _C
 from sparse_mla._types import CompressedDtypeV4, IndexFormat
-from sparse_mla.steps.common import CommonFacts
+from sparse_mla.steps.common import CommonFacts, as_int, check_choice, check_int
 from sparse_mla.steps.v4 import (
     COMPRESSED_DTYPES,
     HEAD_SIZE,
@@ -33,13 +33,15 @@ def _row_of(op: str, cache_dtype_str: str) -> tuple[int, int]:
     return row, row * (2 if name == "bfloat16" else 1)
 
 
-def _rows_per_page(op: str, block_size: int, compress_ratio: int) -> int:
-    ratio = max(compress_ratio, 1)
-    if block_size < 1 or block_size % ratio:
+def _rows_per_page(op: str, block_size: Any, compress_ratio: Any) -> int:
+    ratio = max(as_int(op, "compress_ratio", compress_ratio), 1)
+    size = as_int(op, "block_size", block_size)
+    if size < 1 or size % ratio:
         raise ValueError(
             f"{op}: `block_size` must be a multiple of the compress ratio {ratio}, got {block_size}"
         )
-    return block_size // ratio
+    _, least, most = _C.CONFIG_FIELDS["v4"]["block_size"]
+    return check_int(op, "block_size", size, least, most) // ratio
 
 
 class Backend(CommonFacts):
@@ -98,7 +100,7 @@ class Backend(CommonFacts):
         cache_dtype_str : str
             The cache's format, as in `Config`.
         compress_ratio : int
-            Tokens per row; 1 for the sliding window's cache.
+            Tokens per row; 1 for the sliding window's cache, and where block_size counts rows.
 
         Returns
         -------
@@ -106,9 +108,9 @@ class Backend(CommonFacts):
 
         Raises
         ------
-        ValueError
-            Another number of heads, head size or cache dtype, or a block size that is no multiple
-            of the ratio.
+        TypeError, ValueError
+            Sizes that are no ints, another number of heads, head size or cache dtype, or a block
+            size that is no multiple of the ratio.
 
         Examples
         --------
@@ -117,13 +119,12 @@ class Backend(CommonFacts):
         (100, 64, 584)
         """
         op = "Backend.get_kv_cache_shape"
-        if num_kv_heads != 1:
-            raise ValueError(f"{op}: `num_kv_heads` must be 1, got {num_kv_heads!r}")
+        check_choice(op, "num_kv_heads", num_kv_heads, (1,))
         row, _ = _row_of(op, cache_dtype_str)
         wanted = INDEX_HEAD_SIZE if cache_dtype_str in INDEX_CACHE_DTYPES else HEAD_SIZE
-        if head_size not in (None, wanted):
-            raise ValueError(f"{op}: `head_size` must be {wanted}, got {head_size!r}")
-        return (num_blocks, _rows_per_page(op, block_size, compress_ratio), row)
+        check_choice(op, "head_size", wanted if head_size is None else head_size, (wanted,))
+        num_pages = check_int(op, "num_blocks", num_blocks, 0)
+        return (num_pages, _rows_per_page(op, block_size, compress_ratio), row)
 
     @staticmethod
     def get_page_bytes(
@@ -141,7 +142,7 @@ class Backend(CommonFacts):
         cache_dtype_str : str
             The cache's format, as in `Config`.
         compress_ratio : int
-            Tokens per row; 1 for the sliding window's cache.
+            Tokens per row; 1 for the sliding window's cache, and where block_size counts rows.
         align : int
             The bytes are rounded up to a multiple of this.
 
@@ -151,8 +152,9 @@ class Backend(CommonFacts):
 
         Raises
         ------
-        ValueError
-            Another cache dtype, a block size that is no multiple of the ratio, an `align` below 1.
+        TypeError, ValueError
+            Sizes that are no ints, another cache dtype, a block size that is no multiple of the
+            ratio, an `align` below 1.
 
         Examples
         --------
@@ -161,8 +163,7 @@ class Backend(CommonFacts):
         1728
         """
         op = "Backend.get_page_bytes"
-        if align < 1:
-            raise ValueError(f"{op}: `align` must be at least 1, got {align}")
+        align = check_int(op, "align", align, 1)
         _, row_bytes = _row_of(op, cache_dtype_str)
         used = _rows_per_page(op, block_size, compress_ratio) * row_bytes
         return -(-used // align) * align
