@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 Array = Any
@@ -74,12 +73,3 @@ def per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array
     if hasattr(lengths, "expand"):  # torch, whose `repeat` means something else
         return lengths.reshape(batch, 1).expand(batch, s_q).reshape(batch * s_q)
     return lengths.repeat(s_q)
-
-
-def without_grad(array: Array) -> Array:
-    """Detaches a torch parameter where gradients are off: older PyTorch does not export it."""
-    if getattr(array, "requires_grad", False):
-        torch = sys.modules.get("torch")
-        if torch is not None and not torch.is_grad_enabled():
-            return array.detach()
-    return array

@@ -6,9 +6,10 @@ from typing import Any
 
 from sparse_mla import ops
 from sparse_mla._compiled import names_integration
-from sparse_mla._flash_arrays import shape_of, without_grad
+from sparse_mla._flash_arrays import shape_of
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
+from sparse_mla.ops.projection import without_grad
 from sparse_mla.steps.common import check_int
 
 

@@ -38,7 +38,6 @@ from sparse_mla._flash_arrays import (
     join_queries,
     per_query,
     shape_of,
-    without_grad,
 )
 from sparse_mla._flash_varlen import (
     flash_attn_varlen_func,
@@ -47,6 +46,7 @@ from sparse_mla._flash_varlen import (
 )
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
+from sparse_mla.ops.projection import without_grad
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -11,7 +11,7 @@ from sparse_mla import ops
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.dense.absorbed import AbsorbedWeights, choose_scheme, is_bf16
-from sparse_mla.ops.projection import find_weight
+from sparse_mla.ops.projection import find_weight, without_grad
 from sparse_mla.ops.projection_weights import is_pair, transpose
 from sparse_mla.steps.common import show, wrong_type
 from sparse_mla.steps.dense import LATENT, Config, Metadata
@@ -105,14 +105,14 @@ class DenseMLA:
         if scheme is not None and not absorb:
             raise ValueError(f"DenseMLA: `scheme` must be None without absorb=True, got {scheme!r}")
         self.config = config
-        self.rope_table = rope_table
+        self.rope_table = without_grad(rope_table)
         weight, scale = _find_kv_b(kv_b_proj, weight_scale_inv)
         if absorb:
             for name, given in (("q_proj", q_proj), ("o_proj", o_proj)):
                 if given is None:
                     raise ValueError(f"DenseMLA: `{name}` must be given to absorb, got none")
             scheme = choose_scheme(q_proj, weight, scale, o_proj, scheme, requantize)
-        weight = find_weight(weight, scale)
+        weight = without_grad(find_weight(weight, scale))
         parts = ops.split_kv_b_proj(
             weight,
             num_heads=config.num_heads,

@@ -101,11 +101,24 @@ def layer_weight(layer: Callable[[Any], Any], size: int, op: str, name: str) -> 
         dtype = stored.dtype if plain else torch.bfloat16
         with torch.no_grad():
             result = layer(torch.eye(size, dtype=dtype, device=stored.device))
-    else:
-        import numpy as np
+            return without_grad(result[0] if isinstance(result, tuple) else result)
+    import numpy as np
 
-        result = layer(np.eye(size, dtype=np.float32))
+    result = layer(np.eye(size, dtype=np.float32))
     return result[0] if isinstance(result, tuple) else result
+
+
+def without_grad(array: Any) -> Any:
+    """The same memory without gradients, of a PyTorch tensor where gradients are off.
+
+    A layer that keeps such a weight is called where gradients are on, too. And older PyTorch does
+    not export a parameter.
+    """
+    if getattr(array, "requires_grad", False):
+        torch = sys.modules.get("torch")
+        if torch is not None and not torch.is_grad_enabled():
+            return array.detach()
+    return array
 
 
 @operator

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparse_mla._types import Array, Like, Result
 from sparse_mla.ops._declare import operator
-from sparse_mla.ops.projection import layer_weight
+from sparse_mla.ops.projection import layer_weight, without_grad
 from sparse_mla.ops.projection_fp8 import scaled_quantize
 
 __all__ = ["absorb"]
@@ -150,7 +150,7 @@ class Weight:
     def __init__(
         self, values: Any, scale: Any, rows: int, head_columns: int, storage: int, is_output: bool
     ) -> None:
-        self.values = values
+        self.values = without_grad(values)
         self.scale = scale  # None unless values are e4m3
         self.rows = rows
         self.head_columns = head_columns

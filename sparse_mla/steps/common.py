@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -292,6 +292,15 @@ class BatchMetadata(ShortRepr):
     num_decode_tokens: int
     num_prefill_tokens: int
 
+    def __reduce__(self) -> NoReturn:
+        """`copy` and `pickle` ask for this."""
+        kind = type(self)
+        raise TypeError(
+            "copy: `metadata` must be built again, by copies of its builder and of "
+            "CommonAttentionMetadata, because it lies in the memory of its builder, got a "
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepMetadata(BatchMetadata):
@@ -356,6 +365,10 @@ class Builder:
     def workspace_bytes(self) -> int:
         """Bytes of the prefill workspace, 0 where the path needs none."""
         return self._step.workspace_bytes
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        """A copy is a new builder of this config, with memory of its own and without a step."""
+        return type(self), (self.config,)
 
     def __repr__(self) -> str:
         return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"

@@ -248,7 +248,8 @@ class Metadata(steps.BatchMetadata):
 class MetadataBuilder(steps.Builder):
     """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
-    Only one thread may use it at a time; a second one gets a RuntimeError.
+    Only one thread may use it at a time; a second one gets a RuntimeError. A copy, or what a pickle
+    gives, is a new builder of the same config.
 
     Parameters
     ----------

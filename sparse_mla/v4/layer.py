@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
+from sparse_mla.ops.projection import without_grad
 from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
 from sparse_mla.steps.v4 import Config, Metadata
 from sparse_mla.v4 import forward
@@ -165,7 +166,9 @@ class SparseMLA:
             )
         self.config = config
         self.compress_ratio = ratio
-        self.weights = weights
+        kept = {name: without_grad(x) for name, x in vars(weights).items()}
+        is_same = all(kept[name] is x for name, x in vars(weights).items())
+        self.weights = weights if is_same else replace(weights, **kept)
         self.projections = None
         if projections is not None:
             self.projections = check_projections(ratio, projections)

@@ -419,11 +419,23 @@ smla_py_tensor_releasebuffer(PyObject *Py_UNUSED(self), Py_buffer *buffer)
     free(buffer->internal);
 }
 
+/* `copy` and `pickle` ask for this. */
+static PyObject *
+tensor_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    PyErr_Format(PyExc_TypeError,
+                 "copy: `tensor` must be a framework's array, which its from_dlpack makes of this "
+                 "memory, got %R",
+                 Py_TYPE(self));
+    return NULL;
+}
+
 PyMethodDef smla_py_tensor_methods[] = {
     {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_VARARGS | METH_KEYWORDS,
      tensor_dlpack_doc},
     {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, tensor_dlpack_device_doc},
     {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS,
      tensor_array_doc},
+    {"__reduce__", tensor_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

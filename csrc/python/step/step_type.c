@@ -164,6 +164,16 @@ step_mark_use(PyObject *self, PyObject *handle)
     return smla_py_check(status, &error) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* `copy`, `pickle` and `dataclasses.asdict` of metadata ask for this. */
+static PyObject *
+step_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    PyErr_Format(PyExc_TypeError,
+                 "copy: `step` must be made again, by a copy of its MetadataBuilder, got %R",
+                 Py_TYPE(self));
+    return NULL;
+}
+
 static PyMethodDef step_methods[] = {
     {"build", (PyCFunction)(void (*)(void))smla_py_build_step, METH_FASTCALL | METH_KEYWORDS,
      build_doc},
@@ -173,6 +183,7 @@ static PyMethodDef step_methods[] = {
     {"mark_use", step_mark_use, METH_O, mark_use_doc},
     {"warm_up", (PyCFunction)(void (*)(void))smla_py_warm_up, METH_FASTCALL | METH_CLASS,
      warm_up_doc},
+    {"__reduce__", step_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
