@@ -94,6 +94,7 @@ class DenseLayers:
         # DeepSeek-V2 has no such flag: its pairs are always neighbours.
         interleaved = bool(getattr(model.config, "rope_interleave", True))
         self.config = dense.Config(interleaved=interleaved, **config_fields(model), **limits)
+        _check_workspace(self.config)
         self._builder = dense.MetadataBuilder(self.config)
         rope_table = make_rope_table(model.model.rotary_emb, self.config)
         shared = self.config, num_pages, rope_table, absorb
@@ -107,6 +108,19 @@ class DenseLayers:
     ) -> dense.Metadata:
         """Returns what all layers of a step share."""
         return self._builder.build(common)
+
+
+def _check_workspace(config: dense.Config) -> None:
+    """Refuses a workspace without a page for each prefill that a step may have. Those with context
+    have two new tokens or more."""
+    tokens = config.prefill_workspace_tokens
+    prefills = min(config.max_num_seqs, config.max_num_batched_tokens // 2)
+    if tokens is not None and config.path != "mixed" and tokens < prefills * config.block_size:
+        raise ValueError(
+            "ModelRunner: `prefill_workspace_tokens` must be None or at least "
+            f"{prefills * config.block_size}, a page of block_size = {config.block_size} tokens "
+            f"for each of {prefills} prefills, got {tokens}"
+        )
 
 
 def make_rope_table(rotary_emb: Any, config: dense.Config) -> torch.Tensor:

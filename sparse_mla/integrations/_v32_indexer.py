@@ -26,7 +26,9 @@ class Group:
     block_table: torch.Tensor  # [B, W]
     slots: torch.Tensor  # [B * S]
     positions: torch.Tensor  # [B, S, 1]
-    is_visible: torch.Tensor  # [B, S, W * block_size] bool: positions up to the token itself
+    # [B, S, W * block_size] fp32: 0 for positions up to the token itself, else -inf. Transformers
+    # before 5.16 would add a mask of bool to the scores, too.
+    mask: torch.Tensor
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The group's part [B, S, ...] of a step's tensor [1, T, ...]."""
@@ -76,7 +78,7 @@ class ModelIndexer:
                 group.take(hidden_states),
                 group.take(q_resid),
                 tuple(map(group.take, position_embeddings)),
-                group.is_visible,
+                group.mask,
                 None,
                 _IndexKeys(self.keys, group),  # unnamed: 5.24 gave this argument another name
             )  # [B, S, <= K] positions; where fewer are visible, invisible ones fill the rest

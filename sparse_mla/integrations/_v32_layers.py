@@ -85,6 +85,13 @@ class SparseLayers:
             topk_tokens=sizes.index_topk, **config_fields(model), **limits
         )
         self._builder = sparse_mla.MetadataBuilder(self.config)
+        tokens, longest = self.config.prefill_workspace_tokens, self.config.max_model_len
+        if tokens is not None and self._builder.workspace_bytes > 0 and tokens < longest:
+            raise ValueError(
+                "ModelRunner: `prefill_workspace_tokens` must be None or at least "
+                f"max_model_len = {longest} on path 'separate', which gathers whole requests, got "
+                f"{tokens}"
+            )
         self.attentions = [
             SparseAttention(layer.self_attn, self.config, num_pages, index_cache_dtype)
             for layer in model.model.layers
@@ -121,7 +128,7 @@ class SparseLayers:
                     block_table=common.block_table[requests, :num_pages],
                     slots=common.slot_mapping[rows],
                     positions=its_positions,
-                    is_visible=columns <= its_positions,
+                    mask=torch.where(columns <= its_positions, 0.0, -torch.inf),
                 )
             )
             request, row = requests.stop, rows.stop

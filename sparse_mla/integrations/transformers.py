@@ -22,7 +22,7 @@ With `absorb`, DenseMLA takes q_a's result, or hidden states, and gives that of 
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
 goes to torch's current stream, and nothing here waits for the device.
 
-This module needs PyTorch, and transformers 5.17 or later.
+This module needs PyTorch, and transformers 5.12 or later.
 
 >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 >>> from sparse_mla.integrations.transformers import ModelRunner
@@ -53,8 +53,8 @@ try:
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
 except ImportError as error:
     raise ImportError(
-        "sparse_mla.integrations.transformers needs PyTorch, and transformers 5.17 or later, the "
-        f"first with deepseek_v32: {error}"
+        "sparse_mla.integrations.transformers needs PyTorch, and transformers 5.12 or later, whose "
+        f"deepseek_v32 is tested: {error}"
     ) from error
 
 import sparse_mla
@@ -113,7 +113,7 @@ class ModelRunner:
         Forces a path of `config`.
     prefill_workspace_tokens : int, optional
         Rows of the workspace that path "separate" gathers cached tokens to; None = the default of
-        `config`.
+        `config`. V3.2 needs max_model_len of them, V3 and V2 a page for each prefill of a step.
     absorb : bool
         V3 and V2: whether each layer multiplies by weights that have absorbed the up projections,
         as `sparse_mla.dense.DenseMLA` makes them, instead of by the model's q and o projections.
@@ -133,9 +133,9 @@ class ModelRunner:
     ------
     TypeError, ValueError
         Another model, a model in training mode or on several devices, limits that do not fit the
-        model. Sizes without kernels: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64, and for
-        this library's indexer `index_head_dim` 128. RoPE of V3 and V2 whose angles depend on the
-        request's length ("longrope").
+        model, a workspace that is too small for some step. Sizes without kernels: `kv_lora_rank`
+        must be 512 and `qk_rope_head_dim` 64, and for this library's indexer `index_head_dim` 128.
+        RoPE of V3 and V2 whose angles depend on the request's length ("longrope").
 
     Source: vLLM's model runner, in small.
 
