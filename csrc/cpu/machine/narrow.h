@@ -137,7 +137,8 @@ load_part_of_words(const void *memory, int64_t bytes)
     vlong parts;
 #pragma GCC unroll 8
     for (int i = 0; i < WIDTH / 2; i++) {
-        parts[i] = load_few_bytes((const uint8_t *)memory + (ptrdiff_t)8 * i, bytes - 8 * i);
+        const int at = 8 * i; /* a pointer behind the end would not be valid */
+        parts[i] = at < bytes ? load_few_bytes((const uint8_t *)memory + at, bytes - at) : 0;
     }
     return (vuint)parts;
 }

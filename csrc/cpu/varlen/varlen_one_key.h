@@ -20,7 +20,7 @@ enum {
     SUMS = SUM_LANES / LANES,
 };
 
-_Static_assert(PAD % SUM_LANES == 0, "whole steps of products");
+_Static_assert(SMLA_VARLEN_PAD % SUM_LANES == 0, "whole steps of products");
 
 /* The key of the last row. Rows of a request often have the same one. */
 typedef struct only_key {
