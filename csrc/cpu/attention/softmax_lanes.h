@@ -32,11 +32,14 @@ is_ordinary_scale(float softmax_scale)
 
 /* ---- Softmax ------------------------------------------------------------------------------- */
 
-/* The log2 of a maximum's reference: an integer that is at least as large, or -inf for -inf. */
+/* The log2 of a maximum's reference: an integer that is at least as large, or -inf for -inf. A
+ * subnormal maximum counts as 0, because weights may be made in SMLA_FP_EXACT and results in
+ * SMLA_FP_FLUSH, where a comparison takes it for 0. */
 SMLA_INLINE vfloat
 reference_of(vfloat max_log2)
 {
-    return ceil_lanes(max_log2);
+    const vint is_normal = (vint)((vuint)max_log2 & 0x7FFFFFFFu) >= 0x00800000;
+    return ceil_lanes((vfloat)((vint)max_log2 & is_normal));
 }
 
 /* reference_of, but 0 for -inf, so that it can be subtracted. */
