@@ -53,7 +53,7 @@ smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs, int64_t num_a
                  int64_t decode_threshold, bool require_uniform)
 {
     int64_t num_decodes = 0;
-    int32_t first_len = 0; /* of the first decode that has tokens */
+    int32_t first_len = 0; /* query tokens of the first request that has any */
     for (; num_decodes < num_reqs; num_decodes++) {
         const int32_t len = smla_query_len(query_start_loc, num_decodes);
         first_len = first_len == 0 ? len : first_len;
