@@ -1938,8 +1938,8 @@ def test_a_prefill_as_long_as_the_workspace():
     options = {"lens": (1, 4), "prefill_workspace_tokens": 9}
     assert build(seq_lens=(16, 9), **options)["chunks"] == [(0, 1, 1, 5, 9)]
     with refuses(
-        "MetadataBuilder.build: `seq_lens` must fit the workspace of 9 tokens one by one, got 10 at "
-        "request 1 (raise prefill_workspace_tokens)"
+        "MetadataBuilder.build: `seq_lens` must fit the workspace of 9 tokens one by one, got 10 "
+        "at request 1 (raise prefill_workspace_tokens)"
     ):
         build(seq_lens=(16, 10), **options)
 
