@@ -1,5 +1,5 @@
 """Norms and what follows them at the borders of how threads divide them, on any number of threads
-(csrc/cpu/norm, csrc/cpu/rope/rope.c): every byte."""
+(csrc/cpu/norm): every byte."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ HEADS = constants("cpu/norm/qnorm_insert.c")["PARALLEL_HEADS"]
 TOKENS = constants("cpu/cache/slot_shares.h")["PARALLEL_WRITE_TOKENS"]
 LONG = constants("cpu/cache/slot_shares.h")["LONG_WRITE_ROWS"]
 SUMS = constants("cpu/norm/norm.h")["SMLA_NORM_SUMS"]
-INVERSE_ROWS = constants("cpu/rope/rope.c")["PARALLEL_ROWS"]
-FETCHED = constants("cpu/rope/rope.c")["FETCHED_ROWS"]
 
 
 def normalize(shapes: list[tuple[int, int]]) -> None:
@@ -54,17 +52,3 @@ def insert_many(T: int) -> None:
 def test_long_inserts(num_threads):
     for T in sizes_around(LONG * num_threads):
         on_threads(num_threads, insert_many, T)
-
-
-def turn_back(shapes: list[tuple[int, int, int]]) -> None:
-    for T, H, groups in shapes:
-        test_norm.check_inverse(
-            test_norm.attended(T, H), test_norm.places(T), test_norm.angles(), groups
-        )
-
-
-@pytest.mark.parametrize("num_threads", THREADS)
-def test_inverse_rope(num_threads):
-    rows = sizes_around(INVERSE_ROWS, FETCHED)
-    shapes = [(n // h, h, g) for n in rows for h, g in ((1, 1), (3, 3), (n, 1)) if n % h == 0]
-    on_threads(num_threads, turn_back, shapes)
