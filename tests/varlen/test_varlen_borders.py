@@ -69,7 +69,7 @@ def test_as_many_keys_as_a_state_takes():
 
 
 def test_padded_dimensions():
-    pad = KERNEL["PAD"]
+    pad = constants("cpu/varlen/varlen.h")["SMLA_VARLEN_PAD"]
     for dim, value_dim in ((pad, pad), (pad - 8, pad + 8), (pad + 8, pad - 8), (2 * pad + 8, 8)):
         check([5, 30], [70, 30], 3, 1, (dim, value_dim), mask=CAUSAL)
 
