@@ -102,11 +102,12 @@ MACHINE = {"aarch64": "aarch64", "fuzz": "base"}.get(VARIANT, platform.machine()
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 FAST = ("release", "aarch64")  # kernels have all calls inlined: csrc/cpu/machine/simd.h
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
-AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c"
+AVX2 = f"{KERNEL} -mavx2 -mfma -mf16c"
+AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 AVX512BF16 = f"{AVX512} -mavx512vbmi -mavx512bf16"
 FLAGS_BY_MACHINE = {
     "x86_64": {
-        "avx2": f"{KERNEL} -mavx2 -mfma -mf16c",
+        "avx2": AVX2,
         "avx512": AVX512,
         "avx512bf16": AVX512BF16,
         "amx": f"{AVX512BF16} -mamx-tile -mamx-bf16",
