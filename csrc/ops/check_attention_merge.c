@@ -86,10 +86,13 @@ require_tokens_with_context(const smla_checker *c, int64_t num_tokens, int64_t a
     if (alone >= 0 && alone <= num_tokens) {
         return SMLA_OK;
     }
+    const uint64_t got = (uint64_t)num_tokens - (uint64_t)alone; /* int64 has no 2^63 */
+    const bool is_negative = alone > num_tokens;
     return smla_fail(c->error, SMLA_ERROR_VALUE,
                      "%s: `prefill_tokens_with_context` must be 0 to the %lld tokens of `out_a`, "
-                     "got %lld",
-                     c->op, (long long)num_tokens, (long long)(num_tokens - alone));
+                     "got %s%llu",
+                     c->op, (long long)num_tokens, is_negative ? "-" : "",
+                     (unsigned long long)(is_negative ? 0 - got : got));
 }
 
 smla_status

@@ -23,6 +23,7 @@ static int64_t test_clock(void);
 #undef smla_clock_ns
 
 #include "core/fp_mode.h"
+#include "cpu/machine/threads.h"
 #include "large_calls.h"
 
 static int num_live;
@@ -130,7 +131,8 @@ end_each(const char *name, smla_status (*call)(const any_args *, smla_error *), 
     char text[100];
     snprintf(text, sizeof text, "%s: the call was interrupted", name);
     EXPECT_OK(call_until(-1, call, args));
-    EXPECT_EQ(num_asked > 0, ends);
+    /* Other threads may take every work item of a small call, and they do not ask. */
+    EXPECT(ends ? num_asked > 0 || smla_max_threads() > 1 : num_asked == 0);
     const size_t bytes = copy_outputs(op, args);
     memcpy(want, written, bytes);
     smla_status status = SMLA_ERROR_RUNTIME;
@@ -174,6 +176,8 @@ test_operators(void)
 int
 main(void)
 {
+    RUN(test_operators);
+    smla_set_max_threads(1);
     RUN(test_operators);
     return report("test_interrupt");
 }

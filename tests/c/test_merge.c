@@ -149,7 +149,11 @@ test_tokens_without_context(void)
     }
     m.without_context = 5;
     EXPECT_FAIL(run_merge(&m), SMLA_ERROR_VALUE,
-                "`prefill_tokens_with_context` must be 0 to the 4");
+                "`prefill_tokens_with_context` must be 0 to the 4 tokens of `out_a`, got -1");
+    m.without_context = INT64_MIN;
+    EXPECT_FAIL(run_merge(&m), SMLA_ERROR_VALUE, "of `out_a`, got 9223372036854775812");
+    m.without_context = INT64_MAX;
+    EXPECT_FAIL(run_merge(&m), SMLA_ERROR_VALUE, "of `out_a`, got -9223372036854775803");
 }
 
 /* Where the lse are far apart, the smaller state vanishes without overflow. */
