@@ -9,11 +9,14 @@
  *              is one. A logit of NaN or +inf makes the row of out NaN. A key with logit -inf is
  *              no key. The kernels do the same.
  */
+#define SMLA_SIMD_WIDTH 4
+
 #include <math.h>
 
 #include "core/numeric.h"
 #include "cpu/attention/attention.h"
 #include "cpu/attention/attention_block.h"
+#include "cpu/machine/narrow.h"
 
 /* Lanes are dimensions. */
 typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
@@ -29,7 +32,8 @@ typedef struct wide_key {
     int rope_dim;
     doubles values[SMLA_HEAD_DIM / LANES];
     float scales[NUM_TILES];
-    floats scaled[SMLA_KV_LORA_RANK / LANES];
+    duo scaled[SMLA_KV_LORA_RANK / DUO];
+    bool has_nan; /* among them */
 } wide_key;
 
 int
@@ -79,7 +83,7 @@ smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only
 }
 
 static float
-load_bf16(const uint8_t *bytes)
+read_bf16(const uint8_t *bytes)
 {
     uint16_t x;
     memcpy(&x, bytes, sizeof x);
@@ -90,12 +94,12 @@ static float
 load_code(const smla_kv_format_info *format, const uint8_t *row, int d)
 {
     if (d >= format->nope_dim) {
-        return load_bf16(row + format->rope_offset + 2 * (ptrdiff_t)(d - format->nope_dim));
+        return read_bf16(row + format->rope_offset + 2 * (ptrdiff_t)(d - format->nope_dim));
     }
     switch (format->nope_type) {
     case SMLA_NOPE_E4M3: return smla_e4m3_to_float(row[d]);
     case SMLA_NOPE_E2M1: return smla_e2m1_to_float((uint8_t)(row[d / 2] >> d % 2 * 4 & 15));
-    default: return load_bf16(row + 2 * (ptrdiff_t)d);
+    default: return read_bf16(row + 2 * (ptrdiff_t)d);
     }
 }
 
@@ -119,12 +123,20 @@ widen_key(const smla_only_key *only, wide_key *key)
     const smla_kv_format_info *const format = only->format;
     store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
     key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
+    key->has_nan = false;
     for (int d = 0; d < format->head_dim; d++) {
         const float value =
             load_code(format, only->token.row, d) * load_inner_scale(format, only->token.scales, d);
         key->values[d / LANES][d % LANES] = (double)value;
         if (d < SMLA_KV_LORA_RANK) {
-            key->scaled[d / LANES][d % LANES] = value * key->scales[d / SMLA_SCALE_TILE];
+            const float scaled = value * key->scales[d / SMLA_SCALE_TILE];
+            duo *const to = &key->scaled[d / DUO];
+            key->has_nan |= isnan(scaled);
+            if (d % 2 == 0) {
+                to->even[d % DUO / 2] = scaled;
+            } else {
+                to->odd[d % DUO / 2] = scaled;
+            }
         }
     }
 }
@@ -193,18 +205,19 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, fl
 
 /* out = value * factor, rounded to bf16. A factor of 0 gives zeros without a sign. */
 static void
-round_value(const floats *value, float factor, uint16_t *out)
+round_value(const wide_key *key, float factor, uint16_t *out)
 {
-    for (int d = 0; d < SMLA_KV_LORA_RANK; d += LANES) {
-        const floats x = value[d / LANES] * factor;
-        const words bits = (words)x, is_nan = (words)(x != x);
-        const words rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
-        const words quiet_nan = (bits & 0x80000000u) | 0x7FC00000u;
-        const words result = ((rounded & ~is_nan) | (quiet_nan & is_nan)) >> 16;
-        *(halves *)(out + d) = __builtin_convertvector(result, halves);
-    }
+    const bool may_be_nan = key->has_nan || isnan(factor);
     if (factor == 0.0f) {
         memset(out, 0, SMLA_KV_LORA_RANK * sizeof *out);
+        return;
+    }
+    for (int i = 0; i < SMLA_KV_LORA_RANK / DUO; i++) {
+        const duo x = {key->scaled[i].even * factor, key->scaled[i].odd * factor};
+        const vuint both =
+            may_be_nan ? join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd))
+                       : join_upper_halves(round_finite(x.even), round_finite(x.odd));
+        store_words(both, out, i);
     }
 }
 
@@ -216,12 +229,12 @@ smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_hea
     uint16_t rounded[SMLA_KV_LORA_RANK];
     float rounded_factor = 1.0f; /* the factor in `rounded`; most heads have the same */
     widen_key(only, &key);
-    round_value(key.scaled, rounded_factor, rounded);
+    round_value(&key, rounded_factor, rounded);
     for (int64_t head = heads.begin; head < heads.end; head++) {
         const float factor =
             finish_head(params, token, head, find_logit(params, token, head, &key));
         if (factor != rounded_factor) {
-            round_value(key.scaled, factor, rounded);
+            round_value(&key, factor, rounded);
             rounded_factor = factor;
         }
         memcpy(params->out + token * params->out_stride_token + head * params->out_stride_head,

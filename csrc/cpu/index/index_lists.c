@@ -27,14 +27,19 @@ read_start(const smla_query_batch *batch, int64_t req)
     return batch->query_start_loc[req * batch->query_start_loc_stride];
 }
 
-/* The request of a token; -1 for a token past the last request. */
+/* The request of a token; -1 for a token past the last request. It is probably request `guess` or
+ * the one behind it. */
 static int64_t
-find_request(const smla_query_batch *batch, int64_t token)
+find_request(const smla_query_batch *batch, int64_t token, int64_t guess)
 {
     int64_t low = 0;
     int64_t high = batch->num_reqs;
     if (token >= read_start(batch, high)) {
         return -1;
+    }
+    if (read_start(batch, guess) <= token) {
+        low = guess;
+        high = low + 2 < high && read_start(batch, low + 2) > token ? low + 2 : high;
     }
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
@@ -178,18 +183,6 @@ smla_cpu_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *err
 
 /* ---- Top-k positions to slots -------------------------------------------------------------- */
 
-/* Moves the slots among `count` entries left. */
-static void
-close_holes(int32_t *slots, int64_t count)
-{
-    int64_t num_slots = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const int32_t slot = slots[i];
-        slots[num_slots] = slot;
-        num_slots += slot >= 0;
-    }
-}
-
 void
 smla_cpu_write_global_topk(const smla_slot_isa *kernel, const smla_topk_slots_params *p,
                            int64_t token)
@@ -201,8 +194,8 @@ smla_cpu_write_global_topk(const smla_slot_isa *kernel, const smla_topk_slots_pa
         const smla_page_row row =
             smla_page_row_of(&p->pages, p->req_id_per_token[token * p->req_id_stride]);
         count = kernel->find_slots(&row, in, p->topk, out);
-        if (count < p->topk) {
-            close_holes(out, p->topk);
+        if (count > 0 && count < p->topk) {
+            kernel->close_holes(out, p->topk);
         }
     }
     smla_clear_columns(out, count, p->topk);
@@ -225,11 +218,11 @@ smla_cpu_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, s
 /* ---- Workspace rows of a prefill chunk ----------------------------------------------------- */
 
 static void
-write_combined(const smla_slot_isa *kernel, const smla_combine_topk_swa_params *p, int64_t token)
+write_combined(const smla_slot_isa *kernel, const smla_combine_topk_swa_params *p, int64_t token,
+               int64_t req)
 {
     int32_t *out = p->out + token * p->out_stride_token;
     const int64_t query = token + read_start(&p->batch, 0);
-    const int64_t req = find_request(&p->batch, query);
     int64_t len = 0;
     if (req >= 0) {
         const token_sight sight = find_sight(&p->batch, req, query, p->window, p->ratio, p->topk);
@@ -253,9 +246,12 @@ smla_cpu_combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_er
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("combine_topk_swa_indices", &isa, error));
     SMLA_TRY(smla_cpu_check_combine_topk_swa(p, error));
-#pragma omp parallel for schedule(static) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
+    int64_t req = 0; /* that of a thread's last token */
+#pragma omp parallel for schedule(static) \
+    firstprivate(req) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        write_combined(isa->slots, p, token);
+        req = find_request(&p->batch, token + read_start(&p->batch, 0), req < 0 ? 0 : req);
+        write_combined(isa->slots, p, token, req);
     }
     return SMLA_OK;
 }

@@ -46,6 +46,8 @@ typedef struct smla_slot_isa {
     /* start + position of each position that has a page, for start >= 0. Returns how many have. */
     int64_t (*find_rows)(const smla_page_row *row, int32_t start, const int32_t *positions,
                          int64_t count, int32_t *rows);
+    /* Moves the slots among `count` entries left. */
+    void (*close_holes)(int32_t *slots, int64_t count);
     /* out = index + base. Negative indices, and sums that int32 cannot hold, become -1. */
     void (*add_base)(const int32_t *indices, int64_t count, int64_t base, int32_t *out);
 } smla_slot_isa;
@@ -85,5 +87,6 @@ smla_write_run(int32_t *out, int64_t first, int64_t count)
     }
 }
 
-/* Writes the slots of `count` positions from `first` on, page by page. */
+/* Writes the slots of `count` positions from `first` on, which is not negative if there are any, page
+ * by page. */
 void smla_write_slots(int32_t *out, const smla_page_row *row, int64_t first, int64_t count);

@@ -1,4 +1,5 @@
 /* slot_base.c: the slots of positions on any machine. */
-#define SMLA_SLOTS smla_slots_base
+#define SMLA_SIMD_WIDTH 4
+#define SMLA_SLOTS      smla_slots_base
 
 #include "cpu/index/slot_kernel.h"

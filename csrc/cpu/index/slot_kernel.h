@@ -21,11 +21,12 @@
  * vector instructions, and the second is one load per entry. In one loop the load keeps the
  * compiler from vectors.
  *
- * The including file names its table of functions (SMLA_SLOTS).
+ * The including file names its table of functions (SMLA_SLOTS), and defines SMLA_SIMD_WIDTH.
  */
 #pragma once
 
 #include "cpu/index/slot.h"
+#include "cpu/machine/narrow.h"
 
 enum { CHUNK = 256 };
 
@@ -87,7 +88,26 @@ find_list(const smla_page_row *row, goal to, const int32_t *positions, int64_t c
     for (; i + CHUNK <= count; i += CHUNK) {
         num_found += find_chunk(row, to, positions + i, CHUNK, out + i);
     }
-    return num_found + find_chunk(row, to, positions + i, (int)(count - i), out + i);
+    if (WIDTH == 4) { /* up to three entries are quicker one by one */
+        return num_found + find_chunk(row, to, positions + i, (int)(count - i), out + i);
+    }
+    const int whole = (int)(count - i) / WIDTH * WIDTH;
+    if (whole > 0) {
+        num_found += find_chunk(row, to, positions + i, whole, out + i);
+        i += whole;
+    }
+    if (i < count) { /* a vector, too: the loops of a chunk would take its entries one by one */
+        const int64_t bytes = (count - i) * (int64_t)sizeof *out;
+        int32_t last[WIDTH] __attribute__((aligned(64)));
+        int32_t found[WIDTH] __attribute__((aligned(64)));
+        *(vuint *)last = load_part_of_words(positions + i, bytes);
+        for (int k = 0; k < WIDTH; k++) {
+            last[k] = k < count - i ? last[k] : -1;
+        }
+        num_found += find_chunk(row, to, last, WIDTH, found);
+        store_part_of_words(*(const vuint *)found, out + i, bytes);
+    }
+    return num_found;
 }
 
 static inline __attribute__((always_inline)) int64_t
@@ -130,6 +150,31 @@ find_rows(const smla_page_row *row, int32_t start, const int32_t *positions, int
     return find(row, (goal){.is_row = true, .start = (uint32_t)start}, positions, count, rows);
 }
 
+/* Most neighbours are all slots, or all holes. */
+static void
+close_holes(int32_t *slots, int64_t count)
+{
+    int64_t num_slots = 0;
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        const vint some = (vint)load_words(slots + i, 0);
+        if (!has_lane(some < 0)) {
+            store_words((vuint)some, slots + num_slots, 0);
+            num_slots += WIDTH;
+        } else if (has_lane(some >= 0)) {
+            for (int k = 0; k < WIDTH; k++) {
+                slots[num_slots] = some[k];
+                num_slots += some[k] >= 0;
+            }
+        }
+    }
+    for (; i < count; i++) {
+        const int32_t slot = slots[i];
+        slots[num_slots] = slot;
+        num_slots += slot >= 0;
+    }
+}
+
 static void
 add_base(const int32_t *indices, int64_t count, int64_t base, int32_t *out)
 {
@@ -146,5 +191,6 @@ add_base(const int32_t *indices, int64_t count, int64_t base, int32_t *out)
 const smla_slot_isa SMLA_SLOTS = {
     .find_slots = find_slots,
     .find_rows = find_rows,
+    .close_holes = close_holes,
     .add_base = add_base,
 };

@@ -91,40 +91,38 @@ store_part_of_words(vuint words, void *memory, int64_t bytes)
 
 #else
 
+typedef uint16_t any_half __attribute__((may_alias, aligned(1)));
+typedef uint32_t any_word __attribute__((may_alias, aligned(1)));
+typedef uint64_t any_long __attribute__((may_alias, aligned(1)));
+
 /* Up to 8 bytes. */
 SMLA_INLINE uint64_t
 load_few_bytes(const uint8_t *memory, int64_t bytes)
 {
-    uint64_t all = 0;
-    uint32_t word = 0;
-    uint16_t half = 0;
     if (bytes >= 8) {
-        memcpy(&all, memory, sizeof all);
-        return all;
+        return *(const any_long *)memory;
     }
     if (bytes >= 4) {
-        memcpy(&word, memory, sizeof word);
+        const uint64_t word = *(const any_word *)memory;
+        return bytes == 4 ? word : word | (uint64_t)*(const any_half *)(memory + 4) << 32;
     }
-    if (bytes > 0 && bytes % 4 != 0) {
-        memcpy(&half, memory + bytes - 2, sizeof half);
-    }
-    return bytes >= 4 ? word | (uint64_t)half << 32 : half;
+    return bytes == 2 ? *(const any_half *)memory : 0;
 }
 
 SMLA_INLINE void
 store_few_bytes(uint64_t all, uint8_t *memory, int64_t bytes)
 {
-    const uint32_t word = (uint32_t)all;
-    const uint16_t half = (uint16_t)(bytes >= 4 ? all >> 32 : all);
     if (bytes >= 8) {
-        memcpy(memory, &all, sizeof all);
+        *(any_long *)memory = all;
         return;
     }
     if (bytes >= 4) {
-        memcpy(memory, &word, sizeof word);
+        *(any_word *)memory = (uint32_t)all;
+        memory += 4;
+        all >>= 32;
     }
-    if (bytes > 0 && bytes % 4 != 0) {
-        memcpy(memory + bytes - 2, &half, sizeof half);
+    if (bytes == 2 || bytes == 6) {
+        *(any_half *)memory = (uint16_t)all;
     }
 }
 

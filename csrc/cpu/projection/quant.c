@@ -3,7 +3,7 @@
  *   scale = max(amax, 1e-10) / 448,  out = satE4M3(x / scale)
  *
  * amax ignores NaN and takes an infinity as FLT_MAX, as the cache write does. The arrays are cut
- * into pieces of rows. Pieces that are contiguous in x and in out go to cache_kernel.h.
+ * into pieces of rows, which cache_kernel.h takes. Where elements are apart, a piece is copied.
  */
 #include "core/fp_mode.h"
 #include "core/quant_dims.h"
@@ -14,7 +14,10 @@
 
 /* ---- Pieces -------------------------------------------------------------------------------- */
 
-enum { PIECE = 4096 }; /* elements */
+enum {
+    PIECE = 1024,   /* elements */
+    SHORT_ROW = 32, /* elements; where the last dimension has fewer, the longest takes its place */
+};
 
 typedef struct quant_piece {
     int64_t x;   /* first element in x */
@@ -28,56 +31,108 @@ pieces_per_row(const smla_quant_params *p)
     return (p->shape[p->ndim - 1] + PIECE - 1) / PIECE;
 }
 
+static void
+swap(int64_t *a, int64_t *b)
+{
+    const int64_t old = *a;
+    *a = *b;
+    *b = old;
+}
+
+/* The dimensions with long rows: no result depends on the order of elements. */
+static smla_quant_params
+choose_rows(const smla_quant_params *params)
+{
+    smla_quant_params p = smla_merge_dims(params);
+    const int last = p.ndim - 1;
+    for (int i = 0; i < last && p.shape[last] < SHORT_ROW; i++) {
+        if (p.shape[i] > p.shape[last]) {
+            swap(&p.shape[i], &p.shape[last]);
+            swap(&p.x_strides[i], &p.x_strides[last]);
+            swap(&p.out_strides[i], &p.out_strides[last]);
+        }
+    }
+    return p;
+}
+
 static quant_piece
 find_piece(const smla_quant_params *p, int64_t index)
 {
     const int last = p->ndim - 1;
-    const int64_t start = index % pieces_per_row(p) * PIECE;
+    const int64_t row_pieces = pieces_per_row(p);
+    int64_t row = row_pieces == 1 ? index : index / row_pieces; /* divisions take time */
+    const int64_t start = (index - row * row_pieces) * PIECE;
     const int64_t left = p->shape[last] - start;
-    int64_t row = index / pieces_per_row(p);
     quant_piece piece = {
         .x = start * p->x_strides[last],
         .out = start * p->out_strides[last],
         .count = left < PIECE ? left : PIECE,
     };
-    for (int i = last - 1; i >= 0; i--) {
+    for (int i = last - 1; i > 0; i--) {
         piece.x += row % p->shape[i] * p->x_strides[i];
         piece.out += row % p->shape[i] * p->out_strides[i];
         row /= p->shape[i];
+    }
+    if (last > 0) {
+        piece.x += row * p->x_strides[0];
+        piece.out += row * p->out_strides[0];
     }
     return piece;
 }
 
 /* ---- One piece ----------------------------------------------------------------------------- */
 
-static float
-find_amax(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece)
+/* The contiguous elements of a piece. */
+typedef struct quant_values {
+    const void *x;
+    int64_t start;
+    uint32_t copy[PIECE];
+} quant_values;
+
+static void
+load_values(const smla_quant_params *p, quant_piece piece, quant_values *values)
 {
     const int64_t step = p->x_strides[p->ndim - 1];
     if (step == 1) {
-        return cache->find_amax(p->x, p->type, piece.x, piece.count);
+        values->x = p->x;
+        values->start = piece.x;
+        return;
     }
-    float amax = 0.0f;
+    values->x = values->copy;
+    values->start = 0;
+    if (p->type == SMLA_FLOAT_FP32) {
+        const uint32_t *const from = (const uint32_t *)p->x + piece.x;
+        for (int64_t i = 0; i < piece.count; i++) {
+            values->copy[i] = from[i * step];
+        }
+        return;
+    }
+    const uint16_t *const from = (const uint16_t *)p->x + piece.x;
+    uint16_t *const to = (uint16_t *)(void *)values->copy;
     for (int64_t i = 0; i < piece.count; i++) {
-        const float x = smla_cpu_load_float(p->x, p->type, piece.x + i * step);
-        const float magnitude = smla_finite_abs(x);
-        amax = magnitude > amax ? magnitude : amax;
+        to[i] = from[i * step];
     }
-    return amax;
+}
+
+static float
+find_amax(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece)
+{
+    quant_values values;
+    load_values(p, piece, &values);
+    return cache->find_amax(values.x, p->type, values.start, piece.count);
 }
 
 static void
 quantize(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece, float scale)
 {
-    const int64_t step = p->x_strides[p->ndim - 1];
-    const int64_t out_step = p->out_strides[p->ndim - 1];
-    if (step == 1 && out_step == 1) {
-        cache->quantize(p->x, p->type, piece.x, piece.count, scale, p->out + piece.out);
-        return;
-    }
-    for (int64_t i = 0; i < piece.count; i++) {
-        const float x = smla_cpu_load_float(p->x, p->type, piece.x + i * step);
-        p->out[piece.out + i * out_step] = smla_float_to_e4m3(x / scale);
+    const int64_t step = p->out_strides[p->ndim - 1];
+    uint8_t *const out = p->out + piece.out;
+    uint8_t codes[PIECE];
+    quant_values values;
+    load_values(p, piece, &values);
+    cache->quantize(values.x, p->type, values.start, piece.count, scale, step == 1 ? out : codes);
+    for (int64_t i = 0; i < piece.count && step != 1; i++) {
+        out[i * step] = codes[i];
     }
 }
 
@@ -94,7 +149,7 @@ smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *e
         *params->scale = amax / SMLA_E4M3_MAX;
         return SMLA_OK;
     }
-    const smla_quant_params p = smla_merge_dims(params);
+    const smla_quant_params p = choose_rows(params);
     const int64_t num_pieces = count / p.shape[p.ndim - 1] * pieces_per_row(&p);
     /* A maximum does not depend on the order it is taken in. */
 #pragma omp parallel for schedule(static) reduction(max : amax) if (count >= 1 << 14)
