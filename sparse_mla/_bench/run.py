@@ -26,6 +26,7 @@ from sparse_mla._bench.cpu import (
     layer,
     memory,
     projection,
+    sizes,
     subnormal,
     top_k,
     v4,
@@ -43,13 +44,15 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "top_k": top_k.measure,
     "calls": calls.measure,
     "subnormal": subnormal.measure,
+    "sizes": sizes.measure,
 }
-BY_NAME_ONLY = ("subnormal",)  # about behaviour, not about the machine: measured on request
+BY_NAME_ONLY = ("subnormal", "sizes")  # about behaviour, not about the machine: measured on request
 WITHOUT_RATES = (
     "layer",
     "top_k",
     "calls",
     "subnormal",
+    "sizes",
 )  # tables of the CPU that --plot cannot show
 CUDA_TABLES = (
     "decode",

@@ -319,6 +319,20 @@ write_prefill_topk(const smla_slot_isa *kernel, const smla_mixed_indices_params 
     (void)kernel->find_slots(&row, in, count, out);
 }
 
+/* The slots of a window. Pages of few slots are found as those of any list. */
+static void
+write_window(const smla_slot_isa *kernel, const smla_page_row *row, int64_t first, int64_t count,
+             int32_t *out)
+{
+    enum { FEW_SLOTS = 16 };
+    if (row->block_size >= FEW_SLOTS) {
+        smla_write_slots(out, row, first, count);
+    } else {
+        smla_write_run(out, first, count);
+        (void)kernel->find_slots(row, out, count, out);
+    }
+}
+
 static void
 write_prefill(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, int64_t token)
 {
@@ -328,7 +342,7 @@ write_prefill(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, i
         const int64_t req = p->req_id_per_token[token * p->req_id_stride];
         const smla_page_row swa = smla_page_row_of(&p->swa_pages, req);
         sight = find_sight(&p->batch, req, token, p->window, p->ratio, p->topk);
-        smla_write_slots(out, &swa, sight.position - sight.window_len + 1, sight.window_len);
+        write_window(kernel, &swa, sight.position - sight.window_len + 1, sight.window_len, out);
         write_prefill_topk(kernel, p, token, sight.topk_len, out + p->window);
     }
     smla_clear_columns(out, sight.window_len, p->window);

@@ -147,7 +147,10 @@ store_part_of_words(vuint words, void *memory, int64_t bytes)
     const vlong parts = (vlong)words;
 #pragma GCC unroll 8
     for (int i = 0; i < WIDTH / 2; i++) {
-        store_few_bytes(parts[i], (uint8_t *)memory + (ptrdiff_t)8 * i, bytes - 8 * i);
+        const int at = 8 * i;
+        if (at < bytes) {
+            store_few_bytes(parts[i], (uint8_t *)memory + at, bytes - at);
+        }
     }
 }
 

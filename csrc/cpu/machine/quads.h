@@ -49,13 +49,16 @@ load_part_of_duo(const void *values, smla_float_type type, int64_t count)
 {
     const int64_t bytes = count * element_bytes(type);
     const vuint words = load_part_of_words(values, bytes);
+    vuint second = {0};
     switch (type) {
     case SMLA_FLOAT_BF16: return bf16_to_duo(words);
     case SMLA_FLOAT_FP16: return half_to_duo(words);
-    default:
-        return float_to_duo(words, load_part_of_words((const uint8_t *)values + 4 * WIDTH,
-                                                      bytes - 4 * WIDTH));
+    default: break;
     }
+    if (count > WIDTH) {
+        second = load_part_of_words((const uint8_t *)values + 4 * WIDTH, bytes - 4 * WIDTH);
+    }
+    return float_to_duo(words, second);
 }
 
 /* A duo as bf16 or fp16. */
@@ -85,8 +88,10 @@ store_part_of_duo(duo x, smla_float_type type, int64_t count, void *out)
     const int64_t bytes = count * element_bytes(type);
     if (type == SMLA_FLOAT_FP32) {
         store_part_of_words(interleave_first((vuint)x.even, (vuint)x.odd), out, bytes);
-        store_part_of_words(interleave_second((vuint)x.even, (vuint)x.odd),
-                            (uint8_t *)out + 4 * WIDTH, bytes - 4 * WIDTH);
+        if (count > WIDTH) {
+            store_part_of_words(interleave_second((vuint)x.even, (vuint)x.odd),
+                                (uint8_t *)out + 4 * WIDTH, bytes - 4 * WIDTH);
+        }
     } else {
         store_part_of_words(round_duo(x, type), out, bytes);
     }

@@ -65,8 +65,20 @@ have_same_scale(const smla_varlen_params *params, const smla_varlen_scale *scale
 typedef struct shared_tile {
     int64_t req; /* the first one */
     int64_t num_rows;
+    int64_t num_lanes; /* rows that see several keys or none */
     int64_t num_keys;
 } shared_tile;
+
+/* The rows of a request that need a lane. */
+static int64_t
+count_lanes(const smla_varlen_params *params, const smla_varlen_request *of)
+{
+    int64_t count = 0;
+    for (int64_t query = 0; query < of->num_queries; query++) {
+        count += !smla_is_one_key(smla_find_varlen_range(params, of, query));
+    }
+    return count * (params->num_heads / params->num_kv_heads);
+}
 
 /* Whether a request's rows find room in the tile. If not, a tile begins with it. */
 static bool
@@ -78,16 +90,20 @@ share_tile(const smla_varlen_params *params, int64_t req, int lanes, shared_tile
     if (num_rows == 0) {
         return true;
     }
-    if (tile->num_rows > 0 && tile->num_rows + num_rows <= lanes &&
+    const bool is_small = num_rows <= 2 * (int64_t)lanes;
+    const int64_t num_lanes = is_small ? count_lanes(params, &of) : num_rows;
+    if (tile->num_rows > 0 && tile->num_rows + num_rows <= 2 * (int64_t)lanes &&
+        tile->num_lanes + num_lanes <= lanes &&
         first_key + of.num_keys <= SMLA_VARLEN_SHARED_KEYS &&
         have_same_scale(params, &params->q_descale, tile->req, req) &&
         have_same_scale(params, &params->k_descale, tile->req, req) &&
         have_same_scale(params, &params->v_descale, tile->req, req)) {
         tile->num_rows += num_rows;
+        tile->num_lanes += num_lanes;
         tile->num_keys = first_key + of.num_keys;
         return true;
     }
-    *tile = (shared_tile){req, num_rows, of.num_keys};
+    *tile = (shared_tile){req, num_rows, num_lanes, of.num_keys};
     return false;
 }
 

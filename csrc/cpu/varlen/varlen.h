@@ -40,6 +40,12 @@ typedef struct smla_varlen_row {
     smla_key_range keys; /* numbers in the tile */
 } smla_varlen_row;
 
+static inline bool
+smla_is_one_key(smla_key_range keys)
+{
+    return keys.end - keys.begin == 1;
+}
+
 /* The number in the tile of a request's first key, if those before it end at `end`. A row's bits
  * must not depend on its neighbours. So a request's keys are paired as if they were alone, and are
  * in one step if they fit. */
@@ -87,7 +93,7 @@ smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_varlen_
 
 /* The kernel of one instruction set. */
 typedef struct smla_varlen_isa {
-    int lanes; /* rows of a vector */
+    int lanes; /* rows of a vector; a tile with up to twice as many has none for rows with one key */
     smla_varlen_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
     void (*run_tile)(const smla_varlen_params *params, const smla_varlen_tile *tile,

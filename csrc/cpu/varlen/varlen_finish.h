@@ -55,7 +55,7 @@ finish_vector(const tile_work *work, int lane)
 {
     const smla_varlen_params *const params = work->params;
     const double ln_2 = 0.69314718055994530942;
-    const int num_rows = work->tile->num_rows - lane < WIDTH ? work->tile->num_rows - lane : WIDTH;
+    const int num_rows = work->num_rows - lane < WIDTH ? work->num_rows - lane : WIDTH;
     const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
     float *const rows = (float *)work->row;
     vfloat factor = {0};

@@ -64,6 +64,7 @@ typedef struct tile_work {
     const smla_varlen_tile *tile;
     int query_dims; /* padded */
     int value_dims; /* padded */
+    int num_rows;   /* rows that have a lane, which are the first */
     int num_lanes;  /* rows, padded to whole vectors */
     logit_rule rule;
     unit_scalar *q;
@@ -178,13 +179,13 @@ pack_queries(const tile_work *work)
         const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
-        for (int i = lane + WIDTH; i < lane + 2 * WIDTH && i < work->tile->num_rows; i++) {
+        for (int i = lane + WIDTH; i < lane + 2 * WIDTH && i < work->num_rows; i++) {
             prefetch_row(&params->q[0], params->q_type, work->rows[i].token, work->rows[i].head);
             prefetch_row(&params->q[1], params->q_type, work->rows[i].token, work->rows[i].head);
         }
         for (int i = 0; i < WIDTH; i++) {
             unit_scalar *const row = work->row + i * columns;
-            if (lane + i >= work->tile->num_rows) {
+            if (lane + i >= work->num_rows) {
                 memset(row, 0, (size_t)columns * sizeof *row);
                 continue;
             }
@@ -211,7 +212,7 @@ pack_queries(const tile_work *work)
 static void
 mark_rows(const tile_work *work, int64_t key)
 {
-    for (int i = 0; i < work->tile->num_rows; i++) {
+    for (int i = 0; i < work->num_rows; i++) {
         const smla_key_range *const keys = &work->rows[i].keys;
         work->is_exact[i] |= key >= keys->begin && key < keys->end;
     }
@@ -280,7 +281,7 @@ typedef enum block_view {
 static block_view
 find_view(const tile_work *work, int first, int lanes, int64_t key, int count)
 {
-    const int last = work->tile->num_rows - 1;
+    const int last = work->num_rows - 1;
     const smla_key_range low = work->rows[first].keys;
     const smla_key_range high =
         work->rows[first + lanes - 1 < last ? first + lanes - 1 : last].keys;
@@ -424,85 +425,9 @@ set_aside(const tile_work *work)
 
 #include "cpu/varlen/varlen_finish.h"
 #include "cpu/varlen/varlen_one_key.h"
+#include "cpu/varlen/varlen_rows.h"
 
 /* ---- A tile -------------------------------------------------------------------------------- */
-
-/* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
- * the tile. Returns how many there were. */
-static int
-add_rows(const tile_work *work, const smla_varlen_request *of, int64_t first, int count,
-         int64_t first_key, smla_varlen_row *rows)
-{
-    const int64_t group = work->params->num_heads / work->params->num_kv_heads;
-    int64_t head = first % group;
-    int added = 0;
-    for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
-        const smla_key_range keys = smla_find_varlen_range(work->params, of, query);
-        for (; head < group; head++) {
-            if (added == count) {
-                return added;
-            }
-            rows[added++] = (smla_varlen_row){
-                .token = of->first_query + query,
-                .head = work->tile->kv_head * group + head,
-                .first_key = of->first_key - first_key,
-                .keys = {first_key + keys.begin, first_key + keys.end},
-            };
-        }
-    }
-    return added;
-}
-
-/* Finds the rows, and where the first keys lie. */
-static void
-find_rows(tile_work *work)
-{
-    const smla_varlen_tile *const tile = work->tile;
-    int64_t end = 0;
-    int found = 0;
-    for (int64_t req = tile->req; found < tile->num_rows; req++) {
-        const smla_varlen_request of = smla_find_varlen_request(work->params, req);
-        if (of.num_queries == 0) {
-            continue;
-        }
-        const int64_t first_key = smla_place_varlen_keys(end, of.num_keys);
-        found +=
-            add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
-        work->first_key = of.first_key - first_key;
-        for (int64_t key = end; key < first_key; key++) {
-            work->shared_keys[key] = -1;
-        }
-        end = first_key + of.num_keys;
-        for (int64_t key = first_key; key < end && key < SMLA_VARLEN_SHARED_KEYS; key++) {
-            work->shared_keys[key] = work->first_key + key;
-        }
-    }
-}
-
-/* The keys that any row sees. */
-static smla_key_range
-find_seen_keys(const tile_work *work)
-{
-    smla_key_range all = {INT64_MAX, 0};
-    for (int i = 0; i < work->tile->num_rows; i++) {
-        const smla_key_range keys = work->rows[i].keys;
-        if (keys.begin < keys.end) {
-            all.begin = keys.begin < all.begin ? keys.begin : all.begin;
-            all.end = keys.end > all.end ? keys.end : all.end;
-        }
-    }
-    return all;
-}
-
-static int
-count_rows_with_one_key(const tile_work *work)
-{
-    int count = 0;
-    for (int i = 0; i < work->tile->num_rows; i++) {
-        count += has_one_key(&work->rows[i]);
-    }
-    return count;
-}
 
 /* Whether the scales let SMLA_FP_FLUSH take small products as zero. */
 static bool
@@ -548,7 +473,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
 __attribute__((noinline)) static void
 run_usual_tile(tile_work *work, smla_key_range keys)
 {
-    work->num_lanes = (work->tile->num_rows + WIDTH - 1) / WIDTH * WIDTH;
+    work->num_lanes = (work->num_rows + WIDTH - 1) / WIDTH * WIDTH;
     begin_products();
     pack_queries(work);
     if (attend_keys(work, keys)) {
@@ -572,8 +497,8 @@ run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t
     work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->softcap);
     find_rows(&work);
     memset(work.is_exact, !has_ordinary_scales(&work), (size_t)tile->num_rows);
-    const int num_alone = count_rows_with_one_key(&work);
-    if (num_alone < tile->num_rows) {
+    const int num_alone = choose_lanes(&work);
+    if (work.num_rows > 0) {
         run_usual_tile(&work, find_seen_keys(&work));
     }
     if (num_alone > 0) {

@@ -11,7 +11,7 @@
 #include "cpu/varlen/widen_floats.h"
 
 /* Lanes are dimensions: half a vector of floats, and the same as doubles. */
-typedef float some_floats __attribute__((vector_size(2 * SMLA_SIMD_WIDTH)));
+typedef float some_floats __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias));
 typedef double some_doubles __attribute__((vector_size(4 * SMLA_SIMD_WIDTH)));
 
 enum {
@@ -27,9 +27,9 @@ typedef struct only_key {
     int64_t token; /* -1: none */
     bool is_usual;
     double factor; /* of the value in `out` */
-    some_doubles k[MAX_ROW_ELEMENTS / LANES];
-    some_floats v[MAX_ROW_ELEMENTS / LANES];
-    some_floats q[MAX_ROW_ELEMENTS / LANES]; /* the row's query */
+    float k[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
+    float v[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
+    float q[MAX_ROW_ELEMENTS] __attribute__((aligned(64))); /* the row's query */
     float scaled[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
     float out[MAX_ROW_ELEMENTS] __attribute__((aligned(64))); /* as many elements of out's type */
 } only_key;
@@ -59,27 +59,25 @@ load_only_key(const tile_work *work, int64_t token, only_key *key)
 {
     const smla_varlen_params *const params = work->params;
     const int64_t kv_head = work->tile->kv_head;
-    float *const row = key->scaled;
     key->token = token;
     key->factor = NAN;
     key->is_usual =
-        load_floats(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row) &&
-        load_floats(&params->v, 1, params->kv_type, token, kv_head, work->value_dims,
-                    (float *)key->v);
-    for (int i = 0; i < work->query_dims / LANES; i++) {
-        key->k[i] = __builtin_convertvector(((const some_floats *)row)[i], some_doubles);
-    }
+        load_floats(params->k, 2, params->kv_type, token, kv_head, work->query_dims, key->k) &&
+        load_floats(&params->v, 1, params->kv_type, token, kv_head, work->value_dims, key->v);
 }
 
 static double
 multiply_only_key(const only_key *key, int dims)
 {
+    const some_floats *const q = (const some_floats *)key->q;
+    const some_floats *const keys = (const some_floats *)key->k;
     some_doubles sum[SUMS] = {{0}};
     double sums[SUM_LANES];
     for (int i = 0; i < dims / LANES; i += SUMS) {
 #pragma GCC unroll 8
         for (int k = 0; k < SUMS; k++) {
-            sum[k] += __builtin_convertvector(key->q[i + k], some_doubles) * key->k[i + k];
+            sum[k] += __builtin_convertvector(q[i + k], some_doubles) *
+                      __builtin_convertvector(keys[i + k], some_doubles);
         }
     }
     memcpy(sums, sum, sizeof sums);
@@ -96,7 +94,8 @@ static void
 round_value(const tile_work *work, double factor, only_key *key)
 {
     for (int i = 0; i < work->value_dims / LANES; i++) {
-        const some_doubles v = __builtin_convertvector(key->v[i], some_doubles);
+        const some_doubles v =
+            __builtin_convertvector(((const some_floats *)key->v)[i], some_doubles);
         ((some_floats *)key->scaled)[i] =
             __builtin_convertvector((v + 0.0) * factor, some_floats); /* +0 for -0 */
     }
@@ -116,7 +115,7 @@ attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key
         load_only_key(work, token, key);
     }
     if (!load_floats(params->q, 2, params->q_type, row->token, row->head, work->query_dims,
-                     (float *)key->q) ||
+                     key->q) ||
         !key->is_usual) {
         return false;
     }
@@ -132,12 +131,6 @@ attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key
     return true;
 }
 
-static bool
-has_one_key(const smla_varlen_row *row)
-{
-    return row->keys.end - row->keys.begin == 1;
-}
-
 /* The rows of a tile that see one key. Rows that are left over are marked. Not inlined, because the
  * caller changes the floating-point mode. */
 __attribute__((noinline)) static void
@@ -146,7 +139,7 @@ attend_only_keys(const tile_work *work)
     only_key *const key = (only_key *)(void *)work->keys; /* no longer needed */
     key->token = -1;
     for (int i = 0; i < work->tile->num_rows; i++) {
-        if (has_one_key(&work->rows[i]) && !work->is_exact[i]) {
+        if (smla_is_one_key(work->rows[i].keys) && !work->is_exact[i]) {
             work->is_exact[i] = !attend_only_key(work, &work->rows[i], key);
         }
     }

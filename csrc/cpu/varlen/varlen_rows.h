@@ -1,0 +1,100 @@
+/* varlen_rows.h: which rows a tile of varlen_attention has, where its keys lie, and which rows have a
+ * lane. varlen_kernel.h includes it.
+ */
+#pragma once
+
+/* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
+ * the tile. Returns how many there were. */
+static int
+add_rows(const tile_work *work, const smla_varlen_request *of, int64_t first, int count,
+         int64_t first_key, smla_varlen_row *rows)
+{
+    const int64_t group = work->params->num_heads / work->params->num_kv_heads;
+    int64_t head = first % group;
+    int added = 0;
+    for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
+        const smla_key_range keys = smla_find_varlen_range(work->params, of, query);
+        for (; head < group; head++) {
+            if (added == count) {
+                return added;
+            }
+            rows[added++] = (smla_varlen_row){
+                .token = of->first_query + query,
+                .head = work->tile->kv_head * group + head,
+                .first_key = of->first_key - first_key,
+                .keys = {first_key + keys.begin, first_key + keys.end},
+            };
+        }
+    }
+    return added;
+}
+
+/* Finds the rows, and where the first keys lie. */
+static void
+find_rows(tile_work *work)
+{
+    const smla_varlen_tile *const tile = work->tile;
+    int64_t end = 0;
+    int found = 0;
+    for (int64_t req = tile->req; found < tile->num_rows; req++) {
+        const smla_varlen_request of = smla_find_varlen_request(work->params, req);
+        if (of.num_queries == 0) {
+            continue;
+        }
+        const int64_t first_key = smla_place_varlen_keys(end, of.num_keys);
+        found +=
+            add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
+        work->first_key = of.first_key - first_key;
+        for (int64_t key = end; key < first_key; key++) {
+            work->shared_keys[key] = -1;
+        }
+        end = first_key + of.num_keys;
+        for (int64_t key = first_key; key < end && key < SMLA_VARLEN_SHARED_KEYS; key++) {
+            work->shared_keys[key] = work->first_key + key;
+        }
+    }
+}
+
+/* The keys that any row with a lane sees. */
+static smla_key_range
+find_seen_keys(const tile_work *work)
+{
+    smla_key_range all = {INT64_MAX, 0};
+    for (int i = 0; i < work->num_rows; i++) {
+        const smla_key_range keys = work->rows[i].keys;
+        if (keys.begin < keys.end) {
+            all.begin = keys.begin < all.begin ? keys.begin : all.begin;
+            all.end = keys.end > all.end ? keys.end : all.end;
+        }
+    }
+    return all;
+}
+
+/* Decides which rows have a lane. Those with one key need none: in a small tile, others then fill
+ * fewer vectors. Large tiles stay as they are, because their vectors begin where blocks of keys do.
+ * Returns how many rows see one key. */
+static int
+choose_lanes(tile_work *work)
+{
+    smla_varlen_row alone[2 * WIDTH];
+    const int num_rows = work->tile->num_rows;
+    int num_alone = 0;
+    for (int i = 0; i < num_rows; i++) {
+        num_alone += smla_is_one_key(work->rows[i].keys);
+    }
+    work->num_rows = num_alone == num_rows ? 0 : num_rows;
+    if (work->num_rows == 0 || num_alone == 0 || num_rows > 2 * WIDTH) {
+        return num_alone;
+    }
+    work->num_rows = 0;
+    for (int i = 0, found = 0; i < num_rows; i++) {
+        const smla_varlen_row row = work->rows[i];
+        if (smla_is_one_key(row.keys)) {
+            alone[found++] = row;
+        } else {
+            work->rows[work->num_rows++] = row;
+        }
+    }
+    memcpy(work->rows + work->num_rows, alone, (size_t)num_alone * sizeof *alone);
+    return num_alone;
+}
