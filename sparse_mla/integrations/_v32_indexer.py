@@ -26,8 +26,8 @@ class Group:
     block_table: torch.Tensor  # [B, W]
     slots: torch.Tensor  # [B * S]
     positions: torch.Tensor  # [B, S, 1]
-    # [B, S, W * block_size] fp32: 0 for positions up to the token itself, else -inf. Transformers
-    # before 5.16 would add a mask of bool to the scores, too.
+    # [B, S, W * block_size] fp32: 0 for positions up to the token itself, else -inf. Every release
+    # of Transformers adds such a mask to the scores. Those before 5.16 add one of bool, too.
     mask: torch.Tensor
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,9 +54,11 @@ class _IndexKeys:
     group: Group
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Writes keys [B, S, D]; returns all keys of these requests, [B, W * block_size, D]."""
+        """Writes keys [B, S, D]; returns all keys of these requests, [B, W * block_size, D]. Those
+        that no query sees are 0, because a NaN that a page has held would stay one behind -inf."""
         self.pages.flatten(0, 1)[self.group.slots] = keys.flatten(0, 1)
-        return self.pages[self.group.block_table].flatten(1, 2)
+        found = self.pages[self.group.block_table].flatten(1, 2)
+        return found.masked_fill_(self.group.mask[:, -1, :, None] < 0, 0)
 
 
 class ModelIndexer:

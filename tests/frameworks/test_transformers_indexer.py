@@ -210,7 +210,7 @@ def module_scores(model, layer: int, seen: Seen) -> np.ndarray:
         torch.from_numpy(x).to(device.NAME)[None] for x in (seen.hidden, seen.q_resid)
     )
     length = hidden.shape[1]
-    mask = torch.ones(1, length, length, dtype=torch.bool, device=device.NAME).tril()
+    mask = torch.full((1, length, length), -torch.inf, device=device.NAME).triu(1)
     with watch_top_k(torch) as watch:
         model.model.layers[layer].self_attn.indexer(
             hidden, q_resid, angles_of(model, length)[0], mask, None
