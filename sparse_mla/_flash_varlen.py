@@ -37,8 +37,8 @@ def _attend(
         starts[1],
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
-        max_seqlen_q=longest[0] or None,
-        max_seqlen_k=longest[1] or None,
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
     )
 
 
