@@ -21,11 +21,11 @@
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
  *     outputs, which must not share a byte with other arrays unless an args struct says that they
- *     may be an input. Parts of one buffer may lie between each other: slices, splits and transposes
- *     of it are told apart exactly. Strides are honoured. The last dimension must be contiguous, except in arrays [T], [R]
- *     and [H], block tables, lse, max_logits, the weights and scales of split_kv_b_proj,
- *     absorb_q_proj and absorb_o_proj, o_scale, weight_scale, out_scale and the arrays of
- *     dynamic_per_tensor_quant.
+ *     may be an input. Parts of one buffer may lie between each other: slices, splits and
+ *     transposes of it are told apart exactly. Strides are honoured. The last dimension must be
+ *     contiguous, except in arrays [T], [R] and [H], block tables, lse, max_logits, the weights and
+ *     scales of split_kv_b_proj, absorb_q_proj and absorb_o_proj, o_scale, weight_scale, out_scale
+ *     and the arrays of dynamic_per_tensor_quant.
  *   - An args struct begins with `struct_size`, which the caller sets to sizeof. Start from
  *     `{.struct_size = sizeof args}`: every field left out is zero, its default. A library older
  *     than its caller accepts a longer struct if the fields that it does not know are zero.

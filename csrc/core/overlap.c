@@ -1,9 +1,9 @@
 /* overlap.c: implements overlap.h, as a question about sums.
  *
  * Take the last byte of a, and go back to the first byte of b. If the arrays share a byte, the way
- * leads through it: down in a by a's strides, each fewer times than its dimension has elements, then
- * down in b by b's strides, and by the bytes inside the two elements. So arrays overlap exactly if
- * the distance is a sum of such steps.
+ * leads through it: down in a by a's strides, each fewer times than its dimension has elements,
+ * then down in b by b's strides, and by the bytes inside the two elements. So arrays overlap
+ * exactly if the distance is a sum of such steps.
  *
  * The steps are tried from the longest to the shortest. What the shorter steps add up to leaves one
  * number of longer steps where each step is a multiple of the next, and few otherwise.
@@ -99,8 +99,8 @@ gcd(int64_t a, int64_t b)
 
 /* How many numbers of steps of one length must be tried, from the least that can reach a target on.
  *
- * Let l be this length, s a shorter one, g their greatest common divisor. A sum with s / g steps of l
- * less and l / g steps of s more is the same. It has too many steps of s only if all other
+ * Let l be this length, s a shorter one, g their greatest common divisor. A sum with s / g steps of
+ * l less and l / g steps of s more is the same. It has too many steps of s only if all other
  * shorter steps leave no room for them. */
 static int64_t
 count_tries(step_list *list, int at)

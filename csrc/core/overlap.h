@@ -1,8 +1,8 @@
 /* overlap.h: finds whether two arrays, or two elements of one array, share a byte.
  *
  * The work depends on the number of dimensions, never on the sizes. The answer is exact for views
- * of one buffer that slices, splits, transposes, repeats and reversals make, whatever the two views'
- * dtypes and steps. Strides without such an order may leave it open.
+ * of one buffer that slices, splits, transposes, repeats and reversals make, whatever the two
+ * views' dtypes and steps. Strides without such an order may leave it open.
  */
 #pragma once
 

@@ -17,9 +17,9 @@ typedef struct smla_batch_split {
 } smla_batch_split;
 
 /* Leading requests whose query length is at most decode_threshold (>= 1) are decodes; with
- * require_uniform, only those as long as the first. Requests without query tokens may stand anywhere
- * and count as long as the others: before the first prefill they are decodes, behind it prefills.
- * query_start_loc [num_reqs + 1] is in host memory. Tokens past its last entry, up to
+ * require_uniform, only those as long as the first. Requests without query tokens may stand
+ * anywhere and count as long as the others: before the first prefill they are decodes, behind it
+ * prefills. query_start_loc [num_reqs + 1] is in host memory. Tokens past its last entry, up to
  * num_actual_tokens, are padding. */
 SMLA_API smla_status smla_split_decodes_and_prefills(const int32_t *query_start_loc,
                                                      int64_t num_reqs, int64_t num_actual_tokens,
@@ -27,8 +27,8 @@ SMLA_API smla_status smla_split_decodes_and_prefills(const int32_t *query_start_
                                                      smla_batch_split *split, smla_error *error);
 
 /* The swaps of two requests that, done in order, put decodes first: those with at most
- * decode_threshold (>= 1) tokens in this step, also with none. `swaps` has room for num_reqs entries: pairs, of
- * which the first number is the smaller. A batch in order has none. */
+ * decode_threshold (>= 1) tokens in this step, also with none. `swaps` has room for num_reqs
+ * entries: pairs, of which the first number is the smaller. A batch in order has none. */
 SMLA_API smla_status smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs,
                                         int64_t decode_threshold, int64_t *swaps,
                                         int64_t *num_swaps, smla_batch_split *split,

@@ -34,8 +34,8 @@ typedef struct smla_batch {
 smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,
                              const smla_batch *batch, smla_error *error);
 
-/* Gives a checked batch lengths of its own, in `seq_lens` [num_reqs]: a request without query tokens
- * attends to nothing in this step, so that it has 0 tokens, whatever it has cached. */
+/* Gives a checked batch lengths of its own, in `seq_lens` [num_reqs]: a request without query
+ * tokens attends to nothing in this step, so that it has 0 tokens, whatever it has cached. */
 void smla_hide_idle_tokens(smla_batch *batch, int32_t *seq_lens);
 
 /* The scheduler must put decodes first, so no query that is short enough for a decode may follow a

@@ -80,5 +80,11 @@ class Backend(CommonFacts):
         (100, 64, 656)
         """
         return find_cache_shape(
-            "v32", CACHE_ROWS, num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+            "v32",
+            CACHE_ROWS,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            cache_dtype_str=cache_dtype_str,
         )

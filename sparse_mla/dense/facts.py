@@ -82,7 +82,13 @@ class Backend(SparseBackend):
         (100, 64, 528)
         """
         return find_cache_shape(
-            "dense", CACHE_ROWS, num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+            "dense",
+            CACHE_ROWS,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            cache_dtype_str=cache_dtype_str,
         )
 
     @staticmethod

@@ -380,6 +380,7 @@ class Builder:
 def find_cache_shape(
     plan: str,
     cache_rows: Mapping[int, Mapping[str, int]],
+    *,
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,

@@ -1,5 +1,5 @@
-/* test_overlap_views.c: the search for shared bytes is compared with the bytes themselves, for views
- * of one buffer. Large views, of addresses without memory, have answers that are known.
+/* test_overlap_views.c: the search for shared bytes is compared with the bytes themselves, for
+ * views of one buffer. Large views, of addresses without memory, have answers that are known.
  */
 #include "core/overlap.h"
 #include "operators.h"
@@ -475,8 +475,8 @@ test_columns_of_one_buffer(void)
 
 /* ---- Texts --------------------------------------------------------------------------------- */
 
-/* What cannot be told is not said to be shared. The arrays are far larger than their memory, because
- * a refused call reads and writes no element. */
+/* What cannot be told is not said to be shared. The arrays are far larger than their memory,
+ * because a refused call reads and writes no element. */
 static void
 test_text_of_the_unknown(void)
 {

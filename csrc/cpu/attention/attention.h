@@ -57,8 +57,8 @@ typedef struct smla_head_range {
 /* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
  * read, too, and code of theirs may not run. */
 typedef struct smla_attention_scratch {
-    int64_t block_bytes;    /* for a block of keys, on any number of heads */
-    int64_t bytes_per_head; /* for the query, beside a state */
+    int64_t block_bytes;    /* bytes for a block of keys, on any number of heads */
+    int64_t bytes_per_head; /* bytes of the query, beside a state */
 } smla_attention_scratch;
 
 static inline int64_t

@@ -246,7 +246,7 @@ smla_cpu_combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_er
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("combine_topk_swa_indices", &isa, error));
     SMLA_TRY(smla_cpu_check_combine_topk_swa(p, error));
-    int64_t req = 0; /* that of a thread's last token */
+    int64_t req = 0; /* the row of a thread's last token */
 #pragma omp parallel for schedule(static) \
     firstprivate(req) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {

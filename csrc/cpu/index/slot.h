@@ -87,6 +87,6 @@ smla_write_run(int32_t *out, int64_t first, int64_t count)
     }
 }
 
-/* Writes the slots of `count` positions from `first` on, which is not negative if there are any, page
- * by page. */
+/* Writes the slots of `count` positions from `first` on, which is not negative if there are any,
+ * page by page. */
 void smla_write_slots(int32_t *out, const smla_page_row *row, int64_t first, int64_t count);

@@ -97,8 +97,8 @@ extern const smla_projection_isa smla_projection_neon;
 extern const smla_projection_isa smla_projection_neonbf16;
 #endif
 
-/* Whether dimension n of the weight is contiguous (v_up_proj), or n is one value and k is not; else k is
- * (k_up_proj), or neither (kv_up_proj alone). */
+/* Whether dimension n of the weight is contiguous (v_up_proj), or n is one value and k is not; else
+ * k is (k_up_proj), or neither (kv_up_proj alone). */
 static inline bool
 smla_outer_is_contiguous(const smla_projection_params *params)
 {

@@ -121,7 +121,7 @@ static void
 unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
                   unit_scalar *restrict panel)
 {
-    static const uint16_t zeros[INNER_BLOCK] = {0}; /* for outputs that do not exist */
+    static const uint16_t zeros[INNER_BLOCK] = {0}; /* read for outputs that do not exist */
     uint16_t copies[WIDTH][INNER_BLOCK] __attribute__((aligned(64)));
     for (int n = 0; n < round_up(num_outer, STEP_OUTER); n += WIDTH) {
         const uint16_t *rows[WIDTH];

@@ -77,7 +77,7 @@ smla_varlen_logit_scale(const smla_varlen_params *params, const smla_varlen_tile
 /* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
  * read, too, and code of theirs may not run. */
 typedef struct smla_varlen_scratch {
-    int64_t tile_bytes; /* for a tile of any dimensions */
+    int64_t tile_bytes; /* bytes for a tile of any dimensions */
     int64_t bytes_per_query_dim;
     int64_t bytes_per_value_dim;
 } smla_varlen_scratch;
@@ -93,7 +93,7 @@ smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_varlen_
 
 /* The kernel of one instruction set. */
 typedef struct smla_varlen_isa {
-    int lanes; /* rows of a vector; a tile with up to twice as many has none for rows with one key */
+    int lanes; /* rows of a vector; tiles of up to twice as many have none for rows with one key */
     smla_varlen_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
     void (*run_tile)(const smla_varlen_params *params, const smla_varlen_tile *tile,

@@ -90,7 +90,7 @@ typedef struct tile_arrays {
     _Alignas(64) unit_scalar probs[PROB_ELEMENTS];
     _Alignas(64) unit_scalar row[WIDTH * MAX_ROW_ELEMENTS];
     _Alignas(64) float scores[BLOCK_KEYS * GROUP_LANES];
-    _Alignas(64) double sum[2][SMLA_VARLEN_ROWS]; /* of `state` and of `older` */
+    _Alignas(64) double sum[2][SMLA_VARLEN_ROWS]; /* sums of `state` and of `older` */
     _Alignas(64) float max_log2[2][SMLA_VARLEN_ROWS];
     _Alignas(64) smla_varlen_row rows[SMLA_VARLEN_ROWS];
     _Alignas(64) int64_t shared_keys[SMLA_VARLEN_SHARED_KEYS];
@@ -101,7 +101,7 @@ typedef struct tile_arrays {
 
 enum {
     Q_BYTES_PER_DIM = SMLA_VARLEN_ROWS / UNIT_STEP * 4,
-    OUT_BYTES_PER_DIM = SMLA_VARLEN_ROWS * 4, /* of each state */
+    OUT_BYTES_PER_DIM = SMLA_VARLEN_ROWS * 4, /* bytes of each state */
 };
 
 /* Scratch memory: [arrays] [q] [out of `state`] [out of `older`] */

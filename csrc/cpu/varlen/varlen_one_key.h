@@ -26,7 +26,7 @@ _Static_assert(SMLA_VARLEN_PAD % SUM_LANES == 0, "whole steps of products");
 typedef struct only_key {
     int64_t token; /* -1: none */
     bool is_usual;
-    double factor; /* of the value in `out` */
+    double factor; /* what the value in `out` was multiplied with */
     float k[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
     float v[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
     float q[MAX_ROW_ELEMENTS] __attribute__((aligned(64))); /* the row's query */

@@ -14,7 +14,8 @@
  * Roofline     None: the kernel is right for any strides, not fast. An output takes 2 k operations
  *              and 4 k bytes of cached loads, without reuse in registers or tensor cores.
  * Numerics     Products and sums in fp32, in the order of k, rounded once to bf16; of e4m3, the sum
- *              over b and the scales are fp64. A sum of no terms is 0. The last bit may differ from cuBLAS's, which sums in another order.
+ *              over b and the scales are fp64. A sum of no terms is 0. The last bit may differ from
+ *              cuBLAS's, which sums in another order.
  * Source       The formula; the kernel is ours.
  */
 #include "core/projection_scale.h"

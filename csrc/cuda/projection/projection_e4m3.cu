@@ -25,8 +25,9 @@
  *              step is summed in fp32 by tensor cores, then multiplied by its factor, which is
  *              x_scale * w_scale rounded to fp32, and added in fp32. NaN reaches only results of
  *              its own token or output. Results that are not finite are computed again, in fp64:
- *              a product of scales may not fit fp32 where the result does. Lanes take values of k in another order than k's. The order
- *              of a sum depends on k alone: a quarter's half steps, then the quarters.
+ *              a product of scales may not fit fp32 where the result does. Lanes take values of k
+ *              in another order than k's. The order of a sum depends on k alone: a quarter's half
+ *              steps, then the quarters.
  * Source       DeepGEMM, for a sum per 128 values; the kernel is ours.
  */
 #include "cuda/projection/projection_e4m3.cuh"

@@ -108,8 +108,8 @@ load_output_scales(const smla_projection_params &p, int64_t head, int64_t outer)
                          outer + 1 < p.outer_dim ? __ldg(scale + p.scales.w_stride_outer) : 0.0f};
 }
 
-/* Stores the results of outputs `outer` and outer + 1, if they exist. Returns whether one of them is
- * not finite, so that mend_pair must look at them. */
+/* Stores the results of outputs `outer` and outer + 1, if they exist. Returns whether one of them
+ * is not finite, so that mend_pair must look at them. */
 static __device__ __forceinline__ bool
 store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,
            float second)

@@ -241,8 +241,8 @@ read_batch(const void *args)
     return SMLA_BATCH_OF((const smla_dense_build_args *)args);
 }
 
-/* The tokens that request `req` is known to attend to: on the CPU all of its own, elsewhere those of
- * a prefill that may gather its context. Other lengths of the host may be too large. */
+/* The tokens that request `req` is known to attend to: on the CPU all of its own, elsewhere those
+ * of a prefill that may gather its context. Other lengths of the host may be too large. */
 static int64_t
 find_known_tokens(const smla_step *s, const smla_batch *batch, const smla_dense_build_args *args,
                   int64_t req)

@@ -1,6 +1,6 @@
 /* plan_v4.h: the step of DeepSeek V4. plan_v4.c and plan_v4_chunks.c fill it, and layer_v4.c reads
- * it. v4_step.h says what a ratio is. Group i is the compressed cache of ratio i, the last group the
- * indexer's.
+ * it. v4_step.h says what a ratio is. Group i is the compressed cache of ratio i, the last group
+ * the indexer's.
  */
 #pragma once
 

@@ -1,6 +1,6 @@
-/* plan_v4_chunks.c: the prefills of a V4 step in chunks, each of which is one attention call of path
- * "separate". The workspace has a place for each prefill of a chunk, and a call's sums depend on its
- * number of tokens, so prefills without query tokens are left out of both.
+/* plan_v4_chunks.c: the prefills of a V4 step in chunks, each of which is one attention call of
+ * path "separate". The workspace has a place for each prefill of a chunk, and a call's sums depend
+ * on its number of tokens, so prefills without query tokens are left out of both.
  */
 #include "step/chunks.h"
 #include "step/plans/plan_v4.h"
