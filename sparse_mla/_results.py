@@ -101,9 +101,15 @@ class _Given:
 
     def check_ndim(self, name: str, least: int, most: int) -> None:
         array = self.array(name)
-        if array is not None and not least <= len(array.shape) <= most:
+        if array is None:
+            return
+        shape = getattr(array, "shape", None)
+        if shape is None:
+            got = type(array).__name__
+            raise TypeError(f"{self.op}: `{name}` must be an array, got {got}")
+        if not least <= len(shape) <= most:
             ranks = " or ".join(str(ndim) for ndim in range(least, most + 1))
-            raise self.error(name, f"have {ranks} dimensions, got {len(array.shape)}")
+            raise self.error(name, f"have {ranks} dimensions, got {len(shape)}")
 
     # --- conditions ------------------------------------------------------------------------------
 
