@@ -9,19 +9,20 @@ This works on a copy in build/mutants, without CUDA: CUDA's kernels are left out
 is tested by tests/c/test_cuda_*.c and tests/arrays/test_fake_gpu.py. Each fault is built. The C
 programs whose bytes it changes are run, and pytest is run if it changes the extension or the
 package. The tests that caught an earlier fault of the same file go first, then the tests that share
-a word with the file's name, then the short ones. A test that runs far longer than it did without a
-fault counts as having noticed the fault.
+a word with the file's name, then those of the file's family, then the short ones. A test that runs
+far longer than it did without a fault counts as having noticed the fault.
 
 A fault takes three lines in a list: `@ file function`, `- ` the code, `+ ` the fault. In
 tests/equivalent_mutants.txt, the list of faults that no test can notice, a fourth line `= ` says
 why the fault changes nothing. A fault that leaves every program's bytes alone needs no such
 explanation. A fault is "not built", and does not count, where it does not compile, or where this
-machine does not compile its file or cannot run it.
+machine does not compile its file or cannot run it: integrations need their frameworks.
 """
 
 import argparse
 import fnmatch
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -43,10 +44,13 @@ EXPLAINED = Path("tests/equivalent_mutants.txt")
 SOURCES = (
     "csrc/**/*.[ch]",
     "sparse_mla/*.py",
-    "sparse_mla/ops/*.py",
-    "sparse_mla/backend/*.py",
-    "sparse_mla/v4/*.py",
+    "sparse_mla/[!_]*/*.py",  # all folders but those of the demo and of the bench
 )
+# The folder of a source file → the folder of its tests, where they have other names.
+FAMILIES = {
+    **dict.fromkeys(("backend", "dense", "steps", "v4"), "step"),
+    "integrations": "frameworks",
+}
 COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
 # The tests that load build/release/tests/fake_gpu.so.
 FAKE_GPU = ("arrays/test_fake_gpu.py", "calls/test_fake_gpu_failures.py")
@@ -147,6 +151,17 @@ def copy_sources():
             if path.is_file() and str(path.relative_to(TREE)) not in names:
                 path.unlink()
     return digests
+
+
+def frameworks_of(path):
+    """What must be installed for the tests of a file to run."""
+    if Path(path).parent.name != "integrations":
+        return ()
+    return ("vllm",) if "vllm" in Path(path).stem else ("torch", "jax", "transformers")
+
+
+def is_installed(names):
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 class Suite:
@@ -287,7 +302,7 @@ class Suite:
     def judge(self, fault):
         """The outcome of a fault that the copy holds, and what caught or explains the fault."""
         is_python = fault.path.endswith(".py")
-        if not is_python and not self.compiles():
+        if not (is_installed(frameworks_of(fault.path)) if is_python else self.compiles()):
             return "not built", ""
         changed = {stem for stem, digest in self.built().items() if self.bytes[stem] != digest}
         if not is_python and not changed:
@@ -321,8 +336,14 @@ class Suite:
         known = [name for name in files if name in self.catchers.get(path, ())]
         close = [name for name in files if is_close(name) and name not in known]
         slow = [name for name in programs if name not in quick]
-        rest = [name for name in files if name not in known + close]
-        return [names for names in (quick, known, close, slow, rest) if names]
+        folder = Path(path).parent.name
+        family = [
+            name
+            for name in files
+            if name not in known + close and Path(name).parent.name == FAMILIES.get(folder, folder)
+        ]
+        rest = [name for name in files if name not in known + close + family]
+        return [names for names in (quick, known, close, slow, family, rest) if names]
 
 
 def try_fault(suite, fault):

@@ -3,6 +3,7 @@ it runs for a fault."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import textwrap
 from pathlib import Path
@@ -279,6 +280,57 @@ def test_the_tests_of_a_fault(path, suite, outcome, ran, monkeypatch):
     assert found == outcome
     assert (by in ("a test", "a C program")) == (outcome == "caught")
     assert " ".join(suite.ran) == ran
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("sparse_mla/steps/common.py", "step/test_rest.py step/test_plan.py calls/test_other.py"),
+        ("sparse_mla/dense/layer.py", "step/test_rest.py step/test_plan.py calls/test_other.py"),
+        ("sparse_mla/steps/plan.py", "step/test_plan.py step/test_rest.py calls/test_other.py"),
+        ("csrc/cpu/calls/x.c", "calls/test_other.py step/test_rest.py step/test_plan.py"),
+        ("csrc/cpu/x.c", "calls/test_other.py step/test_rest.py step/test_plan.py"),
+    ],
+)
+def test_the_tests_of_a_file_s_family_go_before_the_others(path, wanted):
+    suite = FakeSuite()
+    suite.files.append("calls/test_other.py")
+    suite.seconds["calls/test_other.py"] = 0.5
+    assert [name for names in suite.in_rounds(path, [], suite.files) for name in names] == (
+        wanted.split()
+    )
+
+
+def test_every_file_of_the_package_has_faults_and_a_family():
+    """The demo and the bench are left out: their commands are tested, not their numbers."""
+    root = Path(__file__).parents[2]
+    package = {path.relative_to(root) for path in (root / "sparse_mla").rglob("*.py")}
+    with contextlib.chdir(root):
+        found = set(map(Path, mutants.source_files()))
+    left_out = {path.parts[1] for path in package - found}
+    assert left_out == {"_bench", "_demo"}
+    folders = {path.parent.name for path in found if path.parts[0] == "sparse_mla"}
+    tests = {path.name for path in (root / "tests").iterdir()}
+    assert {"dense", "steps", "integrations", "backend", "v4"} <= folders
+    assert {mutants.FAMILIES.get(name) for name in folders - {"sparse_mla", "ops"}} <= tests
+    assert set(mutants.FAMILIES) <= folders
+
+
+@pytest.mark.parametrize(
+    ("path", "installed", "outcome"),
+    [
+        ("sparse_mla/integrations/torch.py", ("torch", "jax", "transformers"), "survived"),
+        ("sparse_mla/integrations/_schema.py", ("torch", "transformers"), "not built"),
+        ("sparse_mla/integrations/vllm.py", ("torch", "jax", "transformers"), "not built"),
+        ("sparse_mla/integrations/_vllm_plugin.py", ("vllm",), "survived"),
+        ("sparse_mla/dense/layer.py", (), "survived"),
+    ],
+)
+def test_faults_of_an_integration_need_its_framework(path, installed, outcome, monkeypatch):
+    monkeypatch.setattr(
+        mutants.importlib.util, "find_spec", lambda name: name if name in installed else None
+    )
+    assert FakeSuite().judge(SimpleNamespace(path=path))[0] == outcome
 
 
 def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
