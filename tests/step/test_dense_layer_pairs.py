@@ -14,8 +14,7 @@ from test_dense_absorbed import IN_BF16, IN_FP8, SCHEMES, Layer, distance
 from test_dense_separate import ARRAYS, Case, count_merges, travel, wide
 
 import sparse_mla as package
-from sparse_mla.steps.dense import CONTEXT_PLANS, NO_ROPE_DTYPES, PATHS
-from sparse_mla.steps.v32 import KV_CACHE_DTYPES
+from sparse_mla.steps.dense import CACHE_ROWS, CONTEXT_PLANS, LATENT, PATHS
 
 dense = package.dense
 
@@ -27,7 +26,7 @@ BATCHES = {  # query lengths and contexts; decodes come first for every threshol
 }
 OPTIONS = {
     # Every name of a cache, with and without RoPE.
-    "cache": [(name, 64) for name in KV_CACHE_DTYPES] + [(name, 0) for name in NO_ROPE_DTYPES],
+    "cache": [(name, size - LATENT) for size, rows in CACHE_ROWS.items() for name in rows],
     "path": [None, *PATHS],
     "plan": CONTEXT_PLANS,
     "weights": ["plain", "turned", "pair", "scale", "absorbed", *SCHEMES, "to bf16"],
