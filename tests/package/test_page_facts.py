@@ -245,7 +245,7 @@ def test_the_fields_that_the_page_names_are_those_of_its_structs():
     [
         ("`cp_size`", "`num_ranks`"),
         ("`seq_lens_cpu`", "`seq_lens_host`"),
-        ("`slots`, `lens`: the", "`slots`, `swa_block_size`: the"),  # of another struct
+        ("`slots`, `lens`: the", "`slots`, `swa_block_size`: the"),  # a field of another struct
         ("`groups[i].slot_mapping`", "`groups[i].slots`"),
     ],
 )
