@@ -48,17 +48,16 @@ SMLA_INLINE duo
 load_part_of_duo(const void *values, smla_float_type type, int64_t count)
 {
     const int64_t bytes = count * element_bytes(type);
+    if (type == SMLA_FLOAT_FP32 && count > WIDTH) {
+        const uint8_t *const second = (const uint8_t *)values + 4 * WIDTH;
+        return float_to_duo(load_words(values, 0), load_part_of_words(second, bytes - 4 * WIDTH));
+    }
     const vuint words = load_part_of_words(values, bytes);
-    vuint second = {0};
     switch (type) {
     case SMLA_FLOAT_BF16: return bf16_to_duo(words);
     case SMLA_FLOAT_FP16: return half_to_duo(words);
-    default: break;
+    default: return float_to_duo(words, (vuint){0});
     }
-    if (count > WIDTH) {
-        second = load_part_of_words((const uint8_t *)values + 4 * WIDTH, bytes - 4 * WIDTH);
-    }
-    return float_to_duo(words, second);
 }
 
 /* A duo as bf16 or fp16. */
@@ -86,12 +85,12 @@ SMLA_INLINE void
 store_part_of_duo(duo x, smla_float_type type, int64_t count, void *out)
 {
     const int64_t bytes = count * element_bytes(type);
-    if (type == SMLA_FLOAT_FP32) {
+    if (type == SMLA_FLOAT_FP32 && count > WIDTH) {
+        store_words(interleave_first((vuint)x.even, (vuint)x.odd), out, 0);
+        store_part_of_words(interleave_second((vuint)x.even, (vuint)x.odd),
+                            (uint8_t *)out + 4 * WIDTH, bytes - 4 * WIDTH);
+    } else if (type == SMLA_FLOAT_FP32) {
         store_part_of_words(interleave_first((vuint)x.even, (vuint)x.odd), out, bytes);
-        if (count > WIDTH) {
-            store_part_of_words(interleave_second((vuint)x.even, (vuint)x.odd),
-                                (uint8_t *)out + 4 * WIDTH, bytes - 4 * WIDTH);
-        }
     } else {
         store_part_of_words(round_duo(x, type), out, bytes);
     }
@@ -101,9 +100,11 @@ store_part_of_duo(duo x, smla_float_type type, int64_t count, void *out)
 SMLA_INLINE quad
 load_part(const void *values, smla_float_type type, int64_t count)
 {
-    uint8_t padded[QUAD * sizeof(float)] = {0};
-    memcpy(padded, values, (size_t)(count * element_bytes(type)));
-    return load_quad(padded, type);
+    duo second = {{0}, {0}};
+    if (count > DUO) {
+        second = load_part_of_duo(element_at(values, type, DUO), type, count - DUO);
+    }
+    return join_duos(load_part_of_duo(values, type, count), second);
 }
 
 SMLA_INLINE quad

@@ -85,6 +85,9 @@ load_halves(const uint16_t *row, int n, int count)
     if (n + WIDTH <= count) {
         return __builtin_convertvector(*(const vhalf *)(row + n), vuint);
     }
+    if (n >= count) {
+        return (vuint){0};
+    }
     const vuint part = load_part_of_words(row + n, 2 * (int64_t)(count - n));
     return interleave_first(part & 0xFFFFu, part >> 16);
 }

@@ -253,6 +253,14 @@ def projection_sweeps() -> Iterator[Sweep]:
         sizes = {"qk_nope_head_dim": dims[0], "v_head_dim": dims[1]}
         return {"weight": weight, "num_heads": heads, **sizes}
 
+    def absorb(heads: int = 2, dim: int = 128, width: int = 128) -> Arrays:
+        return {
+            "q_proj": normal(width, heads * (dim + 64)),
+            "W_UK": normal(512, heads, dim),
+            "W_UV": normal(512, heads, dim),
+            "o_proj": normal(width, heads * dim),
+        }
+
     for op, make in {"k_up_proj": k_up, "v_up_proj": v_up}.items():
         name = "q_nope" if op == "k_up_proj" else "x"
         yield Sweep(op, "tokens", MANY, make)
@@ -278,6 +286,9 @@ def projection_sweeps() -> Iterator[Sweep]:
             WIDTHS,
             lambda n, f=rows: f(outputs=n),
         )
+    yield Sweep("absorb", "heads", FEW[2:], absorb)
+    yield Sweep("absorb", "width", WIDTHS, lambda n: absorb(width=n))
+    yield Sweep("absorb", "dims", WIDTHS, lambda n: absorb(dim=n))
     yield Sweep("split_kv_b_proj", "heads", FEW, split)
     yield Sweep("split_kv_b_proj", "dims", WIDTHS, lambda n: split(dims=(n, 128)))
     yield Sweep("split_kv_b_proj", "value dims", WIDTHS, lambda n: split(dims=(128, n)))
@@ -443,17 +454,6 @@ def make_sweeps() -> list[Sweep]:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def find_worst(sweep: Sweep, repeats: int) -> tuple[float, Any]:
-    """The sweep's largest ratio and its size. One above the limit is measured again, because the
-    machine may have been busy."""
-    worst = sweep.measure(repeats)
-    for _ in range(3):
-        if worst[0] <= LIMIT:
-            break
-        worst = sweep.measure(2 * repeats)
-    return worst
-
-
 def measure(effort: Effort, num_threads: int) -> Table:
     del num_threads  # one: a thread's own time is what a busy machine changes least
     rows = sparse_mla.kernels()
@@ -469,7 +469,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
             for isa in isas:
                 os.environ["SPARSE_MLA_CPU_ISA"] = isa
                 sweep.best.clear()
-                worst[isa] = find_worst(sweep, 3 if effort.quick else 9)
+                worst[isa] = sweep.measure_within(LIMIT, 3 if effort.quick else 9, attempts=4)
             cells = [f"{x:.2f} at {n}{' !' if x > LIMIT else ''}" for x, n in worst.values()]
             ratios = {isa: x for isa, (x, _) in worst.items()}
             made.add([sweep.op, sweep.of, *cells], {"operator": sweep.op, "of": sweep.of, **ratios})

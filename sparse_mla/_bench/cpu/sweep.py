@@ -41,9 +41,8 @@ class Sweep:
     def title(self) -> str:
         return f"{self.op}, {self.of}"
 
-    def measure(self, repeats: int) -> tuple[float, Any]:
-        """Times the calls in turn. Returns the largest of their ratios, each to the quickest later
-        call, and its size. What earlier measurements found counts, too."""
+    def measure(self, repeats: int) -> None:
+        """Times the calls in turn. What earlier measurements found counts, too."""
         calls = {x: partial(getattr(sparse_mla, self.op), **self.make(x)) for x in self.sizes}
         counts = {}
         for size, call in calls.items():
@@ -53,8 +52,24 @@ class Sweep:
             for size, call in calls.items():
                 seconds = cpu_seconds(call, counts[size])
                 self.best[size] = min(self.best.get(size, np.inf), seconds)
-        least = np.minimum.accumulate([self.best[x] for x in reversed(self.sizes)])[::-1]
-        return max((self.best[x] / y, x) for x, y in zip(self.sizes, least, strict=True))
+
+    def find_worst(self) -> tuple[float, Any]:
+        """The largest ratio of a time to that of the quickest later call or its own, and its
+        size."""
+        worst, least = (0.0, None), np.inf
+        for size in reversed(self.sizes):
+            least = min(least, self.best[size])
+            worst = max(worst, (self.best[size] / least, size), key=lambda x: x[0])
+        return worst
+
+    def measure_within(self, limit: float, repeats: int, attempts: int) -> tuple[float, Any]:
+        """find_worst of some repeats, and of more while it is above the limit: the machine may have
+        been busy."""
+        for _ in range(attempts):
+            self.measure(repeats)
+            if self.find_worst()[0] <= limit:
+                break
+        return self.find_worst()
 
 
 def cpu_seconds(call: Callable[[], object], count: int) -> float:
