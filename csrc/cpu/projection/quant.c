@@ -15,7 +15,8 @@
 /* ---- Pieces -------------------------------------------------------------------------------- */
 
 enum {
-    PIECE = 1024,   /* elements */
+    PIECE = 4096,   /* elements */
+    COPIED = 1024,  /* elements of a piece that is copied */
     SHORT_ROW = 32, /* elements; where the last dimension has fewer, the longest takes its place */
 };
 
@@ -26,9 +27,16 @@ typedef struct quant_piece {
 } quant_piece;
 
 static int64_t
+piece_size(const smla_quant_params *p)
+{
+    const int last = p->ndim - 1;
+    return p->x_strides[last] == 1 && p->out_strides[last] == 1 ? PIECE : COPIED;
+}
+
+static int64_t
 pieces_per_row(const smla_quant_params *p)
 {
-    return (p->shape[p->ndim - 1] + PIECE - 1) / PIECE;
+    return (p->shape[p->ndim - 1] + piece_size(p) - 1) / piece_size(p);
 }
 
 static void
@@ -61,12 +69,12 @@ find_piece(const smla_quant_params *p, int64_t index)
     const int last = p->ndim - 1;
     const int64_t row_pieces = pieces_per_row(p);
     int64_t row = row_pieces == 1 ? index : index / row_pieces; /* divisions take time */
-    const int64_t start = (index - row * row_pieces) * PIECE;
+    const int64_t start = (index - row * row_pieces) * piece_size(p);
     const int64_t left = p->shape[last] - start;
     quant_piece piece = {
         .x = start * p->x_strides[last],
         .out = start * p->out_strides[last],
-        .count = left < PIECE ? left : PIECE,
+        .count = left < piece_size(p) ? left : piece_size(p),
     };
     for (int i = last - 1; i > 0; i--) {
         piece.x += row % p->shape[i] * p->x_strides[i];
@@ -82,33 +90,20 @@ find_piece(const smla_quant_params *p, int64_t index)
 
 /* ---- One piece ----------------------------------------------------------------------------- */
 
-/* The contiguous elements of a piece. */
-typedef struct quant_values {
-    const void *x;
-    int64_t start;
-    uint32_t copy[PIECE];
-} quant_values;
-
+/* Copies the elements of a piece whose elements are apart. */
 static void
-load_values(const smla_quant_params *p, quant_piece piece, quant_values *values)
+copy_piece(const smla_quant_params *p, quant_piece piece, uint32_t copy[COPIED])
 {
     const int64_t step = p->x_strides[p->ndim - 1];
-    if (step == 1) {
-        values->x = p->x;
-        values->start = piece.x;
-        return;
-    }
-    values->x = values->copy;
-    values->start = 0;
     if (p->type == SMLA_FLOAT_FP32) {
         const uint32_t *const from = (const uint32_t *)p->x + piece.x;
         for (int64_t i = 0; i < piece.count; i++) {
-            values->copy[i] = from[i * step];
+            copy[i] = from[i * step];
         }
         return;
     }
     const uint16_t *const from = (const uint16_t *)p->x + piece.x;
-    uint16_t *const to = (uint16_t *)(void *)values->copy;
+    uint16_t *const to = (uint16_t *)(void *)copy;
     for (int64_t i = 0; i < piece.count; i++) {
         to[i] = from[i * step];
     }
@@ -117,22 +112,33 @@ load_values(const smla_quant_params *p, quant_piece piece, quant_values *values)
 static float
 find_amax(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece)
 {
-    quant_values values;
-    load_values(p, piece, &values);
-    return cache->find_amax(values.x, p->type, values.start, piece.count);
+    uint32_t copy[COPIED];
+    if (p->x_strides[p->ndim - 1] == 1) {
+        return cache->find_amax(p->x, p->type, piece.x, piece.count);
+    }
+    copy_piece(p, piece, copy);
+    return cache->find_amax(copy, p->type, 0, piece.count);
 }
 
 static void
 quantize(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece, float scale)
 {
-    const int64_t step = p->out_strides[p->ndim - 1];
+    const int64_t step = p->x_strides[p->ndim - 1];
+    const int64_t out_step = p->out_strides[p->ndim - 1];
     uint8_t *const out = p->out + piece.out;
-    uint8_t codes[PIECE];
-    quant_values values;
-    load_values(p, piece, &values);
-    cache->quantize(values.x, p->type, values.start, piece.count, scale, step == 1 ? out : codes);
-    for (int64_t i = 0; i < piece.count && step != 1; i++) {
-        out[i * step] = codes[i];
+    uint8_t codes[COPIED];
+    uint32_t copy[COPIED];
+    if (step == 1 && out_step == 1) {
+        cache->quantize(p->x, p->type, piece.x, piece.count, scale, out);
+        return;
+    }
+    if (step != 1) {
+        copy_piece(p, piece, copy);
+    }
+    cache->quantize(step == 1 ? p->x : copy, p->type, step == 1 ? piece.x : 0, piece.count, scale,
+                    codes);
+    for (int64_t i = 0; i < piece.count; i++) {
+        out[i * out_step] = codes[i];
     }
 }
 

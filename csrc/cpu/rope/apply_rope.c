@@ -64,54 +64,76 @@ load_chunk(const smla_apply_rope_params *p, int64_t token, int64_t first, pair_c
 
 /* ---- Heads --------------------------------------------------------------------------------- */
 
-/* Loads a duo of which `count` values exist, or more. */
+/* Loads a duo of which `count` values exist. */
 SMLA_INLINE duo
 load_values(const void *x, smla_float_type type, int64_t at, int64_t count)
 {
     const uint8_t *const from = element_at(x, type, at);
-    return count >= DUO ? load_duo(from, type) : load_part_of_duo(from, type, count);
+    return count == DUO ? load_duo(from, type) : load_part_of_duo(from, type, count);
 }
 
 SMLA_INLINE void
 store_values(duo x, smla_float_type type, void *out, int64_t at, int64_t count)
 {
     uint8_t *const to = (uint8_t *)out + at * element_bytes(type);
-    if (count >= DUO) {
+    if (count == DUO) {
         store_duo(x, type, to);
     } else {
         store_part_of_duo(x, type, count, to);
     }
 }
 
+/* Pairs of neighbours from number i of the chunk on: `count` values. */
+SMLA_INLINE void
+rotate_neighbours_at(const void *x, void *out, smla_float_type type, const pair_chunk *chunk,
+                     int64_t i, int64_t count)
+{
+    const int64_t at = 2 * (chunk->first + i);
+    const duo rotated =
+        rotate_pairs(load_values(x, type, at, count), (vfloat)load_words(chunk->cos + i, 0),
+                     (vfloat)load_words(chunk->sin + i, 0));
+    store_values(rotated, type, out, at, count);
+}
+
 /* Pairs of neighbours, in place or not. */
 SMLA_INLINE void
 rotate_neighbours(const void *x, void *out, smla_float_type type, const pair_chunk *chunk)
 {
-    for (int64_t i = 0; i < chunk->count; i += WIDTH) {
-        const int64_t at = 2 * (chunk->first + i);
-        const int64_t left = 2 * (chunk->count - i);
-        const duo rotated =
-            rotate_pairs(load_values(x, type, at, left), (vfloat)load_words(chunk->cos + i, 0),
-                         (vfloat)load_words(chunk->sin + i, 0));
-        store_values(rotated, type, out, at, left);
+    int64_t i = 0;
+    for (; i + WIDTH <= chunk->count; i += WIDTH) {
+        rotate_neighbours_at(x, out, type, chunk, i, DUO);
     }
+    if (i < chunk->count) {
+        rotate_neighbours_at(x, out, type, chunk, i, 2 * (chunk->count - i));
+    }
+}
+
+/* `count` pairs of a head's halves, from number i of the chunk on. */
+SMLA_INLINE void
+rotate_halves_at(const void *x, void *out, smla_float_type type, int64_t half,
+                 const pair_chunk *chunk, int64_t i, int64_t count)
+{
+    const int64_t at = chunk->first + i;
+    const duo cos = load_float_duo(chunk->cos + i);
+    const duo sin = load_float_duo(chunk->sin + i);
+    const duo a = load_values(x, type, at, count);
+    const duo b = load_values(x, type, half + at, count);
+    const duo even = rotate_pairs((duo){a.even, b.even}, cos.even, sin.even);
+    const duo odd = rotate_pairs((duo){a.odd, b.odd}, cos.odd, sin.odd);
+    store_values((duo){even.even, odd.even}, type, out, at, count);
+    store_values((duo){even.odd, odd.odd}, type, out, half + at, count);
 }
 
 /* Pairs of a head's halves, of which the second begins `half` values behind the first. */
 SMLA_INLINE void
 rotate_halves(const void *x, void *out, smla_float_type type, int64_t half, const pair_chunk *chunk)
 {
-    for (int64_t i = 0; i < chunk->count; i += DUO) {
-        const int64_t at = chunk->first + i;
-        const int64_t left = chunk->count - i;
-        const duo cos = load_float_duo(chunk->cos + i);
-        const duo sin = load_float_duo(chunk->sin + i);
-        const duo a = load_values(x, type, at, left);
-        const duo b = load_values(x, type, half + at, left);
-        const duo even = rotate_pairs((duo){a.even, b.even}, cos.even, sin.even);
-        const duo odd = rotate_pairs((duo){a.odd, b.odd}, cos.odd, sin.odd);
-        store_values((duo){even.even, odd.even}, type, out, at, left);
-        store_values((duo){even.odd, odd.odd}, type, out, half + at, left);
+    int64_t i = 0;
+    for (; i + DUO <= chunk->count; i += DUO) {
+        rotate_halves_at(x, out, type, half, chunk, i, DUO);
+    }
+    if (i < chunk->count) {
+        rotate_halves_at(x, out, type, half, chunk, i, chunk->count - i);
     }
 }
 
