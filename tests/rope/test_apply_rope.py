@@ -82,7 +82,7 @@ def test_vectors():
         assert np.abs(back - q).max() < 1e-6
 
 
-@pytest.mark.parametrize("size", [2, 4, 6, 8, 14, 16, 24, 64, 130, 256, 300, 514])
+@pytest.mark.parametrize("size", [2, 4, 6, 8, 10, 12, 14, 16, 24, 64, 130, 256, 300, 514])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_sizes(size, dtype, interleaved):

@@ -253,10 +253,14 @@ load_block(const tile_work *work, int64_t key, int count)
     for (int j = 0; j < count; j++) {
         const int64_t token = find_key(work, key + j);
         unit_scalar *const row = work->keys + j * KEY_STRIDE;
-        const bool is_usual =
-            token >= 0 &&
-            load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row) &&
-            load_row(&params->v, 1, params->kv_type, token, kv_head, work->value_dims, work->row);
+        bool is_usual = token >= 0;
+        if (is_usual) {
+            const bool is_usual_key =
+                load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row);
+            const bool is_usual_value = load_row(&params->v, 1, params->kv_type, token, kv_head,
+                                                 work->value_dims, work->row);
+            is_usual = is_usual_key & is_usual_value;
+        }
         if (!is_usual) {
             mark_rows(work, key + j);
             memset(row, 0, (size_t)work->query_dims / UNIT_STEP * sizeof *row);
