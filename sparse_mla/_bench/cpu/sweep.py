@@ -23,7 +23,7 @@ HEADS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 32)
 MANY = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 128)
 WIDTHS = (*MANY, 129, 256)
 PAGES = (1, 2, 64)  # slots of a page
-SPARSE = ("none", "one", "all")  # which entries of a list there are
+SPARSE = ("none", "one", "all")  # entries of a list that there are
 PLACES = ("not aligned", "rows apart", "usual")
 
 
@@ -32,7 +32,7 @@ class Sweep:
     """Calls of an operator by their work: a later one has as many elements or more."""
 
     op: str
-    of: str  # what there is `size` of
+    of: str  # the noun of the sizes
     sizes: Sequence[Any]
     make: Callable[[Any], Arrays]
     best: dict[Any, float] = field(default_factory=dict)  # the least seconds so far
