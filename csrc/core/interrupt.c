@@ -27,7 +27,7 @@ smla_ask(smla_interrupt *interrupt)
     const int64_t now = smla_clock_ns();
     if (interrupt->ask_at_ns == 0) {
         interrupt->ask_at_ns = now + ASK_EVERY_NS;
-    } else if (now >= interrupt->ask_at_ns) {
+    } else if (now >= interrupt->ask_at_ns && !atomic_load(&interrupt->is_ended)) {
         if (interrupt->wants_end(interrupt->context)) {
             atomic_store(&interrupt->is_ended, true);
         }

@@ -25,7 +25,8 @@ smla_interrupt *smla_set_interrupt(smla_interrupt *interrupt);
 /* The interrupt of this thread's calls, or NULL. */
 smla_interrupt *smla_find_interrupt(void);
 
-/* Asks the binding, if it is time to. Only the thread that set the interrupt may call this. */
+/* Asks the binding, if it is time to and the call has not ended. Only the thread that set the
+ * interrupt may call this. */
 void smla_ask(smla_interrupt *interrupt);
 
 /* SMLA_OK, or the error of a call that was ended. `interrupt` may be NULL. */
