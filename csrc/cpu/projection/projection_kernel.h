@@ -221,11 +221,20 @@ row_of(const smla_projection_params *params, const smla_projection_block *block,
     return (block->token + t) * params->x_stride_token + block->head * params->x_stride_head;
 }
 
-/* Whether all values of token t are below SMLA_TINY. Most rows show in their first block that they
- * are not. */
+/* Whether all values of token t are below SMLA_TINY, or all its scales. Most rows show in their
+ * first block that they are not. */
 static bool
 is_tiny_row(const smla_projection_params *params, const smla_projection_block *block, int t)
 {
+    if (params->is_e4m3) {
+        for (int64_t tile = 0; tile < params->inner_dim / SMLA_SCALE_TILE; tile++) {
+            if (!(fabsf(smla_token_scale(&params->scales, block->token + t, block->head, tile)) <
+                  SMLA_TINY)) {
+                return false;
+            }
+        }
+        return true;
+    }
     const uint16_t *const row = (const uint16_t *)params->x + row_of(params, block, t);
     const int limit = smla_float_to_bf16(SMLA_TINY);
     for (int64_t begin = 0; begin < params->inner_dim; begin += INNER_BLOCK) {
@@ -252,15 +261,16 @@ typedef struct tile_scales {
 
 static tile_scales
 find_scales(const smla_projection_params *params, const smla_projection_block *block, int t,
-            int64_t inner)
+            int64_t inner, bool is_lifted)
 {
     const smla_projection_scales *const scales = &params->scales;
     const int64_t tile = inner / SMLA_SCALE_TILE;
     if (!params->is_e4m3) {
         return (tile_scales){1.0f, 1.0f};
     }
+    const float x = smla_token_scale(scales, block->token + t, block->head, tile);
     return (tile_scales){
-        .x = smla_token_scale(scales, block->token + t, block->head, tile),
+        .x = is_lifted ? lift_lanes(splat(x))[0] : x,
         .w = scales->w_is_per_output ? 1.0f
                                      : *smla_weight_scale(scales, block->head, block->outer, tile),
     };
@@ -371,7 +381,7 @@ project_block(const smla_projection_params *params, smla_projection_block block,
     float scales[ROWS];
     uint64_t lifted = 0, huge = 0; /* a bit per token */
     for (int t = 0; t < block.num_tokens; t++) {
-        lifted |= (uint64_t)(!params->is_e4m3 && is_tiny_row(params, &block, t)) << t;
+        lifted |= (uint64_t)is_tiny_row(params, &block, t) << t;
     }
     memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
@@ -383,9 +393,10 @@ project_block(const smla_projection_params *params, smla_projection_block block,
             const int rows = block.num_tokens - t < ROWS ? block.num_tokens - t : ROWS;
             for (int r = 0; r < rows; r++) {
                 const bool is_lifted = lifted >> (t + r) & 1;
-                const bool is_ordinary = load_token(params, row_of(params, &block, t + r) + inner,
-                                                    num_inner, is_lifted, x + r * X_STRIDE);
-                const tile_scales factors = find_scales(params, &block, t + r, inner);
+                const bool is_ordinary =
+                    load_token(params, row_of(params, &block, t + r) + inner, num_inner,
+                               is_lifted && !params->is_e4m3, x + r * X_STRIDE);
+                const tile_scales factors = find_scales(params, &block, t + r, inner, is_lifted);
                 huge |= (uint64_t)!(is_ordinary && has_room(factors)) << (t + r);
                 scales[r] = factors.x * factors.w;
             }
@@ -400,11 +411,11 @@ project_block(const smla_projection_params *params, smla_projection_block block,
     }
     for (int t = 0; t < block.num_tokens; t++) {
         float *const row = sums + t * OUTER_BLOCK;
-        if (lifted >> t & 1) {
-            lower_row(row, block.num_outer);
-        }
         if (params->is_e4m3 && params->scales.w_is_per_output) {
             scale_outputs(params, &block, row);
+        }
+        if (lifted >> t & 1) { /* after the scales, which subnormal sums would have no bits for */
+            lower_row(row, block.num_outer);
         }
         store_row(row, block.num_outer,
                   params->out + (block.token + t) * params->out_stride_token +
@@ -425,7 +436,7 @@ project_token_in_double(const smla_projection_params *params, const smla_project
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
     double sums[OUTER_BLOCK] = {0};
     for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
-        const tile_scales scales = find_scales(params, block, 0, inner);
+        const tile_scales scales = find_scales(params, block, 0, inner, false);
         unpack_weights(params, block, inner, INNER_BLOCK, panel);
         (void)load_token(params, row_of(params, block, 0) + inner, INNER_BLOCK, false, x);
         memset(chain, 0, SMLA_PROJECTION_SUM_BYTES);
