@@ -32,7 +32,7 @@ class Symbol(NamedTuple):
 
 
 class Reference(NamedTuple):
-    section: str  # that refers to the symbol
+    section: str  # the one that refers to the symbol
     name: str
 
 

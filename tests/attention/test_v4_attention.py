@@ -422,7 +422,7 @@ ERRORS = {
     "288 bytes without a name": (
         lambda i: {"extra_kv": Pages("fp4_v41").cache, "extra_indices": i.indices},
         ValueError,
-        r"`extra_kv` must come with kv_format=.*fp4_v41.*fp4_v41_split",
+        r"`extra_kv` must come with extra_kv_format=.*fp4_v41.*fp4_v41_split",
     ),
     "keys of the indexer": (
         lambda i: {"kv": Pages("fp8_index").cache},

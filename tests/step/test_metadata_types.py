@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from documented import Checker, attributes_of
+from helpers import find_framework
 
 import sparse_mla
 from sparse_mla import dense, v4
@@ -24,14 +25,14 @@ def read_only(x):
 
 def torch_kind(dtype: str):
     def make(x):
-        torch = pytest.importorskip("torch")
+        torch = find_framework("torch").module
         return torch.tensor(np.asarray(x).tolist(), dtype=getattr(torch, dtype))
 
     return make
 
 
 def jax_kind(x):
-    return pytest.importorskip("jax.numpy").asarray(np.asarray(x, np.int32))
+    return find_framework("jax").put(np.asarray(x, np.int32))
 
 
 # What query_start_loc_cpu and seq_lens_cpu may be.
@@ -53,9 +54,18 @@ ENGINES = {
     "numpy": lambda x: x,
     "read-only": lambda x: np.lib.stride_tricks.as_strided(x, writeable=False),
     "strided": lambda x: np.repeat(x, 2, 0)[::2],
-    "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
-    "jax": lambda x: pytest.importorskip("jax.numpy").asarray(x),
+    "torch": lambda x: find_framework("torch").module.from_numpy(x),
+    "jax": lambda x: find_framework("jax").put(x),
 }
+
+
+def with_marks(kinds) -> list:
+    """The kinds as parameters; those of a framework's arrays have its mark."""
+    return [
+        pytest.param(kind, marks=getattr(pytest.mark, name)) if name in ("torch", "jax") else kind
+        for kind in kinds
+        for name in [kind.split()[0]]
+    ]
 
 
 def make_common(starts_kind: str, lens_kind: str, engine: str, slots=np.int64):
@@ -156,7 +166,7 @@ def test_all_fields_are_seen():
         assert seen == wanted
 
 
-@pytest.mark.parametrize("lens", HOST)
+@pytest.mark.parametrize("lens", with_marks(HOST))
 @pytest.mark.parametrize(("plan", "name"), PATHS)
 def test_host_integers(plan, name, lens):
     CHECKS[plan](make_common(lens, lens, "numpy"), PATHS[plan, name])
@@ -170,7 +180,7 @@ def test_two_kinds_of_host_integers(starts, lens):
 
 
 @pytest.mark.parametrize("slots", [np.int32, np.int64])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", with_marks(ENGINES))
 @pytest.mark.parametrize(("plan", "name"), PATHS)
 def test_arrays_of_an_engine(plan, name, engine, slots):
     if engine == "jax" and slots is np.int64:

@@ -224,8 +224,8 @@ LAYERS = [
     *((name, path) for name in ("dense", "absorbed") for path in ("separate", "mixed")),
     *((name, path) for name in ("attend", "layer") for path in ("direct", "separate")),
 ]
-# NumPy's BLAS starts threads, too; it must not have any here.
-POOL = {"OPENBLAS_NUM_THREADS": "1"}
+# NumPy's BLAS and CUDA start threads, too; they must not have any here.
+POOL = {"OPENBLAS_NUM_THREADS": "1", "SMLA_DEVICE": "cpu"}
 
 
 def run_forked(layer: tuple[str, str], script: str, threads: int) -> str:
