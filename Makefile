@@ -128,7 +128,8 @@ test-c: environment ## the C tests alone, two at a time
 
 # smaller_cpu.py copies the programs without the code that older CPUs lack. A release runs under
 # qemu, too. Its version 7.2 applies the modes for subnormal numbers to AVX2's conversions of fp16 as
-# well, which processors do not. So programs may find wrong bytes there, but no signal may end them.
+# well, which processors do not, and it is slow, which tests of interrupts may notice. So programs
+# may find wrong bytes there, but no signal may end them.
 AS_OLDER := build/$(VARIANT)/tests
 test-c-older: environment ## the C tests as on CPUs without AVX, and with AVX2 alone
 	@$(BUILD_C_TESTS)
@@ -139,7 +140,7 @@ test-c-older: environment ## the C tests as on CPUs without AVX, and with AVX2 a
 ifeq ($(VARIANT),release)
 	@command -v qemu-x86_64 > /dev/null || \
 	    { echo "no qemu-x86_64: apt install qemu-user" >&2; exit 1; }
-	@$(call run_c_tests,qemu-x86_64 -cpu Nehalem $(AS_OLDER), under qemu without AVX)
+	@$(call run_c_tests,qemu-x86_64 -cpu Nehalem $(AS_OLDER), under qemu without AVX,1)
 	@$(call run_c_tests,qemu-x86_64 -cpu max$(comma)-avx512f $(AS_OLDER), under qemu on AVX2,1)
 endif
 
