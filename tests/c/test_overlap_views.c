@@ -1,6 +1,8 @@
 /* test_overlap_views.c: the search for shared bytes is compared with the bytes themselves, for
  * views of one buffer. Large views, of addresses without memory, have answers that are known.
  */
+#include <assert.h>
+
 #include "core/overlap.h"
 #include "operators.h"
 
@@ -70,6 +72,7 @@ mark_bytes(const layout *view, bool *marks)
     for (int i = 0; i < view->ndim; i++) {
         count *= view->shape[i];
     }
+    assert(view->ndim >= 0 && view->ndim <= MAX_NDIM);
     for (int64_t n = 0; n < count; n++) {
         int64_t at = ORIGIN + view->start;
         for (int i = 0; i < view->ndim; i++) {
@@ -403,6 +406,7 @@ copy_elements(const DLTensor *from, const DLTensor *to)
 {
     const size_t bytes = from->dtype.bits / 8u;
     int64_t index[MAX_NDIM] = {0};
+    assert(from->ndim >= 0 && from->ndim <= MAX_NDIM);
     for (bool more = !smla_is_empty(from); more;) {
         int64_t at = 0;
         int64_t there = 0;

@@ -183,8 +183,6 @@ def test_two_kinds_of_host_integers(starts, lens):
 @pytest.mark.parametrize("engine", with_marks(ENGINES))
 @pytest.mark.parametrize(("plan", "name"), PATHS)
 def test_arrays_of_an_engine(plan, name, engine, slots):
-    if engine == "jax" and slots is np.int64:
-        pytest.skip("JAX's integers have 32 bits")
     CHECKS[plan](make_common("list", "list", engine, slots), PATHS[plan, name])
 
 

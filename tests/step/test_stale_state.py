@@ -9,7 +9,7 @@ import cases
 import engine
 import numpy as np
 import pytest
-from device import host
+from device import ON_CUDA, host
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 from library import sparse_mla
 from test_dense_separate import Case as DenseCase
@@ -224,8 +224,8 @@ LAYERS = [
     *((name, path) for name in ("dense", "absorbed") for path in ("separate", "mixed")),
     *((name, path) for name in ("attend", "layer") for path in ("direct", "separate")),
 ]
-# NumPy's BLAS and CUDA start threads, too; they must not have any here.
-POOL = {"OPENBLAS_NUM_THREADS": "1", "SMLA_DEVICE": "cpu"}
+# NumPy's BLAS starts threads, too; it must not have any here.
+POOL = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def run_forked(layer: tuple[str, str], script: str, threads: int) -> str:
@@ -233,6 +233,7 @@ def run_forked(layer: tuple[str, str], script: str, threads: int) -> str:
     return printed_by_python("-c", code, **POOL, OMP_NUM_THREADS=str(threads)).strip()
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the CPU's threads")
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
 def test_a_child_has_as_many_threads_as_its_parent(layer):
     """It starts workers of its own, with a builder that its parent made and used."""
@@ -249,6 +250,7 @@ print(work()[1])
 """
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the CPU's threads")
 def test_a_child_may_set_its_count_before_the_first_call():
     """The count is read by the first call, so a parent that has made none leaves it open."""
     code = OWN_COUNT.replace("work()", "work_anew()")

@@ -8,8 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import reference as ref
+from device import ON_CUDA
 from helpers import assert_same_bits
 from library import ISAS, sparse_mla
+
+pytestmark = pytest.mark.skipif(ON_CUDA, reason="the CPU's tiles and instruction sets")
 
 UNUSUAL = (np.nan, np.inf, -np.inf, 2.0**60, 1e-40, -0.0)
 

@@ -71,7 +71,7 @@ def varlen_sweeps() -> Iterator[Sweep]:
         yield sweep(f"{name} keys", MANY, lambda n, k=kind: varlen(keys=n, kind=k))
         causal = partial(varlen, causal=True, kind=kind)
         yield sweep(f"{name} tokens per prompt", prompts, lambda n, f=causal: f(size=n))
-    sinks = {"attn_sink": np.zeros(4, np.float32), "causal": True}
+    sinks: dict[str, Any] = {"attn_sink": np.zeros(4, np.float32), "causal": True}
     yield sweep("tokens per prompt, sinks", prompts, lambda n: varlen(size=n, **sinks))
     yield sweep("window", (1, 2, 3, 64), lambda n: varlen(causal=True, window_size=(n - 1, 0)))
     yield sweep("heads", HEADS, lambda n: varlen(heads=n, kv_heads=n))
@@ -112,7 +112,10 @@ def attention_sweeps() -> Iterator[Sweep]:
     yield sweep("length", (0, 1, 2, 63, 64), lambda n: rows(topk_length=full(4, n)))
     sinks = partial(rows, attn_sink=np.linspace(-1, 1, 16, dtype=np.float32))
     yield sweep("length, sinks", (1, 64), lambda n: sinks(topk_length=full(4, n)))
-    extra = {"extra_kv": cache_of("bfloat16"), "extra_indices": drawn(4, 64)}
+    extra: dict[str, Any] = {
+        "extra_kv": cache_of("bfloat16"),
+        "extra_indices": drawn(4, 64),
+    }
     yield sweep(
         "keys of two lists",
         ((0, 1), (1, 0), (1, 1), (1, 64), (64, 64)),

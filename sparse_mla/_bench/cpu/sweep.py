@@ -34,7 +34,7 @@ class Sweep:
     op: str
     of: str  # the noun of the sizes
     sizes: Sequence[Any]
-    make: Callable[[Any], Arrays]
+    make: Callable[..., Arrays]
     best: dict[Any, float] = field(default_factory=dict)  # the least seconds so far
 
     @property
