@@ -32,7 +32,6 @@ def dirty(shapes: list[tuple], byte: int) -> None:
         sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
         kept = [torch.full((n,), byte, dtype=torch.uint8, device=NAME) for n in sizes * 4]
     else:
-        kept = [np.full(shape, byte, np.uint8).repeat(4, -1) for shape, _ in shapes]
         kept = [np.empty(shape, dtype) for shape, dtype in shapes * 4]
         for x in kept:
             x.view(np.uint8)[...] = byte
