@@ -107,6 +107,25 @@ def test_the_peer_s_tolerance_on_the_peer_s_data(fmt, K):
 # --- what excluded tokens, sinks and empty rows do ----------------------------------------------
 
 
+# tokens, heads, columns, splits: a GPU has kernels of their own for few columns, and for many
+EMPTY = [(3, 7, 70, 0), (3, 64, 70, 3), (150, 7, 300, 0), (150, 64, 300, 1), (2, 128, 4000, 0)]
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("shape", EMPTY, ids=["-".join(map(str, s)) for s in EMPTY])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_queries_of_empty_rows_do_not_matter(fmt, shape, value):
+    tokens, heads, columns, splits = shape
+    case = AttentionCase(
+        tokens, heads, columns, fmt=fmt, num_splits=splits, indices="all_masked"
+    ).make()
+    case.q[1, ::3, 500] = case.q[1, 1::3, 570] = value
+    got = guarded_attention(attend, case)
+    assert_same_bits(got["out"].view(np.uint16), np.zeros((tokens, heads, 512), np.uint16))
+    assert (got["lse"] == -np.inf).all()
+    assert (got["max_logits"] == -np.inf).all()
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 @pytest.mark.parametrize("sink", [None, -np.inf, np.inf, 0.0])
 def test_empty_rows(fmt, sink):

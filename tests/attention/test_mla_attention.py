@@ -80,6 +80,23 @@ def test_a_rank_without_keys_gives_nothing():
     assert np.isneginf(got["lse"]).all()
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [4, 16, 64, 128])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_queries_of_empty_rows_do_not_matter(fmt, heads, value):
+    """A request without keys, and a query before the first key."""
+    for num_splits in (0, 1, 3):
+        mask = Mask(causal=True)
+        case = Dense([1, 2, 3, 1], [40, 0, 2, 99], heads, fmt, mask=mask, num_splits=num_splits)
+        q = np.asarray(case.q, np.float32)
+        q[1:4, ::2, ::5] = value
+        case.q = q.astype(ref.BF16)
+        got = check(case)
+        assert not np.asarray(got["out"][1:4], np.float32).any()
+        assert np.isneginf(got["lse"][1:4]).all()
+        assert np.isfinite(np.asarray(got["out"], np.float32)).all()
+
+
 # --- random batches ------------------------------------------------------------------------------
 
 

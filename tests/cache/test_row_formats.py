@@ -417,6 +417,7 @@ BAD_GATHERS = {
     "negative length": ("gather_lens", {"gather_lens": [3, -1]}),
     "more than there are": ("gather_lens", {"gather_lens": [7, 4]}),
     "past the rows": ("offset", {"offset": 7}),
+    "past the rows, all keys": ("offset", {"gather_lens": None}),
     "negative seq_lens": ("seq_lens", {"gather_lens": None, "seq_lens": [6, -1]}),
 }
 

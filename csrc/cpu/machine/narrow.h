@@ -95,8 +95,8 @@ typedef uint16_t any_half __attribute__((may_alias, aligned(1)));
 typedef uint32_t any_word __attribute__((may_alias, aligned(1)));
 typedef uint64_t any_long __attribute__((may_alias, aligned(1)));
 
-/* Up to 8 bytes. All offsets are constants, because GCC 12 loses the last two bytes of 4 if a copy's
- * place depends on `bytes`. */
+/* Up to 8 bytes. All offsets are constants, because GCC 12 loses the last two bytes of 4 if a
+ * copy's place depends on `bytes`. */
 SMLA_INLINE uint64_t
 load_few_bytes(const uint8_t *memory, int64_t bytes)
 {

@@ -13,7 +13,10 @@ template <int TILES> struct query_part {
     uint32_t words[2][TILES][4];
 };
 
-enum { PIECES = 8 }; /* pieces of 16 bytes in a head's row of a tile */
+enum {
+    PIECES = 8,        /* pieces of 16 bytes in a head's row of a tile */
+    HAS_KEYS = 1 << 8, /* find_scale_max: above the exponent's 8 bits */
+};
 
 static __device__ __forceinline__ int
 query_head(const thread_index &me, int j)
@@ -145,14 +148,16 @@ store_rope(fp8_memory<Shape> *shared, int head, int piece, const uint32_t part[4
     store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest scale exponent among the warp's keys of the item's first step, 0 without keys. Where
- * V includes the RoPE part, this has no scale, and counts with the one that codes would need. */
+/* The largest scale exponent among the warp's keys of the item's first step, with the bit HAS_KEYS;
+ * 0 without keys. Where V includes the RoPE part, this has no scale, and counts with the one that
+ * codes would need. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_max(const thread_index &me, uint32_t granule)
 {
     typedef typename Shape::Row Row;
-    const key_masks is_key = find_key_masks(me, load_key_bits<Shape>(granule));
+    const uint32_t key_bits = load_key_bits<Shape>(granule);
+    const key_masks is_key = find_key_masks(me, key_bits);
     const uint32_t row = granule + me.row * Row::PITCH;
     uint32_t top;
     if constexpr (Row::HAS_BYTE_SCALES) {
@@ -169,7 +174,24 @@ find_scale_max(const thread_index &me, uint32_t granule)
         const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * Row::PITCH) : 0;
         top = max(exponent_of_scale(a), exponent_of_scale(b));
     }
-    return __reduce_max_sync(0xFFFFFFFFu, top);
+    return __reduce_max_sync(0xFFFFFFFFu, top) | (key_bits != 0 ? HAS_KEYS : 0);
+}
+
+/* Makes the query of an item zeros if its first step has no keys: a query that is not finite would
+ * spoil results that do not depend on it. If there are more steps, find_references sends the item
+ * to the fallback. */
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_query(fp8_memory<Shape> *shared)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+#pragma unroll 1
+    for (int i = thread; i < (int)sizeof(shared->query) / 16; i += CONSUMER_THREADS) {
+        ((uint4 *)shared->query)[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (thread < Shape::HEADS) {
+        shared->reference[thread] = 0.0f;
+    }
 }
 
 /* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
@@ -284,10 +306,14 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
         shared->scale_max[4 * me.group + me.warp] = warp_scale;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    const int key_exponent = find_key_exponent(max_of_warps(shared->scale_max, CONSUMER_WARPS));
+    const uint32_t scale_max = max_of_warps(shared->scale_max, CONSUMER_WARPS);
+    const int key_exponent = find_key_exponent(scale_max % HAS_KEYS);
+    if (scale_max == 0) {
+        clear_query(shared);
+    }
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (query_head(me, j) < Shape::HEADS) {
+        if (scale_max != 0 && query_head(me, j) < Shape::HEADS) {
             store_rope(shared, query_head(me, j), me.lane % PIECES,
                        part.words[j][Shape::Row::NOPE_TILES],
                        (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
