@@ -88,10 +88,8 @@ class Layer:
         -> [T, hidden]"""
         case, trip, batch = self.case, travel(), self.case.batch
         config = case.config(**changes)
-        # Absorbed, padding is finite: Hopper's kernel for FP8 rows gives NaN for a query that is
-        # not finite even if it sees no key, and a scale of all rows counts padding, too.
-        is_plain = self.scheme is None and config.path == "separate"
-        self.q_c[len(self.q_c) - case.padding :] = np.nan if is_plain else 1
+        # In e4m3, padding is finite, because a scale of all rows counts it, too.
+        self.q_c[len(self.q_c) - case.padding :] = np.nan if self.scheme is None else 1
         builder = dense.MetadataBuilder(config)
         names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
         common = package.CommonAttentionMetadata(

@@ -254,7 +254,8 @@ find_key_exponent(uint32_t scale_max)
 }
 
 /* Stores the NoPE part in shared memory, relative to a power of two, and returns its exponent.
- * Heads that are not finite get NaN as their reference, so their results are NaN in any case. */
+ * Heads that are not finite get NaN as their reference, so their results are NaN if there is a
+ * key. */
 template <typename Shape>
 static __device__ __forceinline__ int
 store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES> &part,
