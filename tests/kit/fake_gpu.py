@@ -47,9 +47,9 @@ class Driver:
         self.library = ctypes.CDLL(str(find_c_test("fake_gpu")))
         for name in ("new_stream", "followed", "launch_stream"):
             getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
-        for name in ("has_failed", "is_relaxed"):
-            getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_bool
-        self.library.fake_gpu_calls.restype = ctypes.c_char_p
+        self.library.fake_gpu_is_relaxed.restype = ctypes.c_bool
+        for name in ("calls", "failed"):
+            getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_char_p
         self.names: list[bytes] = []  # names of calls that fail; C points to them
 
     def ask(self, name: str, *arguments):
@@ -79,9 +79,9 @@ class Driver:
         self.ask("fail", self.names[-1] or None, num_good, code, keeps)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the call that `fail` named has failed."""
-        return self.ask("has_failed")
+    def failed(self) -> str:
+        """The call that has failed since `fail`; "" if none has."""
+        return (self.ask("failed") or b"").decode()
 
     def allocator(self, has_words: bool):
         """An allocator for an exchange API. It fails, with or without an error text."""

@@ -150,7 +150,7 @@ PYTHON_API void fake_gpu_reset(void);
 PYTHON_API const char *fake_gpu_calls(void);
 PYTHON_API void fake_gpu_forget_calls(void);
 PYTHON_API void fake_gpu_fail(const char *call, int num_good, int code, bool keeps);
-PYTHON_API bool fake_gpu_has_failed(void);
+PYTHON_API const char *fake_gpu_failed(void);
 PYTHON_API void fake_gpu_set_busy(bool is_busy);
 PYTHON_API void fake_gpu_finish(void);
 PYTHON_API void *fake_gpu_new_stream(int device_id);
@@ -213,11 +213,11 @@ fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
     fake.keeps_failing = keeps;
 }
 
-/* Whether the call that fake_gpu_fail names has failed. */
-bool
-fake_gpu_has_failed(void)
+/* The call that has failed since fake_gpu_fail; NULL if none has. */
+const char *
+fake_gpu_failed(void)
 {
-    return fake.num_good < 0 || (fake.keeps_failing && fake.num_good == 0);
+    return fake.failed;
 }
 
 /* Sets whether events that are recorded from now on are pending. */

@@ -87,6 +87,7 @@ static struct {
     const char *fails;  /* the call that fails; NULL: any call */
     int num_good;       /* calls of it before one fails; negative: none fails */
     bool keeps_failing; /* all later ones fail, too */
+    const char *failed; /* the call that has failed last; NULL: none since fail_call */
     int code;           /* its cudaError_t, or a status of cuBLAS */
 
     bool is_busy; /* events are not ready when they are recorded */
@@ -133,6 +134,7 @@ fail_call(const char *name, int num_good, int code)
     fake.fails = name;
     fake.num_good = num_good;
     fake.code = code;
+    fake.failed = NULL;
 }
 
 static inline void
@@ -194,6 +196,7 @@ answer(const char *name)
     }
     if (fake.num_good >= 0 && (fake.fails == NULL || strcmp(fake.fails, name) == 0)) {
         code = fake.num_good == 0 ? (cudaError_t)fake.code : cudaSuccess;
+        fake.failed = fake.num_good == 0 ? name : fake.failed;
         fake.num_good -= fake.num_good > 0 || !fake.keeps_failing;
     }
     pthread_mutex_unlock(&fake_lock);
