@@ -191,21 +191,24 @@ def make_v4(package, ratio_path):  # noqa: F811
     return lambda: package.v4.MetadataBuilder(step.config), run
 
 
+def make_dense_config(package, path, **changes):  # noqa: F811
+    options = {
+        "softmax_scale": 0.1,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "prefill_workspace_tokens": 64,
+        "device": f"cuda:{PLACE}",
+    }
+    return package.dense.Config(2, path=path, **(options | changes))
+
+
 def make_dense(package, path):  # noqa: F811
     rng = np.random.default_rng(7)
     batch = cases.make_batch([1, 2, 30], [40, 50, 60], block_size=16)
-    config = package.dense.Config(
-        2,
-        softmax_scale=0.1,
-        kv_cache_dtype="fp8_ds_mla",
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        path=path,
-        prefill_workspace_tokens=64,
-        device=f"cuda:{PLACE}",
-    )
+    config = make_dense_config(package, path)
     put = PUTS["cupy"]
     weight = put(cases.random_bf16(rng, 512, 2 * 256, std=0.04))
     table = put(package.rope_table(256))
