@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from helpers import assert_same_bits, find_framework
 from v4_world import World
@@ -64,3 +65,30 @@ def test_modules_as_projections(framework):
         assert torch.equal(out, want)
         assert out.any()
         assert not world.layer.forward(x, world.caches, None).any()
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+def test_layers_of_two_frameworks_share_a_builder(framework, ratio):
+    """Projections get arrays of their layer's framework, whoever used the builder's memory last."""
+    kinds = {np.ndarray: {}, framework.module.Tensor: {"to": put(framework), "back": framework.get}}
+    worlds = [World(sparse_mla, ratio, (22, 22), **arrays) for arrays in kinds.values()]
+    met: set[type] = set()
+
+    def watched(projection):
+        def project(x, *more, **options):
+            met.add(type(x))
+            return projection(x, *more, **options)
+
+        return project
+
+    for world in worlds:
+        world.builder = worlds[0].builder
+        projections = world.layer.projections
+        projections |= {name: watched(projection) for name, projection in projections.items()}
+    for parts, padding in STEPS:
+        results = []
+        for world, kind in zip(worlds, kinds, strict=True):
+            met.clear()
+            results.append(world.step(parts, padding))
+            assert met == {kind}
+        assert_same_bits(*results)
