@@ -15,7 +15,7 @@ are raised when the program runs, as `jax.errors.JaxRuntimeError` with the text 
 `vmap` runs the calls one after the other; there are no derivatives. On a GPU a call puts its work
 on XLA's stream, takes its scratch from XLA and waits for nothing.
 
-This module needs JAX 0.5 or later.
+This module needs JAX 0.6 or later.
 
 >>> import jax, jax.numpy as jnp
 >>> import sparse_mla.integrations.jax as smla
@@ -38,7 +38,7 @@ try:
     import jax.ffi
 except ImportError as error:
     raise ImportError(
-        "sparse_mla.integrations.jax needs JAX 0.5 or later: pip install jax"
+        "sparse_mla.integrations.jax needs JAX 0.6 or later: pip install jax"
     ) from error
 
 from sparse_mla import _C
