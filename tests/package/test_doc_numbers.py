@@ -18,6 +18,7 @@ from row_formats import FORMATS, Format
 
 import sparse_mla
 from sparse_mla import _C, dense, v4
+from sparse_mla.ops.projection_weights import TILE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,6 +138,15 @@ def is_literal_default(name: str, text: str) -> bool:
     return value in DEFAULTS[name] or str(value) in map(str, DEFAULTS[name])
 
 
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+VARLEN_UNIT = constant("csrc/ops/check_varlen.c", "DIM_MULTIPLE")
+# The longest requests, and the pages of each request, that the default workspace has room for.
+CONTEXT_ROOM = (
+    sparse_mla.get_context_workspace_size(64, 1, 64) // 64,
+    sparse_mla.get_context_workspace_size(1, 100, 64) // 6400,
+)
+
+
 # --- mentions ------------------------------------------------------------------------------------
 
 
@@ -146,6 +156,7 @@ class Kind(NamedTuple):
     pattern: str
     is_right: Callable[..., bool]  # of the groups of a match
     least: int  # mentions that there are
+    where: str = ""  # what the paths of the files have
 
 
 NAME = "|".join(sorted(SIZES, key=len, reverse=True))
@@ -199,6 +210,25 @@ KINDS = {
         lambda n: int(n) == _C.get_prefill_workspace_size(1),
         4,
     ),
+    "values per scale of a projection": Kind(
+        r"multiples? of (\d\d+)\b",
+        lambda n: int(n) == TILE,
+        9,
+        r"projection|absorbed|dense/layer|dense_step|mla\.md",
+    ),
+    "values per head of varlen": Kind(
+        r"multiples? of (\d+)\b", lambda n: int(n) == VARLEN_UNIT, 3, "varlen"
+    ),
+    "most ratios": Kind(
+        r"at most (\w+) different ones above 1",
+        lambda n: WORDS.index(n) == constant("csrc/sparse_mla/v4_step.h", "SMLA_V4_MAX_RATIOS"),
+        1,
+    ),
+    "room for context": Kind(
+        r"room for (\w+) of the longest requests,? or (?:for )?(\w+) pages",
+        lambda longest, pages: (WORDS.index(longest), WORDS.index(pages)) == CONTEXT_ROOM,
+        2,
+    ),
     "a tile of fp8_ds_mla": Kind(
         r"for each tile of (\d+) (?:NoPE )?values", lambda n: int(n) == ref.TILE, 2
     ),
@@ -214,7 +244,8 @@ KINDS = {
 def test_mentions(name):
     kind, seen, wrong = KINDS[name], 0, []
     for path, text in TEXTS.items():
-        for found in re.finditer(kind.pattern, text.words):
+        places = re.finditer(kind.pattern, text.words) if re.search(kind.where, str(path)) else ()
+        for found in places:
             seen += 1
             if not kind.is_right(*found.groups()):
                 wrong.append(f"{path}:{text.line_at(found.start())}: {found[0]}")

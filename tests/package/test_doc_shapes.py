@@ -15,14 +15,14 @@ from typing import Any
 
 import compiled
 import pytest
+import reference as ref
 from operators import FACTS
 from v4_world import World
 
 import sparse_mla
 
-HEADERS = "\n".join(
-    path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc/sparse_mla").glob("*.h"))
-)
+ROOT = Path(__file__).parents[2]
+HEADERS = "\n".join(path.read_text() for path in sorted((ROOT / "csrc/sparse_mla").glob("*.h")))
 Entry = tuple[str, list[list[str]]]  # a name, and the shapes that its array may have
 
 
@@ -152,14 +152,31 @@ CALLS = {name: facts.good() for name, facts in FACTS.items() if facts.good}
 WITH_SHAPES = [name for name in CALLS if list(entries_of(getattr(sparse_mla, name)))]
 
 
+# Letters that a docstring's text explains: C = max(topk, D), rounded up to 4.
+MIXED = CALLS["build_mixed_sparse_indices"]
+TOLD = {
+    "build_mixed_sparse_indices": {
+        "C": -(-max(MIXED.get("topk"), MIXED.get("decode_compressed_indices").shape[1]) // 4) * 4
+    }
+}
+
+
 @pytest.mark.parametrize("name", WITH_SHAPES)
 def test_docstrings_of_operators(name):
     arguments = CALLS[name].args | CALLS[name].kwargs
     entries = list(entries_of(getattr(sparse_mla, name)))
-    text = check(entries, arguments, told_by(arguments))
+    text = check(entries, arguments, told_by(arguments) | TOLD.get(name, {}))
     assert not text, (
         f"{inspect.getsourcefile(getattr(sparse_mla, name).__wrapped__)}, {name}: {text}"
     )
+
+
+def in_two_arrays(arguments: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """The same call with its query as `q` and `q_pe`, where C takes these."""
+    if {"q", "q_pe", "kv_c"} & set(fields) != {"q", "q_pe"}:
+        return arguments
+    q = arguments["q"]
+    return arguments | {"q": q[..., : ref.V_DIM], "q_pe": q[..., ref.V_DIM :]}
 
 
 STRUCTS = [name for name in CALLS if list(fields_of(f"smla_{name}_args"))]
@@ -168,13 +185,29 @@ STRUCTS = [name for name in CALLS if list(fields_of(f"smla_{name}_args"))]
 @pytest.mark.parametrize("name", STRUCTS)
 def test_headers_of_operators(name):
     arguments = CALLS[name].args | CALLS[name].kwargs
-    text = check(list(fields_of(f"smla_{name}_args")), arguments, told_by(arguments))
-    assert not text, f"csrc/sparse_mla, smla_{name}_args: {text}"
+    fields = list(fields_of(f"smla_{name}_args"))
+    for given in (arguments, in_two_arrays(arguments, dict(fields))):
+        text = check(fields, given, told_by(given))
+        assert not text, f"csrc/sparse_mla, smla_{name}_args: {text}"
 
 
 def test_operators_are_found():
     assert len(WITH_SHAPES) >= len(CALLS) - 2
     assert len(STRUCTS) > 20, STRUCTS
+
+
+def test_the_shapes_of_the_page_about_c():
+    """In a row of docs/c.md that names a function, `name` [shape] is that of the struct's field."""
+    seen = 0
+    for line in (ROOT / "docs/c.md").read_text().split("\n"):
+        function = re.search(r"`smla_(\w+)`", line)
+        fields = dict(fields_of(f"smla_{function[1]}_args")) if function else {}
+        for name, shape in re.findall(r"`(\w+)` \[([^]]*)\]", line):
+            if name in fields:
+                known = [[dim.lstrip(">= ") for dim in dims] for dims in fields[name]]
+                assert shape.split(", ") in known, f"docs/c.md: `{name}` [{shape}], not {known}"
+                seen += 1
+    assert seen == 2
 
 
 # --- layers --------------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ STATED = {
         f"keys have {LATENT} values where docstrings say {KEYS}",
         f"the formats of {LATENT} and {INDEX} values in docs/formats.md",
     ),
+    "sparse_mla/ops/compressor.py": (f"D ({LATENT} or {INDEX}) is the width",),
     "sparse_mla/ops/planning.py": (
         f"in tokens of {2 * KEYS} bytes",
         f"at most {_C.get_context_workspace_size(2**20, 256, 64)} tokens",
