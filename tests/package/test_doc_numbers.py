@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import reference as ref
+import reference_norm as norms
 from operators import FACTS
 from row_formats import FORMATS, Format
 
@@ -34,7 +36,7 @@ class Text(NamedTuple):
     """A file's words in one line, without what begins the lines of a comment."""
 
     words: str
-    lines: list[int]  # of each word
+    lines: list[int]  # a line per word
 
     def line_at(self, place: int) -> int:
         return self.lines[self.words.count(" ", 0, place)]
@@ -139,6 +141,20 @@ def is_literal_default(name: str, text: str) -> bool:
 
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+ZERO = np.zeros((1, 1), np.float32)
+MOST_INPUTS = int(
+    re.search(
+        r"LATENT_TILES = (\d+) / SMLA_SCALE_TILE",
+        (ROOT / "csrc/step/plans/plan_dense.h").read_text(),
+    )[1]
+)
+
+
+def least_of(result: tuple[np.ndarray, Any]) -> np.float32:
+    """The amax that zeros are given: their scale times the largest e4m3."""
+    return np.float32(np.ravel(result[1])[0] * ref.E4M3_MAX)
+
+
 VARLEN_UNIT = constant("csrc/ops/check_varlen.c", "DIM_MULTIPLE")
 # The longest requests, and the pages of each request, that the default workspace has room for.
 CONTEXT_ROOM = (
@@ -154,7 +170,7 @@ class Kind(NamedTuple):
     """All places where one thing is said."""
 
     pattern: str
-    is_right: Callable[..., bool]  # of the groups of a match
+    is_right: Callable[..., bool]  # takes the groups of a match
     least: int  # mentions that there are
     where: str = ""  # what the paths of the files have
 
@@ -228,6 +244,52 @@ KINDS = {
         r"room for (\w+) of the longest requests,? or (?:for )?(\w+) pages",
         lambda longest, pages: (WORDS.index(longest), WORDS.index(pages)) == CONTEXT_ROOM,
         2,
+    ),
+    "most rows of absorbed inputs": Kind(
+        r"at most (\d+), or about 1000", lambda n: int(n) == MOST_INPUTS, 3
+    ),
+    "a floor of indexer keys": Kind(
+        r"max\(amax, (\d[\d.e-]*)\)",
+        lambda n: float(n) == FORMATS["fp8_index"].least,
+        2,
+        r"ops/(indexer|cache)\.py",
+    ),
+    "a floor of attention results": Kind(
+        r"max\(amax, (\d[\d.e-]*)\)",
+        lambda n: float(n) == inspect.signature(norms.scales_of).parameters["floor"].default,
+        2,
+        r"rope\.(py|h)",
+    ),
+    "a floor of a scale per array": Kind(
+        r"max\(amax, (\d[\d.e-]*)\)",
+        lambda n: np.float32(n) == least_of(ref.dynamic_per_tensor_quant(ZERO)),
+        3,
+        r"projection\.(py|h)|formats",
+    ),
+    "a floor of a scale per group": Kind(
+        r"max\(max \|x\|, (\d[\d.e-]*)\)",
+        lambda n: np.float32(n) == least_of(ref.scaled_quantize(ZERO, (1, 1))),
+        2,
+    ),
+    "values per scale of FP4 keys": Kind(
+        r"per (\d+) values", lambda n: int(n) == FORMATS["mxfp4_index"].tile, 3, "ops/|choosing"
+    ),
+    "halves of a table of angles": Kind(
+        r"(\d+) cosines, then (\d+) sines",
+        lambda *n: {*map(int, n)} == {ref.ROPE_DIM // 2},
+        10,
+    ),
+    "halves of a head": Kind(r"i and i \+ (\d+)", lambda n: int(n) == ref.ROPE_DIM // 2, 2),
+    "values that turn": Kind(
+        r"(?:pairs|RoPE)[^.:]{0,30} last (\d+) (?:values|of)", lambda n: int(n) == ref.ROPE_DIM, 4
+    ),
+    "dimensions of an array": Kind(
+        r"rank up to (\d+)|more than (\d+) dimensions",
+        lambda *n: int(next(filter(None, n))) == constant("csrc/python/glue.h", "SMLA_PY_MAX_RANK"),
+        3,
+    ),
+    "a default of an entry": Kind(
+        r"\b(\w+) : [^:]*?, default ([\w.]+)", is_literal_default, 1, "sparse_mla/ops"
     ),
     "a tile of fp8_ds_mla": Kind(
         r"for each tile of (\d+) (?:NoPE )?values", lambda n: int(n) == ref.TILE, 2

@@ -101,7 +101,7 @@ def fit(shape: tuple[int, ...], dims: list[str], sizes: dict[str, Any]) -> list[
 
 def compare(later: list[tuple[int, str]], sizes: dict[str, Any]) -> None:
     """Compares sizes. A letter that only they have is what the first of them says: B of [B + 1]."""
-    if "r" in sizes:  # of the compressor
+    if "r" in sizes:  # a compressor's ratio
         sizes.setdefault("c", 2 if sizes["r"] == 4 else 1)
     for size, dim in sorted(later, key=lambda x: x[1][0] in "><"):
         sign, rest = re.fullmatch(r"(>= |<= |)(.*)", dim).groups()

@@ -85,6 +85,12 @@ def test_widths_of_the_projections():
 ATTENTION = ref.Attention(*(np.ones((1, 1)) for _ in range(7)))
 UNITS = ATTENTION.lse_tolerance(units=1) - 1e-6
 EPSILON = two_to(round(float(UNITS[0, 0]) * 2.0**60) / 2.0**60)
+(MOST_K,) = (most for *_, name, _, most in sparse_mla.top_k_per_row.limits if name == "k")
+DIGIT = round(np.log2(constant("csrc/cpu/topk/select.h", "SMLA_DIGIT_VALUES")))
+GPU_DIGIT = 32 - int(matched("csrc/cuda/topk/resident_digits.cuh", r"\(key >> (\d+)\)")[0])
+DIGITS, CLUSTERS = "csrc/cuda/topk/resident_digits.cuh", "csrc/cuda/topk/top_k_clusters.h"
+RESIDENT = 32 * constant(CLUSTERS, "SMLA_MAX_ROW_CTAS") * constant(CLUSTERS, "SMLA_RESIDENT_KEYS")
+RESIDENT *= constant(DIGITS, "RESIDENT_PARTS") * constant(DIGITS, "MOST_WARPS")
 ARCHS = matched("buildtools/graph.py", r'_ARCHS", ""\)\.split\(\) or \["(\w+)", "(\w+)"\]')
 STATED = {
     "docs/operators.md": (
@@ -157,6 +163,10 @@ STATED = {
         f"The scales are {INDEX}^-0.5 and Hi^-0.5.",
         f"1 is the ratio of V3.2, {RATIO} that of V4's layers with an indexer",
         f"at most `max_logits_bytes` ({LOGITS >> 20} MiB) and 128",
+        f"| precise | 2^{round(np.log2(WORLD.logit_unit))} * u |",
+        f"found digit by digit ({DIGIT}, {DIGIT} and {32 - 2 * DIGIT} bits)",
+        f"The digits are of {GPU_DIGIT}, {GPU_DIGIT} and {32 - 2 * GPU_DIGIT} bits there.",
+        f"Of a row of more than {RESIDENT:,} columns it holds the beginning",
         "On Hopper a cluster of up to "
         f"{constant('csrc/cuda/topk/top_k_clusters.h', 'SMLA_MAX_ROW_CTAS')} CTAs",
     ),
@@ -192,6 +202,17 @@ STATED = {
         f"{ROWS['fp8_e4m3']} bytes, written",
         f"rows of {ROWS['fp8_nope']} bytes need the name",
         f"row = {KEY.row_bytes} or {FP4_KEY.row_bytes} bytes, written",
+    ),
+    "sparse_mla/ops/topk.py": (f"N is below 2**{round(np.log2(MOST_K + 1))}",),
+    "sparse_mla/backend/facts.py": (
+        f"1 and {KEYS}: MLA has one head of keys.",
+        f"{KEYS} values of a key: {LATENT} without RoPE and {ROPE} with it.",
+        f"a row is {KEYS} bf16, or {ROWS['fp8_ds_mla']} uint8",
+    ),
+    "sparse_mla/dense/facts.py": (f"{KEYS}, or {LATENT} for models without RoPE",),
+    "sparse_mla/v4/facts.py": (
+        f"{LATENT} values of a key, all of which are its value",
+        f"{LATENT}, or {INDEX} for the indexer's formats",
     ),
     "sparse_mla/ops/rope.py": (f"row = {KEYS} bf16 or {ROWS['fp8_ds_mla']} bytes, written",),
     "sparse_mla/ops/varlen.py": (f"is at most {KEYS}.", f"Dv is at most {LATENT}."),
