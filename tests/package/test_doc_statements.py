@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference as ref
+from operators import FACTS
 from row_formats import FORMATS
 from test_doc_numbers import MAX_SPLITS, constant, read
 from v4_world import INDEX_HEADS, Q_LORA, RANK, World
@@ -92,6 +93,23 @@ DIGITS, CLUSTERS = "csrc/cuda/topk/resident_digits.cuh", "csrc/cuda/topk/top_k_c
 RESIDENT = 32 * constant(CLUSTERS, "SMLA_MAX_ROW_CTAS") * constant(CLUSTERS, "SMLA_RESIDENT_KEYS")
 RESIDENT *= constant(DIGITS, "RESIDENT_PARTS") * constant(DIGITS, "MOST_WARPS")
 ARCHS = matched("buildtools/graph.py", r'_ARCHS", ""\)\.split\(\) or \["(\w+)", "(\w+)"\]')
+
+
+def rounded_tokens() -> int:
+    """What a row of new scales for three tokens is rounded up to."""
+    call = FACTS["fused_inv_rope_fp8_quant"].good()
+    call.kwargs |= {"out": None, "out_scale": None, "scale_layout": "fp32"}
+    scales = call.run(sparse_mla)[1]
+    return scales.strides[-1] // scales.itemsize
+
+
+def rounded_columns() -> int:
+    """What fewer compressed columns than four are rounded up to."""
+    call = FACTS["build_mixed_sparse_indices"].good()
+    call.kwargs |= {"out": None, "lens": None}
+    return call.run(sparse_mla)[0].shape[1] - call.get("window")
+
+
 STATED = {
     "docs/operators.md": (
         f"whole keys of {LATENT} values, or an indexer's of {INDEX} → their slots",
@@ -214,7 +232,12 @@ STATED = {
         f"{LATENT} values of a key, all of which are its value",
         f"{LATENT}, or {INDEX} for the indexer's formats",
     ),
-    "sparse_mla/ops/rope.py": (f"row = {KEYS} bf16 or {ROWS['fp8_ds_mla']} bytes, written",),
+    "sparse_mla/ops/index.py": (f"compressed columns, rounded up to {rounded_columns()}",),
+    "csrc/sparse_mla/rope.h": (f"up to the next multiple of {rounded_tokens()}, become 0",),
+    "sparse_mla/ops/rope.py": (
+        f"up to the next multiple of {rounded_tokens()}, become 0",
+        f"row = {KEYS} bf16 or {ROWS['fp8_ds_mla']} bytes, written",
+    ),
     "sparse_mla/ops/varlen.py": (f"is at most {KEYS}.", f"Dv is at most {LATENT}."),
     "sparse_mla/steps/v32.py": (
         f"{LATENT} and {ROPE}, the only sizes that there are kernels for",
