@@ -20,7 +20,7 @@ from row_formats import FORMATS, Format
 
 import sparse_mla
 from sparse_mla import _C, dense, v4
-from sparse_mla.ops.projection_weights import TILE
+from sparse_mla.ops.projection_weights import TILE, WEIGHT_GROUPS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -101,6 +101,18 @@ SIZES |= {
 
 def is_size(name: str, number: str) -> bool:
     return int(number) in SIZES[name]
+
+
+ELEMENTS = {"bf16": 2, "fp32": 4, "e4m3": 1, "UE8M0": 1, "e2m1": 0.5}
+ROW_BYTES = {("FP8_DS_MLA", ref.FP8_ROW_BYTES), ("BFLOAT16", 2 * ref.HEAD_DIM)}
+ROW_BYTES |= {(f.name.upper(), f.row_bytes) for f in FORMATS.values()}
+
+
+def is_row(name: str, parts: str, number: str) -> bool:
+    """`448 e4m3, 64 bf16, 7 UE8M0 scales and a 0` has the bytes that stand behind it."""
+    counts = re.findall(r"(\d+) (\w+)", parts)
+    total = sum(int(count) * ELEMENTS[kind] for count, kind in counts) + parts.count("and a 0")
+    return total == int(number) and (name, int(number)) in ROW_BYTES
 
 
 # --- defaults ------------------------------------------------------------------------------------
@@ -290,6 +302,22 @@ KINDS = {
     ),
     "a default of an entry": Kind(
         r"\b(\w+) : [^:]*?, default ([\w.]+)", is_literal_default, 1, "sparse_mla/ops"
+    ),
+    "a block of weights": Kind(
+        r"\bper (?:block of )?(\d+) [x×] (\d+)\b",
+        lambda *n: tuple(map(int, n)) == WEIGHT_GROUPS["block"],
+        8,
+    ),
+    "the ratio with an indexer": Kind(
+        r"(?:layers? of|for|those of) ratio (\d+)\b|(?:With r =|where r is|\(r =) (\d+)\b",
+        lambda *n: (
+            int(next(filter(None, n)))
+            == constant("csrc/sparse_mla/v4_step.h", "SMLA_V4_INDEXED_RATIO")
+        ),
+        12,
+    ),
+    "what a row of C's formats holds": Kind(
+        r"SMLA_KV_(\w+) = \d+, /\* ([^/]*?), (\d+) bytes", is_row, 9
     ),
     "a tile of fp8_ds_mla": Kind(
         r"for each tile of (\d+) (?:NoPE )?values", lambda n: int(n) == ref.TILE, 2
