@@ -5,7 +5,12 @@
 
 #include "core/backend.h"
 
-enum { INDEX_KEYS = 8 }; /* keys of the indexer that are best written together */
+enum {
+    INDEX_KEYS = 8, /* keys of the indexer that are best written together */
+    /* Columns of a group that finish_groups takes, at most. It reads and writes as many floats
+     * behind its columns, whatever they are. */
+    SMLA_NARROW_COLUMNS = 64,
+};
 
 /* The kernel of one instruction set. An array comes with its type and its first element. */
 typedef struct smla_cache_isa {
@@ -31,6 +36,10 @@ typedef struct smla_cache_isa {
     /* amax[i] = the larger of amax[i] and smla_finite_abs(x[start + i]) */
     void (*raise_columns)(const void *x, smla_float_type type, int64_t start, int64_t count,
                           float *amax);
+    /* The maxima of columns -> the factor of each column, and a descale per group of `width`
+     * columns in a row. `amax` becomes anything. */
+    void (*finish_groups)(float *amax, int64_t num_groups, int64_t width, float *factors,
+                          float *descales);
     /* out[i] = e4m3(x[start + i] * factors[i]) */
     void (*multiply_columns)(const void *x, smla_float_type type, int64_t start, int64_t count,
                              const float *factors, uint8_t *out);

@@ -3,7 +3,7 @@
  * Computes     write     row_encoder.h
  *              read      row_decoder.h
  *              find_amax, quantize: the halves of `write`, for an array of any length and any scale
- *              multiply, raise_columns, multiply_columns: the same for scaled_quantize
+ *              multiply, raise_columns, finish_groups, multiply_columns: for scaled_quantize
  * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as
  *              kv_format.h draws it; out [576] bf16 or fp32, or [count] bytes
  * Roofline     Memory binds, or the divider where values are divided: the 32 zmm divisions of a row
@@ -49,6 +49,9 @@
  */
 #pragma once
 
+#include <float.h>
+
+#include "core/params_projection.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cache/row_decoder.h"
 
@@ -225,6 +228,97 @@ raise_columns(const void *x, smla_float_type type, int64_t start, int64_t count,
     }
 }
 
+/* ---- Narrow groups ------------------------------------------------------------------------- */
+
+/* x[i] = max(x[2 i], x[2 i + 1]) for i below `count` */
+SMLA_INLINE void
+halve_maxima(float *x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const vuint first = load_words(x + 2 * i, 0);
+        const vuint second = load_words(x + 2 * i, 1);
+        const vfloat even = (vfloat)even_lanes(first, second);
+        store_words((vuint)max_lanes(even, (vfloat)odd_lanes(first, second)), x + i, 0);
+    }
+}
+
+/* x[2 i] = x[2 i + 1] = x[i] for i below `count` */
+SMLA_INLINE void
+double_factors(float *x, int64_t count)
+{
+    for (int64_t i = (count - 1) / WIDTH * WIDTH; i >= 0; i -= WIDTH) {
+        const vuint once = load_words(x + i, 0);
+        store_words(interleave_first(once, once), x + 2 * i, 0);
+        store_words(interleave_second(once, once), x + 2 * i, 1);
+    }
+}
+
+/* x[i] = max(x[i * width] ... x[i * width + width - 1]) for i below `count`. Windows grow from each
+ * column on, because vectors fold them without looking for the groups' borders. */
+SMLA_INLINE void
+fold_maxima(float *x, int64_t count, int64_t width)
+{
+    for (int64_t reach = 1, next; reach < width; reach = next) {
+        next = 3 * reach < width ? 3 * reach : width;
+        const int64_t middle = reach < next - reach ? reach : next - reach;
+        for (int64_t i = 0; i < count * width; i += WIDTH) {
+            const vfloat first = (vfloat)load_words(x + i, 0);
+            const vfloat best = max_lanes(first, (vfloat)load_words(x + i + middle, 0));
+            store_words((vuint)max_lanes(best, (vfloat)load_words(x + i + next - reach, 0)), x + i,
+                        0);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = x[i * width];
+    }
+}
+
+/* to[i * width] ... to[i * width + width - 1] = x[i] for i below `count`, in steps of 4 */
+SMLA_INLINE void
+repeat_factors(const float *x, int64_t count, int64_t width, float *to)
+{
+    typedef float four __attribute__((vector_size(16), may_alias, aligned(4)));
+    for (int64_t i = 0; i < count; i++) {
+        const four same = {x[i], x[i], x[i], x[i]};
+        *(four *)(to + i * width) = same;
+        for (int64_t at = 4; at < width; at += 4) {
+            *(four *)(to + i * width + at) = same;
+        }
+    }
+}
+
+/* finish_group of scaled_quantize.c. No maximum is NaN. */
+SMLA_INLINE void
+divide_maxima(const float *amax, int64_t count, float *factors, float *descales)
+{
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const vfloat finite = min_lanes((vfloat)load_words(amax + i, 0), splat(FLT_MAX));
+        const vfloat used = max_lanes(finite, splat(SMLA_SCALED_QUANTIZE_FLOOR));
+        store_words((vuint)(used / SMLA_E4M3_MAX), descales + i, 0);
+        store_words((vuint)(SMLA_E4M3_MAX / used), factors + i, 0);
+    }
+}
+
+/* Even widths are halved, and doubled again, which moves a vector at a time. */
+static void
+finish_groups(float *amax, int64_t num_groups, int64_t width, float *factors, float *descales)
+{
+    int64_t odd = width;
+    for (; odd % 2 == 0; odd /= 2) {
+        halve_maxima(amax, num_groups * odd / 2);
+    }
+    if (odd > 1) {
+        fold_maxima(amax, num_groups, odd);
+        divide_maxima(amax, num_groups, amax, descales);
+        repeat_factors(amax, num_groups, odd, factors);
+    } else {
+        divide_maxima(amax, num_groups, factors, descales);
+    }
+    for (; odd < width; odd *= 2) {
+        double_factors(factors, num_groups * odd);
+    }
+}
+
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
 static void
@@ -258,5 +352,6 @@ const smla_cache_isa SMLA_CACHE = {
     .quantize = quantize,
     .multiply = multiply,
     .raise_columns = raise_columns,
+    .finish_groups = finish_groups,
     .multiply_columns = multiply_columns,
 };

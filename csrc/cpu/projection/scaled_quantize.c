@@ -8,18 +8,23 @@
  * the lanes of vectors. A few large groups have their pieces shared out to threads instead.
  * cache_kernel.h computes.
  */
+#include <string.h>
+
 #include "core/fp_mode.h"
 #include "core/interrupt.h"
 #include "core/params_projection.h"
+#include "core/quant_dims.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"
+#include "cpu/projection/copy_rows.h"
 
 enum {
-    NARROW = 32,         /* a group of fewer columns is narrow */
-    TILE_COLUMNS = 4096, /* columns of a tile of wide groups, unless one group has more */
-    NARROW_COLUMNS = 256,
+    NARROW = SMLA_NARROW_COLUMNS, /* a group of fewer columns is narrow */
+    TILE_COLUMNS = 4096,          /* columns of a tile of wide groups, unless one group has more */
+    NARROW_COLUMNS = 1024,
+    GROUP_SPACE = NARROW_COLUMNS + SMLA_NARROW_COLUMNS, /* floats */
     PIECE = 4096,           /* elements of a large group that a thread takes at a time */
     LEAST_SHARED = 1 << 14, /* elements that are worth several threads */
 };
@@ -53,7 +58,9 @@ is_narrow(const smla_scaled_quantize_params *p)
 static group_plan
 plan_tiles(const smla_scaled_quantize_params *p, bool are_large)
 {
-    const int64_t most = is_narrow(p) ? NARROW_COLUMNS : TILE_COLUMNS;
+    /* Tiles of many rows have fewer columns, to stay in the cache. */
+    const int64_t most =
+        is_narrow(p) ? NARROW_COLUMNS / smaller_of(p->group_rows, 4) : TILE_COLUMNS;
     const int64_t groups = most / p->group_columns;
     group_plan plan = {.tile_groups = are_large || groups < 1 ? 1 : groups};
     plan.tiles_per_row = (p->num_column_groups + plan.tile_groups - 1) / plan.tile_groups;
@@ -126,29 +133,81 @@ static void
 quantize_narrow(const smla_cache_isa *cache, const smla_scaled_quantize_params *p,
                 const group_tile *tile)
 {
-    float columns[NARROW_COLUMNS] = {0}; /* maxima, then factors */
+    float amax[GROUP_SPACE];
+    float factors[GROUP_SPACE];
+    float descales[GROUP_SPACE];
     const int64_t width = p->group_columns;
     const int64_t first = tile->first_group * width;
     const int64_t count = count_columns(p, tile->num_groups);
+    memset(amax, 0, (size_t)(tile->num_groups * width + SMLA_NARROW_COLUMNS) * sizeof *amax);
     for (int64_t i = 0; i < tile->num_rows; i++) {
-        cache->raise_columns(p->x, p->type, (tile->row + i) * p->x_stride_row + first, count,
-                             columns);
+        cache->raise_columns(p->x, p->type, (tile->row + i) * p->x_stride_row + first, count, amax);
     }
-    for (int64_t group = 0; group < tile->num_groups; group++) {
-        float *const own = columns + group * width;
-        float amax = 0.0f;
-        for (int64_t i = 0; i < width; i++) {
-            amax = own[i] > amax ? own[i] : amax;
-        }
-        const float factor = finish_group(amax, descale_of(p, tile, group));
-        for (int64_t i = 0; i < width; i++) {
-            own[i] = factor;
+    cache->finish_groups(amax, tile->num_groups, width, factors, descales);
+    float *const own = descale_of(p, tile, 0);
+    if (p->descale_stride_column == 1) {
+        memcpy(own, descales, (size_t)tile->num_groups * sizeof *own);
+    } else {
+        for (int64_t group = 0; group < tile->num_groups; group++) {
+            own[group * p->descale_stride_column] = descales[group];
         }
     }
     for (int64_t i = 0; i < tile->num_rows; i++) {
         const int64_t row = tile->row + i;
-        cache->multiply_columns(p->x, p->type, row * p->x_stride_row + first, count, columns,
+        cache->multiply_columns(p->x, p->type, row * p->x_stride_row + first, count, factors,
                                 p->out + row * p->out_stride_row + first);
+    }
+}
+
+static void
+quantize_tile(const smla_cache_isa *cache, const smla_scaled_quantize_params *p,
+              const group_tile *tile)
+{
+    if (is_narrow(p)) {
+        quantize_narrow(cache, p, tile);
+    } else {
+        quantize_wide(cache, p, tile);
+    }
+}
+
+/* ---- Short rows ---------------------------------------------------------------------------- */
+
+/* Whether a tile has a single row that is short, and rows are apart. */
+static bool
+are_rows_short(const smla_scaled_quantize_params *p)
+{
+    return is_narrow(p) && p->group_rows == 1 && p->num_rows > 1 && p->num_columns > 0 &&
+           p->num_columns <= NARROW_COLUMNS / 2;
+}
+
+/* Quantises copies of some rows as one row of a tile. */
+static void
+quantize_copies(const smla_cache_isa *cache, const smla_scaled_quantize_params *p, int64_t row,
+                int64_t num_rows)
+{
+    uint32_t x[NARROW_COLUMNS];
+    uint8_t out[NARROW_COLUMNS];
+    float descales[NARROW_COLUMNS];
+    const int64_t size = p->type == SMLA_FLOAT_FP32 ? 4 : 2;
+    const int64_t row_groups = p->num_column_groups;
+    const int64_t row_bytes = p->num_columns * size;
+    smla_scaled_quantize_params joined = *p;
+    joined.x = x;
+    joined.out = out;
+    joined.descale = descales;
+    joined.descale_stride_column = 1;
+    joined.num_columns = num_rows * p->num_columns;
+    const group_tile tile = {.num_rows = 1, .num_groups = num_rows * row_groups};
+    copy_rows((const uint8_t *)p->x + row * p->x_stride_row * size, p->x_stride_row * size, x,
+              row_bytes, row_bytes, num_rows);
+    quantize_narrow(cache, &joined, &tile);
+    copy_rows(out, p->num_columns, p->out + row * p->out_stride_row, p->out_stride_row,
+              p->num_columns, num_rows);
+    for (int64_t i = 0; i < num_rows; i++) {
+        float *const own = p->descale + (row + i) * p->descale_stride_row;
+        for (int64_t group = 0; group < row_groups; group++) {
+            own[group * p->descale_stride_column] = descales[i * row_groups + group];
+        }
     }
 }
 
@@ -209,32 +268,62 @@ are_groups_large(const smla_scaled_quantize_params *p)
 
 /* ---- The operator -------------------------------------------------------------------------- */
 
+/* A column without gaps is a row. Rows of narrow groups are one long row, if they follow each other
+ * without a gap. */
+static smla_scaled_quantize_params
+join_rows(const smla_scaled_quantize_params *params)
+{
+    smla_scaled_quantize_params p = *params;
+    if (p.num_columns == 1 && p.num_rows > 1 && p.x_stride_row == 1 && p.out_stride_row == 1) {
+        p.num_columns = p.num_rows;
+        p.group_columns = p.group_rows;
+        p.num_column_groups = p.num_row_groups;
+        p.descale_stride_column = p.descale_stride_row;
+        p.num_rows = p.group_rows = p.num_row_groups = 1;
+    }
+    const bool has_one_group = p.num_column_groups == 1;
+    if (is_narrow(&p) && p.group_rows == 1 && p.num_rows > 1 && p.num_columns > 0 &&
+        p.x_stride_row == p.num_columns && p.out_stride_row == p.num_columns &&
+        (has_one_group ||
+         smla_dim_continues(p.descale_stride_row, p.descale_stride_column, p.num_column_groups))) {
+        p.descale_stride_column = has_one_group ? p.descale_stride_row : p.descale_stride_column;
+        p.num_columns *= p.num_rows;
+        p.num_column_groups *= p.num_rows;
+        p.num_rows = p.num_row_groups = 1;
+    }
+    return p;
+}
+
 smla_status
-smla_cpu_scaled_quantize(const smla_scaled_quantize_params *p, smla_error *error)
+smla_cpu_scaled_quantize(const smla_scaled_quantize_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
+    const smla_scaled_quantize_params joined = join_rows(params), *const p = &joined;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    const bool are_large = are_groups_large(p);
+    const bool are_large = are_groups_large(p), are_short = are_rows_short(p);
     const group_plan plan = plan_tiles(p, are_large);
+    const int64_t copied = are_short ? NARROW_COLUMNS / p->num_columns : 1; /* rows */
+    const int64_t num_tiles = are_short ? (p->num_rows + copied - 1) / copied : plan.num_tiles;
     smla_interrupt *const interrupt = smla_find_interrupt();
     /* A factor is at most 448e12, so a subnormal value is far below half of the smallest code. */
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
     if (are_large) {
-        for (int64_t i = 0; i < plan.num_tiles && !smla_is_ended(interrupt); i++) {
+        for (int64_t i = 0; i < num_tiles && !smla_is_ended(interrupt); i++) {
             const group_tile tile = find_tile(p, &plan, i);
             quantize_shared(isa->cache, p, &tile);
         }
     } else {
 #pragma omp parallel for schedule(static) if (p->num_rows * p->num_columns >= LEAST_SHARED)
-        for (int64_t i = 0; i < plan.num_tiles; i++) {
+        for (int64_t i = 0; i < num_tiles; i++) {
             if (smla_is_ended(interrupt)) {
                 continue;
             }
-            const group_tile tile = find_tile(p, &plan, i);
-            if (is_narrow(p)) {
-                quantize_narrow(isa->cache, p, &tile);
+            if (are_short) {
+                quantize_copies(isa->cache, p, i * copied,
+                                smaller_of(copied, p->num_rows - i * copied));
             } else {
-                quantize_wide(isa->cache, p, &tile);
+                const group_tile tile = find_tile(p, &plan, i);
+                quantize_tile(isa->cache, p, &tile);
             }
         }
     }
