@@ -299,6 +299,15 @@ divide_maxima(const float *amax, int64_t count, float *factors, float *descales)
     }
 }
 
+SMLA_INLINE void
+finish_odd_groups(float *amax, int64_t num_groups, const int64_t width, float *factors,
+                  float *descales)
+{
+    fold_maxima(amax, num_groups, width);
+    divide_maxima(amax, num_groups, amax, descales);
+    repeat_factors(amax, num_groups, width, factors);
+}
+
 /* Even widths are halved, and doubled again, which moves a vector at a time. */
 static void
 finish_groups(float *amax, int64_t num_groups, int64_t width, float *factors, float *descales)
@@ -307,12 +316,12 @@ finish_groups(float *amax, int64_t num_groups, int64_t width, float *factors, fl
     for (; odd % 2 == 0; odd /= 2) {
         halve_maxima(amax, num_groups * odd / 2);
     }
-    if (odd > 1) {
-        fold_maxima(amax, num_groups, odd);
-        divide_maxima(amax, num_groups, amax, descales);
-        repeat_factors(amax, num_groups, odd, factors);
-    } else {
-        divide_maxima(amax, num_groups, factors, descales);
+    switch (odd) { /* constants unroll loops */
+    case 1: divide_maxima(amax, num_groups, factors, descales); break;
+    case 3: finish_odd_groups(amax, num_groups, 3, factors, descales); break;
+    case 5: finish_odd_groups(amax, num_groups, 5, factors, descales); break;
+    case 7: finish_odd_groups(amax, num_groups, 7, factors, descales); break;
+    default: finish_odd_groups(amax, num_groups, odd, factors, descales); break;
     }
     for (; odd < width; odd *= 2) {
         double_factors(factors, num_groups * odd);

@@ -9,6 +9,7 @@ static inline __attribute__((always_inline)) void
 copy_rows_by(const int64_t unit, const uint8_t *from, int64_t from_stride, uint8_t *to,
              int64_t to_stride, int64_t row_bytes, int64_t num_rows)
 {
+#pragma GCC unroll 8
     for (int64_t i = 0; i < num_rows; i++) {
         for (int64_t at = 0; at < row_bytes - unit; at += unit) {
             memcpy(to + i * to_stride + at, from + i * from_stride + at, (size_t)unit);
