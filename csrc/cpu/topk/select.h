@@ -53,6 +53,9 @@ typedef struct smla_select_isa {
                          uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Lists the columns whose keys are at least `least`, which no missing column's key is. */
     void (*list_candidates)(const smla_logits *logits, uint32_t least, smla_candidates *found);
+    /* The same as count_digits of the keys in a list, for digit 1 or 2. */
+    void (*count_listed_digits)(const smla_candidates *found, int digit, uint32_t prefix,
+                                uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Counts the keys above `key`, and those that equal it. */
     void (*count_keys)(const smla_logits *logits, uint32_t key, int64_t *num_above,
                        int64_t *num_equal);

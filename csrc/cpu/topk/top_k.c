@@ -93,24 +93,12 @@ chunk_of(const row *r, int i)
 /* ---- Threshold ----------------------------------------------------------------------------- */
 
 static void
-count_listed_digits(const smla_candidates *found, int digit, uint32_t prefix,
-                    uint32_t total[SMLA_DIGIT_VALUES])
-{
-    const int shift = smla_digit_shift(digit);
-    const int prefix_shift = smla_digit_shift(digit - 1);
-    for (int64_t i = 0; i < found->count; i++) {
-        const uint32_t key = found->keys[i];
-        total[key >> shift & smla_digit_mask(digit)] += key >> prefix_shift == prefix;
-    }
-}
-
-static void
 count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefix,
              uint32_t total[SMLA_DIGIT_VALUES])
 {
     memset(total, 0, SMLA_DIGIT_VALUES * sizeof *total);
     if (r->found != NULL) {
-        count_listed_digits(r->found, digit, prefix, total);
+        isa->count_listed_digits(r->found, digit, prefix, total);
         return;
     }
     if (r->num_chunks == 1) {

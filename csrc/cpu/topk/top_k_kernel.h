@@ -58,10 +58,8 @@ load_keys(const smla_logits *logits, int64_t i, uint32_t keys[BLOCK])
 
 static void
 count_first_digits(const smla_logits *logits,
-                   uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
-                   uint32_t counts[SMLA_DIGIT_VALUES])
+                   uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES])
 {
-    memset(partial, 0, SMLA_DIGIT_COUNTERS * sizeof partial[0]);
     int64_t i = 0;
     for (; i + BLOCK <= logits->count; i += BLOCK) {
         uint32_t keys[BLOCK];
@@ -77,38 +75,71 @@ count_first_digits(const smla_logits *logits,
             partial[0][keys[j] >> 21]++;
         }
     }
-    for (int j = 0; j < SMLA_DIGIT_COUNTERS; j++) {
-        for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
-            counts[d] += partial[j][d];
-        }
+}
+
+/* What the keys that begin with a prefix have in common. */
+typedef struct common {
+    uint32_t count;
+    uint32_t any; /* bits that a key has */
+    uint32_t all; /* bits that all keys have */
+} common;
+
+static inline __attribute__((always_inline)) common
+find_common(const uint32_t *keys, int64_t count, int prefix_shift, uint32_t prefix)
+{
+    common found = {.all = UINT32_MAX};
+    for (int64_t i = 0; i < count; i++) {
+        const bool has_prefix = keys[i] >> prefix_shift == prefix;
+        found.count += has_prefix;
+        found.any |= has_prefix ? keys[i] : 0;
+        found.all &= has_prefix ? keys[i] : UINT32_MAX;
     }
+    return found;
 }
 
 /* A key of a column that does not exist may be counted with prefix 0. This does no harm, because
- * digits are counted from the largest down, and such keys are the smallest. */
+ * digits are counted from the largest down, and such keys are the smallest. Keys with another
+ * prefix add 0, because the processor would not foresee a branch. Keys with one digit are counted
+ * together, because additions to one counter wait for each other. */
 static void
-count_digits(const smla_logits *logits, int digit, uint32_t prefix,
-             uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
-             uint32_t counts[SMLA_DIGIT_VALUES])
+count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
+                  uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES])
 {
-    if (digit == 0) {
-        count_first_digits(logits, partial, counts);
-        return;
-    }
     const int prefix_shift = smla_digit_shift(digit - 1);
     const int shift = smla_digit_shift(digit);
     const uint32_t mask = smla_digit_mask(digit);
     for (int64_t i = 0; i < logits->count; i += BLOCK) {
         uint32_t keys[BLOCK];
-        uint32_t num_found = 0;
         load_keys(logits, i, keys);
-        for (int j = 0; j < BLOCK; j++) {
-            num_found += keys[j] >> prefix_shift == prefix;
+        const common found = find_common(keys, BLOCK, prefix_shift, prefix);
+        if (found.count == 0) {
+            continue;
         }
-        for (int j = 0; num_found > 0 && j < BLOCK; j++) {
-            if (keys[j] >> prefix_shift == prefix) {
-                counts[keys[j] >> shift & mask]++;
-            }
+        if (found.any >> shift == found.all >> shift) {
+            partial[0][found.any >> shift & mask] += found.count;
+            continue;
+        }
+        for (int j = 0; j < BLOCK; j++) {
+            partial[j % SMLA_DIGIT_COUNTERS][keys[j] >> shift & mask] +=
+                keys[j] >> prefix_shift == prefix;
+        }
+    }
+}
+
+static void
+count_digits(const smla_logits *logits, int digit, uint32_t prefix,
+             uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
+             uint32_t counts[SMLA_DIGIT_VALUES])
+{
+    memset(partial, 0, SMLA_DIGIT_COUNTERS * sizeof partial[0]);
+    if (digit == 0) {
+        count_first_digits(logits, partial);
+    } else {
+        count_next_digits(logits, digit, prefix, partial);
+    }
+    for (int j = 0; j < SMLA_DIGIT_COUNTERS; j++) {
+        for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
+            counts[d] += partial[j][d];
         }
     }
 }
@@ -138,6 +169,24 @@ list_candidates(const smla_logits *logits, uint32_t least, smla_candidates *foun
 }
 
 static void
+count_listed_digits(const smla_candidates *list, int digit, uint32_t prefix,
+                    uint32_t counts[SMLA_DIGIT_VALUES])
+{
+    const int prefix_shift = smla_digit_shift(digit - 1);
+    const int shift = smla_digit_shift(digit);
+    const uint32_t mask = smla_digit_mask(digit);
+    const common found = find_common(list->keys, list->count, prefix_shift, prefix);
+    if (found.any >> shift == found.all >> shift) {
+        counts[found.any >> shift & mask] += found.count;
+        return;
+    }
+    for (int64_t i = 0; i < list->count; i++) {
+        const uint32_t key = list->keys[i];
+        counts[key >> shift & mask] += key >> prefix_shift == prefix;
+    }
+}
+
+static void
 count_keys(const smla_logits *logits, uint32_t key, int64_t *num_above, int64_t *num_equal)
 {
     *num_above = 0;
@@ -161,12 +210,12 @@ count_keys(const smla_logits *logits, uint32_t key, int64_t *num_above, int64_t 
 static int64_t
 take_columns(const smla_logits *logits, smla_threshold threshold, int32_t first, int32_t *out)
 {
-    const uint32_t least = threshold.num_equal > 0 ? threshold.key : threshold.key + 1;
     int64_t num_taken = 0;
     int64_t num_equal = 0;
     for (int64_t i = 0; i < logits->count; i += BLOCK) {
         uint32_t keys[BLOCK];
         int32_t columns[BLOCK];
+        const uint32_t least = num_equal < threshold.num_equal ? threshold.key : threshold.key + 1;
         uint32_t num_found = 0;
         int count = 0;
         load_keys(logits, i, keys);
@@ -188,6 +237,7 @@ take_columns(const smla_logits *logits, smla_threshold threshold, int32_t first,
 const smla_select_isa SMLA_SELECT = {
     .count_digits = count_digits,
     .list_candidates = list_candidates,
+    .count_listed_digits = count_listed_digits,
     .count_keys = count_keys,
     .take_columns = take_columns,
 };
