@@ -47,15 +47,16 @@ typedef union smla_select_scratch {
 
 typedef struct smla_select_isa {
     /* Adds to counts[d] the number of keys whose digit number `digit` is d, among those whose
-     * digits in front of it are `prefix`. Uses `partial` as scratch. */
-    void (*count_digits)(const smla_logits *logits, int digit, uint32_t prefix,
-                         uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
-                         uint32_t counts[SMLA_DIGIT_VALUES]);
+     * digits in front of it are `prefix`. Uses `partial` as scratch. Returns the only key that was
+     * counted, or 0 if there are several or that is not known. */
+    uint32_t (*count_digits)(const smla_logits *logits, int digit, uint32_t prefix,
+                             uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
+                             uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Lists the columns whose keys are at least `least`, which no missing column's key is. */
     void (*list_candidates)(const smla_logits *logits, uint32_t least, smla_candidates *found);
     /* The same as count_digits of the keys in a list, for digit 1 or 2. */
-    void (*count_listed_digits)(const smla_candidates *found, int digit, uint32_t prefix,
-                                uint32_t counts[SMLA_DIGIT_VALUES]);
+    uint32_t (*count_listed_digits)(const smla_candidates *found, int digit, uint32_t prefix,
+                                    uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Counts the keys above `key`, and those that equal it. */
     void (*count_keys)(const smla_logits *logits, uint32_t key, int64_t *num_above,
                        int64_t *num_equal);

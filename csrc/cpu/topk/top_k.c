@@ -92,31 +92,31 @@ chunk_of(const row *r, int i)
 
 /* ---- Threshold ----------------------------------------------------------------------------- */
 
-static void
+/* Returns the only key that has the prefix, or 0. */
+static uint32_t
 count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefix,
              uint32_t total[SMLA_DIGIT_VALUES])
 {
     memset(total, 0, SMLA_DIGIT_VALUES * sizeof *total);
     if (r->found != NULL) {
-        isa->count_listed_digits(r->found, digit, prefix, total);
-        return;
+        return isa->count_listed_digits(r->found, digit, prefix, total);
     }
     if (r->num_chunks == 1) {
-        isa->count_digits(&r->logits, digit, prefix, r->scratch->digits.partial, total);
-        return;
+        return isa->count_digits(&r->logits, digit, prefix, r->scratch->digits.partial, total);
     }
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
         const smla_logits logits = chunk_of(r, i);
         smla_select_scratch *const own = &r->scratch[i];
         memset(own->digits.counts, 0, sizeof own->digits.counts);
-        isa->count_digits(&logits, digit, prefix, own->digits.partial, own->digits.counts);
+        (void)isa->count_digits(&logits, digit, prefix, own->digits.partial, own->digits.counts);
     }
     for (int i = 0; i < r->num_chunks; i++) {
         for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
             total[d] += r->scratch[i].digits.counts[d];
         }
     }
+    return 0;
 }
 
 /* Lists the columns whose first digit is at least `digit`, if they are few. A row of chunks has no
@@ -142,7 +142,7 @@ find_threshold(row *r, const smla_select_isa *isa)
     int64_t num_left = r->k;
     int digit = 0;
     for (;; digit++) {
-        count_digits(r, isa, digit, prefix, counts);
+        const uint32_t only = count_digits(r, isa, digit, prefix, counts);
         uint32_t value = smla_digit_mask(digit);
         while (counts[value] < num_left) {
             num_left -= counts[value--];
@@ -150,6 +150,9 @@ find_threshold(row *r, const smla_select_isa *isa)
         prefix = prefix * (smla_digit_mask(digit) + 1) + value;
         if (counts[value] == num_left) {
             return (smla_threshold){.key = (prefix << smla_digit_shift(digit)) - 1};
+        }
+        if (only != 0) {
+            return (smla_threshold){.key = only, .num_equal = num_left};
         }
         if (digit == num_digits - 1) {
             return (smla_threshold){.key = prefix << smla_digit_shift(digit),

@@ -97,17 +97,30 @@ find_common(const uint32_t *keys, int64_t count, int prefix_shift, uint32_t pref
     return found;
 }
 
+static inline __attribute__((always_inline)) bool
+has_one_digit(common found, int shift)
+{
+    return found.any >> shift == found.all >> shift;
+}
+
+static inline __attribute__((always_inline)) uint32_t
+only_key(common found)
+{
+    return found.any == found.all ? found.any : 0;
+}
+
 /* A key of a column that does not exist may be counted with prefix 0. This does no harm, because
  * digits are counted from the largest down, and such keys are the smallest. Keys with another
  * prefix add 0, because the processor would not foresee a branch. Keys with one digit are counted
  * together, because additions to one counter wait for each other. */
-static void
+static uint32_t
 count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
                   uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES])
 {
     const int prefix_shift = smla_digit_shift(digit - 1);
     const int shift = smla_digit_shift(digit);
     const uint32_t mask = smla_digit_mask(digit);
+    common row = {.all = UINT32_MAX};
     for (int64_t i = 0; i < logits->count; i += BLOCK) {
         uint32_t keys[BLOCK];
         load_keys(logits, i, keys);
@@ -115,7 +128,9 @@ count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
         if (found.count == 0) {
             continue;
         }
-        if (found.any >> shift == found.all >> shift) {
+        row.any |= found.any;
+        row.all &= found.all;
+        if (has_one_digit(found, shift)) {
             partial[0][found.any >> shift & mask] += found.count;
             continue;
         }
@@ -124,24 +139,27 @@ count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
                 keys[j] >> prefix_shift == prefix;
         }
     }
+    return only_key(row);
 }
 
-static void
+static uint32_t
 count_digits(const smla_logits *logits, int digit, uint32_t prefix,
              uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
              uint32_t counts[SMLA_DIGIT_VALUES])
 {
+    uint32_t only = 0;
     memset(partial, 0, SMLA_DIGIT_COUNTERS * sizeof partial[0]);
     if (digit == 0) {
         count_first_digits(logits, partial);
     } else {
-        count_next_digits(logits, digit, prefix, partial);
+        only = count_next_digits(logits, digit, prefix, partial);
     }
     for (int j = 0; j < SMLA_DIGIT_COUNTERS; j++) {
         for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
             counts[d] += partial[j][d];
         }
     }
+    return only;
 }
 
 static void
@@ -168,22 +186,26 @@ list_candidates(const smla_logits *logits, uint32_t least, smla_candidates *foun
     found->count = count;
 }
 
-static void
+static uint32_t
 count_listed_digits(const smla_candidates *list, int digit, uint32_t prefix,
                     uint32_t counts[SMLA_DIGIT_VALUES])
 {
     const int prefix_shift = smla_digit_shift(digit - 1);
     const int shift = smla_digit_shift(digit);
     const uint32_t mask = smla_digit_mask(digit);
-    const common found = find_common(list->keys, list->count, prefix_shift, prefix);
-    if (found.any >> shift == found.all >> shift) {
-        counts[found.any >> shift & mask] += found.count;
-        return;
+    const int64_t few = list->count < BLOCK ? list->count : BLOCK;
+    if (has_one_digit(find_common(list->keys, few, prefix_shift, prefix), shift)) {
+        const common found = find_common(list->keys, list->count, prefix_shift, prefix);
+        if (has_one_digit(found, shift)) {
+            counts[found.any >> shift & mask] += found.count;
+            return only_key(found);
+        }
     }
     for (int64_t i = 0; i < list->count; i++) {
         const uint32_t key = list->keys[i];
         counts[key >> shift & mask] += key >> prefix_shift == prefix;
     }
+    return 0;
 }
 
 static void

@@ -40,6 +40,9 @@ from sparse_mla._bench.cpu.sweep import (
 from sparse_mla._judge import BF16
 from sparse_mla._rows import KEY_DIM
 
+SHORT = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)  # columns of a row
+VALUES = (60, 24, 16, 15, 10, 8, 6, 5, 4, 3, 2, 1)  # of a group: fewer make more scales
+EVEN_VALUES = (1, 2, 4, 8, 16, 32, 120)
 LIMIT = 1.3  # times the quickest call that comes later in a sweep
 
 # --- caches --------------------------------------------------------------------------------------
@@ -113,7 +116,13 @@ def read_sweeps() -> Iterator[Sweep]:
         yield Sweep("gather_kv_cache", f"{fmt}, tokens", tokens, lambda n, f=rows: f(tokens=n))
         yield Sweep("gather_kv_cache", f"{fmt}, requests", FEW, rows)
         yield Sweep("dequantize_kv_cache", f"{fmt}, pages", FEW, partial(dequantize, fmt))
+    few = (1, 2, 4, 8, 16, 32, 64)
+    for fmt in ("bfloat16", "fp8_ds_mla", "fp8_v4"):
+        rows = partial(gather, fmt)
+        of = f"{fmt}, tokens of a request"
+        yield Sweep("gather_kv_cache", of, few, lambda n, f=rows: f(64 // n, n))
     sweep = partial(Sweep, "dequantize_and_gather_k_cache")
+    yield sweep("tokens of a request", few, lambda n: gather_last(64 // n, n))
     yield sweep("tokens", tokens, lambda n: gather_last(tokens=n))
     yield sweep("requests", FEW, gather_last)
     yield sweep("page", PAGES, lambda n: gather_last(page=n))
@@ -206,15 +215,36 @@ def quant_sweeps() -> Iterator[Sweep]:
     def groups(width: int, group: tuple[int, int], kind: Any = BF16) -> Arrays:
         return {"x": normal(120, width, dtype=kind), "group": group}
 
+    def rows_apart(width: int, gap: int = 1, kind: Any = BF16) -> Arrays:
+        """As many values in rows of any width."""
+        rows = normal(6144 // width, width + gap, dtype=kind)
+        return {"x": rows[:, :width]}
+
+    def tall(rows: int) -> Arrays:
+        return groups(1, (rows, 1))
+
     op = "dynamic_per_tensor_quant"
     for kind in (BF16, np.float16, np.float32):
         wide = partial(rows, 512, kind)
         yield Sweep(op, f"{np.dtype(kind).name} columns", WIDTHS, lambda n, k=kind: rows(n, k))
         yield Sweep(op, f"{np.dtype(kind).name}, place", PLACES, placed(wide, "x"))
+        apart = partial(rows_apart, kind=kind)
+        yield Sweep(op, f"{np.dtype(kind).name}, columns of rows apart", SHORT, apart)
     for group in ((1, 128), (120, 1), (2, 16)):
         sizes = [n * group[1] for n in FEW]
         make = partial(groups, group=group)
         yield Sweep("scaled_quantize", f"columns in groups of {group}", sizes, make)
+    tiny = partial(groups, 480)
+    for height in (1, 2):
+        of = f"values in a row of a group of {height}"
+        yield Sweep("scaled_quantize", of, VALUES, lambda n, m=height: tiny(group=(m, n)))
+    yield Sweep("scaled_quantize", "values of a group", EVEN_VALUES, lambda n: tiny(group=(1, n)))
+    yield Sweep("scaled_quantize", "tokens of a column's group", (1, 2, 8, 120), tall)
+    for gap in (0, 1):
+        of = f"columns of rows{' apart' if gap else ''}, in groups of 1"
+        yield Sweep(
+            "scaled_quantize", of, SHORT, lambda n, d=gap: rows_apart(n, d) | {"group": (1, 1)}
+        )
     yield Sweep("scaled_quantize", "place", PLACES, placed(lambda: groups(512, (1, 128)), "x"))
 
 
@@ -385,6 +415,17 @@ def list_sweeps() -> Iterator[Sweep]:
             "topk": topk,
         }
 
+    def ties(which: str, columns: int, k: int) -> Arrays:
+        arrays = best(columns, k, tokens=4)
+        logits = arrays["logits"]
+        if which != "distinct":
+            logits[...] = np.where(logits > 0, 1, 1 if which == "equal" else 2)
+        return arrays
+
+    for columns, k in ((512, 64), (4096, 512), (32768, 2048)):
+        make = partial(ties, columns=columns, k=k)
+        of = f"values of {columns} logits"
+        yield Sweep("top_k_per_row", of, ("equal", "two", "distinct"), make)
     yield Sweep("top_k_per_row", "k", MANY, lambda n: best(k=n))
     yield Sweep("top_k_per_row", "columns", WIDTHS, best)
     yield Sweep("top_k_per_row", "tokens", FEW, lambda n: best(tokens=n))
