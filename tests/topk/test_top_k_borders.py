@@ -115,3 +115,18 @@ def test_as_many_candidates_as_fit():
         logits[0, np.sort(places)] = first_digit.astype(np.uint32).view(np.float32)
         for k in (1, count // 2, count - 1, count, count + 1):
             top_k.check(logits, *top_k.whole(logits), k)
+
+
+@pytest.mark.parametrize("isa", top_k.ISAS)
+@pytest.mark.parametrize(
+    "kind", ["constant", "two values", "few distinct", "nearly all NaN", "equal in 22 bits"]
+)
+def test_equal_keys(kind, isa, monkeypatch):
+    """Keys that are equal, or of which a few are not, are counted together, listed or not."""
+    monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
+    for columns in (CANDIDATES // 2, CANDIDATES + 3 * BLOCK, CANDIDATES + 3 * BLOCK + 1):
+        choose([(2, columns, k) for k in (1, BLOCK, columns // 2, columns - 1)], kind)
+        logits = top_k.make(kind, np.float32, 2, columns)
+        logits[0, 5], logits[1, -1] = 1.0000002, -3.4999998  # one key differs in its last digit
+        for k in (1, columns // 3, columns - 1):
+            top_k.check(logits, *top_k.whole(logits), k)
