@@ -171,6 +171,19 @@ attend_one_key(const smla_attention_params *params, int64_t token, smla_head_ran
     smla_fp_change(before);
 }
 
+/* Whether a token has so few keys that it needs no state. Then it is done. */
+static bool
+attend_few_keys(const smla_attention_params *params, int64_t token, smla_head_range heads,
+                int count, const smla_only_key *only)
+{
+    if (count == 0) {
+        smla_attend_no_key(params, token, heads);
+    } else if (count == 1) {
+        attend_one_key(params, token, heads, only);
+    }
+    return count < 2;
+}
+
 /* Runs all parts of a token on one thread. The first part's state is the total of the others. */
 static void
 run_token(const attention_run *run, int64_t token)
@@ -181,8 +194,7 @@ run_token(const attention_run *run, int64_t token)
     if (smla_is_left_alone(params, token)) {
         return;
     }
-    if (smla_find_only_key(params, token, &key)) {
-        attend_one_key(params, token, heads, &key);
+    if (attend_few_keys(params, token, heads, smla_find_only_key(params, token, &key), &key)) {
         return;
     }
     uint8_t *const memory = thread_scratch_of(run);
@@ -220,23 +232,23 @@ run_part(const attention_run *run, int64_t part)
     smla_only_key key;
     found->count = smla_find_keys(run->params, token, split, &found->first);
     /* Of a token with one key, and of parts without keys, fold_heads needs no state. */
-    if (found->count > 1 || (found->count == 1 && !smla_find_only_key(run->params, token, &key))) {
+    if (found->count > 1 ||
+        (found->count == 1 && smla_find_only_key(run->params, token, &key) > 1)) {
         run->isa->run_part(run->params, token, split, kernel_scratch,
                            state_at(run, run->parts + part * run->state_bytes));
     }
 }
 
-/* The only key of a token whose parts have run, or NULL. */
-static const smla_only_key *
-find_only_key(const part_keys *found, int num_splits)
+/* smla_find_only_key of a token whose parts have run. */
+static int
+find_only_key(const part_keys *found, int num_splits, smla_only_key *only)
 {
-    const smla_only_key *only = NULL;
     int count = 0;
     for (int split = 0; split < num_splits; split++) {
-        only = found[split].count > 0 ? &found[split].first : only;
+        *only = found[split].count > 0 ? found[split].first : *only;
         count += found[split].count;
     }
-    return count == 1 ? only : NULL;
+    return count;
 }
 
 /* Folds the parts of a token for some of its heads, with the same sums as run_token. */
@@ -252,9 +264,9 @@ fold_heads(const attention_run *run, int64_t task)
     if (smla_is_left_alone(params, token)) {
         return;
     }
-    const smla_only_key *const only = find_only_key(found, params->num_splits);
-    if (only != NULL) {
-        attend_one_key(params, token, heads, only);
+    smla_only_key key;
+    const int count = find_only_key(found, params->num_splits, &key);
+    if (attend_few_keys(params, token, heads, count, &key)) {
         return;
     }
     uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;

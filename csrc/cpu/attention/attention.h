@@ -3,7 +3,7 @@
  *
  * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
  * *state*; the states of a token are folded in the order of their splits, and finished into out,
- * lse and max_logits. A token with one key has no states (attention_one_key.c).
+ * lse and max_logits. A token with one key or none has no states (attention_one_key.c).
  */
 #pragma once
 
@@ -95,7 +95,7 @@ extern const smla_attention_isa smla_attention_neon;
 extern const smla_attention_isa smla_attention_neonbf16;
 #endif
 
-/* ---- Tokens with one key (attention_one_key.c) --------------------------------------------- */
+/* ---- Tokens with one key or none (attention_one_key.c) ------------------------------------- */
 
 typedef struct smla_only_key {
     smla_kv_token token;
@@ -111,12 +111,15 @@ int smla_find_keys(const smla_attention_params *params, int64_t token, int split
 /* Whether a part has columns, without a look at what they name. */
 bool smla_has_columns(const smla_attention_params *params, int64_t token, int split);
 
-/* Whether the token has exactly one key in all its lists and splits. */
-bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
+/* smla_find_keys of all splits of a token; `only` is its key if there is one. */
+int smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
 
 /* Writes all results of some heads of a token with one key. */
 void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
                          const smla_only_key *only);
+
+/* The same for a token without keys. */
+void smla_attend_no_key(const smla_attention_params *params, int64_t token, smla_head_range heads);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* attention_one_key.c: tokens that have exactly one key, on every instruction set.
+/* attention_one_key.c: tokens that have exactly one key, or none, on every instruction set.
  *
  * The out of such a token is the value of its key, rounded once. If the row is bf16, out has its
  * bits. The kernels round weights to bf16, and would be off by a step of bf16, so these tokens do
@@ -66,7 +66,7 @@ smla_has_columns(const smla_attention_params *params, int64_t token, int split)
     return has_columns;
 }
 
-bool
+int
 smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
 {
     int count = 0;
@@ -76,10 +76,10 @@ smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only
         *only = found > 0 ? first : *only;
         count += found;
         if (count > 1) {
-            return false;
+            return 2;
         }
     }
-    return count == 1;
+    return count;
 }
 
 static float
@@ -239,5 +239,15 @@ smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_hea
         }
         memcpy(params->out + token * params->out_stride_token + head * params->out_stride_head,
                rounded, sizeof rounded);
+    }
+}
+
+void
+smla_attend_no_key(const smla_attention_params *params, int64_t token, smla_head_range heads)
+{
+    for (int64_t head = heads.begin; head < heads.end; head++) {
+        (void)finish_head(params, token, head, -INFINITY);
+        memset(params->out + token * params->out_stride_token + head * params->out_stride_head, 0,
+               SMLA_KV_LORA_RANK * sizeof *params->out);
     }
 }

@@ -179,6 +179,7 @@ def mla_sweeps() -> Iterator[Sweep]:
     yield sweep("requests", FEW, lambda n: mla(requests=n))
     yield sweep("tokens of a request", FEW, lambda n: mla(1, n, causal=True))
     yield sweep("tokens per prompt", (1, 2, 4, 8), lambda n: mla(16 // n, n, n, causal=True))
+    yield sweep("keys of a row", (0, 1, 2, 64), lambda n: mla() | {"cache_seqlens": full(4, n)})
     yield sweep("window", (1, 2, 64), lambda n: mla(1, 16, causal=True, window_size=(n - 1, 0)))
 
 
