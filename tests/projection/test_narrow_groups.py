@@ -16,7 +16,8 @@ import sparse_mla
 
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="instruction sets are the CPU's")
 
-NARROW = constants("cpu/projection/scaled_quantize.c")["NARROW"]
+PLAN = constants("cpu/projection/scaled_quantize.c")
+NARROW, ROOM = PLAN["NARROW"], PLAN["NARROW_COLUMNS"]
 SHORT_ROW = constants("cpu/projection/quant.c")["SHORT_ROW"]
 
 
@@ -49,7 +50,7 @@ def test_every_width(monkeypatch, dtype, isa):
     """One group, some, and more than a tile has; rows that follow each other, or are apart."""
     monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
     for width in range(1, NARROW + 2):
-        for count in (1, 3, 1025 // width + 1):
+        for count in (1, 3, ROOM // width + 1):
             for gap in (0, 1):
                 check(values(5, count * width, gap, dtype), (1, width), gap)
         check(values(6, 3 * width, 0, dtype), (3, width), 0)

@@ -23,7 +23,7 @@
 enum {
     NARROW = SMLA_NARROW_COLUMNS, /* a group of fewer columns is narrow */
     TILE_COLUMNS = 4096,          /* columns of a tile of wide groups, unless one group has more */
-    NARROW_COLUMNS = 1024,
+    NARROW_COLUMNS = 512,
     GROUP_SPACE = NARROW_COLUMNS + SMLA_NARROW_COLUMNS, /* floats */
     PIECE = 4096,           /* elements of a large group that a thread takes at a time */
     LEAST_SHARED = 1 << 14, /* elements that are worth several threads */
@@ -60,7 +60,7 @@ plan_tiles(const smla_scaled_quantize_params *p, bool are_large)
 {
     /* Tiles of many rows have fewer columns, to stay in the cache. */
     const int64_t most =
-        is_narrow(p) ? NARROW_COLUMNS / smaller_of(p->group_rows, 4) : TILE_COLUMNS;
+        is_narrow(p) ? NARROW_COLUMNS / smaller_of(p->group_rows, 2) : TILE_COLUMNS;
     const int64_t groups = most / p->group_columns;
     group_plan plan = {.tile_groups = are_large || groups < 1 ? 1 : groups};
     plan.tiles_per_row = (p->num_column_groups + plan.tile_groups - 1) / plan.tile_groups;
