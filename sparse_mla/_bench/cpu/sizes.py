@@ -41,7 +41,7 @@ from sparse_mla._judge import BF16
 from sparse_mla._rows import KEY_DIM
 
 SHORT = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)  # columns of a row
-VALUES = (60, 24, 16, 15, 10, 8, 6, 5, 4, 3, 2, 1)  # of a group: fewer make more scales
+VALUES = (60, 24, 16, 15, 10, 8, 6, 5, 4, 3, 2, 1)  # a group has: fewer make more scales
 EVEN_VALUES = (1, 2, 4, 8, 16, 32, 120)
 LIMIT = 1.3  # times the quickest call that comes later in a sweep
 
