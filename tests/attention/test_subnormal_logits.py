@@ -25,9 +25,14 @@ def check(q, keys, scale, got, lse):
 
 
 @pytest.mark.parametrize("logit", [2e-39, 1e-38, 1e-40, 1.5e-38, 1e-37, -2e-39])
-def test_fp8_keys_with_a_huge_scale(logit):
-    """A kv_scale above 2^64 makes the CPU keep subnormal numbers."""
-    codes = ref.e4m3_encode(np.full((KEYS, 1, 512), 0.5, np.float32)).view(ref.E4M3)
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_nope"])
+def test_fp8_keys_with_a_huge_scale(logit, kv_format):
+    """A scale in a row above 2^64 makes the CPU keep subnormal numbers; a kv_scale need not."""
+    codes = ref.e4m3_encode(np.full((KEYS, 1, 512), 0.5, np.float32))
+    options = {"kv_scale": 2.0**66}
+    if kv_format == "fp8_nope":
+        scales = np.full((KEYS, 1, 4), 2.0**66, np.float32).view(np.uint8)
+        codes, options = np.concatenate([codes, scales], 2), {}
     q = np.zeros((1, 2, 512), np.float32)
     q[..., 0] = np.sign(logit) * 2.0**-94
     q = ref.to_bf16(q)
@@ -37,8 +42,8 @@ def test_fp8_keys_with_a_huge_scale(logit):
         codes,
         np.arange(KEYS, dtype=np.int32)[None],
         softmax_scale=scale,
-        kv_scale=2.0**66,
-        kv_format="fp8_e4m3",
+        kv_format=kv_format,
+        **options,
     )
     keys = np.full((KEYS, 512), 0.5 * 2.0**66)
     check(q, keys, scale, got, lse)

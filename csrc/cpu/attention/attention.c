@@ -17,6 +17,7 @@
 
 #include "core/fp_mode.h"
 #include "cpu/attention/attention.h"
+#include "cpu/attention/attention_block.h"
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"
 
@@ -320,7 +321,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     (void)plan; /* params has the plan's number of splits */
     smla_attention_params scaled = *given;
     const smla_attention_params *const params = &scaled;
-    scaled.softmax_scale = smla_read_logit_scale(given);
+    scaled.softmax_scale = smla_read_logit_scale(given) * choose_key_unit(given);
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(given->call.op, &isa, error));
     if (params->num_tokens == 0) {

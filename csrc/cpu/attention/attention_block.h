@@ -158,6 +158,30 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
     }
 }
 
+/* The power of two that kernels divide all scales of keys by. The softmax_scale that they read is
+ * multiplied with it, and so are results. So no score and no sum of values leaves fp32, however
+ * large or small the scales of caches are. It is near the largest of them, but not so large that
+ * another one becomes 0. Within 2^+-96 it leaves room for factors beside it. */
+static inline float
+choose_key_unit(const smla_attention_params *params)
+{
+    enum { BIAS = 127, ROOM = 96 };
+    int most = 0, least = 2 * BIAS; /* exponents of scales, with their bias */
+    bool has_cache_scale = false;
+    for (int i = 0; i < params->num_lists; i++) {
+        const int exponent = (int)(smla_float_bits(smla_read_scale(&params->kv_scale[i])) >> 23);
+        most = exponent > most ? exponent : most;
+        least = exponent < least ? exponent : least;
+        has_cache_scale |= params->lists[i].kv.format->scale_type == SMLA_SCALE_CACHE;
+    }
+    if (!has_cache_scale) {
+        return 1.0f;
+    }
+    int unit = most < least + ROOM ? most : least + ROOM;
+    unit = unit > most - BIAS ? unit : most - BIAS;
+    return smla_bits_float((uint32_t)smla_clamp_int64(unit, BIAS - ROOM, BIAS + ROOM) << 23);
+}
+
 /* Whether the kernels multiply the scales of such rows with sums over tiles of 128 values. Other
  * rows are multiplied with their scales first: a product of a few bits, which is exact. */
 static inline bool
@@ -166,18 +190,21 @@ has_tile_scales(const smla_kv_format_info *format)
     return format->scale_type == SMLA_SCALE_FP32 || format->scale_type == SMLA_SCALE_CACHE;
 }
 
-/* Scales of one key, {tile 0, ..., tile 3}. They are 1 where has_tile_scales is false. */
+/* Scales of one key, {tile 0, ..., tile 3}, times a factor. A row without scales of tiles has the
+ * factor alone, which is the scale of its cache, or 1, in the kernels divided by their unit. */
 typedef uint32_t scale_bits __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
+typedef float tile_scales __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
 
 static inline scale_bits
-load_scales(const smla_kv_format_info *format, float kv_scale, const uint8_t *scales)
+load_scales(const smla_kv_format_info *format, float factor, const uint8_t *scales)
 {
-    const float same = format->scale_type == SMLA_SCALE_CACHE ? kv_scale : 1.0f;
-    scale_bits bits = (scale_bits){0} + smla_float_bits(same);
+    tile_scales products = (tile_scales){0} + factor;
     if (format->scale_type == SMLA_SCALE_FP32) {
-        memcpy(&bits, scales, sizeof bits);
+        tile_scales own;
+        memcpy(&own, scales, sizeof own);
+        products *= own;
     }
-    return bits;
+    return (scale_bits)products;
 }
 
 /* Notes scales of tiles above 2^64, infinite or NaN. */

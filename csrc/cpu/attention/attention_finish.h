@@ -53,10 +53,11 @@ fold(smla_head_range heads, smla_attention_state total, smla_attention_state par
     }
 }
 
-/* Writes lse and max_logits of one head, and returns the factor that its out is multiplied with. */
+/* Writes lse and max_logits of one head, and returns the factor that its out, a multiple of `unit`,
+ * is multiplied with. */
 static float
-finish_head(const smla_attention_params *params, int64_t token, int64_t head, double sum,
-            double max_log2)
+finish_head(const smla_attention_params *params, int64_t token, int64_t head, double unit,
+            double sum, double max_log2)
 {
     const double ln_2 = 0.69314718055994530942;
     const float max_lane = (float)max_log2;
@@ -74,7 +75,7 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, do
     if (sum == 0.0) {
         return 0.0f;
     }
-    double factor = 1.0 / sum;
+    double factor = unit / sum;
     if (params->attn_sink != NULL) {
         const double sink = params->attn_sink[head * params->attn_sink_stride];
         factor /= 1.0 + exp(sink - lse);
@@ -103,6 +104,7 @@ static void
 finish(const smla_attention_params *params, int64_t token, smla_head_range heads,
        smla_attention_state state)
 {
+    const double unit = (double)choose_key_unit(params);
     for (int64_t head = heads.begin; head < heads.end; head += GROUP_HEADS) {
         const head_group group = group_at(head, heads.end);
         const int lanes = group.vectors * WIDTH;
@@ -110,7 +112,7 @@ finish(const smla_attention_params *params, int64_t token, smla_head_range heads
         vfloat factor[GROUP_VECTORS] = {{0}};
         for (int lane = 0; lane < lanes && head + lane < heads.end; lane++) {
             factor[lane / WIDTH][lane % WIDTH] =
-                finish_head(params, token, head + lane, state.sum[head + lane],
+                finish_head(params, token, head + lane, unit, state.sum[head + lane],
                             state.max_log2[head + lane]);
         }
         round_group(group_out, factor, group.vectors);

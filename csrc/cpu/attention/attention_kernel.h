@@ -21,11 +21,13 @@
  *              with SSE2 28, 34, 35.
  * Numerics     Products are exact, but subnormal operands and results are zero (SMLA_FP_FLUSH). An
  *              operand that is taken as zero is below 2^-126. A part with a query or a scale above
- *              2^64, with a subnormal query and bf16 rows above 2^64, or with a softmax_scale above
+ *              2^64, with a subnormal query and bf16 rows above 2^64, or with a scale of logits above
  *              2^16 is computed again on the fp32 unit with subnormal numbers kept, however slow.
  *              In others flushing costs a logit less than 2^-26, where the contract allows 10^-6.
  *              That depends on the part's own query and rows alone, so batch invariance holds.
- *              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ *              Scales of caches count as multiples of choose_key_unit, which is a part of the scale
+              of logits and of results.
+              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
  *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
  *              roundings deep at most, where one chain would have 576. A scale never multiplies a
  *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
@@ -333,6 +335,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
     const thread_scratch scratch = carve_scratch(memory, params->num_heads);
     const smla_head_range all_heads = {.begin = 0, .end = params->num_heads};
     int num_blocks = 0;
+    const float unit = choose_key_unit(params);
     const logit_rule rule = logit_rule_of(params->softmax_scale, params->dense.softcap);
     key_cursor cursor = start_cursor(params, token, split);
     key_block blocks[2];
@@ -352,8 +355,9 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         const key_block *const block = &blocks[current];
         const key_block *next = &blocks[1 - current];
         next_block(&cursor, BLOCK_KEYS, &blocks[1 - current]);
-        const bool is_ordinary = load_block(block, scratch.keys, scratch.values, scratch.scales) &&
-                                 !(query.has_subnormal && has_huge_rows(block));
+        const bool is_ordinary =
+            load_block(block, unit, scratch.keys, scratch.values, scratch.scales) &&
+            !(query.has_subnormal && has_huge_rows(block));
         if (!is_ordinary && !takes_huge) {
             return false;
         }

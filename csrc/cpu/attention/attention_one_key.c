@@ -26,12 +26,14 @@ typedef double doubles __attribute__((vector_size(64)));
 
 enum { LANES = 8 };
 
-/* A key, converted for products: value d is values[d] * scales[d / 128], which is scaled[d] if
- * computed in fp32. */
+/* A key, converted for products: value d is values[d] * scales[d / 128], which is scaled[d] *
+ * units[d / 128] if computed in fp32. */
 typedef struct wide_key {
     int rope_dim;
+    double logit_scale; /* multiplies q . k */
     doubles values[SMLA_HEAD_DIM / LANES];
     float scales[NUM_TILES];
+    float units[SMLA_NUM_SCALE_TILES]; /* not 1 where a value beyond fp32 may have a small factor */
     duo scaled[SMLA_KV_LORA_RANK / DUO];
     bool has_nan; /* among them */
 } wide_key;
@@ -118,18 +120,23 @@ load_inner_scale(const smla_kv_format_info *format, const uint8_t *scales, int d
 }
 
 static void
-widen_key(const smla_only_key *only, wide_key *key)
+widen_key(const smla_attention_params *params, const smla_only_key *only, wide_key *key)
 {
     const smla_kv_format_info *const format = only->format;
     store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
     key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
+    key->logit_scale = (double)params->softmax_scale / (double)choose_key_unit(params);
     key->has_nan = false;
+    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+        key->units[tile] = key->scales[tile] > 0x1p100f ? 0x1p16f : 1.0f;
+    }
     for (int d = 0; d < format->head_dim; d++) {
         const float value =
             load_code(format, only->token.row, d) * load_inner_scale(format, only->token.scales, d);
         key->values[d / LANES][d % LANES] = (double)value;
         if (d < SMLA_KV_LORA_RANK) {
-            const float scaled = value * key->scales[d / SMLA_SCALE_TILE];
+            const int tile = d / SMLA_SCALE_TILE;
+            const float scaled = value * (key->scales[tile] / key->units[tile]);
             duo *const to = &key->scaled[d / DUO];
             key->has_nan |= isnan(scaled);
             if (d % 2 == 0) {
@@ -172,7 +179,7 @@ find_logit(const smla_attention_params *params, int64_t token, int64_t head, con
         sum += dot(nope + begin, key->values + begin / LANES, SMLA_SCALE_TILE) *
                (double)key->scales[tile];
     }
-    const double logit = (double)params->softmax_scale * sum;
+    const double logit = key->logit_scale * sum;
     const double cap = params->dense.softcap;
     return (float)(cap == 0.0 ? logit : cap * tanh(logit / cap));
 }
@@ -213,7 +220,8 @@ round_value(const wide_key *key, float factor, uint16_t *out)
         return;
     }
     for (int i = 0; i < SMLA_KV_LORA_RANK / DUO; i++) {
-        const duo x = {key->scaled[i].even * factor, key->scaled[i].odd * factor};
+        const float scale = factor * key->units[i * DUO / SMLA_SCALE_TILE];
+        const duo x = {key->scaled[i].even * scale, key->scaled[i].odd * scale};
         const vuint both =
             may_be_nan ? join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd))
                        : join_upper_halves(round_finite(x.even), round_finite(x.odd));
@@ -228,7 +236,7 @@ smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_hea
     wide_key key;
     uint16_t rounded[SMLA_KV_LORA_RANK];
     float rounded_factor = 1.0f; /* the factor in `rounded`; most heads have the same */
-    widen_key(only, &key);
+    widen_key(params, only, &key);
     round_value(&key, rounded_factor, rounded);
     for (int64_t head = heads.begin; head < heads.end; head++) {
         const float factor =

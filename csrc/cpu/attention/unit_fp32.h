@@ -37,10 +37,11 @@ widen_e4m3(const uint8_t *bytes, int count, float *out)
     }
 }
 
-/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether no scale
- * is huge. */
+/* Widens the block's rows. Scales of tiles, divided by the unit, go to scales[tile][key]. Returns
+ * whether none is huge. */
 static bool
-load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
+load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *values,
+           float *scales)
 {
     (void)values;
     const smla_kv_format_info *const format = block->format;
@@ -49,7 +50,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
         float *const key = keys + i * KEY_STRIDE;
-        const scale_bits bits = load_scales(format, block->kv_scale, token.scales);
+        const scale_bits bits = load_scales(format, block->kv_scale / unit, token.scales);
         huge_scales = note_huge_scales(huge_scales, bits);
         store_scales(bits, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {
