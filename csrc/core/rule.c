@@ -150,11 +150,15 @@ smla_require_pointer(const char *op, const char *name, const void *pointer, smla
 }
 
 smla_status
-smla_require_finite(const char *op, const char *name, double value, smla_error *error)
+smla_require_logit_factor(const char *op, const char *name, double value, smla_error *error)
 {
     if (!isfinite((float)value)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", op, name,
                          value);
+    }
+    if (fabsf((float)value) > SMLA_LOGIT_FACTOR_MAX) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be at most %g in size, got %g", op,
+                         name, (double)SMLA_LOGIT_FACTOR_MAX, value);
     }
     return SMLA_OK;
 }

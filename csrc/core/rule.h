@@ -112,10 +112,15 @@ smla_status smla_require_disjoint(const smla_checker *checker);
 smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
                                  smla_error *error);
 
-/* Checks that a number is finite as a float, which is how it is used. */
-smla_status smla_require_finite(const char *op, const char *name, double value, smla_error *error);
+/* The largest factor of logits. Kernels compute weights as powers of 2, so they multiply logits with
+ * log2(e), and a factor times log2(e) must be finite as a float. */
+#define SMLA_LOGIT_FACTOR_MAX 0x1.62E42Ep+127f
 
-/* The same for a scale, which must be positive. */
+/* Checks that a factor of logits is finite as a float, and no larger than that. */
+smla_status smla_require_logit_factor(const char *op, const char *name, double value,
+                                      smla_error *error);
+
+/* Checks that a scale is a positive normal float. */
 smla_status smla_require_positive(const char *op, const char *name, double value,
                                   smla_error *error);
 

@@ -321,7 +321,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
         params->num_lists = params->lists[1].topk == 0 ? 1 : 2; /* no columns: no list */
     }
     SMLA_TRY(rules->require_more == NULL ? SMLA_OK : rules->require_more(&c, more, params));
-    SMLA_TRY(smla_require_finite(c.op, rules->softmax_scale, args->softmax_scale, error));
+    SMLA_TRY(smla_require_logit_factor(c.op, rules->softmax_scale, args->softmax_scale, error));
     SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,

@@ -98,12 +98,14 @@ require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     }
     const float logit_scale = smla_read_scale(&logits);
     const float value_scale = smla_read_scale(&values);
+    SMLA_TRY(smla_require_logit_factor(c.op, "bmm1_scale", (double)logit_scale, error));
     const float quotient = logit_scale / value_scale;
-    if (!(quotient >= FLT_MIN && quotient <= FLT_MAX)) {
+    if (!(quotient >= FLT_MIN && quotient <= SMLA_LOGIT_FACTOR_MAX)) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `bmm1_scale` must make a normal float32 of bmm1_scale / bmm2_scale, "
-                         "got %g / %g",
-                         c.op, (double)logit_scale, (double)value_scale);
+                         "%s: `bmm1_scale` must make %g to %g of bmm1_scale / bmm2_scale, got %g / "
+                         "%g",
+                         c.op, (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX, (double)logit_scale,
+                         (double)value_scale);
     }
     return SMLA_OK;
 }

@@ -16,20 +16,20 @@ smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
     const float q_scale = has_scale ? smla_read_scale(&params->q_scale) : 1.0f;
     const float scale = params->softmax_scale * q_scale;
     const bool has_factors = q_scale != 1.0f && params->softmax_scale != 0;
-    if (has_factors && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= FLT_MAX)) {
+    if (has_factors && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= SMLA_LOGIT_FACTOR_MAX)) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must make 0 or a normal float32 of softmax_scale * q_scale, "
-                         "got %g * %g",
-                         rules->op, rules->q_scale, (double)params->softmax_scale, (double)q_scale);
+                         "%s: `%s` must make 0 or %g to %g of softmax_scale * q_scale, got %g * %g",
+                         rules->op, rules->q_scale, (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX,
+                         (double)params->softmax_scale, (double)q_scale);
     }
     for (int i = 0; i < params->num_lists; i++) {
         const smla_given_scale *const given = &params->kv_scale[i];
-        if ((is_on_cpu || given->pointer == NULL) && !isfinite(scale * smla_read_scale(given))) {
+        const bool is_known = is_on_cpu || given->pointer == NULL;
+        if (is_known && !(fabsf(scale * smla_read_scale(given)) <= SMLA_LOGIT_FACTOR_MAX)) {
             return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must make a finite float32 of all scales of logits, got %g "
-                             "* %g",
-                             rules->op, rules->lists[i].kv_scale, (double)scale,
-                             (double)smla_read_scale(given));
+                             "%s: `%s` must make at most %g of all scales of logits, got %g * %g",
+                             rules->op, rules->lists[i].kv_scale, (double)SMLA_LOGIT_FACTOR_MAX,
+                             (double)scale, (double)smla_read_scale(given));
         }
     }
     return SMLA_OK;

@@ -27,7 +27,7 @@ smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_range_
     SMLA_TRY(smla_require_number(c, "attention_chunk", args->attention_chunk, 0));
     SMLA_TRY(smla_require_number(c, "max_seqlen_q", args->max_seqlen_q, 0));
     SMLA_TRY(smla_require_number(c, "max_seqlen_k", args->max_seqlen_k, 0));
-    SMLA_TRY(smla_require_finite(c->op, "softcap", args->softcap, c->error));
+    SMLA_TRY(smla_require_logit_factor(c->op, "softcap", args->softcap, c->error));
     /* Kernels take a subnormal number as 0, and a softcap of 0 is none. */
     if (args->softcap != 0 && !((float)args->softcap >= FLT_MIN)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,

@@ -331,7 +331,7 @@ smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_varlen_
     SMLA_TRY(require_scales(&c, args, params));
     const smla_mask_args mask = mask_of(args);
     SMLA_TRY(smla_require_mask(&c, &mask, &params->rule));
-    SMLA_TRY(smla_require_finite(c.op, "softmax_scale", args->softmax_scale, error));
+    SMLA_TRY(smla_require_logit_factor(c.op, "softmax_scale", args->softmax_scale, error));
     SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     SMLA_TRY(require_results(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));

@@ -30,7 +30,7 @@ typedef struct smla_sparse_attention_args {
     const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
     const DLTensor *max_logits;        /* out [T, H] fp32, optional: the largest scaled logit */
     const DLTensor *workspace;         /* [size below] uint8, not shared with concurrent calls */
-    double softmax_scale; /* times q_scale: a normal fp32; that times kv_scale: finite */
+    double softmax_scale; /* times q_scale: 0 or normal in fp32; with kv_scale, too: <= 2.35e38 */
     int32_t num_splits;   /* 0 = the plan chooses; 1...64 fix the order of all sums */
     int32_t kv_format;
     int32_t extra_kv_format;
@@ -60,7 +60,8 @@ typedef struct smla_sparse_mla_dsv4_args {
     const DLTensor *sparse_topk_lens;    /* [T] int32: columns in use */
     const DLTensor *seq_lens;            /* [R] int32, optional, not read */
     smla_scale_arg bmm1_scale;           /* softmax_scale * q_scale * kv_scale; required; divided
-                                          * by bmm2_scale, it must be normal in fp32 */
+                                          * by bmm2_scale, it must be normal in fp32; both are at
+                                          * most 2.35e38 */
     smla_scale_arg bmm2_scale;           /* kv_scale; fp8_e4m3 only */
     const DLTensor *sinks;               /* [>= H] fp32, optional */
     int64_t window;

@@ -46,7 +46,7 @@ complete_field(const char *op, const smla_config_field *field, char *config, sml
         *number = *number == 0 ? field->standard : *number;
         return field->kind == SMLA_FIELD_SCALE
                    ? smla_require_positive(op, field->name, *number, error)
-                   : smla_require_finite(op, field->name, *number, error);
+                   : smla_require_logit_factor(op, field->name, *number, error);
     case SMLA_FIELD_DEVICE: *device = smla_normal_device(*device); return SMLA_OK;
     case SMLA_FIELD_NAME: return check_name(op, field, at, error);
     case SMLA_FIELD_FORMAT:

@@ -11,7 +11,7 @@ typedef enum smla_field_kind {
     SMLA_FIELD_COUNT = 1, /* int64_t of `least` to `most` */
     SMLA_FIELD_LIST,      /* int64_t[capacity] of such numbers; `count` of them are in use */
     SMLA_FIELD_BY_NUMBER, /* the same, with an entry for each number of the list at `keys` */
-    SMLA_FIELD_NUMBER,    /* double, finite */
+    SMLA_FIELD_NUMBER,    /* double, a factor of logits */
     SMLA_FIELD_SCALE,     /* double, positive */
     SMLA_FIELD_FORMAT,    /* int32_t, smla_kv_format; the plan checks which ones it serves */
     SMLA_FIELD_PATH,      /* int32_t, smla_path; the plan checks it, too */

@@ -120,7 +120,8 @@ def sparse_attention(
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
-        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models.
+        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models. At most
+        2.35e38 in size, because kernels multiply it with log2(e).
     topk_length : [T] int32, optional
         Columns in use, clamped to [0, K].
     attn_sink : [>= H] fp32, optional
@@ -131,9 +132,9 @@ def sparse_attention(
     q_scale : float, or an array of one fp32
         The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
         Only what needs a scale takes an array, because its value is not read on a device. The
-        product softmax_scale * q_scale must be 0 or a normal float32 (1.2e-38 to 3.4e38 in size),
-        and finite times kv_scale, too. An array on a device is not checked; its logits are 0,
-        infinite or NaN then.
+        product softmax_scale * q_scale must be 0, or 1.2e-38 to 2.35e38 in size, and at most as
+        large times kv_scale, too. An array on a device is not checked; its logits are 0, infinite
+        or NaN then.
     kv_scale, extra_kv_scale : float, or an array of one fp32
         The scale of an "fp8_e4m3" cache; 1, as a float, for every other format.
     num_splits : int
@@ -256,8 +257,9 @@ def sparse_mla_dsv4(
         Not read, because each row of the table belongs to one query token.
     bmm1_scale : float, or an array of one fp32
         softmax_scale * q_scale * kv_scale. An array has the shape of a number, or [1]. Like both
-        scales, bmm1_scale / bmm2_scale must be a positive normal float32 (1.2e-38 to 3.4e38). An
-        array on a device is not checked; its logits are 0, infinite or NaN then.
+        scales, bmm1_scale / bmm2_scale must be positive: 1.2e-38 to 2.35e38, and bmm1_scale, too,
+        is at most so large. An array on a device is not checked; its logits are 0, infinite or NaN
+        then.
     bmm2_scale : float, or an array of one fp32
         kv_scale, the scale of each "fp8_e4m3" cache; 1 for other formats.
     sinks : [>= H] fp32, optional
@@ -399,7 +401,7 @@ def mla_attention(
     attention_chunk : int
         C: a query sees keys of its own C positions only; 0 = of all.
     softcap : float
-        0 = none.
+        0 = none; at most 2.35e38, as softmax_scale.
     attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     max_seqlen_q, max_seqlen_k : int, optional

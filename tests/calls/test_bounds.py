@@ -41,6 +41,8 @@ from sparse_mla import _C
 
 INT32, INT64 = 2**31, 2**63  # the first integers that do not fit
 HALF_STEP = 2.0**128 - 2.0**103  # the first number that rounds to infinity as a float32
+# The first number that rounds to a float32 which is infinite times log2(e).
+HALF_FACTOR = float.fromhex("0x1.62E42Fp+127")
 BF16, F16, F32, U8 = ref.BF16, np.float16, np.float32, np.uint8
 
 
@@ -879,8 +881,11 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     "scale": (
         "sparse_attention",
         lambda x: attend(softmax_scale=x),
-        (np.nextafter(HALF_STEP, 0), np.nextafter(-HALF_STEP, 0), 0.0, 5e-324),
+        (np.nextafter(HALF_FACTOR, 0), np.nextafter(-HALF_FACTOR, 0), 0.0, 5e-324),
         {
+            HALF_FACTOR: "`softmax_scale` must be at most 2.35866e+38 in size, got 2.35866e+38",
+            -HALF_FACTOR: "`softmax_scale` must be at most 2.35866e+38 in size, got -2.35866e+38",
+            3e38: "`softmax_scale` must be at most 2.35866e+38 in size, got 3e+38",
             HALF_STEP: "`softmax_scale` must be finite, got 3.40282e+38",
             -HALF_STEP: "`softmax_scale` must be finite, got -3.40282e+38",
             np.inf: "`softmax_scale` must be finite, got inf",
@@ -903,8 +908,9 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     "scale of pages": (
         "mla_attention",
         lambda x: attend_to_pages(softmax_scale=x),
-        (np.nextafter(HALF_STEP, 0), 0.0),
+        (np.nextafter(HALF_FACTOR, 0), 0.0),
         {
+            HALF_FACTOR: "`softmax_scale` must be at most 2.35866e+38 in size, got 2.35866e+38",
             HALF_STEP: "`softmax_scale` must be finite, got 3.40282e+38",
             np.nan: "`softmax_scale` must be finite, got nan",
         },
@@ -937,8 +943,9 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     "softcap": (
         "mla_attention",
         lambda x: attend_to_pages(softcap=x),
-        (0.0, -0.0, 2.0**-126, 30, np.nextafter(HALF_STEP, 0)),
+        (0.0, -0.0, 2.0**-126, 30, np.nextafter(HALF_FACTOR, 0)),
         {
+            HALF_FACTOR: "`softcap` must be at most 2.35866e+38 in size, got 2.35866e+38",
             -1.0: "`softcap` must be 0 (none) or a positive normal float32, got -1",
             -1e-60: "`softcap` must be 0 (none) or a positive normal float32, got -1e-60",
             1e-60: "`softcap` must be 0 (none) or a positive normal float32, got 1e-60",
@@ -2022,5 +2029,7 @@ def test_a_step_is_the_latest_one():
     for scale in (np.inf, HALF_STEP):
         with refuses(f"forward: `softmax_scale` must be finite, got {scale:g}"):
             compiled.forward(made, *arguments, scale, 2, None)
-    compiled.forward(made, *arguments, np.nextafter(HALF_STEP, 0), 2, None)
+    with refuses("forward: `softmax_scale` must be at most 2.35866e+38 in size, got 2.35866e+38"):
+        compiled.forward(made, *arguments, HALF_FACTOR, 2, None)
+    compiled.forward(made, *arguments, np.nextafter(HALF_FACTOR, 0), 2, None)
     compiled.forward(made, *arguments, 0.1, 2, None)

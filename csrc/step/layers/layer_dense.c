@@ -170,7 +170,7 @@ check_arrays(const dense_layer *d)
         SMLA_TRY(require_tokens(&c, "out", a->out, num_tokens, heads, config->v_head_dim,
                                 SMLA_RULE_OUTPUT));
     }
-    SMLA_TRY(smla_require_finite(op, "softmax_scale", a->softmax_scale, c.error));
+    SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", a->softmax_scale, c.error));
     if (d->num_absorbed < num_tokens) {
         SMLA_TRY(require_prefill_arrays(&c, d));
     }

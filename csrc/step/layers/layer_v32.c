@@ -69,7 +69,7 @@ check_forward(forward_call *f)
     SMLA_TRY(check_cache(&c, args, b, &f->cache));
     SMLA_TRY(smla_require_topk(&f->layer, &c, "topk_indices", args->topk_indices,
                                b->config.topk_tokens));
-    SMLA_TRY(smla_require_finite(op, "softmax_scale", args->softmax_scale, f->layer.error));
+    SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", args->softmax_scale, f->layer.error));
     return smla_require_results(&f->layer, &c,
                                 &(smla_layer_results){.attn_sink = args->attn_sink,
                                                       .out = args->out,
