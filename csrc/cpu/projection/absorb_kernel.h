@@ -11,8 +11,10 @@
  * Roofline     2 * rows * H * L * n FLOP, 26 G for the queries of DeepSeek-V3 and 120 G for its
  *              output, once a model. Converting a row of x takes as long as a 32nd of its products,
  *              and a panel serves 256 rows.
- * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Products
- *              are summed in fp32 in chains of INNER_BLOCK values, the chains one after another.
+ * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Values of a
+ *              block with a scale above 2^100 are multiples of a power of two, and so are its sums.
+ *              Products are summed in fp32 in chains of INNER_BLOCK values, the chains one after
+ *              another.
  *              Subnormal numbers are kept. The order of the sums depends on n alone.
  * Source       register blocking (GotoBLAS).
  *
@@ -65,14 +67,36 @@ read_values(const void *values, smla_float_type type, int64_t at, int64_t stride
     }
 }
 
-/* Reads `count` columns of a row of x. */
-static void
-read_row_of_x(const smla_weight *x, int64_t row, int64_t column, int count, float *restrict out)
+/* What a block's values of x are multiples of: 1, unless a value times its scale may be beyond fp32.
+ * Its product with w may fit. */
+static float
+choose_unit(const smla_absorb_params *p, const smla_projection_block *block)
 {
+    const smla_weight *const x = &p->x;
+    const int64_t first = block->head * p->head_columns;
+    const int64_t next_row = (int64_t)1 << x->scale_row_bits;
+    const int64_t next_column = (int64_t)1 << x->scale_column_bits;
+    bool has_huge_scale = false;
+    for (int64_t row = block->token; x->scale != NULL && row < block->token + block->num_tokens;
+         row = (row / next_row + 1) * next_row) {
+        for (int64_t column = first; column < first + p->num_values;
+             column = (column / next_column + 1) * next_column) {
+            has_huge_scale |= fabsf(smla_scale_of_element(x, row, column)) > 0x1p100f;
+        }
+    }
+    return has_huge_scale ? 0x1p32f : 1.0f;
+}
+
+/* Reads `count` columns of a row of x, divided by the unit. */
+static void
+read_row_of_x(const smla_weight *x, int64_t row, int64_t column, int count, float unit,
+              float *restrict out)
+{
+    const float inverse = 1.0f / unit;
     read_values(x->values, x->type, row * x->stride_row + column * x->stride_column,
                 x->stride_column, count, out);
     for (int i = 0; x->scale != NULL && i < count; i++) {
-        out[i] *= smla_scale_of_element(x, row, column + i);
+        out[i] *= smla_scale_of_element(x, row, column + i) * inverse;
     }
 }
 
@@ -102,7 +126,7 @@ fill_panel(const smla_absorb_params *p, const smla_projection_block *block, int6
 /* Adds the products of one panel to the sums of all rows. */
 static void
 add_panel(const smla_absorb_params *p, const smla_projection_block *block, int64_t inner,
-          int num_inner, const float *panel, float *sums)
+          int num_inner, float unit, const float *panel, float *sums)
 {
     static const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
     float x[ROWS * X_STRIDE] __attribute__((aligned(64)));
@@ -111,7 +135,7 @@ add_panel(const smla_absorb_params *p, const smla_projection_block *block, int64
         float *const to = sums + t * OUTER_BLOCK;
         for (int r = 0; r < rows; r++) {
             read_row_of_x(&p->x, block->token + t + r, block->head * p->head_columns + inner,
-                          num_inner, x + r * X_STRIDE);
+                          num_inner, unit, x + r * X_STRIDE);
         }
         if (rows == ROWS) {
             multiply_rows(x, panel, num_inner, block->num_outer, ones, to, ROWS);
@@ -134,16 +158,17 @@ store_sum(const smla_absorb_params *p, int64_t at, float sum)
     }
 }
 
-/* Stores along the result's contiguous dimension. */
+/* Stores along the result's contiguous dimension. The sums are multiples of the unit. */
 static void
-store_sums(const smla_absorb_params *p, const smla_projection_block *block, const float *sums)
+store_sums(const smla_absorb_params *p, const smla_projection_block *block, float unit,
+           const float *sums)
 {
     const int64_t first = block->token * p->out_stride_row + block->head * p->out_stride_head +
                           block->outer * p->out_stride_latent;
     if (p->out_stride_latent == 1) {
         for (int t = 0; t < block->num_tokens; t++) {
             for (int n = 0; n < block->num_outer; n++) {
-                store_sum(p, first + t * p->out_stride_row + n, sums[t * OUTER_BLOCK + n]);
+                store_sum(p, first + t * p->out_stride_row + n, sums[t * OUTER_BLOCK + n] * unit);
             }
         }
         return;
@@ -151,7 +176,7 @@ store_sums(const smla_absorb_params *p, const smla_projection_block *block, cons
     for (int n = 0; n < block->num_outer; n++) {
         for (int t = 0; t < block->num_tokens; t++) {
             store_sum(p, first + n * p->out_stride_latent + t * p->out_stride_row,
-                      sums[t * OUTER_BLOCK + n]);
+                      sums[t * OUTER_BLOCK + n] * unit);
         }
     }
 }
@@ -162,12 +187,13 @@ absorb_block(const smla_absorb_params *p, smla_projection_block block, void *scr
     float *const panel = __builtin_assume_aligned(scratch, 64);
     float *const sums =
         __builtin_assume_aligned((uint8_t *)scratch + SMLA_PROJECTION_PANEL_BYTES, 64);
+    const float unit = choose_unit(p, &block);
     memset(sums, 0, (size_t)block.num_tokens * SMLA_PROJECTION_SUM_BYTES);
     for (int64_t inner = 0; inner < p->num_values; inner += INNER_BLOCK) {
         const int64_t left = p->num_values - inner;
         const int num_inner = left < INNER_BLOCK ? (int)left : INNER_BLOCK;
         fill_panel(p, &block, inner, num_inner, panel);
-        add_panel(p, &block, inner, num_inner, panel, sums);
+        add_panel(p, &block, inner, num_inner, unit, panel, sums);
     }
-    store_sums(p, &block, sums);
+    store_sums(p, &block, unit, sums);
 }
