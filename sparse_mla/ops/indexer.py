@@ -197,8 +197,9 @@ def indexer_logits(
     cores serve e4m3 queries of 32 or 64 heads on FP8 keys (16-byte aligned), with 2**-8 * u,
     because their sums have 14 bits. To get the precise class there, add a head of weight 0. On a
     CPU, products below 2**-126 count as zero. This adds at most 2**-117 * sum_h max(1, |weights|)
-    for keys that have a scale of 2**-74 or more, else nothing. A row's bits depend on its own
-    query, keys and length alone, not on T, N, other rows or chunks.
+    for keys that have a scale of 2**-74 or more, else nothing. Beside a weight of 2**60 or more,
+    weights 2**122 times as small count as zero there, too. A row's bits depend on its own query,
+    keys and length alone, not on T, N, other rows or chunks.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
 /* logits.c: indexer_logits. logits_kernel.h scores tiles of keys.
  *
  * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
- * other and have the same keys, lifted or not, are a run: a tile of keys is read once for a run. No
- * logit depends on the tasks. Where nobody wants the columns behind the contexts, they have no
- * tasks.
+ * other and have the same keys are a run: a tile of keys is read once for a run. No logit depends
+ * on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
  */
 #include <assert.h>
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -101,13 +101,15 @@ find_key(const smla_logits_params *p, int64_t source, int64_t column, smla_kv_to
 }
 
 /* Keys with small scales are decoded 2^64 times as large, and their logits divided again, because
- * logits are computed in SMLA_FP_FLUSH. */
-#define SMALL_SCALE 0x1p-74f
+ * logits are computed in SMLA_FP_FLUSH. Keys with large ones are decoded so many times smaller,
+ * because their scores may be beyond fp32, and logits, which weights make, may not be. */
+enum { SHIFT = 64, SMALL_KEY = -74, LARGE_KEY = 90 };
 
 /* Keys of a tile, a bit each. */
 typedef struct tile_keys {
-    uint64_t found;  /* the keys that exist */
-    uint64_t lifted; /* keys that are 2^64 times as large */
+    uint64_t found;   /* the keys that exist */
+    uint64_t lifted;  /* keys that are 2^64 times as large */
+    uint64_t lowered; /* and as small */
 } tile_keys;
 
 /* x * 2^64. The bits of a subnormal number count units of 2^-149. */
@@ -128,59 +130,61 @@ lower(float x)
     return fabsf(x) < 0x1p-62f ? copysignf(small, x) : x * 0x1p-64f;
 }
 
-/* Multiplies a key's scales by 2^64, if all are small, into `lifted`. */
-static bool
-lift_scales(const smla_kv_format_info *format, const uint8_t *scales, uint8_t *lifted)
+/* UE8M0 scales times 2^power. NaN stays NaN, and what would be smaller than 2^-127 is that. */
+static void
+shift_bytes(const uint8_t *scales, int count, int power, uint8_t *shifted)
+{
+    for (int i = 0; i < count; i++) {
+        const int byte = scales[i] + power;
+        shifted[i] = scales[i] == 255 ? 255 : (uint8_t)(byte < 0 ? 0 : byte);
+    }
+}
+
+/* The exponent of the largest of some UE8M0 scales, without NaN. */
+static int
+largest_exponent(const uint8_t *scales, int count)
+{
+    int largest = 0;
+    for (int i = 0; i < count; i++) {
+        largest = scales[i] > largest && scales[i] != 255 ? scales[i] : largest;
+    }
+    return largest - 127;
+}
+
+/* Multiplies a key's scales by 2^64 if all are small, or by 2^-64 if one is large, into `shifted`.
+ * Returns the power, or 0. */
+static int
+shift_scales(const smla_kv_format_info *format, const uint8_t *scales, uint8_t *shifted)
 {
     if (format->scale_type == SMLA_SCALE_FP32) {
         float scale;
         memcpy(&scale, scales, sizeof scale);
-        const float larger = lift(scale);
-        memcpy(lifted, &larger, sizeof larger);
-        return fabsf(scale) < SMALL_SCALE;
+        const bool is_small = fabsf(scale) < 0x1p-74f;
+        const float other = is_small ? lift(scale) : scale * 0x1p-64f;
+        memcpy(shifted, &other, sizeof other);
+        return is_small ? SHIFT : fabsf(scale) > 0x1p90f ? -SHIFT : 0;
     }
-    bool is_small = true;
-    for (int i = 0; i < format->num_scales; i++) {
-        is_small &= scales[i] < 127 - 74;
-        lifted[i] = (uint8_t)(scales[i] + 64);
-    }
-    return is_small;
-}
-
-/* Whether a token's logits in columns from `first` on stay finite where keys are lifted. */
-static bool
-may_lift_keys(const smla_logits_params *p, int64_t token, int64_t first)
-{
-    if (context_of(p, token) <= first) { /* it has none there */
-        return true;
-    }
-    bool is_ordinary = true;
-    for (int64_t head = 0; head < p->num_heads; head++) {
-        const float weight = p->weights[token * p->weights_stride_token + head];
-        is_ordinary &= fabsf(weight) < 0x1p60f;
-        for (int i = 0; p->q_scale != NULL && i < MXFP4_SCALES; i++) {
-            const int64_t at = token * p->q_scale_stride_token + head * p->q_scale_stride_head;
-            is_ordinary &= ((const uint8_t *)p->q_scale)[at + i] < 127 + 20;
-        }
-    }
-    return is_ordinary;
+    const int exponent = largest_exponent(scales, format->num_scales);
+    const int power = exponent < SMALL_KEY ? SHIFT : exponent > LARGE_KEY ? -SHIFT : 0;
+    shift_bytes(scales, format->num_scales, power, shifted);
+    return power;
 }
 
 /* Decodes the keys of columns from `first` on as fp32 [count][128]. */
 static tile_keys
 read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, int64_t first,
-          int count, bool may_lift, float *keys)
+          int count, float *keys)
 {
-    tile_keys tile = {0, 0};
+    tile_keys tile = {0, 0, 0};
     for (int n = 0; n < count; n++) {
         const uint64_t bit = (uint64_t)1 << n;
-        uint8_t lifted[MXFP4_SCALES];
+        uint8_t shifted[MXFP4_SCALES];
         smla_kv_token key;
         if (find_key(p, source, first + n, &key)) {
-            if (may_lift && lift_scales(p->kv.format, key.scales, lifted)) {
-                key.scales = lifted;
-                tile.lifted |= bit;
-            }
+            const int power = shift_scales(p->kv.format, key.scales, shifted);
+            key.scales = power != 0 ? shifted : key.scales;
+            tile.lifted |= power > 0 ? bit : 0;
+            tile.lowered |= power < 0 ? bit : 0;
             isa->cache->read_row(p->kv.format, key, 1.0f, SMLA_FLOAT_FP32, keys, (int64_t)n * DIM);
             tile.found |= bit;
         }
@@ -190,10 +194,67 @@ read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, 
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Decodes heads of a token as fp32 [count][128]. */
+/* An FP4 query's scales, and weights, may be so large or small that scores leave fp32 where logits
+ * do not. Queries whose scales are above 2^19 or below 2^-74 are shifted, and the power becomes a
+ * part of their head's weight. If a token's largest weight is 2^60 or more, or below 2^-64, all of
+ * its weights are divided by a power of 2^64, with which logits are multiplied again. */
+enum { LARGE_QUERY = 19, LARGE_WEIGHT = 60, SMALL_WEIGHT = -64 };
+
+static uint8_t *
+query_scales_of(const smla_logits_params *p, int64_t token, int64_t head)
+{
+    return (uint8_t *)p->q_scale + token * p->q_scale_stride_token + head * p->q_scale_stride_head;
+}
+
+/* The power of two that goes from a head's FP4 query to its weight. */
+static int
+find_query_power(const smla_logits_params *p, int64_t token, int64_t head)
+{
+    const int exponent = largest_exponent(query_scales_of(p, token, head), MXFP4_SCALES);
+    return exponent > LARGE_QUERY ? exponent - LARGE_QUERY : exponent < SMALL_KEY ? -SHIFT : 0;
+}
+
+/* What a token's weights are multiplied with. */
+typedef struct weight_powers {
+    int divided;       /* the power of two that all of them are divided by */
+    bool are_ordinary; /* no weight is multiplied */
+} weight_powers;
+
+/* Zeros, infinities and NaN need no power. */
+static weight_powers
+find_weight_powers(const smla_logits_params *p, int64_t token)
+{
+    enum { BIAS = 127, NOT_FINITE = 255 };
+    weight_powers powers = {.are_ordinary = true};
+    int largest = INT_MIN;
+    for (int64_t head = 0; head < p->num_heads; head++) {
+        const float weight = p->weights[token * p->weights_stride_token + head];
+        const int bits = (int)(smla_float_bits(weight) >> 23 & 255u);
+        const int power = p->q_scale == NULL ? 0 : find_query_power(p, token, head);
+        const int exponent = bits - BIAS + power;
+        largest = bits != 0 && bits != NOT_FINITE && exponent > largest ? exponent : largest;
+        powers.are_ordinary &= power == 0;
+    }
+    if (largest >= LARGE_WEIGHT) {
+        powers.divided = ((largest - LARGE_WEIGHT) / SHIFT + 1) * SHIFT;
+    } else if (largest != INT_MIN && largest < SMALL_WEIGHT) {
+        powers.divided = -((SMALL_WEIGHT - largest - 1) / SHIFT + 1) * SHIFT;
+    }
+    powers.are_ordinary &= powers.divided == 0;
+    return powers;
+}
+
+/* x * 2^power, rounded once. */
+static float
+multiply_by_power(float x, int power)
+{
+    return power == 0 ? x : power == -SHIFT ? lower(x) : (float)ldexp((double)x, power);
+}
+
+/* Decodes heads of a token as fp32 [count][128], and reads their weights. */
 static void
 read_heads(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, int64_t head,
-           int count, float *q)
+           int count, weight_powers powers, float *q, float *weights)
 {
     static const float one = 1.0f;
     const smla_kv_format_info *const format =
@@ -201,10 +262,18 @@ read_heads(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, 
     for (int h = 0; h < count; h++) {
         uint8_t *const row =
             (uint8_t *)p->q + token * p->q_stride_token + (head + h) * p->q_stride_head;
-        uint8_t *const scales = p->q_scale == NULL
-                                    ? (uint8_t *)&one
-                                    : (uint8_t *)p->q_scale + token * p->q_scale_stride_token +
-                                          (head + h) * p->q_scale_stride_head;
+        uint8_t *scales =
+            p->q_scale == NULL ? (uint8_t *)&one : query_scales_of(p, token, head + h);
+        uint8_t shifted[MXFP4_SCALES];
+        weights[h] = p->weights[token * p->weights_stride_token + head + h];
+        if (!powers.are_ordinary) {
+            const int power = p->q_scale == NULL ? 0 : find_query_power(p, token, head + h);
+            weights[h] = multiply_by_power(weights[h], power - powers.divided);
+            if (power != 0) {
+                shift_bytes(scales, MXFP4_SCALES, -power, shifted);
+                scales = shifted;
+            }
+        }
         isa->cache->read_row(format, (smla_kv_token){row, scales}, 1.0f, SMLA_FLOAT_FP32, q,
                              (int64_t)h * DIM);
     }
@@ -224,19 +293,25 @@ store_logit(const smla_logits_params *p, int64_t token, int64_t column, float lo
 /* Stores the logits of `count` columns of a token from its scores. */
 static void
 score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, int64_t first,
-            int count, const float *panel, tile_keys keys)
+            int count, weight_powers powers, const float *panel, tile_keys keys)
 {
     float q[SMLA_LOGITS_HEADS * DIM] __attribute__((aligned(64)));
     float sums[SMLA_LOGITS_KEYS] __attribute__((aligned(64))) = {0};
     for (int64_t head = 0; head < p->num_heads && keys.found != 0; head += SMLA_LOGITS_HEADS) {
         const int64_t left = p->num_heads - head;
         const int heads = left < SMLA_LOGITS_HEADS ? (int)left : SMLA_LOGITS_HEADS;
-        read_heads(isa, p, token, head, heads, q);
-        isa->logits->add_heads(q, p->weights + token * p->weights_stride_token + head, heads, panel,
-                               sums);
+        float weights[SMLA_LOGITS_HEADS];
+        read_heads(isa, p, token, head, heads, powers, q, weights);
+        isa->logits->add_heads(q, weights, heads, panel, sums);
     }
+    const uint64_t shifted = powers.divided != 0 ? UINT64_MAX : keys.lifted | keys.lowered;
     for (int n = 0; n < count; n++) {
-        const float logit = keys.lifted >> n & 1 ? lower(sums[n]) : sums[n];
+        float logit = sums[n];
+        if (shifted >> n & 1) {
+            const int lifted = keys.lifted >> n & 1 ? SHIFT : 0;
+            const int lowered = keys.lowered >> n & 1 ? SHIFT : 0;
+            logit = multiply_by_power(logit, powers.divided + lowered - lifted);
+        }
         store_logit(p, token, first + n, keys.found >> n & 1 ? logit : -INFINITY);
     }
 }
@@ -258,7 +333,10 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
         longest = context > longest ? context : longest;
     }
     longest = longest < end ? longest : end;
-    const bool may_lift = may_lift_keys(p, first_token, first);
+    weight_powers powers[BLOCK_TOKENS];
+    for (int64_t token = first_token; token < end_token && longest > first; token++) {
+        powers[token - first_token] = find_weight_powers(p, token);
+    }
     if (longest > first) {
         assert(scratch != NULL); /* a call that has keys to score has scratch */
         memset(scratch->keys, 0, sizeof scratch->keys);
@@ -267,13 +345,13 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
         const int64_t left = longest - tile;
         const int count = left < SMLA_LOGITS_KEYS ? (int)left : SMLA_LOGITS_KEYS;
         const tile_keys bits =
-            read_keys(isa, p, source_of(p, first_token), tile, count, may_lift, scratch->keys);
+            read_keys(isa, p, source_of(p, first_token), tile, count, scratch->keys);
         isa->logits->pack_keys(scratch->keys, scratch->panel);
         for (int64_t token = first_token; token < end_token; token++) {
             const int64_t own = context_of(p, token) - tile;
             if (own > 0) {
-                score_token(isa, p, token, tile, own < count ? (int)own : count, scratch->panel,
-                            bits);
+                score_token(isa, p, token, tile, own < count ? (int)own : count,
+                            powers[token - first_token], scratch->panel, bits);
             }
         }
     }
@@ -333,9 +411,7 @@ smla_cpu_score_keys(const smla_logits_params *p, const smla_thread_scratch *scra
             token + BLOCK_TOKENS < p->num_tokens ? token + BLOCK_TOKENS : p->num_tokens;
         while (token < last) {
             int64_t next = token + 1;
-            const bool may_lift = may_lift_keys(p, token, first);
-            while (next < last && source_of(p, next) == source_of(p, token) &&
-                   may_lift_keys(p, next, first) == may_lift) {
+            while (next < last && source_of(p, next) == source_of(p, token)) {
                 next++;
             }
             score_run(isa, p, token, next, first, end, smla_own_scratch(scratch));
