@@ -89,7 +89,7 @@ def fused_indexer_q_rope_quant(
              out = e2m1(x / scale)
              out_weights = weights * fp32(softmax_scale * head_scale)
 
-    Products are fp32, from left to right. NaN is left out of amax, and an infinity counts as
+    Products are rounded once to fp32. NaN is left out of amax, and an infinity counts as
     FLT_MAX. A turned value or a weight that is NaN is positive. All devices give the same bytes.
 
     Parameters

@@ -251,3 +251,23 @@ def test_only_the_product_of_scales_must_be_a_float(softmax_scale, head_scale, p
         call.set("head_scale", scales[1])
     for x, y in zip(got.run(sparse_mla), want.run(sparse_mla), strict=True):
         assert_same_bits(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("factors", [
+    (1e-38, 1e-18, 1e25), (1e-30, 1e-30, 1e38), (1e38, 2e-38, 1e38), (1e30, 1e15, 1e-9),
+    (3e38, 3.0, 1e-30), (1e-20, 1e-20, 1e20), (2.0, 1e38, 1e-10),
+])  # fmt: skip
+def test_weights_of_three_factors(factors):
+    """A weight, its two factors, and the query's scale: two of them may overflow, or make 0."""
+    weight, head_scale, size = factors
+    q = np.full((1, 2, 128), size, F32)
+    q[..., 64:] = 0  # what RoPE turns
+    q = ref.to_bf16(q)
+    weights = np.array([[weight, -weight / 3]], F32)
+    _, got = sparse_mla.fused_indexer_q_rope_quant(
+        q, weights, np.zeros(1, np.int64), angles(), softmax_scale=1.0, head_scale=head_scale
+    )
+    amax = max(float(ref.to_f32(q).max()), 1e-4)
+    scale = 2.0 ** np.ceil(np.log2(amax / 448))
+    want = weights.astype(np.float64) * float(F32(head_scale)) * scale
+    assert_same_bits(np.asarray(got), want.astype(F32))

@@ -10,13 +10,14 @@
 
 enum { PARALLEL_HEADS = 256 }; /* fewer heads run on one thread */
 
-/* The weight of a head, times its query's scale if the queries have no scales of their own. */
+/* The weight of a head, times its query's scale if the queries have no scales of their own. Of three
+ * factors two may make a product beyond fp32. The scale is a power of two, so a double is exact. */
 static void
 write_weight(const smla_index_query_params *p, int64_t token, int64_t head, float scale)
 {
-    const float weight =
-        smla_cpu_load_float(p->weights, p->weights_type, token * p->weights_stride_token + head) *
-        p->weight_scale * scale;
+    const float given =
+        smla_cpu_load_float(p->weights, p->weights_type, token * p->weights_stride_token + head);
+    const float weight = (float)((double)given * (double)p->weight_scale * (double)scale);
     /* The sign of a NaN would depend on the machine. */
     p->out_weights[token * p->out_weights_stride_token + head] =
         weight == weight ? weight : smla_bits_float(0x7FC00000u);

@@ -240,10 +240,12 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
         }
     }
     __syncwarp();
-    weight = __fmul_rn(weight, p.weight_scale);
+    /* Exact in fp64, because a scale is a power of two. In fp32 two of three factors may overflow. */
+    double product = (double)weight * (double)p.weight_scale;
     if constexpr (!IS_FP4) {
-        weight = __fmul_rn(weight, smla_bits_float(find_scale_of_weight(scales) << 23));
+        product *= (double)smla_bits_float(find_scale_of_weight(scales) << 23);
     }
+    weight = __double2float_rn(product);
     if (has_weight) {
         p.out_weights[token * p.out_weights_stride_token + first_head + lane_idx()] =
             isnan(weight) ? smla_bits_float(0x7FC00000u) : weight;
