@@ -433,14 +433,15 @@ set_aside(const tile_work *work)
 
 /* ---- A tile -------------------------------------------------------------------------------- */
 
-/* Whether the scales let SMLA_FP_FLUSH take small products as zero. */
+/* Whether the scales let SMLA_FP_FLUSH take small products as zero. A small v_descale would become 0
+ * when it is divided by a row's sum. */
 static bool
 has_ordinary_scales(const tile_work *work)
 {
     const float v_descale =
         smla_read_varlen_scale(&work->params->v_descale, work->tile->req, work->tile->kv_head);
     return is_ordinary_scale((float)smla_varlen_logit_scale(work->params, work->tile)) &&
-           is_ordinary_scale(v_descale);
+           is_ordinary_scale(v_descale) && v_descale >= 0x1p-90f;
 }
 
 /* Returns whether the sum is in `older`. */
