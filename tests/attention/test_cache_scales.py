@@ -11,8 +11,9 @@ from helpers import assert_same_bits
 from library import sparse_mla
 
 E4M3 = np.dtype(ref.E4M3)
-LARGEST = 3e38  # values of keys are at most so large
-LEAST, MOST = 2.0**-126, float.fromhex("0x1.62E42Ep+127")  # of a softmax_scale
+# The largest values of keys, and the least and the largest softmax_scale.
+LARGEST = 3e38
+LEAST, MOST = 2.0**-126, float.fromhex("0x1.62E42Ep+127")
 T, H = 2, 3
 SINK = np.array([0.0, 1.0, -2.0], np.float32)
 CACHES = [1.2e-38, 1e-30, 1e-20, 1.0, 1e20, 7e35, 1e37, 3e38]

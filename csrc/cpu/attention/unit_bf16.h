@@ -60,12 +60,13 @@ load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *v
 {
     static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     const smla_kv_format_info *const format = block->format;
+    const float factor = block->kv_scale / unit;
     bool has_huge_row = false;
     scale_bits huge_scales = {0};
     for (int i = 0; i < block->count; i++) {
         const smla_kv_token token = block->keys[i];
         uint32_t *const key = keys + i * KEY_STRIDE;
-        const scale_bits bits = load_scales(format, block->kv_scale / unit, token.scales);
+        const scale_bits bits = load_scales(format, factor, token.scales);
         huge_scales = note_huge_scales(huge_scales, bits);
         store_scales(bits, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {

@@ -44,9 +44,10 @@
  *              weight 0 and a row of zeros, so bytes of unselected rows never meet a product. NaN
  *              in a selected row reaches the token's results. No key: out 0, lse and max_logits
  *              -inf. weight * scale is finite for scales below 0x1.FFp127, and loses bits only
- *              below 2^-126. A score overflows where fp32 does, before softmax_scale, as on the
- *              CPU. An item with one key gives its value, rounded once (one_key.cuh). A row's bits
- *              depend on its query, keys, num_splits, H and the device, not on T.
+ *              below 2^-126. A score overflows where fp32 does, before softmax_scale. On the CPU
+ *              the scale of a cache makes no score overflow. An item with one key gives its value,
+ *              rounded once (one_key.cuh). A row's bits depend on its query, keys, num_splits, H
+ *              and the device, not on T.
  * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). Groups
  *              by scale tile, four versions of the weights and the integer reference are ours.
  */
