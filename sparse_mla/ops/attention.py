@@ -120,8 +120,8 @@ def sparse_attention(
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
-        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models. At most
-        2.35e38 in size, because kernels multiply it with log2(e).
+        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models. At
+        most 2.35e38 in size, because kernels multiply it with log2(e).
     topk_length : [T] int32, optional
         Columns in use, clamped to [0, K].
     attn_sink : [>= H] fp32, optional

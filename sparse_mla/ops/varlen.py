@@ -61,7 +61,8 @@ def varlen_attention(
         number on are not read. Those of `out` and `lse` stay as they are in the caller's arrays; in
         new ones they are 0 and -inf.
     softmax_scale : float
-        `mla_softmax_scale()` for DeepSeek's models.
+        `mla_softmax_scale()` for DeepSeek's models. At most 2.35e38 in size, because kernels
+        multiply it with log2(e).
     causal : bool
         Query i sees no key behind its position.
     window_size : (int, int)
@@ -69,7 +70,7 @@ def varlen_attention(
     attention_chunk : int
         C: a query sees keys of its own C positions only; 0 = of all.
     softcap : float
-        0 = none.
+        0 = none; at most 2.35e38, as softmax_scale.
     attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     q_descale, k_descale, v_descale : float, an array of one fp32, or [B, Hk] fp32, optional

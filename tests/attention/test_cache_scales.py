@@ -156,6 +156,20 @@ def test_both_scales_of_dsv4(bmm2, as_array):
     check(ref.attend_keys(wide * logit_scale, lists, SINK), got)
 
 
+@pytest.mark.parametrize("form", [float, np.float32, lambda x: np.full(1, x, np.float32)])
+def test_a_product_of_scales_of_dsv4_is_bounded(form):
+    """bmm1_scale is all factors of logits, whatever bmm2_scale is."""
+    keys = Keys(np.random.default_rng(6), 2, 1.0)
+    q = np.zeros((T, H, 512), E4M3)
+    with pytest.raises(
+        ValueError, match=r"`bmm1_scale` must be at most 2\.35866e\+38 in size, got"
+    ):
+        sparse_mla.sparse_mla_dsv4(
+            q, keys.cache, None, keys.slots, keys.cache, np.full(T, 2, np.int32), None, window=1,
+            bmm1_scale=form(3e38), bmm2_scale=form(1e10),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("scales", [(1e30, 1e-30), (1e-30, 1e30), (2.0**61, 2.0**-66)])
 @pytest.mark.parametrize("zeros", [0, 1])
 def test_scales_far_apart(scales, zeros):

@@ -473,6 +473,8 @@ ERRORS = [
     ({"softcap": -1.0}, "`softcap` must be 0 (none) or a positive normal float32, got -1"),
     ({"softcap": float("nan")}, "`softcap` must be finite"),
     ({"softcap": 1e-60}, "`softcap` must be 0 (none) or a positive normal float32"),
+    ({"softcap": 3e38}, "`softcap` must be at most 2.35866e+38 in size, got 3e+38"),
+    ({"softmax_scale": -3e38}, "`softmax_scale` must be at most 2.35866e+38 in size, got -3e+38"),
     ({"softcap": 2.0**-127}, "`softcap` must be 0 (none) or a positive normal float32"),
     ({"num_splits": 65}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got 65"),
     ({"num_splits": -1}, "`num_splits` must be 0 (the plan chooses) or 1 to 64, got -1"),
