@@ -26,8 +26,8 @@
  *              In others flushing costs a logit less than 2^-26, where the contract allows 10^-6.
  *              That depends on the part's own query and rows alone, so batch invariance holds.
  *              Scales of caches count as multiples of choose_key_unit, which is a part of the scale
-              of logits and of results.
-              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ *              of logits and of results.
+ *              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
  *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
  *              roundings deep at most, where one chain would have 576. A scale never multiplies a
  *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
