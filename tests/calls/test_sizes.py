@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from borders import on_threads
+from device import ON_CUDA
 from library import ISAS
 from operators import FRAMEWORK_CALLS
 
@@ -49,6 +50,7 @@ def measure(number: int, isa: str) -> tuple[float, str]:
 @pytest.mark.skipif(
     sparse_mla.build_info()["flags"] != "release", reason="other builds spend time elsewhere"
 )
+@pytest.mark.skipif(ON_CUDA, reason="the CPU's times, which a dozen workers beside them spoil")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("number", range(len(SWEEPS)), ids=[sweep.title for sweep in SWEEPS])
 def test_no_size_is_slow(number, isa):
