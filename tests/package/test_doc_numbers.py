@@ -58,9 +58,9 @@ TEXTS = {path.relative_to(ROOT): read(path) for path in PAGES + CODE}
 
 
 def constant(path: str, name: str) -> int:
-    found = re.search(rf"\b{name} = (-?\d+)", (ROOT / path).read_text())
+    found = re.search(rf"\b{name} = (-?\d+)(?: << (\d+))?\b", (ROOT / path).read_text())
     assert found, f"{path} has no {name}"
-    return int(found[1])
+    return int(found[1]) << int(found[2] or 0)
 
 
 MAX_HEADS = _C.CONFIG_FIELDS["v32"]["num_heads"][2]

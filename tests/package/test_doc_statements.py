@@ -181,6 +181,8 @@ STATED = {
         f"The scales are {INDEX}^-0.5 and Hi^-0.5.",
         f"1 is the ratio of V3.2, {RATIO} that of V4's layers with an indexer",
         f"at most `max_logits_bytes` ({LOGITS >> 20} MiB) and 128",
+        f"On a CPU a chunk takes {constant('csrc/cpu/cpu.h', 'SMLA_CPU_CHUNK_LOGITS_BYTES') >> 20} "
+        f"MiB, or {constant('csrc/cpu/cpu.h', 'SMLA_CPU_CHUNK_TOKENS')} tokens",
         f"| precise | 2^{round(np.log2(WORLD.logit_unit))} * u |",
         f"found digit by digit ({DIGIT}, {DIGIT} and {32 - 2 * DIGIT} bits)",
         f"The digits are of {GPU_DIGIT}, {GPU_DIGIT} and {32 - 2 * GPU_DIGIT} bits there.",
