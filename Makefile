@@ -233,7 +233,6 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	$(VENV)/bin/ruff format --check .
 	@echo clang-format
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
-	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # clang-format leaves long comments alone
 	@echo clang-tidy
 	@mkdir -p build/lint
 	@$(PY) -m ninja -f build/$(VARIANT)/build.ninja -t compdb cc | $(PY) -c $(ONCE_PER_FILE) \

@@ -112,8 +112,8 @@ smla_status smla_require_disjoint(const smla_checker *checker);
 smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
                                  smla_error *error);
 
-/* The largest factor of logits. Kernels compute weights as powers of 2, so they multiply logits with
- * log2(e), and a factor times log2(e) must be finite as a float. */
+/* The largest factor of logits. Kernels compute weights as powers of 2, so they multiply logits
+ * with log2(e), and a factor times log2(e) must be finite as a float. */
 #define SMLA_LOGIT_FACTOR_MAX 0x1.62E42Ep+127f
 
 /* Checks that a factor of logits is finite as a float, and no larger than that. */

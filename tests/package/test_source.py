@@ -134,6 +134,15 @@ def test_no_file_is_long():
     assert [path.name for path in ours if len(path.read_text().splitlines()) > 600] == []
 
 
+def test_no_line_of_c_is_wider_than_100_columns():
+    """clang-format leaves long comments alone."""
+    folders = [ROOT / name for name in ("csrc", "tests/c", "examples/c")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES[:4]]
+    assert len(files) > 200
+    lines = [(path, line) for path in files for line in path.read_text().splitlines()]
+    assert [f"{path.name}: {line}" for path, line in lines if len(line) > 100] == []
+
+
 def test_the_public_header_includes_and_lists_its_rooms():
     assert included_by(UMBRELLA) == set(PUBLIC) - {UMBRELLA}
     listed = re.findall(r"^ \*   (\w+\.h) ", UMBRELLA.read_text(), re.M)

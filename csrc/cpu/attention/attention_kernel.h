@@ -21,12 +21,12 @@
  *              with SSE2 28, 34, 35.
  * Numerics     Products are exact, but subnormal operands and results are zero (SMLA_FP_FLUSH). An
  *              operand that is taken as zero is below 2^-126. A part with a query or a scale above
- *              2^64, with a subnormal query and bf16 rows above 2^64, or with a scale of logits above
- *              2^16 is computed again on the fp32 unit with subnormal numbers kept, however slow.
- *              In others flushing costs a logit less than 2^-26, where the contract allows 10^-6.
- *              That depends on the part's own query and rows alone, so batch invariance holds.
- *              Scales of caches count as multiples of choose_key_unit, which is a part of the scale
- *              of logits and of results.
+ *              2^64, with a subnormal query and bf16 rows above 2^64, or with a scale of logits
+ *              above 2^16 is computed again on the fp32 unit with subnormal numbers kept, however
+ *              slow. In others flushing costs a logit less than 2^-26, where the contract allows
+ *              10^-6. That depends on the part's own query and rows alone, so batch invariance
+ *              holds. Scales of caches count as multiples of choose_key_unit, which is a part of
+ *              the scale of logits and of results.
  *              A dot product is summed in chunks of CHUNK_DIMS dimensions, then
  *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
  *              roundings deep at most, where one chain would have 576. A scale never multiplies a

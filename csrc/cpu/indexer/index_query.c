@@ -10,8 +10,9 @@
 
 enum { PARALLEL_HEADS = 256 }; /* fewer heads run on one thread */
 
-/* The weight of a head, times its query's scale if the queries have no scales of their own. Of three
- * factors two may make a product beyond fp32. The scale is a power of two, so a double is exact. */
+/* The weight of a head, times its query's scale if the queries have no scales of their own. Of
+ * three factors two may make a product beyond fp32. The scale is a power of two, so a double is
+ * exact. */
 static void
 write_weight(const smla_index_query_params *p, int64_t token, int64_t head, float scale)
 {

@@ -11,10 +11,10 @@
  * Roofline     2 * rows * H * L * n FLOP, 26 G for the queries of DeepSeek-V3 and 120 G for its
  *              output, once a model. Converting a row of x takes as long as a 32nd of its products,
  *              and a panel serves 256 rows.
- * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Values of a
- *              block with a scale above 2^100 are multiples of a power of two, and so are its sums.
- *              Products are summed in fp32 in chains of INNER_BLOCK values, the chains one after
- *              another.
+ * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Values of
+ *              a block with a scale above 2^100 are multiples of a power of two, and so are its
+ *              sums. Products are summed in fp32 in chains of INNER_BLOCK values, the chains one
+ *              after another.
  *              Subnormal numbers are kept. The order of the sums depends on n alone.
  * Source       register blocking (GotoBLAS).
  *
@@ -67,8 +67,8 @@ read_values(const void *values, smla_float_type type, int64_t at, int64_t stride
     }
 }
 
-/* What a block's values of x are multiples of: 1, unless a value times its scale may be beyond fp32.
- * Its product with w may fit. */
+/* What a block's values of x are multiples of: 1, unless a value times its scale may be beyond
+ * fp32. Its product with w may fit. */
 static float
 choose_unit(const smla_absorb_params *p, const smla_projection_block *block)
 {

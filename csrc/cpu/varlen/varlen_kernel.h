@@ -433,8 +433,8 @@ set_aside(const tile_work *work)
 
 /* ---- A tile -------------------------------------------------------------------------------- */
 
-/* Whether the scales let SMLA_FP_FLUSH take small products as zero. A small v_descale would become 0
- * when it is divided by a row's sum. */
+/* Whether the scales let SMLA_FP_FLUSH take small products as zero. A small v_descale would become
+ * 0 when it is divided by a row's sum. */
 static bool
 has_ordinary_scales(const tile_work *work)
 {

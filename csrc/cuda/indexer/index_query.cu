@@ -240,7 +240,8 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
         }
     }
     __syncwarp();
-    /* Exact in fp64, because a scale is a power of two. In fp32 two of three factors may overflow. */
+    /* Exact in fp64, because a scale is a power of two. In fp32 two of three factors may
+     * overflow. */
     double product = (double)weight * (double)p.weight_scale;
     if constexpr (!IS_FP4) {
         product *= (double)smla_bits_float(find_scale_of_weight(scales) << 23);
