@@ -423,9 +423,9 @@ def list_sweeps() -> Iterator[Sweep]:
         return arrays
 
     for columns, k in ((512, 64), (4096, 512), (32768, 2048)):
-        make = partial(ties, columns=columns, k=k)
+        tied = partial(ties, columns=columns, k=k)
         of = f"values of {columns} logits"
-        yield Sweep("top_k_per_row", of, ("equal", "two", "distinct"), make)
+        yield Sweep("top_k_per_row", of, ("equal", "two", "distinct"), tied)
     yield Sweep("top_k_per_row", "k", MANY, lambda n: best(k=n))
     yield Sweep("top_k_per_row", "columns", WIDTHS, best)
     yield Sweep("top_k_per_row", "tokens", FEW, lambda n: best(tokens=n))
