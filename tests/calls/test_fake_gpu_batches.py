@@ -13,7 +13,6 @@ import pytest
 import test_fake_gpu as fakes
 import test_v4_attend as attend
 from fake_gpu import CupyArray
-from fake_gpu_fixtures import cupy, gpu, met_cupy, package  # noqa: F401
 from helpers import assert_same_bits
 from test_fake_gpu_failures import PLACE, PUTS, make_dense_config, values
 
@@ -33,7 +32,7 @@ def lengths(name: str) -> tuple[list[int], list[int]]:
     return new, [a + b for a, b in zip(new, context, strict=True)]
 
 
-def of_v32(package, path):  # noqa: F811
+def of_v32(package, path):
     """-> what makes a builder, and what a builder's step of a batch gives"""
     config = fakes.make_config(package, path, PLACE)
     layer = package.SparseMLA(config)
@@ -47,7 +46,7 @@ def of_v32(package, path):  # noqa: F811
     return lambda: package.MetadataBuilder(config), run
 
 
-def of_v4(package, ratio, path):  # noqa: F811
+def of_v4(package, ratio, path):
     def step_of(name):
         new, context = BATCHES[name]
         return fakes.V4Step(
@@ -63,7 +62,7 @@ def of_v4(package, ratio, path):  # noqa: F811
     return lambda: package.v4.MetadataBuilder(config), run
 
 
-def of_dense(package, path, plan):  # noqa: F811
+def of_dense(package, path, plan):
     config = make_dense_config(package, path, max_num_seqs=8, context_plan=plan)
     put = PUTS["cupy"]
     weight = put(cases.random_bf16(np.random.default_rng(7), 512, 2 * 256, std=0.04))
@@ -97,7 +96,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_builder_keeps_nothing_of_the_step_before(package, gpu, cupy, name):  # noqa: F811
+def test_a_builder_keeps_nothing_of_the_step_before(package, gpu, cupy, name):
     make, run = STEPS[name][0](package, *STEPS[name][1:])
     cupy.stream, cupy.current = gpu.new_stream(PLACE), PLACE
     want = {batch: values(run(make(), batch)) for batch in BATCHES}

@@ -17,7 +17,6 @@ import test_v4_attend as attend
 from dlpack_producer import CUDA, Producer
 from exchange_producer import Exchanged
 from fake_gpu import OUT_OF_MEMORY, UNKNOWN_ERROR, CupyArray, give_back, on_gpu
-from fake_gpu_fixtures import cupy, gpu, met_cupy, package  # noqa: F401
 from helpers import FLOAT_MODES, assert_same_bits, mode_after
 from test_fake_gpu_forward import PARTS, make_world
 
@@ -41,7 +40,7 @@ WITHOUT = (
 )
 
 
-def fail_each_call(gpu, package, run, texts: str, check=lambda _: None) -> int:  # noqa: F811
+def fail_each_call(gpu, package, run, texts: str, check=lambda _: None) -> int:
     """Lets the n-th call of CUDA in a run fail, for n = 0, 1, 2 and so on until none is left.
     -> how many of these runs failed. An error has a text that matches `texts`. A run may do without
     some calls (WITHOUT); `check` looks at its results."""
@@ -108,7 +107,7 @@ def values(results) -> list[np.ndarray]:
     ]
 
 
-def fail_each_call_of(gpu, package, op, put, stream) -> int:  # noqa: F811
+def fail_each_call_of(gpu, package, op, put, stream) -> int:
     """Arrays that the operator writes are as they were before each run."""
     call = fakes.moved(op, put)
     call.kwargs["stream"] = stream
@@ -138,7 +137,7 @@ def fail_each_call_of(gpu, package, op, put, stream) -> int:  # noqa: F811
 
 
 @pytest.fixture
-def streams(gpu, cupy, monkeypatch):  # noqa: F811
+def streams(gpu, cupy, monkeypatch):
     """Producers work on other streams than the call's, which then waits for theirs."""
     monkeypatch.setattr(Exchanged, "stream", gpu.new_stream(PLACE))
     cupy.stream, cupy.current = gpu.new_stream(PLACE), PLACE
@@ -147,18 +146,18 @@ def streams(gpu, cupy, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("framework", PUTS)
 @pytest.mark.parametrize("op", operators.GOOD_CALLS)
-def test_operators(package, gpu, streams, op, framework):  # noqa: F811
+def test_operators(package, gpu, streams, op, framework):
     assert fail_each_call_of(gpu, package, op, PUTS[framework], streams) > 5
 
 
 @pytest.mark.parametrize("op", operators.GOOD_CALLS)
-def test_checked_operators(package, gpu, streams, op, monkeypatch):  # noqa: F811
+def test_checked_operators(package, gpu, streams, op, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_CHECK", "1")
     assert fail_each_call_of(gpu, package, op, PUTS["cupy"], streams) > 7
 
 
 @pytest.mark.parametrize("op", operators.GOOD_CALLS)
-def test_captured_operators(package, gpu, streams, op):  # noqa: F811
+def test_captured_operators(package, gpu, streams, op):
     """The framework allocates results and the workspace."""
     gpu.capture(streams)
     assert fail_each_call_of(gpu, package, op, PUTS["the exchange API"], streams) > 1
@@ -168,7 +167,7 @@ def test_captured_operators(package, gpu, streams, op):  # noqa: F811
 # --- builders and layers -------------------------------------------------------------------------
 
 
-def make_v32(package, path):  # noqa: F811
+def make_v32(package, path):
     """-> a function that makes a builder, and one that builds and runs a layer of it."""
     step = fakes.small_step()
     kv = step.bf16_cache(fakes.sparse_mla) if path == "bf16" else step.fp8_cache
@@ -181,7 +180,7 @@ def make_v32(package, path):  # noqa: F811
     )
 
 
-def make_v4(package, ratio_path):  # noqa: F811
+def make_v4(package, ratio_path):
     step = fakes.V4Step(package, *ratio_path, PLACE)
 
     def run(builder, second):
@@ -191,7 +190,7 @@ def make_v4(package, ratio_path):  # noqa: F811
     return lambda: package.v4.MetadataBuilder(step.config), run
 
 
-def make_dense_config(package, path, **changes):  # noqa: F811
+def make_dense_config(package, path, **changes):
     options = {
         "softmax_scale": 0.1,
         "kv_cache_dtype": "fp8_ds_mla",
@@ -205,7 +204,7 @@ def make_dense_config(package, path, **changes):  # noqa: F811
     return package.dense.Config(2, path=path, **(options | changes))
 
 
-def make_dense(package, path):  # noqa: F811
+def make_dense(package, path):
     rng = np.random.default_rng(7)
     batch = cases.make_batch([1, 2, 30], [40, 50, 60], block_size=16)
     config = make_dense_config(package, path)
@@ -239,7 +238,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_builders(package, gpu, streams, name):  # noqa: F811
+def test_builders(package, gpu, streams, name):
     """A builder is made and destroyed in each run."""
     make, _ = STEPS[name][0](package, STEPS[name][1])
     assert fail_each_call(gpu, package, lambda: bool(make()), r"^MetadataBuilder: ") > 10
@@ -247,7 +246,7 @@ def test_builders(package, gpu, streams, name):  # noqa: F811
 
 @pytest.mark.parametrize("check", ["0", "1"])
 @pytest.mark.parametrize("name", STEPS)
-def test_steps(package, gpu, cupy, streams, name, check, monkeypatch):  # noqa: F811
+def test_steps(package, gpu, cupy, streams, name, check, monkeypatch):
     """A builder that has failed builds again. Builds and the layer are on streams of their own."""
     monkeypatch.setenv("SPARSE_MLA_CHECK", check)
     make, run = STEPS[name][0](package, STEPS[name][1])
@@ -264,7 +263,7 @@ def test_steps(package, gpu, cupy, streams, name, check, monkeypatch):  # noqa: 
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_v4_layer_in_lanes(package, gpu, cupy, count):  # noqa: F811
+def test_a_v4_layer_in_lanes(package, gpu, cupy, count):
     """The streams of a layer that fails are joined, and its events destroyed."""
     world = make_world(package, 4)
     world.layer.streams = [gpu.new_stream() for _ in range(count)]
@@ -280,7 +279,7 @@ def test_a_v4_layer_in_lanes(package, gpu, cupy, count):  # noqa: F811
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def test_tensors(package, gpu, streams):  # noqa: F811
+def test_tensors(package, gpu, streams):
     """Tensors that another call reads, that a consumer takes on a stream, and that are dropped."""
     arrays = [on_gpu(x, PLACE) for x in fakes.STATES]
     reader = gpu.new_stream(PLACE)
@@ -298,12 +297,12 @@ def test_tensors(package, gpu, streams):  # noqa: F811
     assert fail_each_call(gpu, package, run, r"^[\w.]+: ", check) > 15
 
 
-def test_unloading(gpu, monkeypatch):  # noqa: F811
+def test_unloading(gpu, monkeypatch):
     """A module that is unloaded while work goes on destroys what it has kept, whatever fails."""
     gc.collect()
     before = gpu.counts()
     for n in range(12):
-        package = fakes.load()  # noqa: F811
+        package = fakes.load()
         gpu.set_busy()
         package.merge_attn_states(*[on_gpu(x, PLACE) for x in fakes.STATES])
         gpu.fail(None, n)

@@ -15,7 +15,6 @@ import pytest
 import reference as ref
 import row_formats as rows
 from fake_gpu import CupyArray
-from fake_gpu_fixtures import cupy, gpu, met_cupy, package  # noqa: F401
 from helpers import assert_same_bits
 
 import sparse_mla
@@ -135,7 +134,7 @@ def refusal(call: operators.Call, module) -> str:
 
 
 @pytest.mark.parametrize(("op", "name"), REFUSED)
-def test_refused(package, gpu, cupy, monkeypatch, op, name):  # noqa: F811
+def test_refused(package, gpu, cupy, monkeypatch, op, name):
     monkeypatch.setenv("SPARSE_MLA_CHECK", "1")
     fact = REFUSED[op, name]
     array = operators.GOOD_CALLS[op]().get(name)

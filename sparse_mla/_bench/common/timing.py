@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import sparse_mla
 from sparse_mla._bench.common.noise import describe_spreads, spread_of, sum_up_spreads
 
+ISA_VARIABLE = "SPARSE_MLA_CPU_ISA"
 SETTLE_SECONDS = 0.02  # until the other side's OpenMP threads sleep; idle ones spin for a while
 
 
@@ -107,3 +111,23 @@ def seconds_per_call(function: Callable[[], object], count: int) -> float:
     for _ in range(count):
         function()
     return (time.perf_counter() - start) / count
+
+
+def find_isas() -> list[str]:
+    """The instruction sets that this machine has and the library has kernels for."""
+    rows = sparse_mla.kernels()
+    return [row["arch"] for row in rows if row["device"] == "cpu" and row["available"]]
+
+
+@contextmanager
+def on_isa(isa: str) -> Iterator[None]:
+    """Lets calls use the kernels of an instruction set."""
+    chosen = os.environ.get(ISA_VARIABLE)
+    os.environ[ISA_VARIABLE] = isa
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[ISA_VARIABLE]
+        else:
+            os.environ[ISA_VARIABLE] = chosen

@@ -6,15 +6,13 @@ Figures are ratios of a thread's CPU time, for each instruction set of the machi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-import sparse_mla
-from sparse_mla._bench.common.timing import Effort, Table
+from sparse_mla._bench.common.timing import Effort, Table, find_isas, on_isa
 from sparse_mla._bench.cpu import attention_sizes
 from sparse_mla._bench.cpu.subnormal import Arrays, codes, cos_sin, normal
 from sparse_mla._bench.cpu.sweep import (
@@ -497,27 +495,19 @@ def make_sweeps() -> list[Sweep]:
 
 def measure(effort: Effort, num_threads: int) -> Table:
     del num_threads  # one: a thread's own time is what a busy machine changes least
-    rows = sparse_mla.kernels()
-    isas = [row["arch"] for row in rows if row["device"] == "cpu" and row["available"]]
+    isas = find_isas()
     title = (
         "Small and odd sizes on the CPU: the largest time over that of a larger call, one thread"
     )
     made = Table(title, ["operator", "sizes of", *isas], [], [])
-    chosen = os.environ.get("SPARSE_MLA_CPU_ISA")
-    try:
-        for sweep in make_sweeps():
-            worst = {}
-            for isa in isas:
-                os.environ["SPARSE_MLA_CPU_ISA"] = isa
-                sweep.best.clear()
+    for sweep in make_sweeps():
+        worst = {}
+        for isa in isas:
+            sweep.best.clear()
+            with on_isa(isa):
                 worst[isa] = sweep.measure_within(LIMIT, 3 if effort.quick else 9, attempts=4)
-            cells = [f"{x:.2f} at {n}{' !' if x > LIMIT else ''}" for x, n in worst.values()]
-            ratios = {isa: x for isa, (x, _) in worst.items()}
-            made.add([sweep.op, sweep.of, *cells], {"operator": sweep.op, "of": sweep.of, **ratios})
-    finally:
-        if chosen is None:
-            os.environ.pop("SPARSE_MLA_CPU_ISA", None)
-        else:
-            os.environ["SPARSE_MLA_CPU_ISA"] = chosen
+        cells = [f"{x:.2f} at {n}{' !' if x > LIMIT else ''}" for x, n in worst.values()]
+        ratios = {isa: x for isa, (x, _) in worst.items()}
+        made.add([sweep.op, sweep.of, *cells], {"operator": sweep.op, "of": sweep.of, **ratios})
     made.notes.append(f"! is above {LIMIT}")
     return made

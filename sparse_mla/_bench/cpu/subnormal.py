@@ -6,7 +6,6 @@ Figures are ratios of process CPU time in one thread, for each instruction set o
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from sparse_mla._bench.common.timing import Effort, Table
+from sparse_mla._bench.common.timing import Effort, Table, find_isas, on_isa
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES, row_of
 from sparse_mla._types import KvFormat
@@ -576,25 +575,17 @@ def find_ratios(case: Case, repeats: int) -> dict[str, float]:
 
 def measure(effort: Effort, num_threads: int) -> Table:
     del num_threads  # one, or the CPU time would be that of threads that wait, too
-    rows = sparse_mla.kernels()
-    isas = [row["arch"] for row in rows if row["device"] == "cpu" and row["available"]]
+    isas = find_isas()
     title = "Subnormal numbers on the CPU: time over that of ordinary inputs, one thread"
     table = Table(title, ["operator", "inputs", *isas], [], [])
-    chosen = os.environ.get("SPARSE_MLA_CPU_ISA")
-    try:
-        for case in make_cases():
-            ratios = {}
-            for isa in isas:
-                os.environ["SPARSE_MLA_CPU_ISA"] = isa
+    for case in make_cases():
+        ratios = {}
+        for isa in isas:
+            with on_isa(isa):
                 ratios[isa] = find_ratios(case, 3 if effort.quick else 9)
-            for kind in case.kinds:
-                row = {isa: ratios[isa][kind] for isa in isas}
-                cells = [f"{row[isa]:.2f}{' !' if row[isa] > LIMIT else ''}" for isa in isas]
-                table.add([case.title, kind, *cells], {"operator": case.title, "kind": kind, **row})
-    finally:
-        if chosen is None:
-            os.environ.pop("SPARSE_MLA_CPU_ISA", None)
-        else:
-            os.environ["SPARSE_MLA_CPU_ISA"] = chosen
+        for kind in case.kinds:
+            row = {isa: ratios[isa][kind] for isa in isas}
+            cells = [f"{row[isa]:.2f}{' !' if row[isa] > LIMIT else ''}" for isa in isas]
+            table.add([case.title, kind, *cells], {"operator": case.title, "kind": kind, **row})
     table.notes.append(f"! is above {LIMIT}")
     return table
