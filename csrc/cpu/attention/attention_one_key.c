@@ -21,7 +21,7 @@
 /* Lanes are dimensions. */
 typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
 typedef uint32_t words __attribute__((vector_size(32)));
-typedef float floats __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(32), aligned(4), may_alias));
 typedef double doubles __attribute__((vector_size(64)));
 
 enum { LANES = 8 };
@@ -126,26 +126,29 @@ widen_key(const smla_attention_params *params, const smla_only_key *only, wide_k
     store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
     key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
     key->logit_scale = (double)params->softmax_scale / (double)choose_key_unit(params);
-    key->has_nan = false;
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         key->units[tile] = key->scales[tile] > 0x1p100f ? 0x1p16f : 1.0f;
     }
+    float values[SMLA_HEAD_DIM];
     for (int d = 0; d < format->head_dim; d++) {
-        const float value =
+        values[d] =
             load_code(format, only->token.row, d) * load_inner_scale(format, only->token.scales, d);
-        key->values[d / LANES][d % LANES] = (double)value;
-        if (d < SMLA_KV_LORA_RANK) {
-            const int tile = d / SMLA_SCALE_TILE;
-            const float scaled = value * (key->scales[tile] / key->units[tile]);
-            duo *const to = &key->scaled[d / DUO];
-            key->has_nan |= isnan(scaled);
-            if (d % 2 == 0) {
-                to->even[d % DUO / 2] = scaled;
-            } else {
-                to->odd[d % DUO / 2] = scaled;
-            }
-        }
     }
+    for (int i = 0; i < format->head_dim / LANES; i++) {
+        key->values[i] = __builtin_convertvector(((const floats *)values)[i], doubles);
+    }
+    vint are_nan = {0};
+    for (int i = 0; i < SMLA_KV_LORA_RANK / DUO; i++) {
+        const int tile = i * DUO / SMLA_SCALE_TILE;
+        const float scale = key->scales[tile] / key->units[tile];
+        const vuint first = load_words(values, 2 * i);
+        const vuint second = load_words(values, 2 * i + 1);
+        const duo scaled = {(vfloat)even_lanes(first, second) * scale,
+                            (vfloat)odd_lanes(first, second) * scale};
+        are_nan |= (scaled.even != scaled.even) | (scaled.odd != scaled.odd);
+        key->scaled[i] = scaled;
+    }
+    key->has_nan = has_lane(are_nan);
 }
 
 static double
