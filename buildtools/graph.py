@@ -41,14 +41,16 @@ SANITIZER = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=undefined -fs
 # With a sanitizer GCC takes more variables for uninitialized than are, as its manual says; the
 # release build has that warning. Clang, which builds the fuzzers, does not know it.
 FEWER_WARNINGS = " -Wno-maybe-uninitialized"
+# Where functions begin moves the time of a short call by a tenth, so all begin at a cache line.
+RELEASE = "-O2 -DNDEBUG -falign-functions=64"
 VARIANTS = {  # flags to compile and to link with
-    "release": "-O2 -DNDEBUG",
+    "release": RELEASE,
     "debug": "-O0 -g",
     "sanitize": SANITIZER + "address,undefined" + FEWER_WARNINGS,
     "thread": SANITIZER + "thread" + FEWER_WARNINGS,
     "coverage": "-O1 -g --coverage",
     "fuzz": SANITIZER + "address,undefined,fuzzer-no-link",
-    "aarch64": "-O2 -DNDEBUG",  # a release, cross-compiled
+    "aarch64": RELEASE,  # cross-compiled
 }
 # Without exceptions, run-time types and guarded statics these objects need no C++ library, so that
 # any C program can link them. nvcc runs one ptxas at a time (no --threads), because the reports of
