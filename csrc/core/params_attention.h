@@ -114,7 +114,8 @@ typedef struct smla_attention_params {
     bool empty_lse_is_plus_inf; /* lse of a row without keys: +inf, not -inf */
     /* Hopper's kernels for FP8 rows read nothing from here on but `dense`, in dense calls.
      * attention_fp8_sm90.cu fetches the rest of their arguments early. */
-    smla_given_scale kv_scale[2]; /* main, extra: of formats with a scale of the cache, else 1 */
+    /* main, extra: of formats with a scale of the cache, else 1; equal if there is no extra list */
+    smla_given_scale kv_scale[2];
     smla_given_scale q_scale; /* multiplies logits; 1 for a bf16 query, but in sparse_mla_dsv4 */
     smla_given_scale logit_divisor; /* divides logits; 1 but in sparse_mla_dsv4 */
     const uint8_t *q_e4m3;          /* [T, H, 512] e4m3 with the strides of q_nope; NULL: bf16 */
@@ -132,6 +133,44 @@ smla_read_logit_scale(const smla_attention_params *params)
 {
     return params->softmax_scale * smla_read_scale(&params->q_scale) /
            smla_read_scale(&params->logit_divisor);
+}
+
+/* The power of two that kernels divide all scales of keys by, given those of the caches. The factor
+ * of logits is multiplied with it, and so are results. So no score and no sum of values leaves
+ * fp32, however large or small the scales of caches are. It is near the largest of them, but not so
+ * large that another one becomes 0. Within 2^+-96 it leaves room for factors beside it. It is 1 if
+ * no format has a scale of the cache. */
+SMLA_HOST_DEVICE static inline float
+smla_choose_key_unit(float main_scale, float extra_scale)
+{
+    enum { BIAS = 127, ROOM = 96 };
+    const int main_exponent = (int)(smla_float_bits(main_scale) >> 23); /* biased */
+    const int extra_exponent = (int)(smla_float_bits(extra_scale) >> 23);
+    const int most = main_exponent > extra_exponent ? main_exponent : extra_exponent;
+    const int least = main_exponent < extra_exponent ? main_exponent : extra_exponent;
+    int unit = most < least + ROOM ? most : least + ROOM;
+    unit = unit > most - BIAS ? unit : most - BIAS;
+    unit = unit > BIAS - ROOM ? unit : BIAS - ROOM;
+    unit = unit < BIAS + ROOM ? unit : BIAS + ROOM;
+    return smla_bits_float((uint32_t)unit << 23);
+}
+
+/* 1 / unit */
+SMLA_HOST_DEVICE static inline float
+smla_inverse_unit(float unit)
+{
+    return smla_bits_float((254u << 23) - smla_float_bits(unit));
+}
+
+/* Whether the unit may be another number than 1. */
+static inline bool
+smla_has_key_unit(const smla_attention_params *params)
+{
+    bool has_unit = false;
+    for (int i = 0; i < params->num_lists; i++) {
+        has_unit |= params->lists[i].kv.format->scale_type == SMLA_SCALE_CACHE;
+    }
+    return has_unit;
 }
 
 /* The shape of attention: all that the workspace size and the number of splits depend on. */

@@ -262,6 +262,7 @@ fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_ar
     params->attn_sink_stride = smla_stride(args->attn_sink, 0);
     params->softmax_scale = (float)args->softmax_scale;
     params->logit_divisor = (smla_given_scale){.value = 1.0f};
+    params->kv_scale[1] = params->kv_scale[params->num_lists - 1];
     params->out = smla_data(args->out);
     params->out_stride_token = smla_stride(args->out, 0);
     params->out_stride_head = smla_stride(args->out, 1);

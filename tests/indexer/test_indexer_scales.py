@@ -3,19 +3,15 @@ fp64 wherever they fit, although a score or a product of two factors is beyond f
 
 from __future__ import annotations
 
-import device
 import numpy as np
 import pytest
 import reference as ref
 import reference_indexer as indexer
 from library import sparse_mla
+from test_indexer_logits import bound_of
 
 F32, I32 = np.float32, np.int32
 T, S = 3, 70
-
-pytestmark = pytest.mark.skipif(
-    device.ON_CUDA, reason="CUDA's kernels multiply scores with the scales of keys first"
-)
 
 
 def draw(rng, shape, kind, exponent):
@@ -44,7 +40,9 @@ def check(q, weights, keys, q_scale=None, wide=None) -> None:
     want, size = indexer.logits(wide, weights, [values[0]] * T, exists, lengths, S)
     fits = size < 3e38
     assert fits.any()
-    tolerance = 2.0**-18 * size + 2.0**-126
+    is_fp8 = q_scale is None and codes.shape[-1] == 128
+    bound = bound_of(q.shape[1]) if is_fp8 else 2.0**-18
+    tolerance = bound * size + 2.0**-126
     got = np.asarray(got).astype(np.float64)
     assert ref.worst_ratio(got[fits], want[fits], tolerance[fits]) <= 1
 
@@ -80,12 +78,13 @@ def test_three_factors(exponents, kind):
     check(q, weights, keys, q_scale, wide)
 
 
-def test_ordinary_tokens_keep_their_bits():
+@pytest.mark.parametrize("num_heads", [4, 64])
+def test_ordinary_tokens_keep_their_bits(num_heads):
     """Beside a token with large weights and a key with a large scale."""
     rng = np.random.default_rng(2)
-    q = draw(rng, (T, 4), "fp8", 0)[0]
+    q = draw(rng, (T, num_heads), "fp8", 0)[0]
     codes, scale, _ = draw(rng, (1, S), "fp8", 0)
-    weights = rng.normal(0, 1, (T, 4)).astype(F32)
+    weights = rng.normal(0, 1, (T, num_heads)).astype(F32)
     lengths = np.full(T, S, I32)
 
     def run():
@@ -98,4 +97,5 @@ def test_ordinary_tokens_keep_their_bits():
     got = run()
     same = np.delete(np.arange(S), 7)
     assert (got[::2][:, same] == want[::2][:, same]).all()
-    assert (got[1][same] == want[1][same] * F32(2.0**100)).all()
+    if bound_of(num_heads) == 2.0**-18:  # Hopper's kernel adds such a token in another order
+        assert (got[1][same] == want[1][same] * F32(2.0**100)).all()

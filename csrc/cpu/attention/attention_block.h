@@ -158,28 +158,11 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
     }
 }
 
-/* The power of two that kernels divide all scales of keys by. The softmax_scale that they read is
- * multiplied with it, and so are results. So no score and no sum of values leaves fp32, however
- * large or small the scales of caches are. It is near the largest of them, but not so large that
- * another one becomes 0. Within 2^+-96 it leaves room for factors beside it. */
 static inline float
 choose_key_unit(const smla_attention_params *params)
 {
-    enum { BIAS = 127, ROOM = 96 };
-    int most = 0, least = 2 * BIAS; /* exponents of scales, with their bias */
-    bool has_cache_scale = false;
-    for (int i = 0; i < params->num_lists; i++) {
-        const int exponent = (int)(smla_float_bits(smla_read_scale(&params->kv_scale[i])) >> 23);
-        most = exponent > most ? exponent : most;
-        least = exponent < least ? exponent : least;
-        has_cache_scale |= params->lists[i].kv.format->scale_type == SMLA_SCALE_CACHE;
-    }
-    if (!has_cache_scale) {
-        return 1.0f;
-    }
-    int unit = most < least + ROOM ? most : least + ROOM;
-    unit = unit > most - BIAS ? unit : most - BIAS;
-    return smla_bits_float((uint32_t)smla_clamp_int64(unit, BIAS - ROOM, BIAS + ROOM) << 23);
+    return smla_choose_key_unit(smla_read_scale(&params->kv_scale[0]),
+                                smla_read_scale(&params->kv_scale[1]));
 }
 
 /* Whether the kernels multiply the scales of such rows with sums over tiles of 128 values. Other

@@ -5,11 +5,11 @@
  * on the tasks. Where nobody wants the columns behind the contexts, they have no tasks.
  */
 #include <assert.h>
-#include <limits.h>
 #include <math.h>
 #include <string.h>
 
 #include "core/fp_mode.h"
+#include "core/logit_powers.h"
 #include "core/params_indexer.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cpu.h"
@@ -100,11 +100,6 @@ find_key(const smla_logits_params *p, int64_t source, int64_t column, smla_kv_to
     return true;
 }
 
-/* Keys with small scales are decoded 2^64 times as large, and their logits divided again, because
- * logits are computed in SMLA_FP_FLUSH. Keys with large ones are decoded so many times smaller,
- * because their scores may be beyond fp32, and logits, which weights make, may not be. */
-enum { SHIFT = 64, SMALL_KEY = -74, LARGE_KEY = 90 };
-
 /* Keys of a tile, a bit each. */
 typedef struct tile_keys {
     uint64_t found;   /* the keys that exist */
@@ -130,27 +125,6 @@ lower(float x)
     return fabsf(x) < 0x1p-62f ? copysignf(small, x) : x * 0x1p-64f;
 }
 
-/* UE8M0 scales times 2^power. NaN stays NaN, and what would be smaller than 2^-127 is that. */
-static void
-shift_bytes(const uint8_t *scales, int count, int power, uint8_t *shifted)
-{
-    for (int i = 0; i < count; i++) {
-        const int byte = scales[i] + power;
-        shifted[i] = scales[i] == 255 ? 255 : (uint8_t)(byte < 0 ? 0 : byte);
-    }
-}
-
-/* The exponent of the largest of some UE8M0 scales, without NaN. */
-static int
-largest_exponent(const uint8_t *scales, int count)
-{
-    int largest = 0;
-    for (int i = 0; i < count; i++) {
-        largest = scales[i] > largest && scales[i] != 255 ? scales[i] : largest;
-    }
-    return largest - 127;
-}
-
 /* Multiplies a key's scales by 2^64 if all are small, or by 2^-64 if one is large, into `shifted`.
  * Returns the power, or 0. */
 static int
@@ -162,11 +136,10 @@ shift_scales(const smla_kv_format_info *format, const uint8_t *scales, uint8_t *
         const bool is_small = fabsf(scale) < 0x1p-74f;
         const float other = is_small ? lift(scale) : scale * 0x1p-64f;
         memcpy(shifted, &other, sizeof other);
-        return is_small ? SHIFT : fabsf(scale) > 0x1p90f ? -SHIFT : 0;
+        return is_small ? SMLA_LOGIT_SHIFT : fabsf(scale) > 0x1p90f ? -SMLA_LOGIT_SHIFT : 0;
     }
-    const int exponent = largest_exponent(scales, format->num_scales);
-    const int power = exponent < SMALL_KEY ? SHIFT : exponent > LARGE_KEY ? -SHIFT : 0;
-    shift_bytes(scales, format->num_scales, power, shifted);
+    const int power = smla_key_power(smla_largest_exponent(scales, format->num_scales));
+    smla_shift_ue8m0(scales, format->num_scales, power, shifted);
     return power;
 }
 
@@ -194,61 +167,46 @@ read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, 
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* An FP4 query's scales, and weights, may be so large or small that scores leave fp32 where logits
- * do not. Queries whose scales are above 2^19 or below 2^-74 are shifted, and the power becomes a
- * part of their head's weight. If a token's largest weight is 2^60 or more, or below 2^-64, all of
- * its weights are divided by a power of 2^64, with which logits are multiplied again. */
-enum { LARGE_QUERY = 19, LARGE_WEIGHT = 60, SMALL_WEIGHT = -64 };
-
 static uint8_t *
 query_scales_of(const smla_logits_params *p, int64_t token, int64_t head)
 {
     return (uint8_t *)p->q_scale + token * p->q_scale_stride_token + head * p->q_scale_stride_head;
 }
 
-/* The power of two that goes from a head's FP4 query to its weight. */
+/* smla_query_power of a head. */
 static int
 find_query_power(const smla_logits_params *p, int64_t token, int64_t head)
 {
-    const int exponent = largest_exponent(query_scales_of(p, token, head), MXFP4_SCALES);
-    return exponent > LARGE_QUERY ? exponent - LARGE_QUERY : exponent < SMALL_KEY ? -SHIFT : 0;
+    return p->q_scale == NULL ? 0 : smla_query_power(query_scales_of(p, token, head), MXFP4_SCALES);
 }
 
 /* What a token's weights are multiplied with. */
 typedef struct weight_powers {
-    int divided;       /* the power of two that all of them are divided by */
+    int divided;       /* smla_weight_power */
     bool are_ordinary; /* no weight is multiplied */
 } weight_powers;
 
-/* Zeros, infinities and NaN need no power. */
 static weight_powers
 find_weight_powers(const smla_logits_params *p, int64_t token)
 {
-    enum { BIAS = 127, NOT_FINITE = 255 };
-    weight_powers powers = {.are_ordinary = true};
+    bool has_power = false;
     int largest = INT_MIN;
     for (int64_t head = 0; head < p->num_heads; head++) {
-        const float weight = p->weights[token * p->weights_stride_token + head];
-        const int bits = (int)(smla_float_bits(weight) >> 23 & 255u);
-        const int power = p->q_scale == NULL ? 0 : find_query_power(p, token, head);
-        const int exponent = bits - BIAS + power;
-        largest = bits != 0 && bits != NOT_FINITE && exponent > largest ? exponent : largest;
-        powers.are_ordinary &= power == 0;
+        const int power = find_query_power(p, token, head);
+        const int exponent =
+            smla_weight_exponent(p->weights[token * p->weights_stride_token + head], power);
+        largest = exponent > largest ? exponent : largest;
+        has_power |= power != 0;
     }
-    if (largest >= LARGE_WEIGHT) {
-        powers.divided = ((largest - LARGE_WEIGHT) / SHIFT + 1) * SHIFT;
-    } else if (largest != INT_MIN && largest < SMALL_WEIGHT) {
-        powers.divided = -((SMALL_WEIGHT - largest - 1) / SHIFT + 1) * SHIFT;
-    }
-    powers.are_ordinary &= powers.divided == 0;
-    return powers;
+    const int divided = smla_weight_power(largest);
+    return (weight_powers){divided, divided == 0 && !has_power};
 }
 
 /* x * 2^power, rounded once. */
 static float
 multiply_by_power(float x, int power)
 {
-    return power == 0 ? x : power == -SHIFT ? lower(x) : (float)ldexp((double)x, power);
+    return power == 0 ? x : power == -SMLA_LOGIT_SHIFT ? lower(x) : (float)ldexp((double)x, power);
 }
 
 /* Decodes heads of a token as fp32 [count][128], and reads their weights. */
@@ -267,10 +225,10 @@ read_heads(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, 
         uint8_t shifted[MXFP4_SCALES];
         weights[h] = p->weights[token * p->weights_stride_token + head + h];
         if (!powers.are_ordinary) {
-            const int power = p->q_scale == NULL ? 0 : find_query_power(p, token, head + h);
+            const int power = find_query_power(p, token, head + h);
             weights[h] = multiply_by_power(weights[h], power - powers.divided);
             if (power != 0) {
-                shift_bytes(scales, MXFP4_SCALES, -power, shifted);
+                smla_shift_ue8m0(scales, MXFP4_SCALES, -power, shifted);
                 scales = shifted;
             }
         }
@@ -308,8 +266,8 @@ score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token,
     for (int n = 0; n < count; n++) {
         float logit = sums[n];
         if (shifted >> n & 1) {
-            const int lifted = keys.lifted >> n & 1 ? SHIFT : 0;
-            const int lowered = keys.lowered >> n & 1 ? SHIFT : 0;
+            const int lifted = keys.lifted >> n & 1 ? SMLA_LOGIT_SHIFT : 0;
+            const int lowered = keys.lowered >> n & 1 ? SMLA_LOGIT_SHIFT : 0;
             logit = multiply_by_power(logit, powers.divided + lowered - lifted);
         }
         store_logit(p, token, first + n, keys.found >> n & 1 ? logit : -INFINITY);

@@ -19,10 +19,12 @@
  *              both are bf16, and e2m1 * 2^e is exact in it. A dot product is summed in fp32 by
  *              tensor cores, relu passes NaN on, and heads are summed in fp32, by lane first:
  *              errors are below 2^-18 of the sum of magnitudes. The key's fp32 scale multiplies the
- *              sum; its sign goes into the key. No order depends on T, N or other rows.
+ *              sum; its sign goes into the key. Powers of two go from large and small queries,
+ *              weights and FP4 keys to logits (logit_powers.h). No order depends on T, N or other
+ *              rows.
  * Source       DeepGEMM's fp8_mqa_logits, for the operator; the kernel is ours.
  */
-#include "cuda/indexer/logits.cuh"
+#include "cuda/indexer/logits_rows.cuh"
 
 namespace {
 
@@ -32,7 +34,6 @@ enum {
     WARP_KEYS = 32,
     TILE_KEYS = BLOCK_WARPS * WARP_KEYS,
     GROUP_HEADS = 8,
-    K_STEPS = SMLA_INDEX_HEAD_DIM / 16,
     MOST_GROUPS = 32, /* groups of heads in shared memory at a time */
     MOST_TOKENS = 8,
     LEAST_CHUNK = 2 * TILE_KEYS,
@@ -40,138 +41,85 @@ enum {
     WORK_ITEMS_PER_SM = 12,
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* Eight heads as B of m16n8k16; 16 bytes of a lane are two k-steps. */
 struct head_group {
     uint4 words[K_STEPS / 2][SMLA_WARP_LANES];
 };
 
-constexpr int MOST_SHARED_BYTES =
-    MOST_GROUPS * (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
+/* What a block has in shared memory: groups of heads, their weights, and a power per token. */
+__host__ __device__ constexpr int
+shared_bytes_of(int groups)
+{
+    return groups * (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float)) +
+           MOST_TOKENS * (int)sizeof(int32_t);
+}
 
+/* ---- Powers of two ------------------------------------------------------------------------- */
+
+/* x * 2^power, rounded once. */
+__device__ __forceinline__ float
+multiply_by_power(double x, int power)
+{
+    return (float)(x * __hiloint2double((1023 + power) << 20, 0));
+}
+
+/* The scales of a head's FP4 query. */
+__device__ __forceinline__ const uint8_t *
+query_scales_of(const smla_logits_params &p, int64_t token, int64_t head)
+{
+    return p.q_scale + token * p.q_scale_stride_token + head * p.q_scale_stride_head;
+}
+
+/* smla_query_power of a head. */
 __device__ __forceinline__ int
-lane_idx(void)
+query_power_of(const smla_logits_params &p, int64_t token, int64_t head)
 {
-    return (int)threadIdx.x % SMLA_WARP_LANES;
+    if (p.q_scale == NULL) {
+        return 0;
+    }
+    uint8_t bytes[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        bytes[i] = __ldg(query_scales_of(p, token, head) + i);
+    }
+    return smla_query_power(bytes, 4);
 }
 
-/* ---- Rows ---------------------------------------------------------------------------------- */
-
-/* A lane's values of a row as they lie in memory: 16 values of each half. */
-template <bool IS_FP4> struct raw_row {
-    enum { HALF_WORDS = IS_FP4 ? 2 : 4 };
-    uint32_t words[2][HALF_WORDS];
-    uint32_t scales; /* four UE8M0 scales, one per byte */
-};
-
-/* A lane's values of a row: two words of bf16 or fp16 per k-step. */
-struct row_fragment {
-    uint32_t pairs[K_STEPS][2];
-};
-
-/* Loads words from an address of any alignment. */
-template <int COUNT>
-__device__ __forceinline__ void
-load_bytes(const uint8_t *from, uint32_t words[COUNT])
+/* powers[n] = smla_weight_power of a work item's token n. A warp takes a token. Returns whether one
+ * of the thread's weights has to be multiplied. */
+__device__ __forceinline__ bool
+find_weight_powers(const smla_logits_params &p, const logits_work_item &work, int32_t *powers)
 {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        words[i] = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            words[i] |= (uint32_t)__ldg(from + 4 * i + k) << 8 * k;
+    const int num_tokens = (int)(work.end_token - work.first_token);
+    bool has_powers = false;
+    for (int i = (int)threadIdx.x / SMLA_WARP_LANES; i < num_tokens; i += BLOCK_WARPS) {
+        const int64_t token = work.first_token + i;
+        int largest = INT_MIN;
+        for (int64_t head = lane_idx(); head < p.num_heads; head += SMLA_WARP_LANES) {
+            const float weight = __ldg(p.weights + token * p.weights_stride_token + head);
+            const int power = query_power_of(p, token, head);
+            largest = max(largest, smla_weight_exponent(weight, power));
+            has_powers |= power != 0;
         }
+        const int divided = smla_weight_power(__reduce_max_sync(ALL_LANES, largest));
+        powers[i] = divided;
+        has_powers |= divided != 0;
     }
+    return has_powers;
 }
 
-/* Loads the lane's part of a row whose alignment is ALIGNMENT: 16, 4 or 1 bytes. */
-template <bool IS_FP4, int ALIGNMENT>
+/* Multiplies the weights of part `part` of the heads, which are in shared memory. */
 __device__ __forceinline__ void
-load_row(const uint8_t *row, const uint8_t *scales, raw_row<IS_FP4> *raw)
+multiply_weights(const logits_args &args, const logits_work_item &work, int part,
+                 const int32_t *powers, float *weights)
 {
-    constexpr int WORDS = raw_row<IS_FP4>::HALF_WORDS;
-    const int c = lane_idx() % 4;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const uint8_t *const from = row + (4 * half + c) * WORDS * 4;
-        if constexpr (ALIGNMENT == 1) {
-            load_bytes<WORDS>(from, raw->words[half]);
-        } else {
-            smla_load_words<4 * WORDS, ALIGNMENT == 16, 4>(from, raw->words[half]);
-        }
-    }
-    raw->scales = 0;
-    if constexpr (IS_FP4) {
-        if constexpr (ALIGNMENT == 1) {
-            load_bytes<1>(scales, &raw->scales);
-        } else {
-            smla_load_words<4, true>(scales, &raw->scales);
-        }
-    }
-}
-
-/* Four e4m3 as two pairs of bf16, exactly. Exponent and mantissa keep their bits, which bf16 reads
- * as 2^-120 of the value. */
-__device__ __forceinline__ void
-widen_to_bf16(uint32_t bytes, uint32_t pairs[2])
-{
-    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 twice, as bf16 */
-    constexpr uint32_t MINUS_ZERO = 0x80008000u;
-    const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t high = __byte_perm(bytes, 0, i == 0 ? 0x1404 : 0x3424);
-        const uint32_t small = (high & 0x80008000u) | (high >> 4 & 0x07F007F0u);
-        pairs[i] = ptx_fma_bf16x2(small, UNIT, MINUS_ZERO);
-    }
-    if (nan != 0) {
-        pairs[0] |= (__byte_perm(nan, 0, 0x1404) >> 15 & 0x00010001u) * 0x7FC0u;
-        pairs[1] |= (__byte_perm(nan, 0, 0x3424) >> 15 & 0x00010001u) * 0x7FC0u;
-    }
-}
-
-/* Moves the bits of two e2m1, in the low byte, to a pair of bf16 that is 2^-126 of their values. */
-__device__ __forceinline__ uint32_t
-spread_e2m1x2(uint32_t byte)
-{
-    return (byte & 0x07u) << 6 | (byte & 0x08u) << 12 | (byte & 0x70u) << 18 | (byte & 0x80u) << 24;
-}
-
-/* Converts four e2m1, in the low half, times the scale, which both halves of `scale` have. The
- * products are exact, or infinite. */
-__device__ __forceinline__ void
-widen_e2m1x4(uint32_t codes, uint32_t scale, uint32_t pairs[2])
-{
-    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 twice, as bf16 */
-    constexpr uint32_t MINUS_ZERO = 0x80008000u;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t value = ptx_fma_bf16x2(spread_e2m1x2(codes >> 8 * i), UNIT, MINUS_ZERO);
-        pairs[i] = ptx_fma_bf16x2(value, scale, MINUS_ZERO);
-    }
-}
-
-/* Converts a row to fp16 if IS_HALF, else to bf16. `signs` is xor-ed into four e4m3. */
-template <bool IS_HALF, bool IS_FP4>
-__device__ __forceinline__ void
-widen_row(const raw_row<IS_FP4> &raw, uint32_t signs, row_fragment *fragment)
-{
-#pragma unroll
-    for (int s = 0; s < K_STEPS; s++) {
-        const int half = s / 4;
-        const int part = s % 4;
-        if constexpr (IS_FP4) {
-            /* These are values from 64 half + 16 c on, whose scale is number 2 half + c / 2. */
-            const int tile = 2 * half + lane_idx() % 4 / 2;
-            const uint8_t e = (uint8_t)(raw.scales >> 8 * tile);
-            const uint32_t scale = smla_float_bits(smla_ue8m0_to_float(e)) >> 16;
-            widen_e2m1x4(raw.words[half][part / 2] >> 16 * (part % 2), scale | scale << 16,
-                         fragment->pairs[s]);
-        } else if constexpr (IS_HALF) {
-            smla_widen_e4m3x4(raw.words[half][part] ^ signs, fragment->pairs[s]);
-        } else {
-            widen_to_bf16(raw.words[half][part] ^ signs, fragment->pairs[s]);
+    const int count = args.chunk_groups * GROUP_HEADS;
+    const int num_tokens = (int)(work.end_token - work.first_token);
+    for (int i = (int)threadIdx.x; i < num_tokens * count; i += BLOCK_THREADS) {
+        const int64_t head = (int64_t)part * count + i % count;
+        if (head < args.p.num_heads) {
+            const int power = query_power_of(args.p, work.first_token + i / count, head);
+            weights[i] = multiply_by_power((double)weights[i], power - powers[i / count]);
         }
     }
 }
@@ -184,13 +132,16 @@ widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *f
 {
     const smla_logits_params &p = args.p;
     const uint8_t *const row = p.q + token * p.q_stride_token + head * p.q_stride_head;
-    const uint8_t *const scales =
-        p.q_scale + token * p.q_scale_stride_token + head * p.q_scale_stride_head;
+    const uint8_t *const scales = query_scales_of(p, token, head);
     raw_row<IS_FP4> raw;
     if (args.q_is_aligned) {
         load_row<IS_FP4, 16>(row, scales, &raw);
     } else {
         load_row<IS_FP4, 1>(row, scales, &raw);
+    }
+    if (IS_FP4) {
+        const int power = query_power_of(p, token, head);
+        raw.scales = power == 0 ? raw.scales : shift_scales(raw.scales, -power);
     }
     widen_row<IS_HALF>(raw, 0, fragment);
 }
@@ -268,6 +219,26 @@ load_keys(const smla_kv_token &key, raw_row<IS_FP4> raw[4], float *scale)
     }
 }
 
+/* Shifts scales of FP4 keys that are large or small, and returns the power of the lane's key. */
+__device__ __forceinline__ int
+shift_keys(raw_row<true> raw[4])
+{
+    int power = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int own = key_power_of(raw[i].scales);
+        raw[i].scales = own == 0 ? raw[i].scales : shift_scales(raw[i].scales, own);
+        power = lane_idx() % 4 == i ? own : power;
+    }
+    return power;
+}
+
+__device__ __forceinline__ int
+shift_keys(raw_row<false>[4])
+{
+    return 0; /* their scales multiply sums */
+}
+
 /* sums[i] += weight * relu(q . key i) for the groups of a token. Lane (g, c) adds heads 2 c and
  * 2 c + 1 of every group, for keys g + 8 i. */
 template <bool IS_HALF>
@@ -312,10 +283,10 @@ add_groups(const row_fragment keys[4], const head_group *groups, const float *we
     }
 }
 
-/* Folds the lanes' sums, and stores the logit of the lane's key. */
+/* Folds the lanes' sums, and stores the logit of the lane's key, times 2^power. */
 __device__ __forceinline__ void
 store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t context, bool exists,
-           float scale, float sums[4])
+           float scale, int power, float sums[4])
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -325,8 +296,11 @@ store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t c
     const int c = lane_idx() % 4;
     const float low = c == 0 ? sums[0] : sums[1];
     const float high = c == 2 ? sums[2] : sums[3];
+    const float sum = c < 2 ? low : high;
+    const float logit =
+        power == 0 ? sum * scale : multiply_by_power((double)sum * (double)scale, power);
     if (column < context) {
-        store_logit(p, token, column, exists ? (c < 2 ? low : high) * scale : -INFINITY);
+        store_logit(p, token, column, exists ? logit : -INFINITY);
     }
 }
 
@@ -336,7 +310,8 @@ store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t c
 template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
 score_run(const logits_args &args, const logits_work_item &work, int64_t first_token,
-          int64_t end_token, head_group *groups, float *weights)
+          int64_t end_token, bool has_powers, const int32_t *powers, head_group *groups,
+          float *weights)
 {
     const smla_logits_params &p = args.p;
     const int64_t source = source_of(p, first_token);
@@ -361,6 +336,7 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
 #pragma unroll 1
     for (int64_t tile = work.first; tile < longest; tile += TILE_KEYS, own += TILE_KEYS) {
         const float scale = next_scale;
+        const int key_power = shift_keys(raw);
         const bool exists = next_exists;
         row_fragment keys[4];
 #pragma unroll
@@ -382,6 +358,10 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
                     __syncthreads();
                     bring_heads<IS_HALF>(args, work, part, groups, weights);
                     __syncthreads();
+                    if (has_powers) {
+                        multiply_weights(args, work, part, powers, weights);
+                        __syncthreads();
+                    }
                 }
                 const int first_group = (int)(token - work.first_token) * args.chunk_groups;
                 const int64_t first_head = (int64_t)part * args.chunk_groups * GROUP_HEADS;
@@ -394,7 +374,8 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
                     sums[i] *= SMLA_E4M3_UNIT * SMLA_E4M3_UNIT;
                 }
             }
-            store_sums(p, token, own, context, exists, fabsf(scale), sums);
+            store_sums(p, token, own, context, exists, fabsf(scale),
+                       powers[token - work.first_token] - key_power, sums);
         }
     }
 }
@@ -407,17 +388,25 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
     ptx_wait_for_grids();
     head_group *const groups = (head_group *)memory;
     float *const weights = (float *)(groups + args.block_tokens * args.chunk_groups);
+    int32_t *const powers =
+        (int32_t *)(weights + args.block_tokens * args.chunk_groups * GROUP_HEADS);
     for (int64_t number = blockIdx.x; number < args.num_work_items; number += gridDim.x) {
         const logits_work_item work = find_work_item(args, number, args.block_tokens);
         if (args.head_chunks == 1) {
             bring_heads<IS_HALF>(args, work, 0, groups, weights);
         }
+        bool has_powers = find_weight_powers(args.p, work, powers);
         fill_rest(args.p, work, (int)threadIdx.x, BLOCK_THREADS);
-        __syncthreads();
+        has_powers = __syncthreads_or(has_powers);
+        if (has_powers && args.head_chunks == 1) {
+            multiply_weights(args, work, 0, powers, weights);
+            __syncthreads();
+        }
         int64_t token = work.first_token;
         while (token < work.end_token) {
             const int64_t next = end_of_run(args.p, token, work.end_token);
-            score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, groups, weights);
+            score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, has_powers, powers,
+                                                  groups, weights);
             token = next;
         }
         __syncthreads(); /* all have used the heads, which the next work item overwrites */
@@ -486,8 +475,7 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
                                       WORK_ITEMS_PER_SM * num_sms, LEAST_CHUNK, MOST_CHUNK);
     args.num_work_items = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
     args.q_is_aligned = are_queries_aligned(params);
-    const int bytes = args.block_tokens * args.chunk_groups *
-                      (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
+    const int bytes = shared_bytes_of(args.block_tokens * args.chunk_groups);
     const bool is_fp4 = params->kv.format->number == SMLA_ROW_MXFP4_INDEX;
     const int kind = is_fp4 ? 2 : params->q_scale != NULL ? 1 : 0;
     static const logits_row table[3] = {serve<true, false>(), serve<false, false>(),
@@ -498,8 +486,8 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     }
     void (*const kernel)(logits_args) = table[kind].kernels[column];
     const cudaError_t code =
-        allow_shared_bytes((const void *)kernel, MOST_SHARED_BYTES, params->call.stream.device_id,
-                           &allowed[kind][column]);
+        allow_shared_bytes((const void *)kernel, shared_bytes_of(MOST_GROUPS),
+                           params->call.stream.device_id, &allowed[kind][column]);
     return code != cudaSuccess ? code
                                : smla_launch(kernel, args, args.num_work_items, BLOCK_THREADS,
                                              bytes, params->call.stream);

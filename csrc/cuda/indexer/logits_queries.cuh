@@ -6,8 +6,10 @@
  * and key. A mix is four rows of e4m3, which follow the token's heads as columns of the product:
  *     mix = unit * (row 0 + row 1 / 16 + row 2 / 256 + row 3 / 4096)
  * Each row is the rounded rest that the rows before it leave, so that 16 bits are kept. A token is
- * `plain` if four rows cannot hold its mix that well, or if its weights are huge or NaN. For each
- * of its heads, d + |d| is added instead.
+ * `plain` if four rows cannot hold its mix that well, or if its weights are huge, tiny or NaN. For
+ * each of its heads, d + |d| is added instead. Huge and tiny weights are first multiplied with a
+ * power of two, by which its logits are divided, because scores may leave fp32 where logits, which
+ * the scales of keys make, do not.
  */
 #pragma once
 
@@ -17,10 +19,11 @@
 namespace {
 
 enum {
-    BARRIER_QUERIES = 1,         /* barrier of all query threads */
-    MIX_STEP = 16,               /* ratio of the units of a row and the next */
-    MOST_MIX = (127 + 80) << 23, /* bits of 2^80: larger mixes make plain tokens */
-    MOST_WEIGHT = (127 + 64) << 23,
+    BARRIER_QUERIES = 1,            /* barrier of all query threads */
+    MIX_STEP = 16,                  /* ratio of the units of a row and the next */
+    MOST_MIX = (127 + 80) << 23,    /* bits of 2^80: larger mixes make plain tokens */
+    MOST_WEIGHT = (127 + 64) << 23, /* larger ones, and smaller ones than the least, get a power */
+    LEAST_WEIGHT = (127 - 64) << 23,
     LEAST_UNIT = 127 - 100, /* least exponent of a unit, biased as in fp32 */
     /* Exponent bits between a mix and its unit: a mix is below 256 units, and e4m3 reaches 448. */
     UNIT_STEP = 7,
@@ -203,6 +206,17 @@ largest_bits(const float (&values)[COUNT])
     return __reduce_max_sync(ALL_LANES, largest);
 }
 
+/* Divides a token's weights by a power of two, after all threads of the mixer have read them. */
+template <typename Shape>
+__device__ __forceinline__ void
+divide_weights(float power, float *weights)
+{
+    __syncwarp();
+    for (int head = mix_thread<Shape>(); head < Shape::HEADS; head += Shape::MIX_THREADS) {
+        weights[head] = (float)((double)weights[head] / (double)power);
+    }
+}
+
 /* Computes the mixes of neighbouring tokens of the block, by the threads of one mixer. Only tokens
  * below `num_tokens` count. */
 template <typename Shape>
@@ -213,25 +227,25 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
     constexpr bool IS_WARP = Shape::MIX_THREADS == SMLA_WARP_LANES;
     const int thread = mix_thread<Shape>();
     logits_task<Shape> *const task = &shared->tasks[slot];
-    uint32_t (*const largest)[2] = shared->largest[token / COUNT % 2];
+    constexpr int OWN_WEIGHTS = (Shape::HEADS + Shape::MIX_THREADS - 1) / Shape::MIX_THREADS;
+    uint2(*const largest)[2] = shared->largest[token / COUNT % 2];
     float mixes[COUNT][Shape::MIX_VALUES];
-    uint32_t bits[COUNT];
+    uint32_t bits[COUNT];    /* the mix's largest value */
+    uint32_t weights[COUNT]; /* the largest weight */
     mix_heads<Shape>(slot, token, shared, mixes);
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
-        bool is_huge = false;
+        float own[OWN_WEIGHTS] = {};
 #pragma unroll
-        for (int head = 0; head < Shape::HEADS; head += Shape::MIX_THREADS) {
-            const float weight =
-                head + thread < Shape::HEADS
-                    ? shared->weights[slot][(token + t) * Shape::HEADS + head + thread]
-                    : 0.0f;
-            is_huge = is_huge || !(fabsf(weight) <= __int_as_float(MOST_WEIGHT));
+        for (int i = 0; i < OWN_WEIGHTS; i++) {
+            const int head = i * Shape::MIX_THREADS + thread;
+            own[i] = head < Shape::HEADS ? shared->weights[slot][(token + t) * Shape::HEADS + head]
+                                         : 0.0f;
         }
         bits[t] = largest_bits(mixes[t]);
-        bits[t] = __any_sync(ALL_LANES, is_huge) ? 0xFFFFFFFFu : bits[t];
+        weights[t] = largest_bits(own);
         if (!IS_WARP && thread % SMLA_WARP_LANES == 0) {
-            largest[t][thread / SMLA_WARP_LANES] = bits[t];
+            largest[t][thread / SMLA_WARP_LANES] = make_uint2(bits[t], weights[t]);
         }
     }
     if constexpr (!IS_WARP) {
@@ -240,8 +254,14 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
         const int at = token + t;
-        bits[t] = IS_WARP ? bits[t] : max(largest[t][0], largest[t][1]);
-        const bool is_plain = bits[t] > (uint32_t)MOST_MIX;
+        if (!IS_WARP) {
+            bits[t] = max(largest[t][0].x, largest[t][1].x);
+            weights[t] = max(largest[t][0].y, largest[t][1].y);
+        }
+        const bool is_huge = weights[t] > (uint32_t)MOST_WEIGHT;
+        const bool is_tiny = weights[t] < (uint32_t)LEAST_WEIGHT && weights[t] != 0;
+        const bool is_plain = is_huge || is_tiny || bits[t] > (uint32_t)MOST_MIX;
+        const float power = is_huge ? 0x1p64f : is_tiny ? 0x1p-64f : 0.0f;
         const int exponent = max((int)(bits[t] >> 23) - UNIT_STEP, (int)LEAST_UNIT);
         const int row =
             at / Shape::TOKENS * Shape::GROUP_ROWS + Shape::COLUMNS + at % Shape::TOKENS * MIX_ROWS;
@@ -255,8 +275,14 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
         if ((is_plain || !is_good) && at < num_tokens) {
             atomicOr(&task->plain, 1u << at);
         }
+        if (power != 0.0f && at < num_tokens) {
+            divide_weights<Shape>(power, &shared->weights[slot][at * Shape::HEADS]);
+        }
         if (thread == 0 && at < num_tokens) {
-            task->units[at] = is_plain ? 0.0f : __int_as_float(exponent << 23);
+            task->units[at] = is_plain ? power : __int_as_float(exponent << 23);
+            if (power != 0.0f) {
+                atomicOr(&task->scaled, 1u << at);
+            }
         }
     }
 }
@@ -291,6 +317,7 @@ hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint3
         to->first = part.tile * TILE_KEYS;
         to->shift = scale_shift;
         to->plain = 0;
+        to->scaled = 0;
     }
     if (thread < run.num_tokens) {
         to->contexts[thread] = run.context;

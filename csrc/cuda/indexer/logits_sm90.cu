@@ -58,7 +58,8 @@ template <typename Shape> struct token_results {
     float units[Shape::PAIRS];  /* the unit of the token's mix, 0 if it has none */
     /* Number of scales in front of a tile's own; the same in all lanes. */
     uint32_t shift;
-    uint32_t plain; /* a bit per token of the warpgroup, the same in all lanes */
+    uint32_t plain;  /* a bit per token of the warpgroup, the same in all lanes */
+    uint32_t scaled; /* the same for tokens whose logits have a power */
 };
 
 /* Replaces d by 2 relu(d) in the columns of plain tokens, which have a bit of `plain` each, or by 2
@@ -154,13 +155,23 @@ moved(uint64_t descriptor, uint32_t n)
     return (descriptor & 0xFFFFFFFF00000000) | (uint32_t)((uint32_t)descriptor + n);
 }
 
-/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the task's first tile.
+/* The token of the warpgroup whose logits are the lane's number u. */
+template <typename Shape>
+__device__ __forceinline__ int
+token_of_lane(int u)
+{
+    return Shape::TOKENS > 1 ? 2 * u + (int)threadIdx.x % 4 / 2 : 0;
+}
+
+/* Multiplies the tile of a stage, and stores its logits. `powers` are those of the warpgroup's
+ * tokens that are `scaled`. `tile` counts from the task's first tile.
  * The thread with `frees` returns the stage to the key warp, for its warp. */
 template <typename Shape>
 __device__ __forceinline__ void
 score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
            const float4 (&weights)[Shape::COLUMNS / 16], const token_results<Shape> &to,
-           uint32_t tile, uint32_t value_bytes, bool frees, logits_memory<Shape> *shared)
+           const float *powers, uint32_t tile, uint32_t value_bytes, bool frees,
+           logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
@@ -199,7 +210,13 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
 #pragma unroll
     for (int u = 0; u < Shape::PAIRS; u++) {
         const float mix = smla_bits_float(smla_float_bits(mixes[u] * to.units[u]) ^ sign);
-        const float logit = exists ? (results[u] + mix) * factor : -INFINITY;
+        float logit = (results[u] + mix) * factor;
+        const int token = token_of_lane<Shape>(u);
+        if (to.scaled >> token & 1) { /* a product that would leave fp32 comes last */
+            const float power = powers[token];
+            logit = power > 1.0f ? logit * power : (results[u] + mix) * (factor * power);
+        }
+        logit = exists ? logit : -INFINITY;
         uint8_t *const at = to.at[u] + tile * (TILE_KEYS * value_bytes);
         if ((int)(tile * TILE_KEYS) >= to.left[u]) {
             continue;
@@ -232,7 +249,7 @@ load_task(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         /* With one token per warpgroup, two lanes have each logit, and only one of them stores
          * it. */
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
-        const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
+        const int token = group * Shape::TOKENS + token_of_lane<Shape>(u);
         const bool exists = is_stored && token < task.num_tokens;
         to->at[u] = (uint8_t *)p.out +
                     ((int64_t)(task.first_token + token) * p.out_stride_token + own) * value_bytes;
@@ -241,6 +258,7 @@ load_task(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
     }
     to->shift = same_in_warp((uint32_t)task.shift);
     to->plain = same_in_warp(task.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
+    to->scaled = same_in_warp(task.scaled) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
 }
 
 template <typename Shape>
@@ -283,8 +301,9 @@ consume_tasks(const sm90_args &all, logits_memory<Shape> *shared)
         for (uint32_t i = skipped; i < num_tiles; i += Shape::PARTS) {
             ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
             if (has_tokens) {
-                score_tile<Shape>(stage, keys, queries, weights, to, i * step, value_bytes, frees,
-                                  shared);
+                score_tile<Shape>(stage, keys, queries, weights, to,
+                                  &shared->tasks[slot].units[group * Shape::TOKENS], i * step,
+                                  value_bytes, frees, shared);
             } else {
                 __syncwarp();
                 ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), frees);

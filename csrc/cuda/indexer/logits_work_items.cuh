@@ -99,8 +99,9 @@ template <typename Shape> struct logits_task {
     int32_t first;                         /* first column */
     int32_t shift;                         /* number of scales in front of a tile's first one */
     uint32_t plain;                        /* a bit per token without a mix */
+    uint32_t scaled;                       /* a bit per plain token whose logits have a power */
     int32_t contexts[Shape::BLOCK_TOKENS]; /* number of columns of each token's keys */
-    float units[Shape::BLOCK_TOKENS];      /* unit of each token's mix */
+    float units[Shape::BLOCK_TOKENS];      /* unit of each token's mix, or the power of logits */
 };
 
 /* How far a CTA has come in its work items. They are numbers i, i + grid...; or, where IS_EVEN, an
@@ -120,8 +121,8 @@ template <typename Shape> struct logits_memory {
     alignas(16) float weights[SLOTS][Shape::BLOCK_HEADS];
     alignas(8) uint64_t found[Shape::STAGES]; /* a bit per key that exists */
     logits_task<Shape> tasks[SLOTS];
-    uint32_t largest[2][2][2]; /* bits for two sets of tokens, by token and query warp */
-    logits_walk walk;          /* if even: the start of the CTA's share */
+    uint2 largest[2][2][2]; /* bits for two sets of tokens, by token and query warp */
+    logits_walk walk;       /* if even: the start of the CTA's share */
     int32_t sums[CTA_WARPS];
     alignas(8) uint64_t full[Shape::STAGES];
     uint64_t empty[Shape::STAGES];

@@ -12,8 +12,10 @@
  *              Barriers (__syncthreads): values written | values read.
  * Roofline     2 * rows * H * L * n FLOP in fp32, without tensor cores: 26 G for the queries of
  *              DeepSeek-V3 and 120 G for its output, 2.2 ms at the 67 TFLOP/s of an H200.
- * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Products
- *              are summed in fp32 in the order of n, and rounded once where out is bf16.
+ * Numerics     Every operand is an fp32 number: the value times its scale, rounded once. Values of
+ *              x in a tile with a scale above 2^100 are multiples of a power of two, and so are its
+ *              sums. Products are summed in fp32 in the order of n, and rounded once where out is
+ *              bf16.
  * Source       The formula of the absorbed projections (DeepSeek-V2, 2.1.2); the kernel is ours.
  */
 #include "core/params_projection.h"
@@ -62,10 +64,29 @@ element_of(int i, bool n_is_inner)
     return n_is_inner ? element{index / STEP, index % STEP} : element{index % TILE, index / TILE};
 }
 
+/* What a tile's values of x are multiples of: 1, unless a value times its scale may be beyond fp32.
+ * Its product with w may fit. All threads of the block call this. */
+__device__ __forceinline__ float
+choose_unit(const smla_absorb_params &p, const tile_start &tile)
+{
+    if (p.x.scale == NULL) {
+        return 1.0f;
+    }
+    const int bits = p.x.scale_column_bits;
+    const int64_t row = tile.row + threadIdx.x % TILE;
+    const int64_t first = tile.head * p.head_columns;
+    bool is_huge = false;
+    for (int64_t column = first; row < p.num_rows && column < first + p.num_values;
+         column = ((column >> bits) + 1) << bits) {
+        is_huge |= fabsf(smla_scale_of_element(&p.x, row, column)) > 0x1p100f;
+    }
+    return __syncthreads_or(is_huge) ? 0x1p32f : 1.0f;
+}
+
 /* Loads a thread's elements of both operands. Those outside of the arrays are 0. */
 __device__ __forceinline__ void
-load_step(const smla_absorb_params &p, const tile_start &tile, int64_t first, float (&x)[LOADS],
-          float (&w)[LOADS])
+load_step(const smla_absorb_params &p, const tile_start &tile, int64_t first, float unit,
+          float (&x)[LOADS], float (&w)[LOADS])
 {
     const bool x_inner = llabs(p.x.stride_column) <= llabs(p.x.stride_row);
     const bool w_inner = llabs(p.w_stride_value) <= llabs(p.w_stride_latent);
@@ -74,7 +95,8 @@ load_step(const smla_absorb_params &p, const tile_start &tile, int64_t first, fl
         const element ex = element_of(i, x_inner);
         const int64_t row = tile.row + ex.at;
         const bool has_x = row < p.num_rows && first + ex.n < p.num_values;
-        x[i] = has_x ? load_weight(p.x, row, tile.head * p.head_columns + first + ex.n) : 0.0f;
+        x[i] =
+            has_x ? load_weight(p.x, row, tile.head * p.head_columns + first + ex.n, unit) : 0.0f;
         const element ew = element_of(i, w_inner);
         const int64_t latent = tile.latent + ew.at;
         const bool has_w = latent < p.num_latents && first + ew.n < p.num_values;
@@ -134,7 +156,7 @@ multiply_step(const operands &shared, int first_row, int first_latent, float (&s
 
 __device__ __forceinline__ void
 write_sums(const smla_absorb_params &p, const tile_start &tile, int first_row, int first_latent,
-           const float (&sums)[OWN][OWN])
+           float unit, const float (&sums)[OWN][OWN])
 {
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
@@ -148,9 +170,9 @@ write_sums(const smla_absorb_params &p, const tile_start &tile, int first_row, i
             const int64_t at = row * p.out_stride_row + tile.head * p.out_stride_head +
                                latent * p.out_stride_latent;
             if (p.is_fp32) {
-                ((float *)p.out)[at] = sums[r][l];
+                ((float *)p.out)[at] = sums[r][l] * unit;
             } else {
-                ((uint16_t *)p.out)[at] = smla_float_to_bf16(sums[r][l]);
+                ((uint16_t *)p.out)[at] = smla_float_to_bf16(sums[r][l] * unit);
             }
         }
     }
@@ -174,15 +196,16 @@ __launch_bounds__(THREADS) absorb_kernel(const __grid_constant__ absorb_args arg
                                  (index - block_row * args.latent_tiles.divisor) * TILE};
         float sums[OWN][OWN] = {};
         float x[LOADS], w[LOADS];
-        load_step(p, tile, 0, x, w);
+        const float unit = choose_unit(p, tile);
+        load_step(p, tile, 0, unit, x, w);
         for (int64_t n = 0; n < p.num_values; n += STEP) {
             store_step(p, shared, x, w);
             __syncthreads(); /* the values are written */
-            load_step(p, tile, n + STEP, x, w);
+            load_step(p, tile, n + STEP, unit, x, w);
             multiply_step(shared, first_row, first_latent, sums);
             __syncthreads(); /* no thread reads them any more */
         }
-        write_sums(p, tile, first_row, first_latent, sums);
+        write_sums(p, tile, first_row, first_latent, unit, sums);
     }
 }
 

@@ -24,6 +24,14 @@ find_rule(const smla_varlen_params &p, const varlen_tile &tile)
     return varlen_rule{is_early ? 1.0f : scale, scale, is_early};
 }
 
+/* The power of two that results are multiplied with at last, instead of v_descale: its quotient by
+ * a sum may leave fp32 where results do not. */
+__device__ __forceinline__ float
+find_value_unit(float v_scale)
+{
+    return v_scale < 0x1p-64f ? 0x1p-64f : v_scale > 0x1p64f ? 0x1p64f : 1.0f;
+}
+
 /* Returns the factor that turns a row's out into its result, and writes the row's lse if `writes`.
  * A row without keys, or with no logit but -inf, has sum 0. */
 __device__ __forceinline__ float
@@ -80,6 +88,7 @@ write_results(const varlen_args &args, const varlen_tile &tile, int first_row, i
 {
     const smla_varlen_params &p = args.p;
     const float v_scale = load_scale(p.v_descale, tile);
+    const float unit = find_value_unit(v_scale);
 #pragma unroll
     for (int m = 0; m < Shape::M; m++) {
 #pragma unroll
@@ -94,15 +103,15 @@ write_results(const varlen_args &args, const varlen_tile &tile, int first_row, i
             const varlen_row place = find_row(args, tile, row);
             const int64_t token = tile.request.first_query + place.query;
             const float reference = rows.reference[m][i] - WEIGHT_SHIFT<HALF>;
-            const float factor = finish_row(p, token, place.head, reference, sum, v_scale,
+            const float factor = finish_row(p, token, place.head, reference, sum, v_scale / unit,
                                             lane_idx() % 4 == 0 && first_value == 0);
             const int64_t start = token * p.out_stride_token + place.head * p.out_stride_head +
                                   first_value + lane_idx() % 4 * 2;
 #pragma unroll
             for (int v = 0; v < Shape::V; v++) {
                 if (first_value + 8 * v < p.value_dim) {
-                    const float low = sum == 0.0f ? 0.0f : out[m][v][2 * i] * factor;
-                    const float high = sum == 0.0f ? 0.0f : out[m][v][2 * i + 1] * factor;
+                    const float low = sum == 0.0f ? 0.0f : out[m][v][2 * i] * factor * unit;
+                    const float high = sum == 0.0f ? 0.0f : out[m][v][2 * i + 1] * factor * unit;
                     write_pair(args, start + 8 * v, low, high);
                 }
             }

@@ -124,7 +124,8 @@ decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
     return values;
 }
 
-/* The key's scale for scale tile `tile` of 128 values. It multiplies the sums over that tile. */
+/* The key's scale for scale tile `tile` of 128 values, divided by the unit of keys. It multiplies
+ * the sums over that tile. */
 static __device__ __forceinline__ float
 load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &key, int tile)
 {
@@ -132,12 +133,11 @@ load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &k
     if (key.row == NULL) {
         return 1.0f;
     }
-    if (facts.scale_type == SMLA_SCALE_FP32) {
-        return __ldg((const float *)key.scales + tile);
-    }
-    return facts.scale_type == SMLA_SCALE_CACHE
-               ? smla_load_given_scale(launch.params.kv_scale[list])
-               : 1.0f;
+    const float scale =
+        facts.scale_type == SMLA_SCALE_FP32    ? __ldg((const float *)key.scales + tile)
+        : facts.scale_type == SMLA_SCALE_CACHE ? smla_load_given_scale(launch.params.kv_scale[list])
+                                               : 1.0f;
+    return launch.has_key_unit ? scale * smla_inverse_unit(find_key_unit(launch)) : scale;
 }
 
 /* ---- A block ------------------------------------------------------------------------------- */

@@ -4,6 +4,7 @@
  */
 #pragma once
 
+#include "cuda/attention/partials/softmax.cuh"
 #include "cuda/attention/table/kernels.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
@@ -55,6 +56,7 @@ typedef struct attention_launch {
         num_segments;   /* segments per item where items may be cut (cut_work_items.cuh), else 1 */
     bool q_is_aligned;  /* every row of q_nope and q_pe is aligned to 16 bytes */
     bool out_is_paired; /* every row of out is aligned to 4 bytes */
+    bool has_key_unit;  /* smla_has_key_unit */
     float scale_log2;   /* softmax_scale * log2(e) */
     float wgmma_scale_log2;     /* scale_log2 * WGMMA_CORRECTION */
     smla_partial_rows partials; /* unused with one split, unless items are cut */
@@ -123,15 +125,23 @@ typedef struct work_item {
 
 enum { NOT_PARTIAL = -1 }; /* the item has all keys of its token, and writes results */
 
+/* What scales of keys are divided by. Only kernels of keys in any format serve caches with a scale,
+ * and have a unit other than 1. */
+static __device__ __forceinline__ float
+find_key_unit(const attention_launch &launch)
+{
+    return launch.has_key_unit ? load_key_unit(launch.params.kv_scale) : 1.0f;
+}
+
 /* Kernels that read scales of logits use this instead of scale_log2. The two are equal if the
- * scales are 1. */
+ * scales are 1. Scores are divided by the unit of keys. */
 static __device__ __forceinline__ float
 find_scale_log2(const attention_launch &launch)
 {
     const smla_attention_params &params = launch.params;
     const float scale = __fdiv_rn(params.softmax_scale * smla_load_given_scale(params.q_scale),
                                   smla_load_given_scale(params.logit_divisor));
-    return (float)(scale * 1.4426950408889634074);
+    return (float)((double)scale * (double)find_key_unit(launch) * 1.4426950408889634074);
 }
 
 /* What makes logits of scores, in the log2 domain. */

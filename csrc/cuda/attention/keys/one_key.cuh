@@ -303,7 +303,8 @@ attend_one_key(const attention_launch &launch, const work_item &item, const list
         if (item.first_row == NOT_PARTIAL) {
             const float sink = softmax_sink(params, item.first_head + head);
             weight *= softmax_finish(params, item.token, item.first_head + head, max_log2, sum,
-                                     sink, lane == 0);
+                                     sink, lane == 0) *
+                      (CODED ? find_key_unit(launch) : 1.0f);
         } else if (lane == 0) {
             *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
                 make_float2(max_log2, sum);

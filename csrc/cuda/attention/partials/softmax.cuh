@@ -3,7 +3,8 @@
  *
  * A row is (max_log2, sum, out): the largest score so far in the log2 domain, and sum and out as
  * multiples of 2^reference(max_log2). The reference is an integer, the maximum rounded up. So every
- * rescaling is by a power of two and exact, however often the maximum moves.
+ * rescaling is by a power of two and exact, however often the maximum moves. In calls with a unit
+ * of keys, out is divided by it.
  */
 #pragma once
 
@@ -11,6 +12,14 @@
 #include "core/numeric.h"
 #include "core/params_attention.h"
 #include "cuda/ptx/launch.cuh"
+
+/* smla_choose_key_unit of a call's scales. */
+static __device__ __forceinline__ float
+load_key_unit(const smla_given_scale kv_scale[2])
+{
+    return smla_choose_key_unit(smla_load_given_scale(kv_scale[0]),
+                                smla_load_given_scale(kv_scale[1]));
+}
 
 /* The reference: an integer to subtract from the scores; 0 where there are no scores. */
 static __device__ __forceinline__ float

@@ -424,9 +424,10 @@ finish_rows(const attention_launch &launch, const work_item &item, bool is_only,
     const float sum = row.sum * unit;
     if (item.first_row == NOT_PARTIAL) {
         const float sink = softmax_sink(launch.params, item.first_head + head);
-        shared->factor[head] =
-            unit * softmax_finish(launch.params, item.token, item.first_head + head, row.max_log2,
-                                  sum, sink, true);
+        const float key_unit = Tile::CODED ? find_key_unit(launch) : 1.0f;
+        shared->factor[head] = unit * key_unit *
+                               softmax_finish(launch.params, item.token, item.first_head + head,
+                                              row.max_log2, sum, sink, true);
         return;
     }
     *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =

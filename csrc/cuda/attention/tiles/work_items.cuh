@@ -198,6 +198,7 @@ make_launch(const smla_attention_params *params)
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
     launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
+    launch.has_key_unit = smla_has_key_unit(params);
     launch.out_is_paired =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
     return launch;
