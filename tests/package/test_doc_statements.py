@@ -110,6 +110,16 @@ def rounded_columns() -> int:
     return call.run(sparse_mla)[0].shape[1] - call.get("window")
 
 
+def positions_of_indexer() -> str:
+    """The result of the lightning indexer that is below the tokens' contexts: no slots."""
+    call = FACTS["lightning_indexer"].good()
+    positions, slots, _ = call.run(sparse_mla)
+    names = {id(call.get(name)): name for name in ("out", "slots")}
+    context = call.get("context_lens")[:, None]
+    assert (positions < context).all() and (slots >= context).any()
+    return names[id(positions)]
+
+
 STATED = {
     "docs/operators.md": (
         f"whole keys of {LATENT} values, or an indexer's of {INDEX} → their slots",
@@ -118,6 +128,7 @@ STATED = {
         f"{KEYS} ({LATENT} + {ROPE}), or {LATENT} without RoPE.",
         f"`mixed` (one call on the FP8 cache; below {MIN_HEADS} heads)",
     ),
+    "docs/c.md": (f"7 needs `topk_indices`, the `{positions_of_indexer()}` of 6.",),
     "docs/gpu.md": (
         f"A device has {constant('csrc/cuda/host/launch.c', 'MAX_GRAPHS')} such graphs, and "
         f"{constant('csrc/cuda/host/launch.c', 'MAX_PAIR_GRAPHS')} of two kernels",
