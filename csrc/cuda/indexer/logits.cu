@@ -46,12 +46,24 @@ struct head_group {
     uint4 words[K_STEPS / 2][SMLA_WARP_LANES];
 };
 
-/* What a block has in shared memory: groups of heads, their weights, and a power per token. */
-__host__ __device__ constexpr int
+/* What a block has in shared memory. */
+struct block_memory {
+    int32_t powers[MOST_TOKENS]; /* smla_weight_power of each token */
+    head_group groups[1];        /* and others behind it; then weights */
+};
+
+constexpr int
 shared_bytes_of(int groups)
 {
-    return groups * (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float)) +
-           MOST_TOKENS * (int)sizeof(int32_t);
+    return (int)offsetof(block_memory, groups) +
+           groups * (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
+}
+
+/* The weights of heads, group by group. */
+__device__ __forceinline__ float *
+weights_of(const logits_args &args, block_memory *memory)
+{
+    return (float *)(memory->groups + args.block_tokens * args.chunk_groups);
 }
 
 /* ---- Powers of two ------------------------------------------------------------------------- */
@@ -61,6 +73,15 @@ __device__ __forceinline__ float
 multiply_by_power(double x, int power)
 {
     return (float)(x * __hiloint2double((1023 + power) << 20, 0));
+}
+
+/* smla_key_power for four scales in a word. */
+__device__ __forceinline__ int
+key_power_of(uint32_t scales)
+{
+    uint8_t bytes[4];
+    memcpy(bytes, &scales, sizeof bytes);
+    return smla_key_power(smla_largest_exponent(bytes, 4));
 }
 
 /* The scales of a head's FP4 query. */
@@ -85,41 +106,50 @@ query_power_of(const smla_logits_params &p, int64_t token, int64_t head)
     return smla_query_power(bytes, 4);
 }
 
-/* powers[n] = smla_weight_power of a work item's token n. A warp takes a token. Returns whether one
- * of the thread's weights has to be multiplied. */
-__device__ __forceinline__ bool
-find_weight_powers(const smla_logits_params &p, const logits_work_item &work, int32_t *powers)
+__device__ __forceinline__ uint32_t
+shift_query(uint32_t scales)
 {
-    const int num_tokens = (int)(work.end_token - work.first_token);
-    bool has_powers = false;
+    uint8_t bytes[4];
+    memcpy(bytes, &scales, sizeof bytes);
+    return shift_scales(scales, -smla_query_power(bytes, 4));
+}
+
+/* Whether a token's smla_weight_power may not be 0 because of one of its weights. */
+__device__ __forceinline__ bool
+may_be_extreme(float weight)
+{
+    const float size = fabsf(weight);
+    return size >= 0x1p60f || (size < 0x1p-64f && size != 0.0f);
+}
+
+/* powers[n] = smla_weight_power of token first_token + n. A warp takes a token. */
+__device__ __forceinline__ void
+find_weight_powers(const smla_logits_params &p, int64_t first_token, int num_tokens,
+                   int32_t *powers)
+{
     for (int i = (int)threadIdx.x / SMLA_WARP_LANES; i < num_tokens; i += BLOCK_WARPS) {
-        const int64_t token = work.first_token + i;
+        const int64_t token = first_token + i;
         int largest = INT_MIN;
         for (int64_t head = lane_idx(); head < p.num_heads; head += SMLA_WARP_LANES) {
             const float weight = __ldg(p.weights + token * p.weights_stride_token + head);
-            const int power = query_power_of(p, token, head);
-            largest = max(largest, smla_weight_exponent(weight, power));
-            has_powers |= power != 0;
+            largest = max(largest, smla_weight_exponent(weight, query_power_of(p, token, head)));
         }
-        const int divided = smla_weight_power(__reduce_max_sync(ALL_LANES, largest));
-        powers[i] = divided;
-        has_powers |= divided != 0;
+        powers[i] = smla_weight_power(__reduce_max_sync(ALL_LANES, largest));
     }
-    return has_powers;
 }
 
 /* Multiplies the weights of part `part` of the heads, which are in shared memory. */
 __device__ __forceinline__ void
-multiply_weights(const logits_args &args, const logits_work_item &work, int part,
-                 const int32_t *powers, float *weights)
+multiply_weights(const logits_args &args, int64_t first_token, int num_tokens, int part,
+                 block_memory *memory)
 {
+    float *const weights = weights_of(args, memory);
     const int count = args.chunk_groups * GROUP_HEADS;
-    const int num_tokens = (int)(work.end_token - work.first_token);
     for (int i = (int)threadIdx.x; i < num_tokens * count; i += BLOCK_THREADS) {
         const int64_t head = (int64_t)part * count + i % count;
         if (head < args.p.num_heads) {
-            const int power = query_power_of(args.p, work.first_token + i / count, head);
-            weights[i] = multiply_by_power((double)weights[i], power - powers[i / count]);
+            const int power = query_power_of(args.p, first_token + i / count, head);
+            weights[i] = multiply_by_power((double)weights[i], power - memory->powers[i / count]);
         }
     }
 }
@@ -128,7 +158,8 @@ multiply_weights(const logits_args &args, const logits_work_item &work, int part
 
 template <bool IS_HALF, bool IS_FP4>
 __device__ __forceinline__ void
-widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *fragment)
+widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *fragment,
+           bool *has_power)
 {
     const smla_logits_params &p = args.p;
     const uint8_t *const row = p.q + token * p.q_stride_token + head * p.q_stride_head;
@@ -139,34 +170,36 @@ widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *f
     } else {
         load_row<IS_FP4, 1>(row, scales, &raw);
     }
-    if (IS_FP4) {
-        const int power = query_power_of(p, token, head);
-        raw.scales = power == 0 ? raw.scales : shift_scales(raw.scales, -power);
+    if (IS_FP4 && may_have_power(raw.scales) != 0) {
+        *has_power = true;
+        raw.scales = shift_query(raw.scales);
     }
     widen_row<IS_HALF>(raw, 0, fragment);
 }
 
-/* Brings part `part` of the heads of a work item's tokens to shared memory. Heads that do not exist
- * become zeros. */
+/* Brings part `part` of the heads of some tokens to shared memory. Heads that do not exist become
+ * zeros. Returns whether the thread has seen a query or a weight that may have a power. */
 template <bool IS_HALF>
-__device__ __forceinline__ void
-bring_heads(const logits_args &args, const logits_work_item &work, int part, head_group *groups,
-            float *weights)
+__device__ __forceinline__ bool
+bring_heads(const logits_args &args, int64_t first_token, int num_tokens, int part,
+            block_memory *memory)
 {
+    head_group *const groups = memory->groups;
+    float *const weights = weights_of(args, memory);
     const smla_logits_params &p = args.p;
     const int count = args.chunk_groups;
     const int64_t first_head = (int64_t)part * count * GROUP_HEADS;
-    const int num_tokens = (int)(work.end_token - work.first_token);
     const int lane = lane_idx();
+    bool has_power = false;
     for (int i = (int)threadIdx.x / SMLA_WARP_LANES; i < num_tokens * count; i += BLOCK_WARPS) {
-        const int64_t token = work.first_token + i / count;
+        const int64_t token = first_token + i / count;
         const int64_t head = first_head + i % count * GROUP_HEADS + lane / 4;
         row_fragment fragment = {};
         if (head < p.num_heads) {
             if (!IS_HALF && p.q_scale != NULL) {
-                widen_head<IS_HALF, true>(args, token, head, &fragment);
+                widen_head<IS_HALF, true>(args, token, head, &fragment, &has_power);
             } else {
-                widen_head<IS_HALF, false>(args, token, head, &fragment);
+                widen_head<IS_HALF, false>(args, token, head, &fragment, &has_power);
             }
         }
 #pragma unroll
@@ -177,9 +210,34 @@ bring_heads(const logits_args &args, const logits_work_item &work, int part, hea
         }
         if (lane < GROUP_HEADS) {
             const int64_t own = first_head + i % count * GROUP_HEADS + lane;
-            weights[i * GROUP_HEADS + lane] =
+            const float weight =
                 own < p.num_heads ? __ldg(p.weights + token * p.weights_stride_token + own) : 0.0f;
+            weights[i * GROUP_HEADS + lane] = weight;
+            has_power = has_power || may_be_extreme(weight);
         }
+    }
+    return has_power;
+}
+
+/* Brings a part of the heads, and multiplies weights that have a power. All threads of the block
+ * call it. Not inlined, because the loop over keys would be far longer. */
+template <bool IS_HALF>
+__device__ __noinline__ void
+bring_part(const logits_args &args, int64_t first_token, int num_tokens, int part,
+           block_memory *memory)
+{
+    if (threadIdx.x < num_tokens) {
+        memory->powers[threadIdx.x] = 0;
+    }
+    const bool may_have = bring_heads<IS_HALF>(args, first_token, num_tokens, part, memory);
+    /* If the compiler did not know that the whole warp takes the branch, which has barriers, it
+     * would align the warp again before every product. */
+    const int is_rare = __syncthreads_or(may_have || args.head_chunks > 1);
+    if (same_in_warp((uint32_t)is_rare) != 0) {
+        find_weight_powers(args.p, first_token, num_tokens, memory->powers);
+        __syncthreads(); /* all see the powers */
+        multiply_weights(args, first_token, num_tokens, part, memory);
+        __syncthreads();
     }
 }
 
@@ -219,24 +277,36 @@ load_keys(const smla_kv_token &key, raw_row<IS_FP4> raw[4], float *scale)
     }
 }
 
-/* Shifts scales of FP4 keys that are large or small, and returns the power of the lane's key. */
-__device__ __forceinline__ int
+/* Shifts scales of FP4 keys that are large or small. Returns whether the warp may have such keys. */
+__device__ __forceinline__ bool
 shift_keys(raw_row<true> raw[4])
 {
-    int power = 0;
+    uint32_t may_have = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int own = key_power_of(raw[i].scales);
-        raw[i].scales = own == 0 ? raw[i].scales : shift_scales(raw[i].scales, own);
-        power = lane_idx() % 4 == i ? own : power;
+        may_have |= may_have_power(raw[i].scales);
     }
-    return power;
+    const bool is_rare = __any_sync(ALL_LANES, may_have != 0);
+    if (is_rare) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            raw[i].scales = shift_scales(raw[i].scales, key_power_of(raw[i].scales));
+        }
+    }
+    return is_rare;
 }
 
-__device__ __forceinline__ int
-shift_keys(raw_row<false>[4])
+/* The power of an FP4 key, whose scales are loaded again, because holding the powers of all keys
+ * would cost registers. */
+__device__ __noinline__ int
+find_key_power(const logits_args &args, int64_t source, int64_t column)
 {
-    return 0; /* their scales multiply sums */
+    const smla_kv_token key = find_key(args, source, column);
+    uint32_t scales = 0;
+    if (key.row != NULL) {
+        load_bytes<1>(key.scales, &scales);
+    }
+    return key_power_of(scales);
 }
 
 /* sums[i] += weight * relu(q . key i) for the groups of a token. Lane (g, c) adds heads 2 c and
@@ -310,8 +380,7 @@ store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t c
 template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
 score_run(const logits_args &args, const logits_work_item &work, int64_t first_token,
-          int64_t end_token, bool has_powers, const int32_t *powers, head_group *groups,
-          float *weights)
+          int64_t end_token, block_memory *memory)
 {
     const smla_logits_params &p = args.p;
     const int64_t source = source_of(p, first_token);
@@ -336,8 +405,11 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
 #pragma unroll 1
     for (int64_t tile = work.first; tile < longest; tile += TILE_KEYS, own += TILE_KEYS) {
         const float scale = next_scale;
-        const int key_power = shift_keys(raw);
         const bool exists = next_exists;
+        bool is_rare = false;
+        if constexpr (IS_FP4) {
+            is_rare = shift_keys(raw);
+        }
         row_fragment keys[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -356,16 +428,13 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
             for (int part = 0; part < args.head_chunks; part++) {
                 if (args.head_chunks > 1) {
                     __syncthreads();
-                    bring_heads<IS_HALF>(args, work, part, groups, weights);
-                    __syncthreads();
-                    if (has_powers) {
-                        multiply_weights(args, work, part, powers, weights);
-                        __syncthreads();
-                    }
+                    bring_part<IS_HALF>(args, work.first_token,
+                                        (int)(work.end_token - work.first_token), part, memory);
                 }
                 const int first_group = (int)(token - work.first_token) * args.chunk_groups;
                 const int64_t first_head = (int64_t)part * args.chunk_groups * GROUP_HEADS;
-                add_groups<IS_HALF>(keys, groups + first_group, weights + first_group * GROUP_HEADS,
+                add_groups<IS_HALF>(keys, memory->groups + first_group,
+                                    weights_of(args, memory) + first_group * GROUP_HEADS,
                                     args.chunk_groups, p.num_heads - first_head, sums);
             }
             if constexpr (IS_HALF && SMLA_E4M3_UNIT != 1.0f) {
@@ -374,8 +443,11 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
                     sums[i] *= SMLA_E4M3_UNIT * SMLA_E4M3_UNIT;
                 }
             }
-            store_sums(p, token, own, context, exists, fabsf(scale),
-                       powers[token - work.first_token] - key_power, sums);
+            int power = (int)same_in_warp((uint32_t)memory->powers[token - work.first_token]);
+            if (IS_FP4 && is_rare) {
+                power -= find_key_power(args, source, own);
+            }
+            store_sums(p, token, own, context, exists, fabsf(scale), power, sums);
         }
     }
 }
@@ -384,29 +456,18 @@ template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits_args args)
 {
-    extern __shared__ __align__(16) uint8_t memory[];
+    extern __shared__ __align__(16) uint8_t shared[];
     ptx_wait_for_grids();
-    head_group *const groups = (head_group *)memory;
-    float *const weights = (float *)(groups + args.block_tokens * args.chunk_groups);
-    int32_t *const powers =
-        (int32_t *)(weights + args.block_tokens * args.chunk_groups * GROUP_HEADS);
+    block_memory *const memory = (block_memory *)shared;
     for (int64_t number = blockIdx.x; number < args.num_work_items; number += gridDim.x) {
         const logits_work_item work = find_work_item(args, number, args.block_tokens);
-        if (args.head_chunks == 1) {
-            bring_heads<IS_HALF>(args, work, 0, groups, weights);
-        }
-        bool has_powers = find_weight_powers(args.p, work, powers);
+        const int num_tokens = (int)(work.end_token - work.first_token);
+        bring_part<IS_HALF>(args, work.first_token, num_tokens, 0, memory);
         fill_rest(args.p, work, (int)threadIdx.x, BLOCK_THREADS);
-        has_powers = __syncthreads_or(has_powers);
-        if (has_powers && args.head_chunks == 1) {
-            multiply_weights(args, work, 0, powers, weights);
-            __syncthreads();
-        }
         int64_t token = work.first_token;
         while (token < work.end_token) {
             const int64_t next = end_of_run(args.p, token, work.end_token);
-            score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, has_powers, powers,
-                                                  groups, weights);
+            score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, memory);
             token = next;
         }
         __syncthreads(); /* all have used the heads, which the next work item overwrites */

@@ -152,6 +152,13 @@ fill_rest(const smla_logits_params &p, const logits_work_item &work, int thread,
     }
 }
 
+/* Returns x, which is the same in every lane of the warp; the result tells the compiler so. */
+static __device__ __forceinline__ uint32_t
+same_in_warp(uint32_t x)
+{
+    return __reduce_max_sync(0xFFFFFFFFu, x);
+}
+
 /* max(x, 0), or NaN for NaN. */
 static __device__ __forceinline__ float
 relu(float x)

@@ -206,14 +206,14 @@ largest_bits(const float (&values)[COUNT])
     return __reduce_max_sync(ALL_LANES, largest);
 }
 
-/* Divides a token's weights by a power of two, after all threads of the mixer have read them. */
+/* Multiplies a token's weights after all threads of the mixer have read them. */
 template <typename Shape>
 __device__ __forceinline__ void
-divide_weights(float power, float *weights)
+multiply_weights(float factor, float *weights)
 {
     __syncwarp();
     for (int head = mix_thread<Shape>(); head < Shape::HEADS; head += Shape::MIX_THREADS) {
-        weights[head] = (float)((double)weights[head] / (double)power);
+        weights[head] *= factor;
     }
 }
 
@@ -276,7 +276,8 @@ add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
             atomicOr(&task->plain, 1u << at);
         }
         if (power != 0.0f && at < num_tokens) {
-            divide_weights<Shape>(power, &shared->weights[slot][at * Shape::HEADS]);
+            multiply_weights<Shape>(is_huge ? 0x1p-64f : 0x1p64f,
+                                    &shared->weights[slot][at * Shape::HEADS]);
         }
         if (thread == 0 && at < num_tokens) {
             task->units[at] = is_plain ? power : __int_as_float(exponent << 23);

@@ -149,19 +149,13 @@ shift_scales(uint32_t scales, int power)
     return scales;
 }
 
-/* smla_key_power for four scales in a word. Most words have a scale from 2^-63 to 2^64, and none
- * above, which a few instructions see. */
-__device__ __forceinline__ int
-key_power_of(uint32_t scales)
+/* Not 0 if a key's or a query's power may not be 0, given the four scales in a word. Few usual words
+ * have a scale from 2^17 on, or none from 2^-63 on, which a few instructions see. */
+__device__ __forceinline__ uint32_t
+may_have_power(uint32_t scales)
 {
-    const bool has_large = (scales & scales << 1 & 0x80808080u) != 0;
-    const bool are_small = (scales & 0xC0C0C0C0u) == 0;
-    if (!has_large && !are_small) {
-        return 0;
-    }
-    uint8_t bytes[4];
-    memcpy(bytes, &scales, sizeof bytes);
-    return smla_key_power(smla_largest_exponent(bytes, 4));
+    const uint32_t large = scales & (scales << 1 | scales << 2 | scales << 3) & 0x80808080u;
+    return (scales & 0xC0C0C0C0u) == 0 ? 1 : large;
 }
 
 } /* namespace */

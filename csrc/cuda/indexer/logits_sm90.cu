@@ -140,13 +140,6 @@ fold_lanes(const float sums[Shape::TOKENS][2], float results[Shape::PAIRS])
     }
 }
 
-/* Returns x, which is the same in every lane of the warp; the result tells the compiler so. */
-__device__ __forceinline__ uint32_t
-same_in_warp(uint32_t x)
-{
-    return __reduce_max_sync(ALL_LANES, x);
-}
-
 /* Returns the descriptor of the address 16 n bytes further on; addresses do not carry into its
  * upper half. */
 __device__ __forceinline__ uint64_t
@@ -161,6 +154,24 @@ __device__ __forceinline__ int
 token_of_lane(int u)
 {
     return Shape::TOKENS > 1 ? 2 * u + (int)threadIdx.x % 4 / 2 : 0;
+}
+
+__device__ __forceinline__ void
+store_value(uint8_t *at, float logit, uint32_t value_bytes)
+{
+    if (value_bytes == sizeof(uint16_t)) {
+        *(uint16_t *)at = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
+    } else {
+        *(float *)at = logit;
+    }
+}
+
+/* Stores the logit of a token whose weights were divided by a power. A product that would leave
+ * fp32 comes last. */
+__device__ __noinline__ void
+store_scaled(uint8_t *at, float sum, float factor, float power, uint32_t value_bytes)
+{
+    store_value(at, power > 1.0f ? sum * factor * power : sum * (factor * power), value_bytes);
 }
 
 /* Multiplies the tile of a stage, and stores its logits. `powers` are those of the warpgroup's
@@ -210,21 +221,21 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
 #pragma unroll
     for (int u = 0; u < Shape::PAIRS; u++) {
         const float mix = smla_bits_float(smla_float_bits(mixes[u] * to.units[u]) ^ sign);
-        float logit = (results[u] + mix) * factor;
-        const int token = token_of_lane<Shape>(u);
-        if (to.scaled >> token & 1) { /* a product that would leave fp32 comes last */
-            const float power = powers[token];
-            logit = power > 1.0f ? logit * power : (results[u] + mix) * (factor * power);
-        }
-        logit = exists ? logit : -INFINITY;
+        const float logit = exists ? (results[u] + mix) * factor : -INFINITY;
         uint8_t *const at = to.at[u] + tile * (TILE_KEYS * value_bytes);
         if ((int)(tile * TILE_KEYS) >= to.left[u]) {
             continue;
         }
-        if (value_bytes == sizeof(uint16_t)) {
-            *(uint16_t *)at = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
-        } else {
-            *(float *)at = logit;
+        store_value(at, logit, value_bytes);
+    }
+    if (to.scaled != 0) { /* rare: stores these tokens' logits again */
+#pragma unroll
+        for (int u = 0; u < Shape::PAIRS; u++) {
+            const int token = token_of_lane<Shape>(u);
+            if ((to.scaled >> token & 1) != 0 && exists && (int)(tile * TILE_KEYS) < to.left[u]) {
+                store_scaled(to.at[u] + tile * (TILE_KEYS * value_bytes), results[u], factor,
+                             powers[token], value_bytes);
+            }
         }
     }
 }

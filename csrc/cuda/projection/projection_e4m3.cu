@@ -78,7 +78,7 @@ template <typename Shape> struct tile_memory {
     /* All quarters' but the first one's. Not in the rings' memory: compute-sanitizer's racecheck
      * reports races there, although all threads meet between the reads and the writes. */
     float sums[QUARTERS - 1][Shape::VALUES][QUARTER_THREADS];
-    bool is_lost; /* a result is not finite */
+    bool is_lost[BLOCK_THREADS / SMLA_WARP_LANES]; /* a result of the warp is not finite */
 };
 
 template <typename Shape> struct tile_sums {
@@ -395,22 +395,26 @@ store_tile(const e4m3_projection &args, int64_t number, const tile_sums<Shape> &
 #pragma unroll
         for (int j = 0; j < own.PAIRS; j++) {
             const float *const pair = sums.d[i / 2][j] + i % 2 * 2;
-            is_lost |= store_pair(args, own.head, own.token + 8 * i, own.outer + 8 * j,
-                                  pair[0] * scales[j].first, pair[1] * scales[j].second);
+            is_lost |=
+                has_lost(store_pair(args, own.head, own.token + 8 * i, own.outer + 8 * j,
+                                    pair[0] * scales[j].first, pair[1] * scales[j].second, 0));
         }
     }
     return is_lost;
 }
 
-/* Computes again the results of a tile that are not finite. */
+/* Computes again the results of a block's tiles that are not finite. */
 template <typename Shape>
 __device__ __forceinline__ void
-mend_tile(const e4m3_projection &args, int64_t number)
+mend_tiles(const e4m3_projection &args)
 {
-    const lane_results<Shape> own = find_results<Shape>(args, number);
 #pragma unroll 1
-    for (int i = 0; i < own.ROWS * own.PAIRS; i++) {
-        mend_pair(args, own.head, own.token + i % own.ROWS * 8, own.outer + i / own.ROWS * 8);
+    for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
+        const lane_results<Shape> own = find_results<Shape>(args, number);
+#pragma unroll 1
+        for (int i = 0; i < own.ROWS * own.PAIRS; i++) {
+            mend_pair(args, own.head, own.token + i % own.ROWS * 8, own.outer + i / own.ROWS * 8);
+        }
     }
 }
 
@@ -422,25 +426,21 @@ __launch_bounds__(BLOCK_THREADS, 1) project_e4m3(const __grid_constant__ e4m3_pr
     tile_memory<Shape> *const shared = (tile_memory<Shape> *)memory;
     const int quarter = (int)threadIdx.x / QUARTER_THREADS;
     const int team = quarter / HALVES, half = quarter % HALVES;
-    shared->is_lost = false; /* the first tile's barriers lie between this and a true */
+    bool *const is_lost = &shared->is_lost[threadIdx.x / SMLA_WARP_LANES];
+    *is_lost = false;
+    __syncwarp();
     ptx_wait_for_grids();
     for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         tile_sums<Shape> sums;
         sum_quarter<PER_OUTPUT>(args, number, team, half, &shared->rings[team], &sums);
         add_quarters(quarter, shared, &sums);
-        if (quarter == 0) {
-            if (store_tile<PER_OUTPUT>(args, number, sums)) {
-                shared->is_lost = true;
-            }
+        if (quarter == 0 && store_tile<PER_OUTPUT>(args, number, sums)) {
+            *is_lost = true;
         }
     }
-    __syncthreads(); /* the mark is visible */
-    /* After the last tile, because there registers are free. */
-    if (threadIdx.x < QUARTER_THREADS && shared->is_lost) {
-#pragma unroll 1
-        for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
-            mend_tile<Shape>(args, number);
-        }
+    __syncwarp();
+    if (*is_lost) { /* after the last tile, because there registers are free */
+        mend_tiles<Shape>(args);
     }
 }
 

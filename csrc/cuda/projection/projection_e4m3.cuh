@@ -7,8 +7,6 @@
  */
 #pragma once
 
-#include <float.h>
-
 #include "core/projection_scale.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
@@ -108,17 +106,26 @@ load_output_scales(const smla_projection_params &p, int64_t head, int64_t outer)
                          outer + 1 < p.outer_dim ? __ldg(scale + p.scales.w_stride_outer) : 0.0f};
 }
 
-/* Stores the results of outputs `outer` and outer + 1, if they exist. Returns whether one of them
- * is not finite, so that mend_pair must look at them. */
+/* Tells from pairs of results whether one of them was not finite, so that mend_pair must look at
+ * them. Sums of results times 0, in bf16: 0 or -0, unless one was infinite or NaN. */
+typedef uint32_t lost_results;
+
 static __device__ __forceinline__ bool
+has_lost(lost_results lost)
+{
+    return (lost & 0x7FFF7FFFu) != 0;
+}
+
+/* Stores the results of outputs `outer` and outer + 1, if they exist, and adds them to `lost`. */
+static __device__ __forceinline__ lost_results
 store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,
-           float second)
+           float second, lost_results lost)
 {
     const smla_projection_params &p = args.p;
     uint16_t *const out = p.out + token * p.out_stride_token + head * p.out_stride_head + outer;
     const uint32_t pair = smla_cvt_bf16x2(first, second);
     if (token >= p.num_tokens || outer >= p.outer_dim) {
-        return false;
+        return lost;
     }
     if (args.pairs_are_aligned && outer + 1 < p.outer_dim) {
         smla_store_vector_1(out, &pair);
@@ -128,7 +135,7 @@ store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t out
             out[1] = (uint16_t)(pair >> 16);
         }
     }
-    return !(fabsf(first) + fabsf(second) <= FLT_MAX);
+    return ptx_fma_bf16x2(pair, 0, lost);
 }
 
 /* ---- Results that fp32 cannot sum ---------------------------------------------------------- */

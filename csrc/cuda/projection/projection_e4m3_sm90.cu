@@ -209,7 +209,7 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
         const int64_t token = tile.token + token_of_thread();
         const int64_t outer = tile.outer + threadIdx.x % 4 * 2;
         output_scales scales = {1.0f, 1.0f};
-        bool is_lost = false;
+        lost_results lost = 0;
 #pragma unroll
         for (int i = 0; i < NUM_SUMS / 2; i++) {
             if constexpr (PER_OUTPUT) {
@@ -219,10 +219,10 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
                 sums[2 * i] *= scales.first;
                 sums[2 * i + 1] *= scales.second;
             }
-            is_lost |= store_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8,
-                                  sums[2 * i], sums[2 * i + 1]);
+            lost = store_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8, sums[2 * i],
+                              sums[2 * i + 1], lost);
         }
-        if (__any_sync(~0u, is_lost)) {
+        if (__any_sync(~0u, has_lost(lost))) {
 #pragma unroll 1
             for (int i = 0; i < NUM_SUMS / 2; i++) {
                 mend_pair(args, tile.head, token + i % 2 * 8, outer + i / 2 * 8);

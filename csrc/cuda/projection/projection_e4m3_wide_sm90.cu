@@ -429,13 +429,11 @@ token_of_pair(int i)
     return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
 }
 
-/* Returns whether the lane has a result that is not finite. */
 template <typename Shape, bool PER_OUTPUT>
-__device__ __forceinline__ bool
+__device__ __forceinline__ void
 store_block(const e4m3_projection &args, const result_tile &tile, int64_t outer,
-            const float (&sums)[Shape::SUMS])
+            const float (&sums)[Shape::SUMS], lost_results *lost)
 {
-    bool is_lost = false;
     output_scales scales = {1.0f, 1.0f};
     if constexpr (PER_OUTPUT) {
         scales = load_output_scales(args.p, tile.head, outer);
@@ -443,21 +441,45 @@ store_block(const e4m3_projection &args, const result_tile &tile, int64_t outer,
 #pragma unroll
     for (int i = 0; i < Shape::SUMS / 2; i++) {
         const int at = i / 2 * 4 + i % 2; /* the first output's; the second's is two behind */
-        is_lost |= store_pair(args, tile.head, token_of_pair(i), outer, sums[at] * scales.first,
-                              sums[at + 2] * scales.second);
+        *lost = store_pair(args, tile.head, token_of_pair(i), outer, sums[at] * scales.first,
+                           sums[at + 2] * scales.second, *lost);
     }
-    return is_lost;
+}
+
+/* The lane's first output of a tile. */
+__device__ __forceinline__ int64_t
+first_output(const result_tile &tile)
+{
+    const int group = (int)threadIdx.x / GROUP_THREADS;
+    return tile.outer + group * GROUP_OUTPUTS + output_of_lane();
+}
+
+/* Computes again the results of a block's tiles that are not finite. Not inlined, because a call
+ * from a cold cache would wait for this code where it ends. */
+template <typename Shape>
+__device__ __noinline__ void
+mend_tiles(const e4m3_projection &args)
+{
+#pragma unroll 1
+    for (int64_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
+        const result_tile tile = find_wide_tile(args, number);
+#pragma unroll 1
+        for (int i = 0; i < BLOCKS * Shape::SUMS / 2; i++) {
+            mend_pair(args, tile.head, token_of_pair(i % (Shape::SUMS / 2)),
+                      first_output(tile) + i / (Shape::SUMS / 2) * BLOCK_OUTPUTS);
+        }
+    }
 }
 
 template <typename Shape, bool PER_OUTPUT>
 __device__ __forceinline__ void
 consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
 {
-    const int group = (int)threadIdx.x / GROUP_THREADS;
     const uint64_t tokens = wgmma_descriptor(ptx_shared_address(shared->tokens[0][0]),
                                              8 * TOKEN_ROW_BYTES, WGMMA_SWIZZLE_128);
     const uint32_t first_chunk = first_chunk_of_lane();
     ring_position position = {0, 0};
+    lost_results lost = 0;
     for (uint32_t number = blockIdx.x; number < args.num_tiles; number += gridDim.x) {
         float sums[BLOCKS][Shape::SUMS] = {};
 #pragma unroll 1
@@ -469,20 +491,15 @@ consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
             advance<Shape>(&position);
         }
         const result_tile tile = find_wide_tile(args, number);
-        const int64_t outer = tile.outer + group * GROUP_OUTPUTS + output_of_lane();
-        bool is_lost = false;
+        const int64_t outer = first_output(tile);
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
-            is_lost |= store_block<Shape, PER_OUTPUT>(args, tile, outer + block * BLOCK_OUTPUTS,
-                                                      sums[block]);
+            store_block<Shape, PER_OUTPUT>(args, tile, outer + block * BLOCK_OUTPUTS, sums[block],
+                                           &lost);
         }
-        if (__any_sync(~0u, is_lost)) {
-#pragma unroll 1
-            for (int i = 0; i < BLOCKS * Shape::SUMS / 2; i++) {
-                mend_pair(args, tile.head, token_of_pair(i % (Shape::SUMS / 2)),
-                          outer + i / (Shape::SUMS / 2) * BLOCK_OUTPUTS);
-            }
-        }
+    }
+    if (__any_sync(~0u, has_lost(lost))) {
+        mend_tiles<Shape>(args);
     }
 }
 

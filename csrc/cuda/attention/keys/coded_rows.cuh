@@ -133,10 +133,11 @@ load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &k
     if (key.row == NULL) {
         return 1.0f;
     }
-    const float scale =
-        facts.scale_type == SMLA_SCALE_FP32    ? __ldg((const float *)key.scales + tile)
-        : facts.scale_type == SMLA_SCALE_CACHE ? smla_load_given_scale(launch.params.kv_scale[list])
-                                               : 1.0f;
+    const float scale = facts.scale_type == SMLA_SCALE_FP32
+                            ? __ldg((const float *)key.scales + tile)
+                        : facts.scale_type == SMLA_SCALE_CACHE
+                            ? smla_load_given_scale(launch.key_scales.given[list])
+                            : 1.0f;
     return launch.has_key_unit ? scale * smla_inverse_unit(find_key_unit(launch)) : scale;
 }
 

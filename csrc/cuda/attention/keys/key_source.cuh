@@ -67,7 +67,8 @@ typedef struct attention_launch {
     int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
     smla_attention_params params;
-    smla_divisor entry_tokens; /* dense.entry_tokens, which kernels of ranges read */
+    smla_divisor entry_tokens;   /* dense.entry_tokens, which kernels of ranges read */
+    given_key_scales key_scales; /* read where has_key_unit */
 } attention_launch;
 
 /* The number of slots, or, if a block table maps positions to slots, the number of positions. */
@@ -124,14 +125,6 @@ typedef struct work_item {
 } work_item;
 
 enum { NOT_PARTIAL = -1 }; /* the item has all keys of its token, and writes results */
-
-/* What scales of keys are divided by. Only kernels of keys in any format serve caches with a scale,
- * and have a unit other than 1. */
-static __device__ __forceinline__ float
-find_key_unit(const attention_launch &launch)
-{
-    return launch.has_key_unit ? load_key_unit(launch.params.kv_scale) : 1.0f;
-}
 
 /* Kernels that read scales of logits use this instead of scale_log2. The two are equal if the
  * scales are 1. Scores are divided by the unit of keys. */

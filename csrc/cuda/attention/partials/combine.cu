@@ -56,7 +56,7 @@ typedef struct combine_launch {
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     const int32_t *req_ids; /* DENSE: tokens with a negative one stay as they are */
-    smla_given_scale kv_scale[2];
+    given_key_scales key_scales;
 } combine_launch;
 
 static_assert(offsetof(combine_launch, num_heads) == 48 &&
@@ -259,7 +259,7 @@ combine_row(const combine_launch &launch, const row_index &index)
         fold_states<Shape>(index.partials, (int)threadIdx.x % SMLA_WARP_LANES);
     float factor = softmax_finish(launch, index.token, index.head, row.max_log2, row.sum, sink,
                                   threadIdx.x == 0);
-    factor = launch.has_key_unit ? factor * load_key_unit(launch.kv_scale) : factor;
+    factor *= find_key_unit(launch);
     factor = row.sum == 0.0f ? -0.0f : factor; /* makes the results of a row without keys +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
@@ -375,8 +375,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.num_heads = smla_make_divisor(params->num_heads);
     take_results(*params, &launch);
     launch.has_key_unit = smla_has_key_unit(params);
-    launch.kv_scale[0] = params->kv_scale[0];
-    launch.kv_scale[1] = params->kv_scale[1];
+    launch.key_scales = key_scales_of(params);
     const bool is_dense = smla_is_dense(params);
     launch.req_ids = is_dense ? params->lists[0].map.req_id_per_token : NULL;
     return (kernel->leaves_halves

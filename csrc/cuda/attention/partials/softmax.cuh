@@ -13,12 +13,35 @@
 #include "core/params_attention.h"
 #include "cuda/ptx/launch.cuh"
 
-/* smla_choose_key_unit of a call's scales. */
-static __device__ __forceinline__ float
-load_key_unit(const smla_given_scale kv_scale[2])
+/* A call's scales of caches, for smla_choose_key_unit. */
+typedef struct given_key_scales {
+    smla_given_scale given[2];
+    float unit; /* 0 if a scale is on the device */
+} given_key_scales;
+
+static inline given_key_scales
+key_scales_of(const smla_attention_params *params)
 {
-    return smla_choose_key_unit(smla_load_given_scale(kv_scale[0]),
-                                smla_load_given_scale(kv_scale[1]));
+    given_key_scales scales = {{params->kv_scale[0], params->kv_scale[1]}, 0.0f};
+    if (scales.given[0].pointer == NULL && scales.given[1].pointer == NULL) {
+        scales.unit = smla_choose_key_unit(scales.given[0].value, scales.given[1].value);
+    }
+    return scales;
+}
+
+/* What scales of keys are divided by. A launch says in front whether it may have a unit other than
+ * 1, because its scales lie further behind. */
+template <typename Launch>
+static __device__ __forceinline__ float
+find_key_unit(const Launch &launch)
+{
+    if (!launch.has_key_unit) {
+        return 1.0f;
+    }
+    return launch.key_scales.unit != 0.0f
+               ? launch.key_scales.unit
+               : smla_choose_key_unit(smla_load_given_scale(launch.key_scales.given[0]),
+                                      smla_load_given_scale(launch.key_scales.given[1]));
 }
 
 /* The reference: an integer to subtract from the scores; 0 where there are no scores. */

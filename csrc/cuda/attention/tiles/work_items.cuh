@@ -199,6 +199,7 @@ make_launch(const smla_attention_params *params)
     launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
     launch.has_key_unit = smla_has_key_unit(params);
+    launch.key_scales = key_scales_of(params);
     launch.out_is_paired =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
     return launch;
