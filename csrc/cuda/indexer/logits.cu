@@ -277,7 +277,7 @@ load_keys(const smla_kv_token &key, raw_row<IS_FP4> raw[4], float *scale)
     }
 }
 
-/* Shifts scales of FP4 keys that are large or small. Returns whether the warp may have such keys. */
+/* Shifts scales of FP4 keys that are large or small. Returns whether the warp may have such ones. */
 __device__ __forceinline__ bool
 shift_keys(raw_row<true> raw[4])
 {

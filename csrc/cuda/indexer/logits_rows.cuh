@@ -149,8 +149,8 @@ shift_scales(uint32_t scales, int power)
     return scales;
 }
 
-/* Not 0 if a key's or a query's power may not be 0, given the four scales in a word. Few usual words
- * have a scale from 2^17 on, or none from 2^-63 on, which a few instructions see. */
+/* Not 0 if a key's or a query's power may not be 0, given the four scales in a word. Few usual
+ * words have a scale from 2^17 on, or none from 2^-63 on, which a few instructions see. */
 __device__ __forceinline__ uint32_t
 may_have_power(uint32_t scales)
 {
