@@ -220,9 +220,9 @@ bring_heads(const logits_args &args, int64_t first_token, int num_tokens, int pa
 }
 
 /* Brings a part of the heads, and multiplies weights that have a power. All threads of the block
- * call it. Not inlined, because the loop over keys would be far longer. */
+ * call it. */
 template <bool IS_HALF>
-__device__ __noinline__ void
+__device__ __forceinline__ void
 bring_part(const logits_args &args, int64_t first_token, int num_tokens, int part,
            block_memory *memory)
 {
@@ -239,6 +239,17 @@ bring_part(const logits_args &args, int64_t first_token, int num_tokens, int par
         multiply_weights(args, first_token, num_tokens, part, memory);
         __syncthreads();
     }
+}
+
+/* The same within the loop over keys, where calls have more heads than shared memory. Not inlined,
+ * because the loop would be far longer. */
+template <bool IS_HALF>
+__device__ __noinline__ void
+bring_next_part(const logits_args &args, int64_t first_token, int num_tokens, int part,
+                block_memory *memory)
+{
+    __syncthreads(); /* no thread reads the part before */
+    bring_part<IS_HALF>(args, first_token, num_tokens, part, memory);
 }
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
@@ -427,9 +438,9 @@ score_run(const logits_args &args, const logits_work_item &work, int64_t first_t
             float sums[4] = {};
             for (int part = 0; part < args.head_chunks; part++) {
                 if (args.head_chunks > 1) {
-                    __syncthreads();
-                    bring_part<IS_HALF>(args, work.first_token,
-                                        (int)(work.end_token - work.first_token), part, memory);
+                    bring_next_part<IS_HALF>(args, work.first_token,
+                                             (int)(work.end_token - work.first_token), part,
+                                             memory);
                 }
                 const int first_group = (int)(token - work.first_token) * args.chunk_groups;
                 const int64_t first_head = (int64_t)part * args.chunk_groups * GROUP_HEADS;
