@@ -54,12 +54,38 @@ add_duos(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type,
     return is_subnormal ? (duo){join_units(sum.even), join_units(sum.odd)} : sum;
 }
 
+enum { MERGED_DUOS = 4 };
+
+/* add_duos for MERGED_DUOS duos from value `i` on, which share the look-up of a row. */
+SMLA_INLINE void
+add_many_duos(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t i,
+              duo sums[MERGED_DUOS])
+{
+    for (int64_t k = 0; k < num_rows; k++) {
+        const uint8_t *const row = element_at(rows->rows[k], type, i);
+        for (int j = 0; j < MERGED_DUOS; j++) {
+            const duo x =
+                weigh_duo(element_at(row, type, j * DUO), rows->weights[k], type, DUO, false);
+            sums[j] = k == 0 ? x : (duo){sums[j].even + x.even, sums[j].odd + x.odd};
+        }
+    }
+}
+
 SMLA_INLINE void
 add_rows(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t count,
          smla_float_type out_type, bool is_subnormal, uint8_t *out)
 {
     const int64_t out_bytes = element_bytes(out_type);
     int64_t i = 0;
+    if (num_rows > 2 && !is_subnormal) {
+        for (; i + MERGED_DUOS * DUO <= count; i += MERGED_DUOS * DUO) {
+            duo sums[MERGED_DUOS];
+            add_many_duos(rows, num_rows, type, i, sums);
+            for (int j = 0; j < MERGED_DUOS; j++) {
+                store_duo(sums[j], out_type, out + (i + j * DUO) * out_bytes);
+            }
+        }
+    }
     for (; i + DUO <= count; i += DUO) {
         store_duo(add_duos(rows, num_rows, type, i, DUO, is_subnormal), out_type,
                   out + i * out_bytes);

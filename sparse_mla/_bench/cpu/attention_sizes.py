@@ -204,6 +204,8 @@ def merge_sweeps() -> Iterator[Sweep]:
     yield Sweep("merge_attn_states", "tokens", FEW, lambda n: two(tokens=n))
     yield Sweep("merge_attn_states", "place", PLACES, placed(two, "out_a", "out_b"))
     yield Sweep("merge_attn_partials", "parts", FEW, parts)
+    many = (64, 32, 16, 8, 5, 4, 3, 2)
+    yield Sweep("merge_attn_partials", "parts of 128 rows", many, lambda n: parts(n, 128 // n))
     yield Sweep("merge_attn_partials", "heads", FEW, lambda n: parts(heads=n))
     yield Sweep("merge_attn_partials", "tokens", FEW, lambda n: parts(tokens=n))
 
