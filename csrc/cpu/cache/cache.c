@@ -241,7 +241,10 @@ check_request(const smla_gather_params *p, int64_t req, smla_error *error)
                          (long long)req);
     }
     const int64_t first_block = r.seq_start / p->kv.block_size;
-    const int64_t end_block = (r.seq_start + r.count - 1) / p->kv.block_size + 1;
+    const int64_t last = r.seq_start + r.count - 1 - first_block * p->kv.block_size;
+    /* Short requests often lie in one block, which needs no division. */
+    const int64_t end_block =
+        first_block + (last < p->kv.block_size ? 0 : last / p->kv.block_size) + 1;
     if (end_block > p->num_blocks) {
         return smla_fail(
             error, SMLA_ERROR_VALUE,
