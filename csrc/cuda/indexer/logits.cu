@@ -288,7 +288,7 @@ load_keys(const smla_kv_token &key, raw_row<IS_FP4> raw[4], float *scale)
     }
 }
 
-/* Shifts scales of FP4 keys that are large or small. Returns whether the warp may have such ones. */
+/* Shifts scales of FP4 keys that are large or small. Returns whether the warp may have such. */
 __device__ __forceinline__ bool
 shift_keys(raw_row<true> raw[4])
 {
