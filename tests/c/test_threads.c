@@ -392,12 +392,29 @@ repeat_call(void *argument)
     return NULL;
 }
 
-/* Calls so short that most workers wake too late: their callers do their shares, and the workers
- * are called again before they have seen that they were recalled. */
+enum { NUM_BUSY = 4 };
+
+static atomic_bool is_busy;
+
+static void *
+keep_busy(void *argument)
+{
+    while (atomic_load_explicit(&is_busy, memory_order_relaxed)) {
+    }
+    return argument;
+}
+
+/* Calls so short, and a host so busy, that most workers wake too late: their callers do their
+ * shares, and the workers are called again before they have seen that they were recalled. */
 static void
 test_short_calls_recall_workers(void)
 {
     static caller callers[NUM_CALLERS];
+    pthread_t busy[NUM_BUSY];
+    atomic_store(&is_busy, true);
+    for (int i = 0; i < NUM_BUSY; i++) {
+        EXPECT_EQ(pthread_create(&busy[i], NULL, keep_busy, NULL), 0);
+    }
     for (int i = 0; i < NUM_CALLERS; i++) {
         caller *const by = &callers[i];
         for (int copy = 0; copy < 2; copy++) {
@@ -415,6 +432,10 @@ test_short_calls_recall_workers(void)
         EXPECT_EQ(pthread_join(callers[i].thread, NULL), 0);
         EXPECT_EQ(callers[i].num_failed, 0);
         EXPECT_EQ(callers[i].num_wrong, 0);
+    }
+    atomic_store(&is_busy, false);
+    for (int i = 0; i < NUM_BUSY; i++) {
+        EXPECT_EQ(pthread_join(busy[i], NULL), 0);
     }
 }
 
