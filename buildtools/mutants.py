@@ -237,6 +237,10 @@ class Suite:
         is_idle = bool(changed) and {stem for stem, _ in changed} <= self.idle
         return "no work to do" not in text and not (is_idle and "obj/tests/" not in text)
 
+    def can_import(self, path):
+        """Whether a file of Python runs here, after a build without the C fault before it."""
+        return is_installed(frameworks_of(path)) and self.build()
+
     def cpu_objects(self):
         """The name and the digest of every object file of csrc/cpu."""
         paths = (TREE / "build/release/obj/csrc/cpu").rglob("*.o")
@@ -302,7 +306,7 @@ class Suite:
     def judge(self, fault):
         """The outcome of a fault that the copy holds, and what caught or explains the fault."""
         is_python = fault.path.endswith(".py")
-        if not (is_installed(frameworks_of(fault.path)) if is_python else self.compiles()):
+        if not (self.can_import(fault.path) if is_python else self.compiles()):
             return "not built", ""
         changed = {stem for stem, digest in self.built().items() if self.bytes[stem] != digest}
         if not is_python and not changed:

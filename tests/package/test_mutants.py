@@ -238,6 +238,10 @@ class FakeSuite(mutants.Suite):
     def compiles(self):
         return self.builds
 
+    def build(self):
+        self.changed = ()  # the source has no fault of C
+        return True
+
     def built(self):
         return self.bytes | dict.fromkeys(self.changed, 1)
 
@@ -331,6 +335,12 @@ def test_faults_of_an_integration_need_its_framework(path, installed, outcome, m
         mutants.importlib.util, "find_spec", lambda name: name if name in installed else None
     )
     assert FakeSuite().judge(SimpleNamespace(path=path))[0] == outcome
+
+
+def test_a_fault_of_python_runs_without_the_fault_of_c_before_it():
+    suite = FakeSuite(["_C.abi3"])
+    assert suite.judge(SimpleNamespace(path="sparse_mla/dense/layer.py"))[0] == "survived"
+    assert not suite.changed
 
 
 def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):

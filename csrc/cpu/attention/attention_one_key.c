@@ -143,10 +143,10 @@ widen_key(const smla_attention_params *params, const smla_only_key *only, wide_k
         const float scale = key->scales[tile] / key->units[tile];
         const vuint first = load_words(values, 2 * i);
         const vuint second = load_words(values, 2 * i + 1);
-        const duo scaled = {(vfloat)even_lanes(first, second) * scale,
-                            (vfloat)odd_lanes(first, second) * scale};
-        are_nan |= (scaled.even != scaled.even) | (scaled.odd != scaled.odd);
-        key->scaled[i] = scaled;
+        const vfloat even = (vfloat)even_lanes(first, second) * scale;
+        const vfloat odd = (vfloat)odd_lanes(first, second) * scale;
+        are_nan |= (even != even) | (odd != odd);
+        key->scaled[i] = (duo){even, odd};
     }
     key->has_nan = has_lane(are_nan);
 }
