@@ -44,3 +44,12 @@ def test_slots_of_a_window(window, block_size):
     position = np.arange(window)
     want = table[position // block_size] * block_size + position % block_size
     assert np.asarray(out)[0, :window].tolist() == held(want.tolist())
+
+
+def test_tokens_of_no_request():
+    """What lies behind the arrays of a batch without requests is not read."""
+    starts, lens = np.array([0, 3], np.int32)[:1], np.array([9], np.int32)[:0]
+    topk = np.zeros((3, 2), np.int32)
+    out, counts = sparse_mla.combine_topk_swa_indices(topk, starts, lens, lens, 4, 1, 2, 20, 10)
+    assert (np.asarray(out) == -1).all()
+    assert not np.asarray(counts).any()
