@@ -78,6 +78,19 @@ def test_three_factors(exponents, kind):
     check(q, weights, keys, q_scale, wide)
 
 
+@pytest.mark.parametrize("exponents", [(0, 118, -118), (118, 0, -118), (-118, -118, 118)])
+@pytest.mark.parametrize("key", [-100, -40, 0, 40, 100])
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+@pytest.mark.parametrize("num_heads", [3, 64])
+def test_weights_of_neighbours(num_heads, kind, key, exponents):
+    """Tokens that have the same keys, and weights of very different sizes."""
+    rng = np.random.default_rng(num_heads)
+    keys = draw(rng, (1, S), kind, key)
+    q = draw(rng, (T, num_heads), "fp8", 0)[0]
+    weights = np.concatenate([draw_weights(rng, num_heads, x)[:1] for x in exponents])
+    check(q, weights, keys)
+
+
 @pytest.mark.parametrize("num_heads", [4, 64])
 def test_ordinary_tokens_keep_their_bits(num_heads):
     """Beside a token with large weights and a key with a large scale."""
