@@ -12,7 +12,7 @@ from library import sparse_mla
 from test_batch_bounds import fields_of
 from test_v4_builder import make_config, v4
 
-PADDING = [0, 1, 100, 150]  # of at most 160 tokens
+PADDING = [0, 1, 100, 150]  # tokens; a step has at most 160
 
 
 @pytest.mark.parametrize("padding", PADDING)

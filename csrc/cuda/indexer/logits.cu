@@ -49,7 +49,7 @@ struct head_group {
 /* What a block has in shared memory. */
 struct block_memory {
     int32_t powers[MOST_TOKENS]; /* smla_weight_power of each token */
-    head_group groups[1];        /* and others behind it; then weights */
+    head_group groups[1];        /* the first one; then weights */
 };
 
 constexpr int
