@@ -20,6 +20,7 @@ from library import sparse_mla
 from sparse_mla import _C
 
 UNIFORM_PATHS = ["mixed", "separate", "direct"]
+ALL_PATHS = ["mixed", "separate", "bf16", "direct"]
 
 
 def build(batch, **config):
@@ -562,12 +563,13 @@ def test_other_options_of_a_config_from_both_sides():
     served = {"auto": {"bf16"}, "bfloat16": {"bf16"}}
     served["fp8_ds_mla"] = {"mixed", "separate", "direct"}
     for dtype, paths in served.items():
-        for path in ("mixed", "separate", "bf16", "direct", None):
+        for path in (*ALL_PATHS, None):
             if path is None or path in paths:
                 assert make(kv_cache_dtype=dtype, path=path).path == path
                 continue
-            rule = f"must be .* for a {dtype} cache, got '{path}'"
-            with pytest.raises(ValueError, match=f"^Config: `path` {rule}"):
+            names = " or ".join(f"'{x}'" for x in ALL_PATHS if x in paths)
+            rule = f"must be {names} for a {dtype} cache, got '{path}'"
+            with pytest.raises(ValueError, match=f"^Config: `path` {rule}$"):
                 make(kv_cache_dtype=dtype, path=path)
     for name in ("kv_cache_dtype", "path"):
         for bad in ("", 0, False, "fp8", "BF16"):
