@@ -958,8 +958,8 @@ def test_read_only_memory_is_seen_when_it_comes(package, gpu):
 
 
 def test_the_device_that_is_not_there(package, gpu):
-    with pytest.raises(RuntimeError, match=r"\(cuda:0 to cuda:1\), got cuda:2"):
-        package.merge_attn_states(*[on_gpu(x, 2) for x in STATES])
+    with pytest.raises(RuntimeError, match=r"\(cuda:0 to cuda:2\), got cuda:3"):
+        package.merge_attn_states(*[on_gpu(x, 3) for x in STATES])
     with pytest.raises(RuntimeError, match=r"device of this build \(cpu or cuda\), got DLPack"):
         package.merge_attn_states(*[Producer(x, device=(10, 0)) for x in STATES])
 

@@ -172,14 +172,16 @@ PYTHON_API int
 fake_gpu_refuse_silently(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
                          void (*set_error)(void *context, const char *kind, const char *message));
 
-/* Two idle H200s. Live memory and events stay alive, because the extension frees them later. */
+/* Two idle H200s and an A100. Live memory and events stay alive, because the extension frees them
+ * later. */
 void
 fake_gpu_reset(void)
 {
     static bool is_started;
     if (!is_started) {
         reset_fake();
-        fake.num_devices = 2;
+        fake.num_devices = 3;
+        fake.older = 2;
         is_started = true;
     }
     fake.num_good = -1;

@@ -77,7 +77,8 @@ struct CUgraphExec_st {
 static struct {
     int num_devices;
     int current;    /* the current device */
-    int capability; /* facts of every device: this and those below */
+    int older;      /* the number of a device of capability 80; 0: none */
+    int capability; /* facts of every other device: this and those below */
     int num_sms;
     int shared_bytes;
     int driver_version;
@@ -259,8 +260,9 @@ cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr name, int device)
     const cudaError_t code =
         device >= fake.num_devices ? cudaErrorInvalidDevice : answer("cudaDeviceGetAttribute");
     if (code == cudaSuccess) {
-        *value = name == cudaDevAttrComputeCapabilityMajor         ? fake.capability / 10
-                 : name == cudaDevAttrComputeCapabilityMinor       ? fake.capability % 10
+        const int capability = device == fake.older && device > 0 ? 80 : fake.capability;
+        *value = name == cudaDevAttrComputeCapabilityMajor         ? capability / 10
+                 : name == cudaDevAttrComputeCapabilityMinor       ? capability % 10
                  : name == cudaDevAttrMultiProcessorCount          ? fake.num_sms
                  : name == cudaDevAttrMaxSharedMemoryPerBlockOptin ? fake.shared_bytes
                                                                    : -1;
