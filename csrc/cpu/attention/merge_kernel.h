@@ -28,6 +28,8 @@ join_units(vfloat count)
     return (vfloat)(((vuint)sum - 0x4B000000u) | sign); /* the bits of 2^23 */
 }
 
+enum { MERGED_DUOS = 4 };
+
 /* `left` values, or a whole duo, times the row's weight. */
 SMLA_INLINE duo
 weigh_duo(const uint8_t *row, float weight, smla_float_type type, int64_t left, bool is_subnormal)
@@ -39,34 +41,34 @@ weigh_duo(const uint8_t *row, float weight, smla_float_type type, int64_t left, 
     return (duo){weight * x.even, weight * x.odd};
 }
 
-/* The sum of the rows' values from value `i` on. */
-SMLA_INLINE duo
+/* Stores the sums of the rows' values from value `i` on: of `num_duos` duos, which share a row's
+ * address, or of `left` values of one. */
+SMLA_INLINE void
 add_duos(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t i,
-         int64_t left, bool is_subnormal)
+         const int num_duos, int64_t left, smla_float_type out_type, bool is_subnormal,
+         uint8_t *out)
 {
-    const uint8_t *const first = element_at(rows->rows[0], type, i);
-    duo sum = weigh_duo(first, rows->weights[0], type, left, is_subnormal);
+    duo sums[MERGED_DUOS];
+    for (int j = 0; j < num_duos; j++) {
+        sums[j] = weigh_duo(element_at(rows->rows[0], type, i + j * DUO), rows->weights[0], type,
+                            left, is_subnormal);
+    }
     for (int64_t k = 1; k < num_rows; k++) {
         const uint8_t *const row = element_at(rows->rows[k], type, i);
-        const duo x = weigh_duo(row, rows->weights[k], type, left, is_subnormal);
-        sum = (duo){sum.even + x.even, sum.odd + x.odd};
+        for (int j = 0; j < num_duos; j++) {
+            const duo x = weigh_duo(element_at(row, type, j * DUO), rows->weights[k], type, left,
+                                    is_subnormal);
+            sums[j] = (duo){sums[j].even + x.even, sums[j].odd + x.odd};
+        }
     }
-    return is_subnormal ? (duo){join_units(sum.even), join_units(sum.odd)} : sum;
-}
-
-enum { MERGED_DUOS = 4 };
-
-/* add_duos for MERGED_DUOS duos from value `i` on, which share the look-up of a row. */
-SMLA_INLINE void
-add_many_duos(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t i,
-              duo sums[MERGED_DUOS])
-{
-    for (int64_t k = 0; k < num_rows; k++) {
-        const uint8_t *const row = element_at(rows->rows[k], type, i);
-        for (int j = 0; j < MERGED_DUOS; j++) {
-            const duo x =
-                weigh_duo(element_at(row, type, j * DUO), rows->weights[k], type, DUO, false);
-            sums[j] = k == 0 ? x : (duo){sums[j].even + x.even, sums[j].odd + x.odd};
+    for (int j = 0; j < num_duos; j++) {
+        const duo sum =
+            is_subnormal ? (duo){join_units(sums[j].even), join_units(sums[j].odd)} : sums[j];
+        uint8_t *const to = out + (i + j * DUO) * element_bytes(out_type);
+        if (left < DUO) {
+            store_part_of_duo(sum, out_type, left, to);
+        } else {
+            store_duo(sum, out_type, to);
         }
     }
 }
@@ -75,24 +77,15 @@ SMLA_INLINE void
 add_rows(const smla_weighted_rows *rows, int64_t num_rows, smla_float_type type, int64_t count,
          smla_float_type out_type, bool is_subnormal, uint8_t *out)
 {
-    const int64_t out_bytes = element_bytes(out_type);
     int64_t i = 0;
-    if (num_rows > 2 && !is_subnormal) {
-        for (; i + MERGED_DUOS * DUO <= count; i += MERGED_DUOS * DUO) {
-            duo sums[MERGED_DUOS];
-            add_many_duos(rows, num_rows, type, i, sums);
-            for (int j = 0; j < MERGED_DUOS; j++) {
-                store_duo(sums[j], out_type, out + (i + j * DUO) * out_bytes);
-            }
-        }
+    for (; num_rows > 2 && i + MERGED_DUOS * DUO <= count; i += MERGED_DUOS * DUO) {
+        add_duos(rows, num_rows, type, i, MERGED_DUOS, DUO, out_type, is_subnormal, out);
     }
     for (; i + DUO <= count; i += DUO) {
-        store_duo(add_duos(rows, num_rows, type, i, DUO, is_subnormal), out_type,
-                  out + i * out_bytes);
+        add_duos(rows, num_rows, type, i, 1, DUO, out_type, is_subnormal, out);
     }
     if (i < count) {
-        store_part_of_duo(add_duos(rows, num_rows, type, i, count - i, is_subnormal), out_type,
-                          count - i, out + i * out_bytes);
+        add_duos(rows, num_rows, type, i, 1, count - i, out_type, is_subnormal, out);
     }
 }
 
