@@ -27,6 +27,7 @@ def test_no_others_are_left():
 # A test of the host's checks alone is skipped where numbers are on the device.
 FILES = {
     "test_attention.py": [],
+    "test_one_key.py": [],
     "test_gpu_attention.py": [],
     "test_mla_attention.py": ["-k", "not query_starts_are_checked"],
 }
@@ -41,7 +42,7 @@ def test_attention(name):
 
 
 def test_one_key_is_its_value():
-    """test_attention.py, which runs above, has the other cases of one key."""
+    """test_one_key.py, which runs above, has the other cases of one key."""
     summary = run_portable(
         "-m", "pytest", "-q", *WITHOUT, "tests/attention/test_gpu_growth.py", "-k", "one_key"
     )

@@ -11,7 +11,7 @@ import pytest
 from cases import AttentionInputs
 from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
 from library import sparse_mla as library
-from test_attention import assert_is_the_value
+from test_one_key import assert_is_the_value
 
 import sparse_mla
 

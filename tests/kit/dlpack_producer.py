@@ -224,3 +224,14 @@ class Consumed(Producer):
         api.PyCapsule_SetName(capsule, name)
         _delete(address)
         return capsule
+
+
+def as_numpy(x) -> np.ndarray:
+    """A result of any type. A Tensor becomes an array of its dtype, ml_dtypes included."""
+    return np.asarray(x)
+
+
+def assert_same_bytes(got, want) -> None:
+    for x, y in zip(got, want, strict=True):
+        x = x.array if isinstance(x, Producer) else x
+        assert as_numpy(x).tobytes() == y.tobytes()

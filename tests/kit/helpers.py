@@ -328,6 +328,11 @@ def guarded_attention(
     return {name: buffer.check() for name, buffer in buffers.items()}
 
 
+def assert_same_results(a: dict, b: dict, what="") -> None:
+    for name in a:
+        assert_same_bits(a[name], b[name], f"{what} {name}")
+
+
 def assert_within_bounds(want: ref.Attention, got: dict, **tolerance) -> dict[str, float]:
     """Checks `got` against the bounds of the session's device, or those of `tolerance`."""
     ratios = ref.attention_ratios(want, **got, **(device.BOUNDS | tolerance))
