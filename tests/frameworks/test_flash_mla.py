@@ -6,225 +6,25 @@ through that package, too.
 
 import importlib
 import inspect
-import os
 from dataclasses import dataclass
 
 import cases
 import numpy as np
 import pytest
 import reference as ref
-from helpers import (
-    ALL_FRAMEWORKS,
-    assert_error_text,
-    assert_same_bits,
-    find_framework,
-    with_marks,
+from flash_mla_cases import (
+    DECODE,
+    ON_GPU,
+    PREFILL,
+    Arrays,
+    Decode,
+    Prefill,
+    assert_close,
+    assert_results,
 )
+from helpers import assert_same_bits
 
 from sparse_mla import flash_mla
-
-ON_GPU = os.environ.get("SMLA_DEVICE") == "cuda"
-DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
-
-
-# --- arrays --------------------------------------------------------------------------------------
-
-
-class Arrays:
-    """Moves NumPy arrays to a framework, on the device under test, and back."""
-
-    def __init__(self, name: str) -> None:
-        self.framework = find_framework(name)
-        self.is_torch = name == "torch"
-
-    def put(self, x):
-        if not isinstance(x, np.ndarray) or self.framework.name == "numpy":
-            return x  # already there, with its strides
-        x = self.framework.put(np.ascontiguousarray(x))
-        return x.to("cuda") if self.is_torch and ON_GPU else x
-
-    def get(self, x) -> np.ndarray:
-        return self.framework.get(x.cpu() if self.is_torch else x)
-
-    def call(self, function, *args, **kwargs) -> list[np.ndarray]:
-        args = [self.put(x) for x in args]
-        kwargs = {name: self.put(x) for name, x in kwargs.items()}
-        return [self.get(x) for x in function(*args, **kwargs)]
-
-
-@pytest.fixture(params=ALL_FRAMEWORKS)
-def arrays(request) -> Arrays:
-    return Arrays(request.param)
-
-
-@pytest.fixture(params=with_marks("numpy", "torch"))
-def writable_arrays(request) -> Arrays:
-    return Arrays(request.param)
-
-
-@pytest.fixture
-def torch_arrays() -> Arrays:
-    return Arrays("torch")
-
-
-# --- inputs --------------------------------------------------------------------------------------
-
-
-def peer_rows(rng, count: int, fmt: str) -> np.ndarray:
-    """Cache rows as flash_mla's tests make them: N(0, 1) / 10, scales that are powers of two."""
-    bits = ref.bf16_encode((rng.normal(0, 1, (count, 576)) / 10).astype(np.float32))
-    if fmt == "bf16":
-        return bits.view(ref.BF16)
-    rows = ref.quantize_rows(bits[:, :512], bits[:, 512:])
-    scales = rows[:, 512:528].view(np.float32)
-    exact = np.exp2(np.ceil(np.log2(scales)))
-    value = ref.bf16_decode(bits[:, :512]).reshape(count, 4, 128) / exact[..., None]
-    rows[:, :512] = ref.e4m3_encode(value).reshape(count, 512)
-    scales[:] = exact
-    return rows
-
-
-def peer_indices(rng, shape, num_slots: int) -> np.ndarray:
-    indices = rng.integers(0, num_slots, shape).astype(np.int32)
-    indices[rng.random(shape) < 0.1] = -1
-    return indices
-
-
-@dataclass
-class Decode:
-    """A decode call; `reference` returns out [b, s_q, H, 512] and lse [b, H, s_q]."""
-
-    b: int = 3
-    s_q: int = 2
-    H: int = 64
-    K: int = 128
-    pages: int = 7
-    block_size: int = 64
-    sink: bool = False
-    topk_length: bool = False
-    extra: bool = False
-    fmt: str = "fp8"
-    softmax_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng([self.b, self.s_q, self.H, self.K])
-        self.q = cases.random_bf16(rng, self.b, self.s_q, self.H, 576, std=0.1)
-        rows = peer_rows(rng, self.pages * self.block_size, self.fmt)
-        self.k_cache = rows.reshape(self.pages, self.block_size, 1, -1)
-        shape = (self.b, self.s_q, self.K)
-        self.indices = peer_indices(rng, shape, len(rows))
-        self.options: dict = {}
-        if self.sink:
-            sink = rng.normal(0, 3, self.H).astype(np.float32)
-            sink[: min(self.H, 2)] = [np.inf, -np.inf][: self.H]
-            self.options["attn_sink"] = sink
-        if self.topk_length:
-            length = rng.integers(0, self.K + 1, self.b).astype(np.int32)
-            length[0] = 0
-            self.options["topk_length"] = length
-        if self.extra:
-            extra = peer_rows(rng, 45, "fp8")
-            self.options["extra_k_cache"] = extra.reshape(5, 9, 1, 656)
-            self.options["extra_indices_in_kvcache"] = peer_indices(rng, (*shape[:2], 64), 45)
-            length = rng.integers(0, 65, self.b).astype(np.int32)
-            self.options["extra_topk_length"] = length
-        if self.softmax_scale is not None:
-            self.options["softmax_scale"] = self.softmax_scale
-
-    def run(self, arrays: Arrays, module=flash_mla, **changes) -> list[np.ndarray]:
-        meta, num_splits = module.get_mla_metadata()
-        options = {"is_fp8_kvcache": self.fmt == "fp8", "indices": self.indices} | self.options
-        q, k_cache = (changes.pop(name, getattr(self, name)) for name in ("q", "k_cache"))
-        return arrays.call(
-            getattr(module, DECODE),
-            *(q, k_cache, None, None, 512, meta, num_splits),
-            **(options | {"use_legacy": True} | changes),
-        )
-
-    def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        per_query = lambda x: None if x is None else np.repeat(x, self.s_q)  # noqa: E731
-        rows = self.b * self.s_q
-        flat = lambda x: None if x is None else x.reshape(rows, x.shape[-1])  # noqa: E731
-        want = ref.attention(
-            self.q.reshape(-1, self.H, 576),
-            self.k_cache,
-            flat(self.indices),
-            softmax_scale=576**-0.5 if self.softmax_scale is None else self.softmax_scale,
-            topk_length=per_query(self.options.get("topk_length")),
-            attn_sink=self.options.get("attn_sink"),
-            extra_kv=self.options.get("extra_k_cache"),
-            extra_indices=flat(self.options.get("extra_indices_in_kvcache")),
-            extra_topk_length=per_query(self.options.get("extra_topk_length")),
-        )
-        lse = np.where(np.isneginf(want.lse), np.inf, want.lse)
-        shape = (self.b, self.s_q, self.H)
-        return want.out.reshape(*shape, 512), lse.reshape(shape).swapaxes(1, 2)
-
-
-@dataclass
-class Prefill:
-    """A prefill call; `reference` returns out [T, H, 512], max_logits [T, H] and lse [T, H]."""
-
-    T: int = 5
-    H: int = 64
-    S: int = 200
-    K: int = 128
-    sink: bool = False
-    topk_length: bool = False
-    sm_scale: float = 576**-0.5
-    d_qk: int = 576
-
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng([self.T, self.H, self.S, self.K])
-        self.q = cases.random_bf16(rng, self.T, self.H, self.d_qk, std=0.1)
-        self.kv = peer_rows(rng, self.S, "bf16")[:, None, : self.d_qk]
-        self.indices = peer_indices(rng, (self.T, 1, self.K), self.S)
-        self.indices[self.indices == 0] = self.S + 3  # "numbers >= s_kv" are no keys, either
-        self.options: dict = {}
-        if self.sink:
-            self.options["attn_sink"] = rng.normal(0, 3, self.H).astype(np.float32)
-        if self.topk_length:
-            length = rng.integers(0, self.K + 1, self.T).astype(np.int32)
-            length[:1] = 0
-            self.options["topk_length"] = length
-
-    def run(self, arrays: Arrays, module=flash_mla, **changes) -> list[np.ndarray]:
-        q, kv = (changes.pop(name, getattr(self, name)) for name in ("q", "kv"))
-        indices = changes.pop("indices", self.indices)
-        options = self.options | {"use_legacy": True} | changes
-        return arrays.call(getattr(module, PREFILL), q, kv, indices, self.sm_scale, **options)
-
-    def reference(self) -> tuple[np.ndarray, ...]:
-        options = {"softmax_scale": self.sm_scale} | self.options
-        want = ref.attention(self.q, self.kv[:, 0], self.indices[:, 0], **options)
-        lse = np.where(np.isneginf(want.lse), np.inf, want.lse)
-        return want.out, want.max_logits, lse
-
-
-def assert_close(name: str, got, want, absolute: float, relative: float) -> None:
-    """The rule of flash_mla's tests: the same infinities, and errors and cosine within bounds."""
-    got, want = (ref.to_f32(x).astype(np.float64) for x in (got, np.asarray(want)))
-    assert got.shape == want.shape, name
-    infinite = np.isinf(want)
-    assert np.array_equal(got[infinite], want[infinite]), f"{name}: infinities"
-    got, want = got[~infinite], want[~infinite]
-    assert np.isfinite(got).all(), f"{name}: not finite"
-    excess = np.abs(got - want) - (absolute + relative * np.abs(want))
-    assert excess.max(initial=0) <= 0, f"{name}: {excess.max()} beyond the tolerance"
-    size = (got * got + want * want).sum()
-    cosine = 2 * (got * want).sum() / size if size else 1
-    assert abs(1 - cosine) <= 5e-6, f"{name}: cosine difference {1 - cosine}"
-
-
-def assert_results(got, want) -> None:
-    """Checks (out, *statistics), the results of either function."""
-    assert len(got) == len(want)
-    assert got[0].dtype == ref.BF16
-    assert_close("out", got[0], want[0], 1e-3, 2.01 / 128)
-    for i, (a, b) in enumerate(zip(got[1:], want[1:], strict=True)):
-        assert a.dtype == np.float32
-        assert_close(f"statistic {i}", a, b, 1e-6, 8.01 / 65536)
-
 
 # --- results -------------------------------------------------------------------------------------
 
@@ -237,6 +37,7 @@ DECODES = {
     "odd pages": {"block_size": 61, "pages": 9, "sink": True},
     "scale": {"softmax_scale": 0.21},
 }
+
 PREFILLS = {
     "plain": {},
     "sink": {"sink": True},
@@ -245,6 +46,7 @@ PREFILLS = {
     "without RoPE": {"d_qk": 512, "sink": True, "topk_length": True, "sm_scale": 512**-0.5},
     "scale": {"sm_scale": 0.3, "K": 256},
 }
+
 # only this library serves these; flash_mla's Hopper kernel refuses lengths in decode, for example
 MORE_DECODES = {
     "lengths": {"topk_length": True, "sink": True, "s_q": 1},
@@ -258,6 +60,7 @@ MORE_DECODES = {
     **{f"{h} heads, {k} indices": {"H": h, "K": k, "b": 2, "block_size": size}
        for h, k, size in ((1, 1, 1), (3, 7, 3), (17, 65, 64), (100, 63, 100), (127, 33, 64))},
 }  # fmt: skip
+
 MORE_PREFILLS = {
     f"{t} tokens, {h} heads, {k} indices": {"T": t, "H": h, "K": k, "topk_length": True}
     for t, h, k in ((0, 16, 64), (1, 1, 1), (3, 2, 65), (2, 127, 7), (4, 48, 0))
@@ -708,155 +511,3 @@ def test_one_query_per_request_copies_nothing(torch_arrays):
         assert work() == []
         q.clone()
         assert work(), "a copy is noticed"
-
-
-# --- refusals ------------------------------------------------------------------------------------
-
-
-def zeros(*shape, dtype=ref.BF16) -> np.ndarray:
-    return np.zeros(shape, dtype)
-
-
-REFUSED_DECODES = {
-    "dense, two KV heads": (
-        {"indices": None, "k_cache": zeros(2, 64, 2, 576)}, ValueError, "q",
-    ),
-    "dense, fp16": (
-        {"indices": None, "q": zeros(3, 2, 16, 576, dtype=np.float16)}, ValueError, "q",
-    ),
-    "dense, lengths of lists": (
-        {"indices": None, "topk_length": zeros(3, dtype=np.int32)}, ValueError, "topk_length",
-    ),
-    "dense, extra cache": (
-        {"indices": None, "extra_k_cache": zeros(2, 4, 1, 576)}, ValueError, "extra_k_cache",
-    ),
-    "causal": ({"causal": True}, ValueError, "causal"),
-    "old splits": ({"num_splits": zeros(4)}, ValueError, "num_splits"),
-    "splits alone": (
-        {"tile_scheduler_metadata": None, "num_splits": zeros(4)}, ValueError, "num_splits",
-    ),
-    "out in a flag's place": (
-        {"enable_batch_invariant": zeros(3, 2, 16, 512)}, TypeError, "enable_batch_invariant",
-    ),
-    "out in another's": ({"use_legacy": zeros(3, 2, 16, 512)}, TypeError, "use_legacy"),
-    "out of rank 3": ({"out": zeros(6, 16, 512)}, ValueError, "out"),
-    "out of more heads": ({"out": zeros(3, 2, 17, 512)}, ValueError, "out"),
-    "out of keys' size": ({"out": zeros(3, 2, 16, 576)}, ValueError, "out"),
-    "out turned": ({"out": zeros(2, 3, 16, 512)}, ValueError, "out"),
-    "out with a gap": ({"out": zeros(3, 3, 16, 512)[:, 1:]}, ValueError, "out"),
-    "out is a list": ({"out": [0]}, TypeError, "out"),
-    "dense FP8": ({"descale_q": zeros(1)}, ValueError, "descale_q"),
-    "v of 64": ({"head_dim_v": 64}, ValueError, "head_dim_v"),
-    "V4 queries": ({"q": zeros(3, 2, 16, 512)}, ValueError, "q"),
-    "V4 cache": ({"k_cache": zeros(2, 64, 1, 584, dtype=np.uint8)}, ValueError, "q"),
-    "no format's cache": ({"k_cache": zeros(2, 64, 1, 640, dtype=np.uint8)}, ValueError, "k_cache"),
-    "V4 format": ({"kv_format": "V4"}, ValueError, "kv_format"),
-    "bf16 of FP8": ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache"),
-    "FP8 of bf16": (
-        {"k_cache": zeros(2, 64, 1, 576), "is_fp8_kvcache": True}, ValueError, "is_fp8_kvcache",
-    ),
-    "q of rank 3": ({"q": zeros(6, 16, 576)}, ValueError, "q"),
-    "q is a list": ({"q": [1, 2]}, TypeError, "q"),
-    "indices of rank 2": ({"indices": zeros(6, 64, dtype=np.int32)}, ValueError, "indices"),
-    "indices turned": ({"indices": zeros(2, 3, 64, dtype=np.int32)}, ValueError, "indices"),
-    "lengths per query": ({"topk_length": zeros(6, dtype=np.int32)}, ValueError, "topk_length"),
-    "extra lengths": (
-        {"extra_topk_length": zeros(1, dtype=np.int32)}, ValueError, "extra_topk_length",
-    ),
-    "extra V4 cache": (
-        {"extra_k_cache": zeros(2, 4, 1, 288, dtype=np.uint8)}, ValueError, "q",
-    ),
-    "extra indices": (
-        {"extra_indices_in_kvcache": zeros(3, 64, dtype=np.int32)},
-        ValueError,
-        "extra_indices_in_kvcache",
-    ),
-}  # fmt: skip
-REFUSED_PREFILLS = {
-    "V4 queries": ({"q": zeros(5, 16, 512)}, ValueError, "q"),
-    "q of rank 4": ({"q": zeros(5, 1, 16, 576)}, ValueError, "q"),
-    "v of 576": ({"d_v": 576}, ValueError, "d_v"),
-    "two key heads": ({"kv": zeros(9, 2, 576)}, ValueError, "kv"),
-    "flat keys": ({"kv": zeros(9, 576)}, ValueError, "kv"),
-    "keys of no format": ({"kv": zeros(9, 1, 448)}, ValueError, "kv"),
-    "keys without RoPE": ({"kv": zeros(9, 1, 512)}, ValueError, "q"),
-    "flat indices": ({"indices": zeros(5, 64, dtype=np.int32)}, ValueError, "indices"),
-    "other tokens": ({"indices": zeros(4, 1, 64, dtype=np.int32)}, ValueError, "indices"),
-    "two index heads": ({"indices": zeros(5, 2, 64, dtype=np.int32)}, ValueError, "indices"),
-    "out in a flag's place": ({"use_legacy": zeros(5, 16, 512)}, TypeError, "use_legacy"),
-    "out of rank 4": ({"out": zeros(5, 1, 16, 512)}, ValueError, "out"),
-    "out of more tokens": ({"out": zeros(6, 16, 512)}, ValueError, "out"),
-    "out of more heads": ({"out": zeros(5, 17, 512)}, ValueError, "out"),
-    "out is a list": ({"out": [0]}, TypeError, "out"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_DECODES)
-def test_refused_decode(name):
-    changes, error, argument = REFUSED_DECODES[name]
-    case = Decode(H=16, K=64)
-    arguments = {
-        "q": case.q,
-        "k_cache": case.k_cache,
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": 512,
-        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
-        "indices": case.indices,
-    }
-    with pytest.raises(error) as caught:
-        flash_mla.flash_mla_with_kvcache(**(arguments | changes))
-    assert_error_text(caught.value, DECODE, [argument])
-
-
-@pytest.mark.parametrize("name", REFUSED_PREFILLS)
-def test_refused_prefill(name):
-    changes, error, argument = REFUSED_PREFILLS[name]
-    case = Prefill(H=16, K=64)
-    arguments = {"q": case.q, "kv": case.kv, "indices": case.indices, "sm_scale": 0.04}
-    with pytest.raises(error) as caught:
-        flash_mla.flash_mla_sparse_fwd(**(arguments | changes))
-    assert_error_text(caught.value, PREFILL, [argument])
-
-
-@pytest.mark.parametrize("what", ["two heads", "q", "k_cache", "descale_q"])
-def test_refusals_say_what_is_served(what):
-    names = {
-        "two heads": "dense, two KV heads",
-        "q": "V4 queries",
-        "k_cache": "no format's cache",
-        "descale_q": "dense FP8",
-    }
-    changes, error, _ = REFUSED_DECODES[names[what]]
-    case = Decode(H=16, K=64)
-    meta, _ = flash_mla.get_mla_metadata()
-    arguments = {"indices": case.indices} | changes
-    q, k_cache = arguments.pop("q", case.q), arguments.pop("k_cache", case.k_cache)
-    with pytest.raises(error, match=r"sparse MLA of DeepSeek-V3\.2"):
-        flash_mla.flash_mla_with_kvcache(q, k_cache, None, None, 512, meta, **arguments)
-
-
-def test_dense_decoding_needs_no_metadata():
-    assert flash_mla.get_mla_decoding_metadata(None, 128, 1) == (None, None)
-
-
-def test_the_core_s_errors_pass_through(arrays):
-    case = Decode(H=16, K=64)
-    with pytest.raises(TypeError, match="indices"):
-        case.run(arrays, indices=case.indices.astype(np.float32))
-    with pytest.raises(ValueError, match="128 heads"):
-        Decode(H=129, K=64, b=1).run(arrays)
-
-
-def test_the_core_checks_out():
-    numpy, decode, prefill = Arrays("numpy"), Decode(H=16, K=64), Prefill(H=16, K=64)
-    for case, shape in ((decode, (3, 2, 16, 512)), (prefill, (prefill.T, 16, 512))):
-        for dtype in (np.float32, np.float16, np.uint16):
-            with pytest.raises(TypeError, match="`out` must be bfloat16, got "):
-                case.run(numpy, out=zeros(*shape, dtype=dtype))
-        read_only = zeros(*shape)
-        read_only.flags.writeable = False
-        with pytest.raises(BufferError, match="`out` must be writable"):
-            case.run(numpy, out=read_only)
-        with pytest.raises(ValueError, match="`out` must not overlap `q`"):
-            case.run(numpy, out=case.q[..., :512])

@@ -7,8 +7,8 @@ import pytest
 import reference as ref
 from cases import cancel_neighbours, make_rows, random_bf16
 from dense_cases import Dense, Mask
+from flash_mla_cases import ON_GPU, Arrays
 from helpers import assert_same_bits, assert_within_bounds
-from test_flash_mla import ON_GPU, Arrays, arrays, writable_arrays  # noqa: F401 - fixtures
 
 from sparse_mla import flash_mla
 
@@ -19,7 +19,7 @@ def make(seq_lens, s_q=2, heads=16, fmt="bf16", causal=True, **changes) -> Dense
     return Dense(queries, seq_lens, heads, fmt, 64, mask=mask, is_uniform=True, **changes)
 
 
-def decode(arrays: Arrays, case: Dense, **options) -> list[np.ndarray]:  # noqa: F811
+def decode(arrays: Arrays, case: Dense, **options) -> list[np.ndarray]:
     q, cache, table, lens = case.arguments()
     meta = flash_mla.get_mla_metadata()[0]
     common = {"causal": case.mask.causal, "attn_sink": case.attn_sink} | options
@@ -31,7 +31,7 @@ def decode(arrays: Arrays, case: Dense, **options) -> list[np.ndarray]:  # noqa:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s_q", [1, 2, 4])
 @pytest.mark.parametrize("heads", [1, 3, 63, 128])
-def test_dense_decoding(arrays, heads, s_q, causal):  # noqa: F811
+def test_dense_decoding(arrays, heads, s_q, causal):
     """Also a request without keys, whose lse is +inf, and one with fewer keys than queries."""
     case = make([140, 0, 1, 64], s_q, heads, causal=causal, sink=heads == 3)
     out, lse = decode(arrays, case)
@@ -50,7 +50,7 @@ def test_dense_decoding(arrays, heads, s_q, causal):  # noqa: F811
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16_512"])
-def test_other_caches(arrays, fmt):  # noqa: F811
+def test_other_caches(arrays, fmt):
     case = make([70, 3], fmt=fmt)
     out, lse = decode(arrays, case)
     got = {
@@ -61,7 +61,7 @@ def test_other_caches(arrays, fmt):  # noqa: F811
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
-def test_batch_invariance(arrays, fmt):  # noqa: F811
+def test_batch_invariance(arrays, fmt):
     """Requests give the same bits alone and in a batch. Their 1024 keys cancel in pairs that are
     far from each other, so that rounding shows the order of the sum: without the option, a CPU
     splits the keys of up to 16 requests otherwise than those of 22."""
@@ -98,7 +98,7 @@ def test_batch_invariance(arrays, fmt):  # noqa: F811
         assert planned[0] != [x[:1].tobytes() for x in whole]
 
 
-def test_one_schedule_serves_calls_of_any_size(arrays):  # noqa: F811
+def test_one_schedule_serves_calls_of_any_size(arrays):
     """Engines keep the object of a step for all its layers, and some for the next step: no call
     takes from it what another one has planned."""
     meta = flash_mla.get_mla_metadata()[0]
@@ -134,7 +134,7 @@ def test_queries_with_gaps_are_copied():
     assert_same_bits(got, want)
 
 
-def test_out_is_written(writable_arrays):  # noqa: F811
+def test_out_is_written(writable_arrays):
     case = make([40, 9])
     put, get = writable_arrays.put, writable_arrays.get
     q, cache, table, lens = map(put, case.arguments())

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import make_topk_length
+from flash_mla_cases import DECODE, PREFILL, Arrays, zeros
 from helpers import ALL_FRAMEWORKS, assert_error_text, assert_same_bits, assert_within_bounds
 from row_formats import FORMATS, Pages
-from test_flash_mla import DECODE, PREFILL, Arrays, zeros
 from test_v4_attention import V4Case
 
 from sparse_mla import flash_mla

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import reference as ref
 from dense_cases import Mask
+from flash_mla_cases import Arrays
 from helpers import assert_same_bits, assert_within_bounds
-from test_flash_mla import Arrays, arrays, torch_arrays  # noqa: F401 - fixtures
 from varlen_cases import Varlen
 
 import sparse_mla
@@ -18,7 +18,7 @@ from sparse_mla import flash_mla
 SIZES = [(192, 128), (128, 128), (64, 64)]
 
 
-def run(arrays: Arrays, case: Varlen, **options) -> list[np.ndarray]:  # noqa: F811
+def run(arrays: Arrays, case: Varlen, **options) -> list[np.ndarray]:
     q, k, v, starts_q, starts_k = case.arguments()
     longest = max(case.query_lens, default=0), max(case.key_lens, default=0)
     common = {"softmax_scale": case.softmax_scale, "causal": case.mask.causal} | options
@@ -36,7 +36,7 @@ def make(dims=(192, 128), causal=True, **changes) -> Varlen:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", SIZES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_values(arrays, dims, kv_heads, causal):  # noqa: F811
+def test_values(arrays, dims, kv_heads, causal):
     case = make(dims, causal, kv_heads=kv_heads)
     out, lse = run(arrays, case)
     assert (out.shape, lse.shape) == ((87, 4, dims[1]), (87, 4))
@@ -44,7 +44,7 @@ def test_values(arrays, dims, kv_heads, causal):  # noqa: F811
     assert np.isneginf(lse[-3:]).all()
 
 
-def test_fp16(arrays):  # noqa: F811
+def test_fp16(arrays):
     case = make(q_type="fp16", kv_type="fp16")
     out, lse = run(arrays, case)
     assert out.dtype == np.float16
@@ -74,7 +74,7 @@ def test_a_call_is_varlen_attention():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dims", SIZES)
-def test_packed_arrays(arrays, dims, dtype):  # noqa: F811
+def test_packed_arrays(arrays, dims, dtype):
     """Views of one array, with the bits of three."""
     lens = [5, 70, 0, 9]
     case = Varlen(lens, lens, dims=dims, q_type=dtype, kv_type=dtype, mask=Mask(causal=True))
@@ -97,7 +97,7 @@ def test_packed_arrays(arrays, dims, dtype):  # noqa: F811
 
 
 @pytest.mark.torch
-def test_parameters(torch_arrays):  # noqa: F811
+def test_parameters(torch_arrays):
     """As the neighbours: there are no derivatives, so parameters need torch.no_grad()."""
     import torch
 
@@ -124,7 +124,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_refused(name):
-    arrays = [x.astype(np.int32) if x.dtype == np.int64 else x for x in FUNCTIONS[name]]  # noqa: F811
+    arrays = [x.astype(np.int32) if x.dtype == np.int64 else x for x in FUNCTIONS[name]]
     sizes = {p: 4 for p in inspect.signature(getattr(flash_mla, name)).parameters if "max" in p}
     sizes |= {"head_dim_qk": 16} if "packed" in name else {}
     function = getattr(flash_mla, name)

@@ -6,16 +6,8 @@ Where that package (the wheel sgl-flash-mla) is not installed, the comparisons a
 import helpers
 import pytest
 import reference as ref
-from test_flash_mla import (
-    DECODES,
-    PREFILLS,
-    Arrays,
-    Decode,
-    Prefill,
-    assert_results,
-    check_layer_of_a_model,
-    check_signatures,
-)
+from flash_mla_cases import Arrays, Decode, Prefill, assert_results
+from test_flash_mla import DECODES, PREFILLS, check_layer_of_a_model, check_signatures
 
 from sparse_mla import flash_mla
 

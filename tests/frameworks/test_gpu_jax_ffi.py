@@ -9,7 +9,8 @@ import cases
 import numpy as np
 import pytest
 from helpers import assert_same_bits, assert_within_bounds, find_framework
-from test_jax_ffi import CALLS, decode, moved, plain, run_through
+from jax_calls import CALLS, moved, plain
+from test_jax_ffi import decode, run_through
 
 import sparse_mla
 
