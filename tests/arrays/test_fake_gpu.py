@@ -12,7 +12,7 @@ import numpy as np
 import operators
 import pytest
 import reference as ref
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from dlpack_producer import CUDA, NAMES, Legacy, Producer, api, assert_returned
 from exchange_producer import DTYPE_OF, Exchanged, NoMemory
 from fake_gpu import (

@@ -11,7 +11,7 @@ import engine
 import numpy as np
 import pytest
 import test_fake_gpu as fakes
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from fake_gpu import CupyArray
 from helpers import assert_same_bits
 from test_fake_gpu_failures import PLACE, PUTS, make_dense_config, values

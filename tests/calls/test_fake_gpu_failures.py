@@ -13,7 +13,7 @@ import numpy as np
 import operators
 import pytest
 import test_fake_gpu as fakes
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from dlpack_producer import CUDA, Producer
 from exchange_producer import Exchanged
 from fake_gpu import OUT_OF_MEMORY, UNKNOWN_ERROR, CupyArray, give_back, on_gpu

@@ -18,7 +18,7 @@ import numpy as np
 import operators
 import pytest
 import reference as ref
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from fake_gpu import Driver, load, on_gpu
 from helpers import assert_keeps_nothing, assert_same_bits, require
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import operators
 import pytest
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 
 import sparse_mla

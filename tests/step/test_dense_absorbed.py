@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import random_bf16
+from dense_steps import Case, Exact, count_merges, draw, travel, wide
 from helpers import NO_NAN, Guarded, assert_same_bits
-from test_dense_separate import Case, Exact, count_merges, draw, travel, wide
 
 import sparse_mla as package
 

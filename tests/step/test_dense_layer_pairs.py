@@ -8,10 +8,10 @@ import device
 import numpy as np
 import pytest
 import reference as ref
+from dense_steps import ARRAYS, Case, count_merges, travel, wide
 from helpers import NO_NAN, assert_same_bits
 from pairs import Output, Spy, assert_complete, assert_fields_differ, cover
 from test_dense_absorbed import IN_BF16, IN_FP8, SCHEMES, Layer, distance
-from test_dense_separate import ARRAYS, Case, count_merges, travel, wide
 
 import sparse_mla as package
 from sparse_mla.steps.dense import CACHE_ROWS, CONTEXT_PLANS, LATENT, PATHS

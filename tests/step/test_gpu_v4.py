@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_v4 as plan
-import test_v4_attend as attend
+import v4_attend_cases as attend
 from gpu import assert_same_values, capture, torch
 from helpers import assert_within_bounds
 

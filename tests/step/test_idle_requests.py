@@ -11,15 +11,15 @@ import engine
 import numpy as np
 import pytest
 import reference_plan
+from dense_steps import Case as DenseCase
+from dense_steps import dense
 from device import host
 from helpers import assert_same_bits
 from idle import count_decodes, draw_places, spread, spread_lens, spread_pages, starts_of
 from library import sparse_mla
 from test_dense_absorbed import Layer
-from test_dense_separate import Case as DenseCase
-from test_dense_separate import dense
-from test_v4_attend import SIZES, make_case
 from test_v4_forward import assert_equal, random_steps, run
+from v4_attend_cases import SIZES, make_case
 from v4_world import World
 
 import sparse_mla as package

@@ -9,12 +9,12 @@ import cases
 import engine
 import numpy as np
 import pytest
+from dense_steps import Case as DenseCase
+from dense_steps import dense
 from device import ON_CUDA, host
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 from library import sparse_mla
-from test_dense_separate import Case as DenseCase
-from test_dense_separate import dense
-from test_v4_attend import make_case
+from v4_attend_cases import make_case
 from v4_world import World
 
 import sparse_mla as package
@@ -145,8 +145,8 @@ import numpy as np
 import sparse_mla
 import cases, engine
 from test_dense_absorbed import Layer
-from test_dense_separate import Case
-from test_v4_attend import make_case
+from dense_steps import Case
+from v4_attend_cases import make_case
 from v4_world import World
 
 def threads():

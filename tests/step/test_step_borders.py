@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 
 import cases
+import dense_steps as separate
 import device
 import engine
 import numpy as np
 import pytest
 import reference as ref
-import test_dense_separate as separate
-import test_v4_attend as v4
+import v4_attend_cases as v4
 from borders import THREADS, constants, on_threads, sizes_around
 from helpers import Guarded, assert_same_bits, assert_within_bounds
 
@@ -29,7 +29,7 @@ ALIGN = constants("step/plans/plan_v4.h")["SMLA_V4_LIST_ALIGN"]
 
 @contextlib.contextmanager
 def sizes(**changes):
-    """The sizes of test_v4_attend's steps, with changes."""
+    """The sizes of the steps of v4_attend_cases, with changes."""
     before = v4.SIZES, v4.NUM_PAGES
     v4.NUM_PAGES = changes.pop("pages", v4.NUM_PAGES)
     v4.SIZES = dataclasses.replace(v4.SIZES, **changes)
