@@ -6,11 +6,11 @@ import gpu
 import numpy as np
 import pytest
 import reference as ref
+from compressor_steps import Case as Compressor
 from gpu import torch
 from helpers import Guarded, assert_same_bits
 from library import package, sparse_mla
 from test_cache import BAD_GATHERS, filled, gather_inputs, storage
-from test_compressor import Case as Compressor
 from test_index import inputs as index_inputs
 from test_index_lists import good_combine, good_global, good_mixed
 from test_qnorm_insert import Case

@@ -13,10 +13,10 @@ import pytest
 import reference as ref
 import row_formats
 from cases import AttentionCase
+from compressor_steps import Case as Compressor
 from dense_cases import Dense, Mask
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
-from test_compressor import Case as Compressor
 from test_gpu_growth import check as check_large
 from test_gpu_outlier_keys import make as make_large
 from test_gpu_v4_forward import filled, new_streams

@@ -3,14 +3,15 @@ any number of threads (csrc/cpu/compressor)."""
 
 from __future__ import annotations
 
+import compressor_steps as steps
 import device
 import numpy as np
 import pytest
 import reference as ref
 import reference_compressor as compressor
-import test_compressor
 from borders import THREADS, constants, on_threads, sizes_around
 from helpers import assert_same_bits
+from library import sparse_mla
 
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
 
@@ -20,7 +21,7 @@ POOL = PLAN["SMLA_POOL_ROWS"]
 
 
 def check(requests, **options) -> None:
-    test_compressor.check_both(requests, padding=0, **options)
+    steps.check_both(requests, padding=0, **options)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
@@ -65,7 +66,7 @@ def save(count: int, num_threads: int) -> None:
         if a is not None:
             slots[a] = slots[b]
         state = np.full((pages, sbs, 2 * width), 7, np.float32)
-        test_compressor.sparse_mla.save_partial_states(kv, score, ape, positions, state, slots)
+        sparse_mla.save_partial_states(kv, score, ape, positions, state, slots)
         want = np.full((pages * sbs, 2 * width), 7, np.float32)
         keep = slots.copy()
         if a is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import reference as ref
 import row_formats as rows
+from compressor_steps import F32, Case
 from helpers import assert_same_bits
 from library import package, sparse_mla
 from pairs import Spy, cover, run_table
-from test_compressor import F32, Case
 
 OPTIONS = {
     "row": [(name, how) for name in rows.FORMATS for how in rows.layouts_of(name)],
