@@ -13,7 +13,7 @@ import reference_v4 as plan
 from device import host
 from helpers import assert_same_bits
 from library import sparse_mla
-from test_v4_builder import assert_step, make_config, v4
+from v4_plans import assert_step, make_config, v4
 
 ABOVE = [0, 1, 37, 500]
 

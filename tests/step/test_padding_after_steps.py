@@ -10,7 +10,7 @@ import pytest
 import reference_v4 as plan
 from library import sparse_mla
 from test_batch_bounds import fields_of
-from test_v4_builder import make_config, v4
+from v4_plans import make_config, v4
 
 PADDING = [0, 1, 100, 150]  # tokens; a step has at most 160
 

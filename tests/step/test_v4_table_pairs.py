@@ -9,7 +9,7 @@ import pytest
 import reference_v4 as plan
 from device import host
 from library import sparse_mla
-from test_v4_builder import assert_layer, make_config, v4
+from v4_plans import assert_layer, make_config, v4
 
 TABLES = ("compressed", "states", "index", "index_states")
 CHOICES = list(itertools.product([False, True], repeat=4))
