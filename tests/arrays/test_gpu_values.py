@@ -9,10 +9,10 @@ import reference as ref
 from compressor_steps import Case as Compressor
 from gpu import torch
 from helpers import Guarded, assert_same_bits
+from index_lists import good_combine, good_global, good_mixed
 from library import package, sparse_mla
 from test_cache import BAD_GATHERS, filled, gather_inputs, storage
 from test_index import inputs as index_inputs
-from test_index_lists import good_combine, good_global, good_mixed
 from test_qnorm_insert import Case
 
 ZEROS = np.zeros(ref.HEAD_DIM, np.uint16)

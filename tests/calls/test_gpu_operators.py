@@ -6,21 +6,13 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bf16, assert_same_bits
+from index_lists import COMBINE, GLOBAL, MIXED, gathered, make_batch, mixed_arguments, positions
+from index_lists import check as check_lists
 from library import sparse_mla
 from reference_norm import pack_scales
 from test_grouped_projection import Call as Grouped
 from test_index import check as check_index
 from test_index import inputs as index_inputs
-from test_index_lists import (
-    COMBINE,
-    GLOBAL,
-    MIXED,
-    gathered,
-    make_batch,
-    mixed_arguments,
-    positions,
-)
-from test_index_lists import check as check_lists
 from test_merge import check as check_merge
 from test_merge import states
 

@@ -4,12 +4,12 @@ widths that lists are rounded to (csrc/cpu/index)."""
 from __future__ import annotations
 
 import device
+import index_lists as lists
 import numpy as np
 import pytest
 import reference as ref
 import reference_index
 import test_index
-import test_index_lists as lists
 from borders import constants, on_any_threads, sizes_around
 
 import sparse_mla

@@ -3,48 +3,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import reference_index as ref
-from helpers import Guarded, assert_same_bits
+from helpers import assert_same_bits
+from index_lists import (
+    COMBINE,
+    GLOBAL,
+    INT32_MAX,
+    INT32_MIN,
+    MIXED,
+    MIXED_BATCH,
+    check,
+    gathered,
+    int32,
+    make_batch,
+    mixed_arguments,
+    positions,
+    validity,
+)
 from library import DEVICE, sparse_mla
-
-GLOBAL = "compute_global_topk_indices_and_lens"
-COMBINE = "combine_topk_swa_indices"
-MIXED = "build_mixed_sparse_indices"
-INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def check(op: str, *args, row_gap: int = 3, **options):
-    """A call with outputs between red zones, one without outputs, and the reference agree."""
-    want, want_lens = getattr(ref, op)(*args, **options)
-    function = getattr(sparse_mla, op)
-    before = [x.copy() if isinstance(x, np.ndarray) else x for x in args]
-    out = Guarded(want.shape, np.int32, row_gap=row_gap)
-    lens = Guarded((len(want), 2), np.int32)
-    given = lens.array[:, 0]
-    got = function(*args, out=out.array, lens=given, **options)
-    assert got[0] is out.array
-    assert got[1] is given
-    assert_same_bits(out.check(), want, "out")
-    assert_same_bits(given, want_lens, "lens")
-    lens.check(written=False)
-    if given.size:
-        assert (lens.array[:, 1].view(np.uint32) == 0xA5A5A5A5).all(), "lens: a write in a gap"
-    fresh, fresh_lens = function(*args, **options)
-    assert_same_bits(fresh, want, "new out")
-    assert_same_bits(fresh_lens, want_lens, "new lens")
-    for x, y in zip(args, before, strict=True):
-        if isinstance(x, np.ndarray):
-            assert_same_bits(x, y, "an input")
-    return want, want_lens
-
 
 # --- vectors by hand -----------------------------------------------------------------------------
 
@@ -75,20 +53,6 @@ def test_combine_by_hand():
     assert (wide[:, 5:] == -1).all()
 
 
-MIXED_BATCH = {
-    "query_start_loc": int32(0, 1, 3),
-    "seq_lens": int32(3, 9),
-    "req_id_per_token": int32(0, 1, 1),
-    "swa_block_table": int32([4, 0, 0], [2, 5, 6]),
-    "swa_block_size": 4,
-    "compressed_block_table": int32([7], [3]),
-    "compressed_block_size": 4,
-    "window": 3,
-    "ratio": 4,
-    "topk": 2,
-}
-
-
 def test_mixed_by_hand():
     got = sparse_mla.build_mixed_sparse_indices(
         int32([8, 9, -1]), int32([2, -1]), None, int32([0, 1], [1, 0]),
@@ -115,65 +79,6 @@ def test_windows_by_hand():
         [21, 22, 23, 8, 9],
     ]
     assert lens.tolist() == [5] * 4
-
-
-# --- random batches ------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    """Requests with their queries: decodes first, of one to three tokens, then prefills."""
-
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    req_ids: np.ndarray
-    num_decode_tokens: int
-    num_tokens: int  # tokens, padding behind the last request included
-
-    def table(self, rng, rows_per_token: int, block_size: int, width: int | None = None):
-        """Pages of each request: some missing, some beyond any cache, and some past its end."""
-        longest = int(self.seq_lens.max(initial=1)) // rows_per_token
-        width = longest // block_size + 1 if width is None else width
-        table = rng.integers(0, 900, (len(self.seq_lens), width)).astype(np.int32)
-        if table.size:
-            flat = table.reshape(-1)
-            special = [-1, -7, INT32_MIN, INT32_MAX, INT32_MAX // block_size]
-            places = rng.permutation(flat.size)[: min(len(special), flat.size // 3)]
-            flat[places] = special[: len(places)]
-        return table
-
-
-def make_batch(rng, decodes=4, prefills=3, *, longest=700, drafts=3, padding=2) -> Batch:
-    query_lens = [int(n) for n in rng.integers(1, drafts + 1, decodes)]
-    query_lens += [int(n) for n in rng.integers(0, 40, prefills)]
-    seq_lens = [max(n, int(rng.integers(n, longest))) for n in query_lens]
-    start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    req_ids = np.repeat(np.arange(len(query_lens)), query_lens)
-    req_ids = np.concatenate([req_ids, np.zeros(padding)]).astype(np.int32)
-    num_decode_tokens = int(start[decodes])
-    return Batch(start, int32(*seq_lens), req_ids, num_decode_tokens, len(req_ids))
-
-
-def positions(rng, num_tokens: int, width: int, most: int) -> np.ndarray:
-    """Lists of positions with entries of every bad kind; one list has none, one only good ones."""
-    lists = rng.integers(0, max(most, 1), (num_tokens, width)).astype(np.int32)
-    odd = rng.random(lists.shape)
-    for low, value in ((0, -1), (0.1, most), (0.13, INT32_MAX), (0.16, INT32_MIN), (0.19, -7)):
-        lists[(odd > low) & (odd < low + (0.1 if low == 0 else 0.03))] = value
-    if num_tokens > 2:
-        lists[1], lists[2] = -1, rng.integers(0, max(most, 1), width)
-    return lists
-
-
-def validity(rng, num_tokens: int, dtype) -> np.ndarray | None:
-    if dtype is None:
-        return None
-    flags = rng.random(num_tokens) < 0.7
-    return (
-        flags
-        if dtype is bool
-        else np.where(flags, rng.integers(1, 256, num_tokens), 0).astype(dtype)
-    )
 
 
 # --- top-k positions to slots --------------------------------------------------------------------
@@ -240,11 +145,6 @@ def test_global_topk_of_strided_arrays():
 
 
 # --- workspace rows of a prefill chunk -----------------------------------------------------------
-
-
-def gathered(batch: Batch, window: int) -> np.ndarray:
-    query_lens = np.diff(batch.query_start_loc)
-    return (query_lens + np.minimum(batch.seq_lens - query_lens, window - 1)).astype(np.int32)
 
 
 @pytest.mark.parametrize("window", [1, 5, 128, 1000])
@@ -355,32 +255,6 @@ def test_combine_of_strided_arrays():
 
 
 # --- slots of a mixed batch ----------------------------------------------------------------------
-
-
-def mixed_arguments(
-    rng, batch: Batch, *, window, ratio, topk, decode_topk, local, swa_block_size=16
-):
-    """The arrays of a call in which positions become slots."""
-    num_prefills = batch.num_tokens - batch.num_decode_tokens
-    cbs = 5
-    most = int(batch.seq_lens.max(initial=1)) // ratio + 1
-    decode = positions(rng, batch.num_decode_tokens, decode_topk, most)
-    return (
-        rng.integers(-1, 9999, (batch.num_decode_tokens, window)).astype(np.int32),
-        decode,
-        None if local else rng.integers(-2, decode_topk + 3, len(decode)).astype(np.int32),
-        positions(rng, num_prefills, topk, most),
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.req_ids,
-        batch.table(rng, 1, swa_block_size),
-        swa_block_size,
-        batch.table(rng, ratio, cbs),
-        cbs,
-        window,
-        ratio,
-        topk,
-    )
 
 
 @pytest.mark.parametrize("valid", [None, bool, np.uint8], ids=["all", "bool", "uint8"])
@@ -550,224 +424,3 @@ def test_lists_are_the_same_for_any_number_of_tokens():
         COMBINE, lists, prefills.query_start_loc, prefills.seq_lens, gathered(prefills, 16),
         16, 4, 300, 900, 190, row_gap=4,
     )  # fmt: skip
-
-
-# --- refusals ------------------------------------------------------------------------------------
-
-
-def good_global() -> dict:
-    return {
-        "topk_indices": int32([3, 0], [1, 2]),
-        "req_id_per_token": int32(0, 1),
-        "block_table": int32([6, 1], [2, 3]),
-        "block_size": 4,
-        "is_valid": np.ones(2, bool),
-    }
-
-
-def good_combine() -> dict:
-    return {
-        "topk_indices": int32([0, 1], [1, 0], [0, 0]),
-        "query_start_loc": int32(4, 5, 7),
-        "seq_lens": int32(6, 9),
-        "gather_lens": int32(4, 4),
-        "window": 3,
-        "ratio": 4,
-        "topk": 2,
-        "M": 8,
-        "N": 3,
-    }
-
-
-def good_mixed() -> dict:
-    lists = {
-        "decode_swa_indices": int32([8, 9, -1]),
-        "decode_compressed_indices": int32([2, -1]),
-        "decode_compressed_lens": None,
-        "prefill_topk_indices": int32([0, 1], [1, 0]),
-    }
-    return lists | MIXED_BATCH | {"decode_indices_are_local": True}
-
-
-ID = "`req_id_per_token` must name a row of `{}` (0 to 1), got {} at token {}"
-DECREASES = "`query_start_loc` must not decrease, got 3 after 5 at request 1"
-GATHERED = (
-    "`gather_lens` must hold the windows of request {} (at least {}) and fit its sequence and its "
-    "rows (at most {}), got {}"
-)
-BAD_VALUES = {
-    "a request past the table": (
-        good_global,
-        {"req_id_per_token": int32(0, 2)},
-        ID.format("block_table", 2, 1),
-    ),
-    "a negative request": (
-        good_global,
-        {"req_id_per_token": int32(-1, 0)},
-        ID.format("block_table", -1, 0),
-    ),
-    "starts that decrease": (good_combine, {"query_start_loc": int32(4, 5, 3)}, DECREASES),
-    "more queries than rows": (
-        good_combine,
-        {"query_start_loc": int32(4, 5, 8)},
-        "`query_start_loc` must have at most the 3 tokens of `topk_indices`, got 4",
-    ),
-    "a window that is not gathered": (
-        good_combine,
-        {"gather_lens": int32(2, 4)},
-        GATHERED.format(0, 3, 5, 2),
-    ),
-    "a negative gather": (
-        good_combine,
-        {"gather_lens": int32(4, -9)},
-        GATHERED.format(1, 4, 5, -9),
-    ),
-    "more than the request's rows": (
-        good_combine,
-        {"gather_lens": int32(4, 6)},
-        GATHERED.format(1, 4, 5, 6),
-    ),
-    "more than the sequence": (
-        good_combine,
-        {"M": 99, "gather_lens": int32(7, 4)},
-        GATHERED.format(0, 3, 6, 7),
-    ),
-    "no rows for tokens": (good_combine, {"N": 8}, GATHERED.format(0, 3, 0, 4)),
-    "starts of a batch that decrease": (good_mixed, {"query_start_loc": int32(0, 5, 3)}, DECREASES),
-    "a prefill of no request": (
-        good_mixed,
-        {"req_id_per_token": int32(0, 1, 2)},
-        ID.format("seq_lens", 2, 2),
-    ),
-    "a decode of no request": (
-        good_mixed,
-        {"req_id_per_token": int32(-1, 1, 1)},
-        ID.format("seq_lens", -1, 0),
-    ),
-}
-OPS = {good_global: GLOBAL, good_combine: COMBINE, good_mixed: MIXED}
-
-
-def call(make, changes: dict, **results):
-    arguments = make() | changes
-    options = {n: arguments.pop(n) for n in ("decode_indices_are_local",) if n in arguments}
-    return getattr(sparse_mla, OPS[make])(*arguments.values(), **options, **results)
-
-
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("name", BAD_VALUES)
-def test_bad_values_write_nothing(name):
-    make, changes, text = BAD_VALUES[name]
-    shape = call(make, {})[0].shape
-    out, lens = Guarded(shape, np.int32), Guarded((shape[0],), np.int32)
-    before = out.storage.copy(), lens.storage.copy()
-    with pytest.raises(ValueError) as info:
-        call(make, changes, out=out.array, lens=lens.array)
-    assert str(info.value) == f"{OPS[make]}: {text}"
-    assert_same_bits(out.storage, before[0], "nothing may be written")
-    assert_same_bits(lens.storage, before[1], "nothing may be written")
-
-
-@pytest.mark.usefixtures("checked")
-def test_requests_that_nobody_needs_may_be_anything():
-    call(good_global, {"req_id_per_token": int32(9, 1), "is_valid": np.array([0, 7], np.uint8)})
-    call(good_combine, {"query_start_loc": int32(4, 5, 6)})
-    padding = {"query_start_loc": int32(0, 1, 2), "req_id_per_token": int32(0, 1, -9)}
-    out, lens = call(good_mixed, padding)
-    assert (out[2] == -1).all()
-    assert lens[2] == 3
-    slots = {"decode_indices_are_local": False, "req_id_per_token": int32(7, 1, 1)}
-    call(good_mixed, slots)
-
-
-# --- validity and request ids, token by token ----------------------------------------------------
-
-BAD_IDS = [-1, 3, 2**31 - 1, -(2**31)]
-VALIDITY = [np.array(bits) for bits in np.ndindex(2, 2, 2)]  # three decodes have 8
-STRIDED = {
-    "compact": lambda x: x,
-    "apart": lambda x: np.repeat(x, 3)[::3],
-    "backwards": lambda x: x[::-1].copy()[::-1],
-}
-
-
-def tokens_of_all_kinds() -> dict:
-    """Decodes 0 to 2, prefills 3 to 5 and a padding token; each token has groups and a window."""
-    rng = np.random.default_rng(21)
-    return {
-        "decode_swa_indices": rng.integers(0, 99, (3, 4)).astype(np.int32),
-        "decode_compressed_indices": int32([0, 1, 2], [2, -1, 0], [1, 1, 5]),
-        "decode_compressed_lens": None,
-        "prefill_topk_indices": int32([1, 0], [0, 2], [2, 1], [1, 1]),
-        "query_start_loc": int32(0, 1, 3, 6),
-        "seq_lens": int32(9, 12, 14),
-        "req_id_per_token": int32(0, 1, 1, 2, 2, 2, -7),
-        "swa_block_table": rng.permutation(12).reshape(3, 4).astype(np.int32),
-        "swa_block_size": 4,
-        "compressed_block_table": rng.permutation(6).reshape(3, 2).astype(np.int32),
-        "compressed_block_size": 3,
-        "window": 4,
-        "ratio": 4,
-        "topk": 2,
-    }
-
-
-def outcome(function, *args, **options):
-    """The lists, or the error's text."""
-    try:
-        return [x.tolist() for x in function(*args, **options)]
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("layout", STRIDED)
-@pytest.mark.parametrize("local", [True, False], ids=["positions", "slots"])
-def test_mixed_request_ids_of_any_token(local, layout):
-    """A decode's id matters where its positions become slots and it is valid, a prefill's always,
-    whatever is behind the validity of the decodes. No other id changes a list."""
-    arguments = tokens_of_all_kinds()
-    for valid in VALIDITY:
-        for rest in ([], [0, 0, 0, 0], [1, 0, 1, 0]):  # entries that belong to no decode
-            is_valid = STRIDED[layout](np.array([*valid, *rest], np.uint8) * 7)
-            options = {"decode_indices_are_local": local, "is_valid": is_valid}
-            want = outcome(sparse_mla.build_mixed_sparse_indices, *arguments.values(), **options)
-            expected = ref.build_mixed_sparse_indices(*arguments.values(), **options)
-            assert want == [x.tolist() for x in expected]
-            for t in range(7):
-                is_needed = 3 <= t < 6 or (t < 3 and local and valid[t])
-                for bad in BAD_IDS:
-                    ids = arguments["req_id_per_token"].copy()
-                    ids[t] = bad
-                    call = arguments | {"req_id_per_token": STRIDED[layout](ids)}
-                    got = outcome(sparse_mla.build_mixed_sparse_indices, *call.values(), **options)
-                    text = f"(0 to 2), got {bad} at token {t}"
-                    assert (got == want) != is_needed, (valid, t, bad)
-                    assert not is_needed or got.endswith(text), (valid, t, bad)
-
-
-@pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("layout", STRIDED)
-def test_global_request_ids_of_any_token(layout):
-    rng = np.random.default_rng(22)
-    table = rng.permutation(6).reshape(3, 2).astype(np.int32)
-    topk = int32([5, 0, 1], [2, -1, 4], [3, 3, 0])
-    for valid in VALIDITY:
-        is_valid = STRIDED[layout](np.array(valid, np.uint8) * 255)
-        ids = int32(2, 0, 1)
-        want = outcome(
-            sparse_mla.compute_global_topk_indices_and_lens, topk, ids, table, 3, is_valid
-        )
-        expected = ref.compute_global_topk_indices_and_lens(topk, ids, table, 3, is_valid)
-        assert want == [x.tolist() for x in expected]
-        assert [n > 0 for n in want[1]] == valid.astype(bool).tolist()
-        for t in range(3):
-            for bad in BAD_IDS:
-                ids = int32(2, 0, 1)
-                ids[t] = bad
-                got = outcome(
-                    sparse_mla.compute_global_topk_indices_and_lens,
-                    topk, STRIDED[layout](ids), table, 3, is_valid,
-                )  # fmt: skip
-                assert (got == want) != bool(valid[t]), (valid, t, bad)
-                assert not valid[t] or got.endswith(f"(0 to 2), got {bad} at token {t}")

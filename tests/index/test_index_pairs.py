@@ -6,9 +6,9 @@ import numpy as np
 import reference as ref
 import reference_index
 from helpers import assert_same_bits
+from index_lists import gathered, make_batch, positions, validity
 from library import package, sparse_mla
 from pairs import Output, Spy, cover, run_table
-from test_index_lists import gathered, make_batch, positions, validity
 
 I32 = np.int32
 KINDS = {"none": None, "bool": bool, "uint8": np.uint8}
