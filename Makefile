@@ -144,8 +144,8 @@ ifeq ($(VARIANT),release)
 	@$(call run_c_tests,qemu-x86_64 -cpu max$(comma)-avx512f $(AS_OLDER), under qemu on AVX2,1)
 endif
 
-# qemu emulates a CPU with every extension that it knows (-cpu max). One program also runs on an
-# emulated CPU without BF16.
+# qemu emulates a CPU with every extension that it knows (-cpu max). The programs of projections also
+# run on an emulated CPU without BF16.
 test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || { echo \
 	    "no $$tool: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; \
@@ -155,7 +155,8 @@ test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 	@$(PY) buildtools/instruction_sets.py build/aarch64
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test on aarch64"; $(QEMU) -cpu max build/aarch64/tests/$$test || exit 1; done
-	@$(QEMU) -cpu cortex-a72 build/aarch64/tests/test_absorption
+	@for test in test_absorption test_projections test_tensor_quant; do \
+	    $(QEMU) -cpu cortex-a72 build/aarch64/tests/$$test || exit 1; done
 
 examples-c: lib ## compile and run the C examples against build/lib, as a user would
 	@if command -v $(CXX) > /dev/null; then $(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Werror \
