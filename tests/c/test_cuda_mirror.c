@@ -1,86 +1,9 @@
 /* test_cuda_mirror.c: the ring of staging buffers of csrc/cuda/host/mirror.c and the order that it
- * keeps, and events.c, on the fake runtime of runtime.h. device.c makes devices current.
+ * keeps, on the fake runtime of runtime.h.
  */
-#include <stdlib.h>
-
-static void *test_calloc(size_t count, size_t size);
-static void *test_malloc(size_t size);
-static void test_free(void *memory);
-
-#include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
-#define calloc test_calloc
-#define malloc test_malloc
-#define free   test_free
-#include "cuda/host/events.c" // NOLINT(bugprone-suspicious-include)
-#include "cuda/host/mirror.c" // NOLINT(bugprone-suspicious-include)
-#undef calloc
-#undef malloc
-#undef free
-
-#include "fake_cuda/runtime.h"
-
-static int num_good_allocations = -1; /* on the host, before one fails; negative: none fails */
-
-static int num_live; /* live allocations on the host */
-
-static bool
-fails_now(void)
-{
-    const bool fails = num_good_allocations == 0;
-    num_good_allocations -= num_good_allocations >= 0;
-    return fails;
-}
-
-static void *
-test_calloc(size_t count, size_t size)
-{
-    void *const memory = fails_now() ? NULL : calloc(count, size);
-    num_live += memory != NULL;
-    return memory;
-}
-
-static void *
-test_malloc(size_t size)
-{
-    void *const memory = fails_now() ? NULL : malloc(size);
-    num_live += memory != NULL;
-    return memory;
-}
-
-static void
-test_free(void *memory)
-{
-    num_live -= memory != NULL;
-    free(memory);
-}
+#include "fake_cuda/mirrors.h"
 
 enum { BYTES = 100 };
-
-static const char op[] = "MetadataBuilder.build";
-static struct CUstream_st streams[4];
-
-/* Two devices, of which 0 is current; streams 0 to 2 are of device 1, stream 3 is of device 0. The
- * driver's functions and the devices' facts have been looked up. */
-static void
-begin(void)
-{
-    reset_fake();
-    fake.num_devices = 2;
-    for (int i = 0; i < 4; i++) {
-        streams[i] = (struct CUstream_st){.id = 10 + (unsigned long long)i, .device_id = i < 3};
-    }
-    smla_cuda_guard guard;
-    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error));
-    smla_cuda_leave(&guard);
-    EXPECT_EQ(fake.current, 0);
-    forget_calls();
-}
-
-static smla_stream
-stream_at(int i)
-{
-    return (smla_stream){.device_id = 1, .handle = &streams[i]};
-}
 
 static smla_mirror *
 create(int64_t bytes)
@@ -92,19 +15,6 @@ create(int64_t bytes)
     }
     forget_calls();
     return mirror;
-}
-
-static void
-destroy_all(smla_mirror *mirror)
-{
-    smla_cuda_destroy_mirror(mirror);
-    EXPECT_EQ(fake.num_memory, 0);
-    EXPECT_EQ(fake.num_host, 0);
-    EXPECT_EQ(fake.num_events, 0);
-    EXPECT_EQ(fake.num_streams, 0);
-    EXPECT_EQ(num_live, 0);
-    EXPECT_EQ(fake.current, 0);
-    EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeGlobal);
 }
 
 /* One build on a stream, in which every byte is `value`; returns the staging buffer. */
@@ -576,93 +486,6 @@ test_use_fails(void)
     destroy_all(mirror);
 }
 
-/* ---- Events -------------------------------------------------------------------------------- */
-
-static void
-test_events(void)
-{
-    const smla_stream_ops *const ops = &smla_cuda_stream_ops;
-    smla_event *event = NULL;
-    bool is_capturing_now = true;
-    begin();
-    EXPECT_OK(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error));
-    EXPECT(!is_capturing_now);
-    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 ");
-    streams[0].is_capturing = true;
-    EXPECT_OK(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error));
-    EXPECT(is_capturing_now);
-    fake.is_busy = true;
-    forget_calls();
-    EXPECT_OK(ops->record(op, stream_at(0), &event, &error));
-    EXPECT_CALLS("cuCtxPushCurrent cudaEventCreateWithFlags@1 cudaEventRecord@1 "
-                 "cuCtxPopCurrent@1 ");
-    EXPECT(event->handle->stream == &streams[0]);
-    EXPECT(!ops->is_done(event));
-    EXPECT_CALLS("cudaEventQuery~ ");
-    EXPECT_OK(ops->wait(op, stream_at(1), event, &error));
-    EXPECT_CALLS("cuCtxPushCurrent cudaStreamWaitEvent@1 cuCtxPopCurrent@1 ");
-    EXPECT(streams[1].waits_for == event->handle);
-    fail_call("cudaEventQuery", 0, cudaErrorLaunchFailure);
-    EXPECT(ops->is_done(event)); /* the device has failed, so nothing more will come */
-    forget_calls();
-    ops->finish(event);
-    EXPECT_CALLS("cudaEventSynchronize~ ");
-    EXPECT(ops->is_done(event));
-    forget_calls();
-    ops->destroy(event);
-    EXPECT_CALLS("cudaEventDestroy~ ");
-    uint8_t memory[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    EXPECT_OK(ops->fill_zero(op, stream_at(0), memory, 7, &error));
-    EXPECT_CALLS("cuCtxPushCurrent cudaMemsetAsync@1 cuCtxPopCurrent@1 ");
-    EXPECT(memory[0] == 0 && memory[6] == 0 && memory[7] == 1);
-    EXPECT_OK(ops->fill_zero(op, stream_at(0), NULL, 0, &error));
-    EXPECT_CALLS("");
-    destroy_all(NULL);
-}
-
-static void
-test_events_fail(void)
-{
-    const smla_stream_ops *const ops = &smla_cuda_stream_ops;
-    smla_event *event = NULL;
-    smla_event *none = NULL;
-    bool is_capturing_now = false;
-    uint8_t memory[1] = {1};
-    begin();
-    EXPECT_OK(ops->record(op, stream_at(0), &event, &error));
-    static const char *const calls[] = {"cuCtxPushCurrent", "cudaEventCreateWithFlags",
-                                        "cudaEventRecord"};
-    for (int i = 0; i < 3; i++) {
-        char text[64];
-        snprintf(text, sizeof text, "%s: %s failed", op, calls[i]);
-        fail_call(calls[i], 0, cudaErrorUnknown);
-        EXPECT_FAIL(ops->record(op, stream_at(0), &none, &error), SMLA_ERROR_RUNTIME, text);
-        EXPECT(none == NULL);
-        EXPECT_EQ(fake.num_events, 1);
-        EXPECT_EQ(fake.current, 0);
-    }
-    num_good_allocations = 0;
-    EXPECT_FAIL(ops->record(op, stream_at(0), &none, &error), SMLA_ERROR_MEMORY,
-                "an event must fit in memory, got none");
-    for (int i = 0; i < 2; i++) {
-        const char *const at = i == 0 ? "cuCtxPushCurrent" : NULL;
-        const int later = i; /* first the guard's call fails, then the call behind it */
-        fail_call(at, later, cudaErrorUnknown);
-        EXPECT_FAIL(ops->wait(op, stream_at(0), event, &error), SMLA_ERROR_RUNTIME,
-                    i == 0 ? "cuCtxPushCurrent" : "cudaStreamWaitEvent");
-        fail_call(at, later, cudaErrorUnknown);
-        EXPECT_FAIL(ops->fill_zero(op, stream_at(0), memory, 1, &error), SMLA_ERROR_RUNTIME,
-                    i == 0 ? "cuCtxPushCurrent" : "cudaMemsetAsync");
-        fail_call(at, later, cudaErrorUnknown);
-        EXPECT_FAIL(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error),
-                    SMLA_ERROR_RUNTIME, i == 0 ? "cuCtxPushCurrent" : "cudaStreamIsCapturing");
-        EXPECT_EQ(fake.current, 0);
-    }
-    EXPECT_EQ(memory[0], 1);
-    ops->destroy(event);
-    destroy_all(NULL);
-}
-
 int
 main(void)
 {
@@ -680,7 +503,5 @@ main(void)
     RUN(test_legacy_stream);
     RUN(test_captured_use);
     RUN(test_use_fails);
-    RUN(test_events);
-    RUN(test_events_fail);
     return report("test_cuda_mirror");
 }
