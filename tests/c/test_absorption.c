@@ -1,5 +1,5 @@
-/* test_absorption.c: split_kv_b_proj, which gives W_UK and W_UV, and absorb_q_proj and absorb_o_proj,
- * which multiply other weights by them. */
+/* test_absorption.c: split_kv_b_proj, which gives W_UK and W_UV, and absorb_q_proj and
+ * absorb_o_proj, which multiply other weights by them. */
 #include "instruction_sets.h"
 
 #include "reference.h"

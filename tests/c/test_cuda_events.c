@@ -1,5 +1,5 @@
-/* test_cuda_events.c: csrc/cuda/host/events.c on the fake runtime of runtime.h: events, captures, and
- * fills that are zero.
+/* test_cuda_events.c: csrc/cuda/host/events.c on the fake runtime of runtime.h: events, captures,
+ * and fills of zero.
  */
 #include "fake_cuda/mirrors.h"
 

@@ -1,5 +1,5 @@
-/* test_cuda_pairs.c: pairs of kernels that csrc/cuda/host/launch.c starts by one graph, and what tells
- * the graphs of a stream apart, on the fake runtime and driver of runtime.h.
+/* test_cuda_pairs.c: pairs of kernels that csrc/cuda/host/launch.c starts by one graph, and what
+ * tells the graphs of a stream apart, on the fake runtime and driver of runtime.h.
  */
 #include "fake_cuda/launches.h"
 

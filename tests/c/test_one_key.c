@@ -1,5 +1,5 @@
-/* test_one_key.c: sparse_attention of tokens that see one key: out is that key's value, and lse is its
- * logit.
+/* test_one_key.c: sparse_attention of tokens that see one key: out is that key's value, and lse is
+ * its logit.
  *
  * All tests run once per instruction set of the machine.
  */

@@ -1,4 +1,4 @@
-/* test_tensor_quant.c: dynamic_per_tensor_quant, code by code, for arrays of any rank and strides. */
+/* test_tensor_quant.c: dynamic_per_tensor_quant, code by code, for any rank and strides. */
 #include "instruction_sets.h"
 
 #include <float.h>

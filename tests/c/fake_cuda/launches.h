@@ -1,5 +1,5 @@
-/* launches.h: launch.c on the fake runtime and driver of runtime.h, grids to launch, and expectations
- * of how each was started. Included once in a program.
+/* launches.h: launch.c on the fake runtime and driver of runtime.h, grids to launch, and
+ * expectations of how each was started. Included once in a program.
  */
 #pragma once
 

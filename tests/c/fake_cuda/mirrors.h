@@ -1,5 +1,5 @@
-/* mirrors.h: mirror.c and events.c on the fake runtime of runtime.h, with allocations on the host that
- * are counted and may fail. Included once in a program. device.c makes devices current.
+/* mirrors.h: mirror.c and events.c on the fake runtime of runtime.h. Allocations on the host are
+ * counted and may fail, and device.c makes devices current. Included once in a program.
  */
 #pragma once
 

@@ -1,0 +1,392 @@
+/* test_cuda_kernel_table.c: the table of kernels.c: which row serves a call on a device, and how
+ * rows are listed.
+ */
+#include "cuda/attention/table/kernels.c" // NOLINT(bugprone-suspicious-include)
+
+#include "fake_cuda/launchers.h"
+
+static const smla_kv_set all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED,
+                                          SMLA_ROWS_BF16_512, SMLA_KV_SET(SMLA_ROW_FP8_V4)};
+
+enum { NUM_SETS = sizeof all_formats / sizeof all_formats[0] };
+
+static const smla_kv_format_info *
+find_format(bool is_fp8)
+{
+    return &smla_kv_formats[is_fp8 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_BFLOAT16];
+}
+
+/* The rows in the order in which they are tried. attention_sm80.cu has in shared memory: query and
+ * keys, weights, scores of four groups of warps, and small arrays. */
+static void
+test_table(void)
+{
+    static const struct {
+        const char *launcher, *name, *arch, *heads;
+        smla_kv_set formats;
+        int min_heads, heads_per_cta, max_columns, block_columns, ctas_per_sm, shared_bytes;
+    } rows[] = {
+        {"sm90_small_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_FP8, 33, 64, 256, 64, 1, 232448},
+        {"sm90_small_v4_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_V4, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small_v4_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_v4_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_V4, 33, 64, 256, 64, 1, 232448},
+        {"sm90_fp8_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
+        {"sm90_v4_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_V4,
+         33, 64, 0, 128, 1, 232448},
+        {"sm90_v4_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_V4,
+         17, 32, 0, 128, 1, 232448},
+        {"sm90_v4_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_V4,
+         1, 16, 0, 128, 1, 232448},
+        {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
+        {"sm90_bf16_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_dense_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+        {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16_512 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+        {"sm90_fp8_dense_64", "attention_fp8_dense_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8_dense_32", "attention_fp8_dense_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8_dense_16", "attention_fp8_dense_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 1, 16, 0, 128, 1, 232448},
+        {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
+         33, 64, 0, 32, 1, 161664},
+        {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
+         17, 32, 0, 32, 1, 99584},
+        {"sm80_fp8_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_FP8,
+         1, 16, 0, 32, 2, 68608},
+        {"sm80_bf16_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_BF16, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_BF16, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_BF16,
+         1, 16, 0, 32, 2, 65536},
+        {"sm80_bf16_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_BF16_512, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_BF16_512, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
+        {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
+        {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 33, 64, 0, 32, 1, 161664},
+        {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 17, 32, 0, 32, 1, 99584},
+        {"sm80_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 1, 16, 0, 32, 2, 68608},
+    };
+    enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
+    EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
+    EXPECT(smla_attention_kernels[NUM_ROWS].launch == NULL);
+    for (int i = 0; i < NUM_ROWS; i++) {
+        const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
+        const bool is_hopper = strcmp(rows[i].arch, "sm_90") == 0;
+        EXPECT(strcmp(launcher_of(kernel), rows[i].launcher) == 0);
+        EXPECT(strcmp(kernel->name, rows[i].name) == 0);
+        EXPECT(strcmp(text_of(kernel).arch, rows[i].arch) == 0);
+        EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
+        EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
+        EXPECT_EQ(kernel->formats, rows[i].formats | (is_hopper ? 0 : SMLA_ROWS_RANGED));
+        EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
+        EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
+        EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
+        EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
+        EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
+        EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
+        EXPECT_EQ(kernel->leaves_halves,
+                  is_hopper &&
+                      (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4 | SMLA_ROWS_TILED)) == 0);
+        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
+        EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
+    }
+}
+
+/* The launcher of a call that is not split. Devices with little shared memory, Hopper excepted, do
+ * without the rows of 64 or 32 heads. */
+static const char *
+expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
+{
+    static char name[32];
+    const bool is_hopper = device->compute_capability == 90;
+    const int shared = device->max_shared_bytes;
+    const bool is_512 = formats == SMLA_ROWS_BF16_512;
+    const bool is_bf16 = formats == SMLA_ROWS_BF16 || is_512;
+    const bool is_v4 = formats == SMLA_KV_SET(SMLA_ROW_FP8_V4);
+    int per_cta = 16;
+    if (formats == SMLA_ROWS_MIXED) {
+        return "sm80_mixed_16";
+    }
+    if (is_hopper && is_bf16) {
+        return is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
+    }
+    if (heads > 32 && (is_hopper || shared >= (is_bf16 ? 149376 : 161664))) {
+        per_cta = 64;
+    } else if (heads > 16 && (is_hopper || shared >= (is_bf16 ? 93440 : 99584))) {
+        per_cta = 32;
+    }
+    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80,
+             is_512    ? "bf16_512"
+             : is_v4   ? (is_hopper ? "v4" : "512")
+             : is_bf16 ? "bf16"
+                       : "fp8",
+             per_cta);
+    return name;
+}
+
+static void
+test_found(void)
+{
+    static const int archs[] = {80, 86, 87, 89, 90, 100, 103, 120, 121};
+    static const int shared[] = {68608,  93439,  93440,  99583,  99584,  101376,
+                                 149375, 149376, 161663, 161664, 166912, 232448};
+    for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
+        for (size_t s = 0; s < sizeof shared / sizeof shared[0]; s++) {
+            const smla_cuda_device device = {archs[a], 100, archs[a] == 90 ? 232448 : shared[s]};
+            for (int f = 0; f < NUM_SETS; f++) {
+                for (int64_t heads = 1; heads <= 128; heads++) {
+                    const smla_attention_kernel *const found =
+                        smla_find_whole_kernel(&device, all_formats[f], heads);
+                    EXPECT(found != NULL &&
+                           strcmp(launcher_of(found),
+                                  expect_whole(&device, all_formats[f], heads)) == 0);
+                }
+                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 0) == NULL);
+                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 129) == NULL);
+            }
+        }
+    }
+    /* A Hopper device that lacks one byte of shared memory takes the portable rows. */
+    const smla_cuda_device less = {90, 132, 232447};
+    EXPECT(strcmp(launcher_of(smla_find_whole_kernel(&less, SMLA_ROWS_FP8, 64)), "sm80_fp8_64") ==
+           0);
+    const smla_cuda_device old = {75, 40, 65536};
+    const smla_cuda_device old_and_large = {79, 40, 232448};
+    const smla_cuda_device small = {80, 40, 65535};
+    for (int f = 0; f < NUM_SETS; f++) {
+        EXPECT(smla_find_whole_kernel(&old, all_formats[f], 16) == NULL);
+        EXPECT(smla_find_whole_kernel(&old_and_large, all_formats[f], 16) == NULL);
+        EXPECT(smla_find_whole_kernel(&small, all_formats[f], 16) == NULL);
+    }
+}
+
+/* Where the caller gives the number of splits, the first row that fits is taken. */
+static void
+test_first_row(void)
+{
+    static const struct {
+        int heads, splits, columns;
+        const char *launcher;
+    } cases[] = {
+        {64, 2, 256, "sm90_small_32"}, {64, 2, 257, "sm90_fp8_64"},   {17, 8, 64, "sm90_small_32"},
+        {16, 8, 64, "sm90_small_16"},  {16, 8, 320, "sm90_fp8_16"},   {64, 1, 64, "sm90_fp8_64"},
+        {33, 1, 0, "sm90_fp8_64"},     {32, 64, 1024, "sm90_fp8_32"}, {128, 64, 0, "sm90_small_32"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const smla_attention_kernel *const kernel =
+            smla_find_kernel(&h200, SMLA_ROWS_FP8, cases[i].heads, cases[i].splits,
+                             cases[i].columns);
+        EXPECT(strcmp(launcher_of(kernel), cases[i].launcher) == 0);
+    }
+}
+
+static void
+test_words(void)
+{
+    const smla_kv_format_info *const fp8 = find_format(true);
+    const smla_kv_format_info *const rows_bf16 = find_format(false);
+    EXPECT_EQ(smla_join_formats(fp8, NULL), SMLA_ROWS_FP8);
+    EXPECT_EQ(smla_join_formats(fp8, fp8), SMLA_ROWS_FP8);
+    EXPECT_EQ(smla_join_formats(fp8, rows_bf16), SMLA_ROWS_MIXED);
+    EXPECT_EQ(smla_join_formats(rows_bf16, fp8), SMLA_ROWS_MIXED);
+    EXPECT_EQ(smla_join_formats(rows_bf16, rows_bf16), SMLA_ROWS_BF16);
+    EXPECT_EQ(smla_join_formats(rows_bf16, NULL), SMLA_ROWS_BF16);
+    char text[SMLA_FORMATS_TEXT];
+    smla_describe_formats(SMLA_ROWS_FP8, text);
+    EXPECT(strcmp(text, "fp8_ds_mla") == 0);
+    smla_describe_formats(SMLA_ROWS_BF16, text);
+    EXPECT(strcmp(text, "bfloat16") == 0);
+    smla_describe_formats(SMLA_ROWS_MIXED, text);
+    EXPECT(strcmp(text, "fp8_ds_mla with bfloat16") == 0);
+    smla_describe_formats(SMLA_ROWS_BF16_512, text);
+    EXPECT(strcmp(text, "bfloat16 of 512 values") == 0);
+    for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
+         kernel++) {
+        smla_describe_formats(kernel->formats, text);
+        const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
+        const char *const named = text_of(kernel).formats;
+        const size_t length = strlen(text);
+        if (kernel->formats & SMLA_ROWS_TILED) {
+            EXPECT(strncmp(named, text, length) == 0 && strcmp(named + length, ", dense") == 0);
+            continue;
+        }
+        EXPECT(strcmp(named, formats == SMLA_ROWS_512         ? "any of 512 values"
+                             : formats == SMLA_ROWS_EXACT_512 ? "of 512 values, exact as bfloat16"
+                                                              : text) == 0);
+    }
+
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        const bool is_512 = row->head_dim == SMLA_KV_LORA_RANK && row->value_dim == row->head_dim;
+        EXPECT_EQ(SMLA_ROWS_512 >> i & 1, is_512);
+        EXPECT_EQ(SMLA_ROWS_EXACT_512 >> i & 1, is_512 && row->scale_type != SMLA_SCALE_FP32 &&
+                                                    row->scale_type != SMLA_SCALE_CACHE);
+    }
+
+    char kernels[SMLA_KERNELS_TEXT];
+    smla_describe_kernels(kernels);
+    EXPECT(strcmp(kernels,
+                  "sm_80+ fp8_ds_mla; sm_80+ bfloat16; sm_80+ bfloat16 of 512 values; "
+                  "sm_80+ fp8_ds_mla with bfloat16; sm_80+ any of 512 values; sm_90 fp8_ds_mla; "
+                  "sm_90 fp8_v4; sm_90 bfloat16; sm_90 bfloat16 of 512 values; "
+                  "sm_90 of 512 values, exact as bfloat16") == 0);
+    for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
+         kernel++) { /* the error says that all of them serve 1 to 128 heads */
+        bool serves_one = false;
+        for (int i = 0; i < NUM_KERNELS; i++) {
+            serves_one |= smla_attention_kernels[i].arch == kernel->arch &&
+                          smla_attention_kernels[i].formats == kernel->formats &&
+                          smla_attention_kernels[i].min_heads == 1;
+        }
+        EXPECT(serves_one);
+    }
+}
+
+static void
+expect_listed(const smla_cuda_device *device, const char *available, const char *selected)
+{
+    smla_kernel_info rows[NUM_KERNELS + 3];
+    devices[0] = device == NULL ? (smla_cuda_device){0} : *device;
+    memset(rows, POISON, sizeof rows);
+    EXPECT_EQ(smla_cuda_kernels(rows, NUM_KERNELS + 3), NUM_KERNELS);
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        EXPECT_EQ(rows[i].available, available[i] == '1');
+        EXPECT_EQ(rows[i].selected, selected[i] == '1');
+        EXPECT(strcmp(rows[i].device, "cuda") == 0);
+        EXPECT(rows[i].name == smla_attention_kernels[i].name);
+        const smla_attention_run run = {.kernel = &smla_attention_kernels[i]};
+        EXPECT(rows[i].name == smla_cuda_kernel_name(&run));
+        EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
+        EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
+        EXPECT(rows[i].kv_format == text_of(&smla_attention_kernels[i]).formats);
+    }
+    EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
+    memset(rows, POISON, sizeof rows);
+    EXPECT_EQ(smla_cuda_kernels(rows, 3), NUM_KERNELS);
+    EXPECT(((const uint8_t *)&rows[3])[0] == POISON);
+    EXPECT_EQ(smla_cuda_kernels(NULL, 0), NUM_KERNELS);
+    const smla_attention_run none = {.kernel = NULL};
+    EXPECT(smla_cuda_kernel_name(&none) == NULL);
+}
+
+static void
+test_listed(void)
+{
+    /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
+     * bf16, 576 and 512, and of fp8_ds_mla.
+     * sm80: fp8; bf16, 576 and 512; mixed; 512 */
+    expect_listed(&h200,
+                  "111111"
+                  "111111"
+                  "111"
+                  "11"
+                  "111"
+                  "111"
+                  "111111"
+                  "1"
+                  "111",
+                  "111111"
+                  "111111"
+                  "111"
+                  "11"
+                  "111"
+                  "000"
+                  "000000"
+                  "1"
+                  "111");
+    expect_listed(&a100,
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "111"
+                  "111111"
+                  "1"
+                  "111",
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "111"
+                  "111111"
+                  "1"
+                  "111");
+    expect_listed(&rtx4090,
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "011"
+                  "011011"
+                  "1"
+                  "011",
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "011"
+                  "011011"
+                  "1"
+                  "011");
+    expect_listed(NULL,
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "000"
+                  "000000"
+                  "0"
+                  "000",
+                  "000000"
+                  "000000"
+                  "000"
+                  "00"
+                  "000"
+                  "000"
+                  "000000"
+                  "0"
+                  "000");
+}
+
+int
+main(void)
+{
+    RUN(test_table);
+    RUN(test_found);
+    RUN(test_first_row);
+    RUN(test_words);
+    RUN(test_listed);
+    return report("test_cuda_kernel_table");
+}
