@@ -1,8 +1,9 @@
-"""Hopper's kernel for bf16 rows: softmax references that seldom move, and works one after another.
+"""Hopper's kernel for bf16 rows: softmax references that seldom move, and work items one after
+another.
 
-A head's reference is its maximum among the work's first 64 keys. It moves where a later key is
-2^40 times as heavy. A CTA takes several works, of any length. test_gpu_attention.py tests shapes
-and courses of logits, test_gpu_growth.py tests the courses that move references.
+A head's reference is its maximum among the work item's first 64 keys. It moves where a later key is
+2^40 times as heavy. A CTA takes several work items, of any length. test_gpu_attention.py tests
+shapes and courses of logits, test_gpu_growth.py tests the courses that move references.
 """
 
 import cases
@@ -91,8 +92,8 @@ def test_equal_weights_sum_without_drift():
 
 @pytest.mark.parametrize("num_heads", [64, 100])
 def test_work_items_of_every_length_in_a_row(num_heads):
-    """There are more works than CTAs. Some are full, some have no columns, some have no keys, and
-    some have their first key in a later block."""
+    """There are more work items than CTAs. Some are full, some have no columns, some have no keys,
+    and some have their first key in a later block."""
     rng = np.random.default_rng(7)
     T = 450
     indices = rng.integers(0, 1024, (T, 330))

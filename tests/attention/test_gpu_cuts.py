@@ -1,8 +1,9 @@
 """Long index lists among short ones, on Hopper.
 
-Where a batch has no more works than the GPU has SMs, and the call leaves the number of splits to
-the plan, a launch for an FP8 cache cuts the works with long lists. CTAs with short lists take the
-pieces. Tokens that are not cut have the bits of one split, and so do all tokens of a bf16 cache.
+Where a batch has no more work items than the GPU has SMs, and the call leaves the number of splits
+to the plan, a launch for an FP8 cache cuts the work items with long lists. CTAs with short lists
+take the pieces. Tokens that are not cut have the bits of one split, and so do all tokens of a bf16
+cache.
 """
 
 import cases
@@ -94,7 +95,7 @@ def test_equal_rows_are_not_cut(fmt):
 @pytest.mark.parametrize("keys", ["half of them", "those of one warp", "few", "the last"])
 def test_holes(keys, fmt):
     """Entries that name no key may stand anywhere in a list. Where they hide its length, the work
-    may stay whole."""
+    item may stay whole."""
     case = make(fmt, "few are long", 128, 64)
     rng = np.random.default_rng(3)
     case.indices[::4] = cases.make_indices_with_holes(rng, 32, WIDTH, NUM_SLOTS, keys)
@@ -104,7 +105,8 @@ def test_holes(keys, fmt):
 @every_format
 def test_parts_of_one_key(fmt):
     """Among short lists, ten have one key per segment, in the column that the plan looks at. CTAs
-    without a work take these lists segment by segment, so that parts have a single key."""
+    without a work item of their own take these lists segment by segment, so that parts have a
+    single key."""
     num_tokens = 70
     case = make(fmt, "half are empty", num_tokens, 64)
     case.indices[:, 200:] = -1

@@ -176,8 +176,8 @@ def test_some_rows_are_a_hundred_times_the_rest(fmt, num_heads, num_splits):
 
 
 def test_growing_work_items_in_a_row():
-    """Each CTA takes several works, of every length. The references of one work must not change
-    the results of the next."""
+    """Each CTA takes several work items, of every length. The references of one must not change the
+    results of the next."""
     rng = np.random.default_rng(5)
     case = make("bf16", 64, EVERY_COURSE * 60, 1)
     rows = rng.integers(0, T, 450)
@@ -197,8 +197,8 @@ def test_growing_work_items_in_a_row():
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
 @pytest.mark.parametrize("growth", [20, 41])
 def test_growth_at_the_end_of_every_work_item(growth, num_heads):
-    """References move in a work's last block, while the other half of the CTA is about to read the
-    sums. Every token of many has the bits that it has alone, in every call."""
+    """References move in the last block of a work item, while the other half of the CTA is about to
+    read the sums. Every token of many has the bits that it has alone, in every call."""
     case = make("fp8", num_heads, COURSES["in the last block alone"] * float(growth), 1)
     check_in_a_batch(case, np.arange(2000) % T)
 

@@ -1,7 +1,7 @@
 """Index lists with holes, which are entries that name no key, on the GPU.
 
 Hopper's kernels leave such entries out: each of four warps takes the keys of its quarter of the
-columns, and a work ends where the fullest quarter ends.
+columns, and a work item ends where the fullest quarter ends.
 """
 
 import cases
@@ -123,8 +123,8 @@ def test_fewer_heads(keys, num_heads, fmt):
 @every_format
 @pytest.mark.parametrize("has_extra", [False, True])
 def test_work_items_in_a_row(has_extra, fmt):
-    """Each CTA takes several works, of every pattern and length. Tokens have the bits that they
-    have in a batch of 40."""
+    """Each CTA takes several work items, of every pattern and length. Tokens have the bits that
+    they have in a batch of 40."""
     num_tokens, width = 450, 600
     case = make(fmt, "all", width, 1, num_tokens=num_tokens, ragged=True)
     rng = np.random.default_rng(6)
@@ -146,9 +146,9 @@ def test_work_items_in_a_row(has_extra, fmt):
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
 @pytest.mark.parametrize("num_tokens", [133, 200, 264, 265, 396, 397, 529, 600])
 def test_bits_in_any_order(num_tokens, num_heads, fmt):
-    """A launch of two to four works per CTA orders them by their lengths. Lists have any length,
-    with and without holes, and some have one key or none. With the tokens in reverse order, each
-    work goes to another CTA and follows other works, and its results have the same bits."""
+    """A launch of two to four work items per CTA orders them by their lengths. Lists have any
+    length, with and without holes, and some have one key or none. With the tokens in reverse order,
+    each work item goes to another CTA and follows others, and its results have the same bits."""
     width = 400
     case = make(fmt, "all", width, 1, num_heads=num_heads, num_tokens=num_tokens, ragged=True)
     rng = np.random.default_rng(num_tokens)
@@ -166,7 +166,7 @@ def test_bits_in_any_order(num_tokens, num_heads, fmt):
 @every_format
 @pytest.mark.parametrize("topk_length", [0, 400])
 def test_order_of_equal_lengths(topk_length, fmt):
-    """Where all works are equally long, the order has ties everywhere. Every work must be done, and
+    """Where all work items are equally long, the order has ties everywhere. Each must be done, and
     its results must be in its own place."""
     num_tokens = 301
     case = make(fmt, "all", 400, 1, num_tokens=num_tokens)

@@ -82,7 +82,7 @@ def test_queries_of_other_strides(shape, q_layout):
 
 @every_shape
 def test_one_key(shape):
-    """A work with one key gives that key's value, by the portable code."""
+    """A work item with one key gives that key's value, by the portable code."""
     case = holes.make("fp8", "all", shape[2], 0, num_heads=shape[1], num_tokens=shape[0])
     case.indices[1:] = -1
     case.indices[1:, 7] = np.arange(1, shape[0])

@@ -1,6 +1,6 @@
 /* test_cuda_logits.c: how csrc/cuda/indexer/logits_plan.c cuts calls into work items, for devices
  * that the machine need not have. Every token must be in one block, whose tokens are of one
- * request, and every tile of a block in one work.
+ * request, and every tile of a block in one work item.
  */
 #include "cuda/indexer/logits_plan.c" // NOLINT(bugprone-suspicious-include)
 

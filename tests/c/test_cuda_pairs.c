@@ -134,8 +134,9 @@ test_refused_pairs(void)
     EXPECT_EQ(fake.num_starts, 0);
 }
 
-/* Pairs whose kernels are the same first, the same second, swapped, the same twice, or of equal sum
- * have graphs of their own, and every field of both grids is set each time. */
+/* Every pair of kernels has a graph of its own, and every field of both grids is set each time.
+ * Pairs here share the first kernel, share the second, are swapped, have one kernel twice, or have
+ * addresses of the same sum. */
 static void
 test_keys_of_pairs(void)
 {

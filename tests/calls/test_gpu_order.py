@@ -116,7 +116,7 @@ while time.monotonic() < end:
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
 def test_rows_done_again_beside_other_processes(num_heads):
-    """The GPU stops kernels at any place to run other contexts. Most works of this chain have
+    """The GPU stops kernels at any place to run other contexts. Most work items of this chain have
     numbers that do not fit Hopper's kernel and are done again, in shared memory that had barriers
     before."""
     chain = Chain(40, num_heads, 0)

@@ -143,7 +143,7 @@ def test_odd_attention(name):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_rows_of_few_keys(fmt):
-    """Lists have 0, 1, 2 or 40 keys, and each CTA takes at least three works."""
+    """Lists have 0, 1, 2 or 40 keys, and each CTA takes at least three work items."""
     rng = np.random.default_rng(2)
     case = AttentionCase(600, 16, 40, fmt=fmt, indices="ordered").make()
     num_keys = rng.choice([0, 1, 1, 2, 40], (600, 1))
@@ -153,8 +153,8 @@ def test_rows_of_few_keys(fmt):
 
 
 def test_rows_that_are_cut():
-    """There are fewer tokens than SMs, with lists of 1024 and of 100 entries, so long works are
-    cut. One part has a scale that does not fit and is done again."""
+    """There are fewer tokens than SMs, with lists of 1024 and of 100 entries, so long work items
+    are cut. One part has a scale that does not fit and is done again."""
     case = AttentionCase(70, 16, 1024, pages=20).make()
     rng = np.random.default_rng(5)
     case.indices = rng.integers(1, 1280, case.indices.shape).astype(np.int32)

@@ -20,7 +20,7 @@ from library import sparse_mla
 from test_v4_attention import E4M3, KV_SCALES, MAIN_FORMATS, Keys, V4Inputs
 
 POOL = 2048  # number of rows, and of queries, that the cases choose from
-MANY_TOKENS = (130, 301)  # more works than a GPU has CTAs
+MANY_TOKENS = (130, 301)  # more work items than a GPU has CTAs
 MANY_TOKENS_SHARE = 0.03
 MAX_KEYS = 4096  # most keys of all tokens of a case, if they are few
 MAX_JUDGED = 12  # tokens of a case that the reference computes

@@ -88,7 +88,7 @@ def test_host_lengths_may_be_upper_bounds(results, step, path, slack):
     assert taken == path
     exact, want = results[path]
     assert_within_bounds(want, got)
-    if path != "separate":  # separate: its chunks are others, and so the splits of their calls
+    if path != "separate":  # it cuts other chunks, whose calls have other splits
         for name in got:
             assert_same_bits(got[name], exact[name], name)
 

@@ -269,7 +269,7 @@ def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
 @pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
 @pytest.mark.parametrize(
     ("tokens", "topk"),
-    [(40, 48), (5, 1024), (450, 1024)],  # one split; several splits; several works per CTA
+    [(40, 48), (5, 1024), (450, 1024)],  # one split; several splits; several work items per CTA
 )
 @pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
 def test_one_key_among_bad_pages(path, tokens, topk, num_heads):

@@ -313,10 +313,11 @@ copy_state(int64_t num_heads, smla_attention_state from, smla_attention_state to
     memcpy(to.sum, from.sum, (size_t)smla_attention_state_bytes(num_heads));
 }
 
-/* Adds a state to those before it, and clears it. */
+/* Adds a state to `older`, the sum of those before it, and clears it. The first state becomes
+ * `older`, which holds nothing yet. */
 static void
-set_aside(smla_head_range heads, bool is_first, smla_attention_state older,
-          smla_attention_state state)
+fold_into_older(smla_head_range heads, bool is_first, smla_attention_state older,
+                smla_attention_state state)
 {
     if (is_first) {
         copy_state(heads.end, state, older);
@@ -370,7 +371,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
         }
         current = 1 - current;
         if (++num_blocks % STATE_BLOCKS == 0 && blocks[current].count > 0) {
-            set_aside(all_heads, num_blocks == STATE_BLOCKS, scratch.older, state);
+            fold_into_older(all_heads, num_blocks == STATE_BLOCKS, scratch.older, state);
         }
     }
     if (num_blocks > STATE_BLOCKS) {

@@ -67,7 +67,8 @@ find_largest_magnitudes(const void *halves, int count)
     return find_magnitudes((vuint)find_largest_halves(halves, count));
 }
 
-/* The larger ones of neighbours in each vector, those of `a` and of `b` in turn. */
+/* The larger of values i and i + 4 in each lane of 128 bits, interleaved: one of `a`, one of `b`,
+ * and so on. */
 SMLA_INLINE __m256i
 fold_halves(__m256i a, __m256i b)
 {

@@ -280,7 +280,7 @@ bf16_to_duo(vuint words)
 }
 
 SMLA_INLINE duo
-half_to_duo(vuint words)
+fp16_to_duo(vuint words)
 {
     return (duo){half_to_float(words << 16), half_to_float(words)};
 }
@@ -298,9 +298,9 @@ load_bf16_duo(const void *halves)
 }
 
 SMLA_INLINE duo
-load_half_duo(const void *halves)
+load_fp16_duo(const void *halves)
 {
-    return half_to_duo(load_words(halves, 0));
+    return fp16_to_duo(load_words(halves, 0));
 }
 
 SMLA_INLINE duo

@@ -38,7 +38,7 @@ load_duo(const void *values, smla_float_type type)
 {
     switch (type) {
     case SMLA_FLOAT_BF16: return load_bf16_duo(values);
-    case SMLA_FLOAT_FP16: return load_half_duo(values);
+    case SMLA_FLOAT_FP16: return load_fp16_duo(values);
     default: return load_float_duo(values);
     }
 }
@@ -55,7 +55,7 @@ load_part_of_duo(const void *values, smla_float_type type, int64_t count)
     const vuint words = load_part_of_words(values, bytes);
     switch (type) {
     case SMLA_FLOAT_BF16: return bf16_to_duo(words);
-    case SMLA_FLOAT_FP16: return half_to_duo(words);
+    case SMLA_FLOAT_FP16: return fp16_to_duo(words);
     default: return float_to_duo(words, (vuint){0});
     }
 }

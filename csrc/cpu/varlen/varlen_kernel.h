@@ -280,10 +280,11 @@ typedef enum block_view {
     SEES_ALL = 2,
 } block_view;
 
-/* Finds which keys of a block the lanes of a group see: from `begin` to `end` of them, where lanes
- * differ. Lanes past the last row see what it does. Neither limit falls from row to row. */
+/* Tells how much of a block the lanes of a group see. Where the answer is SEES_SOME, sets `begin`
+ * and `end` of every lane. Lanes past the last row see what that row sees. Neither limit falls from
+ * row to row, so the first and the last row decide. */
 static block_view
-find_view(const tile_work *work, int first, int lanes, int64_t key, int count)
+classify_block(const tile_work *work, int first, int lanes, int64_t key, int count)
 {
     const int last = work->num_rows - 1;
     const smla_key_range low = work->rows[first].keys;
@@ -339,7 +340,7 @@ SMLA_INLINE void
 attend_group(const tile_work *work, int first, int64_t key, int count, const int key_rows,
              const int value_rows, const int vectors)
 {
-    const block_view view = find_view(work, first, vectors * WIDTH, key, count);
+    const block_view view = classify_block(work, first, vectors * WIDTH, key, count);
     if (view == SEES_NO_KEY) {
         return;
     }
@@ -417,9 +418,9 @@ fold_vector(const tile_work *work, int lane)
     }
 }
 
-/* Adds the state to those before it, and clears it. */
+/* Adds the state to `older`, the sum of those before it, and clears it. */
 static void
-set_aside(const tile_work *work)
+fold_into_older(const tile_work *work)
 {
     for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
         fold_vector(work, lane);
@@ -459,7 +460,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
                 clear(work, work->older);
             }
             has_older = true;
-            set_aside(work);
+            fold_into_older(work);
         }
         load_block(work, key, count);
         for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
@@ -469,7 +470,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
         }
     }
     if (has_older) {
-        set_aside(work);
+        fold_into_older(work);
     }
     return has_older;
 }

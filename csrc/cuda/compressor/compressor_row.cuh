@@ -108,8 +108,8 @@ prefetch_factors(const smla_compress_params &p, int64_t position, int i)
                     has_angles && at < SMLA_QK_ROPE_HEAD_DIM * (int64_t)sizeof(float));
 }
 
-/* smla_floats_to_bf16x2 for results of arithmetic, whose NaN is positive. It needs no call for
- * NaN. */
+/* smla_floats_to_bf16x2 for results of arithmetic. NaN needs no path of its own, because
+ * arithmetic gives the positive one. */
 __device__ __forceinline__ uint32_t
 round_products(float low, float high)
 {

@@ -335,8 +335,8 @@ hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint3
     ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
 }
 
-/* Fills the columns without keys. This cut into work items does not depend on which CTA has the
- * keys before them. */
+/* Fills the columns without keys. They are cut into work items that do not depend on which CTA has
+ * the keys before them, so any CTA may fill them. Each takes every gridDim.x-th item. */
 template <typename Shape>
 __device__ __forceinline__ void
 fill_work_items(const sm90_args &all)

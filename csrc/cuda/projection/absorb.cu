@@ -107,8 +107,10 @@ load_step(const smla_absorb_params &p, const tile_start &tile, int64_t first, fl
     }
 }
 
+/* Writes the elements that load_step gave a thread to shared memory, from which all threads
+ * multiply. */
 __device__ __forceinline__ void
-store_step(const smla_absorb_params &p, operands &shared, const float (&x)[LOADS],
+share_step(const smla_absorb_params &p, operands &shared, const float (&x)[LOADS],
            const float (&w)[LOADS])
 {
     const bool x_inner = llabs(p.x.stride_column) <= llabs(p.x.stride_row);
@@ -199,7 +201,7 @@ __launch_bounds__(THREADS) absorb_kernel(const __grid_constant__ absorb_args arg
         const float unit = choose_unit(p, tile);
         load_step(p, tile, 0, unit, x, w);
         for (int64_t n = 0; n < p.num_values; n += STEP) {
-            store_step(p, shared, x, w);
+            share_step(p, shared, x, w);
             __syncthreads(); /* the values are written */
             load_step(p, tile, n + STEP, unit, x, w);
             multiply_step(shared, first_row, first_latent, sums);

@@ -64,7 +64,7 @@ template <bool IS_BF16> struct streamed_keys {
     }
 
     /* Loads the logits of a vector that belongs to the row only in part. */
-    __device__ __forceinline__ void load_partial(uint32_t vector, uint32_t words[4]) const
+    __device__ __forceinline__ void load_partial_vector(uint32_t vector, uint32_t words[4]) const
     {
         const uint8_t *const from = row->vectors + (uint64_t)vector * VECTOR_BYTES;
         const uint32_t count = row->end - vector * type::PER_VECTOR;
@@ -104,7 +104,7 @@ template <bool IS_BF16> struct streamed_keys {
                 const uint32_t vector = first + i * SMLA_WARP_LANES;
                 uint32_t keys[type::PER_VECTOR];
                 if (vector == end && row->end % type::PER_VECTOR != 0) {
-                    load_partial(vector, words[i]);
+                    load_partial_vector(vector, words[i]);
                 }
                 type::decode(words[i], keys);
                 use(vector, keys);

@@ -125,7 +125,7 @@ is_whole(const row_part &part, uint32_t vector)
 /* Loads the keys of a partial vector, element by element. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
-load_partial(const row_part &part, uint32_t vector, uint32_t words[4])
+load_partial_vector(const row_part &part, uint32_t vector, uint32_t words[4])
 {
     using traits = logit_vector<IS_BF16>;
     words[0] = words[1] = words[2] = words[3] = 0;
@@ -164,7 +164,7 @@ finish_copy(const row_part &part, uint32_t step, uint32_t words[4])
         ptx_load_shared_16(address_of(part, step), words);
         logit_vector<IS_BF16>::encode(words);
     } else {
-        load_partial<IS_BF16>(part, vector, words);
+        load_partial_vector<IS_BF16>(part, vector, words);
     }
     ptx_store_shared_16(address_of(part, step), words);
 }
@@ -192,7 +192,7 @@ load_batch(const row_part &part, uint32_t step, uint32_t words[BATCH][4])
         if (is_whole<IS_BF16>(part, vector)) {
             logit_vector<IS_BF16>::encode(words[i]);
         } else {
-            load_partial<IS_BF16>(part, vector, words[i]);
+            load_partial_vector<IS_BF16>(part, vector, words[i]);
         }
     }
 }

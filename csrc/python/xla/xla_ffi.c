@@ -79,7 +79,8 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
                            call->op, name, (long long)wide);
 }
 
-/* Reads a size that may be left out. To the core 0 is one that is left out, so it is refused. */
+/* Reads a size that may be left out. The core reads 0 as "left out", so a 0 given by the caller is
+ * refused. */
 static smla_status
 read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
 {

@@ -39,7 +39,7 @@ typedef struct key_stream {
     int32_t left;      /* columns from `at` to the list's end */
     uint32_t next;     /* the index at `at`, loaded ahead */
     uint32_t waiting;  /* a key that waits for its step; only lanes below num_waiting have one */
-    uint32_t over;     /* a key that waits for the step behind that one */
+    uint32_t over;     /* a second key that waits: it goes to the step after `waiting`'s */
     int32_t num_waiting;
     int32_t to_come; /* keys of the warp that are still in the list */
 } key_stream;

@@ -161,9 +161,10 @@ start_load_wave(const partial_source &source, int first, load_wave<Shape> *value
     }
 }
 
+/* Value number `value` of a thread's words: a word has two values if they are HALF, else one. */
 template <bool HALF>
 static __device__ __forceinline__ float
-find_value(const uint32_t *words, int value)
+unpack_value(const uint32_t *words, int value)
 {
     if constexpr (HALF) {
         return smla_cvt_float((uint16_t)(words[value / 2] >> 16 * (value % 2)));
@@ -182,7 +183,7 @@ fold_load_wave(const load_wave<Shape> &values, float factors, float total[Shape:
         const float factor = __shfl_sync(0xFFFFFFFFu, factors, i);
 #pragma unroll
         for (int j = 0; j < Shape::VALUES; j++) {
-            ptx_fma_unless_zero(&total[j], find_value<Shape::HALF>(values.splits[i].words, j),
+            ptx_fma_unless_zero(&total[j], unpack_value<Shape::HALF>(values.splits[i].words, j),
                                 factor);
         }
     }

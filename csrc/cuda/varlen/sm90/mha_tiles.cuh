@@ -5,8 +5,7 @@
  * CTA's first tile has its own number. It claims the others from a counter, late, so that CTAs
  * which are slower take fewer. Without a counter it takes every n-th, forwards and backwards in
  * turn.
- *
- *  */
+ */
 #pragma once
 
 #include "cuda/varlen/sm90/mha_memory.cuh"

@@ -85,7 +85,8 @@ gather_steps(const dense_launch &launch, const dense_item *item, bf16_gather *st
         slot = step + 1 == past ? -1 : find_step_slot(launch, item, step + 1);
         gather_block<0, Keys, true>(*state, row, are_keys, last_bit | bit_of_rows(item, key),
                                     key | (int32_t)state->phase.item);
-        if (step == item->first_step) { /* no item is in front of the first: that wait is over */
+        if (step == item->first_step) {
+            /* The CTA's first item has no predecessor, so its wait has already completed. */
             ptx_mbarrier_wait(BF16_AT(state->base, query_empty), state->phase.item ^ 1);
             copy_tile_query<Keys>(launch, item, state->base);
         }

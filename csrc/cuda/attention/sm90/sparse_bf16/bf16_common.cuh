@@ -139,7 +139,7 @@ struct bf16_memory {
 /* The bits of a word of is_key. ALL_ROWS: every row of a TILED kernel's tile sees the block. */
 enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000, ALL_ROWS = 0x20000 };
 
-/* What a block's words all have if no score of it is masked. */
+/* The bits that are set in every is_key word of a block in which no score is masked. */
 template <typename Keys>
 static __device__ __forceinline__ constexpr uint32_t
 unmasked_bits(void)

@@ -272,8 +272,9 @@ add_blocks(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_addres
         }
         if (batch == 3) {
             has_grown = publish_weights(at, me, *state, shared);
-            /* values of the own block: behind the group's barrier, all of its granules have
-             * arrived */
+            /* The values of this group's own block. After the group's barrier, in
+             * publish_weights, all granules of the block are in shared memory, so no wait is
+             * needed. */
             load_values(addresses, find_granule<Shape>(own, 0), 0, state);
         }
     }
