@@ -153,8 +153,8 @@ load_query(const smla_attention_params *params, int64_t token, int64_t head, uin
     return buffer;
 }
 
-/* What a query has that products in SMLA_FP_FLUSH may be wrong for. Of a NaN every product is NaN,
- * and no product of another head knows it. */
+/* Which values a query has for which products in SMLA_FP_FLUSH may be wrong. A NaN is none of them:
+ * all of its products are NaN, and it reaches no other head. */
 typedef struct query_values {
     bool has_huge;      /* matters beside any keys */
     bool has_subnormal; /* matters beside huge keys */
@@ -279,7 +279,8 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
 }
 
-/* The group's two sizes. Not inlined, so that the registers of their loops are theirs alone. */
+/* attend_group for groups of one vector and of two. Not inlined, so that the registers of their
+ * loops are theirs alone. */
 __attribute__((noinline)) static void
 attend_one_vector(const thread_scratch *scratch, const key_block *block, const key_block *next,
                   logit_rule rule, head_group group, smla_attention_state state)

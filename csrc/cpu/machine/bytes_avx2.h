@@ -48,7 +48,8 @@ load_magnitudes(const void *halves, int i)
     return (__m256i)(load_words(halves, i) & 0x7FFF7FFFu);
 }
 
-/* The largest magnitudes among `count` bf16 values in a row: of each 16th one. */
+/* The largest magnitudes among `count` bf16 values in a row: lane i has that of values i, i + 16,
+ * i + 32 and so on. */
 SMLA_INLINE __m256i
 find_largest_halves(const void *halves, int count)
 {
@@ -60,7 +61,7 @@ find_largest_halves(const void *halves, int count)
     return largest;
 }
 
-/* The same per lane, as bits of fp32. */
+/* find_largest_halves with the larger half of each 32-bit lane, as bits of fp32. */
 SMLA_INLINE vuint
 find_largest_magnitudes(const void *halves, int count)
 {
@@ -132,10 +133,11 @@ round_fp16(__m256i x)
     return _mm256_add_epi16(x, _mm256_add_epi16(is_odd, _mm256_set1_epi16(0x3F)));
 }
 
-/* A factor 2^n becomes that of store_exact_e4m3. A bf16 value times 2^(n - 8) has 8 bits of
- * mantissa, which fp16 holds, but for values of less than half of e4m3's smallest number, and their
- * doubles. The 2^-12 makes those that lie behind the middle of two numbers be rounded up. It never
- * changes how another value is rounded, because it is less than half of fp16's last bit. */
+/* Times a factor 2^n, this is the factor that store_exact_e4m3 takes. A bf16 value times 2^(n - 8)
+ * has 8 bits of mantissa, which fp16 holds, but for values of less than half of e4m3's smallest
+ * number, and their doubles. The 2^-12 makes those that lie behind the middle of two numbers be
+ * rounded up. It never changes how another value is rounded, because it is less than half of fp16's
+ * last bit. */
 #define SMLA_EXACT_FACTOR (0x1p-8f * (1.0f + 0x1p-12f))
 
 /* 32 bf16 values times a power of two, at most 448, as e4m3. */

@@ -35,7 +35,7 @@ note_huge(vuint noted, vuint words)
     return noted | ((words & 0x7FFF7FFFu) + 0x207F207Fu);
 }
 
-/* The same without NaN. */
+/* note_huge for values that are no NaN. */
 SMLA_INLINE vuint
 note_huge_number(vuint noted, vuint words)
 {
@@ -43,7 +43,7 @@ note_huge_number(vuint noted, vuint words)
     return noted | ((magnitudes + 0x207F207Fu) & ~(magnitudes + 0x007F007Fu));
 }
 
-/* The same for bf16 values that are subnormal. */
+/* note_huge for bf16 values that are subnormal instead of huge. */
 SMLA_INLINE vuint
 note_subnormal(vuint noted, vuint words)
 {

@@ -58,7 +58,7 @@ typedef struct tile_state {
     float *out;
 } tile_state;
 
-/* What a tile works with. */
+/* What the functions of a tile share. */
 typedef struct tile_work {
     const smla_varlen_params *params;
     const smla_varlen_tile *tile;
@@ -77,7 +77,7 @@ typedef struct tile_work {
     tile_state older;      /* the sum of the states before the latest */
     smla_varlen_row *rows; /* [SMLA_VARLEN_ROWS] */
     int64_t *shared_keys;  /* [SMLA_VARLEN_SHARED_KEYS]: where the tile's first keys lie, or -1 */
-    int64_t first_key;     /* the same for key 0, as if all of the others followed it */
+    int64_t first_key;     /* where key 0 would lie if the later keys followed it without a gap */
     int32_t *begin;        /* keys that a lane sees, relative to the block */
     int32_t *end;
     uint8_t *is_exact; /* rows that varlen_exact.c computes */
@@ -445,7 +445,8 @@ has_ordinary_scales(const tile_work *work)
            is_ordinary_scale(v_descale) && v_descale >= 0x1p-90f;
 }
 
-/* Returns whether the sum is in `older`. */
+/* Attends to the keys of a tile, block by block. Returns whether the sum is in `older`; else it is
+ * in `state`. */
 static bool
 attend_keys(const tile_work *work, smla_key_range keys)
 {

@@ -19,10 +19,11 @@
 namespace {
 
 enum {
-    BARRIER_QUERIES = 1,            /* barrier of all query threads */
-    MIX_STEP = 16,                  /* ratio of the units of a row and the next */
-    MOST_MIX = (127 + 80) << 23,    /* bits of 2^80: larger mixes make plain tokens */
-    MOST_WEIGHT = (127 + 64) << 23, /* larger ones, and smaller ones than the least, get a power */
+    BARRIER_QUERIES = 1,         /* barrier of all query threads */
+    MIX_STEP = 16,               /* ratio of the units of a row and the next */
+    MOST_MIX = (127 + 80) << 23, /* bits of 2^80: larger mixes make plain tokens */
+    /* Bits of 2^64 and 2^-64. Weights beyond them are first multiplied with a power of two. */
+    MOST_WEIGHT = (127 + 64) << 23,
     LEAST_WEIGHT = (127 - 64) << 23,
     LEAST_UNIT = 127 - 100, /* least exponent of a unit, biased as in fp32 */
     /* Exponent bits between a mix and its unit: a mix is below 256 units, and e4m3 reaches 448. */

@@ -64,8 +64,8 @@ element_of(int i, bool n_is_inner)
     return n_is_inner ? element{index / STEP, index % STEP} : element{index % TILE, index / TILE};
 }
 
-/* What a tile's values of x are multiples of: 1, unless a value times its scale may be beyond fp32.
- * Its product with w may fit. All threads of the block call this. */
+/* The unit of a tile's values of x: 1, unless a value times its scale may be beyond fp32. The
+ * product of such a value with w may still fit. All threads of the block call this. */
 __device__ __forceinline__ float
 choose_unit(const smla_absorb_params &p, const tile_start &tile)
 {

@@ -95,7 +95,7 @@ read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
                                        (long long)least, (long long)*value);
 }
 
-/* Reads a size that may be 0, which says as little as one that is left out. */
+/* Reads a size for which 0 means the same as leaving it out. */
 static smla_status
 read_hint(const xla_call *call, const char *name, int64_t *value)
 {
@@ -122,7 +122,7 @@ read_ints(const xla_call *call, const smla_py_param *param, int64_t *values)
 }
 
 /* Reads a scale that is a number. One that is an array is not an attribute. 0 is refused, because
- * to the core it is a scale that is left out. */
+ * the core reads it as "left out". */
 static smla_status
 read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
 {

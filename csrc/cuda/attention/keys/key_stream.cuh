@@ -3,10 +3,11 @@
  * stand.
  *
  * Every warp has a quarter of the columns, four of every sixteen, and takes the keys of its quarter
- * in their order. So no warp waits for another. Each sixteen has another four, so that lists with a
- * pattern (every second entry, every second page) still give all warps the same number of keys. A
- * step has 32 keys of each warp. An item has as many steps as its fullest quarter needs, and at
- * least one. The warps count keys ahead, because the consumers must know which step is the last.
+ * in their order. So no warp waits for another. Which four they are changes from sixteen to
+ * sixteen, so that lists with a pattern (every second entry, every second page) still give all
+ * warps the same number of keys. A step has 32 keys of each warp. An item has as many steps as its
+ * fullest quarter needs, and at least one. The warps count keys ahead, because the consumers must
+ * know which step is the last.
  *
  * The count takes an entry for a key if its index is not negative and below index_limit. An index
  * that names no slot for another reason (a bad page in the block table) takes the position of a key
@@ -251,9 +252,9 @@ hold_keys(key_stream *stream, uint32_t are_keys, uint32_t index, int lane)
     stream->num_waiting += __popc(are_keys);
 }
 
-/* Takes the keys among the lanes' next indices, as far as `wanted` has their bits, behind the keys
- * that the warp holds. The following indices are loaded last, into the same register, because a
- * move from another register would wait for them. */
+/* Takes the keys among the next indices of those lanes whose bits `wanted` has, and appends them to
+ * the keys that the warp holds. The following indices are loaded last, into the same register,
+ * because a move from another register would wait for them. */
 template <bool APART>
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane,

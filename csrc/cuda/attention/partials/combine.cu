@@ -306,8 +306,8 @@ __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     }
 }
 
-/* The shared memory to ask for where CTAs start as those in front leave. With so much, an SM takes
- * no more than its share of the CTAs, or two if the share is less. */
+/* The shared memory to ask for where CTAs start while those of the grid in front leave. With so
+ * much an SM takes no more than its share of the CTAs, or two if the share is less. */
 static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
                   const smla_cuda_device *device)

@@ -6,7 +6,7 @@
 
 /* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of
  * each the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1].
- * */
+ */
 template <int D> struct mha_consumer {
     uint32_t queries[D / 4]; /* A of the scores; wgmma.cuh has the order */
     float scores[BLOCK_KEYS / 2];

@@ -1,10 +1,10 @@
 /* mha_tiles.cuh: which tiles a CTA of mha_attention_sm90.cu takes, and what a tile is.
  *
- * Only the device knows the requests' lengths. Tiles are numbered by sections of heads, in them by
- * requests, in a request from its last rows, which have the most keys, and at last by heads. A
- * CTA's first tile has its own number. It claims the others from a counter, late, so that CTAs
- * which are slower take fewer. Without a counter it takes every n-th, forwards and backwards in
- * turn.
+ * Only the device knows the requests' lengths. Tiles are numbered section by section of heads. In a
+ * section they are numbered request by request, in a request from its last rows on, which have the
+ * most keys, and for the same rows head by head. The number of a CTA's first tile is the CTA's own.
+ * It claims the others from a counter, late, so that CTAs which are slower take fewer. Without a
+ * counter it takes every n-th, forwards and backwards in turn.
  */
 #pragma once
 
@@ -51,7 +51,7 @@ add_to_counter(unsigned long long *counter)
     return (uint32_t)(atomicAdd(counter, 1ull) & COUNTER_MASK);
 }
 
-/* This CTA claims no more. The last one that says so ends the counters. */
+/* A CTA calls this when it claims no more tiles. The last CTA to do so takes the tags away. */
 __device__ __forceinline__ void
 end_counters(unsigned long long *counters)
 {
@@ -113,7 +113,7 @@ start_search(const mha_args &args, uint32_t section_keys)
         most_keys = max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
     }
     mha_search search = {};
-    /* Starts that fall could make more tiles than anybody has counted on. */
+    /* A query_start_loc that falls could make more tiles than the host has counted on. */
     search.head_tiles = min(__reduce_add_sync(ALL_LANES, tiles), args.most_head_tiles);
     search.section_heads =
         choose_section(args, __reduce_max_sync(ALL_LANES, most_keys), section_keys);

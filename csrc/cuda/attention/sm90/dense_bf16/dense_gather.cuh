@@ -68,7 +68,7 @@ bit_of_rows(const dense_item *item, int32_t key)
     return key >= item->shared.begin && key + BLOCK_KEYS <= item->shared.end ? ALL_ROWS : 0;
 }
 
-/* Gathers the steps of an item, and its query behind the first block. The table is read one step
+/* Gathers the steps of an item, and its query after the first block. The table is read one step
  * ahead. */
 template <typename Keys>
 static __device__ __forceinline__ void
@@ -113,7 +113,8 @@ gather_tiles(const dense_launch &launch, bf16_memory *shared)
         const dense_item *const item = &shared->dense.items[turn];
         ptx_mbarrier_wait(BF16_AT(state.base, order.planned), state.phase.item);
         if (((const volatile dense_item *)item)->num_rows == 0) {
-            /* Consumers have the last query: its arrivals and these could else share a phase. */
+            /* Wait until consumers have read the last query. Else its arrivals and those of
+             * announce_copies could fall into one phase. */
             ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.item ^ 1);
             announce_copies<true>(BF16_AT(state.base, query_full));
             break;

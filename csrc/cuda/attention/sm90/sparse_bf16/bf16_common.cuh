@@ -102,7 +102,7 @@ enum {
     LIMIT_TURNS = 2,
 };
 
-/* What attention_dense_sm90.cu keeps besides. */
+/* What attention_dense_sm90.cu keeps in shared memory in addition. */
 typedef struct dense_state {
     dense_walk walk;
     dense_item items[ITEM_TURNS];

@@ -14,8 +14,9 @@ typedef struct value_addresses {
     uint32_t scales;
 } value_addresses;
 
-/* Whether the warp's 64 dimensions are RoPE values, which have no scales: those of the last scale
- * tile. The tile's number is read from the address, because there is no register to keep it in. */
+/* Whether the warp's 64 dimensions are RoPE values, which have no scales. They are if the warp's
+ * scale tile is the last. The tile's number is read from the address, because there is no register
+ * to keep it in. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 has_rope_values(const value_addresses &addresses)
@@ -272,9 +273,8 @@ add_blocks(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_addres
         }
         if (batch == 3) {
             has_grown = publish_weights(at, me, *state, shared);
-            /* The values of this group's own block. After the group's barrier, in
-             * publish_weights, all granules of the block are in shared memory, so no wait is
-             * needed. */
+            /* This group's own block. After the barrier in publish_weights all its granules are
+             * in shared memory, so no wait is needed. */
             load_values(addresses, find_granule<Shape>(own, 0), 0, state);
         }
     }
