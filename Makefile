@@ -51,7 +51,7 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja itself is parallel, and two builds of one folder wait for each other
 .PHONY: help environment toolkit build demo bench test test-python test-c test-c-older \
-    test-c-aarch64 examples-c test-gpu memcheck racecheck synccheck sanitize coverage measure \
+    test-c-aarch64 golden golden-aarch64 examples-c test-gpu memcheck racecheck synccheck sanitize coverage measure \
     mutants fuzz fuzz-corpus lint format frameworks vllm lib install-lib wheel release check-install clean
 
 help: ## this list
@@ -60,7 +60,7 @@ help: ## this list
 # These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
 # unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
 # wherever there is a compiler for it.
-demo bench test test-python test-c test-c-older examples-c: \
+demo bench test test-python test-c test-c-older golden examples-c: \
     WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
 
 # ---- Environment and build ---------------------------------------------------------------------
@@ -157,6 +157,12 @@ test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 	    echo "tests/c/$$test on aarch64"; $(QEMU) -cpu max build/aarch64/tests/$$test || exit 1; done
 	@for test in test_absorption test_projections test_tensor_quant; do \
 	    $(QEMU) -cpu cortex-a72 build/aarch64/tests/$$test || exit 1; done
+
+golden: build ## compare the bits of all attentions and layers with tests/fixtures/golden.json
+	@$(ENVIRONMENT) $(PY) buildtools/golden.py $(ARGS)
+
+golden-aarch64: environment ## the same for aarch64, emulated: fewer cases
+	@$(PY) buildtools/golden.py --aarch64 --cases 25 --threads 2 $(ARGS)
 
 examples-c: lib ## compile and run the C examples against build/lib, as a user would
 	@if command -v $(CXX) > /dev/null; then $(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Werror \

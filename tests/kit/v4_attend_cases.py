@@ -18,6 +18,14 @@ v4 = sparse_mla.v4
 SIZES = plan.Sizes(max_model_len=500, max_num_batched_tokens=96, decode_threshold=2)
 NUM_PAGES = 90
 RATIOS = (1, 4, 16)
+FORMAT_PAIRS = [
+    ("fp8_v4", None),
+    ("bfloat16", None),
+    ("fp8_v4", "fp4_v41_split"),
+    ("bfloat16", "fp8_v41"),
+    ("fp8_e4m3", "fp8_v4"),
+    ("fp8_nope", "fp8_e4m3"),
+]
 KV_SCALE = 0.25  # a power of two, so that rows in bf16 are the same keys
 
 

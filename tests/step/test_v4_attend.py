@@ -14,6 +14,7 @@ from device import host
 from helpers import assert_same_bits
 from library import sparse_mla
 from v4_attend_cases import (
+    FORMAT_PAIRS,
     NUM_PAGES,
     RATIOS,
     SIZES,
@@ -27,16 +28,6 @@ from v4_attend_cases import (
 import sparse_mla as package
 
 v4 = sparse_mla.v4
-FORMAT_PAIRS = [
-    ("fp8_v4", None),
-    ("bfloat16", None),
-    ("fp8_v4", "fp4_v41_split"),
-    ("bfloat16", "fp8_v41"),
-    ("fp8_e4m3", "fp8_v4"),
-    ("fp8_nope", "fp8_e4m3"),
-]
-
-
 # --- both paths ----------------------------------------------------------------------------------
 
 
