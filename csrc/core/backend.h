@@ -92,9 +92,8 @@ typedef struct smla_backend {
     const char *(*kernel_name)(const smla_attention_run *run);
     /* Writes which keys each token of a dense call sees. No value of its arrays is an error. */
     smla_status (*find_key_ranges)(const smla_key_ranges_params *params, smla_error *error);
-    /* `plan` is what plan_attention returned for the call's shape. */
-    smla_status (*sparse_attention)(const smla_attention_params *params,
-                                    const smla_attention_plan *plan, smla_error *error);
+    /* Every attention. The params have what plan_attention returned for the call's shape. */
+    smla_status (*attend)(const smla_attention_params *params, smla_error *error);
     /* k_up_proj, v_up_proj, kv_up_proj and grouped_output_projection */
     smla_status (*projection)(const smla_projection_params *params, smla_error *error);
     /* Fills up to `capacity` rows, and returns how many rows there are. */

@@ -29,7 +29,6 @@
     X(top_k_per_row, smla_top_k_args, smla_top_k_params, topk)                                     \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params, attention)                \
     X(merge_attn_partials, smla_merge_attn_partials_args, smla_merge_partials_params, attention)   \
-    X(varlen_attention, smla_varlen_attention_args, smla_varlen_params, varlen)                    \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \
     X(absorb_q_proj, smla_absorb_q_proj_args, smla_absorb_params, projection)                      \
     X(absorb_o_proj, smla_absorb_o_proj_args, smla_absorb_params, projection)                      \
@@ -45,6 +44,13 @@
     X(compress_norm_rope_store, smla_compress_args, smla_compress_params, compressor)              \
     X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params, indexer)         \
     X(indexer_logits, smla_indexer_logits_args, smla_logits_params, indexer)
+
+/* The attentions, by name and args. All have the params of attention and the slot `attend`. */
+#define SMLA_ATTENTIONS(X)                          \
+    X(sparse_attention, smla_sparse_attention_args) \
+    X(sparse_mla_dsv4, smla_sparse_mla_dsv4_args)   \
+    X(mla_attention, smla_mla_attention_args)       \
+    X(varlen_attention, smla_varlen_attention_args)
 
 /* The projections, whose arrays differ and whose params are the same: all have the slot
  * `projection`. */

@@ -75,6 +75,12 @@ typedef enum smla_float_type {
     SMLA_FLOAT_E4M3 = 4,
 } smla_float_type;
 
+SMLA_HOST_DEVICE static inline int64_t
+smla_float_bytes(smla_float_type type)
+{
+    return type == SMLA_FLOAT_FP32 ? 4 : type == SMLA_FLOAT_E4M3 ? 1 : 2;
+}
+
 /* A scale that a caller gives as a number, or as one fp32 in memory of the device. */
 typedef struct smla_given_scale {
     const float *pointer; /* NULL: the scale is `value` */

@@ -1,7 +1,7 @@
 /* params_all.h: the params of all families, for files that go through the list of operators. */
 #pragma once
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "core/params_cache.h"
 #include "core/params_compressor.h"
 #include "core/params_index.h"
@@ -12,4 +12,3 @@
 #include "core/params_rope.h"
 #include "core/params_step.h"
 #include "core/params_topk.h"
-#include "core/params_varlen.h"

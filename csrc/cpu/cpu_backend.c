@@ -5,6 +5,7 @@
 #include "cpu/attention/attention.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
+#include "cpu/varlen/varlen.h"
 
 enum { CACHE_LINE_BYTES = 64 };
 
@@ -82,6 +83,13 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
     return SMLA_OK;
 }
 
+static smla_status
+attend(const smla_attention_params *params, smla_error *error)
+{
+    return params->source == SMLA_KEYS_RAGGED ? smla_cpu_attend_ragged(params, error)
+                                              : smla_cpu_attend_lists(params, error);
+}
+
 /* A slot that follows another slot. */
 #define FILL_SLOT(name, args_type, params_type, family) , .name = smla_cpu_##name
 
@@ -99,7 +107,7 @@ const smla_backend smla_cpu_backend = {
     .plan_attention = smla_cpu_plan_attention,
     .kernel_name = smla_cpu_kernel_name,
     .find_key_ranges = smla_cpu_find_key_ranges,
-    .sparse_attention = smla_cpu_sparse_attention,
+    .attend = attend,
     .projection = smla_cpu_projection,
     .kernels = smla_cpu_kernels,
     .allocate = allocate,

@@ -10,7 +10,7 @@
 #include "cpu/attention/attention.h"
 #include "cpu/cache/cache.h"
 #include "cpu/index/slot.h"
-#include "cpu/indexer/logits.h"
+#include "cpu/indexer/score_tiles.h"
 #include "cpu/norm/norm.h"
 #include "cpu/projection/projection.h"
 #include "cpu/rope/rotate.h"
@@ -237,7 +237,7 @@ smla_cpu_attention_scratch_bytes(int64_t num_heads)
 }
 
 int64_t
-smla_cpu_varlen_scratch_bytes(const smla_varlen_params *params)
+smla_cpu_varlen_scratch_bytes(const smla_attention_params *params)
 {
     int64_t most = 0;
     for (int i = 0; i < NUM_ISAS; i++) {

@@ -172,8 +172,6 @@ OPERATOR(merge_attn_states, smla_merge_params, p->rows.num_tokens * p->rows.num_
          NO_VALUES)
 OPERATOR(merge_attn_partials, smla_merge_partials_params,
          p->rows.num_tokens * p->rows.num_heads == 0, NO_VALUES)
-OPERATOR(varlen_attention, smla_varlen_params,
-         NO_TOKENS || (p->num_reqs == 0 && !smla_has_padding(&p->padding)), NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)
 OPERATOR(absorb_q_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
@@ -221,14 +219,17 @@ projection(const smla_projection_params *p, smla_error *error)
 
 /* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */
 static smla_status
-sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
+attend(const smla_attention_params *p, smla_error *error)
 {
+    const bool is_ragged = p->source == SMLA_KEYS_RAGGED;
     cuda_call call;
-    if (p->num_tokens == 0) {
+    if (p->queries.num_tokens == 0 ||
+        (is_ragged && p->visible.reqs.num_reqs == 0 && !smla_has_padding(&p->padding))) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&p->call, &call, error));
-    return end_call(&call, smla_cuda_sparse_attention(p, plan, error), error);
+    return is_ragged ? end_launch(&call, smla_cuda_attend_ragged(p, call.device), error)
+                     : end_call(&call, smla_cuda_attend_lists(p, error), error);
 }
 
 /* Finds nothing: the values are on the device. In checked mode gather_kv_cache reads them. */
@@ -266,7 +267,7 @@ const smla_backend smla_cuda_backend = {
     .plan_attention = smla_cuda_plan_attention,
     .kernel_name = smla_cuda_kernel_name,
     .find_key_ranges = key_ranges,
-    .sparse_attention = sparse_attention,
+    .attend = attend,
     .projection = projection,
     .kernels = smla_cuda_kernels,
     .allocate = smla_cuda_allocate,

@@ -2,17 +2,8 @@
 #pragma once
 
 #include "core/backend.h"
-#include "core/key_range.h"
-#include "core/padding_rows.h"
 #include "core/rule.h"
 #include "sparse_mla.h"
-
-/* Whether a query of 512 values is e4m3, not bf16. */
-static inline bool
-smla_is_e4m3_query(const DLTensor *q)
-{
-    return (smla_dtype(q) & SMLA_DTYPE_E4M3_OR_BYTES) != 0;
-}
 
 /* Each checks the args of its operator, fills `params`, and finds the backend for the call. */
 #define SMLA_DECLARE_CHECK(name, args_type, params_type, family)              \
@@ -21,6 +12,10 @@ smla_is_e4m3_query(const DLTensor *q)
 
 SMLA_OPERATORS(SMLA_DECLARE_CHECK)
 SMLA_PROJECTIONS(SMLA_DECLARE_CHECK)
+#define SMLA_DECLARE_ATTENTION_CHECK(name, args_type) \
+    SMLA_DECLARE_CHECK(name, args_type, smla_attention_params, attention)
+
+SMLA_ATTENTIONS(SMLA_DECLARE_ATTENTION_CHECK)
 SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape,
                    attention)
 
@@ -50,70 +45,6 @@ smla_status smla_check_linear(const smla_linear_args *args, smla_projection_para
 /* Checks the args, and finds the bytes that the workspace needs. */
 smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,
                                            int64_t *bytes, smla_error *error);
-
-smla_status smla_check_attention(const smla_sparse_attention_args *args,
-                                 smla_attention_params *params, smla_attention_plan *plan,
-                                 const smla_backend **backend, smla_error *error);
-
-/* `ranges` is what has to run before attention. */
-smla_status smla_check_mla_attention(const smla_mla_attention_args *args,
-                                     smla_attention_params *params, smla_key_ranges_params *ranges,
-                                     smla_attention_plan *plan, const smla_backend **backend,
-                                     smla_error *error);
-
-/* The same for a step, which has found the ranges of its tokens before. */
-smla_status smla_check_mla_step(const smla_mla_attention_args *args,
-                                const smla_key_ranges_params *made, smla_attention_params *params,
-                                smla_attention_plan *plan, const smla_backend **backend,
-                                smla_error *error);
-
-smla_status smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args,
-                                       smla_attention_params *params, smla_attention_plan *plan,
-                                       const smla_backend **backend, smla_error *error);
-
-/* The names of a list's arguments in error texts, and the cache formats that it may have. */
-typedef struct smla_list_rules {
-    const char *kv;
-    const char *indices; /* NULL: the list is dense, and require_more checks and fills it */
-    const char *topk_length;
-    const char *kv_scale;
-    smla_kv_set formats;
-} smla_list_rules;
-
-/* What differs between the checks of sparse_attention and of operators that are calls of it: the
- * names of arguments in error texts, and a few rules. */
-typedef struct smla_attention_rules {
-    const char *op;
-    const char *q;
-    const char *q_scale;
-    smla_list_rules lists[2]; /* main, extra */
-    const char *softmax_scale;
-    const char *attn_sink;
-    const char *workspace;
-    /* Checks what only this operator has, `more`, once q, the caches and the sinks are checked.
-     * NULL: it has nothing more. */
-    smla_status (*require_more)(smla_checker *checker, const void *more,
-                                smla_attention_params *params);
-    bool any_query_has_scale; /* q_scale may belong to a bf16 query, too */
-    bool has_no_lse;          /* lse may be absent */
-} smla_attention_rules;
-
-/* Checks attention's args by these rules. */
-smla_status smla_check_attention_by(const smla_attention_rules *rules,
-                                    const smla_sparse_attention_args *args, const void *more,
-                                    smla_attention_params *params, smla_attention_plan *plan,
-                                    const smla_backend **backend, smla_error *error);
-
-/* Checks the products of the scales of logits, those on a device excepted:
- * check_attention_scales.c. */
-smla_status smla_require_logit_scale(const smla_attention_rules *rules, DLDevice device,
-                                     const smla_attention_params *params, smla_error *error);
-
-/* Plans a call with one list whose arrays and numbers are checked already, and fills `params`. `kv`
- * is the cache, whose format has no scale of the whole cache. The caller's scales are not read. */
-void smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                         smla_stream stream, const smla_backend *backend,
-                         smla_attention_params *params, smla_attention_plan *plan);
 
 /* ---- Parts that several operators share ---------------------------------------------------- */
 
@@ -158,35 +89,6 @@ smla_status smla_require_is_valid(smla_checker *checker, const DLTensor *tensor,
 smla_status smla_require_number(const smla_checker *checker, const char *name, int64_t value,
                                 int64_t least);
 
-/* What the operators of dense attention have in common. */
-typedef struct smla_mask_args {
-    bool has_window;
-    bool is_causal;
-    int64_t window_left; /* -1: open */
-    int64_t window_right;
-    int64_t attention_chunk;
-    double softcap;
-    int64_t max_seqlen_q;
-    int64_t max_seqlen_k;
-} smla_mask_args;
-
-/* Checks the arguments of a mask, and finds its rule, of which a rank's share is left out. */
-smla_status smla_require_mask(const smla_checker *checker, const smla_mask_args *args,
-                              smla_range_rule *rule);
-
-smla_status smla_require_num_splits(const smla_checker *checker, int64_t num_splits);
-
-/* Checks that the numbers at which requests start begin with 0, never fall, and end at most at
- * `most` of what `rows` names. Numbers on a device are not read. */
-smla_status smla_require_starts(const smla_checker *checker, const char *name,
-                                const DLTensor *tensor, int64_t most, const char *rows);
-
-/* Checks fills_padding, and finds what it asks to fill: rows of out [T, >= H, ...] and lse [T, H],
- * which were checked. */
-smla_status smla_require_padding(const char *op, int32_t fills_padding, const DLTensor *out,
-                                 const DLTensor *lse, float empty_lse, smla_padding_rows *rows,
-                                 smla_error *error);
-
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);
@@ -219,10 +121,3 @@ smla_status smla_require_choice(smla_checker *checker, const smla_top_k_args *ar
 
 /* The last step: finds the backend of the device, and refuses outputs that overlap an array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
-
-/* Checks q [T, H, 576], or the pair [T, H, 512] and [T, H, 64], by the sizes of the cache's format.
- * Attention and forward share this rule. A pair is named q[0] and q[1]. */
-smla_status smla_require_query(smla_checker *checker, const char *name,
-                               const smla_kv_format_info *format, const DLTensor *q,
-                               const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads,
-                               unsigned flags);

@@ -4,11 +4,10 @@
  * Only values inside arrays (slots, page numbers, request ids) are left to the backends. The CPU
  * reports bad values, a GPU kernel masks them.
  */
-#include "ops/check.h"
+#include "ops/check_attention.h"
 
 #include <math.h>
 
-#include "core/params_attention.h"
 #include "core/rule.h"
 
 /* The arguments of the main or the extra list. */
@@ -133,8 +132,8 @@ static smla_status
 require_same_head_size(const smla_checker *c, const smla_attention_rules *rules,
                        const smla_attention_params *params)
 {
-    const int32_t wanted = params->lists[0].kv.format->head_dim;
-    const int32_t got = params->lists[1].kv.format->head_dim;
+    const int32_t wanted = params->keys.lists[0].kv.format->head_dim;
+    const int32_t got = params->keys.lists[1].kv.format->head_dim;
     return wanted == got ? SMLA_OK
                          : smla_fail(c->error, SMLA_ERROR_VALUE,
                                      "%s: `%s` must have keys of %d values, as `%s` has, got %d",
@@ -184,9 +183,9 @@ are_cache_rows_aligned(const smla_kv_view *kv)
 static bool
 fits_tiles(const smla_sparse_attention_args *args, const smla_attention_params *params)
 {
-    return smla_is_dense(params) && params->dense.softcap == 0.0f && are_rows_aligned(args->q) &&
-           (args->q_pe == NULL || are_rows_aligned(args->q_pe)) && are_rows_aligned(args->out) &&
-           are_cache_rows_aligned(&params->lists[0].kv);
+    return params->source == SMLA_KEYS_TABLE && params->logits.softcap == 0.0f &&
+           are_rows_aligned(args->q) && (args->q_pe == NULL || are_rows_aligned(args->q_pe)) &&
+           are_rows_aligned(args->out) && are_cache_rows_aligned(&params->keys.lists[0].kv);
 }
 
 static smla_status
@@ -217,112 +216,89 @@ static const smla_attention_rules attention_rules = {
 
 /* Plans a call whose lists are in `params`. */
 static void
-plan_attention(const smla_sparse_attention_args *args, const smla_attention_params *params,
-               const smla_backend *backend, int32_t device_id, smla_attention_plan *plan)
+plan_attention(const smla_sparse_attention_args *args, const smla_backend *backend,
+               int32_t device_id, smla_attention_params *params)
 {
-    const bool has_extra = params->num_lists == 2;
+    const smla_key_lists *const keys = &params->keys;
+    const bool has_extra = keys->num_lists == 2;
     const smla_attention_shape shape = {
         .num_tokens = smla_size(args->q, 0),
         .num_heads = smla_size(args->q, 1),
-        .topk = params->lists[0].topk,
-        .extra_topk = has_extra ? params->lists[1].topk : 0,
+        .topk = keys->lists[0].topk,
+        .extra_topk = has_extra ? keys->lists[1].topk : 0,
         .num_splits = args->num_splits,
         .device_id = device_id,
-        .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
-        .has_ranges = smla_has_ranges(&params->lists[0]),
-        .is_dense = smla_is_dense(params),
+        .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
+        .has_ranges = smla_has_ranges(&keys->lists[0]),
+        .is_dense = smla_is_table(keys),
         .has_query_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL,
         .fits_tiles = fits_tiles(args, params),
     };
-    backend->plan_attention(&shape, plan);
+    backend->plan_attention(&shape, &params->plan);
 }
 
-/* Fills all of `params` but the lists and the scales. */
+/* Fills all of `params` but the keys, what is visible of them, and the scales. */
 static void
 fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
-               smla_call call, const smla_attention_plan *plan, smla_attention_params *params)
+               smla_call call, smla_attention_params *params)
 {
     const bool is_e4m3 = smla_is_e4m3_query(args->q);
-    const bool is_pair = args->q_pe != NULL;
-    const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
+    const int32_t head_dim = params->keys.lists[0].kv.format->head_dim;
     params->call = call;
-    params->num_tokens = smla_size(args->q, 0);
-    params->num_heads = smla_size(args->q, 1);
-    params->q_nope = is_e4m3 ? NULL : smla_data(args->q);
-    params->q_e4m3 = is_e4m3 ? smla_data(args->q) : NULL;
-    params->q_nope_stride_token = smla_stride(args->q, 0);
-    params->q_nope_stride_head = smla_stride(args->q, 1);
-    params->q_pe = is_e4m3 ? NULL : smla_data(q_pe);
-    if (!is_pair && params->q_pe != NULL) {
-        params->q_pe += SMLA_KV_LORA_RANK;
-    }
-    params->q_pe_stride_token = smla_stride(q_pe, 0);
-    params->q_pe_stride_head = smla_stride(q_pe, 1);
-    params->attn_sink = smla_data(args->attn_sink);
-    params->attn_sink_stride = smla_stride(args->attn_sink, 0);
-    params->softmax_scale = (float)args->softmax_scale;
-    params->logit_divisor = (smla_given_scale){.value = 1.0f};
-    params->kv_scale[1] = params->kv_scale[params->num_lists - 1];
-    params->out = smla_data(args->out);
-    params->out_stride_token = smla_stride(args->out, 0);
-    params->out_stride_head = smla_stride(args->out, 1);
-    params->lse = smla_data(args->lse);
-    params->lse_stride_token = smla_stride(args->lse, 0);
-    params->lse_stride_head = smla_stride(args->lse, 1);
-    params->max_logits = smla_data(args->max_logits);
-    params->max_logits_stride_token = smla_stride(args->max_logits, 0);
-    params->max_logits_stride_head = smla_stride(args->max_logits, 1);
-    params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
-    params->num_splits = plan->runs[0].num_splits;
-    params->workspace = smla_data(args->workspace);
-    params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
-    params->workspace_name = rules->workspace;
+    params->queries = (smla_queries){
+        .num_tokens = smla_size(args->q, 0),
+        .num_heads = smla_size(args->q, 1),
+        .type = is_e4m3 ? SMLA_FLOAT_E4M3 : SMLA_FLOAT_BF16,
+        .dims = {SMLA_KV_LORA_RANK, (int16_t)(head_dim - SMLA_KV_LORA_RANK)},
+    };
+    smla_view_parts(args->q, args->q_pe, params->queries.dims, params->queries.parts);
+    params->logits.divisor = (smla_given_scale){.value = 1.0f};
+    params->logits.kv_scale[1] = params->logits.kv_scale[params->keys.num_lists - 1];
+    params->results = smla_results_of(args->out, args->lse, args->max_logits);
+    params->results.num_splits = params->plan.runs[0].num_splits;
+    params->results.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
+    params->workspace = smla_workspace_of(rules->workspace, args->workspace);
 }
 
 smla_status
-smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
-                     smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
+smla_check_sparse_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
+                            const smla_backend **backend, smla_error *error)
 {
-    SMLA_TRY(smla_check_attention_by(&attention_rules, args, NULL, params, plan, backend, error));
+    SMLA_TRY(smla_check_attention_by(&attention_rules, args, NULL, params, backend, error));
     return smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
                                     error);
 }
 
 smla_status
 smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
-                        const void *more, smla_attention_params *params, smla_attention_plan *plan,
+                        const void *more, smla_attention_params *params,
                         const smla_backend **backend, smla_error *error)
 {
     const list_args main = main_list_of(rules, args);
     const list_args extra = extra_list_of(rules, args);
     smla_checker c;
     smla_open_checker(&c, rules->op, error);
-    *params = (smla_attention_params){.num_lists = 1};
+    *params = (smla_attention_params){.keys.num_lists = 1};
+    smla_key_list *const lists = params->keys.lists;
+    smla_logits *const logits = &params->logits;
     const smla_kv_format_info *format = NULL;
     if (args->kv != NULL && !smla_has_kv_format(args->kv, args->kv_format)) {
-        return smla_require_kv(&c, &main.cache, &params->lists[0].kv); /* the query depends on it */
+        return smla_require_kv(&c, &main.cache, &lists[0].kv); /* the query depends on it */
     }
     SMLA_TRY(smla_find_format(&c, &main.cache, &format));
     SMLA_TRY(smla_require_query(&c, rules->q, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
-    SMLA_TRY(require_query_scale(&c, rules, args->q, &args->q_scale, &params->q_scale));
-    SMLA_TRY(require_key_list(&c, &main, num_tokens, &params->lists[0], &params->kv_scale[0]));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = rules->attn_sink,
-                                           .tensor = args->attn_sink,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
-                                                    SMLA_RULE_MORE_ROWS,
-                                           .ndim = 1,
-                                           .shape = {num_heads},
-                                           .hint = "a value per head of the query"}));
+    SMLA_TRY(require_query_scale(&c, rules, args->q, &args->q_scale, &logits->q_scale));
+    SMLA_TRY(require_key_list(&c, &main, num_tokens, &lists[0], &logits->kv_scale[0]));
+    SMLA_TRY(smla_require_sinks(&c, rules->attn_sink, args->attn_sink, num_heads, &logits->sinks));
     if (has_extra_args(args)) {
-        SMLA_TRY(require_key_list(&c, &extra, num_tokens, &params->lists[1], &params->kv_scale[1]));
+        SMLA_TRY(require_key_list(&c, &extra, num_tokens, &lists[1], &logits->kv_scale[1]));
         SMLA_TRY(require_same_head_size(&c, rules, params));
-        params->num_lists = params->lists[1].topk == 0 ? 1 : 2; /* no columns: no list */
+        params->keys.num_lists = lists[1].topk == 0 ? 1 : 2; /* no columns: no list */
     }
     SMLA_TRY(rules->require_more == NULL ? SMLA_OK : rules->require_more(&c, more, params));
-    SMLA_TRY(smla_require_logit_factor(c.op, rules->softmax_scale, args->softmax_scale, error));
+    SMLA_TRY(smla_require_softmax_scale(&c, rules->softmax_scale, args->softmax_scale, logits));
     SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
@@ -335,30 +311,31 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     SMLA_TRY(smla_require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
-    plan_attention(args, params, *backend, c.device.device_id, plan);
-    if (smla_is_dense(params)) {
-        plan->workspace_bytes += smla_key_ranges_bytes(num_tokens);
+    plan_attention(args, *backend, c.device.device_id, params);
+    if (params->source == SMLA_KEYS_TABLE) {
+        params->plan.workspace_bytes += smla_key_ranges_bytes(num_tokens);
     }
-    SMLA_TRY(require_workspace(&c, rules->workspace, args->workspace, plan->workspace_bytes));
+    SMLA_TRY(
+        require_workspace(&c, rules->workspace, args->workspace, params->plan.workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
-    const smla_call call = smla_call_of(&c, args->stream, params->lists[0].kv.format);
-    fill_attention(rules, args, call, plan, params);
+    fill_attention(rules, args, smla_call_of(&c, args->stream, lists[0].kv.format), params);
     return SMLA_OK;
 }
 
 void
 smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                    smla_stream stream, const smla_backend *backend, smla_attention_params *params,
-                    smla_attention_plan *plan)
+                    smla_stream stream, const smla_backend *backend, smla_attention_params *params)
 {
-    *params = (smla_attention_params){.num_lists = 1,
-                                      .lists[0].kv = *kv,
-                                      .kv_scale[0].value = 1.0f,
-                                      .q_scale.value = 1.0f};
-    fill_list(args->indices, args->topk_length, &params->lists[0]);
-    plan_attention(args, params, backend, stream.device_id, plan);
+    *params = (smla_attention_params){.keys = {.lists[0].kv = *kv, .num_lists = 1},
+                                      .logits = {.sinks = {smla_data(args->attn_sink),
+                                                           smla_stride(args->attn_sink, 0)},
+                                                 .softmax_scale = args->softmax_scale,
+                                                 .kv_scale[0].value = 1.0f,
+                                                 .q_scale.value = 1.0f}};
+    fill_list(args->indices, args->topk_length, &params->keys.lists[0]);
+    plan_attention(args, backend, stream.device_id, params);
     const smla_call call = {.op = attention_rules.op, .stream = stream, .kv_format = kv->format};
-    fill_attention(&attention_rules, args, call, plan, params);
+    fill_attention(&attention_rules, args, call, params);
 }
 
 smla_status

@@ -2,8 +2,9 @@
  * sparse_attention, whose check does what the two share; the main list is one of positions, which
  * the block table turns into slots, and whose limits per token the call writes to its workspace.
  */
-#include "core/params_attention.h"
-#include "ops/check.h"
+#include <math.h>
+
+#include "ops/check_attention.h"
 
 /* Splits that the plan chooses have at least so many keys: each packs the whole query. */
 enum { LEAST_PLANNED_COLUMNS = 256 };
@@ -12,7 +13,6 @@ enum { LEAST_PLANNED_COLUMNS = 256 };
 typedef struct dense_call {
     const smla_mla_attention_args *args;
     const DLTensor *q; /* [T, H, D] */
-    smla_key_ranges_params *ranges;
 } dense_call;
 
 /* ---- Numbers ------------------------------------------------------------------------------- */
@@ -34,22 +34,14 @@ require_share(const smla_checker *c, const smla_mla_attention_args *args)
 }
 
 static smla_status
-find_rule(const smla_checker *c, const smla_mla_attention_args *args, smla_range_rule *rule)
+require_visible(const smla_checker *c, const smla_mla_attention_args *args,
+                smla_attention_params *params)
 {
-    const smla_mask_args mask = {
-        .has_window = args->has_window != 0,
-        .is_causal = args->is_causal != 0,
-        .window_left = args->window_left,
-        .window_right = args->window_right,
-        .attention_chunk = args->attention_chunk,
-        .softcap = args->softcap,
-        .max_seqlen_q = args->max_seqlen_q,
-        .max_seqlen_k = args->max_seqlen_k,
-    };
-    SMLA_TRY(smla_require_mask(c, &mask, rule));
+    const smla_mask_args mask = SMLA_MASK_OF(args);
+    SMLA_TRY(smla_require_mask(c, &mask, params));
     SMLA_TRY(require_share(c, args));
-    rule->share = (smla_rank_share){(int32_t)args->cp_rank, (int32_t)args->cp_size,
-                                    (int32_t)args->cp_interleave};
+    params->visible.rule.share = (smla_rank_share){(int32_t)args->cp_rank, (int32_t)args->cp_size,
+                                                   (int32_t)args->cp_interleave};
     return SMLA_OK;
 }
 
@@ -140,10 +132,9 @@ find_longest(const smla_requests *reqs, const smla_rank_share *share)
 }
 
 static smla_status
-require_query_starts(smla_checker *c, const dense_call *call)
+require_query_starts(smla_checker *c, const dense_call *call, smla_requests *reqs)
 {
     const DLTensor *const starts = call->args->cu_seqlens_q;
-    smla_requests *const reqs = &call->ranges->reqs;
     if (starts == NULL) {
         return SMLA_OK;
     }
@@ -165,9 +156,8 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
 {
     const dense_call *const call = more;
     const smla_mla_attention_args *const args = call->args;
-    smla_key_ranges_params *const ranges = call->ranges;
-    smla_requests *const reqs = &ranges->reqs;
-    smla_key_list *const list = &params->lists[0];
+    smla_requests *const reqs = &params->visible.reqs;
+    smla_key_list *const list = &params->keys.lists[0];
     const DLTensor *const lens = args->cache_seqlens;
     if ((args->block_table == NULL) == (args->slot_table == NULL)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -183,19 +173,17 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     reqs->num_reqs = smla_size(lens, 0);
     reqs->seq_lens = smla_data(lens);
     reqs->seq_lens_stride = smla_stride(lens, 0);
-    SMLA_TRY(require_query_starts(c, call));
+    SMLA_TRY(require_query_starts(c, call, reqs));
     const bool has_slots = args->slot_table != NULL;
     const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
     SMLA_TRY(
         smla_require_table(c, has_slots ? "slot_table" : "block_table", table, reqs->num_reqs, 0));
-    SMLA_TRY(find_rule(c, args, &ranges->rule));
-    params->dense = (smla_dense_keys){
-        .reqs = *reqs,
-        .rule = ranges->rule,
-        .least_split_columns = args->num_splits == 0 ? LEAST_PLANNED_COLUMNS : SMLA_SPLIT_ALIGN,
-        .entry_tokens = has_slots || list->kv.block_size == 0 ? 1 : list->kv.block_size,
-        .softcap = (float)args->softcap,
-    };
+    SMLA_TRY(require_visible(c, args, params));
+    params->source = SMLA_KEYS_TABLE;
+    params->keys.entry_tokens =
+        has_slots || list->kv.block_size == 0 ? 1 : (int32_t)list->kv.block_size;
+    params->visible.least_split_columns =
+        args->num_splits == 0 ? LEAST_PLANNED_COLUMNS : SMLA_SPLIT_ALIGN;
     list->map = (smla_index_map){
         .block_table = smla_data(table),
         .block_table_stride_req = smla_stride(table, 0),
@@ -206,10 +194,11 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     list->begin_stride = list->end_stride = 1;
     const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
     const bool overflows =
-        __builtin_mul_overflow(list->map.num_blocks, params->dense.entry_tokens, &list->topk);
+        __builtin_mul_overflow(list->map.num_blocks, params->keys.entry_tokens, &list->topk);
     list->topk = overflows || list->topk > most ? most : list->topk;
     if (c->device.device_type == kDLCPU) {
-        list->topk = smla_clamp_int64(find_longest(reqs, &ranges->rule.share), 0, list->topk);
+        list->topk =
+            smla_clamp_int64(find_longest(reqs, &params->visible.rule.share), 0, list->topk);
     }
     return SMLA_OK;
 }
@@ -229,28 +218,28 @@ static const smla_attention_rules attention_rules = {
 
 /* Puts the ranges in front of attention's own workspace. */
 static smla_status
-carve_ranges(const smla_attention_plan *plan, smla_attention_params *params,
-             smla_key_ranges_params *ranges, smla_error *error)
+carve_ranges(smla_attention_params *params, smla_error *error)
 {
-    const int64_t count = params->num_tokens;
-    smla_key_list *const list = &params->lists[0];
+    const int64_t count = params->queries.num_tokens;
+    const int64_t least = params->plan.workspace_bytes;
+    smla_workspace *const workspace = &params->workspace;
+    smla_token_ranges *const ranges = &params->ranges;
+    smla_key_list *const list = &params->keys.lists[0];
     if (count == 0) {
         return SMLA_OK;
     }
-    if (params->workspace_bytes < plan->workspace_bytes) {
+    if (workspace->bytes < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "mla_attention: `workspace` must have at least %lld bytes, got %lld",
-                         (long long)plan->workspace_bytes, (long long)params->workspace_bytes);
+                         (long long)least, (long long)workspace->bytes);
     }
-    const int64_t padding = (int64_t)(-(uintptr_t)params->workspace % SMLA_RANGES_ALIGN);
-    ranges->req_ids = (int32_t *)((uint8_t *)params->workspace + padding);
+    const int64_t padding = (int64_t)(-(uintptr_t)workspace->memory % SMLA_RANGES_ALIGN);
+    ranges->req_ids = (int32_t *)((uint8_t *)workspace->memory + padding);
     ranges->begin = ranges->req_ids + count;
     ranges->end = ranges->begin + count;
-    list->map.req_id_per_token = ranges->req_ids;
-    list->begin = ranges->begin;
-    list->end = ranges->end;
-    params->workspace = (uint8_t *)params->workspace + smla_key_ranges_bytes(count);
-    params->workspace_bytes -= smla_key_ranges_bytes(count);
+    smla_take_ranges(ranges, list);
+    workspace->memory = (uint8_t *)workspace->memory + smla_key_ranges_bytes(count);
+    workspace->bytes -= smla_key_ranges_bytes(count);
     return SMLA_OK;
 }
 
@@ -259,26 +248,25 @@ carve_ranges(const smla_attention_plan *plan, smla_attention_params *params,
  * so ranges are found, too, if only one of the two is asked for. */
 static smla_status
 plan_padding(const smla_mla_attention_args *args, const flat_arrays *flat,
-             smla_attention_plan *plan, smla_attention_params *params, smla_padding_rows *padding,
-             smla_error *error)
+             smla_attention_params *params, smla_error *error)
 {
-    const float empty_lse = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    smla_padding_rows *const padding = &params->padding;
+    const float empty_lse = params->results.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
     SMLA_TRY(smla_require_padding(params->call.op, args->fills_padding, flat->out, flat->lse,
                                   empty_lse, padding, error));
-    plan->reads_lengths = plan->reads_lengths && (padding->out == NULL) == (padding->lse == NULL);
-    params->dense.fills_padding = plan->reads_lengths && padding->out != NULL;
+    params->plan.reads_lengths =
+        params->plan.reads_lengths && (padding->out == NULL) == (padding->lse == NULL);
+    params->results.fills_padding = params->plan.reads_lengths && padding->out != NULL;
     return SMLA_OK;
 }
 
 smla_status
 smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_params *params,
-                         smla_key_ranges_params *ranges, smla_attention_plan *plan,
                          const smla_backend **backend, smla_error *error)
 {
     flat_arrays flat;
     SMLA_TRY(flatten(args, &flat, error));
-    *ranges = (smla_key_ranges_params){.absent_req = -1};
-    const dense_call call = {.args = args, .q = flat.q, .ranges = ranges};
+    const dense_call call = {.args = args, .q = flat.q};
     const smla_sparse_attention_args attention = {
         .struct_size = sizeof attention,
         .q = flat.q,
@@ -296,25 +284,9 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
         .q_scale = args->q_scale,
         .kv_scale = args->kv_scale,
     };
-    SMLA_TRY(
-        smla_check_attention_by(&attention_rules, &attention, &call, params, plan, backend, error));
+    SMLA_TRY(smla_check_attention_by(&attention_rules, &attention, &call, params, backend, error));
     SMLA_TRY(smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
                                       error));
-    SMLA_TRY(plan_padding(args, &flat, plan, params, &ranges->padding, error));
-    ranges->call = params->call;
-    return carve_ranges(plan, params, ranges, error);
-}
-
-smla_status
-smla_check_mla_step(const smla_mla_attention_args *args, const smla_key_ranges_params *made,
-                    smla_attention_params *params, smla_attention_plan *plan,
-                    const smla_backend **backend, smla_error *error)
-{
-    smla_key_ranges_params unused;
-    SMLA_TRY(smla_check_mla_attention(args, params, &unused, plan, backend, error));
-    params->dense.fills_padding = made->absent_req >= 0;
-    params->lists[0].map.req_id_per_token = made->req_ids;
-    params->lists[0].begin = made->begin;
-    params->lists[0].end = made->end;
-    return SMLA_OK;
+    SMLA_TRY(plan_padding(args, &flat, params, error));
+    return carve_ranges(params, error);
 }

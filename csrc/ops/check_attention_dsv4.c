@@ -3,8 +3,7 @@
  */
 #include <float.h>
 
-#include "core/params_attention.h"
-#include "ops/check.h"
+#include "ops/check_attention.h"
 
 /* The formats whose dtype and last dimension no other format has. */
 enum {
@@ -112,8 +111,7 @@ require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 
 smla_status
 smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_attention_params *params,
-                           smla_attention_plan *plan, const smla_backend **backend,
-                           smla_error *error)
+                           const smla_backend **backend, smla_error *error)
 {
     SMLA_TRY(require_lists(args, error));
     SMLA_TRY(require_scales(args, error));
@@ -146,11 +144,10 @@ smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_attention
         attention.softmax_scale = 1.0;
         attention.q_scale = args->bmm1_scale;
     }
-    SMLA_TRY(
-        smla_check_attention_by(&attention_rules, &attention, args, params, plan, backend, error));
+    SMLA_TRY(smla_check_attention_by(&attention_rules, &attention, args, params, backend, error));
     if (!has_numbers) {
-        params->logit_divisor = params->kv_scale[0];
+        params->logits.divisor = params->logits.kv_scale[0];
     }
-    params->lists[1].end_offset = args->window;
+    params->keys.lists[1].end_offset = args->window;
     return SMLA_OK;
 }

@@ -3,8 +3,7 @@
  */
 #include <float.h>
 
-#include "core/key_range.h"
-#include "ops/check.h"
+#include "ops/check_attention.h"
 
 static smla_status
 require_window(const smla_checker *c, const char *side, int64_t keys)
@@ -18,7 +17,7 @@ require_window(const smla_checker *c, const char *side, int64_t keys)
 }
 
 smla_status
-smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_range_rule *rule)
+smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_attention_params *params)
 {
     if (args->has_window) {
         SMLA_TRY(require_window(c, "left", args->window_left));
@@ -34,7 +33,8 @@ smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_range_
                          "%s: `softcap` must be 0 (none) or a positive normal float32, got %g",
                          c->op, args->softcap);
     }
-    *rule = (smla_range_rule){
+    params->logits.softcap = (float)args->softcap;
+    params->visible.rule = (smla_range_rule){
         .left = args->has_window ? args->window_left : -1,
         .right = args->is_causal    ? 0
                  : args->has_window ? args->window_right

@@ -16,9 +16,40 @@
     _Static_assert(offsetof(params_type, call) == 0, "params begin with the call");
 
 SMLA_OPERATORS(BEGINS_WITH_CALL)
+BEGINS_WITH_CALL(attention, , smla_attention_params, )
 SMLA_PROJECTIONS(BEGINS_WITH_CALL)
 
-#define ENTRY_POINT_TO(slot, name, args_type, params_type)                  \
+/* Adds to the call's line which kernels run, and over how many tokens and splits. */
+static void
+log_plan(const smla_backend *backend, const smla_attention_plan *plan)
+{
+    for (int i = 0; i < plan->num_runs; i++) {
+        const char *const kernel = backend->kernel_name(&plan->runs[i]);
+        smla_log_text(" kernel %s (tokens %lld, splits %d),", kernel == NULL ? "none" : kernel,
+                      (long long)plan->runs[i].num_tokens, plan->runs[i].num_splits);
+    }
+}
+
+smla_status
+smla_attend(const smla_attention_params *params, const smla_backend *backend, smla_error *error)
+{
+    const bool finds_ranges = params->source == SMLA_KEYS_TABLE && params->ranges.req_ids != NULL;
+    if (finds_ranges && !params->plan.reads_lengths) {
+        const smla_key_ranges_params ranges = {.call = params->call,
+                                               .reqs = params->visible.reqs,
+                                               .rule = params->visible.rule,
+                                               .absent_req = -1,
+                                               .to = params->ranges,
+                                               .padding = params->padding};
+        SMLA_TRY(backend->find_key_ranges(&ranges, error));
+    }
+    if (smla_is_logging) {
+        log_plan(backend, &params->plan);
+    }
+    return backend->attend(params, error);
+}
+
+#define ENTRY_POINT_TO(call, name, args_type, params_type)                  \
     static smla_status run_##name(const args_type *args, smla_error *error) \
     {                                                                       \
         args_type known;                                                    \
@@ -26,7 +57,7 @@ SMLA_PROJECTIONS(BEGINS_WITH_CALL)
         const smla_backend *backend;                                        \
         SMLA_TRY(smla_read_args(#name, &known, sizeof known, args, error)); \
         SMLA_TRY(smla_check_##name(&known, &params, &backend, error));      \
-        return backend->slot(&params, error);                               \
+        return call;                                                        \
     }                                                                       \
                                                                             \
     smla_status smla_##name(const args_type *args, smla_error *error)       \
@@ -36,12 +67,15 @@ SMLA_PROJECTIONS(BEGINS_WITH_CALL)
         return smla_leave(&entry, run_##name(args, error));                 \
     }
 
-#define ENTRY_POINT(name, args_type, params_type, family) \
-    ENTRY_POINT_TO(name, name, args_type, params_type)
+#define OPERATOR(name, args_type, params_type, family) \
+    ENTRY_POINT_TO(backend->name(&params, error), name, args_type, params_type)
+#define ATTENTION(name, args_type) \
+    ENTRY_POINT_TO(smla_attend(&params, backend, error), name, args_type, smla_attention_params)
 #define PROJECTION(name, args_type, params_type, family) \
-    ENTRY_POINT_TO(projection, name, args_type, params_type)
+    ENTRY_POINT_TO(backend->projection(&params, error), name, args_type, params_type)
 
-SMLA_OPERATORS(ENTRY_POINT)
+SMLA_OPERATORS(OPERATOR)
+SMLA_ATTENTIONS(ATTENTION)
 SMLA_PROJECTIONS(PROJECTION)
 
 smla_status
@@ -60,118 +94,6 @@ smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *err
     const smla_backend *backend;
     SMLA_TRY(smla_check_dequantize_and_gather_k_cache(args, &params, &backend, error));
     return backend->check_gather(&params, error);
-}
-
-smla_status
-smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
-{
-    static const smla_index_map no_map = {.block_table = NULL};
-    smla_sparse_attention_args known;
-    SMLA_TRY(smla_read_args("sparse_attention", &known, sizeof known, args, error));
-    return smla_attend_positions(&known, &no_map, error);
-}
-
-/* Adds to the call's line which kernels run, and over how many tokens and splits. */
-static void
-log_plan(const smla_backend *backend, const smla_attention_plan *plan)
-{
-    for (int i = 0; i < plan->num_runs; i++) {
-        const char *const kernel = backend->kernel_name(&plan->runs[i]);
-        smla_log_text(" kernel %s (tokens %lld, splits %d),", kernel == NULL ? "none" : kernel,
-                      (long long)plan->runs[i].num_tokens, plan->runs[i].num_splits);
-    }
-}
-
-static smla_status
-attend(const smla_attention_params *params, const smla_attention_plan *plan,
-       const smla_backend *backend, smla_error *error)
-{
-    if (smla_is_logging) {
-        log_plan(backend, plan);
-    }
-    return backend->sparse_attention(params, plan, error);
-}
-
-static smla_status
-attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
-                 smla_error *error)
-{
-    smla_attention_params params;
-    smla_attention_plan plan;
-    const smla_backend *backend;
-    SMLA_TRY(smla_check_attention(args, &params, &plan, &backend, error));
-    params.lists[0].map = *map;
-    return attend(&params, &plan, backend, error);
-}
-
-smla_status
-smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
-                      smla_error *error)
-{
-    smla_entry entry;
-    smla_enter(&entry, "sparse_attention");
-    return smla_leave(&entry, attend_positions(args, map, error));
-}
-
-/* A line of the log lists the arrays that a check has seen. */
-smla_status
-smla_attend_checked(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                    const smla_index_map *map, int32_t device_id, const smla_backend *backend,
-                    smla_error *error)
-{
-    smla_attention_params params;
-    smla_attention_plan plan;
-    if (smla_is_logging) {
-        return smla_attend_positions(args, map, error);
-    }
-    const smla_stream stream = {.device_id = device_id, .handle = args->stream};
-    smla_fill_attention(args, kv, stream, backend, &params, &plan);
-    params.lists[0].map = *map;
-    return backend->sparse_attention(&params, &plan, error);
-}
-
-static smla_status
-run_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
-{
-    smla_sparse_mla_dsv4_args known;
-    smla_attention_params params;
-    smla_attention_plan plan;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("sparse_mla_dsv4", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_sparse_mla_dsv4(&known, &params, &plan, &backend, error));
-    return attend(&params, &plan, backend, error);
-}
-
-smla_status
-smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
-{
-    smla_entry entry;
-    smla_enter(&entry, "sparse_mla_dsv4");
-    return smla_leave(&entry, run_sparse_mla_dsv4(args, error));
-}
-
-static smla_status
-run_mla_attention(const smla_mla_attention_args *args, smla_error *error)
-{
-    smla_mla_attention_args known;
-    smla_attention_params params;
-    smla_key_ranges_params ranges;
-    smla_attention_plan plan;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("mla_attention", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_mla_attention(&known, &params, &ranges, &plan, &backend, error));
-    if (ranges.reqs.num_tokens > 0 && !plan.reads_lengths) {
-        SMLA_TRY(backend->find_key_ranges(&ranges, error));
-    }
-    return attend(&params, &plan, backend, error);
-}
-
-smla_status
-smla_mla_attention(const smla_mla_attention_args *args, smla_error *error)
-{
-    smla_entry entry;
-    smla_enter(&entry, "mla_attention");
-    return smla_leave(&entry, run_mla_attention(args, error));
 }
 
 /* The workspace of sparse_attention, and with covers_dense of mla_attention, too. */

@@ -6,16 +6,9 @@
 #include "core/backend.h"
 #include "sparse_mla.h"
 
-/* sparse_attention whose indices are positions, which `map` turns into slots. If the map has no
- * block table, the indices are slots already. Args must have the size of this version. */
-smla_status smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
-                                  smla_error *error);
-
-/* The same for arrays that the caller has checked by the same rules. `kv` is the view of args->kv
- * that its check filled. */
-smla_status smla_attend_checked(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                                const smla_index_map *map, int32_t device_id,
-                                const smla_backend *backend, smla_error *error);
+/* Runs attention whose params are filled: the end of every attention's entry point. */
+smla_status smla_attend(const smla_attention_params *params, const smla_backend *backend,
+                        smla_error *error);
 
 /* attention_workspace_size without what only mla_attention needs. */
 smla_status smla_sparse_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,

@@ -126,8 +126,6 @@ require_sound(const char *op, smla_status status, const smla_error *e)
 static smla_status
 check_operator(int number, const any_args *a, const smla_backend **backend, smla_error *e)
 {
-    smla_attention_params attention;
-    smla_attention_plan plan;
     switch (number) {
 #define CHECK(name, args_type, params_type, family)                          \
     case OP_##name: {                                                        \
@@ -135,15 +133,12 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_##name((const args_type *)a, &params, backend, e); \
     }
         SMLA_OPERATORS(CHECK)
+#define CHECK_ATTENTION(name, args_type) CHECK(name, args_type, smla_attention_params, attention)
+        SMLA_ATTENTIONS(CHECK_ATTENTION)
         SMLA_PROJECTIONS(CHECK)
+#undef CHECK_ATTENTION
 #undef CHECK
-    case OP_sparse_attention:
-        return smla_check_attention(&a->attention, &attention, &plan, backend, e);
-    case OP_mla_attention: {
-        smla_key_ranges_params ranges;
-        return smla_check_mla_attention(&a->mla, &attention, &ranges, &plan, backend, e);
-    }
-    default: return smla_check_sparse_mla_dsv4(&a->dsv4, &attention, &plan, backend, e);
+    default: abort();
     }
 }
 

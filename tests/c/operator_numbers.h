@@ -3,13 +3,10 @@
 
 #include "core/operators.h"
 
-#define NUMBER(name, args_type, params_type, family) OP_##name,
+#define NUMBER(name, ...) OP_##name,
 
 enum {
-    SMLA_OPERATORS(NUMBER) SMLA_PROJECTIONS(NUMBER) OP_sparse_attention,
-    OP_sparse_mla_dsv4,
-    OP_mla_attention,
-    NUM_OPERATORS,
+    SMLA_OPERATORS(NUMBER) SMLA_PROJECTIONS(NUMBER) SMLA_ATTENTIONS(NUMBER) NUM_OPERATORS,
 };
 
 #undef NUMBER

@@ -39,26 +39,24 @@ make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
     num_good_launches = -1;
     devices[0] = h200;
     return (smla_attention_params){
-        .num_tokens = tokens,
-        .num_heads = heads,
-        .num_splits = num_splits,
-        .num_lists = 1,
-        .q_nope = q_nope,
-        .q_nope_stride_token = 5,
-        .q_pe = q_pe,
-        .q_pe_stride_token = 7,
-        .lists = {{.kv = {.format = find_format(true)},
-                   .indices = indices[0],
-                   .indices_stride_token = 19,
-                   .topk = topk}},
-        .out = out,
-        .out_stride_token = 11,
-        .lse = lse,
-        .lse_stride_token = 13,
-        .workspace = workspace,
-        .workspace_bytes = INT64_MAX,
         .call = {.op = "sparse_attention"},
-        .workspace_name = "workspace",
+        .queries = {.num_tokens = tokens,
+                    .num_heads = heads,
+                    .parts = {{.data = q_nope, .stride_token = 5},
+                              {.data = q_pe, .stride_token = 7}},
+                    .type = SMLA_FLOAT_BF16},
+        .keys = {.lists = {{.kv = {.format = find_format(true)},
+                            .indices = indices[0],
+                            .indices_stride_token = 19,
+                            .topk = topk}},
+                 .num_lists = 1},
+        .results = {.out = out,
+                    .out_stride_token = 11,
+                    .lse = lse,
+                    .lse_stride_token = 13,
+                    .out_type = SMLA_FLOAT_BF16,
+                    .num_splits = num_splits},
+        .workspace = {.memory = workspace, .bytes = INT64_MAX, .name = "workspace"},
     };
 }
 
@@ -66,11 +64,11 @@ make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
 static void
 add_everything(smla_attention_params *params, int64_t extra_topk)
 {
-    params->num_lists = 2;
-    params->lists[1] = params->lists[0];
-    params->lists[1].topk = extra_topk;
+    params->keys.num_lists = 2;
+    params->keys.lists[1] = params->keys.lists[0];
+    params->keys.lists[1].topk = extra_topk;
     for (int i = 0; i < 2; i++) {
-        smla_key_list *const list = &params->lists[i];
+        smla_key_list *const list = &params->keys.lists[i];
         list->indices = indices[i];
         list->indices_stride_token = 19 + 4 * i;
         list->end = lengths[i];
@@ -78,8 +76,8 @@ add_everything(smla_attention_params *params, int64_t extra_topk)
         list->map.block_table = block_table;
         list->map.req_id_per_token = requests[i];
     }
-    params->max_logits = max_logits;
-    params->max_logits_stride_token = 17;
+    params->results.max_logits = max_logits;
+    params->results.max_logits_stride_token = 17;
 }
 
 /* The plan for the num_splits of params; for 0 the backend chooses the number. */
@@ -96,9 +94,9 @@ static smla_status
 run_call(const smla_attention_params *params)
 {
     smla_attention_params planned = *params;
-    const smla_attention_plan plan = plan_call(params);
-    planned.num_splits = plan.runs[0].num_splits;
-    return smla_cuda_sparse_attention(&planned, &plan, &error);
+    planned.plan = plan_call(params);
+    planned.results.num_splits = planned.plan.runs[0].num_splits;
+    return smla_cuda_attend_lists(&planned, &error);
 }
 
 static void
@@ -107,8 +105,8 @@ expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
     EXPECT(i < num_launches);
     if (i < num_launches) {
         EXPECT(strcmp(launches[i].launcher, launcher) == 0);
-        EXPECT_EQ(launches[i].params.num_tokens, tokens);
-        EXPECT_EQ(launches[i].params.num_splits, num_splits);
+        EXPECT_EQ(launches[i].params.queries.num_tokens, tokens);
+        EXPECT_EQ(launches[i].params.results.num_splits, num_splits);
     }
 }
 
@@ -116,15 +114,18 @@ expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
 static void
 expect_tokens(const smla_attention_params *part, const smla_attention_params *call, int64_t start)
 {
-    EXPECT(part->q_nope == call->q_nope + start * 5);
-    EXPECT(part->q_pe == call->q_pe + start * 7);
-    EXPECT(part->out == call->out + start * 11);
-    EXPECT(part->lse == call->lse + start * 13);
-    EXPECT(part->max_logits == (call->max_logits == NULL ? NULL : call->max_logits + start * 17));
-    EXPECT_EQ(part->num_lists, call->num_lists);
-    for (int i = 0; i < call->num_lists; i++) {
-        const smla_key_list *const own = &part->lists[i];
-        const smla_key_list *const all = &call->lists[i];
+    EXPECT(smla_row16(&part->queries.parts[0], 0, 0) ==
+           smla_row16(&call->queries.parts[0], start, 0));
+    EXPECT(smla_row16(&part->queries.parts[1], 0, 0) ==
+           smla_row16(&call->queries.parts[1], start, 0));
+    EXPECT(smla_out16(&part->results, 0, 0) == smla_out16(&call->results, start, 0));
+    EXPECT(part->results.lse == call->results.lse + start * 13);
+    EXPECT(part->results.max_logits ==
+           (call->results.max_logits == NULL ? NULL : call->results.max_logits + start * 17));
+    EXPECT_EQ(part->keys.num_lists, call->keys.num_lists);
+    for (int i = 0; i < call->keys.num_lists; i++) {
+        const smla_key_list *const own = &part->keys.lists[i];
+        const smla_key_list *const all = &call->keys.lists[i];
         EXPECT(own->indices == all->indices + start * (19 + 4 * i));
         EXPECT(own->end == (all->end == NULL ? NULL : all->end + start * (25 + 4 * i)));
         EXPECT(own->map.req_id_per_token ==
@@ -132,9 +133,9 @@ expect_tokens(const smla_attention_params *part, const smla_attention_params *ca
         EXPECT(own->map.block_table == all->map.block_table);
         EXPECT_EQ(own->topk, all->topk);
     }
-    EXPECT(part->workspace == call->workspace);
-    EXPECT_EQ(part->workspace_bytes, call->workspace_bytes);
-    EXPECT_EQ(part->num_heads, call->num_heads);
+    EXPECT(part->workspace.memory == call->workspace.memory);
+    EXPECT_EQ(part->workspace.bytes, call->workspace.bytes);
+    EXPECT_EQ(part->queries.num_heads, call->queries.num_heads);
 }
 
 /* ---- Split counts of the caller's ---------------------------------------------------------- */
@@ -189,16 +190,16 @@ static void
 test_formats(void)
 {
     smla_attention_params params = make_params(9, 64, 2048, 2);
-    params.lists[1].kv.format = find_format(false); /* the format of a list that is absent */
+    params.keys.lists[1].kv.format = find_format(false); /* the format of a list that is absent */
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_fp8_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
-    params.lists[0].kv.format = find_format(false);
+    params.keys.lists[0].kv.format = find_format(false);
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_bf16_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
     add_everything(&params, 64);
-    params.lists[1].kv.format = find_format(false);
+    params.keys.lists[1].kv.format = find_format(false);
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm80_mixed_16", 9, 2);
     params = make_params(9, 64, 2048, 2);
@@ -214,14 +215,14 @@ test_e4m3_query(void)
 {
     static const uint8_t q_e4m3[NUM_TOKENS * 5];
     smla_attention_params params = make_params(NUM_TOKENS, 64, 2048, 0);
-    params.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
+    params.keys.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
     EXPECT_OK(run_call(&params));
     EXPECT(strcmp(launches[0].launcher, "sm90_bf16_512_64") == 0);
     params = make_params(NUM_TOKENS, 64, 2048, 0);
-    params.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
-    params.q_e4m3 = q_e4m3;
-    params.q_nope = NULL;
-    params.q_pe = NULL;
+    params.keys.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
+    params.queries.type = SMLA_FLOAT_E4M3;
+    params.queries.parts[0].data = q_e4m3;
+    params.queries.parts[1].data = NULL;
     EXPECT_OK(run_call(&params));
     EXPECT(num_launches > 1);
     int64_t start = 0;
@@ -229,9 +230,9 @@ test_e4m3_query(void)
         const smla_attention_params *const part = &launches[i].params;
         if (strcmp(launches[i].launcher, "combine") != 0) {
             EXPECT(strncmp(launches[i].launcher, "sm80_512_", 9) == 0);
-            EXPECT(part->q_nope == NULL && part->q_pe == NULL);
-            EXPECT(part->q_e4m3 == q_e4m3 + start * 5);
-            start += part->num_tokens;
+            EXPECT(part->queries.parts[0].data == q_e4m3 + start * 5);
+            EXPECT(part->queries.parts[1].data == NULL);
+            start += part->queries.num_tokens;
         }
     }
     EXPECT_EQ(start, NUM_TOKENS);
@@ -245,7 +246,7 @@ test_no_kernel(void)
     smla_attention_params params = make_params(9, 64, 2048, 2);
     devices[0] = (smla_cuda_device){75, 40, 65536};
     for (int planned = 0; planned < 2; planned++) {
-        params.num_splits = planned ? 0 : 2;
+        params.results.num_splits = planned ? 0 : 2;
         EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME,
                     "sparse_attention: no kernel for sm_75, 65536 bytes of shared memory, "
                     "fp8_ds_mla and 64 heads; there are, for 1 to 128 heads: sm_80+ fp8_ds_mla; ");
@@ -261,25 +262,25 @@ test_workspace(void)
 {
     for (int offset = 0; offset < 33; offset++) {
         smla_attention_params params = make_params(3, 5, 2048, 3);
-        params.workspace = workspace + offset;
-        const int64_t padding = (int64_t)(16 - (uintptr_t)params.workspace % 16) % 16;
-        params.workspace_bytes = padding + 368 + 45 * 2048; /* 45 rows, states of 360 bytes */
+        params.workspace.memory = workspace + offset;
+        const int64_t padding = (int64_t)(16 - (uintptr_t)params.workspace.memory % 16) % 16;
+        params.workspace.bytes = padding + 368 + 45 * 2048; /* 45 rows, states of 360 bytes */
         EXPECT_OK(run_call(&params));
         EXPECT_EQ(num_launches, 2);
         num_launches = 0;
         char text[128];
         snprintf(text, sizeof text, "`workspace` must have at least %d bytes, got %d",
-                 (int)params.workspace_bytes, (int)params.workspace_bytes - 1);
-        params.workspace_bytes--;
+                 (int)params.workspace.bytes, (int)params.workspace.bytes - 1);
+        params.workspace.bytes--;
         EXPECT_FAIL(run_call(&params), SMLA_ERROR_VALUE, text);
-        params.workspace = NULL;
-        params.workspace_bytes = INT64_MAX;
+        params.workspace.memory = NULL;
+        params.workspace.bytes = INT64_MAX;
         EXPECT_FAIL(run_call(&params), SMLA_ERROR_VALUE, "at least 92528 bytes, got 0");
         EXPECT_EQ(num_launches, 0);
     }
     smla_attention_params params = make_params(3, 5, 2048, 1);
-    params.workspace = NULL;
-    params.workspace_bytes = 0;
+    params.workspace.memory = NULL;
+    params.workspace.bytes = 0;
     EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 1);
 }
@@ -290,8 +291,9 @@ test_partial_rows(void)
 {
     for (int offset = 0; offset < 33; offset++) {
         smla_attention_params params = make_params(3, 5, 2048, 3);
-        params.workspace = workspace + offset;
-        const uint8_t *const first = workspace + offset + smla_partial_padding(params.workspace);
+        params.workspace.memory = workspace + offset;
+        const uint8_t *const first =
+            workspace + offset + smla_partial_padding(params.workspace.memory);
         const smla_partial_rows partials = smla_partials_of(&params);
         EXPECT((uintptr_t)first % 16 == 0 && first - workspace - offset < 16);
         EXPECT((const uint8_t *)partials.state == first);
@@ -339,25 +341,25 @@ check_planned(int64_t tokens, int64_t heads, bool has_everything)
         add_everything(&params, 512);
     }
     const smla_attention_plan plan = plan_call(&params);
-    params.workspace = workspace + 1; /* the start that needs most padding */
-    params.workspace_bytes = plan.workspace_bytes;
+    params.workspace.memory = workspace + 1; /* the start that needs most padding */
+    params.workspace.bytes = plan.workspace_bytes;
     EXPECT_EQ(plan.runs[0].num_tokens + (plan.num_runs == 2 ? plan.runs[1].num_tokens : 0), tokens);
     EXPECT_OK(run_call(&params));
     int64_t start = 0;
     for (int i = 0; i < num_launches; i++) {
         const smla_attention_params *const part = &launches[i].params;
         EXPECT(launches[i].combined == NULL);
-        EXPECT(part->num_splits >= 1 && part->num_tokens >= 1);
+        EXPECT(part->results.num_splits >= 1 && part->queries.num_tokens >= 1);
         expect_tokens(part, &params, start);
         EXPECT(launches[i].cut_bytes >= 0 && launches[i].cut_bytes <= plan.workspace_bytes);
-        EXPECT((launches[i].cut_bytes == 0) == (part->num_splits > 1));
-        if (part->num_splits > 1) {
+        EXPECT((launches[i].cut_bytes == 0) == (part->results.num_splits > 1));
+        if (part->results.num_splits > 1) {
             i++;
-            expect_launch(i, "combine", part->num_tokens, part->num_splits);
+            expect_launch(i, "combine", part->queries.num_tokens, part->results.num_splits);
             expect_tokens(&launches[i].params, &params, start);
             EXPECT(strcmp(launcher_of(launches[i].combined), launches[i - 1].launcher) == 0);
         }
-        start += part->num_tokens;
+        start += part->queries.num_tokens;
     }
     EXPECT_EQ(start, tokens);
 }
@@ -418,7 +420,7 @@ test_dense_plans(void)
                                  .num_heads = 64,
                                  .topk = 4096,
                                  .covers_dense = true};
-    params.dense.entry_tokens = 64;
+    params.keys.entry_tokens = 64;
     for (int splits = 0; splits <= 2; splits++) {
         shape.num_splits = most.num_splits = splits;
         smla_cuda_plan_attention(&shape, &plan);
@@ -427,8 +429,9 @@ test_dense_plans(void)
         EXPECT_EQ(plan.workspace_bytes > 0, splits != 1);
         EXPECT(plan.workspace_bytes <= smla_cuda_attention_workspace_size(&most));
         num_launches = 0;
-        params.num_splits = plan.runs[0].num_splits;
-        EXPECT_OK(smla_cuda_sparse_attention(&params, &plan, &error));
+        params.plan = plan;
+        params.results.num_splits = plan.runs[0].num_splits;
+        EXPECT_OK(smla_cuda_attend_lists(&params, &error));
         expect_launch(0, splits < 2 ? "sm90_dense_64" : "sm80_bf16_64", 128, splits < 2 ? 1 : 2);
     }
     shape.num_splits = 0;
@@ -494,24 +497,25 @@ test_dense_fp8_runs(void)
     smla_attention_plan plan;
     smla_attention_params params = make_params(160, 64, 4096, 0);
     smla_attention_shape shape = make_dense_shape(true, 160, 64);
-    params.dense.entry_tokens = 64;
-    params.lists[0].indices = NULL;
-    params.lists[0].begin = params.lists[0].end = ranges;
-    params.lists[0].begin_stride = params.lists[0].end_stride = 1;
-    params.lists[0].map = (smla_index_map){.block_table = ranges, .req_id_per_token = ranges};
+    params.keys.entry_tokens = 64;
+    params.keys.lists[0].indices = NULL;
+    params.keys.lists[0].begin = params.keys.lists[0].end = ranges;
+    params.keys.lists[0].begin_stride = params.keys.lists[0].end_stride = 1;
+    params.keys.lists[0].map = (smla_index_map){.block_table = ranges, .req_id_per_token = ranges};
     smla_cuda_plan_attention(&shape, &plan);
     EXPECT_EQ(plan.num_runs, 2);
     num_launches = 0;
-    params.num_splits = plan.runs[0].num_splits;
-    params.workspace = workspace;
-    params.workspace_bytes = plan.workspace_bytes;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &plan, &error));
+    params.plan = plan;
+    params.results.num_splits = plan.runs[0].num_splits;
+    params.workspace.memory = workspace;
+    params.workspace.bytes = plan.workspace_bytes;
+    EXPECT_OK(smla_cuda_attend_lists(&params, &error));
     EXPECT_EQ(num_launches, 3);
     expect_launch(0, "sm90_fp8_dense_64", 132, 1);
     expect_launch(2, "combine", 28, plan.runs[1].num_splits);
-    EXPECT(launches[1].params.lists[0].begin == ranges + 132);
-    EXPECT(launches[1].params.lists[0].end == ranges + 132);
-    EXPECT(launches[1].params.lists[0].map.req_id_per_token == ranges + 132);
+    EXPECT(launches[1].params.keys.lists[0].begin == ranges + 132);
+    EXPECT(launches[1].params.keys.lists[0].end == ranges + 132);
+    EXPECT(launches[1].params.keys.lists[0].map.req_id_per_token == ranges + 132);
 }
 
 int

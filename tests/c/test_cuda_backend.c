@@ -7,13 +7,11 @@
  * mla_attention runs first. */
 enum { CALL_fill_step_lists = NUM_OPERATORS, CALL_find_key_ranges, NUM_CALLS };
 
-#define NAME(name, args_type, params_type, family) [OP_##name] = #name,
+#define NAME(name, ...) [OP_##name] = #name,
 
 static const char *const call_names[NUM_CALLS] = {
-    SMLA_OPERATORS(NAME) SMLA_PROJECTIONS(NAME)[OP_sparse_attention] = "sparse_attention",
-    [OP_sparse_mla_dsv4] = "sparse_mla_dsv4",
-    [OP_mla_attention] = "mla_attention",
-    [CALL_fill_step_lists] = "MetadataBuilder.build",
+    SMLA_OPERATORS(NAME) SMLA_PROJECTIONS(NAME) SMLA_ATTENTIONS(NAME)[CALL_fill_step_lists] =
+        "MetadataBuilder.build",
     [CALL_find_key_ranges] = "mla_attention",
 };
 
@@ -28,6 +26,7 @@ static const char *const launch_names[NUM_CALLS] = {
     [OP_sparse_attention] = "attention",
     [OP_sparse_mla_dsv4] = "attention",
     [OP_mla_attention] = "attention",
+    [OP_varlen_attention] = "ragged attention",
     [CALL_fill_step_lists] = "fill_step_lists",
     [CALL_find_key_ranges] = "key_ranges",
 };
@@ -87,9 +86,13 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_convert_params convert = {.call = call,
                                          .num_tokens = count,
                                          .req_id_per_token = device_zeros};
-    const smla_attention_params attention = {.call = call, .num_tokens = count};
-    const smla_attention_plan plan = {.num_runs = 1};
-    const smla_varlen_params varlen = {.call = call, .num_tokens = count, .num_reqs = 1};
+    const smla_attention_params attention = {.call = call,
+                                             .queries = {.num_tokens = count},
+                                             .plan = {.num_runs = 1}};
+    const smla_attention_params varlen = {.call = call,
+                                          .queries = {.num_tokens = count},
+                                          .source = SMLA_KEYS_RAGGED,
+                                          .visible.reqs = {.num_reqs = 1}};
     const smla_merge_params merge = {.call = call, .rows = {.num_tokens = count, .num_heads = 1}};
     const smla_merge_partials_params partials = {.call = call, .rows = merge.rows};
     const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
@@ -171,7 +174,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);
     case OP_convert_req_index_to_global_index:
         return b->convert_req_index_to_global_index(&convert, &error);
-    case OP_varlen_attention: return b->varlen_attention(&varlen, &error);
+    case OP_varlen_attention: return b->attend(&varlen, &error);
     case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
     case OP_merge_attn_partials: return b->merge_attn_partials(&partials, &error);
     case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);
@@ -202,7 +205,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_grouped_output_projection: return b->projection(&project_e4m3, &error);
     case CALL_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
     case CALL_find_key_ranges: return b->find_key_ranges(&ranges, &error);
-    default: return b->sparse_attention(&attention, &plan, &error);
+    default: return b->attend(&attention, &error);
     }
 }
 

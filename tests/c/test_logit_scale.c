@@ -2,8 +2,8 @@
  * rounded once to fp32; a product of three is rounded twice, in a fixed order. Scales here are ones
  * for which any other order gives other bits.
  */
-#include "core/params_attention.h"
-#include "ops/check.h"
+#include "core/attention/params_attention.h"
+#include "ops/check_attention.h"
 
 #include "operators.h"
 
@@ -37,10 +37,9 @@ make_call(bool is_e4m3)
 static smla_attention_params
 check_call(const any_args *call)
 {
-    smla_attention_params params = {.num_tokens = 0};
-    smla_attention_plan plan;
+    smla_attention_params params = {.source = SMLA_KEYS_LISTS};
     const smla_backend *backend = NULL;
-    EXPECT_OK(smla_check_sparse_mla_dsv4(&call->dsv4, &params, &plan, &backend, &error));
+    EXPECT_OK(smla_check_sparse_mla_dsv4(&call->dsv4, &params, &backend, &error));
     return params;
 }
 
@@ -50,9 +49,9 @@ static float
 logit_scale_of(const any_args *call, float kv_scale)
 {
     const smla_attention_params params = check_call(call);
-    EXPECT(smla_read_scale(&params.kv_scale[0]) == kv_scale);
-    EXPECT(smla_read_scale(&params.kv_scale[1]) == kv_scale);
-    return smla_read_logit_scale(&params);
+    EXPECT(smla_read_scale(&params.logits.kv_scale[0]) == kv_scale);
+    EXPECT(smla_read_scale(&params.logits.kv_scale[1]) == kv_scale);
+    return smla_read_logit_scale(&params.logits);
 }
 
 /* Both scales are numbers, doubles that are no fp32: each is rounded, then their quotient is. */
@@ -102,13 +101,13 @@ test_arrays(void)
             call->dsv4.bmm2_scale = given & 2 ? (smla_scale_arg){.tensor = &second->tensor}
                                               : (smla_scale_arg){.value = b};
             const smla_attention_params params = check_call(call);
-            EXPECT(smla_read_logit_scale(&params) == divide_once(a, b));
+            EXPECT(smla_read_logit_scale(&params.logits) == divide_once(a, b));
             SET(first, (double)(2 * a), 0);
             SET(second, (double)(4 * b), 0);
             const float later = divide_once(given & 1 ? 2 * a : a, given & 2 ? 4 * b : b);
-            EXPECT(smla_read_logit_scale(&params) == later);
-            EXPECT(smla_read_scale(&params.kv_scale[0]) == (given & 2 ? 4 * b : b));
-            EXPECT(smla_read_scale(&params.kv_scale[1]) == (given & 2 ? 4 * b : b));
+            EXPECT(smla_read_logit_scale(&params.logits) == later);
+            EXPECT(smla_read_scale(&params.logits.kv_scale[0]) == (given & 2 ? 4 * b : b));
+            EXPECT(smla_read_scale(&params.logits.kv_scale[1]) == (given & 2 ? 4 * b : b));
         }
         free_arrays("test_arrays");
     }
@@ -147,15 +146,14 @@ test_attention(void)
     for (int i = 0; i < NUM_DRAWS; i++) {
         const double a = random_scale() - 0.5;
         const double b = random_scale();
-        smla_attention_params params = {.num_tokens = 0};
-        smla_attention_plan plan;
+        smla_attention_params params = {.source = SMLA_KEYS_LISTS};
         const smla_backend *backend = NULL;
         call.attention.softmax_scale = a;
         call.attention.q_scale = (smla_scale_arg){.value = b};
         call.attention.kv_scale = (smla_scale_arg){.value = random_scale()};
-        EXPECT_OK(smla_check_attention(&call.attention, &params, &plan, &backend, &error));
+        EXPECT_OK(smla_check_sparse_attention(&call.attention, &params, &backend, &error));
         const float want = (float)((double)(float)a * (double)(float)b);
-        EXPECT(smla_read_logit_scale(&params) == want);
+        EXPECT(smla_read_logit_scale(&params.logits) == want);
         num_late += (float)(a * b) != want;
     }
     EXPECT(num_late > NUM_DRAWS / 10);

@@ -146,7 +146,7 @@ thread_scratch_of(const attention_run *run)
 static smla_attention_state
 state_at(const attention_run *run, uint8_t *memory)
 {
-    return smla_attention_state_at(memory, run->params->num_heads);
+    return smla_attention_state_at(memory, run->params->queries.num_heads);
 }
 
 /* The state of a part without keys, for some heads. */
@@ -190,9 +190,9 @@ static void
 run_token(const attention_run *run, int64_t token)
 {
     const smla_attention_params *const params = run->params;
-    const smla_head_range heads = {.begin = 0, .end = params->num_heads};
+    const smla_head_range heads = {.begin = 0, .end = params->queries.num_heads};
     smla_only_key key;
-    if (smla_is_left_alone(params, token)) {
+    if (smla_is_left_alone(&params->keys, token)) {
         return;
     }
     if (attend_few_keys(params, token, heads, smla_find_only_key(params, token, &key), &key)) {
@@ -203,7 +203,7 @@ run_token(const attention_run *run, int64_t token)
     const smla_attention_state part = state_at(run, memory + run->state_bytes);
     uint8_t *const kernel_scratch = memory + 2 * run->state_bytes;
     bool was_empty = false;
-    for (int split = 0; split < params->num_splits; split++) {
+    for (int split = 0; split < params->results.num_splits; split++) {
         const smla_attention_state state = split == 0 ? total : part;
         const bool is_empty = smla_find_keys(params, token, split, &key) == 0;
         if (is_empty && was_empty) {
@@ -225,7 +225,7 @@ run_token(const attention_run *run, int64_t token)
 static void
 run_part(const attention_run *run, int64_t part)
 {
-    const int num_splits = run->params->num_splits;
+    const int num_splits = run->params->results.num_splits;
     const int64_t token = part / num_splits;
     const int split = (int)(part % num_splits);
     uint8_t *const kernel_scratch = thread_scratch_of(run) + 2 * run->state_bytes;
@@ -260,19 +260,20 @@ fold_heads(const attention_run *run, int64_t task)
     const int64_t token = task / run->fold_tasks_per_token;
     const int64_t begin = task % run->fold_tasks_per_token * SMLA_FOLD_HEADS;
     const smla_head_range heads = {.begin = begin,
-                                   .end = min_int64(begin + SMLA_FOLD_HEADS, params->num_heads)};
-    const part_keys *const found = run->found + token * params->num_splits;
-    if (smla_is_left_alone(params, token)) {
+                                   .end = min_int64(begin + SMLA_FOLD_HEADS,
+                                                    params->queries.num_heads)};
+    const part_keys *const found = run->found + token * params->results.num_splits;
+    if (smla_is_left_alone(&params->keys, token)) {
         return;
     }
     smla_only_key key;
-    const int count = find_only_key(found, params->num_splits, &key);
+    const int count = find_only_key(found, params->results.num_splits, &key);
     if (attend_few_keys(params, token, heads, count, &key)) {
         return;
     }
-    uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;
+    uint8_t *const parts = run->parts + token * params->results.num_splits * run->state_bytes;
     const smla_attention_state total = state_at(run, parts);
-    for (int split = 0; split < params->num_splits; split++) {
+    for (int split = 0; split < params->results.num_splits; split++) {
         const smla_attention_state state = state_at(run, parts + split * run->state_bytes);
         const bool is_empty = found[split].count == 0;
         if (is_empty && split > 0 && found[split - 1].count == 0) {
@@ -306,8 +307,8 @@ static int64_t
 count_parts_with_columns(const smla_attention_params *params)
 {
     int64_t count = 0;
-    for (int64_t token = 0; token < params->num_tokens; token++) {
-        for (int split = 0; split < params->num_splits; split++) {
+    for (int64_t token = 0; token < params->queries.num_tokens; token++) {
+        for (int split = 0; split < params->results.num_splits; split++) {
             count += smla_has_columns(params, token, split);
         }
     }
@@ -315,41 +316,42 @@ count_parts_with_columns(const smla_attention_params *params)
 }
 
 smla_status
-smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attention_plan *plan,
-                          smla_error *error)
+smla_cpu_attend_lists(const smla_attention_params *given, smla_error *error)
 {
-    (void)plan; /* params has the plan's number of splits */
     smla_attention_params scaled = *given;
     const smla_attention_params *const params = &scaled;
-    scaled.softmax_scale = smla_read_logit_scale(given) * choose_key_unit(given);
+    scaled.logits.softmax_scale = smla_read_logit_scale(&given->logits) * choose_key_unit(given);
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(given->call.op, &isa, error));
-    if (params->num_tokens == 0) {
+    if (params->queries.num_tokens == 0) {
         return SMLA_OK;
     }
     attention_run run = {
         .params = params,
         .isa = isa->attention,
         .interrupt = smla_find_interrupt(),
-        .state_bytes = smla_attention_state_bytes(params->num_heads),
-        .thread_bytes = thread_bytes(params->num_heads),
-        .fold_tasks_per_token = (params->num_heads + SMLA_FOLD_HEADS - 1) / SMLA_FOLD_HEADS,
+        .state_bytes = smla_attention_state_bytes(params->queries.num_heads),
+        .thread_bytes = thread_bytes(params->queries.num_heads),
+        .fold_tasks_per_token = (params->queries.num_heads + SMLA_FOLD_HEADS - 1) / SMLA_FOLD_HEADS,
     };
-    const int64_t num_parts = params->num_tokens * params->num_splits;
-    const bool parts_run_in_parallel = params->num_splits > 1 && num_parts <= MAX_PARALLEL_PARTS;
+    const int64_t num_parts = params->queries.num_tokens * params->results.num_splits;
+    const bool parts_run_in_parallel =
+        params->results.num_splits > 1 && num_parts <= MAX_PARALLEL_PARTS;
     const int64_t part_bytes = parts_run_in_parallel ? num_parts * run.state_bytes : 0;
-    const int64_t misalignment = (int64_t)(-(uintptr_t)params->workspace % SMLA_WORKSPACE_ALIGN);
+    const int64_t misalignment =
+        (int64_t)(-(uintptr_t)params->workspace.memory % SMLA_WORKSPACE_ALIGN);
     const int64_t least = misalignment + part_bytes + run.thread_bytes;
-    if (params->workspace == NULL || params->workspace_bytes < least) {
+    if (params->workspace.memory == NULL || params->workspace.bytes < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have at least %lld bytes, got %lld", params->call.op,
-                         params->workspace_name, (long long)least,
-                         (long long)(params->workspace == NULL ? 0 : params->workspace_bytes));
+                         params->workspace.name, (long long)least,
+                         (long long)(params->workspace.memory == NULL ? 0
+                                                                      : params->workspace.bytes));
     }
-    run.parts = (uint8_t *)params->workspace + misalignment;
+    run.parts = (uint8_t *)params->workspace.memory + misalignment;
     run.threads = run.parts + part_bytes;
-    const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
-    const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
+    const int64_t room = (params->workspace.bytes - misalignment - part_bytes) / run.thread_bytes;
+    const int64_t tasks = parts_run_in_parallel ? num_parts : params->queries.num_tokens;
     const int num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
     if (parts_run_in_parallel) {
@@ -358,9 +360,10 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
         const int64_t num_long = count_parts_with_columns(params);
         run_all(&run, (int)min_int64(num_threads, num_long < 1 ? 1 : num_long), num_parts,
                 run_part);
-        run_all(&run, num_threads, params->num_tokens * run.fold_tasks_per_token, fold_heads);
+        run_all(&run, num_threads, params->queries.num_tokens * run.fold_tasks_per_token,
+                fold_heads);
     } else {
-        run_all(&run, num_threads, params->num_tokens, run_token);
+        run_all(&run, num_threads, params->queries.num_tokens, run_token);
     }
     smla_fp_change(before);
     return smla_check_ended(params->call.op, run.interrupt, error);

@@ -7,8 +7,8 @@
  */
 #pragma once
 
+#include "core/attention/params_attention.h"
 #include "core/backend.h"
-#include "core/params_attention.h"
 
 enum {
     SMLA_HEAD_ALIGN = 16, /* states and scratch have a multiple of this many heads: whole vectors */
@@ -125,8 +125,7 @@ void smla_attend_no_key(const smla_attention_params *params, int64_t token, smla
 
 const char *smla_cpu_kernel_name(const smla_attention_run *run);
 smla_status smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error);
-smla_status smla_cpu_sparse_attention(const smla_attention_params *given,
-                                      const smla_attention_plan *plan, smla_error *error);
+smla_status smla_cpu_attend_lists(const smla_attention_params *given, smla_error *error);
 
 /* The split count depends on shapes alone. No result depends on the number of threads. */
 void smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);

@@ -11,9 +11,9 @@
 #include <assert.h>
 #include <string.h>
 
+#include "core/attention/params_attention.h"
 #include "core/backend.h"
 #include "core/numeric.h"
-#include "core/params_attention.h"
 #include "cpu/index/slot.h"
 
 enum {
@@ -49,19 +49,21 @@ read_bound(const int32_t *values, int64_t stride, int64_t offset, int64_t token,
 static inline void
 enter_list(key_cursor *cursor, int list)
 {
-    assert(list >= 0 && cursor->params->num_lists <= 2);
+    assert(list >= 0 && cursor->params->keys.num_lists <= 2);
     cursor->list = list;
-    if (list >= cursor->params->num_lists) {
+    if (list >= cursor->params->keys.num_lists) {
         return;
     }
-    const smla_key_list *const keys = &cursor->params->lists[list];
+    const smla_key_list *const keys = &cursor->params->keys.lists[list];
     const int64_t topk = keys->topk;
     const int64_t begin = read_bound(keys->begin, keys->begin_stride, 0, cursor->token, topk, 0);
     const int64_t end =
         read_bound(keys->end, keys->end_stride, keys->end_offset, cursor->token, topk, topk);
-    const int64_t columns = smla_is_dense(cursor->params)
-                                ? smla_dense_split_columns(cursor->params, cursor->token)
-                                : smla_split_columns(topk, cursor->params->num_splits);
+    const smla_attention_params *const params = cursor->params;
+    const int64_t columns = smla_is_table(&params->keys)
+                                ? smla_table_split_columns(&params->keys, &params->visible,
+                                                           &params->results, cursor->token)
+                                : smla_split_columns(topk, params->results.num_splits);
     const int64_t first = cursor->split * columns;
     cursor->column = first < begin ? begin : first;
     cursor->end = first + columns < end ? first + columns : end;
@@ -86,7 +88,7 @@ map_index(const smla_attention_params *params, const smla_key_list *keys, int64_
     if (req < 0 || req >= map->num_reqs) {
         return -1;
     }
-    const int64_t entry_tokens = params->dense.entry_tokens;
+    const int64_t entry_tokens = params->keys.entry_tokens;
     const smla_page_row row = {map->block_table + req * map->block_table_stride_req,
                                map->block_table_stride_block, map->num_blocks,
                                entry_tokens != 0 ? entry_tokens : keys->kv.block_size};
@@ -133,8 +135,8 @@ static inline void
 next_block(key_cursor *cursor, int capacity, key_block *block)
 {
     block->count = 0;
-    while (cursor->list < cursor->params->num_lists) {
-        const smla_key_list *const keys = &cursor->params->lists[cursor->list];
+    while (cursor->list < cursor->params->keys.num_lists) {
+        const smla_key_list *const keys = &cursor->params->keys.lists[cursor->list];
         int64_t column = cursor->column;
         int count = 0;
         for (; column < cursor->end && count < capacity; column++) {
@@ -147,7 +149,7 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
         }
         cursor->column = column;
         block->format = keys->kv.format;
-        block->kv_scale = smla_read_scale(&cursor->params->kv_scale[cursor->list]);
+        block->kv_scale = smla_read_scale(&cursor->params->logits.kv_scale[cursor->list]);
         block->count = count;
         if (column >= cursor->end) {
             enter_list(cursor, cursor->list + 1);
@@ -161,8 +163,8 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
 static inline float
 choose_key_unit(const smla_attention_params *params)
 {
-    return smla_choose_key_unit(smla_read_scale(&params->kv_scale[0]),
-                                smla_read_scale(&params->kv_scale[1]));
+    return smla_choose_key_unit(smla_read_scale(&params->logits.kv_scale[0]),
+                                smla_read_scale(&params->logits.kv_scale[1]));
 }
 
 /* Whether the kernels multiply the scales of such rows with sums over tiles of 128 values. Other

@@ -62,22 +62,23 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, do
     const double ln_2 = 0.69314718055994530942;
     const float max_lane = (float)max_log2;
     const double reference = (double)finite_reference_of(splat(max_lane))[0];
-    const double lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    const double lse_empty = params->results.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
     const double lse = sum == 0.0 ? lse_empty : reference * ln_2 + log(sum);
-    if (params->lse != NULL) {
-        params->lse[token * params->lse_stride_token + head * params->lse_stride_head] = (float)lse;
+    if (params->results.lse != NULL) {
+        params->results.lse[token * params->results.lse_stride_token +
+                            head * params->results.lse_stride_head] = (float)lse;
     }
-    if (params->max_logits != NULL) {
-        params->max_logits[token * params->max_logits_stride_token +
-                           head * params->max_logits_stride_head] =
+    if (params->results.max_logits != NULL) {
+        params->results.max_logits[token * params->results.max_logits_stride_token +
+                                   head * params->results.max_logits_stride_head] =
             isnan(sum) ? NAN : (float)(max_log2 * ln_2);
     }
     if (sum == 0.0) {
         return 0.0f;
     }
     double factor = unit / sum;
-    if (params->attn_sink != NULL) {
-        const double sink = params->attn_sink[head * params->attn_sink_stride];
+    if (params->logits.sinks.values != NULL) {
+        const double sink = params->logits.sinks.values[head * params->logits.sinks.stride];
         factor /= 1.0 + exp(sink - lse);
     }
     return (float)factor;
@@ -118,8 +119,7 @@ finish(const smla_attention_params *params, int64_t token, smla_head_range heads
         round_group(group_out, factor, group.vectors);
         const uint16_t *const rounded = (const uint16_t *)group_out;
         for (int lane = 0; lane < lanes && head + lane < heads.end; lane++) {
-            uint16_t *const row = params->out + token * params->out_stride_token +
-                                  (head + lane) * params->out_stride_head;
+            uint16_t *const row = smla_out16(&params->results, token, head + lane);
             for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
                 row[d] = rounded[d * lanes + lane];
             }
@@ -144,7 +144,7 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
          smla_attention_state state)
 {
     bool is_done = false;
-    if (is_ordinary_scale(params->softmax_scale)) {
+    if (is_ordinary_scale((float)params->logits.softmax_scale)) {
         begin_products();
         is_done = try_part(params, token, split, false, scratch, state);
         end_products();

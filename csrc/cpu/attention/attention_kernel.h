@@ -143,12 +143,13 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted[
 SMLA_INLINE const uint16_t *
 load_query(const smla_attention_params *params, int64_t token, int64_t head, uint16_t *buffer)
 {
-    const int64_t at = token * params->q_nope_stride_token + head * params->q_nope_stride_head;
-    if (params->q_e4m3 == NULL) {
-        return params->q_nope + at;
+    const smla_queries *const queries = &params->queries;
+    if (queries->type != SMLA_FLOAT_E4M3) {
+        return smla_row16(&queries->parts[SMLA_NOPE], token, head);
     }
+    const uint8_t *const codes = smla_row8(&queries->parts[SMLA_NOPE], token, head);
     for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
-        store_bf16(load_e4m3(params->q_e4m3 + at + d, 1.0f), (uint8_t *)(buffer + d));
+        store_bf16(load_e4m3(codes + d, 1.0f), (uint8_t *)(buffer + d));
     }
     return buffer;
 }
@@ -169,24 +170,23 @@ _Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys 
 static query_values
 pack_query(const smla_attention_params *params, int64_t token, void *memory, unit_scalar *packed)
 {
-    const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
+    const int rope_dim = params->keys.lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
     uint16_t *const converted = memory; /* [WIDTH][512] */
     vuint noted[2] = {{0}, {0}};        /* huge values, subnormal ones */
-    for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
+    for (int64_t head = 0; head < params->queries.num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
-        const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
+        const int lanes = group_at(first, params->queries.num_heads).vectors * WIDTH;
         unit_scalar *const to = packed + first * (SMLA_HEAD_DIM / UNIT_STEP) + (head - first);
         const uint16_t *nope_rows[WIDTH];
         const uint16_t *rope_rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
-            const bool exists = head + i < params->num_heads;
+            const bool exists = head + i < params->queries.num_heads;
             nope_rows[i] =
                 exists ? load_query(params, token, head + i, converted + i * SMLA_KV_LORA_RANK)
                        : zeros;
             rope_rows[i] = exists && rope_dim != 0
-                               ? params->q_pe + token * params->q_pe_stride_token +
-                                     (head + i) * params->q_pe_stride_head
+                               ? smla_row16(&params->queries.parts[SMLA_PE], token, head + i)
                                : zeros;
         }
         pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, noted, to);
@@ -334,16 +334,17 @@ __attribute__((noinline)) static bool
 try_part(const smla_attention_params *params, int64_t token, int split, bool takes_huge,
          uint8_t *memory, smla_attention_state state)
 {
-    const thread_scratch scratch = carve_scratch(memory, params->num_heads);
-    const smla_head_range all_heads = {.begin = 0, .end = params->num_heads};
+    const thread_scratch scratch = carve_scratch(memory, params->queries.num_heads);
+    const smla_head_range all_heads = {.begin = 0, .end = params->queries.num_heads};
     int num_blocks = 0;
     const float unit = choose_key_unit(params);
-    const logit_rule rule = logit_rule_of(params->softmax_scale, params->dense.softcap);
+    const logit_rule rule =
+        logit_rule_of((float)params->logits.softmax_scale, params->logits.softcap);
     key_cursor cursor = start_cursor(params, token, split);
     key_block blocks[2];
     const key_block no_block = {.count = 0};
     int current = 0;
-    clear(params->num_heads, state);
+    clear(params->queries.num_heads, state);
     next_block(&cursor, BLOCK_KEYS, &blocks[current]);
     if (blocks[current].count == 0) {
         return true;
@@ -364,8 +365,8 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
             return false;
         }
         arrange_values(scratch.values, SMLA_KV_LORA_RANK, block->count);
-        for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
-            const head_group group = group_at(head, params->num_heads);
+        for (int64_t head = 0; head < params->queries.num_heads; head += GROUP_HEADS) {
+            const head_group group = group_at(head, params->queries.num_heads);
             (group.vectors == 1 ? attend_one_vector : attend_two_vectors)(&scratch, block, next,
                                                                           rule, group, state);
             next = &no_block; /* the first group has prefetched it */
@@ -377,7 +378,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
     }
     if (num_blocks > STATE_BLOCKS) {
         fold(all_heads, scratch.older, state);
-        copy_state(params->num_heads, scratch.older, state);
+        copy_state(params->queries.num_heads, scratch.older, state);
     }
     return true;
 }

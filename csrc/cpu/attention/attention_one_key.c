@@ -61,7 +61,7 @@ smla_has_columns(const smla_attention_params *params, int64_t token, int split)
 {
     bool has_columns = false;
     key_cursor cursor = start_cursor(params, token, split);
-    for (int list = 0; list < params->num_lists; list++) {
+    for (int list = 0; list < params->keys.num_lists; list++) {
         enter_list(&cursor, list);
         has_columns |= cursor.column < cursor.end;
     }
@@ -72,7 +72,7 @@ int
 smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
 {
     int count = 0;
-    for (int split = 0; split < params->num_splits; split++) {
+    for (int split = 0; split < params->results.num_splits; split++) {
         smla_only_key first;
         const int found = smla_find_keys(params, token, split, &first);
         *only = found > 0 ? first : *only;
@@ -125,7 +125,7 @@ widen_key(const smla_attention_params *params, const smla_only_key *only, wide_k
     const smla_kv_format_info *const format = only->format;
     store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
     key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
-    key->logit_scale = (double)params->softmax_scale / (double)choose_key_unit(params);
+    key->logit_scale = (double)params->logits.softmax_scale / (double)choose_key_unit(params);
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         key->units[tile] = key->scales[tile] > 0x1p100f ? 0x1p16f : 1.0f;
     }
@@ -165,16 +165,18 @@ dot(const uint16_t *q, const doubles *values, int count)
 static float
 find_logit(const smla_attention_params *params, int64_t token, int64_t head, const wide_key *key)
 {
-    const int64_t at = token * params->q_nope_stride_token + head * params->q_nope_stride_head;
+    const smla_queries *const queries = &params->queries;
+    const bool is_e4m3 = queries->type == SMLA_FLOAT_E4M3;
     uint16_t converted[SMLA_KV_LORA_RANK];
-    for (int d = 0; d < SMLA_KV_LORA_RANK && params->q_e4m3 != NULL; d++) {
-        converted[d] = smla_float_to_bf16(smla_e4m3_to_float(params->q_e4m3[at + d]));
+    for (int d = 0; d < SMLA_KV_LORA_RANK && is_e4m3; d++) {
+        const uint8_t code = smla_row8(&queries->parts[SMLA_NOPE], token, head)[d];
+        converted[d] = smla_float_to_bf16(smla_e4m3_to_float(code));
     }
-    const uint16_t *const nope = params->q_e4m3 != NULL ? converted : params->q_nope + at;
+    const uint16_t *const nope =
+        is_e4m3 ? converted : smla_row16(&queries->parts[SMLA_NOPE], token, head);
     double sum = 0.0;
     if (key->rope_dim != 0) {
-        const uint16_t *const rope =
-            params->q_pe + token * params->q_pe_stride_token + head * params->q_pe_stride_head;
+        const uint16_t *const rope = smla_row16(&queries->parts[SMLA_PE], token, head);
         sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim);
     }
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
@@ -183,7 +185,7 @@ find_logit(const smla_attention_params *params, int64_t token, int64_t head, con
                (double)key->scales[tile];
     }
     const double logit = key->logit_scale * sum;
-    const double cap = params->dense.softcap;
+    const double cap = params->logits.softcap;
     return (float)(cap == 0.0 ? logit : cap * tanh(logit / cap));
 }
 
@@ -193,23 +195,24 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, fl
 {
     const bool is_key = logit != -INFINITY;
     const float max_logit = logit == INFINITY ? NAN : logit;
-    const float lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
-    if (params->lse != NULL) {
-        params->lse[token * params->lse_stride_token + head * params->lse_stride_head] =
+    const float lse_empty = params->results.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    if (params->results.lse != NULL) {
+        params->results.lse[token * params->results.lse_stride_token +
+                            head * params->results.lse_stride_head] =
             is_key ? max_logit : lse_empty;
     }
-    if (params->max_logits != NULL) {
-        params->max_logits[token * params->max_logits_stride_token +
-                           head * params->max_logits_stride_head] = max_logit;
+    if (params->results.max_logits != NULL) {
+        params->results.max_logits[token * params->results.max_logits_stride_token +
+                                   head * params->results.max_logits_stride_head] = max_logit;
     }
     if (!is_key) {
         return 0.0f;
     }
     const double factor = isnan(max_logit) ? NAN : 1.0;
-    if (params->attn_sink == NULL) {
+    if (params->logits.sinks.values == NULL) {
         return (float)factor;
     }
-    const double sink = params->attn_sink[head * params->attn_sink_stride];
+    const double sink = params->logits.sinks.values[head * params->logits.sinks.stride];
     return (float)(factor / (1.0 + exp(sink - max_logit)));
 }
 
@@ -248,8 +251,7 @@ smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_hea
             round_value(&key, factor, rounded);
             rounded_factor = factor;
         }
-        memcpy(params->out + token * params->out_stride_token + head * params->out_stride_head,
-               rounded, sizeof rounded);
+        memcpy(smla_out16(&params->results, token, head), rounded, sizeof rounded);
     }
 }
 
@@ -258,7 +260,6 @@ smla_attend_no_key(const smla_attention_params *params, int64_t token, smla_head
 {
     for (int64_t head = heads.begin; head < heads.end; head++) {
         (void)finish_head(params, token, head, -INFINITY);
-        memset(params->out + token * params->out_stride_token + head * params->out_stride_head, 0,
-               SMLA_KV_LORA_RANK * sizeof *params->out);
+        memset(smla_out16(&params->results, token, head), 0, SMLA_KV_LORA_RANK * sizeof(uint16_t));
     }
 }

@@ -13,7 +13,7 @@
 #include "core/params_indexer.h"
 #include "cpu/cache/cache.h"
 #include "cpu/cpu.h"
-#include "cpu/indexer/logits.h"
+#include "cpu/indexer/score_tiles.h"
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 

@@ -13,7 +13,7 @@
  */
 #pragma once
 
-#include "cpu/indexer/logits.h"
+#include "cpu/indexer/score_tiles.h"
 #include "cpu/machine/simd.h"
 
 enum {

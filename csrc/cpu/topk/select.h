@@ -17,11 +17,11 @@ enum {
 };
 
 /* Neighbouring columns of a row. */
-typedef struct smla_logits {
+typedef struct smla_logit_rows {
     const void *data;
     bool is_bf16;
     int64_t count;
-} smla_logits;
+} smla_logit_rows;
 
 /* The keys that a row gives away: all above `key`, and the first `num_equal` that equal it. */
 typedef struct smla_threshold {
@@ -49,20 +49,20 @@ typedef struct smla_select_isa {
     /* Adds to counts[d] the number of keys whose digit number `digit` is d, among those whose
      * digits in front of it are `prefix`. Uses `partial` as scratch. Returns the only key that was
      * counted, or 0 if there are several or that is not known. */
-    uint32_t (*count_digits)(const smla_logits *logits, int digit, uint32_t prefix,
+    uint32_t (*count_digits)(const smla_logit_rows *logits, int digit, uint32_t prefix,
                              uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
                              uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Lists the columns whose keys are at least `least`, which no missing column's key is. */
-    void (*list_candidates)(const smla_logits *logits, uint32_t least, smla_candidates *found);
+    void (*list_candidates)(const smla_logit_rows *logits, uint32_t least, smla_candidates *found);
     /* The same as count_digits of the keys in a list, for digit 1 or 2. */
     uint32_t (*count_listed_digits)(const smla_candidates *found, int digit, uint32_t prefix,
                                     uint32_t counts[SMLA_DIGIT_VALUES]);
     /* Counts the keys above `key`, and those that equal it. */
-    void (*count_keys)(const smla_logits *logits, uint32_t key, int64_t *num_above,
+    void (*count_keys)(const smla_logit_rows *logits, uint32_t key, int64_t *num_above,
                        int64_t *num_equal);
     /* Writes the columns of the keys that the threshold lets through, in ascending order. The
      * first column is number `first`. Returns how many it wrote. */
-    int64_t (*take_columns)(const smla_logits *logits, smla_threshold threshold, int32_t first,
+    int64_t (*take_columns)(const smla_logit_rows *logits, smla_threshold threshold, int32_t first,
                             int32_t *out);
 } smla_select_isa;
 

@@ -26,7 +26,7 @@ enum {
 
 /* The columns of a token, and their chunks. All chunks but the last have `chunk` columns. */
 typedef struct row {
-    smla_logits logits;
+    smla_logit_rows logits;
     int64_t k;
     int num_chunks;
     int64_t chunk;
@@ -79,15 +79,15 @@ open_row(const smla_top_k_params *p, int64_t token, int num_chunks, smla_select_
                  .scratch = scratch};
 }
 
-static smla_logits
+static smla_logit_rows
 chunk_of(const row *r, int i)
 {
     const int64_t first = i * r->chunk;
     const int64_t left = r->logits.count - first;
-    return (smla_logits){.data =
-                             (const uint8_t *)r->logits.data + first * (r->logits.is_bf16 ? 2 : 4),
-                         .is_bf16 = r->logits.is_bf16,
-                         .count = left < r->chunk ? left : r->chunk};
+    return (smla_logit_rows){.data = (const uint8_t *)r->logits.data +
+                                     first * (r->logits.is_bf16 ? 2 : 4),
+                             .is_bf16 = r->logits.is_bf16,
+                             .count = left < r->chunk ? left : r->chunk};
 }
 
 /* ---- Threshold ----------------------------------------------------------------------------- */
@@ -106,7 +106,7 @@ count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefi
     }
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
-        const smla_logits logits = chunk_of(r, i);
+        const smla_logit_rows logits = chunk_of(r, i);
         smla_select_scratch *const own = &r->scratch[i];
         memset(own->digits.counts, 0, sizeof own->digits.counts);
         (void)isa->count_digits(&logits, digit, prefix, own->digits.partial, own->digits.counts);
@@ -175,7 +175,7 @@ take_chunks(const row *r, const smla_select_isa *isa, smla_threshold threshold, 
     int64_t offsets[MAX_CHUNKS];
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
-        const smla_logits logits = chunk_of(r, i);
+        const smla_logit_rows logits = chunk_of(r, i);
         isa->count_keys(&logits, threshold.key, &above[i], &equal[i]);
     }
     int64_t offset = 0;
@@ -188,7 +188,7 @@ take_chunks(const row *r, const smla_select_isa *isa, smla_threshold threshold, 
     }
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r->num_chunks; i++) {
-        const smla_logits logits = chunk_of(r, i);
+        const smla_logit_rows logits = chunk_of(r, i);
         const smla_threshold part = {.key = threshold.key, .num_equal = equal[i]};
         (void)isa->take_columns(&logits, part, (int32_t)(i * r->chunk), out + offsets[i]);
     }

@@ -25,7 +25,7 @@ key_of(uint32_t bits)
 
 /* The keys of columns i...i + BLOCK - 1; 0, which no logit has, past the last column. */
 static inline __attribute__((always_inline)) void
-load_keys(const smla_logits *logits, int64_t i, uint32_t keys[BLOCK])
+load_keys(const smla_logit_rows *logits, int64_t i, uint32_t keys[BLOCK])
 {
     const int64_t left = logits->count - i;
     const int64_t count = left < BLOCK ? left : BLOCK;
@@ -57,7 +57,7 @@ load_keys(const smla_logits *logits, int64_t i, uint32_t keys[BLOCK])
 /* ---- Counting ------------------------------------------------------------------------------ */
 
 static void
-count_first_digits(const smla_logits *logits,
+count_first_digits(const smla_logit_rows *logits,
                    uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES])
 {
     int64_t i = 0;
@@ -114,7 +114,7 @@ only_key(common found)
  * prefix add 0, because the processor would not foresee a branch. Keys with one digit are counted
  * together, because additions to one counter wait for each other. */
 static uint32_t
-count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
+count_next_digits(const smla_logit_rows *logits, int digit, uint32_t prefix,
                   uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES])
 {
     const int prefix_shift = smla_digit_shift(digit - 1);
@@ -143,7 +143,7 @@ count_next_digits(const smla_logits *logits, int digit, uint32_t prefix,
 }
 
 static uint32_t
-count_digits(const smla_logits *logits, int digit, uint32_t prefix,
+count_digits(const smla_logit_rows *logits, int digit, uint32_t prefix,
              uint32_t partial[SMLA_DIGIT_COUNTERS][SMLA_DIGIT_VALUES],
              uint32_t counts[SMLA_DIGIT_VALUES])
 {
@@ -163,7 +163,7 @@ count_digits(const smla_logits *logits, int digit, uint32_t prefix,
 }
 
 static void
-list_candidates(const smla_logits *logits, uint32_t least, smla_candidates *found)
+list_candidates(const smla_logit_rows *logits, uint32_t least, smla_candidates *found)
 {
     int64_t count = 0;
     for (int64_t i = 0; i < logits->count; i += BLOCK) {
@@ -209,7 +209,7 @@ count_listed_digits(const smla_candidates *list, int digit, uint32_t prefix,
 }
 
 static void
-count_keys(const smla_logits *logits, uint32_t key, int64_t *num_above, int64_t *num_equal)
+count_keys(const smla_logit_rows *logits, uint32_t key, int64_t *num_above, int64_t *num_equal)
 {
     *num_above = 0;
     *num_equal = 0;
@@ -230,7 +230,7 @@ count_keys(const smla_logits *logits, uint32_t key, int64_t *num_above, int64_t 
 /* ---- Taking -------------------------------------------------------------------------------- */
 
 static int64_t
-take_columns(const smla_logits *logits, smla_threshold threshold, int32_t first, int32_t *out)
+take_columns(const smla_logit_rows *logits, smla_threshold threshold, int32_t first, int32_t *out)
 {
     int64_t num_taken = 0;
     int64_t num_equal = 0;

@@ -23,9 +23,9 @@ enum {
 
 /* Whether the unit can compute with these operands. */
 static bool
-serves(const smla_varlen_params *params)
+serves(const smla_attention_params *params)
 {
-    return params->q_type != SMLA_FLOAT_FP16 && params->kv_type != SMLA_FLOAT_FP16;
+    return params->queries.type != SMLA_FLOAT_FP16 && params->ragged.type != SMLA_FLOAT_FP16;
 }
 
 /* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads

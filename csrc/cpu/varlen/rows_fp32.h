@@ -20,7 +20,7 @@ enum {
 
 /* Whether the unit can compute with these operands. */
 static bool
-serves(const smla_varlen_params *params)
+serves(const smla_attention_params *params)
 {
     (void)params;
     return true;

@@ -9,22 +9,23 @@
 
 /* Tiles of one KV head of a request, if a tile has so many rows. */
 static int64_t
-count_tiles(const smla_varlen_params *params, int64_t req, int64_t tile_rows)
+count_tiles(const smla_attention_params *params, int64_t req, int64_t tile_rows)
 {
-    const int64_t group = params->num_heads / params->num_kv_heads;
-    const int64_t rows = smla_find_varlen_request(params, req).num_queries * group;
+    const int64_t group = params->queries.num_heads / params->ragged.num_kv_heads;
+    const int64_t rows =
+        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req).num_queries * group;
     return (rows + tile_rows - 1) / tile_rows;
 }
 
 /* Tasks, if no requests share tiles: the tiles of all requests and KV heads. */
 static int64_t
-count_tasks(const smla_varlen_params *params, int64_t tile_rows)
+count_tasks(const smla_attention_params *params, int64_t tile_rows)
 {
     int64_t count = 0;
-    for (int64_t req = 0; req < params->num_reqs; req++) {
+    for (int64_t req = 0; req < params->visible.reqs.num_reqs; req++) {
         count += count_tiles(params, req, tile_rows);
     }
-    return count * params->num_kv_heads;
+    return count * params->ragged.num_kv_heads;
 }
 
 /* How a call is cut. */
@@ -37,7 +38,7 @@ typedef struct tile_cut {
 
 /* The more rows a tile has, the less often keys are read, unless threads would have no work. */
 static tile_cut
-choose_cut(const smla_varlen_params *params)
+choose_cut(const smla_attention_params *params)
 {
     enum { TILES_PER_THREAD = 4 };
     const int64_t num_tasks = count_tasks(params, SMLA_VARLEN_ROWS);
@@ -50,10 +51,10 @@ choose_cut(const smla_varlen_params *params)
 
 /* Whether an array of scales, if there is one, is the same for two requests. */
 static bool
-have_same_scale(const smla_varlen_params *params, const smla_varlen_scale *scale, int64_t a,
+have_same_scale(const smla_attention_params *params, const smla_descale *scale, int64_t a,
                 int64_t b)
 {
-    for (int64_t head = 0; head < params->num_kv_heads && scale->pointer != NULL; head++) {
+    for (int64_t head = 0; head < params->ragged.num_kv_heads && scale->pointer != NULL; head++) {
         if (smla_read_varlen_scale(scale, a, head) != smla_read_varlen_scale(scale, b, head)) {
             return false;
         }
@@ -71,21 +72,23 @@ typedef struct shared_tile {
 
 /* The rows of a request that need a lane. */
 static int64_t
-count_lanes(const smla_varlen_params *params, const smla_varlen_request *of)
+count_lanes(const smla_attention_params *params, const smla_ragged_request *of)
 {
     int64_t count = 0;
     for (int64_t query = 0; query < of->num_queries; query++) {
-        count += !smla_is_one_key(smla_find_varlen_range(params, of, query));
+        count += !smla_is_one_key(smla_find_ragged_range(&params->visible.rule, of, query));
     }
-    return count * (params->num_heads / params->num_kv_heads);
+    return count * (params->queries.num_heads / params->ragged.num_kv_heads);
 }
 
 /* Whether a request's rows find room in the tile. If not, a tile begins with it. */
 static bool
-share_tile(const smla_varlen_params *params, int64_t req, int lanes, shared_tile *tile)
+share_tile(const smla_attention_params *params, int64_t req, int lanes, shared_tile *tile)
 {
-    const smla_varlen_request of = smla_find_varlen_request(params, req);
-    const int64_t num_rows = of.num_queries * (params->num_heads / params->num_kv_heads);
+    const smla_ragged_request of =
+        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req);
+    const int64_t num_rows =
+        of.num_queries * (params->queries.num_heads / params->ragged.num_kv_heads);
     const int64_t first_key = smla_place_varlen_keys(tile->num_keys, of.num_keys);
     if (num_rows == 0) {
         return true;
@@ -95,9 +98,9 @@ share_tile(const smla_varlen_params *params, int64_t req, int lanes, shared_tile
     if (tile->num_rows > 0 && tile->num_rows + num_rows <= 2 * (int64_t)lanes &&
         tile->num_lanes + num_lanes <= lanes &&
         first_key + of.num_keys <= SMLA_VARLEN_SHARED_KEYS &&
-        have_same_scale(params, &params->q_descale, tile->req, req) &&
-        have_same_scale(params, &params->k_descale, tile->req, req) &&
-        have_same_scale(params, &params->v_descale, tile->req, req)) {
+        have_same_scale(params, &params->logits.q_descale, tile->req, req) &&
+        have_same_scale(params, &params->logits.k_descale, tile->req, req) &&
+        have_same_scale(params, &params->logits.v_descale, tile->req, req)) {
         tile->num_rows += num_rows;
         tile->num_lanes += num_lanes;
         tile->num_keys = first_key + of.num_keys;
@@ -108,24 +111,24 @@ share_tile(const smla_varlen_params *params, int64_t req, int lanes, shared_tile
 }
 
 static void
-add_tiles(const smla_varlen_params *params, int lanes, tile_cut *cut)
+add_tiles(const smla_attention_params *params, int lanes, tile_cut *cut)
 {
     shared_tile tile = {0};
     cut->before[0] = 0;
-    for (int64_t req = 0; req < params->num_reqs; req++) {
+    for (int64_t req = 0; req < params->visible.reqs.num_reqs; req++) {
         const bool is_shared = share_tile(params, req, lanes, &tile);
         cut->before[req + 1] =
             cut->before[req] + (is_shared ? 0 : count_tiles(params, req, cut->tile_rows));
     }
-    cut->num_tasks = cut->before[params->num_reqs] * params->num_kv_heads;
+    cut->num_tasks = cut->before[params->visible.reqs.num_reqs] * params->ragged.num_kv_heads;
 }
 
 /* The first request with a tile from number `tile` on; B if there is none. */
 static int64_t
-find_owner(const smla_varlen_params *params, const tile_cut *cut, int64_t tile)
+find_owner(const smla_attention_params *params, const tile_cut *cut, int64_t tile)
 {
     int64_t req = 0;
-    for (int64_t past = params->num_reqs; req < past;) {
+    for (int64_t past = params->visible.reqs.num_reqs; req < past;) {
         const int64_t middle = (req + past) / 2;
         if (cut->before[middle + 1] > tile) {
             past = middle;
@@ -139,18 +142,21 @@ find_owner(const smla_varlen_params *params, const tile_cut *cut, int64_t tile)
 /* The tile of a task. Tiles of a request and a KV head follow each other, because they read the
  * same keys. The last ones of a head, which see the most keys, come first. */
 static smla_varlen_tile
-find_tile(const smla_varlen_params *params, const tile_cut *cut, int64_t task)
+find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task)
 {
-    const int64_t req = find_owner(params, cut, task / params->num_kv_heads);
+    const int64_t req = find_owner(params, cut, task / params->ragged.num_kv_heads);
     const int64_t first_tile = cut->before[req];
     const int64_t num_tiles = cut->before[req + 1] - first_tile;
-    const int64_t number = task - first_tile * params->num_kv_heads;
+    const int64_t number = task - first_tile * params->ragged.num_kv_heads;
     const int64_t row = (num_tiles - 1 - number % num_tiles) * cut->tile_rows;
     const int64_t past = find_owner(params, cut, first_tile + num_tiles);
-    const smla_varlen_request first = smla_find_varlen_request(params, req);
-    const smla_varlen_request last = smla_find_varlen_request(params, past - 1);
+    const smla_ragged_request first =
+        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req);
+    const smla_ragged_request last =
+        smla_find_ragged_request(&params->visible.reqs, &params->ragged, past - 1);
     const int64_t num_queries = last.first_query + last.num_queries - first.first_query;
-    const int64_t left = num_queries * (params->num_heads / params->num_kv_heads) - row;
+    const int64_t left =
+        num_queries * (params->queries.num_heads / params->ragged.num_kv_heads) - row;
     return (smla_varlen_tile){
         .req = req,
         .num_reqs = past - req,
@@ -162,18 +168,18 @@ find_tile(const smla_varlen_params *params, const tile_cut *cut, int64_t task)
 
 /* Whole parts of scratch, behind those of threads, that hold the numbers of tiles. */
 static int
-count_parts(const smla_varlen_params *params, int64_t part_bytes)
+count_parts(const smla_attention_params *params, int64_t part_bytes)
 {
-    const int64_t bytes = (params->num_reqs + 1) * (int64_t)sizeof(int64_t);
+    const int64_t bytes = (params->visible.reqs.num_reqs + 1) * (int64_t)sizeof(int64_t);
     return (int)((bytes + part_bytes - 1) / part_bytes);
 }
 
 smla_status
-smla_cpu_varlen_attention(const smla_varlen_params *params, smla_error *error)
+smla_cpu_attend_ragged(const smla_attention_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
-    smla_fill_varlen_padding(params, 0, 1, 0, 1);
+    smla_fill_rows_of_none(&params->padding, &params->visible.reqs, 0, 1, 0, 1);
     tile_cut cut = choose_cut(params);
     if (cut.num_tasks == 0) {
         return SMLA_OK;

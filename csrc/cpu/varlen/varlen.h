@@ -8,8 +8,8 @@
  */
 #pragma once
 
+#include "core/attention/params_attention.h"
 #include "core/backend.h"
-#include "core/params_varlen.h"
 
 enum {
     SMLA_VARLEN_ROWS = 512,
@@ -58,7 +58,7 @@ smla_place_varlen_keys(int64_t end, int64_t num_keys)
 }
 
 static inline float
-smla_read_varlen_scale(const smla_varlen_scale *scale, int64_t req, int64_t kv_head)
+smla_read_varlen_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
 {
     return scale->pointer == NULL
                ? scale->value
@@ -67,11 +67,11 @@ smla_read_varlen_scale(const smla_varlen_scale *scale, int64_t req, int64_t kv_h
 
 /* What q . k is multiplied with. */
 static inline double
-smla_varlen_logit_scale(const smla_varlen_params *params, const smla_varlen_tile *tile)
+smla_varlen_logit_scale(const smla_attention_params *params, const smla_varlen_tile *tile)
 {
-    return params->softmax_scale *
-           (double)smla_read_varlen_scale(&params->q_descale, tile->req, tile->kv_head) *
-           (double)smla_read_varlen_scale(&params->k_descale, tile->req, tile->kv_head);
+    return params->logits.softmax_scale *
+           (double)smla_read_varlen_scale(&params->logits.q_descale, tile->req, tile->kv_head) *
+           (double)smla_read_varlen_scale(&params->logits.k_descale, tile->req, tile->kv_head);
 }
 
 /* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
@@ -83,12 +83,12 @@ typedef struct smla_varlen_scratch {
 } smla_varlen_scratch;
 
 static inline int64_t
-smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_varlen_params *params)
+smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_attention_params *params)
 {
     return scratch->tile_bytes +
            scratch->bytes_per_query_dim *
-               smla_pad_varlen_dims(params->q[0].dim + params->q[1].dim) +
-           scratch->bytes_per_value_dim * smla_pad_varlen_dims(params->value_dim);
+               smla_pad_varlen_dims(params->queries.dims[0] + params->queries.dims[1]) +
+           scratch->bytes_per_value_dim * smla_pad_varlen_dims(params->ragged.value_dim);
 }
 
 /* The kernel of one instruction set. */
@@ -96,7 +96,7 @@ typedef struct smla_varlen_isa {
     int lanes; /* rows of a vector; tiles of up to twice as many have none for rows with one key */
     smla_varlen_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
-    void (*run_tile)(const smla_varlen_params *params, const smla_varlen_tile *tile,
+    void (*run_tile)(const smla_attention_params *params, const smla_varlen_tile *tile,
                      uint8_t *scratch);
 } smla_varlen_isa;
 
@@ -113,14 +113,18 @@ extern const smla_varlen_isa smla_varlen_neonbf16;
 
 /* Computes one row in double, however long it takes: for rows whose query, keys or scales are too
  * large for the kernels, or are not finite. varlen_exact.c */
-void smla_attend_varlen_exactly(const smla_varlen_params *params, const smla_varlen_tile *tile,
+void smla_attend_varlen_exactly(const smla_attention_params *params, const smla_varlen_tile *tile,
                                 const smla_varlen_row *row);
 
 /* The logit of q . k = `product`. */
-double smla_find_varlen_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
+double smla_find_varlen_logit(const smla_attention_params *params, const smla_varlen_tile *tile,
                               double product);
 
 /* Writes lse, and returns what the row's sum of values is multiplied with: 1 / sum, the sink's
  * factor, and v_descale. */
-double smla_finish_varlen_row(const smla_varlen_params *params, const smla_varlen_tile *tile,
+double smla_finish_varlen_row(const smla_attention_params *params, const smla_varlen_tile *tile,
                               const smla_varlen_row *row, double sum, double lse);
+
+/* ---- What the CPU backend exports ---------------------------------------------------------- */
+
+smla_status smla_cpu_attend_ragged(const smla_attention_params *params, smla_error *error);

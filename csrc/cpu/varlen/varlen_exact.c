@@ -12,28 +12,29 @@
 enum { MAX_VALUE_DIM = SMLA_KV_LORA_RANK };
 
 double
-smla_finish_varlen_row(const smla_varlen_params *params, const smla_varlen_tile *tile,
+smla_finish_varlen_row(const smla_attention_params *params, const smla_varlen_tile *tile,
                        const smla_varlen_row *row, double sum, double lse)
 {
-    params->lse[row->token * params->lse_stride_token + row->head * params->lse_stride_head] =
-        (float)lse;
+    params->results.lse[row->token * params->results.lse_stride_token +
+                        row->head * params->results.lse_stride_head] = (float)lse;
     if (sum == 0.0) {
         return 0.0;
     }
     double factor =
-        (double)smla_read_varlen_scale(&params->v_descale, tile->req, tile->kv_head) / sum;
-    if (params->attn_sink != NULL) {
-        factor /= 1.0 + exp(params->attn_sink[row->head * params->attn_sink_stride] - lse);
+        (double)smla_read_varlen_scale(&params->logits.v_descale, tile->req, tile->kv_head) / sum;
+    if (params->logits.sinks.values != NULL) {
+        factor /=
+            1.0 + exp(params->logits.sinks.values[row->head * params->logits.sinks.stride] - lse);
     }
     return factor;
 }
 
 static double
-multiply_part(const smla_varlen_rows *q, smla_float_type q_type, int64_t q_at,
-              const smla_varlen_rows *k, smla_float_type kv_type, int64_t k_at)
+multiply_part(const smla_head_rows *q, smla_float_type q_type, int64_t q_at,
+              const smla_head_rows *k, smla_float_type kv_type, int64_t k_at, int dim)
 {
     double sum = 0;
-    for (int64_t d = 0; d < q->dim; d++) {
+    for (int64_t d = 0; d < dim; d++) {
         sum += (double)smla_cpu_load_float(q->data, q_type, q_at + d) *
                (double)smla_cpu_load_float(k->data, kv_type, k_at + d);
     }
@@ -42,28 +43,29 @@ multiply_part(const smla_varlen_rows *q, smla_float_type q_type, int64_t q_at,
 
 /* q . k of a row and key `key` of its request. */
 static double
-multiply(const smla_varlen_params *params, const smla_varlen_tile *tile, const smla_varlen_row *row,
-         int64_t key)
+multiply(const smla_attention_params *params, const smla_varlen_tile *tile,
+         const smla_varlen_row *row, int64_t key)
 {
     double sum = 0;
     for (int i = 0; i < 2; i++) {
-        const smla_varlen_rows *const q = &params->q[i];
-        const smla_varlen_rows *const k = &params->k[i];
-        sum += multiply_part(q, params->q_type,
-                             row->token * q->stride_token + row->head * q->stride_head, k,
-                             params->kv_type,
-                             (row->first_key + key) * k->stride_token +
-                                 tile->kv_head * k->stride_head);
+        const smla_head_rows *const q = &params->queries.parts[i];
+        const smla_head_rows *const k = &params->ragged.parts[i];
+        sum +=
+            multiply_part(q, params->queries.type,
+                          row->token * q->stride_token + row->head * q->stride_head, k,
+                          params->ragged.type,
+                          (row->first_key + key) * k->stride_token + tile->kv_head * k->stride_head,
+                          params->queries.dims[i]);
     }
     return sum;
 }
 
 double
-smla_find_varlen_logit(const smla_varlen_params *params, const smla_varlen_tile *tile,
+smla_find_varlen_logit(const smla_attention_params *params, const smla_varlen_tile *tile,
                        double product)
 {
     const double logit = smla_varlen_logit_scale(params, tile) * product;
-    const double cap = params->softcap;
+    const double cap = params->logits.softcap;
     return cap > 0 ? cap * tanh(logit / cap) : logit;
 }
 
@@ -86,7 +88,7 @@ typedef struct exact_state {
 
 /* Adds a key. A logit of -inf is no key; one of NaN or +inf makes the state NaN. */
 static void
-add_key(const smla_varlen_params *params, int64_t v_at, double logit, exact_state *state)
+add_key(const smla_attention_params *params, int64_t v_at, double logit, exact_state *state)
 {
     if (logit == -INFINITY) {
         return;
@@ -96,35 +98,37 @@ add_key(const smla_varlen_params *params, int64_t v_at, double logit, exact_stat
     const double weight = exp(logit - max);
     state->max = max;
     state->sum = state->sum * alpha + weight;
-    for (int64_t d = 0; d < params->value_dim; d++) {
-        state->out[d] =
-            state->out[d] * alpha +
-            weight * (double)smla_cpu_load_float(params->v.data, params->kv_type, v_at + d);
+    for (int64_t d = 0; d < params->ragged.value_dim; d++) {
+        state->out[d] = state->out[d] * alpha +
+                        weight * (double)smla_cpu_load_float(params->ragged.values.data,
+                                                             params->ragged.type, v_at + d);
     }
 }
 
 static void
-attend(const smla_varlen_params *params, const smla_varlen_tile *tile, const smla_varlen_row *row)
+attend(const smla_attention_params *params, const smla_varlen_tile *tile,
+       const smla_varlen_row *row)
 {
     exact_state state = {.max = -INFINITY};
     /* A sum that is NaN stays NaN, and so do all values, whatever keys follow. */
     for (int64_t key = row->keys.begin; key < row->keys.end && !isnan(state.sum); key++) {
-        const int64_t v_at =
-            (row->first_key + key) * params->v.stride_token + tile->kv_head * params->v.stride_head;
+        const int64_t v_at = (row->first_key + key) * params->ragged.values.stride_token +
+                             tile->kv_head * params->ragged.values.stride_head;
         const double product = multiply(params, tile, row, key);
         add_key(params, v_at, smla_find_varlen_logit(params, tile, product), &state);
     }
     const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
     const double factor = smla_finish_varlen_row(params, tile, row, state.sum, lse);
-    const int64_t at = row->token * params->out_stride_token + row->head * params->out_stride_head;
-    for (int64_t d = 0; d < params->value_dim; d++) {
+    const int64_t at =
+        row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
+    for (int64_t d = 0; d < params->ragged.value_dim; d++) {
         const double x = state.sum == 0.0 ? 0.0 : state.out[d] * factor;
-        store_float(params->out, params->out_type, at + d, (float)x);
+        store_float(params->results.out, params->results.out_type, at + d, (float)x);
     }
 }
 
 void
-smla_attend_varlen_exactly(const smla_varlen_params *params, const smla_varlen_tile *tile,
+smla_attend_varlen_exactly(const smla_attention_params *params, const smla_varlen_tile *tile,
                            const smla_varlen_row *row)
 {
     const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);

@@ -53,7 +53,7 @@ finish_rows(const tile_work *work, int lane, vfloat factor, float *rows)
 static void
 finish_vector(const tile_work *work, int lane)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const double ln_2 = 0.69314718055994530942;
     const int num_rows = work->num_rows - lane < WIDTH ? work->num_rows - lane : WIDTH;
     const vfloat reference = finite_reference_of(*as_vectors(work->state.max_log2 + lane));
@@ -68,11 +68,11 @@ finish_vector(const tile_work *work, int lane)
     finish_rows(work, lane, factor, rows);
     for (int i = 0; i < num_rows; i++) {
         const smla_varlen_row *const row = &work->rows[lane + i];
-        const int64_t at =
-            row->token * params->out_stride_token + row->head * params->out_stride_head;
-        for (int d = 0; d < params->value_dim; d += WIDTH) {
-            store_values(*as_vectors(rows + i * work->value_dims + d), params->out_type, at + d,
-                         params->value_dim - d, params->out);
+        const int64_t at = row->token * params->results.out_stride_token +
+                           row->head * params->results.out_stride_head;
+        for (int d = 0; d < params->ragged.value_dim; d += WIDTH) {
+            store_values(*as_vectors(rows + i * work->value_dims + d), params->results.out_type,
+                         at + d, params->ragged.value_dim - d, params->results.out);
         }
     }
 }

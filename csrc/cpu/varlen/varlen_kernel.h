@@ -60,7 +60,7 @@ typedef struct tile_state {
 
 /* What the functions of a tile share. */
 typedef struct tile_work {
-    const smla_varlen_params *params;
+    const smla_attention_params *params;
     const smla_varlen_tile *tile;
     int query_dims; /* padded */
     int value_dims; /* padded */
@@ -106,11 +106,11 @@ enum {
 
 /* Scratch memory: [arrays] [q] [out of `state`] [out of `older`] */
 static void
-carve(const smla_varlen_params *params, uint8_t *memory, tile_work *work)
+carve(const smla_attention_params *params, uint8_t *memory, tile_work *work)
 {
     tile_arrays *const arrays = (tile_arrays *)memory;
-    work->query_dims = smla_pad_varlen_dims(params->q[0].dim + params->q[1].dim);
-    work->value_dims = smla_pad_varlen_dims(params->value_dim);
+    work->query_dims = smla_pad_varlen_dims(params->queries.dims[0] + params->queries.dims[1]);
+    work->value_dims = smla_pad_varlen_dims(params->ragged.value_dim);
     work->q = (unit_scalar *)(memory + sizeof *arrays);
     work->keys = arrays->keys;
     work->values = arrays->values;
@@ -135,15 +135,15 @@ carve(const smla_varlen_params *params, uint8_t *memory, tile_work *work)
 
 /* Widens the two parts of a row, with zeros behind them. Returns whether all values are usual. */
 static bool
-load_row(const smla_varlen_rows *parts, int num_parts, smla_float_type type, int64_t token,
-         int64_t head, int padded_dims, unit_scalar *row)
+load_row(const smla_head_rows *parts, const int16_t *dims, int num_parts, smla_float_type type,
+         int64_t token, int64_t head, int padded_dims, unit_scalar *row)
 {
     int64_t dim = 0;
     for (int i = 0; i < num_parts; i++) {
-        const smla_varlen_rows *const part = &parts[i];
+        const smla_head_rows *const part = &parts[i];
         widen_values(part->data, type, token * part->stride_token + head * part->stride_head,
-                     part->dim, row + dim / UNIT_STEP);
-        dim += part->dim;
+                     dims[i], row + dim / UNIT_STEP);
+        dim += dims[i];
     }
     if (dim < padded_dims) {
         memset(row + dim / UNIT_STEP, 0, (size_t)(padded_dims - dim) / UNIT_STEP * sizeof *row);
@@ -153,12 +153,13 @@ load_row(const smla_varlen_rows *parts, int num_parts, smla_float_type type, int
 
 /* Rows of a head lie far apart, where the processor does not expect them. */
 static void
-prefetch_row(const smla_varlen_rows *rows, smla_float_type type, int64_t token, int64_t head)
+prefetch_row(const smla_head_rows *rows, int64_t dim, smla_float_type type, int64_t token,
+             int64_t head)
 {
     const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
     const uint8_t *const row = (const uint8_t *)rows->data +
                                (token * rows->stride_token + head * rows->stride_head) * element;
-    for (int64_t at = 0; at < rows->dim * element; at += 64) {
+    for (int64_t at = 0; at < dim * element; at += 64) {
         __builtin_prefetch(row + at, 0, 2);
     }
 }
@@ -173,15 +174,17 @@ lanes_at(const tile_work *work, int lane)
 static void
 pack_queries(const tile_work *work)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const int columns = work->query_dims / UNIT_STEP;
     for (int lane = 0; lane < work->num_lanes; lane += WIDTH) {
         const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
         for (int i = lane + WIDTH; i < lane + 2 * WIDTH && i < work->num_rows; i++) {
-            prefetch_row(&params->q[0], params->q_type, work->rows[i].token, work->rows[i].head);
-            prefetch_row(&params->q[1], params->q_type, work->rows[i].token, work->rows[i].head);
+            prefetch_row(&params->queries.parts[0], params->queries.dims[0], params->queries.type,
+                         work->rows[i].token, work->rows[i].head);
+            prefetch_row(&params->queries.parts[1], params->queries.dims[1], params->queries.type,
+                         work->rows[i].token, work->rows[i].head);
         }
         for (int i = 0; i < WIDTH; i++) {
             unit_scalar *const row = work->row + i * columns;
@@ -191,7 +194,8 @@ pack_queries(const tile_work *work)
             }
             const smla_varlen_row *const of = &work->rows[lane + i];
             work->is_exact[lane + i] |=
-                !load_row(params->q, 2, params->q_type, of->token, of->head, work->query_dims, row);
+                !load_row(params->queries.parts, params->queries.dims, 2, params->queries.type,
+                          of->token, of->head, work->query_dims, row);
         }
         for (int k = 0; k < columns; k += WIDTH) {
             vuint square[WIDTH];
@@ -223,7 +227,7 @@ mark_rows(const tile_work *work, int64_t key)
 static void
 prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const int64_t kv_head = work->tile->kv_head;
     const int64_t left = end - first < BLOCK_KEYS ? end - first : BLOCK_KEYS;
     const int groups = (work->num_lanes + GROUP_LANES - 1) / GROUP_LANES;
@@ -231,9 +235,12 @@ prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
     for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
          j++) {
         const int64_t token = work->first_key + first + j;
-        prefetch_row(&params->k[0], params->kv_type, token, kv_head);
-        prefetch_row(&params->k[1], params->kv_type, token, kv_head);
-        prefetch_row(&params->v, params->kv_type, token, kv_head);
+        prefetch_row(&params->ragged.parts[0], params->queries.dims[0], params->ragged.type, token,
+                     kv_head);
+        prefetch_row(&params->ragged.parts[1], params->queries.dims[1], params->ragged.type, token,
+                     kv_head);
+        prefetch_row(&params->ragged.values, params->ragged.value_dim, params->ragged.type, token,
+                     kv_head);
     }
 }
 
@@ -248,7 +255,7 @@ find_key(const tile_work *work, int64_t key)
 static void
 load_block(const tile_work *work, int64_t key, int count)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const int64_t kv_head = work->tile->kv_head;
     for (int j = 0; j < count; j++) {
         const int64_t token = find_key(work, key + j);
@@ -256,9 +263,11 @@ load_block(const tile_work *work, int64_t key, int count)
         bool is_usual = token >= 0;
         if (is_usual) {
             const bool is_usual_key =
-                load_row(params->k, 2, params->kv_type, token, kv_head, work->query_dims, row);
-            const bool is_usual_value = load_row(&params->v, 1, params->kv_type, token, kv_head,
-                                                 work->value_dims, work->row);
+                load_row(params->ragged.parts, params->queries.dims, 2, params->ragged.type, token,
+                         kv_head, work->query_dims, row);
+            const bool is_usual_value =
+                load_row(&params->ragged.values, &params->ragged.value_dim, 1, params->ragged.type,
+                         token, kv_head, work->value_dims, work->row);
             is_usual = is_usual_key & is_usual_value;
         }
         if (!is_usual) {
@@ -439,8 +448,8 @@ fold_into_older(const tile_work *work)
 static bool
 has_ordinary_scales(const tile_work *work)
 {
-    const float v_descale =
-        smla_read_varlen_scale(&work->params->v_descale, work->tile->req, work->tile->kv_head);
+    const float v_descale = smla_read_varlen_scale(&work->params->logits.v_descale, work->tile->req,
+                                                   work->tile->kv_head);
     return is_ordinary_scale((float)smla_varlen_logit_scale(work->params, work->tile)) &&
            is_ordinary_scale(v_descale) && v_descale >= 0x1p-90f;
 }
@@ -493,7 +502,7 @@ run_usual_tile(tile_work *work, smla_key_range keys)
 }
 
 static void
-run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t *scratch)
+run_tile(const smla_attention_params *params, const smla_varlen_tile *tile, uint8_t *scratch)
 {
     if (!serves(params)) {
         SMLA_VARLEN_FP32.run_tile(params, tile, scratch);
@@ -501,7 +510,7 @@ run_tile(const smla_varlen_params *params, const smla_varlen_tile *tile, uint8_t
     }
     tile_work work = {.params = params, .tile = tile};
     carve(params, scratch, &work);
-    work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->softcap);
+    work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->logits.softcap);
     find_rows(&work);
     memset(work.is_exact, !has_ordinary_scales(&work), (size_t)tile->num_rows);
     const int num_alone = choose_lanes(&work);

@@ -40,15 +40,15 @@ _Static_assert(sizeof(only_key) <= BLOCK_KEYS * KEY_STRIDE * sizeof(unit_scalar)
 /* Widens the two parts of a row, as load_row does, with zeros behind them. Returns whether all
  * values are usual. */
 static bool
-load_floats(const smla_varlen_rows *parts, int num_parts, smla_float_type type, int64_t token,
-            int64_t head, int padded_dims, float *row)
+load_floats(const smla_head_rows *parts, const int16_t *dims, int num_parts, smla_float_type type,
+            int64_t token, int64_t head, int padded_dims, float *row)
 {
     int64_t dim = 0;
     for (int i = 0; i < num_parts; i++) {
-        const smla_varlen_rows *const part = &parts[i];
+        const smla_head_rows *const part = &parts[i];
         widen_floats(part->data, type, token * part->stride_token + head * part->stride_head,
-                     part->dim, row + dim);
-        dim += part->dim;
+                     dims[i], row + dim);
+        dim += dims[i];
     }
     memset(row + dim, 0, (size_t)(padded_dims - dim) * sizeof *row);
     return !has_huge_float(row, padded_dims);
@@ -57,13 +57,14 @@ load_floats(const smla_varlen_rows *parts, int num_parts, smla_float_type type, 
 static void
 load_only_key(const tile_work *work, int64_t token, only_key *key)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const int64_t kv_head = work->tile->kv_head;
     key->token = token;
     key->factor = NAN;
-    key->is_usual =
-        load_floats(params->k, 2, params->kv_type, token, kv_head, work->query_dims, key->k) &&
-        load_floats(&params->v, 1, params->kv_type, token, kv_head, work->value_dims, key->v);
+    key->is_usual = load_floats(params->ragged.parts, params->queries.dims, 2, params->ragged.type,
+                                token, kv_head, work->query_dims, key->k) &&
+                    load_floats(&params->ragged.values, &params->ragged.value_dim, 1,
+                                params->ragged.type, token, kv_head, work->value_dims, key->v);
 }
 
 static double
@@ -100,7 +101,8 @@ round_value(const tile_work *work, double factor, only_key *key)
             __builtin_convertvector((v + 0.0) * factor, some_floats); /* +0 for -0 */
     }
     for (int d = 0; d < work->value_dims; d += WIDTH) {
-        store_values(*as_vectors(key->scaled + d), work->params->out_type, d, WIDTH, key->out);
+        store_values(*as_vectors(key->scaled + d), work->params->results.out_type, d, WIDTH,
+                     key->out);
     }
     key->factor = factor;
 }
@@ -109,13 +111,13 @@ round_value(const tile_work *work, double factor, only_key *key)
 static bool
 attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key)
 {
-    const smla_varlen_params *const params = work->params;
+    const smla_attention_params *const params = work->params;
     const int64_t token = row->first_key + row->keys.begin;
     if (token != key->token) {
         load_only_key(work, token, key);
     }
-    if (!load_floats(params->q, 2, params->q_type, row->token, row->head, work->query_dims,
-                     key->q) ||
+    if (!load_floats(params->queries.parts, params->queries.dims, 2, params->queries.type,
+                     row->token, row->head, work->query_dims, key->q) ||
         !key->is_usual) {
         return false;
     }
@@ -125,9 +127,11 @@ attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key
     if (factor != key->factor) {
         round_value(work, factor, key);
     }
-    const int64_t bytes = params->out_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    const int64_t at = row->token * params->out_stride_token + row->head * params->out_stride_head;
-    memcpy((uint8_t *)params->out + at * bytes, key->out, (size_t)(params->value_dim * bytes));
+    const int64_t bytes = params->results.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
+    const int64_t at =
+        row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
+    memcpy((uint8_t *)params->results.out + at * bytes, key->out,
+           (size_t)(params->ragged.value_dim * bytes));
     return true;
 }
 

@@ -6,14 +6,14 @@
 /* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
  * the tile. Returns how many there were. */
 static int
-add_rows(const tile_work *work, const smla_varlen_request *of, int64_t first, int count,
+add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, int count,
          int64_t first_key, smla_varlen_row *rows)
 {
-    const int64_t group = work->params->num_heads / work->params->num_kv_heads;
+    const int64_t group = work->params->queries.num_heads / work->params->ragged.num_kv_heads;
     int64_t head = first % group;
     int added = 0;
     for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
-        const smla_key_range keys = smla_find_varlen_range(work->params, of, query);
+        const smla_key_range keys = smla_find_ragged_range(&work->params->visible.rule, of, query);
         for (; head < group; head++) {
             if (added == count) {
                 return added;
@@ -37,7 +37,8 @@ find_rows(tile_work *work)
     int64_t end = 0;
     int found = 0;
     for (int64_t req = tile->req; found < tile->num_rows; req++) {
-        const smla_varlen_request of = smla_find_varlen_request(work->params, req);
+        const smla_ragged_request of =
+            smla_find_ragged_request(&work->params->visible.reqs, &work->params->ragged, req);
         if (of.num_queries == 0) {
             continue;
         }

@@ -2,7 +2,7 @@
  * from sm_80 on, with mma.sync. README.md tells why it is as it is.
  *
  * Computes     s_j = softmax_scale * q_descale * k_descale * log2(e) * (q . k_j), perhaps capped,
- *              w_j = 2^(s_j - ref) for the keys that the row sees (params_varlen.h),
+ *              w_j = 2^(s_j - ref) for the keys that the row sees (visible.h),
  *              out = v_descale * sum_j w_j v_j / sum_j w_j / (1 + e^(sink - lse)),
  *              lse = ref * ln 2 + ln(sum_j w_j)
  * Shapes       q [Tq][H][D], k [Tk][Hk][D], v [Tk][Hk][Dv] bf16, fp16 or e4m3, any strides; q and k
@@ -108,7 +108,8 @@ attend_tile(const varlen_args &args, const varlen_tile &tile, varlen_memory<Shap
         if (is_seen) {
             float scores[Shape::M][Shape::N][4];
             score_block<Shape, HALF>(operands.queries, operands.keys, args.num_segments, scores);
-            weigh_block<Shape, HALF>(rule, args.p.softcap * LOG2_E, shared->limits + first_row,
+            weigh_block<Shape, HALF>(rule, args.p.logits.softcap * LOG2_E,
+                                     shared->limits + first_row,
                                      first_key < own.each.begin || next > own.each.end, first_key,
                                      scores, &rows, out, weights);
         }
@@ -139,7 +140,8 @@ __launch_bounds__(CTA_THREADS, MIN_CTAS_PER_SM)
             ptx_barrier(0, CTA_THREADS); /* nobody reads the tile's memory any more */
         }
     }
-    smla_fill_varlen_padding(&args.p, blockIdx.x, gridDim.x, (int)threadIdx.x, CTA_THREADS);
+    smla_fill_rows_of_none(&args.p.padding, &args.p.visible.reqs, blockIdx.x, gridDim.x,
+                           (int)threadIdx.x, CTA_THREADS);
 }
 
 /* ---- Launcher ------------------------------------------------------------------------------ */
@@ -148,23 +150,23 @@ __launch_bounds__(CTA_THREADS, MIN_CTAS_PER_SM)
 constexpr int64_t SECTION_BYTES = 24 << 20;
 
 varlen_source
-make_source(const smla_varlen_rows parts[2], int count, smla_float_type type)
+make_source(const smla_head_rows *parts, const int16_t *dims, int count, smla_float_type type)
 {
     const int32_t bytes = type == SMLA_FLOAT_E4M3 ? 1 : 2;
     varlen_source source = {};
-    source.first_dim = (int32_t)parts[0].dim;
+    source.first_dim = dims[0];
     source.element_bytes = bytes;
     bool is_aligned = true;
     for (int i = 0; i < count; i++) {
-        const smla_varlen_rows &part = parts[i];
+        const smla_head_rows &part = parts[i];
         source.data[i] = (const uint8_t *)part.data;
         source.token_bytes[i] = part.stride_token * bytes;
         source.head_bytes[i] = part.stride_head * bytes;
-        source.dim += (int32_t)part.dim;
+        source.dim += dims[i];
         is_aligned =
             is_aligned &&
-            (part.dim == 0 || (smla_is_multiple(part.data, source.token_bytes[i], CHUNK * bytes) &&
-                               source.head_bytes[i] % (CHUNK * bytes) == 0));
+            (dims[i] == 0 || (smla_is_multiple(part.data, source.token_bytes[i], CHUNK * bytes) &&
+                              source.head_bytes[i] % (CHUNK * bytes) == 0));
     }
     if (type == SMLA_FLOAT_E4M3) {
         source.copy = is_aligned ? WIDEN_CHUNKS : WIDEN_ELEMENTS;
@@ -180,9 +182,10 @@ int64_t
 choose_section(const varlen_args &args)
 {
     const int64_t row_bytes = args.k.dim * args.k.element_bytes + args.v.dim * args.v.element_bytes;
-    const int64_t head_bytes = args.p.num_keys * row_bytes + 1;
-    int64_t heads = args.p.num_kv_heads;
-    while (heads > 1 && (args.p.num_kv_heads % heads != 0 || heads * head_bytes > SECTION_BYTES)) {
+    const int64_t head_bytes = args.p.ragged.num_keys * row_bytes + 1;
+    int64_t heads = args.p.ragged.num_kv_heads;
+    while (heads > 1 &&
+           (args.p.ragged.num_kv_heads % heads != 0 || heads * head_bytes > SECTION_BYTES)) {
         heads--;
     }
     return heads;
@@ -190,33 +193,37 @@ choose_section(const varlen_args &args)
 
 template <typename Shape>
 varlen_args
-make_args(const smla_varlen_params &p)
+make_args(const smla_attention_params &p)
 {
     varlen_args args = {};
-    args.p = p;
-    args.q = make_source(p.q, 2, p.q_type);
-    args.k = make_source(p.k, 2, p.kv_type);
-    args.v = make_source(&p.v, 1, p.kv_type);
-    const int64_t group = p.num_heads / p.num_kv_heads;
+    args.p = ragged_params_of(&p);
+    args.q = make_source(p.queries.parts, p.queries.dims, 2, p.queries.type);
+    args.k = make_source(p.ragged.parts, p.queries.dims, 2, p.ragged.type);
+    args.v = make_source(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.type);
+    const int64_t group = p.queries.num_heads / p.ragged.num_kv_heads;
     /* Every request with queries may have one tile that is not full. Without requests, CTAs fill
      * the rows of none. */
-    const int64_t most_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
+    const int64_t most_reqs = p.visible.reqs.num_reqs < p.queries.num_tokens
+                                  ? p.visible.reqs.num_reqs
+                                  : p.queries.num_tokens;
     const int64_t num_reqs = most_reqs > 0 ? most_reqs : 1;
-    const int64_t head_tiles = (p.num_tokens * group + num_reqs * (Shape::ROWS - 1)) / Shape::ROWS;
+    const int64_t head_tiles =
+        (p.queries.num_tokens * group + num_reqs * (Shape::ROWS - 1)) / Shape::ROWS;
     args.group = smla_make_divisor(group);
     args.head_tiles = smla_make_divisor(head_tiles);
     args.section_heads = smla_make_divisor(choose_section(args));
-    args.num_items = p.num_kv_heads * head_tiles;
+    args.num_items = p.ragged.num_kv_heads * head_tiles;
     args.num_segments = (int32_t)smla_count_parts(args.q.dim, SEGMENT);
-    const int64_t pair_bytes = p.out_type == SMLA_FLOAT_FP32 ? 8 : 4;
-    args.out_is_paired = smla_is_multiple(p.out, p.out_stride_token * pair_bytes / 2, pair_bytes) &&
-                         p.out_stride_head % 2 == 0;
+    const int64_t pair_bytes = p.results.out_type == SMLA_FLOAT_FP32 ? 8 : 4;
+    args.out_is_paired =
+        smla_is_multiple(p.results.out, p.results.out_stride_token * pair_bytes / 2, pair_bytes) &&
+        p.results.out_stride_head % 2 == 0;
     return args;
 }
 
 template <typename Shape, bool HALF>
 cudaError_t
-launch_shape(const smla_varlen_params &p)
+launch_shape(const smla_attention_params &p)
 {
     static uint64_t allowed;
     const int shared_bytes = (int)sizeof(varlen_memory<Shape>);
@@ -235,7 +242,7 @@ launch_shape(const smla_varlen_params &p)
 struct varlen_kernel {
     int32_t dim;
     int32_t value_dim;
-    cudaError_t (*launch[2])(const smla_varlen_params &); /* bf16, fp16 */
+    cudaError_t (*launch[2])(const smla_attention_params &); /* bf16, fp16 */
 };
 
 #define KERNEL(shape)                                             \
@@ -259,9 +266,9 @@ const varlen_kernel varlen_kernels[] = {
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_varlen_attention(const smla_varlen_params *params, const smla_cuda_device *device)
+smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
 {
-    const smla_varlen_params &p = *params;
+    const smla_attention_params &p = *params;
     const char *obstacle = NULL;
     const cudaError_t code = smla_cuda_launch_varlen_mha(params, device, &obstacle);
     if (smla_is_logging) {
@@ -271,11 +278,11 @@ smla_cuda_launch_varlen_attention(const smla_varlen_params *params, const smla_c
         return code;
     }
     /* e4m3 is exact in both types. */
-    const bool is_half = p.q_type == SMLA_FLOAT_FP16 || p.kv_type == SMLA_FLOAT_FP16;
-    const bool has_bf16 = p.q_type == SMLA_FLOAT_BF16 || p.kv_type == SMLA_FLOAT_BF16;
+    const bool is_half = p.queries.type == SMLA_FLOAT_FP16 || p.ragged.type == SMLA_FLOAT_FP16;
+    const bool has_bf16 = p.queries.type == SMLA_FLOAT_BF16 || p.ragged.type == SMLA_FLOAT_BF16;
     for (const varlen_kernel &kernel : varlen_kernels) {
-        if (p.q[0].dim + p.q[1].dim <= kernel.dim && p.value_dim <= kernel.value_dim &&
-            !(is_half && has_bf16)) {
+        if (p.queries.dims[0] + p.queries.dims[1] <= kernel.dim &&
+            p.ragged.value_dim <= kernel.value_dim && !(is_half && has_bf16)) {
             return kernel.launch[is_half](p);
         }
     }

@@ -5,7 +5,7 @@
 
 /* A scale of the tile's request and KV head. */
 __device__ __forceinline__ float
-load_scale(const smla_varlen_scale &scale, const varlen_tile &tile)
+load_scale(const smla_descale &scale, const varlen_tile &tile)
 {
     return scale.pointer == NULL ? scale.value
                                  : __ldg(scale.pointer + tile.req * scale.stride_req +
@@ -13,14 +13,14 @@ load_scale(const smla_varlen_scale &scale, const varlen_tile &tile)
 }
 
 __device__ __forceinline__ varlen_rule
-find_rule(const smla_varlen_params &p, const varlen_tile &tile)
+find_rule(const ragged_params &p, const varlen_tile &tile)
 {
     /* In double, because a product of two of the three may be beyond a float. */
-    const double product = p.softmax_scale * (double)load_scale(p.q_descale, tile) *
-                           (double)load_scale(p.k_descale, tile);
+    const double product = p.logits.softmax_scale * (double)load_scale(p.logits.q_descale, tile) *
+                           (double)load_scale(p.logits.k_descale, tile);
     const float scale = (float)product * LOG2_E;
     /* -inf * scale must be -inf, so a scale that is not positive is multiplied before masks. */
-    const bool is_early = p.softcap != 0.0f || !(scale > 0.0f);
+    const bool is_early = p.logits.softcap != 0.0f || !(scale > 0.0f);
     return varlen_rule{is_early ? 1.0f : scale, scale, is_early};
 }
 
@@ -35,22 +35,22 @@ find_value_unit(float v_scale)
 /* Returns the factor that turns a row's out into its result, and writes the row's lse if `writes`.
  * A row without keys, or with no logit but -inf, has sum 0. */
 __device__ __forceinline__ float
-finish_row(const smla_varlen_params &p, int64_t token, int64_t head, float reference, float sum,
+finish_row(const ragged_params &p, int64_t token, int64_t head, float reference, float sum,
            float v_scale, bool writes)
 {
     const float ln_2_high = 0x1.62e43p-1f;
     const float ln_2_low = -0x1.05c61p-29f;
     const float lse =
         sum == 0.0f ? -INFINITY : fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, logf(sum)));
-    if (writes && p.lse != NULL) {
-        p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = lse;
+    if (writes && p.results.lse != NULL) {
+        p.results.lse[token * p.results.lse_stride_token + head * p.results.lse_stride_head] = lse;
     }
     if (sum == 0.0f) {
         return 0.0f;
     }
     float factor = v_scale / sum;
-    if (p.attn_sink != NULL) {
-        factor /= 1.0f + expf(__ldg(p.attn_sink + head * p.attn_sink_stride) - lse);
+    if (p.logits.sinks.values != NULL) {
+        factor /= 1.0f + expf(__ldg(p.logits.sinks.values + head * p.logits.sinks.stride) - lse);
     }
     return factor;
 }
@@ -59,9 +59,9 @@ finish_row(const smla_varlen_params &p, int64_t token, int64_t head, float refer
 __device__ __forceinline__ void
 write_pair(const varlen_args &args, int64_t index, float low, float high)
 {
-    if (args.p.out_type == SMLA_FLOAT_FP32) {
+    if (args.p.results.out_type == SMLA_FLOAT_FP32) {
         const uint32_t words[2] = {smla_float_bits(low), smla_float_bits(high)};
-        float *const to = (float *)args.p.out + index;
+        float *const to = (float *)args.p.results.out + index;
         if (args.out_is_paired) {
             smla_store_words<8, true>(to, words);
         } else {
@@ -69,9 +69,9 @@ write_pair(const varlen_args &args, int64_t index, float low, float high)
         }
         return;
     }
-    const uint32_t pair =
-        args.p.out_type == SMLA_FLOAT_FP16 ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
-    uint16_t *const to = (uint16_t *)args.p.out + index;
+    const uint32_t pair = args.p.results.out_type == SMLA_FLOAT_FP16 ? ptx_cvt_f16x2(low, high)
+                                                                     : smla_cvt_bf16x2(low, high);
+    uint16_t *const to = (uint16_t *)args.p.results.out + index;
     if (args.out_is_paired) {
         smla_store_words<4, true>(to, &pair);
     } else {
@@ -86,8 +86,8 @@ __device__ __forceinline__ void
 write_results(const varlen_args &args, const varlen_tile &tile, int first_row, int first_value,
               const varlen_rows<Shape> &rows, const float out[Shape::M][Shape::V][4])
 {
-    const smla_varlen_params &p = args.p;
-    const float v_scale = load_scale(p.v_descale, tile);
+    const ragged_params &p = args.p;
+    const float v_scale = load_scale(p.logits.v_descale, tile);
     const float unit = find_value_unit(v_scale);
 #pragma unroll
     for (int m = 0; m < Shape::M; m++) {
@@ -105,11 +105,12 @@ write_results(const varlen_args &args, const varlen_tile &tile, int first_row, i
             const float reference = rows.reference[m][i] - WEIGHT_SHIFT<HALF>;
             const float factor = finish_row(p, token, place.head, reference, sum, v_scale / unit,
                                             lane_idx() % 4 == 0 && first_value == 0);
-            const int64_t start = token * p.out_stride_token + place.head * p.out_stride_head +
-                                  first_value + lane_idx() % 4 * 2;
+            const int64_t start = token * p.results.out_stride_token +
+                                  place.head * p.results.out_stride_head + first_value +
+                                  lane_idx() % 4 * 2;
 #pragma unroll
             for (int v = 0; v < Shape::V; v++) {
-                if (first_value + 8 * v < p.value_dim) {
+                if (first_value + 8 * v < p.ragged.value_dim) {
                     const float low = sum == 0.0f ? 0.0f : out[m][v][2 * i] * factor * unit;
                     const float high = sum == 0.0f ? 0.0f : out[m][v][2 * i + 1] * factor * unit;
                     write_pair(args, start + 8 * v, low, high);

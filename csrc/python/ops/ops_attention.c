@@ -1,5 +1,5 @@
 /* ops_attention.c: attention over slots, and the merge of partial results. */
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "ops/dispatch.h"
 #include "python/call/operator.h"
 

@@ -1,5 +1,5 @@
 /* ops_varlen.c: attention to contiguous keys and values. */
-#include "core/params_varlen.h"
+#include "core/attention/params_attention.h"
 #include "python/call/operator.h"
 #include "sparse_mla.h"
 
@@ -17,7 +17,7 @@ static int64_t
 varlen_workspace_bytes(const void *args)
 {
     const smla_varlen_attention_args *const a = args;
-    return a->q->device.device_type == kDLCUDA ? SMLA_VARLEN_WORKSPACE_BYTES : 0;
+    return a->q->device.device_type == kDLCUDA ? SMLA_RAGGED_WORKSPACE_BYTES : 0;
 }
 
 enum { VARLEN_Q, VARLEN_V = 4, VARLEN_OUT = 11, VARLEN_LSE };

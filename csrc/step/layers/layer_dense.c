@@ -308,7 +308,11 @@ check_absorbed(dense_layer *d)
         .kv_format = b->config.kv_format,
         .stream = a->stream,
     };
-    return smla_check_mla_step(&attention, &b->ranges, &d->attention, &d->plan, &backend, error);
+    SMLA_TRY(smla_check_mla_attention(&attention, &d->attention, &backend, error));
+    d->attention.results.fills_padding = b->ranges.absent_req >= 0;
+    d->attention.ranges = (smla_token_ranges){.req_ids = NULL};
+    smla_take_ranges(&b->ranges.to, &d->attention.keys.lists[0]);
+    return SMLA_OK;
 }
 
 static smla_status
@@ -328,7 +332,7 @@ run_absorbed(const dense_layer *d)
     const smla_backend *const backend = d->layer.step->backend;
     smla_error *const error = d->layer.error;
     SMLA_TRY(smla_dense_run_product(d, &d->absorb));
-    SMLA_TRY(backend->sparse_attention(&d->attention, &d->plan, error));
+    SMLA_TRY(backend->attend(&d->attention, error));
     return smla_dense_run_product(d, &d->values);
 }
 

@@ -4,11 +4,10 @@
  */
 #pragma once
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "core/params_cache.h"
 #include "core/params_projection.h"
 #include "core/params_rope.h"
-#include "core/params_varlen.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_dense.h"
 
@@ -38,12 +37,11 @@ typedef struct dense_layer {
     /* The absorbed part, unless num_absorbed is 0. */
     dense_product absorb;
     smla_attention_params attention;
-    smla_attention_plan plan;
     dense_product values;
 
     /* The rest: prefills, and their new tokens alone. */
     smla_projection_params up;
-    smla_varlen_params new_tokens;
+    smla_attention_params new_tokens;
 
     /* Absorbed weights: RoPE's queries of all tokens, and the first and last products of prefills.
      */

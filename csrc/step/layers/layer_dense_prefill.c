@@ -250,7 +250,7 @@ smla_dense_run_prefills(const dense_layer *d)
     const smla_dense_chunk *const chunks = (const void *)d->builder->kept.chunks;
     SMLA_TRY(d->absorbed != NULL ? backend->projection(&d->queries, d->layer.error) : SMLA_OK);
     SMLA_TRY(backend->projection(&d->up, d->layer.error));
-    SMLA_TRY(backend->varlen_attention(&d->new_tokens, d->layer.error));
+    SMLA_TRY(backend->attend(&d->new_tokens, d->layer.error));
     for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
         const smla_dense_chunk *const tokens = &chunks[i];
         const bool merges = tokens->merged_tokens > 0;

@@ -9,9 +9,8 @@
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
-#include "core/log.h"
-#include "core/params_attention.h"
-#include "ops/check.h"
+#include "core/entry.h"
+#include "ops/check_attention.h"
 #include "ops/dispatch.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v32.h"
@@ -136,6 +135,27 @@ take_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
                                                      : smla_slice_rows(view, tensor, start, end);
 }
 
+/* Runs attention of tokens from `start` on. The cache is checked before, but the line of a log lists
+ * the arrays that a check has seen. */
+static smla_status
+attend_rows(const forward_call *f, const smla_sparse_attention_args *args, int64_t start)
+{
+    smla_attention_params params;
+    const smla_backend *backend = f->layer.step->backend;
+    if (args->kv == f->args->kv_cache && !smla_is_logging) {
+        const smla_stream stream = {f->layer.step->device.device_id, args->stream};
+        smla_fill_attention(args, &f->cache, stream, backend, &params);
+    } else {
+        SMLA_TRY(smla_check_sparse_attention(args, &params, &backend, f->layer.error));
+    }
+    smla_index_map *const map = &params.keys.lists[0].map;
+    *map = f->map;
+    if (map->block_table != NULL) {
+        map->req_id_per_token += start;
+    }
+    return smla_attend(&params, backend, f->layer.error);
+}
+
 /* Runs attention of tokens [start, end) over `kv`: the cache, which is checked, or the workspace
  * rows in use. The backend plans the call; the plan of the decodes has decode_num_splits of the
  * metadata. */
@@ -160,14 +180,9 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
         .softmax_scale = a->softmax_scale,
         .stream = a->stream,
     };
-    smla_index_map map = f->map;
-    if (map.block_table != NULL) {
-        map.req_id_per_token += start;
-    }
-    return kv == a->kv_cache
-               ? smla_attend_checked(&args, &f->cache, &map, f->layer.step->device.device_id,
-                                     f->layer.step->backend, f->layer.error)
-               : smla_attend_positions(&args, &map, f->layer.error);
+    smla_entry entry;
+    smla_enter(&entry, "sparse_attention");
+    return smla_leave(&entry, attend_rows(f, &args, start));
 }
 
 /* The arguments of one chunk's gather. They point to arrays in `views`. */

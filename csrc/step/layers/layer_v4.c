@@ -11,7 +11,7 @@
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
-#include "ops/check.h"
+#include "ops/check_attention.h"
 #include "ops/dispatch.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v4.h"

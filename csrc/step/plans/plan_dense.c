@@ -332,9 +332,7 @@ ranges_of(const smla_dense_builder *b, const smla_dense_build_args *args, smla_s
                  .seq_lens = smla_data(args->seq_lens),
                  .seq_lens_stride = smla_stride(args->seq_lens, 0)},
         .rule = {.left = -1, .right = 0},
-        .req_ids = b->made.req_ids,
-        .begin = b->made.begin,
-        .end = b->made.end,
+        .to = {b->made.req_ids, b->made.begin, b->made.end},
         .positions = (int64_t *)(void *)b->made.positions,
     };
 }

@@ -2,7 +2,7 @@
  * of layer_dense.h read it. */
 #pragma once
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "sparse_mla/dense_step.h"
 #include "step/engine.h"
 

@@ -3,7 +3,7 @@
  */
 #include "step/plans/plan_v32.h"
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "ops/check.h"
 #include "step/chunks.h"
 #include "step/plans.h"

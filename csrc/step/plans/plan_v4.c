@@ -7,7 +7,7 @@
 
 #include <stdio.h>
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "ops/check.h"
 #include "step/chunks.h"
 #include "step/plans.h"

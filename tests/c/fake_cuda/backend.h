@@ -46,13 +46,20 @@ smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
 }
 
 smla_status
-smla_cuda_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
-                           smla_error *error)
+smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
 {
-    if (plan == NULL || plan->num_runs != 1) {
+    if (params->plan.num_runs != 1) {
         abort(); /* the caller's plan was not handed on */
     }
     return smla_cuda_status(params->call.op, "a kernel", launch_nothing("attention"), error);
+}
+
+cudaError_t
+smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+{
+    (void)params;
+    launch_device = device;
+    return launch_nothing("ragged attention");
 }
 
 smla_status

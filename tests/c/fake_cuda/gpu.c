@@ -57,6 +57,15 @@ smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cud
 }
 
 cudaError_t
+smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+{
+    (void)device;
+    const cudaError_t code = write_launch(params->call.stream);
+    EXPECT(code != cudaSuccess || smla_cpu_backend.attend(params, NULL) == SMLA_OK);
+    return code;
+}
+
+cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
 {
     const cudaError_t code = write_launch(params->call.stream);
@@ -110,14 +119,14 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
         return code;
     }
     smla_attention_params p = *params;
-    const bool has_positions = p.lists[0].indices != NULL && p.lists[0].map.block_table != NULL;
-    int32_t *slots = has_positions ? map_positions(&p.lists[0], p.num_tokens) : NULL;
-    smla_attention_plan plan;
-    smla_cpu_backend.plan_attention(&shape, &plan);
-    p.workspace_bytes = plan.workspace_bytes;
-    p.workspace = smla_cpu_backend.allocate(0, p.workspace_bytes);
-    EXPECT_EQ(smla_cpu_backend.sparse_attention(&p, &plan, NULL), SMLA_OK);
-    smla_cpu_backend.release(0, p.workspace);
+    const bool has_positions =
+        p.keys.lists[0].indices != NULL && p.keys.lists[0].map.block_table != NULL;
+    int32_t *slots = has_positions ? map_positions(&p.keys.lists[0], p.queries.num_tokens) : NULL;
+    smla_cpu_backend.plan_attention(&shape, &p.plan);
+    p.workspace.bytes = p.plan.workspace_bytes;
+    p.workspace.memory = smla_cpu_backend.allocate(0, p.workspace.bytes);
+    EXPECT_EQ(smla_cpu_backend.attend(&p, NULL), SMLA_OK);
+    smla_cpu_backend.release(0, p.workspace.memory);
     free(slots);
     return cudaSuccess;
 }

@@ -39,7 +39,7 @@ hold_launch(const char *launcher, const smla_attention_params *params,
 {
     const bool has_tiles = strncmp(launcher, "sm90_dense", strlen("sm90_dense")) == 0;
     EXPECT_EQ(start->deferred != NULL,
-              params->num_splits > 1 || (has_tiles && start->cut_bytes > 0));
+              params->results.num_splits > 1 || (has_tiles && start->cut_bytes > 0));
     if (start->deferred != NULL) {
         EXPECT(!start->deferred->is_full);
         start->deferred->is_full = true;

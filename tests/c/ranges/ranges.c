@@ -37,10 +37,9 @@ attend(DLTensor *const arrays[NUM_ARRAYS], double softmax_scale, int num_splits,
         .num_splits = num_splits,
     };
     smla_attention_params params;
-    smla_attention_plan plan;
     const smla_backend *backend;
-    SMLA_TRY(smla_check_attention(&args, &params, &plan, &backend, error));
-    smla_key_list *const list = &params.lists[0];
+    SMLA_TRY(smla_check_sparse_attention(&args, &params, &backend, error));
+    smla_key_list *const list = &params.keys.lists[0];
     if (ranges->is_dense) {
         list->indices = NULL;
     }
@@ -56,12 +55,12 @@ attend(DLTensor *const arrays[NUM_ARRAYS], double softmax_scale, int num_splits,
         .num_blocks = ranges->num_blocks,
         .req_id_per_token = ranges->req_id_per_token,
     };
-    params.num_splits = num_splits;
+    params.results.num_splits = num_splits;
     smla_attention_shape shape = shape_of(&params);
     shape.has_ranges = smla_has_ranges(list);
-    backend->plan_attention(&shape, &plan);
-    params.num_splits = plan.runs[0].num_splits;
-    return backend->sparse_attention(&params, &plan, error);
+    backend->plan_attention(&shape, &params.plan);
+    params.results.num_splits = params.plan.runs[0].num_splits;
+    return backend->attend(&params, error);
 }
 
 int test_attend(DLTensor *const arrays[NUM_ARRAYS], double softmax_scale, int num_splits,

@@ -58,8 +58,8 @@ count_blocks(const attention_launch &launch, column_range columns)
         return (span + KEYS - 1) / KEYS;
     }
     const uint32_t chunks = (uint32_t)(span + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
-    return CHUNK_BLOCKS *
-           (int32_t)smla_divide_uint32(chunks + launch.params.num_splits - 1, launch.num_splits);
+    return CHUNK_BLOCKS * (int32_t)smla_divide_uint32(chunks + launch.params.results.num_splits - 1,
+                                                      launch.num_splits);
 }
 
 template <bool RANGED>
@@ -69,7 +69,7 @@ plan_blocks(const attention_launch &launch, const work_item &item)
     block_plan plan;
     plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, item, 0));
     plan.num_blocks = plan.num_main;
-    if (launch.params.num_lists == 2) {
+    if (launch.params.keys.num_lists == 2) {
         plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, item, 1));
     }
     return plan;
@@ -99,7 +99,7 @@ read_index(const attention_launch &launch, const work_item &item, const block_pl
         return -1;
     }
     const int list = list_of(plan, block);
-    const smla_key_list &keys = launch.params.lists[list];
+    const smla_key_list &keys = launch.params.keys.lists[list];
     const column_range columns = find_columns<RANGED>(launch, item, list);
     const int32_t number = block - list * plan.num_main;
     const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
@@ -115,8 +115,9 @@ find_slot(const attention_launch &launch, const work_item &item, const block_pla
           int32_t window, int thread, int32_t index)
 {
     const int list = list_of(plan, block_of_lane(window, thread));
-    return RANGED && smla_is_dense(&launch.params) ? slot_of_position(launch, item.token, index)
-                                                   : slot_of_index(launch, list, item.token, index);
+    return RANGED && smla_is_table(&launch.params.keys)
+               ? slot_of_position(launch, item.token, index)
+               : slot_of_index(launch, list, item.token, index);
 }
 
 /* The cache row of the lane's slot in a window; NULL for a negative slot. */

@@ -4,6 +4,7 @@
  */
 #pragma once
 
+#include "cuda/attention/kernel_params.cuh"
 #include "cuda/attention/partials/softmax.cuh"
 #include "cuda/attention/table/kernels.h"
 #include "cuda/ptx/launch.cuh"
@@ -66,9 +67,10 @@ typedef struct attention_launch {
     int32_t tile_heads; /* heads per tile of the kernel */
     int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
-    smla_attention_params params;
-    smla_divisor entry_tokens;   /* dense.entry_tokens, which kernels of ranges read */
+    list_params params;
+    smla_divisor entry_tokens;   /* keys.entry_tokens, which kernels of ranges read */
     given_key_scales key_scales; /* read where has_key_unit */
+    float softmax_scale;         /* read where logits have scales of their own */
 } attention_launch;
 
 /* The number of slots, or, if a block table maps positions to slots, the number of positions. */
@@ -108,8 +110,8 @@ static inline bool
 are_lists_aligned(const smla_attention_params *params)
 {
     bool are_aligned = true;
-    for (int i = 0; i < params->num_lists; i++) {
-        are_aligned = are_aligned && list_facts_of(&params->lists[i]).is_aligned;
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        are_aligned = are_aligned && list_facts_of(&params->keys.lists[i]).is_aligned;
     }
     return are_aligned;
 }
@@ -131,9 +133,9 @@ enum { NOT_PARTIAL = -1 }; /* the item has all keys of its token, and writes res
 static __device__ __forceinline__ float
 find_scale_log2(const attention_launch &launch)
 {
-    const smla_attention_params &params = launch.params;
-    const float scale = __fdiv_rn(params.softmax_scale * smla_load_given_scale(params.q_scale),
-                                  smla_load_given_scale(params.logit_divisor));
+    const float scale =
+        __fdiv_rn(launch.softmax_scale * smla_load_given_scale(launch.params.logits.q_scale),
+                  smla_load_given_scale(launch.params.logits.divisor));
     return (float)((double)scale * (double)find_key_unit(launch) * 1.4426950408889634074);
 }
 
@@ -149,7 +151,7 @@ static __device__ __forceinline__ logit_rule
 find_logit_rule(const attention_launch &launch)
 {
     return logit_rule{CODED ? find_scale_log2(launch) : launch.scale_log2,
-                      RANGED ? launch.params.dense.softcap * 1.44269504f : 0.0f};
+                      RANGED ? launch.params.logits.softcap * 1.44269504f : 0.0f};
 }
 
 /* Where the quotient is small, tanh changes nothing. */
@@ -189,7 +191,7 @@ template <bool RANGED>
 static __device__ __forceinline__ bool
 is_left_alone(const attention_launch &launch, const work_item &item)
 {
-    return RANGED && smla_is_left_alone(&launch.params, item.token);
+    return RANGED && smla_is_left_alone(&launch.params.keys, item.token);
 }
 
 /* The first column of a segment of an item of a dense call, where items may be cut. Segments have
@@ -217,9 +219,11 @@ take_segments(const column_range &columns, const work_item &item)
 static __device__ __forceinline__ column_range
 find_dense_columns(const attention_launch &launch, const work_item &item)
 {
-    const smla_key_list &keys = launch.params.lists[0];
+    const smla_key_list &keys = launch.params.keys.lists[0];
     const bool may_be_cut = launch.num_segments > 1; /* then there is one split */
-    const int64_t columns = smla_dense_split_columns(&launch.params, item.token);
+    const list_params &params = launch.params;
+    const int64_t columns =
+        smla_table_split_columns(&params.keys, &params.visible, &params.results, item.token);
     const int64_t first = may_be_cut ? 0 : item.split * columns;
     const int64_t begin = max(first, (int64_t)keys.begin[item.token]);
     const int64_t end = min(min(first + columns, (int64_t)keys.end[item.token]), keys.topk);
@@ -234,8 +238,8 @@ template <bool RANGED = false>
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const work_item &item, int list)
 {
-    const smla_key_list &keys = launch.params.lists[list];
-    if (RANGED && smla_is_dense(&launch.params)) {
+    const smla_key_list &keys = launch.params.keys.lists[list];
+    if (RANGED && smla_is_table(&launch.params.keys)) {
         return find_dense_columns(launch, item);
     }
     uint32_t length = (uint32_t)keys.topk;
@@ -243,7 +247,7 @@ find_columns(const attention_launch &launch, const work_item &item, int list)
         length = min(length, (uint32_t)max(read_length(keys, item.token), 0));
     }
     int32_t turn = item.split - (list == 0 ? 0 : launch.extra_turn);
-    turn += turn < 0 ? launch.params.num_splits : 0;
+    turn += turn < 0 ? launch.params.results.num_splits : 0;
     uint32_t begin = (uint32_t)turn * (uint32_t)launch.split_step[list];
     const uint32_t last =
         min(begin + item.num_segments * (uint32_t)launch.split_columns[list], length);
@@ -303,7 +307,7 @@ template <bool APART = false>
 static __device__ __forceinline__ int32_t
 slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
 {
-    const smla_index_map &map = launch.params.lists[list].map;
+    const smla_index_map &map = launch.params.keys.lists[list].map;
     const list_facts &facts = launch.lists[list];
     if (index < 0) {
         return -1;
@@ -322,7 +326,7 @@ slot_of_position(const attention_launch &launch, int32_t token, int32_t position
         return -1;
     }
     const int64_t slot =
-        map_index(launch.params.lists[0].map, launch.entry_tokens, token, position);
+        map_index(launch.params.keys.lists[0].map, launch.entry_tokens, token, position);
     return slot < launch.lists[0].num_slots ? (int32_t)slot : -1;
 }
 
@@ -335,7 +339,8 @@ address_of_slot(const attention_launch &launch, int list, int32_t slot)
         return smla_kv_token{NULL, NULL};
     }
     const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
-    return smla_kv_token_at(&launch.params.lists[list].kv, page, slot - page * block_size.divisor);
+    return smla_kv_token_at(&launch.params.keys.lists[list].kv, page,
+                            slot - page * block_size.divisor);
 }
 
 static __device__ __forceinline__ const uint8_t *

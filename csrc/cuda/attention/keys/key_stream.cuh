@@ -56,7 +56,7 @@ static __device__ __forceinline__ key_stream
 open_stream(const attention_launch &launch, const work_item &item, int list, int warp, int lane,
             int32_t num_keys)
 {
-    const smla_key_list &keys = launch.params.lists[list];
+    const smla_key_list &keys = launch.params.keys.lists[list];
     const column_range columns = find_columns(launch, item, list);
     const int column = columns.begin + find_stream_column(warp, lane);
     key_stream stream;
@@ -133,7 +133,7 @@ count_keys(const attention_launch &launch, int list, const key_stream &stream, i
 static __device__ __forceinline__ void
 prefetch_keys(const attention_launch &launch, const work_item &item, int list, int warp, int lane)
 {
-    const smla_key_list &keys = launch.params.lists[list];
+    const smla_key_list &keys = launch.params.keys.lists[list];
     const column_range columns = find_columns(launch, item, list);
     const int32_t *const at = keys.indices + item.token * keys.indices_stride_token;
 #pragma unroll 1
@@ -179,7 +179,7 @@ count_item_keys(const attention_launch &launch, const work_item &item, const key
 #pragma unroll 1
     for (;;) {
         (*counts)[list][warp] = count_keys<LOADS, APART>(launch, list, stream, stride);
-        if (++list == launch.params.num_lists) {
+        if (++list == launch.params.keys.num_lists) {
             break;
         }
         stream = open_stream(launch, item, list, warp, lane, 0);
@@ -201,7 +201,7 @@ find_steps(const attention_launch &launch, const key_counts *counts)
 {
     list_steps steps = {};
     steps.main = steps_of_keys((*counts)[0], &steps.num_keys);
-    if (launch.params.num_lists == 2) {
+    if (launch.params.keys.num_lists == 2) {
         steps.extra = steps_of_keys((*counts)[1], &steps.num_keys);
     }
     steps.main += steps.num_keys == 0;

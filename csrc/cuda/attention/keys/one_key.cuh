@@ -133,22 +133,22 @@ static __device__ __forceinline__ void
 load_query_part(const attention_launch &launch, int32_t token, int32_t head, int lane,
                 lane_part *query)
 {
-    const smla_attention_params &params = launch.params;
-    const int64_t at =
-        token * params.q_nope_stride_token + head * params.q_nope_stride_head + LANE_VALUES * lane;
-    if (CODED && params.q_e4m3 != NULL) {
+    const smla_queries &queries = launch.params.queries;
+    if (CODED && queries.type == SMLA_FLOAT_E4M3) {
+        const uint8_t *const codes =
+            smla_row8(&queries.parts[SMLA_NOPE], token, head) + LANE_VALUES * lane;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 values = load_e4m3_query(params.q_e4m3 + at + half * NOPE_HALF);
+            const uint4 values = load_e4m3_query(codes + half * NOPE_HALF);
             const uint32_t words[4] = {values.x, values.y, values.z, values.w};
             widen_bf16x8(words, query->nope[half]);
         }
         query->rope[0] = query->rope[1] = 0.0f;
         return;
     }
-    const uint16_t *const nope = params.q_nope + at;
-    const uint16_t *const rope =
-        params.q_pe + token * params.q_pe_stride_token + head * params.q_pe_stride_head + 2 * lane;
+    const uint16_t *const nope =
+        smla_row16(&queries.parts[SMLA_NOPE], token, head) + LANE_VALUES * lane;
+    const uint16_t *const rope = smla_row16(&queries.parts[SMLA_PE], token, head) + 2 * lane;
     if (launch.q_is_aligned) {
         load_bf16_part<ROPE, true>(nope, rope, query);
     } else {
@@ -239,11 +239,10 @@ store_part(float *row, int lane, const lane_part &value, float weight)
 
 /* Writes value * weight, rounded once. If the weight is 0 it writes +0, whatever the value is. */
 static __device__ __forceinline__ void
-write_out_part(const smla_attention_params &params, int32_t token, int32_t head, int lane,
+write_out_part(const smla_results &results, int32_t token, int32_t head, int lane,
                const lane_part &value, float weight)
 {
-    uint16_t *const to = params.out + token * params.out_stride_token +
-                         head * params.out_stride_head + LANE_VALUES * lane;
+    uint16_t *const to = smla_out16(&results, token, head) + LANE_VALUES * lane;
     const bool is_aligned = (uintptr_t)to % 16 == 0;
     const uint32_t mask = weight == 0.0f ? 0 : 0xFFFFFFFFu;
 #pragma unroll
@@ -268,7 +267,8 @@ write_value(const attention_launch &launch, const work_item &item, int head, int
             const lane_part &value, float weight)
 {
     if (item.first_row == NOT_PARTIAL) {
-        write_out_part(launch.params, item.token, item.first_head + head, lane, value, weight);
+        write_out_part(launch.params.results, item.token, item.first_head + head, lane, value,
+                       weight);
     } else if (weight != 0.0f) {
         store_part(launch.partials.out + ((int64_t)item.first_row + head) * SMLA_KV_LORA_RANK, lane,
                    value, weight);
@@ -283,7 +283,7 @@ static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,
                int thread, int num_threads)
 {
-    const smla_attention_params &params = launch.params;
+    const list_params &params = launch.params;
     const int lane = thread % SMLA_WARP_LANES;
     lane_part key;
     lane_part value;
@@ -301,9 +301,9 @@ attend_one_key(const attention_launch &launch, const work_item &item, const list
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         float weight = sum;
         if (item.first_row == NOT_PARTIAL) {
-            const float sink = softmax_sink(params, item.first_head + head);
-            weight *= softmax_finish(params, item.token, item.first_head + head, max_log2, sum,
-                                     sink, lane == 0) *
+            const float sink = softmax_sink(params.logits.sinks, item.first_head + head);
+            weight *= softmax_finish(params.results, params.logits.sinks, item.token,
+                                     item.first_head + head, max_log2, sum, sink, lane == 0) *
                       (CODED ? find_key_unit(launch) : 1.0f);
         } else if (lane == 0) {
             *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =

@@ -49,10 +49,8 @@ typedef struct combine_launch {
     int64_t out_stride_head;
     int64_t lse_stride_token;
     int64_t lse_stride_head;
-    const float *attn_sink;
     float *max_logits;
-
-    int64_t attn_sink_stride;
+    smla_sinks sinks; /* their stride is in the next line */
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     const int32_t *req_ids; /* DENSE: tokens with a negative one stay as they are */
@@ -60,7 +58,7 @@ typedef struct combine_launch {
 } combine_launch;
 
 static_assert(offsetof(combine_launch, num_heads) == 48 &&
-                  offsetof(combine_launch, attn_sink_stride) == 112,
+                  offsetof(combine_launch, sinks) == 104,
               "the lines are as they seem");
 
 /* The shape of a kernel for up to SPLITS splits. Lane s % LOAD_WAVE handles split s, as that lane's
@@ -254,12 +252,12 @@ combine_row(const combine_launch &launch, const row_index &index)
     for (int i = 0; i < Shape::VALUES; i++) {
         total[i] = -0.0f; /* -0 + x is x, so a single key's -0 keeps its sign */
     }
-    const float sink = softmax_sink(launch, index.head);
+    const float sink = softmax_sink(launch.sinks, index.head);
     start_load_wave<Shape>(index.partials, 0, &values);
     const whole_row<Shape> row =
         fold_states<Shape>(index.partials, (int)threadIdx.x % SMLA_WARP_LANES);
-    float factor = softmax_finish(launch, index.token, index.head, row.max_log2, row.sum, sink,
-                                  threadIdx.x == 0);
+    float factor = softmax_finish(launch, launch.sinks, index.token, index.head, row.max_log2,
+                                  row.sum, sink, threadIdx.x == 0);
     factor *= find_key_unit(launch);
     factor = row.sum == 0.0f ? -0.0f : factor; /* makes the results of a row without keys +0 */
 #pragma unroll
@@ -312,11 +310,12 @@ static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
                   const smla_cuda_device *device)
 {
-    const int64_t num_rows = params->num_tokens * params->num_heads;
-    const int64_t items = params->num_tokens * params->num_splits *
-                          smla_count_parts(params->num_heads, kernel->heads_per_cta);
-    const bool is_beside = kernel->leaves_room &&
-                           smla_fits_beside(items, num_rows, params->num_splits, device->num_sms);
+    const int64_t num_rows = params->queries.num_tokens * params->queries.num_heads;
+    const int64_t items = params->queries.num_tokens * params->results.num_splits *
+                          smla_count_parts(params->queries.num_heads, kernel->heads_per_cta);
+    const bool is_beside =
+        kernel->leaves_room &&
+        smla_fits_beside(items, num_rows, params->results.num_splits, device->num_sms);
     if (!can_start_early(device->compute_capability) || is_beside) {
         return 0;
     }
@@ -369,16 +368,17 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     const int shared_bytes = find_shared_bytes(params, kernel, device);
     combine_launch launch = {};
     launch.partials = smla_partials_of(params);
-    launch.num_rows = params->num_tokens * params->num_heads;
-    launch.num_splits = params->num_splits;
+    launch.num_rows = params->queries.num_tokens * params->queries.num_heads;
+    launch.num_splits = params->results.num_splits;
     launch.out_is_aligned =
-        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
-    launch.num_heads = smla_make_divisor(params->num_heads);
+        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
+                              params->results.out_stride_head, 16);
+    launch.num_heads = smla_make_divisor(params->queries.num_heads);
     take_results(*params, &launch);
-    launch.has_key_unit = smla_has_key_unit(params);
-    launch.key_scales = key_scales_of(params);
-    const bool is_dense = smla_is_dense(params);
-    launch.req_ids = is_dense ? params->lists[0].map.req_id_per_token : NULL;
+    launch.has_key_unit = smla_has_key_unit(&params->keys);
+    launch.key_scales = key_scales_of(&params->logits);
+    const bool is_dense = smla_is_table(&params->keys);
+    launch.req_ids = is_dense ? params->keys.lists[0].map.req_id_per_token : NULL;
     return (kernel->leaves_halves
                 ? is_dense ? launch_combine<true, true> : launch_combine<true, false>
             : is_dense ? launch_combine<false, true>

@@ -8,9 +8,9 @@
  */
 #pragma once
 
+#include "core/attention/params_attention.h"
 #include "core/backend.h"
 #include "core/numeric.h"
-#include "core/params_attention.h"
 #include "cuda/ptx/launch.cuh"
 
 /* A call's scales of caches, for smla_choose_key_unit. */
@@ -20,9 +20,9 @@ typedef struct given_key_scales {
 } given_key_scales;
 
 static inline given_key_scales
-key_scales_of(const smla_attention_params *params)
+key_scales_of(const smla_logits *logits)
 {
-    given_key_scales scales = {{params->kv_scale[0], params->kv_scale[1]}, 0.0f};
+    given_key_scales scales = {{logits->kv_scale[0], logits->kv_scale[1]}, 0.0f};
     if (scales.given[0].pointer == NULL && scales.given[1].pointer == NULL) {
         scales.unit = smla_choose_key_unit(scales.given[0].value, scales.given[1].value);
     }
@@ -73,61 +73,60 @@ softmax_lse(float sum, float reference)
 }
 
 /* Gives the launch of a kernel that finishes rows the call's results and sinks, in the fields that
- * softmax_sink, softmax_finish and writers of out read. */
+ * softmax_finish and writers of out read. */
 template <typename Launch>
 static inline void
 take_results(const smla_attention_params &params, Launch *launch)
 {
-    launch->empty_lse_is_plus_inf = params.empty_lse_is_plus_inf;
-    launch->out = params.out;
-    launch->out_stride_token = params.out_stride_token;
-    launch->out_stride_head = params.out_stride_head;
-    launch->lse = params.lse;
-    launch->lse_stride_token = params.lse_stride_token;
-    launch->lse_stride_head = params.lse_stride_head;
-    launch->attn_sink = params.attn_sink;
-    launch->attn_sink_stride = params.attn_sink_stride;
-    launch->max_logits = params.max_logits;
-    launch->max_logits_stride_token = params.max_logits_stride_token;
-    launch->max_logits_stride_head = params.max_logits_stride_head;
+    const smla_results &results = params.results;
+    launch->empty_lse_is_plus_inf = results.empty_lse_is_plus_inf;
+    launch->out = (uint16_t *)results.out;
+    launch->out_stride_token = results.out_stride_token;
+    launch->out_stride_head = results.out_stride_head;
+    launch->lse = results.lse;
+    launch->lse_stride_token = results.lse_stride_token;
+    launch->lse_stride_head = results.lse_stride_head;
+    launch->sinks = params.logits.sinks;
+    launch->max_logits = results.max_logits;
+    launch->max_logits_stride_token = results.max_logits_stride_token;
+    launch->max_logits_stride_head = results.max_logits_stride_head;
 }
 
-/* The sink of a head; 0 if the call has no sinks. Params may be any struct in which the fields that
- * this function and softmax_finish use are named as in smla_attention_params. */
-template <typename Params>
+/* The sink of a head; 0 if the call has no sinks. */
 static __device__ __forceinline__ float
-softmax_sink(const Params &params, int64_t head)
+softmax_sink(const smla_sinks &sinks, int64_t head)
 {
     uint32_t sink = 0;
-    if (params.attn_sink != NULL) {
-        smla_load_vector_1(params.attn_sink + head * params.attn_sink_stride, &sink);
+    if (sinks.values != NULL) {
+        smla_load_vector_1(sinks.values + head * sinks.stride, &sink);
     }
     return smla_bits_float(sink);
 }
 
 /* Returns the factor that turns the out of a row into the result, and writes lse and max_logits if
- * `writes`. A row without keys (or with nothing but logits of -inf) has sum 0. */
-template <typename Params>
+ * `writes`. A row without keys (or with nothing but logits of -inf) has sum 0. Results may be any
+ * struct whose fields are named as in smla_results. */
+template <typename Results>
 static __device__ __forceinline__ float
-softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2, float sum,
-               float sink, bool writes)
+softmax_finish(const Results &results, const smla_sinks &sinks, int64_t token, int64_t head,
+               float max_log2, float sum, float sink, bool writes)
 {
     const float ln_2 = 0x1.62e43p-1f;
-    const float empty_lse = params.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    const float empty_lse = results.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
     const float lse = sum == 0.0f ? empty_lse : softmax_lse(sum, softmax_reference(max_log2));
-    if (writes && params.lse != NULL) {
-        params.lse[token * params.lse_stride_token + head * params.lse_stride_head] = lse;
+    if (writes && results.lse != NULL) {
+        results.lse[token * results.lse_stride_token + head * results.lse_stride_head] = lse;
     }
-    if (writes && params.max_logits != NULL) {
-        params.max_logits[token * params.max_logits_stride_token +
-                          head * params.max_logits_stride_head] =
+    if (writes && results.max_logits != NULL) {
+        results.max_logits[token * results.max_logits_stride_token +
+                           head * results.max_logits_stride_head] =
             isnan(sum) ? sum : max_log2 * ln_2;
     }
     if (sum == 0.0f) {
         return 0.0f;
     }
     float factor = 1.0f / sum;
-    if (params.attn_sink != NULL) {
+    if (sinks.values != NULL) {
         factor /= 1.0f + expf(sink - lse);
     }
     return factor;

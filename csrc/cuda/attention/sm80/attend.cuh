@@ -70,24 +70,24 @@ static __device__ __forceinline__ void
 start_query(const attention_launch &launch, const work_item &item, int thread,
             shared_memory<Tile> *shared)
 {
-    const smla_attention_params &params = launch.params;
-    const uint16_t *const nope = params.q_nope + item.token * params.q_nope_stride_token +
-                                 item.first_head * params.q_nope_stride_head;
-    const uint16_t *const rope = params.q_pe + item.token * params.q_pe_stride_token +
-                                 item.first_head * params.q_pe_stride_head;
+    const smla_queries &queries = launch.params.queries;
+    const uint16_t *const nope = smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head);
+    const uint16_t *const rope = smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head);
 #pragma unroll 2
     for (int i = thread; i < Tile::HEADS * Tile::ROW_CHUNKS; i += CTA_THREADS) {
         const int head = i / Tile::ROW_CHUNKS;
         const int chunk = i % Tile::ROW_CHUNKS;
         const uint16_t *const from =
-            chunk < NOPE_CHUNKS ? nope + head * params.q_nope_stride_head + chunk * 8
-                                : rope + head * params.q_pe_stride_head + (chunk - NOPE_CHUNKS) * 8;
+            chunk < NOPE_CHUNKS
+                ? nope + head * queries.parts[SMLA_NOPE].stride_head + chunk * 8
+                : rope + head * queries.parts[SMLA_PE].stride_head + (chunk - NOPE_CHUNKS) * 8;
         uint4 *const to = chunk_of(shared->query, head, chunk);
         if (head >= item.num_heads) {
             *to = make_uint4(0, 0, 0, 0);
-        } else if (Tile::CODED && params.q_e4m3 != NULL) {
-            *to = load_e4m3_query(params.q_e4m3 + item.token * params.q_nope_stride_token +
-                                  (item.first_head + head) * params.q_nope_stride_head + chunk * 8);
+        } else if (Tile::CODED && queries.type == SMLA_FLOAT_E4M3) {
+            *to = load_e4m3_query(
+                smla_row8(&queries.parts[SMLA_NOPE], item.token, item.first_head + head) +
+                chunk * 8);
         } else if (launch.q_is_aligned) {
             ptx_cp_async_16(ptx_shared_address(to), from);
         } else {
@@ -375,9 +375,8 @@ static __device__ __forceinline__ void
 write_out(const attention_launch &launch, const work_item &item, int head, int first_value,
           float factor, const float out[Tile::OUT_N][4], int piece)
 {
-    const smla_attention_params &params = launch.params;
-    uint16_t *const to = params.out + item.token * params.out_stride_token +
-                         (item.first_head + head) * params.out_stride_head + first_value;
+    uint16_t *const to =
+        smla_out16(&launch.params.results, item.token, item.first_head + head) + first_value;
 #pragma unroll
     for (int n = 0; n < Tile::OUT_N; n++) {
         const uint32_t pair =
@@ -423,11 +422,12 @@ finish_rows(const attention_launch &launch, const work_item &item, bool is_only,
         is_only && row.sum != 0.0f ? exp2f(row.max_log2 - softmax_reference(row.max_log2)) : 1.0f;
     const float sum = row.sum * unit;
     if (item.first_row == NOT_PARTIAL) {
-        const float sink = softmax_sink(launch.params, item.first_head + head);
+        const float sink = softmax_sink(launch.params.logits.sinks, item.first_head + head);
         const float key_unit = Tile::CODED ? find_key_unit(launch) : 1.0f;
-        shared->factor[head] = unit * key_unit *
-                               softmax_finish(launch.params, item.token, item.first_head + head,
-                                              row.max_log2, sum, sink, true);
+        shared->factor[head] =
+            unit * key_unit *
+            softmax_finish(launch.params.results, launch.params.logits.sinks, item.token,
+                           item.first_head + head, row.max_log2, sum, sink, true);
         return;
     }
     *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =

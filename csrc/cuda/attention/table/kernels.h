@@ -4,7 +4,7 @@
  */
 #pragma once
 
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "cuda/host/cuda.h"
 
 #ifdef __cplusplus
@@ -149,10 +149,11 @@ enum {
 static inline int64_t
 smla_columns_of_split(const smla_attention_params *params)
 {
-    const int64_t columns = smla_split_columns(params->lists[0].topk, params->num_splits);
-    return params->num_lists == 1
-               ? columns
-               : columns + smla_split_columns(params->lists[1].topk, params->num_splits);
+    const int64_t columns =
+        smla_split_columns(params->keys.lists[0].topk, params->results.num_splits);
+    return params->keys.num_lists == 1 ? columns
+                                       : columns + smla_split_columns(params->keys.lists[1].topk,
+                                                                      params->results.num_splits);
 }
 
 /* The kernels for Hopper take all shared memory that a CTA can have. */
@@ -258,13 +259,14 @@ smla_partial_padding(const void *workspace)
 static inline int64_t
 smla_partial_num_rows(const smla_attention_params *params)
 {
-    return params->num_tokens * params->num_splits * params->num_heads;
+    return params->queries.num_tokens * params->results.num_splits * params->queries.num_heads;
 }
 
 static inline smla_partial_rows
 smla_partials_of(const smla_attention_params *params)
 {
-    uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);
+    uint8_t *const memory =
+        (uint8_t *)params->workspace.memory + smla_partial_padding(params->workspace.memory);
     smla_partial_rows partials;
     partials.state = (float *)memory;
     partials.out = (float *)(memory + smla_partial_state_bytes(smla_partial_num_rows(params)));

@@ -432,9 +432,9 @@ fold_states(const attention_launch &launch, const work_item &item, int part, int
     }
     *weight = 0.0f;
     if (head < item.num_heads) {
-        const float sink = softmax_sink(launch.params, item.first_head + head);
-        *weight = softmax_finish(launch.params, item.token, item.first_head + head, max_log2, sum,
-                                 sink, nth == 0);
+        const float sink = softmax_sink(launch.params.logits.sinks, item.first_head + head);
+        *weight = softmax_finish(launch.params.results, launch.params.logits.sinks, item.token,
+                                 item.first_head + head, max_log2, sum, sink, nth == 0);
     }
     return part_factor{is_half && factor != 0.0f ? factor * unit : 0.0f, is_half ? 0.0f : factor};
 }
@@ -508,8 +508,8 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
         for (int i = 0; i < FOLD_HEADS; i++) {
             const float head_weight = __shfl_sync(0xFFFFFFFFu, weight, MAX_PARTS * i);
             if (first_head + i < item.num_heads) {
-                write_out_part(launch.params, item.token, item.first_head + first_head + i, lane,
-                               values[i], head_weight);
+                write_out_part(launch.params.results, item.token, item.first_head + first_head + i,
+                               lane, values[i], head_weight);
             }
         }
     }
@@ -568,22 +568,23 @@ static void
 allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_items,
            attention_launch *launch)
 {
-    const int64_t topk = params->lists[0].topk;
+    const int64_t topk = params->keys.lists[0].topk;
     const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
     const int64_t columns = smla_count_parts(topk, NUM_SEGMENTS * SEGMENT_ALIGN) * SEGMENT_ALIGN;
-    if (params->num_lists != 1 || num_items > num_sms || num_sms > MAX_CUT_ITEMS ||
+    if (params->keys.num_lists != 1 || num_items > num_sms || num_sms > MAX_CUT_ITEMS ||
         topk <= CUT_COST + (MIN_GAIN + 1) * columns) {
         return;
     }
     const int64_t arrival_bytes = MAX_CUT_ITEMS * (int64_t)sizeof(uint64_t);
-    const int64_t heads = params->num_heads < HEADS ? params->num_heads : HEADS;
+    const int64_t heads = params->queries.num_heads < HEADS ? params->queries.num_heads : HEADS;
     const int64_t slot_bytes = smla_partial_bytes(2 * heads) / 2;
     const int64_t num_slots = (cut_bytes - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;
     const int64_t num_pieces = num_slots - num_sms < num_sms ? num_slots - num_sms : num_sms;
-    if (num_pieces < 1 || params->workspace_bytes < cut_bytes) {
+    if (num_pieces < 1 || params->workspace.bytes < cut_bytes) {
         return;
     }
-    uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);
+    uint8_t *const memory =
+        (uint8_t *)params->workspace.memory + smla_partial_padding(params->workspace.memory);
     launch->num_segments = NUM_SEGMENTS;
     launch->split_columns[0] = (int32_t)columns;
     launch->split_step[0] = (int32_t)columns;

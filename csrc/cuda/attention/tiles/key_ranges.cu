@@ -1,5 +1,5 @@
 /* key_ranges.cu: which request each token of a dense call belongs to, and which keys it sees
- * (key_range.h). Attention waits for it on the same stream, because only the device knows lengths.
+ * (visible.h). Attention waits for it on the same stream, because only the device knows lengths.
  *
  * Shapes       starts [R + 1], seq_lens [R] -> req_ids, begin, end [T] int32; and 0 in out, -inf in
  *              lse, where the call made them, for tokens of no request
@@ -9,7 +9,7 @@
  * Numerics     Integers. Starts that fall, or that are past T, are clamped: the results then mean
  *              nothing, and name no request, token or key that is not there.
  */
-#include "core/params_attention.h"
+#include "core/attention/params_attention.h"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"

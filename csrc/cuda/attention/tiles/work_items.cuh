@@ -19,10 +19,11 @@ make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     item.split = split;
     item.num_segments = launch.num_segments;
     item.first_head = tile * heads_per_cta;
-    item.num_heads = min((int32_t)launch.params.num_heads - item.first_head, heads_per_cta);
+    item.num_heads = min((int32_t)launch.params.queries.num_heads - item.first_head, heads_per_cta);
     item.first_row = NOT_PARTIAL;
-    if (launch.params.num_splits > 1) {
-        item.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+    if (launch.params.results.num_splits > 1) {
+        item.first_row = (token * launch.params.results.num_splits + split) *
+                             (int)launch.params.queries.num_heads +
                          item.first_head;
     }
     return item;
@@ -34,7 +35,7 @@ make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t 
 static __device__ __forceinline__ work_item
 find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
-    const uint32_t num_splits = (uint32_t)launch.params.num_splits;
+    const uint32_t num_splits = (uint32_t)launch.params.results.num_splits;
     const uint32_t part = (uint32_t)cta / num_tiles;
     return make_item(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
@@ -48,9 +49,9 @@ find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 {
     const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
     const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    work_item item = make_item(launch, token, part - token * launch.params.num_splits,
+    work_item item = make_item(launch, token, part - token * launch.params.results.num_splits,
                                idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
-    if (token >= launch.params.num_tokens) {
+    if (token >= launch.params.queries.num_tokens) {
         item.token = 0;
         item.num_segments = 0;
         item.num_heads = 0;
@@ -142,15 +143,21 @@ find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
+static inline int64_t
+num_sms_of(const smla_attention_params *params)
+{
+    return smla_cuda_find_device(params->call.stream.device_id)->num_sms;
+}
+
 /* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
  * calls. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)
 {
-    const int64_t tiles = smla_count_parts(params->num_heads, heads_per_cta);
-    bool fits = params->num_tokens <= INT32_MAX / (params->num_splits * tiles);
-    for (int i = 0; i < params->num_lists; i++) {
-        fits = fits && params->lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
+    const int64_t tiles = smla_count_parts(params->queries.num_heads, heads_per_cta);
+    bool fits = params->queries.num_tokens <= INT32_MAX / (params->results.num_splits * tiles);
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
     }
     return fits;
 }
@@ -169,10 +176,11 @@ prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
 static bool
 is_query_aligned(const smla_attention_params *params)
 {
-    return smla_are_rows_aligned(params->q_nope, params->q_nope_stride_token,
-                                 params->q_nope_stride_head, 16) &&
-           smla_are_rows_aligned(params->q_pe, params->q_pe_stride_token, params->q_pe_stride_head,
-                                 16);
+    const smla_head_rows *const nope = &params->queries.parts[SMLA_NOPE], *const pe =
+                                                                              &params->queries
+                                                                                   .parts[SMLA_PE];
+    return smla_are_rows_aligned(nope->data, nope->stride_token, nope->stride_head, 16) &&
+           smla_are_rows_aligned(pe->data, pe->stride_token, pe->stride_head, 16);
 }
 
 template <int HEADS>
@@ -180,28 +188,31 @@ static attention_launch
 make_launch(const smla_attention_params *params)
 {
     attention_launch launch = {};
-    launch.params = *params;
-    if (params->num_splits > 1) {
+    launch.params = list_params_of(params);
+    if (params->results.num_splits > 1) {
         launch.partials = smla_partials_of(params);
     }
-    for (int i = 0; i < params->num_lists; i++) {
-        launch.lists[i] = list_facts_of(&params->lists[i]);
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        launch.lists[i] = list_facts_of(&params->keys.lists[i]);
         launch.split_columns[i] =
-            (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
+            (int32_t)smla_split_columns(params->keys.lists[i].topk, params->results.num_splits);
         launch.split_step[i] = launch.split_columns[i];
     }
-    launch.entry_tokens = smla_make_divisor(smla_is_dense(params) ? params->dense.entry_tokens : 1);
+    launch.entry_tokens =
+        smla_make_divisor(smla_is_table(&params->keys) ? params->keys.entry_tokens : 1);
     launch.column_stride = CHUNK_COLUMNS;
     launch.num_segments = 1;
-    launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
-    launch.num_splits = smla_make_divisor(params->num_splits);
-    launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    launch.head_tiles = smla_make_divisor(smla_count_parts(params->queries.num_heads, HEADS));
+    launch.num_splits = smla_make_divisor(params->results.num_splits);
+    launch.softmax_scale = (float)params->logits.softmax_scale;
+    launch.scale_log2 = (float)(launch.softmax_scale * 1.4426950408889634074);
     launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
-    launch.has_key_unit = smla_has_key_unit(params);
-    launch.key_scales = key_scales_of(params);
+    launch.has_key_unit = smla_has_key_unit(&params->keys);
+    launch.key_scales = key_scales_of(&params->logits);
     launch.out_is_paired =
-        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
+        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
+                              params->results.out_stride_head, 4);
     return launch;
 }
 
@@ -210,12 +221,13 @@ make_launch(const smla_attention_params *params)
 static inline void
 interleave_splits(attention_launch *launch)
 {
-    const smla_attention_params &params = launch->params;
-    launch->column_stride = params.num_splits * CHUNK_COLUMNS;
-    launch->extra_turn =
-        (int32_t)(smla_count_parts(params.lists[0].topk, CHUNK_COLUMNS) % params.num_splits);
-    for (int i = 0; i < params.num_lists; i++) {
-        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* a split ends with its list */
+    const list_params &params = launch->params;
+    launch->column_stride = params.results.num_splits * CHUNK_COLUMNS;
+    launch->extra_turn = (int32_t)(smla_count_parts(params.keys.lists[0].topk, CHUNK_COLUMNS) %
+                                   params.results.num_splits);
+    for (int i = 0; i < params.keys.num_lists; i++) {
+        launch->split_columns[i] =
+            (int32_t)params.keys.lists[i].topk; /* a split ends with its list */
         launch->split_step[i] = CHUNK_COLUMNS;
     }
 }
@@ -223,5 +235,6 @@ interleave_splits(attention_launch *launch)
 static inline int64_t
 count_items(const attention_launch &launch)
 {
-    return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
+    return launch.params.queries.num_tokens * launch.params.results.num_splits *
+           launch.head_tiles.divisor;
 }

@@ -67,9 +67,8 @@ static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are level
  * the code from memory to L2 for the others. Behind other kernels that saves 2 us of a small
  * call. */
 static inline int64_t
-count_ctas(const attention_launch &launch, int64_t num_items)
+count_ctas(const attention_launch &launch, int64_t num_items, int64_t num_sms)
 {
-    const int64_t num_sms = smla_cuda_find_device(launch.params.call.stream.device_id)->num_sms;
     return num_items < num_sms && launch.num_segments == 1 ? num_items + 1 : num_sms;
 }
 
@@ -77,8 +76,9 @@ count_ctas(const attention_launch &launch, int64_t num_items)
 static inline bool
 has_order(const attention_launch &launch, int64_t num_items, int64_t num_ctas)
 {
-    return launch.num_segments > 1 || (launch.params.num_splits == 1 && num_ctas <= ORDER_THREADS &&
-                                       num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
+    return launch.num_segments > 1 ||
+           (launch.params.results.num_splits == 1 && num_ctas <= ORDER_THREADS &&
+            num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
 }
 
 /* Prepares the order; one thread calls it before all else. An item that may be cut stays whole, and
@@ -137,7 +137,7 @@ typedef struct main_lists {
 static __device__ __forceinline__ main_lists
 find_main_lists(const attention_launch &launch)
 {
-    const smla_key_list &keys = launch.params.lists[0];
+    const smla_key_list &keys = launch.params.keys.lists[0];
     return main_lists{keys.indices,
                       keys.end,
                       keys.indices_stride_token,
@@ -200,7 +200,7 @@ estimate_length(const main_lists &lists, int idx, uint32_t quarters)
 static __device__ __forceinline__ uint32_t
 count_range_keys(const attention_launch &launch, int idx)
 {
-    const smla_key_list &keys = launch.params.lists[0];
+    const smla_key_list &keys = launch.params.keys.lists[0];
     const uint32_t token = smla_divide_uint32((uint32_t)idx, launch.head_tiles);
     const int32_t end = min(keys.end[token], (int32_t)keys.topk);
     return (uint32_t)max(end - keys.begin[token], 0);

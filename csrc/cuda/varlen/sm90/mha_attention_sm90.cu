@@ -88,8 +88,8 @@ __launch_bounds__(MHA_THREADS, 1) attend_mha(const __grid_constant__ mha_args ar
         }
         __syncwarp();
         if (warp == 1 || warp == 2) { /* while the last blocks are multiplied */
-            smla_fill_varlen_padding(&args.p, blockIdx.x, gridDim.x,
-                                     (int)threadIdx.x - SMLA_WARP_LANES, 2 * SMLA_WARP_LANES);
+            smla_fill_rows_of_none(&args.p.padding, &args.p.visible.reqs, blockIdx.x, gridDim.x,
+                                   (int)threadIdx.x - SMLA_WARP_LANES, 2 * SMLA_WARP_LANES);
         }
     } else {
         ptx_claim_registers<CONSUMER_REGISTERS>();
@@ -102,13 +102,13 @@ __launch_bounds__(MHA_THREADS, 1) attend_mha(const __grid_constant__ mha_args ar
 /* Makes the map for boxes of `box_rows` rows of one head. Returns false where no map can describe
  * the rows. A dimension of size 1 may have any stride. */
 bool
-map_rows(const smla_varlen_rows &rows, int64_t num_rows, int64_t num_heads, int box_rows,
+map_rows(const smla_head_rows &rows, int64_t dim, int64_t num_rows, int64_t num_heads, int box_rows,
          CUtensorMap *map)
 {
-    const int64_t segments = rows.dim / SEGMENT;
+    const int64_t segments = dim / SEGMENT;
     const int64_t heads = rows.stride_head == 0 ? 1 : num_heads;
-    const int64_t token_bytes = num_rows == 1 ? rows.dim * 2 : rows.stride_token * 2;
-    const int64_t head_bytes = heads == 1 ? rows.dim * 2 : rows.stride_head * 2;
+    const int64_t token_bytes = num_rows == 1 ? dim * 2 : rows.stride_token * 2;
+    const int64_t head_bytes = heads == 1 ? dim * 2 : rows.stride_head * 2;
     if (token_bytes <= 0 || head_bytes <= 0 || num_rows > INT32_MAX) {
         return false;
     }
@@ -124,14 +124,14 @@ map_rows(const smla_varlen_rows &rows, int64_t num_rows, int64_t num_heads, int 
 
 /* Makes the maps of one array, or of the two of a pair. */
 bool
-map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t num_heads,
-          int box_rows, CUtensorMap maps[2], mha_rows *rows)
+map_parts(const smla_head_rows *parts, const int16_t *dims, int count, int64_t num_rows,
+          int64_t num_heads, int box_rows, CUtensorMap maps[2], mha_rows *rows)
 {
     for (int i = 0; i < count; i++) {
-        if (parts[i].dim > 0 && !map_rows(parts[i], num_rows, num_heads, box_rows, &maps[i])) {
+        if (dims[i] > 0 && !map_rows(parts[i], dims[i], num_rows, num_heads, box_rows, &maps[i])) {
             return false;
         }
-        rows->segments[i] = (int32_t)(parts[i].dim / SEGMENT);
+        rows->segments[i] = dims[i] / SEGMENT;
         rows->head_step[i] = parts[i].stride_head == 0 || num_heads == 1 ? 0 : 1;
     }
     return true;
@@ -139,49 +139,57 @@ map_parts(const smla_varlen_rows *parts, int count, int64_t num_rows, int64_t nu
 
 /* The most tiles of a head that requests of any lengths can have: one that is not full for each. */
 int64_t
-count_most_tiles(const smla_varlen_params &p)
+count_most_tiles(const smla_attention_params &p)
 {
-    const int64_t num_reqs = p.num_reqs < p.num_tokens ? p.num_reqs : p.num_tokens;
-    return (p.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS;
+    const int64_t num_reqs = p.visible.reqs.num_reqs < p.queries.num_tokens
+                                 ? p.visible.reqs.num_reqs
+                                 : p.queries.num_tokens;
+    return (p.queries.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS;
 }
 
 /* Fills args but for the counters. Returns what no tensor map can describe, or NULL. */
 const char *
-make_args(const smla_varlen_params &p, mha_args *args)
+make_args(const smla_attention_params &p, mha_args *args)
 {
-    args->p = p;
+    args->p = ragged_params_of(&p);
     args->most_head_tiles = (uint32_t)count_most_tiles(p);
-    args->group = smla_make_divisor(p.num_heads / p.num_kv_heads);
-    args->out_token_bytes = p.out_stride_token * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
-    args->out_head_bytes = p.out_stride_head * (p.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
-    args->scale_log2 = (float)(p.softmax_scale * 1.4426950408889634074);
-    args->is_causal = p.rule.right == 0;
-    args->out_is_fp32 = p.out_type == SMLA_FLOAT_FP32;
-    if (!map_parts(p.q, 2, p.num_tokens, p.num_heads, GROUP_ROWS, args->q_maps, &args->q)) {
+    args->group = smla_make_divisor(p.queries.num_heads / p.ragged.num_kv_heads);
+    args->out_token_bytes =
+        p.results.out_stride_token * (p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
+    args->out_head_bytes =
+        p.results.out_stride_head * (p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
+    args->scale_log2 = (float)(p.logits.softmax_scale * 1.4426950408889634074);
+    args->is_causal = p.visible.rule.right == 0;
+    args->out_is_fp32 = p.results.out_type == SMLA_FLOAT_FP32;
+    if (!map_parts(p.queries.parts, p.queries.dims, 2, p.queries.num_tokens, p.queries.num_heads,
+                   GROUP_ROWS, args->q_maps, &args->q)) {
         return "strides of q";
     }
-    if (!map_parts(p.k, 2, p.num_keys, p.num_kv_heads, BLOCK_KEYS, args->k_maps, &args->k)) {
+    if (!map_parts(p.ragged.parts, p.queries.dims, 2, p.ragged.num_keys, p.ragged.num_kv_heads,
+                   BLOCK_KEYS, args->k_maps, &args->k)) {
         return "strides of k";
     }
-    return map_parts(&p.v, 1, p.num_keys, p.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v)
+    return map_parts(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.num_keys,
+                     p.ragged.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v)
                ? NULL
                : "strides of v";
 }
 
 /* The counters, if there is something to claim, they can count it, and the workspace has room. */
 unsigned long long *
-find_counters(const smla_varlen_params &p, int64_t most_tiles, int64_t num_ctas)
+find_counters(const smla_attention_params &p, int64_t most_tiles, int64_t num_ctas)
 {
-    const bool has_room = p.workspace != NULL && p.workspace_bytes >= SMLA_VARLEN_WORKSPACE_BYTES &&
-                          (uintptr_t)p.workspace % alignof(uint64_t) == 0;
+    const bool has_room = p.workspace.memory != NULL &&
+                          p.workspace.bytes >= SMLA_RAGGED_WORKSPACE_BYTES &&
+                          (uintptr_t)p.workspace.memory % alignof(uint64_t) == 0;
     return has_room && most_tiles > num_ctas && most_tiles + num_ctas <= (int64_t)COUNTER_MASK
-               ? (unsigned long long *)p.workspace
+               ? (unsigned long long *)p.workspace.memory
                : NULL;
 }
 
 template <int D, bool HALF>
 cudaError_t
-launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args *args)
+launch_mha(const smla_attention_params &p, const smla_cuda_device *device, mha_args *args)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(mha_memory<D>);
@@ -191,7 +199,7 @@ launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args
     if (code != cudaSuccess) {
         return code;
     }
-    const int64_t most_tiles = count_most_tiles(p) * p.num_heads;
+    const int64_t most_tiles = count_most_tiles(p) * p.queries.num_heads;
     const int64_t num_ctas = most_tiles < device->num_sms ? most_tiles : device->num_sms;
     args->counters = find_counters(p, most_tiles, num_ctas);
     return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
@@ -201,41 +209,43 @@ launch_mha(const smla_varlen_params &p, const smla_cuda_device *device, mha_args
  * of a row and masks, and in make_args on strides, but not on a batch that fits a device, because
  * kernels differ in the bits of a row. */
 const char *
-find_obstacle(const smla_varlen_params &p)
+find_obstacle(const smla_attention_params &p)
 {
-    const int64_t dim = p.q[0].dim + p.q[1].dim;
-    const bool is_fp16 = p.q_type == SMLA_FLOAT_FP16 && p.kv_type == SMLA_FLOAT_FP16;
-    const bool is_bf16 = p.q_type == SMLA_FLOAT_BF16 && p.kv_type == SMLA_FLOAT_BF16;
+    const int64_t dim = p.queries.dims[0] + p.queries.dims[1];
+    const bool is_fp16 = p.queries.type == SMLA_FLOAT_FP16 && p.ragged.type == SMLA_FLOAT_FP16;
+    const bool is_bf16 = p.queries.type == SMLA_FLOAT_BF16 && p.ragged.type == SMLA_FLOAT_BF16;
     if (!is_fp16 && !is_bf16) {
         return "types";
     }
-    if ((dim != 192 && dim != 128) || p.value_dim != VALUE_DIM || p.q[0].dim % SEGMENT != 0) {
+    if ((dim != 192 && dim != 128) || p.ragged.value_dim != VALUE_DIM ||
+        p.queries.dims[0] % SEGMENT != 0) {
         return "sizes of rows";
     }
-    if (p.rule.left >= 0 || p.rule.right > 0 || p.rule.chunk > 0 || p.rule.share.size > 0) {
+    if (p.visible.rule.left >= 0 || p.visible.rule.right > 0 || p.visible.rule.chunk > 0 ||
+        p.visible.rule.share.size > 0) {
         return "mask";
     }
-    if (p.softcap != 0.0f || !(p.softmax_scale > 0.0f)) {
+    if (p.logits.softcap != 0.0f || !(p.logits.softmax_scale > 0.0f)) {
         return "softcap or scale";
     }
-    const int64_t value_bytes = p.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    if (!smla_is_multiple(p.out, p.out_stride_token * value_bytes, 16) ||
-        p.out_stride_head * value_bytes % 16 != 0) {
+    const int64_t value_bytes = p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
+    if (!smla_is_multiple(p.results.out, p.results.out_stride_token * value_bytes, 16) ||
+        p.results.out_stride_head * value_bytes % 16 != 0) {
         return "strides of out";
     }
-    if (count_most_tiles(p) * p.num_heads > INT32_MAX) {
+    if (count_most_tiles(p) * p.queries.num_heads > INT32_MAX) {
         return "number of tokens";
     }
-    return p.num_keys == 0 || p.num_reqs == 0 ? "no keys" : NULL;
+    return p.ragged.num_keys == 0 || p.visible.reqs.num_reqs == 0 ? "no keys" : NULL;
 }
 
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_varlen_mha(const smla_varlen_params *params, const smla_cuda_device *device,
+smla_cuda_launch_varlen_mha(const smla_attention_params *params, const smla_cuda_device *device,
                             const char **obstacle)
 {
-    const smla_varlen_params &p = *params;
+    const smla_attention_params &p = *params;
     mha_args args = {};
     *obstacle = smla_cuda_is_hopper(device) ? find_obstacle(p) : "device";
     if (*obstacle == NULL) {
@@ -244,8 +254,8 @@ smla_cuda_launch_varlen_mha(const smla_varlen_params *params, const smla_cuda_de
     if (*obstacle != NULL) {
         return SMLA_NO_KERNEL;
     }
-    const bool is_half = p.q_type == SMLA_FLOAT_FP16;
-    if (p.q[0].dim + p.q[1].dim == 192) {
+    const bool is_half = p.queries.type == SMLA_FLOAT_FP16;
+    if (p.queries.dims[0] + p.queries.dims[1] == 192) {
         return is_half ? launch_mha<192, true>(p, device, &args)
                        : launch_mha<192, false>(p, device, &args);
     }

@@ -1,7 +1,7 @@
 /* mha_memory.cuh: the argument, the shared memory and the barriers of mha_attention_sm90.cu. */
 #pragma once
 
-#include "core/params_varlen.h"
+#include "cuda/attention/kernel_params.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
@@ -50,7 +50,7 @@ struct mha_args {
     mha_rows q;
     mha_rows k;
     mha_rows v;
-    smla_varlen_params p;
+    ragged_params p;
     int64_t out_token_bytes;
     int64_t out_head_bytes;
     smla_divisor group;       /* H / Hk */

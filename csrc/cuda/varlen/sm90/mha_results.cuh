@@ -66,7 +66,7 @@ __device__ __forceinline__ void
 finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_consumer<D> &state,
             float factors[2])
 {
-    const smla_varlen_params &p = args.p;
+    const ragged_params &p = args.p;
     float sums[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -83,10 +83,10 @@ finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_con
     const float lse = find_lse(reference, (int)TOP_EXPONENT<HALF>, sum);
     const int own_row = find_row(state) + (is_second ? 8 : 0);
     if (tile.lse != NULL && own_row >= tile.absent_rows && lane % 4 < 2) {
-        tile.lse[own_row * p.lse_stride_token] = lse;
+        tile.lse[own_row * p.results.lse_stride_token] = lse;
     }
-    if (__builtin_expect(p.attn_sink != NULL, false)) {
-        const float sink = __ldg(p.attn_sink + tile.head * p.attn_sink_stride);
+    if (__builtin_expect(p.logits.sinks.values != NULL, false)) {
+        const float sink = __ldg(p.logits.sinks.values + tile.head * p.logits.sinks.stride);
         const float share = sum == 0.0f ? 1.0f : smla_rcp(1.0f + expf(sink - lse));
         factors[0] *= __shfl_sync(ALL_LANES, share, lane & ~3);
         factors[1] *= __shfl_sync(ALL_LANES, share, (lane & ~3) + 1);

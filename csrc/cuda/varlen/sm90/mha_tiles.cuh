@@ -22,7 +22,7 @@ enum : uint64_t {
 };
 enum counter_idx { CLAIMS = 0, EXITS = 1, NUM_COUNTERS = 2 };
 
-static_assert(NUM_COUNTERS * sizeof(uint64_t) == SMLA_VARLEN_WORKSPACE_BYTES,
+static_assert(NUM_COUNTERS * sizeof(uint64_t) == SMLA_RAGGED_WORKSPACE_BYTES,
               "what callers are told");
 
 __device__ __forceinline__ bool
@@ -77,7 +77,7 @@ struct mha_search {
 };
 
 __device__ __forceinline__ uint32_t
-count_tiles(const smla_varlen_request &request)
+count_tiles(const smla_ragged_request &request)
 {
     return (uint32_t)(request.num_queries + TILE_ROWS - 1) / TILE_ROWS;
 }
@@ -88,7 +88,7 @@ count_tiles(const smla_varlen_request &request)
 __device__ __forceinline__ uint32_t
 choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
 {
-    const uint32_t kv_heads = (uint32_t)args.p.num_kv_heads;
+    const uint32_t kv_heads = (uint32_t)args.p.ragged.num_kv_heads;
     uint32_t heads = max(min(kv_heads, section_keys / max(most_keys, 1u)), 1u);
 #pragma unroll 1
     while (kv_heads % heads != 0) {
@@ -105,12 +105,14 @@ start_search(const mha_args &args, uint32_t section_keys)
     uint32_t most_keys = 0;
     /* Two loops, because one would take more registers than a load warp has. */
 #pragma unroll 1
-    for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
-        tiles += count_tiles(smla_find_varlen_request(&args.p, req));
+    for (int64_t req = lane_idx(); req < args.p.visible.reqs.num_reqs; req += SMLA_WARP_LANES) {
+        tiles += count_tiles(smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req));
     }
 #pragma unroll 1
-    for (int64_t req = lane_idx(); req < args.p.num_reqs; req += SMLA_WARP_LANES) {
-        most_keys = max(most_keys, (uint32_t)smla_find_varlen_request(&args.p, req).num_keys);
+    for (int64_t req = lane_idx(); req < args.p.visible.reqs.num_reqs; req += SMLA_WARP_LANES) {
+        most_keys = max(
+            most_keys,
+            (uint32_t)smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req).num_keys);
     }
     mha_search search = {};
     /* A query_start_loc that falls could make more tiles than the host has counted on. */
@@ -122,7 +124,7 @@ start_search(const mha_args &args, uint32_t section_keys)
 
 /* Makes tile `idx` of a request, counted from its end. */
 __device__ __forceinline__ void
-make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx, int32_t head,
+make_tile(const mha_args &args, const smla_ragged_request &request, int32_t idx, int32_t head,
           mha_tile *tile)
 {
     const int32_t num_keys = (int32_t)request.num_keys;
@@ -138,10 +140,12 @@ make_tile(const mha_args &args, const smla_varlen_request &request, int32_t idx,
     tile->absent_keys = num_blocks * BLOCK_KEYS - end;
     tile->head = head;
     tile->kv_head = (int32_t)smla_divide_uint32((uint32_t)head, args.group);
-    tile->out = (uint8_t *)args.p.out + token * args.out_token_bytes + head * args.out_head_bytes;
-    tile->lse = args.p.lse == NULL
+    tile->out =
+        (uint8_t *)args.p.results.out + token * args.out_token_bytes + head * args.out_head_bytes;
+    tile->lse = args.p.results.lse == NULL
                     ? NULL
-                    : args.p.lse + token * args.p.lse_stride_token + head * args.p.lse_stride_head;
+                    : args.p.results.lse + token * args.p.results.lse_stride_token +
+                          head * args.p.results.lse_stride_head;
 }
 
 /* Finds tile `number`, which the first lane makes, or returns false if there are fewer tiles. */
@@ -150,7 +154,7 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
 {
     const uint32_t heads = search->section_heads;
     const uint32_t section_tiles = search->head_tiles * heads;
-    if (number >= search->head_tiles * (uint32_t)args.p.num_heads) {
+    if (number >= search->head_tiles * (uint32_t)args.p.queries.num_heads) {
         return false;
     }
     while (number - search->section_first >= section_tiles) {
@@ -166,7 +170,9 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
     for (;;) {
         const int64_t req = search->req + lane_idx();
         const uint32_t count =
-            req < args.p.num_reqs ? count_tiles(smla_find_varlen_request(&args.p, req)) : 0;
+            req < args.p.visible.reqs.num_reqs
+                ? count_tiles(smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req))
+                : 0;
         const uint32_t sum = smla_scan_lanes(count, lane_idx());
         const uint32_t idx = row - search->req_first;
         const uint32_t past = __ballot_sync(ALL_LANES, idx < sum);
@@ -174,7 +180,9 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
             const int owner = __ffs((int)past) - 1;
             const uint32_t before = __shfl_sync(ALL_LANES, sum - count, owner);
             if (lane_idx() == 0) {
-                make_tile(args, smla_find_varlen_request(&args.p, search->req + owner),
+                make_tile(args,
+                          smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged,
+                                                   search->req + owner),
                           (int32_t)(idx - before), (int32_t)head, tile);
             }
             return true;

@@ -1,7 +1,7 @@
 /* attention_dense_sm90.cu: dense MLA attention over bf16 rows for Hopper, with wgmma.
  *
  * Computes     as attention_bf16_sm90.cu, over the keys of a request that a mask admits: row i of
- *              a request sees keys begin_i to end_i - 1 (key_range.h)
+ *              a request sees keys begin_i to end_i - 1 (visible.h)
  * Shapes       q [T][H][512] and [T][H][64] bf16, or [T][H][512] alone; pages of bf16 rows by block
  *              table or slot table; lengths and starts of requests on the device. All rows begin at
  *              multiples of 16 bytes.
@@ -102,9 +102,9 @@ static int32_t
 count_team(const smla_attention_params *params, int64_t num_ctas)
 {
     enum { MOST = 4 };
-    const smla_requests *const reqs = &params->dense.reqs;
+    const smla_requests *const reqs = &params->visible.reqs;
     const int64_t tokens = reqs->query_starts == NULL ? reqs->query_len : 1;
-    const int64_t tiles = smla_count_parts(tokens * params->num_heads, TILE_HEADS);
+    const int64_t tiles = smla_count_parts(tokens * params->queries.num_heads, TILE_HEADS);
     const int64_t team = tiles < 1 ? 1 : tiles < MOST ? tiles : (int64_t)MOST;
     return (int32_t)(team < num_ctas ? team : num_ctas);
 }
@@ -113,10 +113,11 @@ count_team(const smla_attention_params *params, int64_t num_ctas)
 static int64_t
 count_dense_ctas(const smla_attention_params *params, int64_t num_reqs, bool may_cut)
 {
-    const int64_t num_sms = smla_cuda_find_device(params->call.stream.device_id)->num_sms;
+    const int64_t num_sms = num_sms_of(params);
     const int64_t tiles =
-        smla_count_parts(params->num_tokens * params->num_heads, TILE_HEADS) + num_reqs;
-    const int64_t steps = smla_count_parts(params->lists[0].topk, STEP_KEYS) + TILE_COST;
+        smla_count_parts(params->queries.num_tokens * params->queries.num_heads, TILE_HEADS) +
+        num_reqs;
+    const int64_t steps = smla_count_parts(params->keys.lists[0].topk, STEP_KEYS) + TILE_COST;
     const int64_t most = may_cut ? tiles * steps : tiles;
     return most < num_sms ? most : num_sms;
 }
@@ -140,21 +141,21 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
     if (code != cudaSuccess) {
         return code;
     }
-    const smla_dense_keys *const dense = &params->dense;
+    const smla_range_rule *const rule = &params->visible.rule;
     const bool may_cut = start->cut_bytes > 0;
     dense_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
-    launch.heads = smla_make_divisor(params->num_heads);
-    launch.num_reqs = (int32_t)dense->reqs.num_reqs + dense->fills_padding;
-    launch.left = clamp_keys(dense->rule.left);
-    launch.right = clamp_keys(dense->rule.right);
-    launch.has_shares = dense->rule.chunk > 0 || dense->rule.share.size > 0;
+    launch.heads = smla_make_divisor(params->queries.num_heads);
+    launch.num_reqs = (int32_t)params->visible.reqs.num_reqs + params->results.fills_padding;
+    launch.left = clamp_keys(rule->left);
+    launch.right = clamp_keys(rule->right);
+    launch.has_shares = rule->chunk > 0 || rule->share.size > 0;
     const int64_t num_ctas = count_dense_ctas(params, launch.num_reqs, may_cut);
     launch.team = count_team(params, num_ctas);
     smla_cut_tiles cut = {};
     if (may_cut) {
-        cut =
-            smla_cut_tiles_at(params->workspace, params->num_tokens * params->num_heads, num_ctas);
+        cut = smla_cut_tiles_at(params->workspace.memory,
+                                params->queries.num_tokens * params->queries.num_heads, num_ctas);
         launch.cut_tiles = cut.tiles;
         launch.slot_rows = (int32_t)cut.slot_rows;
         launch.base.partials = cut.partials;

@@ -26,7 +26,7 @@ enum {
     PARTS_AT_ONCE = 4,
 };
 
-/* Names that smla_attention_params has, too, are those that softmax.cuh reads. */
+/* Names that smla_results has, too, are those that softmax.cuh reads. */
 typedef struct combine_tiles_launch {
     const smla_cut_tile *tiles; /* [CTAs of attention] */
     smla_partial_rows partials;
@@ -39,8 +39,7 @@ typedef struct combine_tiles_launch {
     float *lse;
     int64_t lse_stride_token;
     int64_t lse_stride_head;
-    const float *attn_sink;
-    int64_t attn_sink_stride;
+    smla_sinks sinks;
     bool empty_lse_is_plus_inf;
     float *max_logits;
     int64_t max_logits_stride_token;
@@ -144,10 +143,10 @@ __launch_bounds__(COMBINE_WARPS *SMLA_WARP_LANES)
     const int32_t query = (int32_t)smla_divide_uint32(place, launch.heads);
     const int64_t token = tile.token + query;
     const int64_t head = place - query * launch.heads.divisor;
-    const float sink = softmax_sink(launch, head);
+    const float sink = softmax_sink(launch.sinks, head);
     const folded_row whole = fold_states(launch, parts, lane);
-    const float factor =
-        softmax_finish(launch, token, head, whole.max_log2, whole.sum, sink, lane == 0);
+    const float factor = softmax_finish(launch, launch.sinks, token, head, whole.max_log2,
+                                        whole.sum, sink, lane == 0);
     const float reference = softmax_reference(whole.max_log2);
     float total[LANE_VALUES] = {};
 #pragma unroll 1
@@ -174,7 +173,7 @@ smla_cuda_launch_combine_tiles(const smla_attention_params *params, const smla_c
     launch.partials = cut->partials;
     launch.slot_rows = (int32_t)cut->slot_rows;
     launch.team = team;
-    launch.heads = smla_make_divisor(params->num_heads);
+    launch.heads = smla_make_divisor(params->queries.num_heads);
     take_results(*params, &launch);
     return smla_launch(combine_tiles, launch, cut->num_ctas * TILE_CTAS,
                        COMBINE_WARPS * SMLA_WARP_LANES, 0, params->call.stream, false, deferred);

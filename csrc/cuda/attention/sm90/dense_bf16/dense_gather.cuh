@@ -19,19 +19,15 @@ typedef struct tile_query {
 static __device__ __forceinline__ const uint16_t *
 find_nope(const tile_query &query, int row)
 {
-    const smla_attention_params &params = query.launch.base.params;
     const row_place place = find_place(query.launch, query.token, query.first_row + row);
-    return params.q_nope + place.token * params.q_nope_stride_token +
-           place.head * params.q_nope_stride_head;
+    return smla_row16(&query.launch.base.params.queries.parts[SMLA_NOPE], place.token, place.head);
 }
 
 static __device__ __forceinline__ const uint16_t *
 find_rope(const tile_query &query, int row)
 {
-    const smla_attention_params &params = query.launch.base.params;
     const row_place place = find_place(query.launch, query.token, query.first_row + row);
-    return params.q_pe + place.token * params.q_pe_stride_token +
-           place.head * params.q_pe_stride_head;
+    return smla_row16(&query.launch.base.params.queries.parts[SMLA_PE], place.token, place.head);
 }
 
 /* Copies the query of an item. Not inlined, so that it takes no registers from the copies of
@@ -56,8 +52,8 @@ find_step_slot(const dense_launch &launch, const dense_item *item, int32_t step)
     if (key < item->seen.begin || key >= item->seen.end) {
         return -1;
     }
-    const int64_t slot =
-        map_position(launch.base.params.lists[0].map, launch.base.entry_tokens, item->req, key);
+    const int64_t slot = map_position(launch.base.params.keys.lists[0].map,
+                                      launch.base.entry_tokens, item->req, key);
     return slot < launch.base.lists[0].num_slots ? (int32_t)slot : -1;
 }
 

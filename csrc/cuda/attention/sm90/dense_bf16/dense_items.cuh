@@ -48,7 +48,7 @@ typedef struct dense_request {
 static __device__ __forceinline__ dense_request
 find_request(const dense_launch &launch, int32_t req)
 {
-    const smla_requests &reqs = launch.base.params.dense.reqs;
+    const smla_requests &reqs = launch.base.params.visible.reqs;
     dense_request request = {};
     if (req < launch.num_reqs) {
         const bool is_padding = req == reqs.num_reqs;
@@ -72,7 +72,7 @@ static __device__ __noinline__ row_limits
 find_any_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
 {
     const smla_key_range range =
-        smla_find_key_range(&launch.base.params.dense.rule, position, num_keys);
+        smla_find_key_range(&launch.base.params.visible.rule, position, num_keys);
     return row_limits{(int32_t)range.begin, (int32_t)range.end};
 }
 
@@ -91,7 +91,7 @@ find_limits(const dense_launch &launch, int32_t position, int32_t num_keys)
             limits.end = max(position + launch.right + 1, 0);
         }
     }
-    limits.end = min(limits.end, (int32_t)launch.base.params.lists[0].topk);
+    limits.end = min(limits.end, (int32_t)launch.base.params.keys.lists[0].topk);
     return limits;
 }
 

@@ -41,11 +41,9 @@ finish_tile(const dense_launch &launch, const dense_item &item, int turn, bf16_m
         write_partial_rows(launch, find_row_item(launch, item, 0), me, factors, state);
         return;
     }
-    const smla_attention_params &params = launch.base.params;
     const auto find_row = [&](int i) {
         const row_place place = find_place(launch, item.token, item.first_row + i);
-        return params.out + place.token * params.out_stride_token +
-               place.head * params.out_stride_head;
+        return smla_out16(&launch.base.params.results, place.token, place.head);
     };
     write_out_rows<true>(item.num_rows, find_row, me, factors, state);
 }

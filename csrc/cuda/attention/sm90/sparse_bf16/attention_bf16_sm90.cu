@@ -104,7 +104,7 @@ consume(const bf16_launch &launch, bf16_memory *shared)
     const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
     if (follower >= 0) {
         const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
-        copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params, first),
+        copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params.queries, first),
                                         ptx_shared_address(shared), follower / SMLA_WARP_LANES);
     }
     order_items(launch, BARRIER_CONSUMERS, shared);
@@ -158,7 +158,7 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
         interleave_splits(&launch.base);
     }
     launch.num_items = (int32_t)count_items(launch.base);
-    const int64_t num_ctas = count_ctas(launch.base, launch.num_items);
+    const int64_t num_ctas = count_ctas(launch.base, launch.num_items, num_sms_of(params));
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
                        SHARED_BYTES, params->call.stream, false, start->deferred);
@@ -169,16 +169,16 @@ static bool
 are_rows_aligned(const smla_attention_params *params)
 {
     return is_query_aligned(params) && are_lists_aligned(params) &&
-           smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head,
-                                 16);
+           smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
+                                 params->results.out_stride_head, 16);
 }
 
 template <typename Keys, bool ALIGNED>
 static cudaError_t
 launch_any(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return params->max_logits == NULL ? launch_bf16<Keys, false, ALIGNED>(params, start)
-                                      : launch_bf16<Keys, true, ALIGNED>(params, start);
+    return params->results.max_logits == NULL ? launch_bf16<Keys, false, ALIGNED>(params, start)
+                                              : launch_bf16<Keys, true, ALIGNED>(params, start);
 }
 
 /* Launches the kernel, one of four, that suits the call. */
@@ -211,7 +211,7 @@ smla_attend_sm90_512_64(const smla_attention_params *params, const smla_attentio
     if (are_rows_aligned(params)) {
         return launch_any<key_kind<false, true>, true>(params, start);
     }
-    return params->num_heads > 32   ? smla_attend_sm80_512_64(params, start)
-           : params->num_heads > 16 ? smla_attend_sm80_512_32(params, start)
-                                    : smla_attend_sm80_512_16(params, start);
+    return params->queries.num_heads > 32   ? smla_attend_sm80_512_64(params, start)
+           : params->queries.num_heads > 16 ? smla_attend_sm80_512_32(params, start)
+                                            : smla_attend_sm80_512_16(params, start);
 }

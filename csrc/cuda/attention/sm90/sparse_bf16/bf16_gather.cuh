@@ -131,13 +131,12 @@ find_rope(const query_source &query, int row)
 }
 
 static __device__ __forceinline__ query_source
-find_query(const smla_attention_params &params, const work_item &item)
+find_query(const smla_queries &queries, const work_item &item)
 {
-    return query_source{params.q_nope + item.token * params.q_nope_stride_token +
-                            item.first_head * params.q_nope_stride_head,
-                        params.q_pe + item.token * params.q_pe_stride_token +
-                            item.first_head * params.q_pe_stride_head,
-                        params.q_nope_stride_head, params.q_pe_stride_head, item.num_heads};
+    return query_source{smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head),
+                        smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head),
+                        queries.parts[SMLA_NOPE].stride_head, queries.parts[SMLA_PE].stride_head,
+                        item.num_heads};
 }
 
 /* Copies the query of an item, from where find_nope and find_rope say; `warp` is the number of the

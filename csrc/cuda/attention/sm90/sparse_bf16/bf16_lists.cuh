@@ -37,7 +37,7 @@ prefetch_item(const bf16_launch &launch, int idx)
     if (idx >= 0) {
         const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
 #pragma unroll 1
-        for (int list = 0; list < launch.base.params.num_lists; list++) {
+        for (int list = 0; list < launch.base.params.keys.num_lists; list++) {
             prefetch_keys(launch.base, item, list, gather_warp_again(), gather_lane());
         }
     }
@@ -65,7 +65,8 @@ pass_middle(const bf16_launch &launch, const step_context &context, uint32_t are
         begin_count(context.num_steps, state.phase.item, shared);
         if (context.n != 0) {
             ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.item ^ 1);
-            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.item),
+            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params.queries,
+                                                             context.item),
                                                   state.base, gather_warp_again());
         }
     }
@@ -156,7 +157,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         key_counts *const counts = &shared->num_keys[state.phase.item];
         key_stream stream = {};
 #pragma unroll 1
-        for (int list = 0; list < launch.base.params.num_lists; list++) {
+        for (int list = 0; list < launch.base.params.keys.num_lists; list++) {
             key_stream opened =
                 open_stream(launch.base, item, list, gather_warp_again(), gather_lane(), 0);
             if (list == 0) { /* its next index comes with those that are counted */
@@ -176,10 +177,10 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         stream.to_come = find_count(counts, 0, gather_warp_again());
         bool is_first_step = true;
 #pragma unroll 1
-        for (int list = 0; list < launch.base.params.num_lists; list++) {
+        for (int list = 0; list < launch.base.params.keys.num_lists; list++) {
             gather_list<Keys, ALIGNED>(launch, item, n, list, steps, shared, &stream,
                                        &is_first_step, &state);
-            if (list + 1 < launch.base.params.num_lists) {
+            if (list + 1 < launch.base.params.keys.num_lists) {
                 stream =
                     open_stream(launch.base, item, list + 1, gather_warp_again(), gather_lane(),
                                 find_count(counts, list + 1, gather_warp_again()));

@@ -147,10 +147,8 @@ finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     } else if (item.first_row != NOT_PARTIAL) {
         write_partial_rows(launch, item, me, factors, state);
     } else {
-        const smla_attention_params &params = launch.base.params;
         const auto find_row = [&](int row) {
-            return params.out + item.token * params.out_stride_token +
-                   (item.first_head + row) * params.out_stride_head;
+            return smla_out16(&launch.base.params.results, item.token, item.first_head + row);
         };
         write_out_rows<ALIGNED>(item.num_heads, find_row, me, factors, state);
     }

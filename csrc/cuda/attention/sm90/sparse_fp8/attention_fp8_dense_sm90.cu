@@ -1,7 +1,7 @@
 /* attention_fp8_dense_sm90.cu: dense MLA attention over FP8 rows for Hopper, with wgmma.
  *
  * Computes     as attention_fp8_sm90.cu, over the keys of a request that a mask admits: token t
- *              sees keys begin[t] to end[t] - 1 of its request (key_range.h)
+ *              sees keys begin[t] to end[t] - 1 of its request (visible.h)
  * Shapes       q [T][H][512] and [T][H][64] bf16; pages of fp8_ds_mla rows by block table or slot
  *              table; request, begin and end [T] int32 on the device (key_ranges.cu). All rows
  *              begin at multiples of 16 bytes.

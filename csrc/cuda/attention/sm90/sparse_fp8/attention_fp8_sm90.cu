@@ -96,7 +96,7 @@ launch_tile(const smla_attention_params *params, const smla_attention_start *sta
     if (!find_spans(params, spans)) {
         return launch_portable<ROW, HEADS>(params, start);
     }
-    return params->max_logits == NULL
+    return params->results.max_logits == NULL
                ? launch_fp8<fp8_shape<ROW, HEADS, false>>(params, start, spans)
                : launch_fp8<fp8_shape<ROW, HEADS, true>>(params, start, spans);
 }

@@ -453,9 +453,9 @@ leave_head(const attention_launch &launch, const work_item &item, int head, floa
     float factor = shift;
     sum *= shift;
     if (item.first_row == NOT_PARTIAL) {
-        const float sink = softmax_sink(launch.params, item.first_head + head);
-        factor *= softmax_finish(launch.params, item.token, item.first_head + head, row_max, sum,
-                                 sink, writes);
+        const float sink = softmax_sink(launch.params.logits.sinks, item.first_head + head);
+        factor *= softmax_finish(launch.params.results, launch.params.logits.sinks, item.token,
+                                 item.first_head + head, row_max, sum, sink, writes);
     } else if (writes) {
         *(float2 *)(launch.partials.state + 2 * ((int64_t)item.first_row + head)) =
             make_float2(row_max, sum);
@@ -503,7 +503,8 @@ run_fallback(const fp8_launch &all, int num_parts, const uint32_t *fallback_bits
              const item_order *order, shared_memory<Portable> *shared)
 {
     const attention_launch &launch = all.base;
-    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    const int num_tiles =
+        ((int)launch.params.queries.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
     for (int number = 0;; number++) {

@@ -23,7 +23,7 @@ find_key_offset(const attention_launch &launch, const row_span &span, int list, 
     if (!Row::IS_SPLIT && span.pitch != 0) { /* the usual case, in few instructions */
         return key_offset{index >= 0 ? (uint32_t)index * span.pitch + span.bias : NO_ROW, 0};
     }
-    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_kv_view &kv = launch.params.keys.lists[list].kv;
     const smla_divisor &block_size = launch.lists[list].block_size;
     const int32_t slot = slot_of_index(launch, list, token, index);
     if (slot < 0) {
@@ -216,8 +216,8 @@ gather_step(const fp8_launch &launch, const work_item &item, int list, uint32_t 
                find_gather_warp, shared);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
-        copy_rows<Shape>(launch.base.params.lists[list].kv, *state, launch.lists[list].lowest, key,
-                         is_key & 15);
+        copy_rows<Shape>(launch.base.params.keys.lists[list].kv, *state, launch.lists[list].lowest,
+                         key, is_key & 15);
         /* the next granule's keys move to the first lanes, so that numbers of lanes stay
          * constants */
         is_key >>= GATHER_KEYS;
@@ -300,15 +300,14 @@ fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
     typedef fp8_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
     constexpr int HEAD_BYTES = Shape::Row::HEAD_BYTES;
-    const smla_attention_params &params = launch.base.params;
+    const smla_queries &queries = launch.base.params.queries;
     const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
     const int num_heads = max(min(item.num_heads - first, WARP_HEADS), 0);
     const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
     const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * HEAD_BYTES;
-    const uint16_t *nope = params.q_nope + item.token * params.q_nope_stride_token +
-                           (item.first_head + first) * params.q_nope_stride_head;
-    const uint16_t *rope = params.q_pe + item.token * params.q_pe_stride_token +
-                           (item.first_head + first) * params.q_pe_stride_head;
+    const uint16_t *nope =
+        smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head + first);
+    const uint16_t *rope = smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head + first);
     if (ptx_elect()) {
         ptx_mbarrier_arrive_expect(full, num_heads * HEAD_BYTES);
         if (launch.query_is_dense && num_heads > 0) {
@@ -321,8 +320,8 @@ fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
                     ptx_bulk_copy(to + i * HEAD_BYTES + SMLA_KV_LORA_RANK * 2, rope,
                                   HEAD_BYTES - SMLA_KV_LORA_RANK * 2, full);
                 }
-                nope += params.q_nope_stride_head;
-                rope += params.q_pe_stride_head;
+                nope += queries.parts[SMLA_NOPE].stride_head;
+                rope += queries.parts[SMLA_PE].stride_head;
             }
         }
     }
@@ -360,8 +359,8 @@ begin_launch(const fp8_launch &launch, const work_item &item, fp8_memory<Shape> 
     }
     /* with two lists, the first step is the main list's for sure if its first entries are all
      * keys */
-    has_step &=
-        launch.base.params.num_lists == 1 || (Shape::Row::ROPE_IS_VALUE && is_key == 0xFFFFFFFFu);
+    has_step &= launch.base.params.keys.num_lists == 1 ||
+                (Shape::Row::ROPE_IS_VALUE && is_key == 0xFFFFFFFFu);
     if (has_step) {
         gather_step(launch, item, 0, index, 0, shared, state);
     }

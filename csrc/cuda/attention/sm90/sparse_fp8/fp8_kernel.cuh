@@ -71,7 +71,7 @@ consume_steps(const fp8_launch &launch, fp8_memory<Shape> *shared, consumer<Shap
             find_references(launch, find_thread_index_again(), shared, state);
             clear_sums(find_thread_index_again(), shared);
             if (find_thread_index_again().group == 1) { /* it has to wait for weights anyway */
-                leave_sinks(launch.base.params, find_thread_index_again(), shared);
+                leave_sinks(launch.base.params.logits.sinks, find_thread_index_again(), shared);
             }
         }
         meet_other_block(shared, at, find_thread_index(), other, state);
@@ -183,7 +183,7 @@ start(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     const int thread = (int)threadIdx.x;
     const int warp = thread / SMLA_WARP_LANES;
-    static_assert(offsetof(fp8_launch, base.params.kv_scale) <=
+    static_assert(offsetof(fp8_launch, base.params.logits.softmax_scale) <=
                       CONSTANT_LINE * FP8_THREADS / SMLA_WARP_LANES,
                   "a line for each warp");
     const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
@@ -299,7 +299,7 @@ find_headroom(const smla_attention_params *params)
     if (Shape::RANGED) { /* find_upper_headroom does the rest */
         return LARGEST_HEADROOM;
     }
-    if (params->num_lists == 1 && columns <= SMLA_SM90_KEYS) {
+    if (params->keys.num_lists == 1 && columns <= SMLA_SM90_KEYS) {
         return SMALLEST_HEADROOM;
     }
     float headroom = LARGEST_HEADROOM;
@@ -339,8 +339,8 @@ static bool
 find_spans(const smla_attention_params *params, row_span spans[2])
 {
     bool fits = are_lists_aligned(params);
-    for (int i = 0; i < params->num_lists; i++) {
-        fits = fits && find_span(&params->lists[i], &spans[i]);
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        fits = fits && find_span(&params->keys.lists[i], &spans[i]);
     }
     return fits;
 }
@@ -348,9 +348,9 @@ find_spans(const smla_attention_params *params, row_span spans[2])
 /* The number of CTAs for a number of items: more than one per SM where a CTA has too few fallback
  * bits. */
 static int64_t
-count_fp8_ctas(const attention_launch &launch, int64_t num_items)
+count_fp8_ctas(const attention_launch &launch, int64_t num_items, int64_t num_sms)
 {
-    const int64_t num_ctas = count_ctas(launch, num_items);
+    const int64_t num_ctas = count_ctas(launch, num_items, num_sms);
     return smla_count_parts(num_items, num_ctas) > MAX_ITEMS
                ? smla_count_parts(num_items, MAX_ITEMS)
                : num_ctas;
@@ -358,11 +358,12 @@ count_fp8_ctas(const attention_launch &launch, int64_t num_items)
 
 /* Whether the RoPE parts of queries lie behind their NoPE parts. */
 static bool
-is_pair_dense(const smla_attention_params *params)
+is_pair_dense(const smla_queries *queries)
 {
-    return params->q_pe == params->q_nope + SMLA_KV_LORA_RANK &&
-           params->q_pe_stride_head == params->q_nope_stride_head &&
-           params->q_pe_stride_token == params->q_nope_stride_token;
+    return queries->parts[SMLA_PE].data ==
+               (const uint16_t *)queries->parts[SMLA_NOPE].data + SMLA_KV_LORA_RANK &&
+           queries->parts[SMLA_PE].stride_head == queries->parts[SMLA_NOPE].stride_head &&
+           queries->parts[SMLA_PE].stride_token == queries->parts[SMLA_NOPE].stride_token;
 }
 
 /* Changes what a launch says about the cache of a dense call: the table's entries are limited, not
@@ -370,10 +371,10 @@ is_pair_dense(const smla_attention_params *params)
 static inline void
 describe_dense_cache(const smla_attention_params *params, fp8_launch *launch)
 {
-    const smla_kv_view *const kv = &params->lists[0].kv;
+    const smla_kv_view *const kv = &params->keys.lists[0].kv;
     const bool is_even = kv->page_stride_bytes == kv->block_size * kv->token_stride_bytes;
     launch->base.lists[0].index_limit =
-        (uint32_t)(smla_kv_num_slots(kv) / params->dense.entry_tokens);
+        (uint32_t)(smla_kv_num_slots(kv) / params->keys.entry_tokens);
     launch->lists[0].pitch = is_even ? (uint32_t)(kv->token_stride_bytes >> 4) : 0;
 }
 
@@ -397,7 +398,7 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
         interleave_splits(&launch.base);
     }
     launch.num_items = (int32_t)count_items(launch.base);
-    for (int i = 0; i < params->num_lists; i++) {
+    for (int i = 0; i < params->keys.num_lists; i++) {
         launch.lists[i] = spans[i];
     }
     if constexpr (Shape::RANGED) {
@@ -406,12 +407,14 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     launch.headroom = find_headroom<Shape>(params);
     launch.max_weight = launch.headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
     launch.out_is_aligned =
-        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
+                              params->results.out_stride_head, 16);
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
-    launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
-                            (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
+    launch.query_is_dense =
+        params->queries.parts[SMLA_NOPE].stride_head == Shape::Row::INFO.head_dim &&
+        (Shape::Row::ROPE_IS_VALUE || is_pair_dense(&params->queries));
     allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
-    const int64_t num_ctas = count_fp8_ctas(launch.base, launch.num_items);
+    const int64_t num_ctas = count_fp8_ctas(launch.base, launch.num_items, num_sms_of(params));
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
     return smla_launch(attend_fp8<Shape>, launch, num_ctas, FP8_THREADS, SHARED_BYTES,
                        params->call.stream, false, start->deferred);

@@ -29,7 +29,7 @@ query_head(const thread_index &me, int j)
  * little code, because they wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_query(const smla_attention_params &params, const work_item &item, fp8_memory<Shape> *shared)
+copy_query(const smla_queries &queries, const work_item &item, fp8_memory<Shape> *shared)
 {
     constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
     constexpr int HEAD_PIECES = Shape::Row::HEAD_BYTES / 16;
@@ -39,10 +39,9 @@ copy_query(const smla_attention_params &params, const work_item &item, fp8_memor
         const int head = item.first_head + i / HEAD_PIECES;
         const int piece = i % HEAD_PIECES;
         const uint16_t *const from =
-            piece < NOPE_PIECES ? params.q_nope + item.token * params.q_nope_stride_token +
-                                      head * params.q_nope_stride_head + 8 * piece
-                                : params.q_pe + item.token * params.q_pe_stride_token +
-                                      head * params.q_pe_stride_head + 8 * (piece - NOPE_PIECES);
+            piece < NOPE_PIECES
+                ? smla_row16(&queries.parts[SMLA_NOPE], item.token, head) + 8 * piece
+                : smla_row16(&queries.parts[SMLA_PE], item.token, head) + 8 * (piece - NOPE_PIECES);
         uint32_t words[4];
         smla_load_words<16, false>(from, words);
         ((uint4 *)shared->query)[i] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -291,7 +290,7 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
     if (launch.fetches_query) {
         wait_for_query(shared, *state);
     } else {
-        copy_query(launch.base.params, next, shared);
+        copy_query(launch.base.params.queries, next, shared);
     }
     read_query(next, me, shared, &part);
     uint32_t head_max[2];

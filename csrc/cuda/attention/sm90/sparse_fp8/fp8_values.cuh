@@ -307,12 +307,11 @@ add_up_head(const fp8_memory<Shape> *shared, int head, float *sum, float *row_ma
  * load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_sinks(const smla_attention_params &params, const thread_index &me, fp8_memory<Shape> *shared)
+leave_sinks(const smla_sinks &sinks, const thread_index &me, fp8_memory<Shape> *shared)
 {
     const int head = SMLA_WARP_LANES * me.warp + me.lane;
-    if (params.attn_sink != NULL && head < shared->current_item.num_heads) {
-        const float sink =
-            params.attn_sink[(shared->current_item.first_head + head) * params.attn_sink_stride];
+    if (sinks.values != NULL && head < shared->current_item.num_heads) {
+        const float sink = sinks.values[(shared->current_item.first_head + head) * sinks.stride];
         shared->factor[0][head] = sink;
         shared->factor[1][head] = sink;
     }
@@ -325,7 +324,7 @@ template <typename Shape>
 static __device__ __forceinline__ void
 find_factors(const fp8_launch &launch, int group, fp8_memory<Shape> *shared)
 {
-    const smla_attention_params &params = launch.base.params;
+    const list_params &params = launch.base.params;
     const int head = ptx_forget((int)threadIdx.x) % GROUP_THREADS;
     if (is_any(load_has_grown(shared, 1))) { /* references have moved in the last block */
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the sums of both groups are complete */
@@ -340,7 +339,7 @@ find_factors(const fp8_launch &launch, int group, fp8_memory<Shape> *shared)
         if (sum != 0.0f && shared->current_item.first_row != NOT_PARTIAL) {
             factor = __frcp_rn(sum);
         } else if (sum != 0.0f) {
-            if (params.attn_sink != NULL) {
+            if (params.logits.sinks.values != NULL) {
                 const float log2_e = 0x1.715476p+0f;
                 sum +=
                     ptx_exp2(fmaf(shared->factor[group][head], log2_e, -shared->reference[head]));
@@ -414,10 +413,9 @@ add_last_block(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_ad
 
 /* Where a head's row of `out` begins. */
 static __device__ __forceinline__ uint16_t *
-find_out(const smla_attention_params &params, const work_item &item, int head)
+find_out(const smla_results &results, const work_item &item, int head)
 {
-    return params.out + item.token * params.out_stride_token +
-           (item.first_head + head) * params.out_stride_head;
+    return smla_out16(&results, item.token, item.first_head + head);
 }
 
 /* Rounds a thread's eight values of a head to bf16, or to f16 for a partial row. */
@@ -504,7 +502,7 @@ copy_out(const fp8_launch &launch, const work_item &item, const fp8_memory<Shape
 #pragma unroll 1
     for (int i = ptx_forget((int)threadIdx.x); i < item.num_heads * SMLA_KV_LORA_RANK;
          i += CONSUMER_THREADS) {
-        find_out(launch.base.params, item, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
+        find_out(launch.base.params.results, item, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
             ((const uint16_t *)shared->query)[i];
     }
 }
@@ -542,7 +540,8 @@ finish_only_key(const attention_launch &launch, fp8_memory<Shape> *shared)
         find_head_state(shared, thread, &reference, &sum, &row_max);
         const float factor = leave_head(launch, item, thread, reference, row_max, sum, true);
         /* the only key has all of the weight except a sink's share; NaN stays NaN */
-        const bool is_all = item.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
+        const bool is_all =
+            item.first_row == NOT_PARTIAL && launch.params.logits.sinks.values == NULL;
         shared->factor[0][thread] = is_all && sum > 0.0f ? 1.0f : sum * factor;
     }
     const lane_part value = load_only_value<Shape::Row::ROPE_IS_VALUE>(
@@ -572,15 +571,15 @@ finish_row(const fp8_launch &launch, fp8_memory<Shape> *shared, const consumer<S
         mark_item(shared->item_idx, ptx_forget((int)threadIdx.x), shared->fallback_bits);
         return;
     }
-    const smla_attention_params &params = launch.base.params;
+    const list_params &params = launch.base.params;
     if (item.first_row != NOT_PARTIAL) {
         write_out<true>(find_halves(launch.base, item, 0), 2 * SMLA_KV_LORA_RANK, item.num_heads,
                         find_thread_index_again(), shared, state);
     } else {
         const bool is_aligned = launch.out_is_aligned;
-        write_out<false>(is_aligned ? find_out(params, item, 0) : (uint16_t *)shared->query,
-                         is_aligned ? params.out_stride_head : SMLA_KV_LORA_RANK, item.num_heads,
-                         find_thread_index_again(), shared, state);
+        write_out<false>(is_aligned ? find_out(params.results, item, 0) : (uint16_t *)shared->query,
+                         is_aligned ? params.results.out_stride_head : SMLA_KV_LORA_RANK,
+                         item.num_heads, find_thread_index_again(), shared, state);
         if (!is_aligned) {
             copy_out(launch, item, shared);
             ptx_barrier(BARRIER_CONSUMERS,

@@ -1,5 +1,5 @@
 /* range_gather.cuh: the gather warps of attention_fp8_dense_sm90.cu. A token of a dense call sees a
- * range of its request's keys (core/key_range.h), and a table has their pages or slots. So no index
+ * range of its request's keys (visible.h), and a table has their pages or slots. So no index
  * is read, nothing is counted or moved together, and every warp knows by itself which keys a step
  * has.
  *
@@ -31,37 +31,36 @@ count_own_keys(const smla_rank_share &share, uint32_t count)
            (uint32_t)min(max(rest, (int64_t)0), (int64_t)share.interleave);
 }
 
-/* smla_dense_split_columns in 32 bits, because a gather warp has no registers for more. */
+/* smla_table_split_columns in 32 bits, because a gather warp has no registers for more. */
 static __device__ __forceinline__ uint32_t
 count_split_columns(const attention_launch &launch, int32_t token)
 {
-    const smla_dense_keys &dense = launch.params.dense;
-    const smla_index_map &map = launch.params.lists[0].map;
+    const smla_visible &visible = launch.params.visible;
+    const smla_index_map &map = launch.params.keys.lists[0].map;
     const int32_t req = map.req_id_per_token[token];
     uint32_t keys = 0;
     if (req >= 0 && req < map.num_reqs) {
-        keys =
-            count_own_keys(dense.rule.share,
-                           (uint32_t)max(dense.reqs.seq_lens[req * dense.reqs.seq_lens_stride], 0));
+        const int32_t length = visible.reqs.seq_lens[req * visible.reqs.seq_lens_stride];
+        keys = count_own_keys(visible.rule.share, (uint32_t)max(length, 0));
     }
-    const uint32_t share =
-        smla_divide_uint32(keys + (uint32_t)launch.params.num_splits - 1, launch.num_splits);
+    const uint32_t share = smla_divide_uint32(keys + (uint32_t)launch.params.results.num_splits - 1,
+                                              launch.num_splits);
     return max((share + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN,
-               (uint32_t)dense.least_split_columns);
+               (uint32_t)visible.least_split_columns);
 }
 
 /* find_dense_columns in 32 bits. An item without heads has no keys. */
 static __device__ __forceinline__ column_range
 find_range(const attention_launch &launch, const work_item &item)
 {
-    const smla_key_list &keys = launch.params.lists[0];
+    const smla_key_list &keys = launch.params.keys.lists[0];
     column_range range = {0, 0};
     if (item.num_heads == 0) {
         return range;
     }
     uint32_t begin = (uint32_t)keys.begin[item.token];
     uint32_t end = min((uint32_t)keys.end[item.token], (uint32_t)keys.topk);
-    if (launch.params.num_splits > 1) {
+    if (launch.params.results.num_splits > 1) {
         const uint32_t columns = count_split_columns(launch, item.token);
         begin = max(begin, (uint32_t)item.split * columns);
         end = min(end, (uint32_t)(item.split + 1) * columns);
@@ -100,7 +99,7 @@ typedef struct range_stream {
 static __device__ __forceinline__ void
 load_entry(const attention_launch &launch, range_stream *stream)
 {
-    const int64_t stride = launch.params.lists[0].map.block_table_stride_block;
+    const int64_t stride = launch.params.keys.lists[0].map.block_table_stride_block;
     const uint32_t column = smla_divide_uint32(stream->position, launch.entry_tokens);
     ptx_load_4_cached(stream->entries + column * stride,
                       stream->position >= stream->begin && stream->position < stream->end, NO_INDEX,
@@ -112,7 +111,7 @@ load_entry(const attention_launch &launch, range_stream *stream)
 static __device__ __forceinline__ range_stream
 open_range(const attention_launch &launch, const work_item &item, const column_range &range)
 {
-    const smla_index_map &map = launch.params.lists[0].map;
+    const smla_index_map &map = launch.params.keys.lists[0].map;
     const int lane = find_gather_lane();
     range_stream stream;
     stream.begin = (uint32_t)range.begin;
@@ -130,7 +129,7 @@ static __device__ __forceinline__ uint32_t
 find_position_offset(const fp8_launch &launch, const range_stream &stream)
 {
     const row_span &span = launch.lists[0];
-    const smla_kv_view &kv = launch.base.params.lists[0].kv;
+    const smla_kv_view &kv = launch.base.params.keys.lists[0].kv;
     const smla_divisor &block_size = launch.base.lists[0].block_size;
     const uint32_t tokens = (uint32_t)launch.base.entry_tokens.divisor;
     const uint32_t in_entry =
@@ -157,7 +156,7 @@ has_neighbours(const attention_launch &launch)
 {
     static_assert(GATHER_KEYS == NEIGHBOURS && Row::PITCH == Row::COPY_BYTES, "one copy");
     return (uint32_t)launch.entry_tokens.divisor % NEIGHBOURS == 0 &&
-           launch.params.lists[0].kv.token_stride_bytes == Row::COPY_BYTES;
+           launch.params.keys.lists[0].kv.token_stride_bytes == Row::COPY_BYTES;
 }
 
 /* copy_rows for four neighbours, with one copy. The first lane has the first row's offset. */
@@ -193,7 +192,7 @@ gather_range_step(const fp8_launch &launch, uint32_t turn, range_stream *stream,
                   fp8_memory<Shape> *shared, gather_state *state)
 {
     typedef typename Shape::Row Row;
-    const smla_kv_view &kv = launch.base.params.lists[0].kv;
+    const smla_kv_view &kv = launch.base.params.keys.lists[0].kv;
     const listed_position only = {(int32_t)stream->position};
     key_offset key = {find_position_offset(launch, *stream), 0};
     uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);

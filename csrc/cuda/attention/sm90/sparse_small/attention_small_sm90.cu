@@ -174,8 +174,9 @@ run_small_fallback(const attention_launch &launch, const work_item &item, void *
     }
     ptx_claim_registers<registers::FALLBACK>();
     typedef typename Shape::Portable Portable;
-    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
-    const int part = item.token * launch.params.num_splits + item.split;
+    const int num_tiles =
+        ((int)launch.params.queries.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    const int part = item.token * launch.params.results.num_splits + item.split;
     const int first = item.first_head / Portable::HEADS;
 #pragma unroll 1
     for (int i = first; i < min(first + Shape::FALLBACK_TILES, num_tiles); i++) {
@@ -303,7 +304,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const work_item item =
         find_item(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
-    if (item.token >= launch.params.num_tokens) {
+    if (item.token >= launch.params.queries.num_tokens) {
         keep_sm();
         return;
     }
@@ -341,13 +342,12 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
 
 /* The number of CTAs, with those without an item, for SMs that would be idle (keep_sm). */
 static int64_t
-count_small_ctas(const attention_launch &launch, int partners)
+count_small_ctas(const attention_launch &launch, int num_sms, int partners)
 {
-    const smla_attention_params &params = launch.params;
+    const list_params &params = launch.params;
     const int64_t num_items = count_items(launch);
-    const int num_sms = smla_cuda_find_device(params.call.stream.device_id)->num_sms;
-    return smla_fits_beside(num_items, params.num_tokens * params.num_heads, params.num_splits,
-                            num_sms)
+    return smla_fits_beside(num_items, params.queries.num_tokens * params.queries.num_heads,
+                            params.results.num_splits, num_sms)
                ? num_sms / partners * partners
                : num_items;
 }
@@ -372,8 +372,9 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    const int64_t num_ctas =
-        Shape::IS_FULL ? count_items(launch) : count_small_ctas(launch, PARTNERS);
+    const int64_t num_ctas = Shape::IS_FULL
+                                 ? count_items(launch)
+                                 : count_small_ctas(launch, (int)num_sms_of(params), PARTNERS);
     return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
                        params->call.stream, PARTNERS > 1, start->deferred);
 }
@@ -383,7 +384,7 @@ template <int ROW, int HEADS, bool ALIGNED>
 static cudaError_t
 launch_any(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return smla_count_parts(params->num_heads, HEADS) % 2 == 0
+    return smla_count_parts(params->queries.num_heads, HEADS) % 2 == 0
                ? launch_shape<ROW, HEADS, 2, ALIGNED>(params, start)
                : launch_shape<ROW, HEADS, 1, ALIGNED>(params, start);
 }

@@ -21,7 +21,7 @@ static __device__ __forceinline__ int
 count_granules(const attention_launch &launch)
 {
     const int columns =
-        launch.split_columns[0] + (launch.params.num_lists == 2 ? launch.split_columns[1] : 0);
+        launch.split_columns[0] + (launch.params.keys.num_lists == 2 ? launch.split_columns[1] : 0);
     return columns / GRANULE_KEYS;
 }
 
@@ -51,7 +51,7 @@ find_key(const attention_launch &launch, const work_item &item, int key)
     const int num_main = launch.split_columns[0];
     list_entry entry;
     entry.list = key < num_main ? 0 : 1;
-    const smla_key_list &keys = launch.params.lists[entry.list];
+    const smla_key_list &keys = launch.params.keys.lists[entry.list];
     entry.column = item.split * launch.split_columns[entry.list] + key - entry.list * num_main;
     entry.index = keys.indices + item.token * keys.indices_stride_token + entry.column;
     entry.is_on = key < count_granules(launch) * GRANULE_KEYS && entry.column < keys.topk;
@@ -72,7 +72,7 @@ static __device__ __forceinline__ smla_kv_token
 find_key_row(const attention_launch &launch, const work_item &item, const list_entry &entry,
              uint32_t index)
 {
-    const smla_key_list &keys = launch.params.lists[entry.list];
+    const smla_key_list &keys = launch.params.keys.lists[entry.list];
     int32_t length = INT32_MAX;
     if (keys.end != NULL) {
         length = read_length(keys, item.token);
@@ -226,13 +226,13 @@ fetch_query(const attention_launch &launch, const work_item &item, int warp, int
             small_memory<Shape> *shared, small_state<Shape> *state)
 {
     const query_lane at = find_query_lane(warp, lane);
-    const query_source entry = find_query(launch.params, item, at);
+    const query_source entry = find_query(launch.params.queries, item, at);
     if (Shape::HEADS > 16) { /* a shorter query is there before the rows are */
-        prefetch_query<Shape>(launch.params, item, entry, at);
+        prefetch_query<Shape>(launch, item, entry, at);
     }
     wait_for_others();
     small_query<Shape> query = {};
-    load_query<Shape, Shape::ALIGNED>(launch.params, entry, at, item.num_heads, &query);
+    load_query<Shape, Shape::ALIGNED>(launch.params.queries, entry, at, item.num_heads, &query);
     __syncwarp();
     ptx_cluster_wait();
     store_query(shared, query, at, lane, state);

@@ -41,14 +41,12 @@ typedef struct query_source {
 } query_source;
 
 static __device__ __forceinline__ query_source
-find_query(const smla_attention_params &params, const work_item &item, const query_lane &at)
+find_query(const smla_queries &queries, const work_item &item, const query_lane &at)
 {
     query_source source;
-    source.nope = params.q_nope + item.token * params.q_nope_stride_token +
-                  (int64_t)(item.first_head + at.head) * params.q_nope_stride_head +
+    source.nope = smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head + at.head) +
                   SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
-    source.rope = params.q_pe + item.token * params.q_pe_stride_token +
-                  (int64_t)(item.first_head + at.rope_head) * params.q_pe_stride_head +
+    source.rope = smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head + at.rope_head) +
                   16 * at.column + 8 * at.piece;
     return source;
 }
@@ -57,22 +55,24 @@ find_query(const smla_attention_params &params, const work_item &item, const que
  * the same query, so each asks for some parts. L2 will have what those grids still write. */
 template <typename Shape>
 static __device__ __forceinline__ void
-prefetch_query(const smla_attention_params &params, const work_item &item,
-               const query_source &source, const query_lane &at)
+prefetch_query(const attention_launch &launch, const work_item &item, const query_source &source,
+               const query_lane &at)
 {
+    const smla_queries &queries = launch.params.queries;
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
-        const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
-        const bool is_on =
-            item.split == part % params.num_splits && at.head + further < item.num_heads;
+        const uint16_t *const nope = source.nope + further * queries.parts[SMLA_NOPE].stride_head;
+        const bool is_on = item.split == part % launch.params.results.num_splits &&
+                           at.head + further < item.num_heads;
         ptx_prefetch_l2(nope, is_on);
         ptx_prefetch_l2(nope + 16, is_on);
     }
     if constexpr (!Shape::Row::ROPE_IS_VALUE) {
 #pragma unroll
         for (int set = 0; set < Shape::HEAD_SETS; set++) {
-            ptx_prefetch_l2(source.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
+            ptx_prefetch_l2(source.rope +
+                                SMLA_WARP_LANES * set * queries.parts[SMLA_PE].stride_head,
                             item.split == 0 &&
                                 at.rope_head + SMLA_WARP_LANES * set < item.num_heads);
         }
@@ -81,14 +81,15 @@ prefetch_query(const smla_attention_params &params, const work_item &item,
 
 template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
-load_query(const smla_attention_params &params, const query_source &source, const query_lane &at,
+load_query(const smla_queries &queries, const query_source &source, const query_lane &at,
            int num_heads, small_query<Shape> *query)
 {
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
         const int further = PART_HEADS * part;
         if (at.head + further < num_heads) {
-            const uint16_t *const nope = source.nope + further * params.q_nope_stride_head;
+            const uint16_t *const nope =
+                source.nope + further * queries.parts[SMLA_NOPE].stride_head;
             smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
             smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
@@ -97,7 +98,7 @@ load_query(const smla_attention_params &params, const query_source &source, cons
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int further = SMLA_WARP_LANES * set;
         if (!Shape::Row::ROPE_IS_VALUE && at.rope_head + further < num_heads) {
-            smla_load_words<16, ALIGNED>(source.rope + further * params.q_pe_stride_head,
+            smla_load_words<16, ALIGNED>(source.rope + further * queries.parts[SMLA_PE].stride_head,
                                          query->rope[set]);
         }
     }

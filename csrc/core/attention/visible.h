@@ -1,6 +1,7 @@
-/* key_range.h: the one rule by which masks choose keys. Whatever the mask of dense attention, a
- * token sees one range of its request's keys. So causal order, windows, chunks, padding and context
- * parallelism become two limits per token, and no kernel knows a mask. Compiles as C and as CUDA.
+/* visible.h: the keys that a query sees, and the one rule by which masks choose them. Whatever the
+ * mask of dense attention, a token sees one range of its request's keys. So causal order, windows,
+ * chunks, padding and context parallelism become two limits per token, and no kernel knows a mask.
+ * Compiles as C and as CUDA.
  */
 #pragma once
 
@@ -76,3 +77,40 @@ smla_find_key_range(const smla_range_rule *rule, int64_t position, int64_t num_k
     range.end = smla_count_own(&rule->share, smla_clamp_int64(range.end, 0, num_keys));
     return range;
 }
+
+/* The requests of a call, whose query tokens lie behind each other. */
+typedef struct smla_requests {
+    int64_t num_tokens;          /* T */
+    int64_t num_reqs;            /* R */
+    const int32_t *query_starts; /* [R + 1]; NULL: each request has query_len tokens */
+    int64_t query_starts_stride;
+    int64_t query_len;
+    const int32_t *seq_lens; /* [R]: their keys; unused where keys are ragged (keys.h) */
+    int64_t seq_lens_stride;
+} smla_requests;
+
+/* The number of the first query token of a request. Numbers on a device are unchecked, so they are
+ * clamped. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_query_start(const smla_requests *reqs, int64_t req)
+{
+    const int64_t start = reqs->query_starts == NULL
+                              ? req * reqs->query_len
+                              : reqs->query_starts[req * reqs->query_starts_stride];
+    return smla_clamp_int64(start, 0, reqs->num_tokens);
+}
+
+/* The keys of a request. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_seq_len(const smla_requests *reqs, int64_t req)
+{
+    const int64_t length = reqs->seq_lens[req * reqs->seq_lens_stride];
+    return length < 0 ? 0 : length;
+}
+
+/* What the queries of all requests see. */
+typedef struct smla_visible {
+    smla_requests reqs;
+    smla_range_rule rule;
+    int32_t least_split_columns; /* what a split of a request's keys has at least */
+} smla_visible;

@@ -1,5 +1,5 @@
-/* logits.h: the kernels of logits.c. One text, logits_kernel.h, is compiled once per instruction
- * set into a smla_logits_isa.
+/* score_tiles.h: the kernels of logits.c. One text, logits_kernel.h, is compiled once per
+ * instruction set into a smla_logits_isa.
  */
 #pragma once
 

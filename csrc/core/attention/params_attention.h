@@ -1,0 +1,166 @@
+/* params_attention.h: attention is queries x keys x what a query sees x logits -> results. These are
+ * the params of every attention, and the plan of those over a cache. Compiles as C and as CUDA.
+ */
+#pragma once
+
+#include "core/attention/keys.h"
+#include "core/attention/logits.h"
+#include "core/attention/queries.h"
+#include "core/attention/results.h"
+#include "core/attention/visible.h"
+
+/* The shape of attention: all that the workspace size and the number of splits depend on. */
+typedef struct smla_attention_shape {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t topk;
+    int64_t extra_topk;
+    int num_splits; /* 0 = the plan chooses */
+    int32_t device_id;
+    /* The formats of the main and the extra list. The main format is NULL while it is not known:
+     * the choice of a split count does not need it, and the workspace size covers all formats. */
+    const smla_kv_format_info *formats[2];
+    bool has_ranges;      /* smla_has_ranges of at least one list */
+    bool is_dense;        /* lengths are on the device: no plan depends on topk */
+    bool covers_dense;    /* the workspace size is enough for dense calls of this shape, too */
+    bool fits_tiles;      /* dense, without softcap, and all rows are aligned to 16 bytes */
+    bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
+} smla_attention_shape;
+
+/* A launch of attention for all tokens of a call, or for some of them. */
+typedef struct smla_attention_run {
+    const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
+    int64_t num_tokens;
+    int num_splits;
+    /* Bytes of workspace for the partial rows of a launch that cuts long works by itself. Every
+     * caller that asked for the workspace size has them. 0: the launch cuts no works. */
+    int64_t cut_bytes;
+    /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
+     * caller says how many splits there are, each has a range of columns. */
+    bool interleaves;
+} smla_attention_run;
+
+/* How a backend runs attention of a shape. The check asks the backend for the plan once per call,
+ * and it goes with the params. */
+typedef struct smla_attention_plan {
+    int64_t workspace_bytes; /* what attention_workspace_size returns */
+    int num_runs;            /* 1, or 2: the first tokens and the rest */
+    bool reads_lengths;      /* a dense call needs no ranges per token (smla_key_ranges_params) */
+    smla_attention_run runs[2];
+} smla_attention_plan;
+
+/* The first and the last key that each token sees in a table, and its request. */
+typedef struct smla_token_ranges {
+    int32_t *req_ids; /* [T], like the next two; NULL: nothing writes them in this call */
+    int32_t *begin;
+    int32_t *end;
+} smla_token_ranges;
+
+/* Lets a table's list read them. */
+static inline void
+smla_take_ranges(const smla_token_ranges *ranges, smla_key_list *list)
+{
+    list->map.req_id_per_token = ranges->req_ids;
+    list->begin = ranges->begin;
+    list->end = ranges->end;
+}
+
+/* A launch copies of it what its kernel reads. */
+typedef struct smla_attention_params {
+    smla_call call;
+    smla_queries queries;
+    smla_key_source source;
+    union {
+        smla_key_lists keys; /* SMLA_KEYS_LISTS, SMLA_KEYS_TABLE */
+        smla_ragged_keys ragged;
+    };
+    smla_results results;
+    smla_logits logits;
+    smla_visible visible; /* unused with lists */
+    smla_workspace workspace;
+    smla_padding_rows padding; /* what is filled of `out` and `lse` */
+    smla_token_ranges ranges;  /* written in front of attention, for a table */
+    smla_attention_plan plan;  /* not of ragged keys */
+} smla_attention_params;
+
+/* Columns of a split of a token's keys in a table: smla_split_columns of its request's keys. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_table_split_columns(const smla_key_lists *keys, const smla_visible *visible,
+                         const smla_results *results, int64_t token)
+{
+    const smla_index_map *const map = &keys->lists[0].map;
+    const int64_t req = map->req_id_per_token[token];
+    const bool is_known = req >= 0 && req < map->num_reqs;
+    const int64_t length = is_known ? smla_seq_len(&visible->reqs, req) : 0;
+    const int64_t own = smla_count_own(&visible->rule.share, length);
+    const int64_t columns = smla_split_columns(own, results->num_splits);
+    return columns > visible->least_split_columns ? columns : visible->least_split_columns;
+}
+
+/* Fills the rows behind the last request. `threads` of `teams` teams share the work, and this is
+ * thread `thread` of team `team`. */
+SMLA_HOST_DEVICE static inline void
+smla_fill_rows_of_none(const smla_padding_rows *padding, const smla_requests *reqs, int64_t team,
+                       int64_t teams, int thread, int threads)
+{
+    if (smla_has_padding(padding)) {
+        const int64_t past = reqs->query_starts[reqs->num_reqs * reqs->query_starts_stride];
+        const int64_t first = smla_clamp_int64(past, 0, reqs->num_tokens);
+        smla_fill_padding(padding, first + team, teams, reqs->num_tokens, thread, threads);
+    }
+}
+
+/* What writes the ranges of a dense call: for each token its request, and the keys that it sees. */
+typedef struct smla_key_ranges_params {
+    smla_call call;
+    smla_requests reqs;
+    smla_range_rule rule;
+    int32_t absent_req; /* what req_ids has for tokens of no request, which see no key */
+    smla_token_ranges to;
+    int64_t *positions; /* [T]: where each token is in its request, else 0; NULL: not wanted */
+    smla_padding_rows padding; /* results of attention that are filled meanwhile */
+} smla_key_ranges_params;
+
+enum { SMLA_RANGES_ALIGN = 64 };
+
+/* Bytes of workspace for the ranges of so many tokens, wherever the workspace begins. */
+static inline int64_t
+smla_key_ranges_bytes(int64_t num_tokens)
+{
+    const int64_t bytes = num_tokens * 3 * (int64_t)sizeof(int32_t);
+    return num_tokens == 0
+               ? 0
+               : (bytes + 2 * SMLA_RANGES_ALIGN - 1) / SMLA_RANGES_ALIGN * SMLA_RANGES_ALIGN;
+}
+
+/* Writes what belongs to one token. */
+SMLA_HOST_DEVICE static inline void
+smla_write_key_range(const smla_key_ranges_params *params, int64_t token)
+{
+    const smla_requests *const reqs = &params->reqs;
+    int64_t req = 0; /* the first request that ends behind the token */
+    for (int64_t past = reqs->num_reqs; req < past;) {
+        const int64_t middle = (req + past) / 2;
+        if (smla_query_start(reqs, middle + 1) > token) {
+            past = middle;
+        } else {
+            req = middle + 1;
+        }
+    }
+    smla_key_range range = {0, 0};
+    int64_t position = 0;
+    const bool is_query = req < reqs->num_reqs;
+    if (is_query) {
+        const int64_t start = smla_query_start(reqs, req);
+        const int64_t num_queries = smla_query_start(reqs, req + 1) - start;
+        const int64_t num_keys = smla_seq_len(reqs, req);
+        position = num_keys - num_queries + (token - start);
+        range = smla_find_key_range(&params->rule, position, num_keys);
+    }
+    if (params->positions != NULL) {
+        params->positions[token] = position < 0 ? 0 : position;
+    }
+    params->to.req_ids[token] = is_query ? (int32_t)req : params->absent_req;
+    params->to.begin[token] = (int32_t)range.begin;
+    params->to.end[token] = (int32_t)range.end;
+}
