@@ -7,7 +7,7 @@ import sys
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,18 +20,31 @@ from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch, Request, Scheduler
 from sparse_mla._rows import BF16_ROW_BYTES
 
-TOPK = 2048
+
+class Sizes(NamedTuple):
+    """What decides how long a run takes. Each size has an option of its name."""
+
+    requests: int
+    context: int
+    decode: int
+    topk: int
+
+
+USUAL = Sizes(requests=6, context=3072, decode=16, topk=2048)
+SHORT = Sizes(requests=3, context=300, decode=3, topk=64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where it runs (%(default)s)")
     add("--text", type=Path, help="file to read (default: an essay that comes with the package)")
-    add("--requests", type=int, default=6, help="number of requests (%(default)s)")
-    add("--context", type=int, default=3072, help="bytes of the longest request (%(default)s)")
-    add("--decode", type=int, default=16, help="tokens that each request decodes (%(default)s)")
+    short = ", ".join(f"--{name} {size}" for name, size in SHORT._asdict().items())
+    add("--short", action="store_true", help=f"a run of a second: {short}, unless they are given")
+    add("--requests", type=int, help=f"number of requests ({USUAL.requests})")
+    add("--context", type=int, help=f"bytes of the longest request ({USUAL.context})")
+    add("--decode", type=int, help=f"tokens that each request decodes ({USUAL.decode})")
     add("--heads", type=int, default=32, help="query heads, 1 to 128 (%(default)s)")
-    add("--topk", type=int, help=f"keys that a query attends to ({TOPK})")
+    add("--topk", type=int, help=f"keys that a query attends to ({USUAL.topk})")
     add("--dense", action="store_true", help="dense MLA: a query attends to all keys before it")
     add(
         "--kv-format",
@@ -83,17 +96,25 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
         raise ValueError("--topk is not for --dense, where a query attends to all keys before it")
     if options.dense and options.path not in (None, "mixed"):
         raise ValueError("--path must be mixed for --dense, whose judge knows absorbed attention")
+    sizes = find_sizes(options)
     text = read_text(options.text)
     rng = np.random.default_rng(options.seed)
     requests = []
-    for name in range(options.requests):
-        length = int(rng.integers(-(-options.context // 2), options.context + 1))
+    for name in range(sizes.requests):
+        length = int(rng.integers(-(-sizes.context // 2), sizes.context + 1))
         length = max(length, 2)
         start = int(rng.integers(len(text)))
         cut = np.take(text, np.arange(start, start + length), mode="wrap")
-        prompt_len = max(1, length - options.decode)
+        prompt_len = max(1, length - sizes.decode)
         requests.append(Request(name, arrival_step=2 * name, text=cut, prompt_len=prompt_len))
     return requests
+
+
+def find_sizes(options: argparse.Namespace) -> Sizes:
+    """The given sizes; the others are those of a usual or of a short run."""
+    given = {name: getattr(options, name) for name in Sizes._fields}
+    others = SHORT if options.short else USUAL
+    return others._replace(**{name: size for name, size in given.items() if size is not None})
 
 
 def read_text(path: Path | None) -> np.ndarray:
@@ -117,7 +138,7 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
             f"got {options.pages}"
         )
     memory = find_memory(options.device)
-    topk = options.topk or TOPK
+    topk = find_sizes(options).topk
     fields: dict[str, Any] = {
         "num_heads": options.heads,
         "softmax_scale": SOFTMAX_SCALE,

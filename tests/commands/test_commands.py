@@ -33,8 +33,8 @@ def test_the_readme_s_example_runs():
     assert printed == "(3, 16, 512) bfloat16 (3, 16)\n"
 
 
-DENSE = ["--requests", "3", "--context", "300", "--decode", "3", "--dense"]
-SHORT = ["--requests", "3", "--context", "300", "--decode", "3", "--topk", "64"]
+SHORT = ["--short"]
+DENSE = ["--short", "--dense"]
 
 
 @pytest.mark.parametrize(

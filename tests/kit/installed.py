@@ -4,8 +4,8 @@ for it; by hand, the Python of an environment runs it:
     bin/python -P tests/kit/installed.py          without a framework
     bin/python -P tests/kit/installed.py torch    beside PyTorch, which has computed before; or jax
 
-It runs the README's Python blocks, the demo, and the C examples against the package's own library,
-found in both of the documented ways. The process must have one OpenMP library at most, and none
+It runs the README's Python blocks, the demo (beside a framework the short one), and the C examples
+against the package's own library, found in both of the documented ways. The process must have one OpenMP library at most, and none
 that sparse_mla has brought. A framework's arrays must give what NumPy's give.
 """
 
@@ -91,7 +91,7 @@ def main(name=""):
     libraries = openmp_libraries()
     assert libraries == before and len(before) <= 1, (before, libraries)
 
-    printed_by(sys.executable, "-P", "-m", "sparse_mla", "demo")
+    printed_by(sys.executable, "-P", "-m", "sparse_mla", "demo", *(["--short"] if name else []))
     with tempfile.TemporaryDirectory() as folder:
         run_c_examples(sparse_mla, folder)
     facts = f"{sparse_mla.__version__}, CUDA {sparse_mla.build_info()['cuda'].split()[0]}"

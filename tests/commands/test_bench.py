@@ -1,0 +1,407 @@
+"""Parts of `python -m sparse_mla bench` that test_commands.py does not reach: the tables of a GPU,
+wrong results, busy hosts, missing packages."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import require
+
+import sparse_mla
+from sparse_mla import _judge
+from sparse_mla._bench import run as bench
+from sparse_mla._bench.common import compressor, index_lists, noise, plot, timing
+from sparse_mla._bench.cpu import attention, memory, projection, top_k
+from sparse_mla.ops import index
+
+pytestmark = pytest.mark.frameworks
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", ["--kv-format", "--cache"])
+def test_bench_s_format_has_an_alias(name):
+    assert options(name, "bfloat16").cache == "bfloat16"
+
+
+def test_bench_starts_over_with_its_threads(monkeypatch):
+    started = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(sys, "argv", ["sparse_mla", "bench", "--threads", "3"])
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    bench.restart(3)
+    words = [sys.executable, "-m", "sparse_mla", "bench", "--threads", "3"]
+    assert started == [(sys.executable, words)]
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.fixture
+def cuda_tables(monkeypatch):
+    """CUDA tables that need no GPU. Returns the list to which a measured table adds its name."""
+    from sparse_mla._bench.common import peer
+    from sparse_mla._bench.cuda import attention as cuda_attention
+    from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import dense as cuda_dense
+    from sparse_mla._bench.cuda import dense_prefill as cuda_dense_prefill
+    from sparse_mla._bench.cuda import helpers as cuda_helpers
+    from sparse_mla._bench.cuda import layer as cuda_layer
+    from sparse_mla._bench.cuda import lightning as cuda_lightning
+    from sparse_mla._bench.cuda import linear as cuda_linear
+    from sparse_mla._bench.cuda import logits as cuda_logits
+    from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
+    from sparse_mla._bench.cuda import projection as cuda_projection
+    from sparse_mla._bench.cuda import sent as cuda_sent
+    from sparse_mla._bench.cuda import timing as cuda_timing
+    from sparse_mla._bench.cuda import top_k as cuda_top_k
+    from sparse_mla._bench.cuda import v4 as cuda_v4
+    from sparse_mla._bench.cuda import varlen as cuda_varlen
+
+    measured = []
+
+    def maker(name, record=None, failures=()):
+        def measure(*arguments):
+            measured.append(name)
+            if record is None:
+                raise RuntimeError("the device\nis lost")
+            return timing.Table(name, ["us"], [["5"]], [record], [*failures])
+
+        return measure
+
+    facts = SimpleNamespace(name="A GPU", multi_processor_count=132, L2_cache_size=50 << 20)
+    torch = SimpleNamespace(
+        manual_seed=lambda seed: None,
+        __version__="9",
+        cuda=SimpleNamespace(get_device_properties=lambda place: facts),
+    )
+    record = {"us": 5.0, "floor_us": 4.0}
+    monkeypatch.setattr(cuda_timing, "torch", torch)
+    monkeypatch.setattr(peer, "find_peer", lambda: (None, "none here"))
+    monkeypatch.setattr(cuda_attention, "measure_decode", maker("decode", record))
+    monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
+    monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
+    monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
+    monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
+    monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
+    long_prefills = maker("dense_prefill", {"us": 3.0})
+    monkeypatch.setattr(cuda_dense_prefill, "measure_dense_prefill", long_prefills)
+    prefills = maker("prefill_layer", {"us": 3.0})
+    monkeypatch.setattr(cuda_prefill_layer, "measure_prefill_layer", prefills)
+    monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
+    monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
+    products = maker("projection", {"us": 2.0})
+    monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
+    monkeypatch.setattr(cuda_projection, "measure_projections", products)
+    monkeypatch.setattr(cuda_linear, "measure_linear", maker("linear", {"us": 2.0}))
+    monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
+    choices = maker("lightning", {"us": 2.0})
+    monkeypatch.setattr(cuda_lightning, "measure_lightning", choices)
+    monkeypatch.setattr(cuda_helpers, "measure_helpers", maker("helpers", {"us_1": 2.0}))
+    monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
+    monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
+    return measured
+
+
+def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
+    """A table that fails does not stop the others."""
+    require("matplotlib")
+    paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
+    assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "dense_prefill"]
+    wanted += [
+        "prefill_layer",
+        "layer",
+        "bytes",
+        "projection",
+        "linear",
+        "logits",
+        "top_k",
+        "lightning",
+        "helpers",
+        "calls",
+    ]
+    assert cuda_tables == wanted
+    printed = capsys.readouterr()
+    assert printed.err.endswith("\n2 FAILED\n")
+    assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out
+    for line in ("- FAIL far off", "- FAIL RuntimeError: the device is lost", "### calls"):
+        assert line in printed.out
+    results = json.loads(Path(paths[0]).read_text())
+    assert results["decode"] == [{"us": 5.0, "floor_us": 4.0}]
+    assert results["failures"] == {
+        "prefill": ["far off"],
+        "inputs": ["RuntimeError: the device is lost"],
+    }
+    assert "decode" in Path(paths[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("attention", ["decode", "prefill", "inputs"]),
+        ("decode", ["decode"]),
+        ("projection", ["projection", "linear"]),
+        ("calls", ["calls"]),
+    ],
+)
+def test_bench_measures_some_tables_of_a_gpu(only, names, cuda_tables, capsys):
+    assert bench.run(options("--only", only, "--json")) == int(only == "attention")
+    assert cuda_tables == names
+    results = json.loads(capsys.readouterr().out)
+    assert results["command"] == f"python -m sparse_mla bench --json --only {only} --device cuda"
+
+
+@pytest.mark.parametrize("kind", projection.KINDS)
+def test_bench_judges_projections(kind, monkeypatch):
+    """Right results are within their bound, and a result beside it is noticed."""
+    for name, size in {"GROUPS": 2, "INNER": 512, "OUTER": 256}.items():
+        monkeypatch.setattr(projection, name, size)
+    inputs = projection.Inputs(kind, 5, lambda x: x)
+    inputs.call()
+    assert inputs.judge(inputs.out, projection.FINE) <= 1
+    assert inputs.flop() == 2 * 5 * 2 * 512 * 256
+    values = 2 * 5 * 512 + 2 * 256 * 512
+    scales = 4 * (5 * 2 * 4 + 2 * 2 * 4)
+    assert inputs.num_bytes() == 2 * 5 * 2 * 256 + (
+        values + scales if kind == "e4m3" else 2 * values
+    )
+    inputs.out[4, 1, 255] = float(inputs.out[4, 1, 255]) * 1.02 + 1e-3
+    assert inputs.judge(inputs.out, projection.FINE) > 1
+
+
+@pytest.mark.parametrize("kind", top_k.KINDS)
+def test_bench_judges_top_k(kind):
+    """Right columns are accepted, and another column is noticed."""
+    inputs = top_k.Inputs(kind, (3, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    inputs.call()
+    assert inputs.is_right(inputs.out)
+    assert inputs.num_bytes == 4 * 3 * 520
+    columns = set(range(500)) - set(inputs.out[2].tolist())
+    inputs.out[2, 19] = max(columns)
+    assert not inputs.is_right(inputs.out)
+
+
+def test_bench_judges_rows_that_repeat(monkeypatch):
+    monkeypatch.setattr(top_k, "SPREAD", 1000)
+    inputs = top_k.Inputs("random", (5, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    assert inputs.logits.shape == (5, 500)
+    inputs.call()
+    assert inputs.is_right(inputs.out)
+    np.testing.assert_array_equal(inputs.out[0], inputs.out[4])
+
+
+def test_bench_names_its_commit(monkeypatch):
+    head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(head, capture_output=True, text=True)
+    version = f"version {sparse_mla.__version__}"
+    is_source_tree = (Path(bench.__file__).parents[2] / "csrc").is_dir()
+    want = done.stdout.strip() if is_source_tree and done.returncode == 0 else version
+    assert bench.find_commit() == want
+    monkeypatch.setenv("PATH", "")
+    assert bench.find_commit() == version
+
+
+def test_bench_does_not_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install"):
+        plot.check("x.svg")
+    with pytest.raises(SystemExit, match=r"neither floors nor rates to plot"):
+        plot.write("x.svg", {"Calls": [{"us": 1.0}]})
+
+
+def test_bench_s_plot_leaves_out_what_has_no_flat_time():
+    row = {"kv_format": "bfloat16", "input": "flat", "us": 3.0, "peer_us": 8.0}
+    rows = [row | {"flat_us": flat} for flat in (2.0, None)] + [
+        row | {"flat_us": 2.0, "us": 1.0, "peer_us": None}
+    ]
+    assert plot.worst_by_kind({"Inputs as": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
+    assert plot.worst_by_kind({"Inputs": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
+
+
+def test_bench_s_plot_takes_every_rate_of_a_cpu():
+    attention_row = {"kv_format": "bfloat16", "H": 8, "T": 2, "ours": {"gflops": 30.0}}
+    results = {
+        "device": "a CPU, 2 cores",
+        "Attention, K": [attention_row, attention_row | {"torch": {"gflops": 10.0}, "ratio": 3.0}],
+        "Projection": [{"values": "e4m3", "T": 2, "gflops": 5.0, "torch_gflops": 4.0}],
+        "Bytes": [{"operator": "write", "right": True, "gb_s": 2.0, "copy_gb_s": 3.0}],
+        "Calls": [{"operator": "write", "seconds": {"NumPy": 1.0}}],
+    }
+    assert plot.rates(results) == [
+        (
+            "GFLOP/s",
+            "PyTorch",
+            [
+                ("Attention, K", "bfloat16 H 8 T 2", 30.0, None),
+                ("Attention, K", "bfloat16 H 8 T 2", 30.0, 10.0),
+                ("Projection", "e4m3 T 2", 5.0, 4.0),
+            ],
+        ),
+        ("GB/s, read + written", "np.copyto", [("Bytes", "write", 2.0, 3.0)]),
+    ]
+
+
+def test_a_spread_is_the_middle_half_of_the_repeats():
+    assert noise.spread_of([1.0, 9.0, 4.0, 5.0, 3.0]) == pytest.approx((5 - 3) / 4)
+    assert noise.spread_of([2.0, 2.0, 2.0]) == 0
+    table = timing.Table("T", [], [], [])
+    spreads = [0.01, 0.5, 0.03]
+    table.take_spreads(spreads)
+    assert (table.spread, spreads) == ({"median": 0.03, "worst": 0.5}, [])
+    assert table.notes == [
+        "spread: the middle half of a time's repeats covers 3.0% of the time, at most 50.0%"
+    ]
+    table.take_spreads([])
+    assert len(table.notes) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_bench_visits_every_core():
+    before = os.sched_getaffinity(0)
+    rounds = 2 * len(before) + 1
+    visited = []
+    with noise.visiting_cores(rounds) as go:
+        for index in range(rounds):
+            go(index)
+            visited += os.sched_getaffinity(0)
+    assert visited == sorted(visited) and len(visited) == rounds  # one core in each round
+    assert set(visited) == before == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_bench_times_the_host(best, monkeypatch):
+    """Each side's rounds; the fastest one is looked for on every core."""
+    from sparse_mla._bench.cuda import calls as cuda_calls
+    from sparse_mla._bench.cuda import timing as cuda_timing
+
+    moves, calls = [], []
+    if hasattr(os, "sched_setaffinity"):
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: moves.append(cores))
+    monkeypatch.setattr(cuda_calls, "synchronize", lambda: None)
+    effort = cuda_timing.CudaEffort.of(quick=True, best=best)
+    seconds = cuda_calls.host_seconds({"side": lambda: calls.append(1)}, 4, effort)
+    assert seconds["side"] > 0
+    assert len(calls) == cuda_calls.WARM_UP_CALLS + 4 * 4 * effort.rounds
+    visits = 4 * effort.rounds + 1 if best and hasattr(os, "sched_setaffinity") else 0
+    assert len(moves) == visits  # the last one goes back
+
+
+def test_repeats_have_their_spread_noted():
+    effort = timing.Effort(repeats=3, call_seconds=0.0)
+    timing.interleave({"a": lambda: None, "b": lambda: None}, effort)
+    assert len(effort.spreads) == 2
+
+
+@pytest.mark.parametrize(("busy", "warns"), [(0.1, False), (0.9, True)])
+def test_bench_warns_on_a_busy_host(busy, warns, monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    ticks = iter([[0] * 8, [round(100 * busy), 0, 0, round(100 - 100 * busy), 0, 0, 0, 0]])
+
+    def write_next(seconds=0.0):
+        stat.write_text("cpu  " + " ".join(map(str, next(ticks))) + " 7 7\ncpu0 1 2\n")
+
+    write_next()
+    monkeypatch.setattr(noise, "HOST_TIMES", stat)
+    monkeypatch.setattr(noise.time, "sleep", write_next)
+    monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
+    assert noise.count_busy_cores() == pytest.approx(2 * busy)
+    text = noise.describe_host(2 * busy)
+    assert text.startswith(f"other programs keep {2 * busy:.1f} of 2 cores busy")
+    assert text.endswith("WARNING, times will be too long") == warns
+
+
+def test_bench_says_so_where_nothing_tells_how_busy_a_host_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(noise, "HOST_TIMES", tmp_path / "nothing")
+    assert noise.count_busy_cores(0.0) is None
+    assert noise.describe_host(None) == "nothing here tells how busy it is"
+
+
+def test_bench_s_efforts():
+    full, quick = timing.Effort.of(False, False), timing.Effort.of(True, False)
+    assert quick.quick and not full.quick
+    assert quick.repeats < full.repeats
+    best = timing.Effort.of(True, True)
+    assert (best.quick, best.repeats, best.pick) == (True, 2 * quick.repeats, min)
+    assert best.call_seconds < quick.call_seconds
+
+
+def test_bench_prints_failures_and_notes(capsys):
+    table = timing.Table("T", ["a", "long"], [["1", "2"]], [{}], ["wrong"], ["by the way"])
+    table.print()
+    want = "\n### T\n\n| a | long |\n| - | ---- |\n| 1 |    2 |\n\n- FAIL wrong\n- by the way\n"
+    assert capsys.readouterr().out == want
+
+
+def test_bench_tells_wrong_results(monkeypatch):
+    """Results are wrong if attention is beyond its bound, or if bytes are not the expected ones."""
+    table = timing.Table("T", [], [], [])
+    errors = {"ours": _judge.Fractions(out=1.5, lse=0.5), "torch": _judge.Fractions(out=9.0)}
+    labels = {"kv_format": "bfloat16", "H": 8, "T": 2}
+    attention.add_row(table, labels, 10**9, errors, {"ours": 2.0, "torch": 3.0})
+    assert table.failures == ["bfloat16 H 8 T 2: 1.5 × bound"]
+    assert table.rows[0][-1] == "1.50×"
+    assert table.rows[0][3] == "1.5"
+    monkeypatch.setattr(memory, "interleave", lambda sides, _: dict.fromkeys(sides, 1.0))
+    monkeypatch.setattr(memory, "make_copy", lambda _: (lambda: None, 1))
+    right = memory.make_conversion
+    monkeypatch.setattr(
+        memory, "make_conversion", lambda *_: memory.Move("c", lambda: 0, 1, lambda: False)
+    )
+    judged = memory.make_norm, memory.make_merge, memory.make_partials, memory.make_index_queries
+    others = memory.make_inverse, memory.make_queries, memory.make_turned_keys
+    turn = memory.make_turn
+    insert = memory.make_index_insert
+    makers = "write", "gather", "insert", "last_gather", "index_insert"
+    makers += "merge", "partials", "norm", "inverse", "queries", "index_queries", "turn"
+    makers += ("turned_keys",)
+    for name in (f"make_{maker}" for maker in makers):
+        monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
+    monkeypatch.setattr(memory, "make_moves", lambda *_: [])
+    formats = memory.make_format_moves
+    monkeypatch.setattr(memory, "make_format_moves", lambda *_: [])
+    monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
+    table = memory.measure(timing.Effort.of(True, False), 1)
+    assert table.failures == ["c: wrong values"] * 2
+    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 9
+    monkeypatch.setattr(memory, "NUM_NORMS", 600)
+    monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
+    rng = np.random.default_rng(0)
+    moves = [make(rng) for make in judged] + [make() for make in others]
+    moves += [insert(rng, order) for order in memory.SLOT_ORDERS]
+    moves += [turn(interleaved) for interleaved in (True, False)]
+    moves += [right(rng, is_prefill) for is_prefill in (False, True)]
+    moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
+    for move in moves:
+        assert not move.is_right(), "nothing is computed before the call"
+        move.call()
+        assert move.is_right()
+
+
+def test_moves_of_index_lists_are_judged():
+    """Lists are right only once the call has written them."""
+    moves = list(index_lists.make_moves(64, lambda x: x, lambda x: x))
+    assert {move.name for move in moves} == set(index.__all__) - {
+        "convert_req_index_to_global_index"
+    }
+    for move in moves:
+        assert not move.is_right()
+        move.call()
+        assert move.is_right()
+
+
+def test_moves_of_the_compressor_are_judged():
+    """States and rows are right only once the call has written them."""
+    for move in compressor.make_moves(512, lambda x: x, lambda x: x):
+        assert not move.is_right()
+        move.call()
+        assert move.is_right()
