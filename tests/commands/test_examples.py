@@ -9,6 +9,7 @@ test needs: a missing framework skips the test, or fails it if SMLA_REQUIRE dema
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -70,6 +71,36 @@ def test_example(path):
         return
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example shows something"
+
+
+FIND = "import importlib.util as x; s = x.find_spec('sparse_mla'); print(s.origin if s else '')"
+CELL = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None}
+NOTEBOOK = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [CELL | {"source": FIND}]}
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_the_readme_s_command_runs_a_notebook(has_another, tmp_path):
+    """It finds the package of the source tree, unless Python itself finds one."""
+    require("nbclient")
+    python, *words = re.search(r"`(python \S+) FILE`", (ROOT / "README.md").read_text())[1].split()
+    assert python == "python"
+    file = tmp_path / "file.ipynb"
+    file.write_text(json.dumps(NOTEBOOK))
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    if has_another:
+        (tmp_path / "sparse_mla").mkdir()
+        (tmp_path / "sparse_mla" / "__init__.py").touch()
+        environment["PYTHONPATH"] = str(tmp_path)
+
+    def printed_by(*command: str | Path) -> str:
+        command = (sys.executable, *command)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    found = printed_by("-P", "-c", FIND)
+    assert not has_another or found.startswith(str(tmp_path))
+    assert printed_by(*words, file) == (found or str(ROOT / "sparse_mla" / "__init__.py"))
 
 
 def test_examples_are_found():

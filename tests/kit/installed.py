@@ -5,8 +5,9 @@ for it; by hand, the Python of an environment runs it:
     bin/python -P tests/kit/installed.py torch    beside PyTorch, which has computed before; or jax
 
 It runs the README's Python blocks, the demo (beside a framework the short one), and the C examples
-against the package's own library, found in both of the documented ways. The process must have one OpenMP library at most, and none
-that sparse_mla has brought. A framework's arrays must give what NumPy's give.
+against the package's own library, found in both of the documented ways. The process must have one
+OpenMP library at most, and none that sparse_mla has brought. A framework's arrays must give what
+NumPy's give.
 """
 
 import contextlib
