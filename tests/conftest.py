@@ -96,13 +96,6 @@ def pytest_configure(config) -> None:
 LINES = pytest.StashKey[list[str]]()
 
 
-def pytest_collection_finish(session) -> None:
-    """Keeps the thousands of collected tests, which stay to the end, out of the collections that
-    tests ask for: each took 0.3 s, most of the time of a test that looks for leaks."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_report_header(config) -> list[str]:
     found = []
     for name in ("numpy", "ml_dtypes", *OPTIONAL):
@@ -147,6 +140,15 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.write_line(line, red=True)
         elif not passed[name]:
             terminalreporter.write_line(f"FAILED: SMLA_REQUIRE={name}, but none ran", red=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> None:
+    """Keeps what stays to the end, the collected tests and the reports of those that have run, out
+    of the collections that this file's tests ask for. Each collection took up to 0.3 s, most of the
+    time of a test that looks for leaks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
