@@ -3,6 +3,7 @@ sparse-mla-config. `make examples-c` runs the same examples on build/lib."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@functools.cache
 def config(*options: str) -> str:
+    """What sparse-mla-config prints."""
     return printed_by_python("-m", "sparse_mla._config", *options).strip()
 
 

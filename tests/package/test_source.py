@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -71,14 +72,18 @@ def test_no_file_includes_itself_by_way_of_others():
     assert find_circle(graph) == []
 
 
-def symbols_of(path: Path) -> tuple[set[str], set[str]]:
-    """The symbols that an object file defines, and those that it takes from other files."""
-    table = subprocess.run(
-        ["nm", "-gP", path], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    kinds = [line.split()[:2] for line in table.splitlines()]
-    taken = {name for name, kind in kinds if kind in "Uw"}
-    return {name for name, _ in kinds} - taken, taken
+Symbols = tuple[set[str], set[str]]  # defined by a file, and taken from other files
+
+
+def symbols_of(objects: list[Path]) -> dict[Path, Symbols]:
+    """What `nm -A` prints: `file: name kind value size`, a line for each symbol of each file."""
+    command = ["nm", "-gPA", *objects]
+    table = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    symbols: dict[Path, Symbols] = {path: (set(), set()) for path in objects}
+    for line in table.splitlines():
+        path, name, kind = re.match(r"(.*): (\S+) (\w)", line).groups()
+        symbols[Path(path)][kind in "Uw"].add(name)
+    return symbols
 
 
 def test_no_file_calls_the_compiler_s_openmp_library():
@@ -90,8 +95,9 @@ def test_no_file_calls_the_compiler_s_openmp_library():
         assert [name for name in users if name.startswith(("GOMP_", "omp_"))] == []
 
 
-def object_symbols() -> dict[Path, tuple[set[str], set[str]]]:
-    """symbols_of every compiled file of csrc."""
+@functools.cache
+def object_symbols() -> dict[Path, Symbols]:
+    """The symbols of every compiled file of csrc."""
     output = Path(commands()["csrc/core/error.c"]["output"])
     folder = ROOT / str(output).removesuffix("csrc/core/error.o")
     compiled = [path for path in CSRC if path.suffix in (".c", ".cu")]
@@ -100,13 +106,14 @@ def object_symbols() -> dict[Path, tuple[set[str], set[str]]]:
         path: folder / (f"{name}.o" if path.suffix == ".cu" else name.with_suffix(".o"))
         for path, name in names.items()
     }
-    symbols = {path: symbols_of(file) for path, file in objects.items() if file.exists()}
-    assert len(symbols) > 40, "objects are found"
-    return symbols
+    built = {path: file for path, file in objects.items() if file.exists()}
+    assert len(built) > 40, "objects are found"
+    symbols = symbols_of([*built.values()])
+    return {path: symbols[file] for path, file in built.items()}
 
 
-def names_in(kernel_file: Path) -> tuple[set[str], set[str]]:
-    """symbols_of a .cu file, by its text: a CPU-only build has no object of it."""
+def names_in(kernel_file: Path) -> Symbols:
+    """The symbols of a .cu file, by its text: a CPU-only build has no object of it."""
     text = kernel_file.read_text()
     defined = set(re.findall(r"^(smla_\w+)\(", text, re.M))
     return defined, set(re.findall(r"\b(smla_\w+)\(", text)) - defined
@@ -271,10 +278,15 @@ def test_trailing_comments_name_their_noun():
     assert [p.name for p in python if re.search(NO_NOUN_IN_PYTHON, p.read_text())] == []
 
 
-def names_of(module: ast.Module) -> set[str]:
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file of Python."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+def names_of(nodes: list[ast.AST]) -> set[str]:
     """The names that a file of Python assigns, defines or imports anywhere."""
-    names = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-    for node in ast.walk(module):
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -285,11 +297,11 @@ def names_of(module: ast.Module) -> set[str]:
 def test_what_tests_import_from_each_other_exists():
     """Where there is no GPU, nothing else reads the files of its tests."""
     files = sorted((ROOT / "tests").rglob("*.py"))
-    modules = {path.stem: ast.parse(path.read_text()) for path in files}
-    names = {stem: names_of(module) for stem, module in modules.items()}
+    modules = {path.stem: nodes_of(path) for path in files}
+    names = {stem: names_of(nodes) for stem, nodes in modules.items()}
     missing = []
-    for stem, module in modules.items():
-        for node in ast.walk(module):
+    for stem, nodes in modules.items():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 given = names.get(node.module)
                 if given is None and node.module.startswith("test_"):
@@ -310,7 +322,7 @@ def test_calls_of_more_than_six_values_name_them():
         (path.name, node.lineno, ast.unparse(node.func), len(node.args))
         for folder in ("sparse_mla", "shim", "buildtools")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
     ]
     assert len(calls) > 5000
