@@ -296,6 +296,15 @@ def test_bench_times_the_host(best, monkeypatch):
     assert len(moves) == visits  # the last one goes back
 
 
+@pytest.mark.parametrize(("sides", "waits"), [("a", 0), ("ab", 6)])
+def test_a_side_waits_for_the_other_one_s_threads(sides, waits, monkeypatch):
+    slept = []
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    effort = timing.Effort(repeats=3, call_seconds=0.0)
+    timing.interleave(dict.fromkeys(sides, lambda: None), effort)
+    assert slept == [timing.SETTLE_SECONDS] * waits
+
+
 def test_repeats_have_their_spread_noted():
     effort = timing.Effort(repeats=3, call_seconds=0.0)
     timing.interleave({"a": lambda: None, "b": lambda: None}, effort)

@@ -99,7 +99,8 @@ def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dic
         if repeat >= effort.min_repeats and time.perf_counter() - start > effort.row_seconds:
             break
         for name in repeated:
-            time.sleep(SETTLE_SECONDS)
+            if len(sides) > 1:
+                time.sleep(SETTLE_SECONDS)
             sides[name]()
             samples[name].append(seconds_per_call(sides[name], counts[name]))
     effort.spreads += [spread_of(samples[name]) for name in repeated]
