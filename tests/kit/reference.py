@@ -69,15 +69,26 @@ def e4m3_decode(codes: np.ndarray) -> np.ndarray:
     return E4M3_VALUES[codes.view(np.uint8) if codes.dtype != np.uint8 else codes]
 
 
-def e4m3_encode(x: np.ndarray) -> np.ndarray:
+def nearest_e4m3(x: np.ndarray) -> np.ndarray:
     """satE4M3: float32 -> bytes, nearest even, saturated to +-448, NaN -> 0x7F with its sign."""
-    x = np.asarray(x, np.float32)
     magnitude = np.where(np.isnan(x), np.float32(0), np.abs(x)).astype(np.float64)
     code = np.searchsorted(_E4M3_MIDPOINTS, magnitude, side="left")
     tie = (code < 126) & (magnitude == _E4M3_MIDPOINTS[np.minimum(code, 125)])
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     code = np.where(np.isnan(x), 127, code)
     return (code | np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+
+
+_E4M3_OF_BF16 = nearest_e4m3(bf16_decode(np.arange(1 << 16)))
+
+
+def e4m3_encode(x: np.ndarray) -> np.ndarray:
+    """nearest_e4m3 by a table, because its search takes 30 times as long. A float32 becomes a bf16
+    whose last bit is also set where bits were cut off. The numbers midway between two of e4m3 are
+    bf16 whose last bit is 0, so the bf16 lies on the same side of each as the float32."""
+    word = np.asarray(x, np.float32).view(np.uint32)
+    cut = (word & np.uint32(0xFFFF)) != 0
+    return _E4M3_OF_BF16[(word >> np.uint32(16)) | cut]
 
 
 def to_f32(x: np.ndarray) -> np.ndarray:

@@ -42,12 +42,16 @@ def test_e4m3_decode_is_ml_dtypes():
 def test_e4m3_encode_is_ml_dtypes_saturated():
     normal = np.random.default_rng(2).normal(0, 100, 500_000).astype(np.float32)
     ties = ref._E4M3_MIDPOINTS.astype(np.float32)
-    value = np.concatenate([random_floats(500_000, 3), normal, ties, -ties, [np.inf, -np.inf]])
+    beside = np.nextafter(ties, np.float32([[0], [np.inf]])).ravel()
+    middle = np.concatenate([ties, beside])
+    value = np.concatenate([random_floats(500_000, 3), normal, middle, -middle, [np.inf, -np.inf]])
     value = value.astype(np.float32)
     want = np.clip(value, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert_same_bits(ref.e4m3_encode(value), want)
     nan = np.array([np.nan, -np.nan], np.float32)
     assert ref.e4m3_encode(np.copysign(nan, [1, -1]).astype(np.float32)).tolist() == [0x7F, 0xFF]
+    low = np.array([0x7F800001, 0xFF800001], np.uint32)  # NaN by a bit of the lower half alone
+    assert ref.e4m3_encode(low.view(np.float32)).tolist() == [0x7F, 0xFF]
 
 
 def test_quantised_row_by_hand():
