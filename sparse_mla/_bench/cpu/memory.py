@@ -76,8 +76,8 @@ def measure(effort: Effort, num_threads: int) -> Table:
     title = f"Bytes moved (read + written), beside np.copyto in {num_threads} threads"
     table = Table(title, columns, [], [])
     copy, copy_bytes = make_copy(num_threads)
-    if effort.quick:  # there are many rows
-        effort = replace(effort, row_seconds=0.15)
+    if effort.quick:  # there are many rows, so repeats are few and short
+        effort = replace(effort, row_seconds=0.15, call_seconds=0.005)
     for move in moves:
         move.call()
         is_right = move.is_right()
