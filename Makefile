@@ -230,9 +230,9 @@ TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp \
 TIDY_TESTS := $(TIDY_FLAGS) --extra-arg=-Xclang --extra-arg=-analyzer-config \
     --extra-arg=-Xclang --extra-arg=mode=shallow
 
-# The fake GPU of the tests compiles some files again.
-ONCE_PER_FILE := 'import json, sys; commands = json.load(sys.stdin); \
-    once = {command["file"]: command for command in reversed(commands)}; \
+# A kernel file is read once per instruction set. The fake GPU of the tests compiles some files again.
+ONCE_PER_OBJECT := 'import json, os, sys; commands = json.load(sys.stdin); \
+    once = {os.path.basename(command["output"]): command for command in reversed(commands)}; \
     print(json.dumps([*once.values()], indent=0))'
 
 lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
@@ -242,7 +242,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@echo clang-tidy
 	@mkdir -p build/lint
-	@$(PY) -m ninja -f build/$(VARIANT)/build.ninja -t compdb cc | $(PY) -c $(ONCE_PER_FILE) \
+	@$(PY) -m ninja -f build/$(VARIANT)/build.ninja -t compdb cc | $(PY) -c $(ONCE_PER_OBJECT) \
 	    > build/lint/compile_commands.json
 	@sed -n 's/.*"file": "\(.*\)".*/\1/p' build/lint/compile_commands.json | sort -u > build/lint/files.txt
 	@grep -v '^tests/' build/lint/files.txt | \

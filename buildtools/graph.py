@@ -96,10 +96,11 @@ HAS_LIMITED_API = not (sysconfig.get_config_var("Py_GIL_DISABLED") or is_on("FUL
 API_FLAGS = ["-DPy_LIMITED_API=0x030B0000"] if HAS_LIMITED_API else []
 EXTENSION = BUILD / f"_C{'.abi3.so' if HAS_LIMITED_API else sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# The name of a kernel file ends in its instruction set: attention_avx2.c. Kernel files of other
-# machines are left out. SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled.
-# Fuzzing tests the checks that come before the kernels. Clang would take minutes to compile the
-# kernels with instrumentation, so these have none, and only those of the base instruction set.
+# A kernel file, attention_kernel.c, is compiled once per instruction set that INSTANCES lists for
+# it, to attention_avx2.o, with csrc/cpu/isa/avx2.h in front. Sets of other machines are left out.
+# SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled. Fuzzing tests the checks
+# that come before the kernels. Clang would take minutes to compile the kernels with
+# instrumentation, so these have none, and only those of the base instruction set.
 MACHINE = {"aarch64": "aarch64", "fuzz": "base"}.get(VARIANT, platform.machine())
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 FAST = ("release", "aarch64")  # kernels have all calls inlined: csrc/cpu/machine/simd.h
@@ -123,11 +124,31 @@ ISA_DEFINES = {"x86_64": ["-DSMLA_HAVE_X86_ISA=1"], "aarch64": ["-DSMLA_HAVE_ARM
 ISA_FLAGS = {"base": KERNEL, **FLAGS_BY_MACHINE.get(MACHINE, {})}
 # These folders' kernels round every product, so that all machines give the same bytes.
 WITHOUT_FMA = {"norm", "rope"}
-FOREIGN_ISAS = set().union(*FLAGS_BY_MACHINE.values()) - set(ISA_FLAGS)
+INSTANCES = Path("csrc/cpu/isa/instances.h")
 
 
 def suffix(source):
     return source.stem.rpartition("_")[2]
+
+
+def instances():
+    """Kernel → the instruction sets that it is compiled for, on any machine."""
+    found = {}
+    for kernel, isa in re.findall(r"^ +X\((\w+), (\w+)\)", INSTANCES.read_text(), re.MULTILINE):
+        found.setdefault(kernel, []).append(isa)
+    return found
+
+
+def sets_of(source):
+    """The instruction sets that a file is compiled for here, or "", that of every machine."""
+    if suffix(source) != "kernel":
+        return [""]
+    return [isa for isa in instances()[source.stem.removesuffix("_kernel")] if isa in ISA_FLAGS]
+
+
+def object_of(source, isa="", folder="obj"):
+    stem = f"{source.stem.removesuffix('kernel')}{isa}" if isa else source.stem
+    return BUILD / folder / source.with_name(f"{stem}.o")
 
 
 # Code for sm_80 runs on GPUs of compute capability 8.x, and its PTX on all newer GPUs. Code for
@@ -141,9 +162,7 @@ SLOW_KERNELS += ("varlen_attention", "attention_bf16_sm90", "scaled_quantize")
 
 
 def c_files(*folders, pattern="**/*.c"):
-    """The C files in folders that this machine compiles."""
-    files = sorted(path for folder in folders for path in Path(folder).glob(pattern))
-    return [f for f in files if suffix(f) not in FOREIGN_ISAS]
+    return sorted(path for folder in folders for path in Path(folder).glob(pattern))
 
 
 def cuda_files():
@@ -390,13 +409,13 @@ class Graph:
         options.setdefault("variables", {})["extra"] = shlex.join(map(str, extra))
         return self.writer.build(str(output), rule, [str(path) for path in inputs], **options)[0]
 
-    def compile(self, source, *extra, folder="obj"):
-        isa = ISA_FLAGS.get(suffix(source), "").split()
+    def compile(self, source, *extra, isa="", folder="obj"):
+        """Compiles a file, for an instruction set where it is a kernel file."""
+        own = [*ISA_FLAGS[isa].split(), "-include", INSTANCES.with_name(f"{isa}.h")] if isa else []
         if source.parent.name in WITHOUT_FMA:
-            isa.append("-ffp-contract=off")
+            own.append("-ffp-contract=off")
         stack = self.stack if source.parts[0] == "csrc" else []
-        output = BUILD / folder / source.with_suffix(".o")
-        return self.add("cc", output, [source], [*extra, *isa, *stack])
+        return self.add("cc", object_of(source, isa, folder), [source], [*extra, *own, *stack])
 
     def compile_cuda(self, source):
         return self.add(
@@ -432,7 +451,11 @@ def write_graph(version):
     with path.open("w") as file:
         graph = Graph(file, version)
         core = [graph.compile_cuda(source) for source in cuda_files()] if graph.cuda else []
-        core += [graph.compile(source, "-DSMLA_BUILD_SHARED") for source in c_files(*CORE)]
+        core += [
+            graph.compile(source, "-DSMLA_BUILD_SHARED", isa=isa)
+            for source in c_files(*CORE)
+            for isa in sets_of(source)
+        ]
         if graph.cuda:
             core += [
                 graph.compile(source, "-DSMLA_BUILD_SHARED", "-isystem", graph.cuda.include)
@@ -472,8 +495,9 @@ def add_fake_gpu(graph, glue):
     objects = [
         graph.compile(source, *flags, folder="obj/fake_gpu")
         if source.name == "backends.c" or "cuda" in str(source.parent)
-        else str(BUILD / "obj" / source.with_suffix(".o"))
+        else str(object_of(source, isa))
         for source in core
+        for isa in sets_of(source)
     ]
     return graph.add("link", BUILD / "tests" / "fake_gpu.so", [*glue, *objects], TEST_SHARED)
 

@@ -234,7 +234,7 @@ class Suite:
             return False
         text = (WORK / "output.txt").read_text()
         changed = self.cpu_objects() - self.objects
-        is_idle = bool(changed) and {stem for stem, _ in changed} <= self.idle
+        is_idle = bool(changed) and {stem.rpartition("_")[2] for stem, _ in changed} <= self.idle
         return "no work to do" not in text and not (is_idle and "obj/tests/" not in text)
 
     def can_import(self, path):
@@ -247,12 +247,12 @@ class Suite:
         return {(path.stem, hashlib.sha256(path.read_bytes()).digest()) for path in paths}
 
     def find_idle(self):
-        """The file names, without suffix, of the CPU's kernels that this machine cannot run."""
+        """The CPU's instruction sets that this machine cannot run; objects' names end in them."""
         program = "import json, sparse_mla; print(json.dumps(sparse_mla.kernels()))"
         if not self.run(sys.executable, "-c", program):
             sys.exit(f"error: the copy's package does not work, see {WORK}/output.txt")
         rows = json.loads((WORK / "output.txt").read_text())
-        return {Path(row["name"]).stem for row in rows if not row["available"]}
+        return {row["arch"] for row in rows if row["device"] == "cpu" and not row["available"]}
 
     def built(self):
         """The digests of the programs, of the extension and of the library."""

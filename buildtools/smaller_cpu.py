@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,44 +26,57 @@ SECTION = re.compile(r"\[ *(\d+)\] \S+ +PROGBITS +([0-9a-f]+) ([0-9a-f]+) ")
 
 
 class Function(NamedTuple):
-    file: str  # without its suffix
     name: str
     begin: int  # in the program's file
     size: int
 
 
-def read_functions(program: Path) -> list[Function]:
-    """The static functions of a program; those of a file follow its name."""
+@dataclass
+class Object:
+    """The static functions that an object file has brought into a program."""
+
+    file: str = ""  # the source file, without its suffix
+    of_set: str = ""  # the instruction set, which a symbol of csrc/cpu/isa/*.h names
+    functions: list[Function] = field(default_factory=list)
+
+
+def read_objects(program: Path) -> list[Object]:
+    """The objects of a program. What an object has brought follows its file's name."""
     command = ["readelf", "--wide", "--section-headers", "--syms", str(program)]
     listing = subprocess.run(command, text=True, check=True, capture_output=True).stdout
     shifts = {i: int(at, 16) - int(address, 16) for i, address, at in SECTION.findall(listing)}
-    functions, file = [], ""
+    objects = [Object()]
     for line in listing.splitlines():
         fields = line.split()
         if len(fields) != 8 or not fields[0].removesuffix(":").isdigit():
             continue
         _, address, size, kind, _, _, section, name = fields
         if kind == "FILE":
-            file = Path(name).stem
+            objects.append(Object(Path(name).stem))
         elif kind == "FUNC" and section in shifts:
             begin = int(address, 16) + shifts[section]
-            functions.append(Function(file, name, begin, int(size, 0)))
-    return functions
+            objects[-1].functions.append(Function(name, begin, int(size, 0)))
+        elif kind == "OBJECT" and name.startswith("isa_"):
+            objects[-1].of_set = name.removeprefix("isa_")
+    return objects
 
 
 def take_away(program: Path, lacking: set[str]) -> bytes:
     """The program without the code of instruction sets."""
     code = bytearray(program.read_bytes())
     taken = set()
-    for f in read_functions(program):
-        of_set = f.file.rpartition("_")[2]
-        if f.file == "isa" and f.name.removeprefix("support_") in lacking:
-            code[f.begin : f.begin + len(SAY_NO)] = SAY_NO
-            taken.add(f.name.removeprefix("support_"))
-        elif of_set in lacking and not f.name.startswith(("_sub_I_", "_sub_D_")):
-            code[f.begin : f.begin + f.size] = BREAKPOINT * f.size
+    objects = read_objects(program)
+    for o in objects:
+        for f in o.functions:
+            if o.file == "isa" and f.name.removeprefix("support_") in lacking:
+                code[f.begin : f.begin + len(SAY_NO)] = SAY_NO
+                taken.add(f.name.removeprefix("support_"))
+            elif o.of_set in lacking and not f.name.startswith(("_sub_I_", "_sub_D_")):
+                code[f.begin : f.begin + f.size] = BREAKPOINT * f.size
     if taken and taken != lacking:
         sys.exit(f"error: {program}: isa.c has no support_NAME for {lacking - taken}")
+    if taken and (unseen := lacking - {o.of_set for o in objects}):
+        sys.exit(f"error: {program}: no object has a symbol isa_NAME for {unseen}")
     return bytes(code)
 
 

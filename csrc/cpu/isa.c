@@ -8,13 +8,6 @@
 #include <string.h>
 
 #include "cpu/attention/attention.h"
-#include "cpu/cache/cache.h"
-#include "cpu/index/slot.h"
-#include "cpu/indexer/score_tiles.h"
-#include "cpu/norm/norm.h"
-#include "cpu/projection/projection.h"
-#include "cpu/rope/rotate.h"
-#include "cpu/topk/select.h"
 #include "cpu/varlen/varlen.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
@@ -102,100 +95,35 @@ support_neonbf16(void)
 }
 #endif
 
-/* The fastest entry comes first.
- *
- * On machines with AVX-512 rows are converted in vectors of AVX2, too, because bytes_avx2.h has no
- * conversions of 16 lanes; they are 1.2 to 1.8 times as fast on a Sapphire Rapids (RESULTS.md). */
+#define DECLARE(kernel, set) extern const struct smla_##kernel##_isa smla_##kernel##_##set;
+#define NAMES(set) \
+    .name = #set, .is_supported = support_##set, .attention_name = "attention_" #set ".c"
+#define USE(kernel, set) .kernel = &smla_##kernel##_##set,
+
+#if defined(SMLA_HAVE_X86_ISA)
+SMLA_AMX_KERNELS(DECLARE)
+#elif defined(SMLA_HAVE_ARM_ISA)
+SMLA_NEONBF16_KERNELS(DECLARE)
+#else
+SMLA_BASE_KERNELS(DECLARE)
+#endif
+
+/* The fastest entry comes first. In a list of kernels a set's own replace those of smaller sets. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init"
 static const smla_cpu_isa isas[] = {
 #if defined(SMLA_HAVE_X86_ISA)
-    {.name = "amx",
-     .is_supported = support_amx,
-     .attention = &smla_attention_amx,
-     .attention_source = "attention_amx.c",
-     .projection = &smla_projection_avx512bf16,
-     .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512,
-     .rotate = &smla_rotate_avx2,
-     .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512,
-     .varlen = &smla_varlen_amx},
-    {.name = "avx512bf16",
-     .is_supported = support_avx512bf16,
-     .is_slow = is_intel,
-     .attention = &smla_attention_avx512bf16,
-     .attention_source = "attention_avx512bf16.c",
-     .projection = &smla_projection_avx512bf16,
-     .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512,
-     .rotate = &smla_rotate_avx2,
-     .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512,
-     .varlen = &smla_varlen_avx512bf16},
-    {.name = "avx512",
-     .is_supported = support_avx512,
-     .attention = &smla_attention_avx512,
-     .attention_source = "attention_avx512.c",
-     .projection = &smla_projection_avx512,
-     .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512,
-     .rotate = &smla_rotate_avx2,
-     .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512,
-     .slots = &smla_slots_avx512,
-     .varlen = &smla_varlen_avx512},
-    {.name = "avx2",
-     .is_supported = support_avx2,
-     .attention = &smla_attention_avx2,
-     .attention_source = "attention_avx2.c",
-     .projection = &smla_projection_avx2,
-     .cache = &smla_cache_avx2,
-     .norm = &smla_norm_avx2,
-     .rotate = &smla_rotate_avx2,
-     .select = &smla_select_avx2,
-     .logits = &smla_logits_avx2,
-     .slots = &smla_slots_avx2,
-     .varlen = &smla_varlen_avx2},
+    {NAMES(amx), SMLA_AMX_KERNELS(USE)},
+    {NAMES(avx512bf16), .is_slow = is_intel, SMLA_AVX512BF16_KERNELS(USE)},
+    {NAMES(avx512), SMLA_AVX512_KERNELS(USE)},
+    {NAMES(avx2), SMLA_AVX2_KERNELS(USE)},
 #elif defined(SMLA_HAVE_ARM_ISA)
-    {.name = "neonbf16",
-     .is_supported = support_neonbf16,
-     .attention = &smla_attention_neonbf16,
-     .attention_source = "attention_neonbf16.c",
-     .projection = &smla_projection_neonbf16,
-     .cache = &smla_cache_base,
-     .norm = &smla_norm_base,
-     .rotate = &smla_rotate_base,
-     .select = &smla_select_base,
-     .logits = &smla_logits_base,
-     .slots = &smla_slots_base,
-     .varlen = &smla_varlen_neonbf16},
-    {.name = "neon",
-     .is_supported = support_neon,
-     .attention = &smla_attention_neon,
-     .attention_source = "attention_neon.c",
-     .projection = &smla_projection_neon,
-     .cache = &smla_cache_base,
-     .norm = &smla_norm_base,
-     .rotate = &smla_rotate_base,
-     .select = &smla_select_base,
-     .logits = &smla_logits_base,
-     .slots = &smla_slots_base,
-     .varlen = &smla_varlen_neon},
+    {NAMES(neonbf16), SMLA_NEONBF16_KERNELS(USE)},
+    {NAMES(neon), SMLA_NEON_KERNELS(USE)},
 #endif
-    {.name = "base",
-     .is_supported = support_base,
-     .attention = &smla_attention_base,
-     .attention_source = "attention_base.c",
-     .projection = &smla_projection_base,
-     .cache = &smla_cache_base,
-     .norm = &smla_norm_base,
-     .rotate = &smla_rotate_base,
-     .select = &smla_select_base,
-     .logits = &smla_logits_base,
-     .slots = &smla_slots_base,
-     .varlen = &smla_varlen_base},
+    {NAMES(base), SMLA_BASE_KERNELS(USE)},
 };
+#pragma GCC diagnostic pop
 
 enum { NUM_ISAS = sizeof isas / sizeof isas[0] };
 
@@ -258,7 +186,7 @@ smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
             .arch = isas[i].name,
             .kv_format = "fp8_ds_mla, bfloat16, any of 512 values",
             .heads = "1...128",
-            .name = isas[i].attention_source,
+            .name = isas[i].attention_name,
             .available = isas[i].is_supported(),
             .selected = &isas[i] == chosen,
         };

@@ -1,39 +1,25 @@
 /* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
  *
- * Each kernel is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
- * table holds all of them, so attention, projections and cache always use the same table entry. The
- * table is isa.c's own: others get the chosen entry, because functions of the other entries may
- * consist of instructions that the machine lacks. buildtools/instruction_sets.py checks that.
+ * isa/instances.h lists what is compiled. One table holds all of it, so attention, projections and
+ * cache always use the same table entry. The table is isa.c's own: others get the chosen entry,
+ * because functions of the other entries may consist of instructions that the machine lacks.
+ * buildtools/instruction_sets.py checks that.
  */
 #pragma once
 
 #include "core/attention/params_attention.h"
 #include "core/backend.h"
-
-struct smla_attention_isa;
-struct smla_cache_isa;
-struct smla_norm_isa;
-struct smla_rotate_isa;
-struct smla_projection_isa;
-struct smla_logits_isa;
-struct smla_select_isa;
-struct smla_slot_isa;
-struct smla_varlen_isa;
+#include "cpu/isa/instances.h"
 
 typedef struct smla_cpu_isa {
     const char *name;
     bool (*is_supported)(void);
     bool (*is_slow)(void); /* true where the next supported entry is faster; NULL = never */
-    const struct smla_attention_isa *attention;
-    const char *attention_source;
-    const struct smla_projection_isa *projection;
-    const struct smla_cache_isa *cache;
-    const struct smla_norm_isa *norm;
-    const struct smla_rotate_isa *rotate;
-    const struct smla_select_isa *select;
-    const struct smla_logits_isa *logits;
-    const struct smla_slot_isa *slots;
-    const struct smla_varlen_isa *varlen;
+    const char *attention_name;
+/* The functions of each kernel: `const struct smla_cache_isa *cache`, and so on. */
+#define SMLA_KERNEL_FIELD(kernel, set) const struct smla_##kernel##_isa *kernel;
+    SMLA_BASE_KERNELS(SMLA_KERNEL_FIELD)
+#undef SMLA_KERNEL_FIELD
 } smla_cpu_isa;
 
 /* Chooses the first supported entry that is not slow, or the entry that the environment variable

@@ -32,9 +32,9 @@ PARTS, MOST_SPLITS = PLAN["MAX_PARALLEL_PARTS"], PLAN["SMLA_MAX_SPLITS"]
 SPLIT = PLAN["MIN_COLUMNS_PER_SPLIT"]
 ALIGN = PLAN["SMLA_WORKSPACE_ALIGN"]
 BLOCKS = [constants(f"cpu/attention/unit_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
-KERNEL = constants("cpu/attention/attention_kernel.h", BLOCK_KEYS=BLOCKS[0])
+KERNEL = constants("cpu/attention/attention_kernel.c")
 HOLES = constants("cpu/attention/attention_block.h")["HOLES"]
-STATE_KEYS = BLOCKS[0] * KERNEL["STATE_BLOCKS"]  # as many for any unit
+STATE_KEYS = KERNEL["BLOCK_KEYS"] * KERNEL["STATE_BLOCKS"]  # as many for any unit
 
 # Tokens and splits with as many parts as run in parallel, one less, one more, and others.
 PARTS_OF_TOKENS = sorted(

@@ -38,9 +38,10 @@ POISON = 0xFF  # what a workspace holds: NaN in all types
 
 
 @cache
-def constants(path: str, **known: int) -> dict[str, int]:
+def constants(path: str) -> dict[str, int]:
     """The numbers that a file of csrc defines in its enums, and those of the files that it
-    includes, by their names. A file that others include may need numbers of theirs, `known`."""
+    includes, by their names."""
+    known: dict[str, int] = {}
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", (CSRC / path).read_text(), flags=re.DOTALL)
     for name in re.findall(r'^#include "(.*)"', text, re.MULTILINE):
         known |= constants(name)

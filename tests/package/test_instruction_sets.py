@@ -15,8 +15,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILDTOOLS = ROOT / "buildtools"
-ISA = (ROOT / "csrc/cpu/isa.c").read_text()
-ROWS = {row[1]: row[0] for row in re.finditer(r'\{\.name = "(\w+)",.*?\}', ISA, re.DOTALL)}
+CPU = ROOT / "csrc/cpu"
+ISA = (CPU / "isa.c").read_text()
+# A row names a list of instances: {NAMES(avx2), SMLA_AVX2_KERNELS(USE)}.
+ROWS = {
+    row[1]: row[2] for row in re.finditer(r"\{NAMES\((\w+)\),.*SMLA_(\w+)_KERNELS\(USE\)\}", ISA)
+}
+# A list takes another as it is, and then adds to it or replaces some: list -> that list, pairs.
+LISTS = {
+    name: (other, re.findall(r"\bX\((\w+), (\w+)\)", body))
+    for name, other, body in re.findall(
+        r"^#define SMLA_(\w+)_KERNELS\(X\) +\\\n"
+        r"(?: +SMLA_(\w+)_KERNELS\(X\) +\\\n)?((?:.*\\\n)*.*)",
+        (CPU / "isa/instances.h").read_text(),
+        re.MULTILINE,
+    )
+}
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None or shutil.which("readelf") is None or platform.machine() != "x86_64",
@@ -43,13 +57,46 @@ def test_every_set_has_a_row(sets):
     assert set(ROWS) == {*sets.FLAGS, "base"}
 
 
+def test_every_set_has_a_list_and_a_header():
+    assert [name.upper() for name in ROWS] == list(ROWS.values())
+    assert set(LISTS) == set(ROWS.values())
+    assert {path.stem for path in (CPU / "isa").iterdir()} == {*ROWS, "instances"}
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_names_kernels_of_its_own_set(sets, name):
-    tables = re.findall(r"&smla_\w+?_(\w+)", ROWS[name])
-    assert len(tables) == 9
-    assert [table for table in tables if not sets.includes(name, table)] == []
-    assert f".is_supported = support_{name}," in ROWS[name]
-    assert f'"attention_{name}.c"' in ROWS[name]
+def test_a_list_has_instances_of_its_own_set_and_follows_a_smaller_one(sets, name):
+    smaller, pairs = LISTS[ROWS[name]]
+    assert {isa for _, isa in pairs} == {name}
+    assert bool(smaller) == (name != "base")
+    if smaller:
+        assert sets.includes(name, smaller.lower()) and smaller != ROWS[name]
+
+
+def test_every_kernel_file_has_instances(tool):
+    """A row of the base set has all kernels, and other rows take its."""
+    files = {path.stem.removesuffix("_kernel") for path in CPU.glob("*/*_kernel.c")}
+    pairs = [pair for _, pairs in LISTS.values() for pair in pairs]
+    assert len(pairs) == len(set(pairs))
+    assert {kernel for kernel, _ in LISTS["BASE"][1]} == {kernel for kernel, _ in pairs} == files
+    instances = tool("graph").instances()
+    assert {(kernel, isa) for kernel, found in instances.items() for isa in found} == set(pairs)
+
+
+@needs_compiler
+def test_the_build_has_the_instances_of_this_machine_and_no_others(tool):
+    graph = tool("graph")
+    files = CPU.glob("*/*_kernel.c")
+    names = {graph.object_of(file, isa).stem for file in files for isa in graph.sets_of(file)}
+    mine = {"base", *graph.FLAGS_BY_MACHINE["x86_64"]}
+    pairs = [pair for _, pairs in LISTS.values() for pair in pairs]
+    assert names == {f"{kernel}_{isa}" for kernel, isa in pairs if isa in mine}
+    assert "attention_amx" in names
+    assert names.isdisjoint({"attention_neon", "cache_amx", "attention_kernel", "attention_"})
+
+
+def test_a_row_is_reached_by_its_own_question_and_name():
+    assert re.search(r"\.name = #set, \.is_supported = support_##set,", ISA)
+    assert '"attention_" #set ".c"' in ISA
 
 
 def test_isa_c_calls_nothing_of_a_row_but_its_questions():
@@ -79,6 +126,7 @@ def test_a_set_is_asked_for_all_that_its_code_may_use(sets):
 
 TABLE = "typedef struct { int (*f)(void); } table;\n"
 KERNEL = TABLE + "static int f(void) { return 1; }\nconst table smla_x_SET = {f};\n"
+KERNEL += 'static const char isa_SET[] __attribute__((used)) = "";\n'
 TABLES = TABLE + "extern const table smla_x_avx512, smla_x_avx2;\n"
 CHOICE = TABLES + "static const table *const rows[] = {&smla_x_avx512, &smla_x_avx2};\n"
 CHOICE += "const table *choose(int i) { return rows[i]; }\n"
@@ -160,8 +208,7 @@ ANSWERS = "".join(
 PROGRAM = {
     "isa": f"{CHOICE}{ANSWERS}int (*const has[])(void) = {{support_avx512, support_avx2, "
     "support_amx, support_avx512bf16};\n",
-    "x_avx2": KERNEL,
-    "x_avx512": KERNEL,
+    **{f"x_{name}": KERNEL for name in ("amx", "avx512bf16", "avx512", "avx2")},
     "main": TABLE + "#include <stdio.h>\nextern int (*const has[])(void);\n"
     "const table *choose(int i);\n"
     "int main(int argc, char **argv) { int i = argc > 1 ? argv[1][0] - '0' : 0;\n"
@@ -193,4 +240,13 @@ def test_a_program_whose_questions_have_other_names(tool, tmp_path):
     other = PROGRAM["isa"].replace("support_amx", "supports_amx")
     programs = link(compile_all(tmp_path, {**PROGRAM, "isa": other}))
     with pytest.raises(SystemExit, match=r"no support_NAME for \{'amx'\}"):
+        tool("smaller_cpu").main("avx2", programs, tmp_path / "copies")
+
+
+@needs_compiler
+def test_a_program_whose_objects_do_not_tell_their_set(tool, tmp_path):
+    """Without the symbol of csrc/cpu/isa/*.h the copy would keep the code of a set."""
+    silent = KERNEL.replace("isa_SET", "isa")
+    programs = link(compile_all(tmp_path, {**PROGRAM, "x_avx512": silent}))
+    with pytest.raises(SystemExit, match=r"no object has a symbol isa_NAME for \{'avx512'\}"):
         tool("smaller_cpu").main("avx2", programs, tmp_path / "copies")

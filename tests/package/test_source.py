@@ -32,12 +32,17 @@ def included_by(path: Path) -> set[Path]:
     return {ROOT / "csrc" / name for name in names}
 
 
-def commands() -> dict[str, dict[str, str]]:
-    """source file -> its entry in compile_commands.json, which the build writes."""
-    database = ROOT / "compile_commands.json"
-    if not database.exists():
+def database() -> list[dict[str, str]]:
+    """The entries of compile_commands.json, which the build writes."""
+    file = ROOT / "compile_commands.json"
+    if not file.exists():
         pytest.skip("no build here")
-    return {entry["file"]: entry for entry in json.loads(database.read_text())}
+    return json.loads(file.read_text())
+
+
+def commands() -> dict[str, dict[str, str]]:
+    """source file -> an entry of it; the CPU's kernels have one per instruction set."""
+    return {entry["file"]: entry for entry in database()}
 
 
 def find_circle(graph: dict[Path, set[Path]]) -> list[str]:
@@ -97,19 +102,24 @@ def test_no_file_calls_the_compiler_s_openmp_library():
 
 @functools.cache
 def object_symbols() -> dict[Path, Symbols]:
-    """The symbols of every compiled file of csrc."""
-    output = Path(commands()["csrc/core/error.c"]["output"])
-    folder = ROOT / str(output).removesuffix("csrc/core/error.o")
-    compiled = [path for path in CSRC if path.suffix in (".c", ".cu")]
-    names = {path: path.relative_to(ROOT) for path in compiled}
-    objects = {
-        path: folder / (f"{name}.o" if path.suffix == ".cu" else name.with_suffix(".o"))
-        for path, name in names.items()
-    }
-    built = {path: file for path, file in objects.items() if file.exists()}
-    assert len(built) > 40, "objects are found"
-    symbols = symbols_of([*built.values()])
-    return {path: symbols[file] for path, file in built.items()}
+    """The symbols of every compiled file of csrc; a CPU kernel's are those of all its objects."""
+    folder = commands()["csrc/core/error.c"]["output"].removesuffix("csrc/core/error.o")
+    objects = [
+        (ROOT / entry["file"], ROOT / entry["output"])
+        for entry in database()
+        if entry["output"].startswith(f"{folder}csrc/")
+    ]
+    kernels = [path for path in CSRC if path.suffix == ".cu"]
+    objects += [(path, ROOT / folder / f"{path.relative_to(ROOT)}.o") for path in kernels]
+    built = [(path, file) for path, file in objects if file.exists()]
+    of_file = symbols_of([file for _, file in built])
+    symbols: dict[Path, Symbols] = {}
+    for path, file in built:
+        defined, taken = symbols.setdefault(path, (set(), set()))
+        defined.update(of_file[file][0])
+        taken.update(of_file[file][1])
+    assert len(symbols) > 40, "objects are found"
+    return {path: (defined, taken - defined) for path, (defined, taken) in symbols.items()}
 
 
 def names_in(kernel_file: Path) -> Symbols:

@@ -1,5 +1,5 @@
 """scaled_quantize of narrow groups and dynamic_per_tensor_quant of short rows, with the vectors of
-each instruction set (csrc/cpu/cache/cache_kernel.h): every byte is NumPy's."""
+each instruction set (csrc/cpu/cache/cache_kernel.c): every byte is NumPy's."""
 
 from __future__ import annotations
 

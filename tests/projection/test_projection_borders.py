@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of
 
 PLAN = constants("cpu/projection/projection.h")
 TOKENS, OUTER = PLAN["SMLA_PROJECTION_TOKENS"], PLAN["SMLA_PROJECTION_OUTER"]
-ROWS = constants("cpu/projection/projection_kernel.h")["ROWS"]
+ROWS = constants("cpu/projection/projection_kernel.c")["ROWS"]
 ALIGN = constants("ops/check_projection_fp8.c")["QUANTIZED_ALIGN"]
 ABSORB_ROWS = constants("cpu/projection/absorb.c")["ABSORB_ROWS"]
 INNER = [

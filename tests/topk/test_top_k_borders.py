@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of
 PLAN = constants("cpu/topk/top_k.c")
 CHUNK, MOST_CHUNKS = PLAN["MIN_CHUNK"], PLAN["MAX_CHUNKS"]
 CANDIDATES = PLAN["SMLA_MAX_CANDIDATES"]
-BLOCK = constants("cpu/topk/top_k_kernel.h")["BLOCK"]
+BLOCK = constants("cpu/topk/select_kernel.c")["BLOCK"]
 
 
 # --- rows that threads share ---------------------------------------------------------------------

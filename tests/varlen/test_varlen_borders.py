@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of
 PLAN = constants("cpu/varlen/varlen.c")
 ROWS, TILES = PLAN["SMLA_VARLEN_ROWS"], PLAN["TILES_PER_THREAD"]
 BLOCKS = [constants(f"cpu/varlen/rows_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
-KERNEL = constants("cpu/varlen/varlen_kernel.h")
+KERNEL = constants("cpu/varlen/varlen_kernel.c")
 MOST_PARTS = constants("cpu/attention/merge.c")["SMLA_MAX_PARTS"]
 CAUSAL = Mask(causal=True)
 

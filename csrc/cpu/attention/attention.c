@@ -102,7 +102,7 @@ smla_cpu_kernel_name(const smla_attention_run *run)
     (void)run; /* one instruction set runs them all */
     const smla_cpu_isa *isa = NULL;
     (void)smla_cpu_choose_isa("kernels", &isa, NULL);
-    return isa == NULL ? NULL : isa->attention_source;
+    return isa == NULL ? NULL : isa->attention_name;
 }
 
 smla_status

@@ -1,5 +1,5 @@
 /* attention.h: what the CPU attention's files share. One scheduler (attention.c), one kernel
- * (attention_kernel.h), compiled once per instruction set into a smla_attention_isa.
+ * (attention_kernel.c), compiled once per instruction set into a smla_attention_isa.
  *
  * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
  * *state*; the states of a token are folded in the order of their splits, and finished into out,
@@ -83,17 +83,6 @@ typedef struct smla_attention_isa {
     void (*finish)(const smla_attention_params *params, int64_t token, smla_head_range heads,
                    smla_attention_state state);
 } smla_attention_isa;
-
-extern const smla_attention_isa smla_attention_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_attention_isa smla_attention_avx2;
-extern const smla_attention_isa smla_attention_avx512;
-extern const smla_attention_isa smla_attention_avx512bf16;
-extern const smla_attention_isa smla_attention_amx;
-#elif defined(SMLA_HAVE_ARM_ISA)
-extern const smla_attention_isa smla_attention_neon;
-extern const smla_attention_isa smla_attention_neonbf16;
-#endif
 
 /* ---- Tokens with one key or none (attention_one_key.c) ------------------------------------- */
 

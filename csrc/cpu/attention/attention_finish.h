@@ -1,16 +1,14 @@
 /* attention_finish.h: states of parts -> out, lse and max_logits of a token, for one instruction
- * set, and the table of its functions. The including file names that table (SMLA_ATTENTION), and
- * the table of the fp32 unit with the same lanes and groups (SMLA_ATTENTION_FP32).
+ * set, and the table of its functions. attention_kernel.c includes it.
  *
  * fold adds a second state to a first one; finish divides, applies the sink, and rounds to bf16
- * once. The rescaling factors are powers of two (attention_kernel.h), so folding rounds only in its
- * additions. Both use the head groups of attention_kernel.h.
+ * once. The rescaling factors are powers of two (attention_kernel.c), so folding rounds only in its
+ * additions. Both use the head groups of attention_kernel.c.
  */
 #pragma once
 
 #include "core/fp_mode.h"
 #include "core/numeric.h"
-#include "cpu/attention/attention_kernel.h"
 
 /* total = total * total_factor + part * part_factor, for one group's out; one factor per head. */
 static void
@@ -150,11 +148,11 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         end_products();
     }
     if (!is_done) {
-        SMLA_ATTENTION_FP32.run_part_exactly(params, token, split, scratch, state);
+        SMLA_OF_FP32_ISA(smla_attention).run_part_exactly(params, token, split, scratch, state);
     }
 }
 
-const smla_attention_isa SMLA_ATTENTION = {
+const smla_attention_isa SMLA_OF_ISA(smla_attention) = {
     .scratch = {.block_bytes = BLOCK_BYTES, .bytes_per_head = QUERY_BYTES_PER_HEAD},
     .run_part = run_part,
     .run_part_exactly = run_part_exactly,

@@ -1,4 +1,4 @@
-/* merge_kernel.h: weighted sums of rows, for one instruction set. norm_kernel.h includes it.
+/* merge_kernel.h: weighted sums of rows, for one instruction set. norm_kernel.c includes it.
  *
  * Computes     add_weighted       out = weights[0] * rows[0] + weights[1] * rows[1] + ...
  * Shapes       rows and out [count] of bf16, fp16 or fp32, contiguous, of any alignment; out has

@@ -6,7 +6,7 @@
  * values are a second copy of the block. bf16 holds every e4m3 value exactly, without its scale.
  *
  * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
- * of single products too, as SMLA_FP_FLUSH makes the fp32 units do (attention_kernel.h). A step
+ * of single products too, as SMLA_FP_FLUSH makes the fp32 units do (attention_kernel.c). A step
  * flushes less than 2^-124, in two products and two sums.
  */
 #pragma once

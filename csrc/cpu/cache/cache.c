@@ -1,6 +1,6 @@
 /* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches.
  *
- * This file checks slots and pages, and divides the rows among threads. cache_kernel.h converts one
+ * This file checks slots and pages, and divides the rows among threads. cache_kernel.c converts one
  * row.
  */
 #include "cpu/cache/cache.h"

@@ -1,5 +1,5 @@
 /* cache.h: the conversions that cache.c, quant.c and scaled_quantize.c use. One kernel
- * (cache_kernel.h) is compiled once per instruction set into a smla_cache_isa.
+ * (cache_kernel.c) is compiled once per instruction set into a smla_cache_isa.
  */
 #pragma once
 
@@ -44,9 +44,3 @@ typedef struct smla_cache_isa {
     void (*multiply_columns)(const void *x, smla_float_type type, int64_t start, int64_t count,
                              const float *factors, uint8_t *out);
 } smla_cache_isa;
-
-extern const smla_cache_isa smla_cache_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_cache_isa smla_cache_avx2;
-extern const smla_cache_isa smla_cache_avx512;
-#endif

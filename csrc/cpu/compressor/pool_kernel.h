@@ -1,5 +1,5 @@
 /* pool_kernel.h: DeepSeek V4's compressor for one instruction set: states are saved, pooled, and
- * normalised. norm_kernel.h includes it.
+ * normalised. norm_kernel.c includes it.
  *
  * Computes     save_state    row = kv, then score + ape
  *              pool_states   per channel and slice, over the next two states of the slice:

@@ -76,7 +76,7 @@ smla_cpu_convert_req_index_to_global_index(const smla_convert_params *p, smla_er
     SMLA_TRY(smla_cpu_check_convert(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= 1 << 16)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        convert_token(isa->slots, p, token);
+        convert_token(isa->slot, p, token);
     }
     return SMLA_OK;
 }

@@ -210,7 +210,7 @@ smla_cpu_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, s
     SMLA_TRY(smla_cpu_check_global_topk(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        smla_cpu_write_global_topk(isa->slots, p, token);
+        smla_cpu_write_global_topk(isa->slot, p, token);
     }
     return SMLA_OK;
 }
@@ -251,7 +251,7 @@ smla_cpu_combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_er
     firstprivate(req) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         req = find_request(&p->batch, token + read_start(&p->batch, 0), req < 0 ? 0 : req);
-        write_combined(isa->slots, p, token, req);
+        write_combined(isa->slot, p, token, req);
     }
     return SMLA_OK;
 }
@@ -359,9 +359,9 @@ smla_cpu_build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_err
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         if (token < p->num_decode_tokens) {
-            write_decode(isa->slots, p, token);
+            write_decode(isa->slot, p, token);
         } else {
-            write_prefill(isa->slots, p, token);
+            write_prefill(isa->slot, p, token);
         }
     }
     return SMLA_OK;

@@ -37,7 +37,7 @@ smla_find_slot(const smla_page_row *row, int64_t position)
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-/* The kernel of one instruction set; slot_kernel.h. */
+/* The kernel of one instruction set; slot_kernel.c. */
 typedef struct smla_slot_isa {
     /* smla_find_slot of each position of a list. Returns how many have a slot. The page size must
      * fit int32. */
@@ -51,12 +51,6 @@ typedef struct smla_slot_isa {
     /* out = index + base. Negative indices, and sums that int32 cannot hold, become -1. */
     void (*add_base)(const int32_t *indices, int64_t count, int64_t base, int32_t *out);
 } smla_slot_isa;
-
-extern const smla_slot_isa smla_slots_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_slot_isa smla_slots_avx2;
-extern const smla_slot_isa smla_slots_avx512;
-#endif
 
 /* ---- Columns of a list --------------------------------------------------------------------- */
 

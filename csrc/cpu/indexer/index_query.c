@@ -1,4 +1,4 @@
-/* index_query.c: fused_indexer_q_rope_quant. norm_kernel.h rotates a head, and cache_kernel.h
+/* index_query.c: fused_indexer_q_rope_quant. norm_kernel.c rotates a head, and cache_kernel.c
  * writes it as a row of the indexer's cache.
  */
 #include "core/params_indexer.h"

@@ -1,4 +1,4 @@
-/* logits.c: indexer_logits. logits_kernel.h scores tiles of keys.
+/* logits.c: indexer_logits. logits_kernel.c scores tiles of keys.
  *
  * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
  * other and have the same keys are a run: a tile of keys is read once for a run. No logit depends

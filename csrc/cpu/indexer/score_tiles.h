@@ -1,4 +1,4 @@
-/* score_tiles.h: the kernels of logits.c. One text, logits_kernel.h, is compiled once per
+/* score_tiles.h: the kernels of logits.c. One text, logits_kernel.c, is compiled once per
  * instruction set into a smla_logits_isa.
  */
 #pragma once
@@ -19,9 +19,3 @@ typedef struct smla_logits_isa {
     void (*add_heads)(const float *q, const float *weights, int count, const float *panel,
                       float *sums);
 } smla_logits_isa;
-
-extern const smla_logits_isa smla_logits_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_logits_isa smla_logits_avx2;
-extern const smla_logits_isa smla_logits_avx512;
-#endif

@@ -21,7 +21,7 @@ typedef int32_t vint __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias)
 typedef uint32_t vuint __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias));
 
 /* Kernels are generic code with constant arguments, so the compiler must inline every call. Builds
- * that are not for speed leave it to the compiler: cache_avx2.c takes 1 s, not 20, at -O0. */
+ * that are not for speed leave it to the compiler: cache_kernel.c takes 1 s, not 20, at -O0. */
 #if defined(SMLA_FREE_INLINING)
 #define SMLA_INLINE static inline
 #else

@@ -1,4 +1,4 @@
-/* norm.c: fused_q_kv_rmsnorm. norm_kernel.h has the arithmetic. */
+/* norm.c: fused_q_kv_rmsnorm. norm_kernel.c has the arithmetic. */
 #include "cpu/norm/norm.h"
 
 #include "cpu/cpu.h"

@@ -1,4 +1,4 @@
-/* norm.h: the kernels of norms. norm_kernel.h is compiled once per instruction set into a
+/* norm.h: the kernels of norms. norm_kernel.c is compiled once per instruction set into a
  * smla_norm_isa.
  */
 #pragma once
@@ -57,9 +57,3 @@ typedef struct smla_norm_isa {
     void (*add_weighted)(const smla_weighted_rows *rows, int64_t count, smla_float_type out_type,
                          void *out);
 } smla_norm_isa;
-
-extern const smla_norm_isa smla_norm_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_norm_isa smla_norm_avx2;
-extern const smla_norm_isa smla_norm_avx512;
-#endif

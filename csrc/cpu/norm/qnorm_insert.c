@@ -1,4 +1,4 @@
-/* qnorm_insert.c: fused_qnorm_rope_kv_insert. norm_kernel.h normalises and rotates, cache_kernel.h
+/* qnorm_insert.c: fused_qnorm_rope_kv_insert. norm_kernel.c normalises and rotates, cache_kernel.c
  * writes the rows.
  */
 #include <string.h>

@@ -7,7 +7,7 @@
  * Scratch      panel [INNER_BLOCK][128 latents] 32 KiB: a piece of w, as fp32
  *              sums  [256 rows][128 latents] fp32   128 KiB
  *              x     [4 rows][INNER_BLOCK]          1 KiB, on the stack
- *              Lanes are latents: the products are those of projection_kernel.h.
+ *              Lanes are latents: the products are those of projection_kernel.c.
  * Roofline     2 * rows * H * L * n FLOP, 26 G for the queries of DeepSeek-V3 and 120 G for its
  *              output, once a model. Converting a row of x takes as long as a 32nd of its products,
  *              and a panel serves 256 rows.
@@ -18,12 +18,12 @@
  *              Subnormal numbers are kept. The order of the sums depends on n alone.
  * Source       register blocking (GotoBLAS).
  *
- * Only fp32 units include this file; projection_bf16.h passes the call on to one.
+ * projection_kernel.c includes this file for fp32 units; projection_bf16.h passes the call on to
+ * one.
  */
 #pragma once
 
 #include "cpu/cpu.h"
-#include "cpu/projection/projection_kernel.h"
 
 /* ---- Operands ------------------------------------------------------------------------------ */
 

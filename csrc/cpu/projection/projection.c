@@ -1,4 +1,4 @@
-/* projection.c: cuts the projections of absorption into tasks, which projection_kernel.h computes.
+/* projection.c: cuts the projections of absorption into tasks, which projection_kernel.c computes.
  *
  * All projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 out, fp32 in between. The up
  * projections differ in which dimension of the weight is summed. The grouped output projection, by

@@ -1,5 +1,5 @@
 /* projection.h: what the projections' files share. There is one scheduler (projection.c) and one
- * kernel (projection_kernel.h), which is compiled into a smla_projection_isa per instruction set.
+ * kernel (projection_kernel.c), which is compiled into a smla_projection_isa per instruction set.
  */
 #pragma once
 
@@ -86,16 +86,6 @@ typedef struct smla_projection_isa {
     void (*absorb_block)(const smla_absorb_params *params, smla_projection_block block,
                          void *scratch);
 } smla_projection_isa;
-
-extern const smla_projection_isa smla_projection_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_projection_isa smla_projection_avx2;
-extern const smla_projection_isa smla_projection_avx512;
-extern const smla_projection_isa smla_projection_avx512bf16;
-#elif defined(SMLA_HAVE_ARM_ISA)
-extern const smla_projection_isa smla_projection_neon;
-extern const smla_projection_isa smla_projection_neonbf16;
-#endif
 
 /* Whether dimension n of the weight is contiguous (v_up_proj), or n is one value and k is not; else
  * k is (k_up_proj), or neither (kv_up_proj alone). */

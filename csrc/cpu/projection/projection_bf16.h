@@ -22,5 +22,5 @@ store_tokens(vuint words, unit_scalar *x)
 static void
 absorb_block(const smla_absorb_params *params, smla_projection_block block, void *scratch)
 {
-    SMLA_PROJECTION_FP32.absorb_block(params, block, scratch);
+    SMLA_OF_FP32_ISA(smla_projection).absorb_block(params, block, scratch);
 }

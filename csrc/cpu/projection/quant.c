@@ -3,7 +3,7 @@
  *   scale = max(amax, 1e-10) / 448,  out = satE4M3(x / scale)
  *
  * amax ignores NaN and takes an infinity as FLT_MAX, as the cache write does. The arrays are cut
- * into pieces of rows, which cache_kernel.h takes. Where elements or short rows are apart, a piece
+ * into pieces of rows, which cache_kernel.c takes. Where elements or short rows are apart, a piece
  * is copied.
  */
 #include "core/fp_mode.h"

@@ -6,7 +6,7 @@
  * row of groups, and as many columns as several groups have. A tile is read twice, and the second
  * time it is in a cache. Wide groups find their amax by rows, and narrow ones by columns, which are
  * the lanes of vectors. A few large groups have their pieces shared out to threads instead.
- * cache_kernel.h computes.
+ * cache_kernel.c computes.
  */
 #include <string.h>
 

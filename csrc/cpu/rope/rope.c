@@ -1,4 +1,4 @@
-/* rope.c: the check of positions, and fused_inv_rope_fp8_quant. rotate_kernel.h has the arithmetic.
+/* rope.c: the check of positions, and fused_inv_rope_fp8_quant. rotate_kernel.c has the arithmetic.
  */
 #include "cpu/rope/rotate.h"
 

@@ -1,4 +1,4 @@
-/* rotate.h: the kernels of RoPE, and where a token's angles are. rotate_kernel.h is compiled once
+/* rotate.h: the kernels of RoPE, and where a token's angles are. rotate_kernel.c is compiled once
  * per instruction set into a smla_rotate_isa.
  */
 #pragma once
@@ -32,8 +32,3 @@ find_angles(const smla_rope *rope, int64_t token)
 {
     return rope->cos_sin + read_position(rope, token) * rope->cos_sin_stride_pos;
 }
-
-extern const smla_rotate_isa smla_rotate_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_rotate_isa smla_rotate_avx2;
-#endif

@@ -1,4 +1,4 @@
-/* select.h: the kernels of top_k.c. One text, top_k_kernel.h, is compiled once per instruction set
+/* select.h: the kernels of top_k.c. One text, select_kernel.c, is compiled once per instruction set
  * into a smla_select_isa.
  *
  * A logit has a key, an integer that grows with it: NaN has key 1 << 16, which is below that of
@@ -65,12 +65,6 @@ typedef struct smla_select_isa {
     int64_t (*take_columns)(const smla_logit_rows *logits, smla_threshold threshold, int32_t first,
                             int32_t *out);
 } smla_select_isa;
-
-extern const smla_select_isa smla_select_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_select_isa smla_select_avx2;
-extern const smla_select_isa smla_select_avx512;
-#endif
 
 /* Where a digit begins in a key, and the bits that it has. */
 static inline int

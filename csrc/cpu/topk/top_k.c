@@ -1,6 +1,6 @@
 /* top_k.c: top_k_per_row. Logits become integer keys of the same order. The k-th largest key is
  * found digit by digit, from counts of the digits' values, and then the columns are taken in their
- * order. No step depends on the logits' distribution. top_k_kernel.h has the loops over logits.
+ * order. No step depends on the logits' distribution. select_kernel.c has the loops over logits.
  *
  * Many rows run in parallel, each on one thread. Of few long rows the columns do, in equal chunks.
  * Which way a row goes, and on how many threads, depends on how many columns the tokens have, not
@@ -252,7 +252,7 @@ write_row(const smla_top_k_params *p, int64_t token, int num_chunks, smla_select
         write_values(&r, out, (uint8_t *)p->values + first);
     }
     if (p->slots.out != NULL) {
-        smla_cpu_write_global_topk(isa->slots, &p->slots, token);
+        smla_cpu_write_global_topk(isa->slot, &p->slots, token);
     }
 }
 

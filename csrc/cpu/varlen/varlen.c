@@ -1,4 +1,4 @@
-/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.h computes. Tiles run in
+/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.c computes. Tiles run in
  * parallel, each on one thread, so the number of threads changes no result.
  */
 #include "cpu/varlen/varlen.h"

@@ -1,5 +1,5 @@
 /* varlen.h: what the files of varlen_attention share. There is one scheduler (varlen.c) and one
- * kernel (varlen_kernel.h), which is compiled into a smla_varlen_isa per instruction set.
+ * kernel (varlen_kernel.c), which is compiled into a smla_varlen_isa per instruction set.
  *
  * The *rows* of a request and a KV head are its query tokens times the heads that read the KV head,
  * token by token. A *tile* is up to SMLA_VARLEN_ROWS of them, which read the keys together. Small
@@ -99,17 +99,6 @@ typedef struct smla_varlen_isa {
     void (*run_tile)(const smla_attention_params *params, const smla_varlen_tile *tile,
                      uint8_t *scratch);
 } smla_varlen_isa;
-
-extern const smla_varlen_isa smla_varlen_base;
-#if defined(SMLA_HAVE_X86_ISA)
-extern const smla_varlen_isa smla_varlen_avx2;
-extern const smla_varlen_isa smla_varlen_avx512;
-extern const smla_varlen_isa smla_varlen_avx512bf16;
-extern const smla_varlen_isa smla_varlen_amx;
-#elif defined(SMLA_HAVE_ARM_ISA)
-extern const smla_varlen_isa smla_varlen_neon;
-extern const smla_varlen_isa smla_varlen_neonbf16;
-#endif
 
 /* Computes one row in double, however long it takes: for rows whose query, keys or scales are too
  * large for the kernels, or are not finite. varlen_exact.c */

@@ -1,5 +1,5 @@
 /* varlen_finish.h: the last step of a tile of varlen_attention, for one instruction set.
- * varlen_kernel.h includes it.
+ * varlen_kernel.c includes it.
  */
 #pragma once
 

@@ -1,5 +1,5 @@
 /* varlen_one_key.h: rows of varlen_attention that see one key, for one instruction set.
- * varlen_kernel.h includes it.
+ * varlen_kernel.c includes it.
  *
  * Computes     out = v * v_descale * sink factor,  lse = scale * (q . k), capped
  * Numerics     out is the value to the bit, because the factor is 1 or a double, and subnormal

@@ -1,5 +1,5 @@
 /* varlen_rows.h: which rows a tile of varlen_attention has, where its keys lie, and which rows have
- * a lane. varlen_kernel.h includes it.
+ * a lane. varlen_kernel.c includes it.
  */
 #pragma once
 

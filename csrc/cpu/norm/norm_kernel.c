@@ -1,4 +1,4 @@
-/* norm_kernel.h: RMSNorm of a row or of a head, for one instruction set.
+/* norm_kernel.c: RMSNorm of a row or of a head, for one instruction set.
  *
  * Computes     normalize          out = bf16(x * (1 / sqrt(sum(x^2) / size + eps)) * weight)
  *              normalize_head     bf16 of RoPE of x * (1 / sqrt(sum(x^2) / 512 + eps));
@@ -12,10 +12,8 @@
  *              Each operation is rounded: there is no FMA. A result that is NaN is the positive
  *              quiet NaN, except that values which RoPE does not rotate keep their sign as e4m3.
  * Source       fused_q_kv_rmsnorm and the fused insert of vLLM, for the formulas.
- *
- * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_NORM).
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
 
 #include <math.h>
 #include <string.h>
@@ -261,7 +259,7 @@ normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float
 #include "cpu/attention/merge_kernel.h"
 #include "cpu/compressor/pool_kernel.h"
 
-const smla_norm_isa SMLA_NORM = {
+const smla_norm_isa SMLA_OF_ISA(smla_norm) = {
     .save_state = save_state,
     .pool_states = pool_states,
     .finish_pool = finish_pool,

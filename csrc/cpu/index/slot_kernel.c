@@ -1,4 +1,4 @@
-/* slot_kernel.h: the slots of a list of positions, or their rows of a prefill's workspace, for one
+/* slot_kernel.c: the slots of a list of positions, or their rows of a prefill's workspace, for one
  * instruction set.
  *
  * Computes     page = pages[position / block_size], slot = page * block_size + offset, or
@@ -20,10 +20,8 @@
  * A list is taken in chunks, each in three loops: blocks, pages, slots. The first and the last have
  * vector instructions, and the second is one load per entry. In one loop the load keeps the
  * compiler from vectors.
- *
- * The including file names its table of functions (SMLA_SLOTS), and defines SMLA_SIMD_WIDTH.
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
 
 #include "cpu/index/slot.h"
 #include "cpu/machine/narrow.h"
@@ -188,7 +186,7 @@ add_base(const int32_t *indices, int64_t count, int64_t base, int32_t *out)
     }
 }
 
-const smla_slot_isa SMLA_SLOTS = {
+const smla_slot_isa SMLA_OF_ISA(smla_slot) = {
     .find_slots = find_slots,
     .find_rows = find_rows,
     .close_holes = close_holes,

@@ -1,4 +1,4 @@
-/* logits_kernel.h: scores a tile of keys for one instruction set.
+/* logits_kernel.c: scores a tile of keys for one instruction set.
  *
  * Computes     pack_keys  transposes the keys of a tile, so that a vector has a value of WIDTH keys
  *              add_heads  sums[n] += sum_h weights[h] * relu(q[h] . key n)
@@ -8,10 +8,8 @@
  *              summed before they join the others: errors are below 2^-18 of the sum of sizes.
  *              NaN passes relu. The order depends on the number of heads alone.
  * Source       DeepSeek V3.2's lightning indexer, for the formula.
- *
- * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_LOGITS).
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
 
 #include "cpu/indexer/score_tiles.h"
 #include "cpu/machine/simd.h"
@@ -98,4 +96,4 @@ add_heads(const float *q, const float *weights, int count, const float *panel, f
     }
 }
 
-const smla_logits_isa SMLA_LOGITS = {.pack_keys = pack_keys, .add_heads = add_heads};
+const smla_logits_isa SMLA_OF_ISA(smla_logits) = {.pack_keys = pack_keys, .add_heads = add_heads};

@@ -1,4 +1,4 @@
-/* projection_kernel.h: one block of a projection, for one instruction set.
+/* projection_kernel.c: one block of a projection, for one instruction set.
  *
  * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
  *              head. For e4m3: bf16(sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x w), where b is
@@ -10,8 +10,8 @@
  *                                                     for all tokens of the block
  *              sums  [64 tokens][128 outputs] fp32    32 KiB, in the scratch of the thread
  *              x     [4 tokens][INNER_BLOCK / step]   1 KiB, on the stack
- *              Lanes are outputs. A step of 4 tokens and VECTORS vectors of outputs has 4 VECTORS
- *              accumulators.
+ *              Lanes are outputs. A step of 4 tokens and OUTPUT_VECTORS vectors of outputs has
+ *              4 OUTPUT_VECTORS accumulators.
  * Roofline     2 * T * H * 512 * 128 FLOP, T of them per byte of weight: memory binds at small T,
  *              the multiply unit from about T = 32. GFLOP/s of k_up, v_up on one Zen 5 core (CPU
  *              time, one thread, H 128 for T 1 and 32, H 16 for T 512, 2026-11-20): T 1: 33, 32 (33
@@ -29,11 +29,18 @@
  *              of the result or the number of threads. e4m3 becomes bf16 exactly, and every chain
  *              is multiplied by its scale, in fp32.
  * Source       register blocking (GotoBLAS).
- *
- * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its
- * table of functions (SMLA_PROJECTION) and that of its fp32 unit (SMLA_PROJECTION_FP32).
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
+
+#include "cpu/projection/projection.h"
+
+extern const smla_projection_isa SMLA_OF_FP32_ISA(smla_projection);
+
+#if defined(SMLA_HAVE_BF16_PRODUCTS)
+#include "cpu/projection/projection_bf16.h"
+#else
+#include "cpu/projection/projection_fp32.h"
+#endif
 
 #include <math.h>
 #include <string.h>
@@ -41,13 +48,12 @@
 #include "core/fp_mode.h"
 #include "core/projection_scale.h"
 #include "cpu/machine/narrow.h"
-#include "cpu/projection/projection.h"
 
 enum {
     OUTER_BLOCK = SMLA_PROJECTION_OUTER,
     TOKEN_BLOCK = SMLA_PROJECTION_TOKENS,
     ROWS = 4, /* tokens per step */
-    STEP_OUTER = VECTORS * WIDTH,
+    STEP_OUTER = OUTPUT_VECTORS * WIDTH,
     X_STRIDE = INNER_BLOCK / UNIT_STEP,
 };
 
@@ -304,24 +310,24 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
               const float *scales, float *sums, const int rows)
 {
     for (int n = 0; n < num_outer; n += STEP_OUTER) {
-        vfloat sum[ROWS * VECTORS];
+        vfloat sum[ROWS * OUTPUT_VECTORS];
 #pragma GCC unroll 16
-        for (int i = 0; i < rows * VECTORS; i++) {
+        for (int i = 0; i < rows * OUTPUT_VECTORS; i++) {
             sum[i] = (vfloat){0};
         }
         const unit_scalar *w = panel + n;
         for (int k = 0; k < steps; k++) {
-            unit_vector b[VECTORS];
+            unit_vector b[OUTPUT_VECTORS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
+            for (int v = 0; v < OUTPUT_VECTORS; v++) {
                 b[v] = *(const unit_vector *)(w + v * WIDTH);
             }
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) {
-                    sum[r * VECTORS + v] =
-                        multiply_add(sum[r * VECTORS + v], x[r * X_STRIDE + k], b[v]);
+                for (int v = 0; v < OUTPUT_VECTORS; v++) {
+                    sum[r * OUTPUT_VECTORS + v] =
+                        multiply_add(sum[r * OUTPUT_VECTORS + v], x[r * X_STRIDE + k], b[v]);
                 }
             }
             w += OUTER_BLOCK;
@@ -329,9 +335,9 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
+            for (int v = 0; v < OUTPUT_VECTORS; v++) {
                 vfloat *const to = (vfloat *)(sums + r * OUTER_BLOCK + n + v * WIDTH);
-                *to += sum[r * VECTORS + v] * scales[r];
+                *to += sum[r * OUTPUT_VECTORS + v] * scales[r];
             }
         }
     }
@@ -479,12 +485,16 @@ run_block(const smla_projection_params *params, smla_projection_block block, voi
     block.num_tokens = 1;
     for (; huge != 0; huge &= huge - 1) {
         block.token = first + __builtin_ctzll(huge);
-        SMLA_PROJECTION_FP32.run_block_exactly(params, block, scratch);
+        SMLA_OF_FP32_ISA(smla_projection).run_block_exactly(params, block, scratch);
     }
 }
 
-const smla_projection_isa SMLA_PROJECTION = {
+const smla_projection_isa SMLA_OF_ISA(smla_projection) = {
     .run_block = run_block,
     .run_block_exactly = run_block_exactly,
     .absorb_block = absorb_block,
 };
+
+#if !defined(SMLA_HAVE_BF16_PRODUCTS)
+#include "cpu/projection/absorb_kernel.h"
+#endif

@@ -1,4 +1,4 @@
-/* rotate_kernel.h: RoPE of a head, for one instruction set.
+/* rotate_kernel.c: RoPE of a head, for one instruction set.
  *
  * Computes     rotate_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
  *                                   of 128 values the scale is the smallest power of two with
@@ -15,10 +15,8 @@
  *              positive quiet NaN; values that RoPE does not rotate keep their bits, or their sign
  *              as e4m3.
  * Source       fused_inv_rope_fp8_quant of vLLM, for the formulas.
- *
- * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_ROTATE).
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_BYTE_LANES
 
 #include <string.h>
 
@@ -150,7 +148,7 @@ rotate_index_head(const uint16_t *x, const float *cos_sin, uint16_t *out)
     }
 }
 
-const smla_rotate_isa SMLA_ROTATE = {
+const smla_rotate_isa SMLA_OF_ISA(smla_rotate) = {
     .rotate_back_to_e4m3 = rotate_back_to_e4m3,
     .rotate_to_bf16 = rotate_to_bf16,
     .rotate_index_head = rotate_index_head,

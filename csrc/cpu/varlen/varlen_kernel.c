@@ -1,4 +1,4 @@
-/* varlen_kernel.h: a tile of varlen_attention, for one instruction set.
+/* varlen_kernel.c: a tile of varlen_attention, for one instruction set.
  *
  * Computes     s_j = scale * log2(e) * (q . k_j), capped,  w_j = 2^(s_j - ref),
  *              out = sum_j w_j v_j / sum_j w_j * sink factor * v_descale,
@@ -15,7 +15,7 @@
  *              in L1, and the block in L2.
  * Roofline     2 * pairs * (D + Dv) FLOP. The multiply unit binds; widening a block costs a
  *              fraction 3 / rows of it, and the softmax 1 / 10 at D + Dv = 320.
- * Numerics     Those of attention_kernel.h, whose products these are (attention_lanes.h,
+ * Numerics     Those of attention_kernel.c, whose products these are (attention_lanes.h,
  *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
  *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
  *              a row's bits depend on its query and its request's keys alone. Requests that share a
@@ -27,14 +27,25 @@
  *              rows with one key, whose out is its value to the bit, by varlen_one_key.h.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
- *
- * The including file defines what attention_kernel.h names, except that it includes a rows_*.h in
- * place of a unit_*.h.
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
+
+#if defined(SMLA_HAVE_BF16_PRODUCTS)
+#include "cpu/varlen/rows_bf16.h"
+#else
+#include "cpu/varlen/rows_fp32.h"
+#endif
+
+#if defined(SMLA_HAVE_TILES)
+#include "cpu/attention/attention_tiles.h"
+#else
+#include "cpu/attention/attention_lanes.h"
+#endif
 
 #include "core/fp_mode.h"
 #include "cpu/attention/softmax_lanes.h"
+
+extern const smla_varlen_isa SMLA_OF_FP32_ISA(smla_varlen);
 
 enum {
     PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
@@ -505,7 +516,7 @@ static void
 run_tile(const smla_attention_params *params, const smla_varlen_tile *tile, uint8_t *scratch)
 {
     if (!serves(params)) {
-        SMLA_VARLEN_FP32.run_tile(params, tile, scratch);
+        SMLA_OF_FP32_ISA(smla_varlen).run_tile(params, tile, scratch);
         return;
     }
     tile_work work = {.params = params, .tile = tile};
@@ -529,7 +540,7 @@ run_tile(const smla_attention_params *params, const smla_varlen_tile *tile, uint
     }
 }
 
-const smla_varlen_isa SMLA_VARLEN = {
+const smla_varlen_isa SMLA_OF_ISA(smla_varlen) = {
     .lanes = WIDTH,
     .scratch = {.tile_bytes = sizeof(tile_arrays),
                 .bytes_per_query_dim = Q_BYTES_PER_DIM,

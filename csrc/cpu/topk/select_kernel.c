@@ -1,11 +1,8 @@
-/* top_k_kernel.h: counting and taking keys, compiled once per instruction set. A file that includes
- * this defines SMLA_SELECT, the name of its table.
+/* select_kernel.c: counting and taking keys, for one instruction set.
  *
  * The compiler makes vectors of the loops over a block: the keys, and whether any of them matters.
  * Only blocks with a key that matters are looked at key by key.
  */
-#pragma once
-
 #include <string.h>
 
 #include "cpu/topk/select.h"
@@ -256,7 +253,7 @@ take_columns(const smla_logit_rows *logits, smla_threshold threshold, int32_t fi
     return num_taken;
 }
 
-const smla_select_isa SMLA_SELECT = {
+const smla_select_isa SMLA_OF_ISA(smla_select) = {
     .count_digits = count_digits,
     .list_candidates = list_candidates,
     .count_listed_digits = count_listed_digits,

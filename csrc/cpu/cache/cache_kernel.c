@@ -1,4 +1,4 @@
-/* cache_kernel.h: writes and reads a cache row, quantises an array, for one instruction set.
+/* cache_kernel.c: writes and reads a cache row, quantises an array, for one instruction set.
  *
  * Computes     write     row_encoder.h
  *              read      row_decoder.h
@@ -44,10 +44,8 @@
  *              matters. A NaN byte with a NaN scale gives the NaN of the byte.
  * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the
  *              formats.
- *
- * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_CACHE).
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_BYTE_LANES
 
 #include <float.h>
 
@@ -353,7 +351,7 @@ read_row(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
     decode_row(format, from, kv_scale, type, (uint8_t *)array + start * element_bytes(type));
 }
 
-const smla_cache_isa SMLA_CACHE = {
+const smla_cache_isa SMLA_OF_ISA(smla_cache) = {
     .write_row = write_row,
     .write_index_keys = write_index_keys,
     .read_row = read_row,

@@ -1,4 +1,4 @@
-/* attention_kernel.h: sparse MLA attention of one part, for one instruction set.
+/* attention_kernel.c: sparse MLA attention of one part, for one instruction set.
  *
  * Computes     s_j = softmax_scale * log2(e) * (q . k_j),  w_j = 2^(s_j - ref),
  *              out = sum_j w_j v_j,  sum = sum_j w_j   over the part's keys; then finish computes
@@ -39,17 +39,29 @@
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the rows per step: KEY_ROWS_1 keys or VALUE_ROWS_1
- * dimensions if a group is one vector of heads, KEY_ROWS_2 or VALUE_ROWS_2 if it is two. It
- * includes a unit_*.h, and attention_lanes.h or attention_tiles.h, which compute the products.
+ * A unit decides the layout of the operands, and lanes or tiles compute the products.
  */
-#pragma once
+#define SMLA_SIMD_WIDTH SMLA_LANES
+
+#if defined(SMLA_HAVE_BF16_PRODUCTS)
+#include "cpu/attention/unit_bf16.h"
+#else
+#include "cpu/attention/unit_fp32.h"
+#endif
+
+#if defined(SMLA_HAVE_TILES)
+#include "cpu/attention/attention_tiles.h"
+#else
+#include "cpu/attention/attention_lanes.h"
+#endif
 
 #include <math.h>
 
 #include "cpu/attention/attention.h"
 #include "cpu/attention/softmax_lanes.h"
 #include "cpu/machine/narrow.h"
+
+extern const smla_attention_isa SMLA_OF_FP32_ISA(smla_attention);
 
 enum { GROUP_HEADS = GROUP_LANES };
 
@@ -382,3 +394,5 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
     }
     return true;
 }
+
+#include "cpu/attention/attention_finish.h"

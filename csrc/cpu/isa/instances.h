@@ -1,0 +1,65 @@
+/* instances.h: which kernels are compiled for which instruction sets. isa.c makes its table of
+ * these lists, and buildtools/graph.py the commands that compile them.
+ *
+ * X(kernel, set) compiles KERNEL_kernel.c with isa/SET.h and the set's flags. This instance exports
+ * smla_KERNEL_SET, a table of functions of type smla_KERNEL_isa. Not every kernel gains from every
+ * set: where a set has no instance, it takes that of the set before it.
+ */
+#pragma once
+
+#define SMLA_BASE_KERNELS(X) \
+    X(attention, base)       \
+    X(varlen, base)          \
+    X(projection, base)      \
+    X(cache, base)           \
+    X(norm, base)            \
+    X(rotate, base)          \
+    X(logits, base)          \
+    X(select, base)          \
+    X(slot, base)
+
+#define SMLA_AVX2_KERNELS(X) \
+    SMLA_BASE_KERNELS(X)     \
+    X(attention, avx2)       \
+    X(varlen, avx2)          \
+    X(projection, avx2)      \
+    X(cache, avx2)           \
+    X(norm, avx2)            \
+    X(rotate, avx2)          \
+    X(logits, avx2)          \
+    X(select, avx2)          \
+    X(slot, avx2)
+
+#define SMLA_AVX512_KERNELS(X) \
+    SMLA_AVX2_KERNELS(X)       \
+    X(attention, avx512)       \
+    X(varlen, avx512)          \
+    X(projection, avx512)      \
+    X(cache, avx512)           \
+    X(norm, avx512)            \
+    X(logits, avx512)          \
+    X(select, avx512)          \
+    X(slot, avx512)
+
+#define SMLA_AVX512BF16_KERNELS(X) \
+    SMLA_AVX512_KERNELS(X)         \
+    X(attention, avx512bf16)       \
+    X(varlen, avx512bf16)          \
+    X(projection, avx512bf16)
+
+#define SMLA_AMX_KERNELS(X)    \
+    SMLA_AVX512BF16_KERNELS(X) \
+    X(attention, amx)          \
+    X(varlen, amx)
+
+#define SMLA_NEON_KERNELS(X) \
+    SMLA_BASE_KERNELS(X)     \
+    X(attention, neon)       \
+    X(varlen, neon)          \
+    X(projection, neon)
+
+#define SMLA_NEONBF16_KERNELS(X) \
+    SMLA_NEON_KERNELS(X)         \
+    X(attention, neonbf16)       \
+    X(varlen, neonbf16)          \
+    X(projection, neonbf16)

@@ -1,0 +1,13 @@
+/* neonbf16.h: what kernels are compiled with on NEON with BF16. */
+#pragma once
+
+#define SMLA_OF_ISA(name)       name##_neonbf16
+#define SMLA_OF_FP32_ISA(name)  name##_neon
+#define SMLA_LANES              4
+#define SMLA_HAVE_BF16_PRODUCTS 1
+
+/* Rows times vectors is the number of accumulators; there are 32 registers. */
+enum { KEY_ROWS_1 = 16, KEY_ROWS_2 = 8, VALUE_ROWS_1 = 16, VALUE_ROWS_2 = 8 };
+enum { OUTPUT_VECTORS = 4 };
+
+static const char isa_neonbf16[] __attribute__((used)) = "";
