@@ -3,6 +3,8 @@
  */
 #pragma once
 
+#include <assert.h>
+
 /* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
  * the tile. Returns how many there were. */
 static int
@@ -46,6 +48,7 @@ find_rows(tile_work *work)
         found +=
             add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
         work->first_key = of.first_key - first_key;
+        assert(end >= 0);
         for (int64_t key = end; key < first_key; key++) {
             work->shared_keys[key] = -1;
         }
