@@ -324,12 +324,12 @@ def v4_layer(seed: int) -> list:
     return [*found, *(world.bytes_of(name) for name in sorted(world.memory))]
 
 
-ON_EVERY_DEVICE = (
+SUBJECTS = (
     sparse_attention, sparse_attention_512, sparse_mla_dsv4, mla_attention, varlen_attention,
     merge_attn_states, merge_attn_partials, v32_layer, dense_layer, dense_layer_absorbed, v4_attend,
+    v4_layer,
 )  # fmt: skip
-# A world's projections are NumPy's.
-SUBJECTS = (*ON_EVERY_DEVICE, *([] if device.ON_CUDA else [v4_layer]))
+ON_THE_CPU = {"v4_layer"} if device.ON_CUDA else set()  # the projections of its world are NumPy's
 
 
 # --- hashes --------------------------------------------------------------------------------------
@@ -352,6 +352,7 @@ def hashes_of(subject: Callable, count: int) -> list[str]:
 
 if __name__ == "__main__":
     to, count, *names = sys.argv[1:]
-    found = {x.__name__: x for x in SUBJECTS if not names or x.__name__ in names}
+    names = {*names} or {x.__name__ for x in SUBJECTS} - ON_THE_CPU
+    found = {x.__name__: x for x in SUBJECTS if x.__name__ in names}
     found = {name: hashes_of(subject, int(count)) for name, subject in found.items()}
     Path(to).write_text(json.dumps(found, indent=1) + "\n")

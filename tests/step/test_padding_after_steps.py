@@ -52,9 +52,10 @@ def test_v4(padding):
     sizes, rng = plan.Sizes(), np.random.default_rng(padding)
     full = make_batch(rng, sizes, [1, 1, 9, 149], 0)
     small = make_batch(rng, sizes, [1, 1, 4], padding)
-    used = v4.MetadataBuilder(make_config(sizes))
+    config = make_config(sizes)
     found = []
-    for builder, batches in ((used, (full, small)), (v4.MetadataBuilder(used.config), (small,))):
+    for batches in ((full, small), (small,)):
+        builder = v4.MetadataBuilder(config)
         for batch in batches:
             step = builder.build(
                 batch.common(sparse_mla), compressed=batch.compressed, states=batch.states

@@ -1,5 +1,5 @@
-/* params_attention.h: attention is queries x keys x what a query sees x logits -> results. These are
- * the params of every attention, and the plan of those over a cache. Compiles as C and as CUDA.
+/* params_attention.h: attention is queries x keys x what a query sees x logits -> results. Every
+ * attention has these params, and those over a cache have a plan. Compiles as C and as CUDA.
  */
 #pragma once
 

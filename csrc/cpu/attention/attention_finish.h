@@ -142,7 +142,7 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
          smla_attention_state state)
 {
     bool is_done = false;
-    if (is_ordinary_scale((float)params->logits.softmax_scale)) {
+    if (is_ordinary_scale(params->logits.softmax_scale)) {
         begin_products();
         is_done = try_part(params, token, split, false, scratch, state);
         end_products();

@@ -9,6 +9,7 @@
  */
 #pragma once
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 
@@ -21,13 +22,13 @@ enum {
 };
 
 /* Whether products of this scale with numbers that SMLA_FP_FLUSH takes as zero do not matter: 0, or
- * a normal number of at most 2^16. Asked of the bits, because a subnormal scale equals 0 there. */
+ * a normal float of at most 2^16. Asked of a double, because a subnormal float equals 0 there, and
+ * a double that becomes one is 0 behind the conversion. */
 static bool
-is_ordinary_scale(float softmax_scale)
+is_ordinary_scale(double softmax_scale)
 {
-    const uint32_t least = 0x00800000u, most = 0x47800000u;
-    const uint32_t magnitude = smla_float_bits(softmax_scale) & 0x7FFFFFFFu;
-    return magnitude == 0 || (magnitude >= least && magnitude <= most);
+    const double magnitude = fabs(softmax_scale);
+    return magnitude == 0 || (magnitude >= (double)FLT_MIN && magnitude <= 0x1p16);
 }
 
 /* ---- Softmax ------------------------------------------------------------------------------- */

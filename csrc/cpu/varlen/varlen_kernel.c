@@ -461,8 +461,8 @@ has_ordinary_scales(const tile_work *work)
 {
     const float v_descale = smla_read_varlen_scale(&work->params->logits.v_descale, work->tile->req,
                                                    work->tile->kv_head);
-    return is_ordinary_scale((float)smla_varlen_logit_scale(work->params, work->tile)) &&
-           is_ordinary_scale(v_descale) && v_descale >= 0x1p-90f;
+    return is_ordinary_scale(smla_varlen_logit_scale(work->params, work->tile)) &&
+           is_ordinary_scale((double)v_descale) && v_descale >= 0x1p-90f;
 }
 
 /* Attends to the keys of a tile, block by block. Returns whether the sum is in `older`; else it is

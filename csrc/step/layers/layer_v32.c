@@ -135,8 +135,8 @@ take_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
                                                      : smla_slice_rows(view, tensor, start, end);
 }
 
-/* Runs attention of tokens from `start` on. The cache is checked before, but the line of a log lists
- * the arrays that a check has seen. */
+/* Runs attention of tokens from `start` on. The cache is checked before, but the line of a log
+ * lists the arrays that a check has seen. */
 static smla_status
 attend_rows(const forward_call *f, const smla_sparse_attention_args *args, int64_t start)
 {
