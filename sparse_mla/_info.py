@@ -34,7 +34,8 @@ KEYS = {
 }
 PLAN_KEYS = {
     "num_tokens, num_heads, topk": "the numbers after --plan",
-    "plans": "device, kv_format, head_dim, workspace_bytes, runs: [{tokens, splits, kernel}, …]",
+    "plans": "device, kv_format, head_dim, workspace_bytes, runs: [{tokens, splits, kernel}, …], "
+    "lack: what the device's best kernel lacks for the call, or null",
 }
 
 
@@ -152,7 +153,7 @@ def print_plans(found: dict[str, Any]) -> None:
             f"{plan['kv_format']} of {plan['head_dim']} values",
             str(run["tokens"]),
             str(run["splits"]),
-            run["kernel"],
+            run["kernel"] + (f" ({plan['lack']})" if plan["lack"] else ""),
             f"{plan['workspace_bytes']} bytes",
         )
         for plan in found["plans"]

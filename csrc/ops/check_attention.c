@@ -8,6 +8,7 @@
 
 #include <math.h>
 
+#include "core/log.h"
 #include "core/rule.h"
 
 /* The arguments of the main or the extra list. */
@@ -179,13 +180,20 @@ are_cache_rows_aligned(const smla_kv_view *kv)
            kv->token_stride_bytes % 16 == 0;
 }
 
-/* smla_attention_shape.fits_tiles */
-static bool
-fits_tiles(const smla_sparse_attention_args *args, const smla_attention_params *params)
+/* What a call needs of a kernel. Kernels for lists take rows at any address. */
+static unsigned
+find_needs(const smla_sparse_attention_args *args, const smla_attention_params *params)
 {
-    return params->source == SMLA_KEYS_TABLE && params->logits.softcap == 0.0f &&
-           are_rows_aligned(args->q) && (args->q_pe == NULL || are_rows_aligned(args->q_pe)) &&
-           are_rows_aligned(args->out) && are_cache_rows_aligned(&params->keys.lists[0].kv);
+    const smla_key_list *const main = &params->keys.lists[0];
+    const bool is_table = params->source == SMLA_KEYS_TABLE;
+    const bool is_aligned = are_rows_aligned(args->q) &&
+                            (args->q_pe == NULL || are_rows_aligned(args->q_pe)) &&
+                            are_rows_aligned(args->out) && are_cache_rows_aligned(&main->kv);
+    const bool has_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL;
+    return (has_scale ? SMLA_NEEDS_QUERY_SCALE : 0) |
+           (!is_table && smla_has_ranges(main) ? SMLA_NEEDS_RANGES : 0) |
+           (params->logits.softcap != 0.0f ? SMLA_NEEDS_SOFTCAP : 0) |
+           (is_table && !is_aligned ? SMLA_NEEDS_UNALIGNED : 0);
 }
 
 static smla_status
@@ -229,10 +237,9 @@ plan_attention(const smla_sparse_attention_args *args, const smla_backend *backe
         .num_splits = args->num_splits,
         .device_id = device_id,
         .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
-        .has_ranges = smla_has_ranges(&keys->lists[0]),
-        .is_dense = smla_is_table(keys),
-        .has_query_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL,
-        .fits_tiles = fits_tiles(args, params),
+        .source = params->source,
+        .needs = find_needs(args, params),
+        .explains = smla_is_logging,
     };
     backend->plan_attention(&shape, &params->plan);
 }

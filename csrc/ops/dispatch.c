@@ -25,8 +25,9 @@ log_plan(const smla_backend *backend, const smla_attention_plan *plan)
 {
     for (int i = 0; i < plan->num_runs; i++) {
         const char *const kernel = backend->kernel_name(&plan->runs[i]);
-        smla_log_text(" kernel %s (tokens %lld, splits %d),", kernel == NULL ? "none" : kernel,
-                      (long long)plan->runs[i].num_tokens, plan->runs[i].num_splits);
+        smla_log_text(" kernel %s (tokens %lld, splits %d%s%s),", kernel == NULL ? "none" : kernel,
+                      (long long)plan->runs[i].num_tokens, plan->runs[i].num_splits,
+                      plan->lack == NULL ? "" : "; ", plan->lack == NULL ? "" : plan->lack);
     }
 }
 
@@ -96,9 +97,9 @@ smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *err
     return backend->check_gather(&params, error);
 }
 
-/* The workspace of sparse_attention, and with covers_dense of mla_attention, too. */
+/* The workspace of sparse_attention, and with covers_tables of mla_attention, too. */
 static smla_status
-find_workspace_size(const smla_attention_workspace_args *args, bool covers_dense, int64_t *bytes,
+find_workspace_size(const smla_attention_workspace_args *args, bool covers_tables, int64_t *bytes,
                     smla_error *error)
 {
     smla_attention_workspace_args known;
@@ -107,10 +108,10 @@ find_workspace_size(const smla_attention_workspace_args *args, bool covers_dense
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
     SMLA_TRY(smla_require_pointer("attention_workspace_size", "bytes", bytes, error));
-    shape.covers_dense = covers_dense;
+    shape.covers_tables = covers_tables;
     const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     *bytes = backend->attention_workspace_size(&shape) +
-             (covers_dense ? smla_key_ranges_bytes(shape.num_tokens) : 0);
+             (covers_tables ? smla_key_ranges_bytes(shape.num_tokens) : 0);
     smla_fp_change(callers);
     return SMLA_OK;
 }
@@ -150,6 +151,7 @@ smla_find_attention_plan(const smla_attention_workspace_args *args,
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, backend, error));
     shape.formats[0] = format;
+    shape.explains = true;
     const smla_fp_mode callers = smla_fp_change(SMLA_FP_EXACT);
     (*backend)->plan_attention(&shape, plan);
     smla_fp_change(callers);

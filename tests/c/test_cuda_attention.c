@@ -403,9 +403,7 @@ make_dense_shape(bool is_fp8, int64_t tokens, int64_t heads)
                                   .num_heads = heads,
                                   .topk = 4096,
                                   .formats = {find_format(is_fp8)},
-                                  .has_ranges = true,
-                                  .is_dense = true,
-                                  .fits_tiles = true};
+                                  .source = SMLA_KEYS_TABLE};
 }
 
 /* Tiles take dense calls of bf16 rows that fit them, whole or cut by lengths. Portable kernels take
@@ -419,7 +417,7 @@ test_dense_plans(void)
     smla_attention_shape most = {.num_tokens = 128,
                                  .num_heads = 64,
                                  .topk = 4096,
-                                 .covers_dense = true};
+                                 .covers_tables = true};
     params.keys.entry_tokens = 64;
     for (int splits = 0; splits <= 2; splits++) {
         shape.num_splits = most.num_splits = splits;
@@ -435,10 +433,10 @@ test_dense_plans(void)
         expect_launch(0, splits < 2 ? "sm90_dense_64" : "sm80_bf16_64", 128, splits < 2 ? 1 : 2);
     }
     shape.num_splits = 0;
-    shape.has_query_scale = true;
+    shape.needs = SMLA_NEEDS_QUERY_SCALE;
     smla_cuda_plan_attention(&shape, &plan);
     EXPECT(!plan.reads_lengths);
-    shape.has_query_scale = shape.fits_tiles = false;
+    shape.needs = SMLA_NEEDS_UNALIGNED;
     smla_cuda_plan_attention(&shape, &plan);
     EXPECT(!plan.reads_lengths);
 }
@@ -471,7 +469,7 @@ test_dense_fp8_plans(void)
                                          .num_heads = cases[i].heads,
                                          .num_splits = cases[i].given,
                                          .topk = widths[w],
-                                         .covers_dense = true};
+                                         .covers_tables = true};
             shape.topk = widths[w];
             smla_cuda_plan_attention(&shape, &plan);
             EXPECT(!plan.reads_lengths && !plan.runs[0].interleaves);
@@ -484,7 +482,7 @@ test_dense_fp8_plans(void)
     }
     smla_attention_plan plan;
     smla_attention_shape shape = make_dense_shape(true, 128, 64);
-    shape.fits_tiles = false; /* a softcap, say */
+    shape.needs = SMLA_NEEDS_SOFTCAP;
     smla_cuda_plan_attention(&shape, &plan);
     EXPECT(strcmp(launcher_of(plan.runs[0].kernel), "sm80_fp8_64") == 0);
 }

@@ -17,8 +17,8 @@ make_shape(int format, int64_t tokens, int64_t heads)
                                   .num_heads = heads,
                                   .topk = 4096,
                                   .formats = {&smla_kv_formats[format]},
-                                  .has_ranges = true,
-                                  .is_dense = true};
+                                  .source = SMLA_KEYS_TABLE,
+                                  .needs = SMLA_NEEDS_SOFTCAP};
 }
 
 /* Pairs of token and split whose CTAs fill the waves. */
@@ -35,8 +35,9 @@ check_tokens(int format, int64_t heads, int64_t *num_at_limit)
     for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens++) {
         const smla_attention_shape shape = make_shape(format, tokens, heads);
         smla_attention_shape largest = shape;
-        largest.is_dense = false;
-        largest.covers_dense = true;
+        largest.source = SMLA_KEYS_LISTS;
+        largest.needs = 0;
+        largest.covers_tables = true;
         largest.topk = SMLA_SPLIT_ALIGN; /* too few keys for splits in other calls */
         smla_attention_plan plan;
         smla_cuda_plan_attention(&shape, &plan);

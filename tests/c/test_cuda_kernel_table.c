@@ -57,15 +57,15 @@ test_table(void)
         {"sm90_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
         {"sm90_dense_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+         SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
         {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16_512 | SMLA_ROWS_TILED, 1, 64, 0, 0, 1, 232448},
+         SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
         {"sm90_fp8_dense_64", "attention_fp8_dense_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 33, 64, 0, 128, 1, 232448},
+         SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
         {"sm90_fp8_dense_32", "attention_fp8_dense_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 17, 32, 0, 128, 1, 232448},
+         SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
         {"sm90_fp8_dense_16", "attention_fp8_dense_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_FP8 | SMLA_ROWS_TILED, 1, 16, 0, 128, 1, 232448},
+         SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -86,12 +86,14 @@ test_table(void)
          SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
         {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
          SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
-        {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
-         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 33, 64, 0, 32, 1, 161664},
-        {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
-         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 17, 32, 0, 32, 1, 99584},
-        {"sm80_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
-         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 1, 16, 0, 32, 2, 68608},
+        {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_512,
+         33, 64, 0, 32, 1, 161664},
+        {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_512,
+         17, 32, 0, 32, 1, 99584},
+        {"sm80_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_512,
+         1, 16, 0, 32, 2, 68608},
+        {"sm90_mha", "mha_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
+        {"sm80_mha", "varlen_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
     };
     enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
     EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
@@ -101,10 +103,25 @@ test_table(void)
         const bool is_hopper = strcmp(rows[i].arch, "sm_90") == 0;
         EXPECT(strcmp(launcher_of(kernel), rows[i].launcher) == 0);
         EXPECT(strcmp(kernel->name, rows[i].name) == 0);
-        EXPECT(strcmp(text_of(kernel).arch, rows[i].arch) == 0);
-        EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
+        EXPECT(strcmp(kernel->arch_text, rows[i].arch) == 0);
+        EXPECT(strcmp(kernel->heads_text, rows[i].heads) == 0);
         EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
-        EXPECT_EQ(kernel->formats, rows[i].formats | (is_hopper ? 0 : SMLA_ROWS_RANGED));
+        EXPECT_EQ(kernel->formats, rows[i].formats);
+        const bool is_mha = strstr(rows[i].launcher, "mha") != NULL;
+        const bool is_table = strstr(rows[i].launcher, "dense") != NULL;
+        const unsigned lists = SMLA_SOURCE(LISTS), table = SMLA_SOURCE(TABLE);
+        EXPECT_EQ(kernel->sources, is_mha       ? SMLA_SOURCE(RAGGED)
+                                   : !is_hopper ? lists | table
+                                   : is_table   ? table
+                                                : lists);
+        const unsigned serves_all = (unsigned)SMLA_NEEDS_ALL;
+        const bool is_512 = rows[i].formats == SMLA_ROWS_512;
+        EXPECT_EQ(kernel->serves,
+                  !is_hopper ? (is_mha || is_512 ? serves_all
+                                                 : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
+                  : is_mha || kernel->plans_itself ? 0
+                  : is_table ? (unsigned)SMLA_NEEDS_SPLITS
+                             : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
@@ -112,8 +129,7 @@ test_table(void)
         EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
         EXPECT_EQ(kernel->leaves_halves,
-                  is_hopper &&
-                      (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4 | SMLA_ROWS_TILED)) == 0);
+                  is_hopper && !is_mha && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
         EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
         EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
     }
@@ -151,6 +167,13 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     return name;
 }
 
+static const smla_attention_kernel *
+find_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
+{
+    const smla_kernel_call call = {.formats = formats};
+    return smla_find_whole_kernel(device, &call, heads);
+}
+
 static void
 test_found(void)
 {
@@ -163,27 +186,26 @@ test_found(void)
             for (int f = 0; f < NUM_SETS; f++) {
                 for (int64_t heads = 1; heads <= 128; heads++) {
                     const smla_attention_kernel *const found =
-                        smla_find_whole_kernel(&device, all_formats[f], heads);
+                        find_whole(&device, all_formats[f], heads);
                     EXPECT(found != NULL &&
                            strcmp(launcher_of(found),
                                   expect_whole(&device, all_formats[f], heads)) == 0);
                 }
-                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 0) == NULL);
-                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 129) == NULL);
+                EXPECT(find_whole(&device, all_formats[f], 0) == NULL);
+                EXPECT(find_whole(&device, all_formats[f], 129) == NULL);
             }
         }
     }
     /* A Hopper device that lacks one byte of shared memory takes the portable rows. */
     const smla_cuda_device less = {90, 132, 232447};
-    EXPECT(strcmp(launcher_of(smla_find_whole_kernel(&less, SMLA_ROWS_FP8, 64)), "sm80_fp8_64") ==
-           0);
+    EXPECT(strcmp(launcher_of(find_whole(&less, SMLA_ROWS_FP8, 64)), "sm80_fp8_64") == 0);
     const smla_cuda_device old = {75, 40, 65536};
     const smla_cuda_device old_and_large = {79, 40, 232448};
     const smla_cuda_device small = {80, 40, 65535};
     for (int f = 0; f < NUM_SETS; f++) {
-        EXPECT(smla_find_whole_kernel(&old, all_formats[f], 16) == NULL);
-        EXPECT(smla_find_whole_kernel(&old_and_large, all_formats[f], 16) == NULL);
-        EXPECT(smla_find_whole_kernel(&small, all_formats[f], 16) == NULL);
+        EXPECT(find_whole(&old, all_formats[f], 16) == NULL);
+        EXPECT(find_whole(&old_and_large, all_formats[f], 16) == NULL);
+        EXPECT(find_whole(&small, all_formats[f], 16) == NULL);
     }
 }
 
@@ -200,9 +222,9 @@ test_first_row(void)
         {33, 1, 0, "sm90_fp8_64"},     {32, 64, 1024, "sm90_fp8_32"}, {128, 64, 0, "sm90_small_32"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const smla_kernel_call call = {.formats = SMLA_ROWS_FP8};
         const smla_attention_kernel *const kernel =
-            smla_find_kernel(&h200, SMLA_ROWS_FP8, cases[i].heads, cases[i].splits,
-                             cases[i].columns);
+            smla_find_kernel(&h200, &call, cases[i].heads, cases[i].splits, cases[i].columns);
         EXPECT(strcmp(launcher_of(kernel), cases[i].launcher) == 0);
     }
 }
@@ -230,10 +252,13 @@ test_words(void)
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
-        const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
-        const char *const named = text_of(kernel).formats;
+        const smla_kv_set formats = kernel->formats;
+        const char *const named = kernel->rows_text;
         const size_t length = strlen(text);
-        if (kernel->formats & SMLA_ROWS_TILED) {
+        if (formats == 0) { /* ragged keys */
+            continue;
+        }
+        if (kernel->sources == SMLA_SOURCE(TABLE)) {
             EXPECT(strncmp(named, text, length) == 0 && strcmp(named + length, ", dense") == 0);
             continue;
         }
@@ -283,9 +308,9 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
         EXPECT(rows[i].name == smla_attention_kernels[i].name);
         const smla_attention_run run = {.kernel = &smla_attention_kernels[i]};
         EXPECT(rows[i].name == smla_cuda_kernel_name(&run));
-        EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
-        EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
-        EXPECT(rows[i].kv_format == text_of(&smla_attention_kernels[i]).formats);
+        EXPECT(rows[i].arch == smla_attention_kernels[i].arch_text);
+        EXPECT(rows[i].heads == smla_attention_kernels[i].heads_text);
+        EXPECT(rows[i].kv_format == smla_attention_kernels[i].rows_text);
     }
     EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
     memset(rows, POISON, sizeof rows);
@@ -301,7 +326,7 @@ test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
      * bf16, 576 and 512, and of fp8_ds_mla.
-     * sm80: fp8; bf16, 576 and 512; mixed; 512 */
+     * sm80: fp8; bf16, 576 and 512; mixed; 512. Ragged keys: sm90, sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
@@ -311,7 +336,8 @@ test_listed(void)
                   "111"
                   "111111"
                   "1"
-                  "111",
+                  "111"
+                  "11",
                   "111111"
                   "111111"
                   "111"
@@ -320,7 +346,8 @@ test_listed(void)
                   "000"
                   "000000"
                   "1"
-                  "111");
+                  "111"
+                  "11");
     expect_listed(&a100,
                   "000000"
                   "000000"
@@ -330,7 +357,8 @@ test_listed(void)
                   "111"
                   "111111"
                   "1"
-                  "111",
+                  "111"
+                  "01",
                   "000000"
                   "000000"
                   "000"
@@ -339,7 +367,8 @@ test_listed(void)
                   "111"
                   "111111"
                   "1"
-                  "111");
+                  "111"
+                  "01");
     expect_listed(&rtx4090,
                   "000000"
                   "000000"
@@ -349,7 +378,8 @@ test_listed(void)
                   "011"
                   "011011"
                   "1"
-                  "011",
+                  "011"
+                  "01",
                   "000000"
                   "000000"
                   "000"
@@ -358,7 +388,8 @@ test_listed(void)
                   "011"
                   "011011"
                   "1"
-                  "011");
+                  "011"
+                  "01");
     expect_listed(NULL,
                   "000000"
                   "000000"
@@ -368,7 +399,8 @@ test_listed(void)
                   "000"
                   "000000"
                   "0"
-                  "000",
+                  "000"
+                  "00",
                   "000000"
                   "000000"
                   "000"
@@ -377,7 +409,8 @@ test_listed(void)
                   "000"
                   "000000"
                   "0"
-                  "000");
+                  "000"
+                  "00");
 }
 
 int

@@ -63,7 +63,8 @@ test_runs_of_plans(void)
         shape.num_splits = 1 + (int)random_int(SMLA_MAX_SPLITS);
         smla_cuda_plan_attention(&shape, &plan);
         EXPECT_EQ(plan.num_runs, 1);
-        EXPECT(plan.runs[0].kernel == smla_find_kernel(&devices[0], formats, shape.num_heads,
+        const smla_kernel_call call = {.formats = formats};
+        EXPECT(plan.runs[0].kernel == smla_find_kernel(&devices[0], &call, shape.num_heads,
                                                        shape.num_splits,
                                                        model_columns(&problem, shape.num_splits)));
         EXPECT_EQ(plan.runs[0].num_tokens, shape.num_tokens);
@@ -135,7 +136,7 @@ test_ranged_lists(void)
                 make_shape(all_formats[f], 8, 64, 2048, all_formats[f] == SMLA_ROWS_MIXED ? 64 : 0);
             smla_attention_plan plan;
             shape.num_splits = num_splits;
-            shape.has_ranges = true;
+            shape.needs = SMLA_NEEDS_RANGES;
             smla_cuda_plan_attention(&shape, &plan);
             for (int i = 0; i < plan.num_runs; i++) {
                 EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->arch == 80);

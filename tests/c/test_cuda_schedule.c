@@ -53,7 +53,7 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     expect_same_plan(&fresh, &plan);
     if (failures > former && former < MAX_PRINTED) {
         printf("    sm_%d, %d SMs: %s, %d tokens, %d heads, topk %d + %d\n",
-               devices[0].compute_capability, devices[0].num_sms, text_of(plan.run.kernel).formats,
+               devices[0].compute_capability, devices[0].num_sms, plan.run.kernel->rows_text,
                (int)tokens, (int)shape->num_heads, (int)shape->topk, (int)shape->extra_topk);
     }
 }
@@ -341,7 +341,7 @@ draw_shape(void)
     smla_attention_shape shape = make_shape(formats, tokens[random_int(4)], heads[random_int(3)],
                                             topks[random_int(3)], extras[random_int(3)]);
     shape.device_id = (int32_t)random_int(2);
-    shape.has_ranges = random_int(4) == 0;
+    shape.needs = random_int(4) == 0 ? SMLA_NEEDS_RANGES : 0;
     shape.num_splits = random_int(4) == 0 ? (int32_t)(1 + random_int(3)) : 0;
     return shape;
 }

@@ -174,6 +174,7 @@ def test_info_gives_programs_a_call_s_plan(capsys):
         "kv_format": "fp8_ds_mla",
         "head_dim": 576,
         "workspace_bytes": workspace_of_plan(),
+        "lack": None,
     }
 
 

@@ -297,22 +297,25 @@ def call(dims=(192, 128), kind=torch.bfloat16, cut=0, gap=0, **options):
 """
 
 KERNELS = [
-    ("", "sm90_mha"),
-    ("causal=True", "sm90_mha"),
-    ("window_size=(-1, 0)", "sm90_mha"),
-    ("dims=(128, 128), kind=torch.float16", "sm90_mha"),
-    ("cut=128", "sm90_mha"),
-    ("gap=8", "sm90_mha"),
-    ("kind=torch.float8_e4m3fn", "portable (types)"),
-    ("dims=(256, 128)", "portable (sizes of rows)"),
-    ("dims=(192, 64)", "portable (sizes of rows)"),
-    ("cut=184", "portable (sizes of rows)"),
-    ("window_size=(3, 0)", "portable (mask)"),
-    ("attention_chunk=4", "portable (mask)"),
-    ("softcap=5.0", "portable (softcap or scale)"),
-    ("softmax_scale=-1.0", "portable (softcap or scale)"),
-    ("gap=1", "portable (strides of q)"),
-    ("out=torch.empty(9, 2, 129, device='cuda')[..., :128]", "portable (strides of out)"),
+    ("", "mha_attention_sm90.cu,"),
+    ("causal=True", "mha_attention_sm90.cu,"),
+    ("window_size=(-1, 0)", "mha_attention_sm90.cu,"),
+    ("dims=(128, 128), kind=torch.float16", "mha_attention_sm90.cu,"),
+    ("cut=128", "mha_attention_sm90.cu,"),
+    ("gap=8", "mha_attention_sm90.cu,"),
+    ("kind=torch.float8_e4m3fn", "varlen_attention.cu (types)"),
+    ("dims=(256, 128)", "varlen_attention.cu (sizes of rows)"),
+    ("dims=(192, 64)", "varlen_attention.cu (sizes of rows)"),
+    ("cut=184", "varlen_attention.cu (sizes of rows)"),
+    ("window_size=(3, 0)", "varlen_attention.cu (mask)"),
+    ("attention_chunk=4", "varlen_attention.cu (mask)"),
+    ("softcap=5.0", "varlen_attention.cu (softcap or scale)"),
+    ("softmax_scale=-1.0", "varlen_attention.cu (softcap or scale)"),
+    ("gap=1", "varlen_attention.cu (rows that are not aligned to 16 bytes)"),
+    (
+        "out=torch.empty(9, 2, 129, device='cuda')[..., :128]",
+        "varlen_attention.cu (rows that are not aligned to 16 bytes)",
+    ),
 ]
 
 

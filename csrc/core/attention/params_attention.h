@@ -9,6 +9,31 @@
 #include "core/attention/results.h"
 #include "core/attention/visible.h"
 
+/* What a call may need of a kernel, beside its formats: name and words. A kernel says which of them
+ * it serves. A call that the best kernel of a device does not serve names the first one in its log,
+ * in this order. */
+#define SMLA_NEEDS(X)                                     \
+    X(RANGES, "a first column per token")                 \
+    X(QUERY_SCALE, "an e4m3 query or a scale of logits")  \
+    X(TYPES, "types")                                     \
+    X(SIZES, "sizes of rows")                             \
+    X(MASK, "mask")                                       \
+    X(SOFTCAP, "softcap or scale")                        \
+    X(UNALIGNED, "rows that are not aligned to 16 bytes") \
+    X(NO_KEYS, "no keys")                                 \
+    X(SPLITS, "num_splits")
+
+enum {
+#define SMLA_NEED_NUMBER(name, words) SMLA_NEED_##name##_NUMBER,
+    SMLA_NEEDS(SMLA_NEED_NUMBER) SMLA_NUM_NEEDS,
+#undef SMLA_NEED_NUMBER
+#define SMLA_NEED_BIT(name, words) SMLA_NEEDS_##name = 1 << SMLA_NEED_##name##_NUMBER,
+    SMLA_NEEDS(SMLA_NEED_BIT)
+#undef SMLA_NEED_BIT
+            SMLA_NEEDS_ALL = (1 << SMLA_NUM_NEEDS) -
+        1,
+};
+
 /* The shape of attention: all that the workspace size and the number of splits depend on. */
 typedef struct smla_attention_shape {
     int64_t num_tokens;
@@ -20,11 +45,10 @@ typedef struct smla_attention_shape {
     /* The formats of the main and the extra list. The main format is NULL while it is not known:
      * the choice of a split count does not need it, and the workspace size covers all formats. */
     const smla_kv_format_info *formats[2];
-    bool has_ranges;      /* smla_has_ranges of at least one list */
-    bool is_dense;        /* lengths are on the device: no plan depends on topk */
-    bool covers_dense;    /* the workspace size is enough for dense calls of this shape, too */
-    bool fits_tiles;      /* dense, without softcap, and all rows are aligned to 16 bytes */
-    bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
+    smla_key_source source; /* a table has lengths on the device: no plan depends on topk */
+    unsigned needs;         /* SMLA_NEEDS_ bits, of the kernel */
+    bool explains;          /* the plan says what it lacks, which a log asks for */
+    bool covers_tables;     /* the workspace size is enough for tables of this shape, too */
 } smla_attention_shape;
 
 /* A launch of attention for all tokens of a call, or for some of them. */
@@ -46,6 +70,8 @@ typedef struct smla_attention_plan {
     int64_t workspace_bytes; /* what attention_workspace_size returns */
     int num_runs;            /* 1, or 2: the first tokens and the rest */
     bool reads_lengths;      /* a dense call needs no ranges per token (smla_key_ranges_params) */
+    const char
+        *lack; /* what the device's best kernel for such calls lacks; NULL: it runs the call */
     smla_attention_run runs[2];
 } smla_attention_plan;
 

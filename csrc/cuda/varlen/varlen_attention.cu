@@ -45,10 +45,7 @@
  * Source       FlashAttention-2, for the loop and for registers as operands; the references that
  *              seldom move, tiles of several heads and the order of tiles are ours.
  */
-extern "C" {
-#include "core/log.h"
-}
-#include "cuda/varlen/varlen_mha.h"
+#include "cuda/attention/table/kernels.h"
 #include "cuda/varlen/varlen_results.cuh"
 
 namespace {
@@ -266,17 +263,10 @@ const varlen_kernel varlen_kernels[] = {
 } /* namespace */
 
 cudaError_t
-smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+smla_attend_sm80_mha(const smla_attention_params *params, const smla_attention_start *start)
 {
     const smla_attention_params &p = *params;
-    const char *obstacle = NULL;
-    const cudaError_t code = smla_cuda_launch_varlen_mha(params, device, &obstacle);
-    if (smla_is_logging) {
-        smla_log_text(obstacle == NULL ? " kernel sm90_mha," : " kernel portable (%s),", obstacle);
-    }
-    if (obstacle == NULL) {
-        return code;
-    }
+    (void)start;
     /* e4m3 is exact in both types. */
     const bool is_half = p.queries.type == SMLA_FLOAT_FP16 || p.ragged.type == SMLA_FLOAT_FP16;
     const bool has_bf16 = p.queries.type == SMLA_FLOAT_BF16 || p.ragged.type == SMLA_FLOAT_BF16;

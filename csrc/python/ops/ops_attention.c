@@ -311,9 +311,9 @@ answer_plans(const void *args)
             return smla_py_raise(&error);
         }
         PyObject *const item =
-            Py_BuildValue("{s:s,s:i,s:L,s:N}", "kv_format", format->name, "head_dim",
+            Py_BuildValue("{s:s,s:i,s:L,s:z,s:N}", "kv_format", format->name, "head_dim",
                           format->head_dim, "workspace_bytes", (long long)plan.workspace_bytes,
-                          "runs", list_runs(backend, &plan));
+                          "lack", plan.lack, "runs", list_runs(backend, &plan));
         if (item == NULL || PyList_Append(list, item) < 0) {
             Py_CLEAR(list);
         }

@@ -193,7 +193,7 @@ find_scratch_bytes(const smla_step *s)
                                           .num_heads = s->num_heads,
                                           .topk = s->limits.max_model_len,
                                           .device_id = s->device.device_id,
-                                          .covers_dense = true};
+                                          .covers_tables = true};
     return s->backend->attention_workspace_size(&largest) +
            smla_key_ranges_bytes(largest.num_tokens);
 }

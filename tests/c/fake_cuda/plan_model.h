@@ -79,8 +79,9 @@ model_fits(const split_problem *p, const smla_attention_kernel *row, int splits)
 {
     const bool is_small = splits > 1 && model_columns(p, splits) <= row->max_columns;
     return row->formats == p->whole->formats && row->arch == p->whole->arch &&
-           row->min_heads <= p->num_heads && p->num_heads <= 128 &&
-           row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
+           row->sources == p->whole->sources && row->min_heads <= p->num_heads &&
+           p->num_heads <= 128 && row->shared_bytes <= p->device->max_shared_bytes &&
+           (row->max_columns == 0 || is_small);
 }
 
 /* Whether one CTA per SM, of at most 32 heads and 256 columns, is enough for the batch. */
@@ -177,7 +178,8 @@ make_problem(smla_kv_set formats, const smla_attention_shape *shape)
 {
     split_problem problem;
     memset(&problem, POISON, sizeof problem);
-    if (!find_problem(&devices[0], shape, formats, &problem)) {
+    const smla_kernel_call call = {.formats = formats};
+    if (!find_problem(&devices[0], shape, &call, &problem)) {
         printf("no kernel for sm_%d\n", devices[0].compute_capability);
         exit(2);
     }

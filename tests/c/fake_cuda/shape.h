@@ -17,7 +17,8 @@ shape_of(const smla_attention_params *params)
         .device_id = params->call.stream.device_id,
         .formats = {params->keys.lists[0].kv.format,
                     has_extra ? params->keys.lists[1].kv.format : NULL},
-        .has_query_scale =
-            params->queries.type == SMLA_FLOAT_E4M3 || params->logits.q_scale.pointer != NULL,
+        .needs = params->queries.type == SMLA_FLOAT_E4M3 || params->logits.q_scale.pointer != NULL
+                     ? SMLA_NEEDS_QUERY_SCALE
+                     : 0,
     };
 }

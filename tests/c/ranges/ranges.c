@@ -57,7 +57,7 @@ attend(DLTensor *const arrays[NUM_ARRAYS], double softmax_scale, int num_splits,
     };
     params.results.num_splits = num_splits;
     smla_attention_shape shape = shape_of(&params);
-    shape.has_ranges = smla_has_ranges(list);
+    shape.needs |= smla_has_ranges(list) ? SMLA_NEEDS_RANGES : 0;
     backend->plan_attention(&shape, &params.plan);
     params.results.num_splits = params.plan.runs[0].num_splits;
     return backend->attend(&params, error);

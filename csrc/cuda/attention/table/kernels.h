@@ -27,12 +27,6 @@ enum {
     /* keys of 512 values in any format */
     SMLA_ROWS_512 = SMLA_ROWS_EXACT_512 | SMLA_KV_SET(SMLA_ROW_FP8_E4M3) |
         SMLA_KV_SET(SMLA_ROW_FP8_NOPE),
-    /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. The
-     * kernels that serve e4m3 queries read q_scale and logit_divisor, for bf16 queries too. */
-    SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
-    SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
-    /* dense calls without softcap, whose rows are aligned to 16 bytes */
-    SMLA_ROWS_TILED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 2),
 };
 
 /* What a launcher is told besides the call's params. */
@@ -48,9 +42,20 @@ typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
 
 enum { SMLA_PORTABLE_ARCH = 80 }; /* kernels of this row run on newer devices, too */
 
+/* What the choice of a kernel depends on, beside the device and the number of heads. */
+typedef struct smla_kernel_call {
+    smla_kv_set formats; /* those of all lists; 0 with ragged keys */
+    smla_key_source source;
+    unsigned needs; /* SMLA_NEEDS_ bits */
+} smla_kernel_call;
+
+#define SMLA_SOURCE(source) (1u << SMLA_KEYS_##source)
+
 typedef struct smla_attention_kernel {
     int32_t arch;          /* the compute capability, major * 10 + minor */
+    unsigned sources;      /* SMLA_SOURCE bits of the keys that the kernel reads */
     smla_kv_set formats;   /* formats that the kernel serves */
+    unsigned serves;       /* SMLA_NEEDS_ bits */
     int32_t min_heads;     /* fewest heads of a call */
     int32_t heads_per_cta; /* a call with more heads takes more CTAs, which gather the same rows */
     int32_t max_columns;   /* most columns per split, in both lists; 0: any, also unsplit calls */
@@ -65,6 +70,9 @@ typedef struct smla_attention_kernel {
     int32_t ctas_per_sm;   /* the most CTAs per SM; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
     const char *name;      /* source file and variant */
+    const char *arch_text; /* what kernels() says of the row, as the next two */
+    const char *rows_text;
+    const char *heads_text;
     smla_attention_launcher *launch;
 } smla_attention_kernel;
 
@@ -73,15 +81,23 @@ extern const smla_attention_kernel smla_attention_kernels[];
 
 /* Whether the kernel serves a call with this many columns per split, in both lists. */
 bool smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
-                      smla_kv_set formats, int64_t num_heads, int num_splits, int64_t columns);
+                      const smla_kernel_call *call, int64_t num_heads, int num_splits,
+                      int64_t columns);
 
 /* The first table entry that fits, or NULL. */
-const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device, smla_kv_set formats,
-                                              int64_t num_heads, int num_splits, int64_t columns);
+const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device,
+                                              const smla_kernel_call *call, int64_t num_heads,
+                                              int num_splits, int64_t columns);
 
 /* The first table entry that fits an unsplit call, or NULL. */
 const smla_attention_kernel *smla_find_whole_kernel(const smla_cuda_device *device,
-                                                    smla_kv_set formats, int64_t num_heads);
+                                                    const smla_kernel_call *call,
+                                                    int64_t num_heads);
+
+/* What the device's best kernel for keys of this source lacks for the call, in words; NULL: that
+ * kernel serves it. The best one is the first of the table that runs on the device and reads the
+ * source, of those that read the call's formats if there are any. */
+const char *smla_find_lack(const smla_cuda_device *device, const smla_kernel_call *call);
 
 /* The formats of the main list and the extra list, which may be absent (NULL). */
 static inline smla_kv_set
@@ -195,6 +211,11 @@ smla_attention_launcher smla_attend_sm90_512_64;
 smla_attention_launcher smla_attend_sm90_dense_64;
 smla_attention_launcher smla_attend_sm90_dense_512_64;
 
+/* mha_attention_sm90.cu, varlen_attention.cu: ragged keys. The former returns SMLA_NO_KERNEL where
+ * no tensor map describes the rows. */
+smla_attention_launcher smla_attend_sm90_mha;
+smla_attention_launcher smla_attend_sm80_mha;
+
 /* attention_sm80.cu */
 smla_attention_launcher smla_attend_sm80_fp8_64;
 smla_attention_launcher smla_attend_sm80_fp8_32;
@@ -274,6 +295,8 @@ smla_partials_of(const smla_attention_params *params)
 }
 
 /* ---- Cut tiles ----------------------------------------------------------------------------- */
+
+enum { SMLA_MHA_TILE_ROWS = 128 }; /* rows of a tile of mha_attention_sm90.cu */
 
 enum { SMLA_TILE_ROWS = 64 }; /* rows of a tile of attention_dense_sm90.cu */
 

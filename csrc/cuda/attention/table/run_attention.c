@@ -1,6 +1,7 @@
 /* run_attention.c: runs attention as its plan says, in one launch or two. If a launch has splits,
  * the combine kernel then folds their partial rows, which lie in the caller's workspace.
  */
+#include "core/log.h"
 #include "cuda/attention/table/kernels.h"
 
 /* The error when no kernel fits. It lists the kernels that there are. */
@@ -96,4 +97,65 @@ smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
         start += run->num_tokens;
     }
     return SMLA_OK;
+}
+
+/* ---- Ragged keys --------------------------------------------------------------------------- */
+
+/* What mha_attention_sm90.cu takes: rows of 192 or 128 values in whole segments, and 128 values. */
+enum { MHA_VALUE_DIM = 128, MHA_SEGMENT = 64 };
+
+static bool
+has_mha_sizes(const smla_attention_params *p)
+{
+    const int dim = p->queries.dims[0] + p->queries.dims[1];
+    const int64_t num_reqs = p->visible.reqs.num_reqs;
+    const int64_t most_reqs = num_reqs < p->queries.num_tokens ? num_reqs : p->queries.num_tokens;
+    const int64_t most_rows = p->queries.num_tokens + most_reqs * (SMLA_MHA_TILE_ROWS - 1);
+    return (dim == 192 || dim == 128) && p->ragged.value_dim == MHA_VALUE_DIM &&
+           p->queries.dims[0] % MHA_SEGMENT == 0 &&
+           most_rows / SMLA_MHA_TILE_ROWS * p->queries.num_heads <= INT32_MAX;
+}
+
+static bool
+are_results_aligned(const smla_results *results)
+{
+    const int64_t bytes = smla_float_bytes((smla_float_type)results->out_type);
+    return ((uintptr_t)results->out | (uintptr_t)(results->out_stride_token * bytes) |
+            (uintptr_t)(results->out_stride_head * bytes)) %
+               16 ==
+           0;
+}
+
+/* The needs depend on types, sizes of a row, masks and strides, but not on a batch that fits a
+ * device, because kernels differ in the bits of a row. */
+static unsigned
+find_ragged_needs(const smla_attention_params *p)
+{
+    const smla_range_rule *const rule = &p->visible.rule;
+    const bool is_pure = p->queries.type == p->ragged.type && p->ragged.type != SMLA_FLOAT_E4M3;
+    const bool is_causal_or_open = rule->left < 0 && rule->right <= 0 && rule->chunk == 0;
+    const bool is_usual = p->logits.softcap == 0.0f && p->logits.softmax_scale > 0.0;
+    return (is_pure ? 0 : SMLA_NEEDS_TYPES) | (has_mha_sizes(p) ? 0 : SMLA_NEEDS_SIZES) |
+           (is_causal_or_open ? 0 : SMLA_NEEDS_MASK) | (is_usual ? 0 : SMLA_NEEDS_SOFTCAP) |
+           (are_results_aligned(&p->results) ? 0 : SMLA_NEEDS_UNALIGNED) |
+           (p->ragged.num_keys == 0 || p->visible.reqs.num_reqs == 0 ? SMLA_NEEDS_NO_KEYS : 0);
+}
+
+cudaError_t
+smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+{
+    const smla_attention_start start = {.deferred = NULL};
+    smla_kernel_call call = {.source = SMLA_KEYS_RAGGED, .needs = find_ragged_needs(params)};
+    const smla_attention_kernel *kernel;
+    cudaError_t code = SMLA_NO_KERNEL;
+    for (int i = 0; i < 2 && code == SMLA_NO_KERNEL; i++) {
+        kernel = smla_find_whole_kernel(device, &call, params->queries.num_heads);
+        code = kernel == NULL ? SMLA_NO_KERNEL : kernel->launch(params, &start);
+        call.needs |= code == SMLA_NO_KERNEL ? SMLA_NEEDS_UNALIGNED : 0;
+    }
+    if (smla_is_logging && kernel != NULL) {
+        const char *const lack = smla_find_lack(device, &call);
+        smla_log_text(lack == NULL ? " kernel %s," : " kernel %s (%s),", kernel->name, lack);
+    }
+    return code;
 }

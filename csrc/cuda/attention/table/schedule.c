@@ -155,6 +155,17 @@ estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
 }
 
+/* A call that needs all that a kernel serves. */
+static smla_kernel_call
+call_like(const smla_attention_kernel *kernel)
+{
+    return (smla_kernel_call){
+        .formats = kernel->formats,
+        .source = (smla_key_source)__builtin_ctz(kernel->sources),
+        .needs = kernel->serves,
+    };
+}
+
 /* Whether one wave of CTAs can run the batch on the first kernel for few columns. Kernels with more
  * heads per CTA take longer then, and the estimates do not tell by how much. */
 static bool
@@ -166,8 +177,9 @@ fits_one_wave(const split_problem *problem, int64_t num_tokens)
             return false;
         }
     }
+    const smla_kernel_call call = call_like(problem->whole);
     const smla_attention_kernel *const kernel =
-        smla_find_kernel(problem->device, problem->whole->formats, problem->num_heads, splits,
+        smla_find_kernel(problem->device, &call, problem->num_heads, splits,
                          count_columns(problem, splits));
     return kernel != NULL && kernel->max_columns != 0 &&
            num_tokens * count_tiles(problem, kernel) * splits <=
@@ -180,13 +192,14 @@ static run_plan
 choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, bool is_small)
 {
     const int64_t columns = count_columns(problem, num_splits);
+    const smla_kernel_call call = call_like(problem->whole);
     run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
             (kernel->saves_waves && is_small) ||
-            !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
-                              num_splits, columns)) {
+            !smla_fits_kernel(kernel, problem->device, &call, problem->num_heads, num_splits,
+                              columns)) {
             continue;
         }
         const int64_t cost = estimate_cost(problem, kernel, num_tokens, num_splits, columns);
@@ -280,40 +293,34 @@ find_plan(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* The formats and other needs that a kernel must serve for a call of this shape. */
-static smla_kv_set
-find_needs(const smla_attention_shape *shape, smla_kv_set formats)
+/* Several splits that are given are a need, too. */
+static smla_kernel_call
+call_of(const smla_attention_shape *shape, smla_kv_set formats)
 {
-    return formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0) |
-           (shape->has_query_scale ? SMLA_ROWS_E4M3_QUERY : 0);
+    return (smla_kernel_call){formats, shape->source,
+                              shape->needs | (shape->num_splits > 1 ? SMLA_NEEDS_SPLITS : 0)};
 }
 
-/* The kernel for dense calls alone that takes this one, or NULL. One that plans itself takes no
- * given splits, because one split needs no partial rows, and several are rare. */
-static const smla_attention_kernel *
-find_dense_kernel(const smla_cuda_device *device, const smla_attention_shape *shape,
-                  smla_kv_set formats)
-{
-    const smla_attention_kernel *const kernel =
-        shape->fits_tiles && !shape->has_query_scale && device != NULL
-            ? smla_find_whole_kernel(device, formats | SMLA_ROWS_TILED, shape->num_heads)
-            : NULL;
-    return kernel != NULL && kernel->plans_itself && shape->num_splits > 1 ? NULL : kernel;
-}
-
-/* Returns false where no row of the kernel table serves what the call needs. */
+/* Returns false where no row of the kernel table serves the call. */
 static bool
-find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, smla_kv_set needs,
-             split_problem *problem)
+find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
+             const smla_kernel_call *call, split_problem *problem)
 {
     *problem = (split_problem){
         .device = device,
-        .whole = smla_find_whole_kernel(device, needs, shape->num_heads),
+        .whole = smla_find_whole_kernel(device, call, shape->num_heads),
         .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
     };
     return problem->whole != NULL;
+}
+
+/* Whether the kernel's plan of a table is that of lists of an expected length. */
+static bool
+expects_keys(const smla_attention_kernel *kernel)
+{
+    return kernel->sources == SMLA_SOURCE(TABLE) && !kernel->plans_itself;
 }
 
 /* ---- Workspace ------------------------------------------------------------------------------ */
@@ -378,16 +385,18 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
               smla_kv_set formats)
 {
     split_problem problem;
-    int64_t parts = find_problem(device, shape, find_needs(shape, formats), &problem)
-                        ? most_parts(&problem, shape->num_tokens)
-                        : 0;
-    if (shape->covers_dense &&
-        find_problem(device, shape, find_needs(shape, formats) | SMLA_ROWS_RANGED, &problem)) {
+    const smla_kernel_call call = call_of(shape, formats);
+    const smla_kernel_call table = {formats, SMLA_KEYS_TABLE, 0};
+    const smla_kernel_call any_table = {formats, SMLA_KEYS_TABLE,
+                                        shape->needs | SMLA_NEEDS_SOFTCAP};
+    int64_t parts =
+        find_problem(device, shape, &call, &problem) ? most_parts(&problem, shape->num_tokens) : 0;
+    if (shape->covers_tables && find_problem(device, shape, &any_table, &problem)) {
         const int64_t dense = most_dense_parts(&problem, shape->num_tokens);
         parts = dense > parts ? dense : parts;
     }
-    if (shape->covers_dense && find_problem(device, shape, formats | SMLA_ROWS_TILED, &problem) &&
-        !problem.whole->plans_itself) {
+    if (shape->covers_tables && find_problem(device, shape, &table, &problem) &&
+        expects_keys(problem.whole)) {
         expect_dense_keys(&problem);
         const int64_t dense = most_parts(&problem, shape->num_tokens);
         parts = dense > parts ? dense : parts;
@@ -418,13 +427,14 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
         smla_kv_set last = 0;
         for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
              kernel++) {
-            const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
-            const int64_t more = formats == last ? 0 : most_parts_of(device, shape, formats);
+            const smla_kv_set formats = kernel->formats; /* none with ragged keys */
+            const bool is_new = formats != 0 && formats != last;
+            const int64_t more = is_new ? most_parts_of(device, shape, formats) : 0;
             parts = more > parts ? more : parts;
             last = formats;
         }
     }
-    const int64_t tiles = device != NULL && shape->covers_dense ? tiles_bytes(device, shape) : 0;
+    const int64_t tiles = device != NULL && shape->covers_tables ? tiles_bytes(device, shape) : 0;
     const int64_t bytes = parts_bytes(parts, shape->num_heads);
     return bytes > tiles ? bytes : tiles;
 }
@@ -437,7 +447,7 @@ static bool
 interleaves(const split_problem *problem, const smla_attention_kernel *kernel, int num_splits)
 {
     return num_splits > 1 && kernel->arch == 90 && kernel->max_columns == 0 &&
-           (kernel->formats & SMLA_ROWS_TILED) == 0 &&
+           kernel->sources == SMLA_SOURCE(LISTS) &&
            count_columns(problem, num_splits) >= 2 * SMLA_SM90_KEYS;
 }
 
@@ -481,28 +491,27 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         .runs[0] = {.num_tokens = shape->num_tokens,
                     .num_splits = is_given ? shape->num_splits : 1},
     };
-    const smla_attention_kernel *const dense = find_dense_kernel(device, shape, formats);
-    const smla_kv_set needs =
-        dense == NULL ? find_needs(shape, formats) : formats | SMLA_ROWS_TILED;
+    const smla_kernel_call call = call_of(shape, formats);
     split_problem problem;
-    if (dense != NULL && dense->plans_itself) {
+    if (device == NULL || !find_problem(device, shape, &call, &problem)) {
+        return;
+    }
+    plan->lack = shape->explains ? smla_find_lack(device, &call) : NULL;
+    if (problem.whole->plans_itself) {
         plan->workspace_bytes = is_given ? 0 : tiles_bytes(device, shape);
         plan->reads_lengths = true;
-        plan->runs[0].kernel = dense;
+        plan->runs[0].kernel = problem.whole;
         plan->runs[0].cut_bytes = plan->workspace_bytes;
         return;
     }
-    if (device == NULL || !find_problem(device, shape, needs, &problem)) {
-        return;
-    }
     if (is_given) { /* a token's bits must not depend on the batch */
-        plan->runs[0].kernel = smla_find_kernel(device, needs, shape->num_heads, shape->num_splits,
+        plan->runs[0].kernel = smla_find_kernel(device, &call, shape->num_heads, shape->num_splits,
                                                 count_columns(&problem, shape->num_splits));
         return;
     }
-    if (dense != NULL) {
+    if (expects_keys(problem.whole)) {
         expect_dense_keys(&problem);
-    } else if (shape->is_dense) {
+    } else if (shape->source == SMLA_KEYS_TABLE) {
         const int num_splits = count_dense_splits(&problem, shape->num_tokens);
         const int64_t parts = num_splits == 1 ? 0 : shape->num_tokens * num_splits;
         plan->workspace_bytes = parts_bytes(parts, shape->num_heads);
@@ -526,8 +535,9 @@ bool
 smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
+    const smla_kernel_call call = {.formats = SMLA_ROWS_FP8, .source = SMLA_KEYS_LISTS};
     const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : smla_find_whole_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
+        device == NULL ? NULL : smla_find_whole_kernel(device, &call, prefills->num_heads);
     if (kernel == NULL || kernel->arch < 90) {
         return false;
     }

@@ -53,10 +53,10 @@
  *              exponents. Queries as operands in registers, turns, references that seldom move, one
  *              stream of products over all tiles, late claims and sections of heads are ours.
  */
+#include "cuda/attention/table/kernels.h"
 #include "cuda/varlen/sm90/mha_loads.cuh"
 #include "cuda/varlen/sm90/mha_steps.cuh"
 #include "cuda/varlen/sm90/mha_tiles.cuh"
-#include "cuda/varlen/varlen_mha.h"
 
 namespace {
 
@@ -137,6 +137,8 @@ map_parts(const smla_head_rows *parts, const int16_t *dims, int count, int64_t n
     return true;
 }
 
+static_assert((int)TILE_ROWS == (int)SMLA_MHA_TILE_ROWS, "run_attention.c counts them");
+
 /* The most tiles of a head that requests of any lengths can have: one that is not full for each. */
 int64_t
 count_most_tiles(const smla_attention_params &p)
@@ -147,8 +149,8 @@ count_most_tiles(const smla_attention_params &p)
     return (p.queries.num_tokens + num_reqs * (TILE_ROWS - 1)) / TILE_ROWS;
 }
 
-/* Fills args but for the counters. Returns what no tensor map can describe, or NULL. */
-const char *
+/* Fills args but for the counters. Returns false where no tensor map can describe the rows. */
+bool
 make_args(const smla_attention_params &p, mha_args *args)
 {
     args->p = ragged_params_of(&p);
@@ -161,18 +163,12 @@ make_args(const smla_attention_params &p, mha_args *args)
     args->scale_log2 = (float)(p.logits.softmax_scale * 1.4426950408889634074);
     args->is_causal = p.visible.rule.right == 0;
     args->out_is_fp32 = p.results.out_type == SMLA_FLOAT_FP32;
-    if (!map_parts(p.queries.parts, p.queries.dims, 2, p.queries.num_tokens, p.queries.num_heads,
-                   GROUP_ROWS, args->q_maps, &args->q)) {
-        return "strides of q";
-    }
-    if (!map_parts(p.ragged.parts, p.queries.dims, 2, p.ragged.num_keys, p.ragged.num_kv_heads,
-                   BLOCK_KEYS, args->k_maps, &args->k)) {
-        return "strides of k";
-    }
-    return map_parts(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.num_keys,
-                     p.ragged.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v)
-               ? NULL
-               : "strides of v";
+    return map_parts(p.queries.parts, p.queries.dims, 2, p.queries.num_tokens, p.queries.num_heads,
+                     GROUP_ROWS, args->q_maps, &args->q) &&
+           map_parts(p.ragged.parts, p.queries.dims, 2, p.ragged.num_keys, p.ragged.num_kv_heads,
+                     BLOCK_KEYS, args->k_maps, &args->k) &&
+           map_parts(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.num_keys,
+                     p.ragged.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v);
 }
 
 /* The counters, if there is something to claim, they can count it, and the workspace has room. */
@@ -205,56 +201,19 @@ launch_mha(const smla_attention_params &p, const smla_cuda_device *device, mha_a
     return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
 }
 
-/* Says which calls are not this kernel's, and why; NULL: it is. The answer depends on types, sizes
- * of a row and masks, and in make_args on strides, but not on a batch that fits a device, because
- * kernels differ in the bits of a row. */
-const char *
-find_obstacle(const smla_attention_params &p)
-{
-    const int64_t dim = p.queries.dims[0] + p.queries.dims[1];
-    const bool is_fp16 = p.queries.type == SMLA_FLOAT_FP16 && p.ragged.type == SMLA_FLOAT_FP16;
-    const bool is_bf16 = p.queries.type == SMLA_FLOAT_BF16 && p.ragged.type == SMLA_FLOAT_BF16;
-    if (!is_fp16 && !is_bf16) {
-        return "types";
-    }
-    if ((dim != 192 && dim != 128) || p.ragged.value_dim != VALUE_DIM ||
-        p.queries.dims[0] % SEGMENT != 0) {
-        return "sizes of rows";
-    }
-    if (p.visible.rule.left >= 0 || p.visible.rule.right > 0 || p.visible.rule.chunk > 0 ||
-        p.visible.rule.share.size > 0) {
-        return "mask";
-    }
-    if (p.logits.softcap != 0.0f || !(p.logits.softmax_scale > 0.0f)) {
-        return "softcap or scale";
-    }
-    const int64_t value_bytes = p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    if (!smla_is_multiple(p.results.out, p.results.out_stride_token * value_bytes, 16) ||
-        p.results.out_stride_head * value_bytes % 16 != 0) {
-        return "strides of out";
-    }
-    if (count_most_tiles(p) * p.queries.num_heads > INT32_MAX) {
-        return "number of tokens";
-    }
-    return p.ragged.num_keys == 0 || p.visible.reqs.num_reqs == 0 ? "no keys" : NULL;
-}
-
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_varlen_mha(const smla_attention_params *params, const smla_cuda_device *device,
-                            const char **obstacle)
+smla_attend_sm90_mha(const smla_attention_params *params, const smla_attention_start *start)
 {
     const smla_attention_params &p = *params;
+    const smla_cuda_device *const device = smla_cuda_find_device(p.call.stream.device_id);
+    const bool is_half = p.queries.type == SMLA_FLOAT_FP16;
     mha_args args = {};
-    *obstacle = smla_cuda_is_hopper(device) ? find_obstacle(p) : "device";
-    if (*obstacle == NULL) {
-        *obstacle = make_args(p, &args);
-    }
-    if (*obstacle != NULL) {
+    (void)start;
+    if (!make_args(p, &args)) {
         return SMLA_NO_KERNEL;
     }
-    const bool is_half = p.queries.type == SMLA_FLOAT_FP16;
     if (p.queries.dims[0] + p.queries.dims[1] == 192) {
         return is_half ? launch_mha<192, true>(p, device, &args)
                        : launch_mha<192, false>(p, device, &args);
