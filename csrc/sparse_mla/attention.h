@@ -121,7 +121,6 @@ typedef struct smla_mla_attention_args {
     int32_t is_causal;
     int32_t num_splits; /* 0 = the plan chooses; 1...64 cut each request's keys into so many */
     int32_t kv_format;
-    int32_t fast_fp8;              /* 1: e4m3 products are permitted */
     int32_t lse_empty_is_plus_inf; /* as in smla_sparse_attention_args */
     void *stream;
     int32_t fills_padding; /* SMLA_FILLS_OUT, SMLA_FILLS_LSE, both or 0: see there */

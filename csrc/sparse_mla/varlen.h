@@ -50,7 +50,6 @@ typedef struct smla_varlen_attention_args {
     int32_t has_window;
     int32_t is_causal;
     int32_t num_splits; /* 0...64; changes no result */
-    int32_t fast_fp8;   /* 1: e4m3 products are permitted */
     void *stream;
     int32_t fills_padding; /* as in smla_mla_attention_args */
 } smla_varlen_attention_args;

@@ -347,7 +347,6 @@ def mla_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     num_splits: int = 0,
-    fast_fp8: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
     workspace: Array | None = None,
@@ -409,8 +408,6 @@ def mla_attention(
     num_splits : int
         0 lets the plan choose. 1 to 64 cuts each request's n_k keys into that many ranges, so that
         the bits of a request's result do not depend on the rest of the batch.
-    fast_fp8 : bool
-        Permits products of e4m3 numbers, where a kernel is faster with them. None is today.
     out : [T, >= H, 512] or [B, n, >= H, 512] bf16, optional
     lse : [T, H] or [B, n, H] fp32, optional
     workspace : [bytes] uint8, optional

@@ -28,7 +28,6 @@ def varlen_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     num_splits: int = 0,
-    fast_fp8: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
     workspace: Array | None = None,
@@ -80,8 +79,6 @@ def varlen_attention(
     num_splits : int
         0 to 64. It changes nothing: keys are not split, because there are enough rows. A row's bits
         do not depend on the rest of the batch.
-    fast_fp8 : bool
-        Permits products of e4m3 numbers, where a kernel is faster with them. None is today.
     out : [Tq, H, Dv] of the dtype of q, or fp32, optional
         For an e4m3 query bf16, or fp32.
     lse : [Tq, H] fp32, optional

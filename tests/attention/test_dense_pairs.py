@@ -74,7 +74,6 @@ MLA = MASKS | {
     "missing": [0, 1],
     "max_q": BOUNDS,
     "max_k": BOUNDS,
-    "fast_fp8": [False, True],
     "workspace": [False, True],
     "out": OUTPUTS,
     "lse": ["made", "packed"],
@@ -98,7 +97,7 @@ def test_mla_attention():
     spy = Spy(sparse_mla.mla_attention, package.mla_attention)
 
     def run(fmt, batch, heads, block_size, layout, named, causal, window, chunk, cp, table, query,
-            starts, scales, sink, softcap, num_splits, holes, missing, max_q, max_k, fast_fp8,
+            starts, scales, sink, softcap, num_splits, holes, missing, max_q, max_k,
             workspace, out, lse):  # fmt: skip
         e4m3 = query in ("e4m3", "bytes")
         s = scales_of(scales, fmt, None, e4m3=e4m3)
@@ -120,8 +119,6 @@ def test_mla_attention():
             options["q_scale"] = s.argument(s.q)
         if not starts:
             options.pop("cu_seqlens_q", None)
-        if fast_fp8:
-            options["fast_fp8"] = True
         if workspace:
             size = package.attention_workspace_size(
                 case.tokens, heads, max(seq_lens), num_splits=num_splits, device=NAME

@@ -351,7 +351,7 @@ test_old_struct_sizes(void)
 {
     const dense_call c = make_call(uint8, 0);
     const size_t ends[] = {offsetof(smla_mla_attention_args, stream),
-                           offsetof(smla_mla_attention_args, fast_fp8),
+                           offsetof(smla_mla_attention_args, num_splits),
                            offsetof(smla_mla_attention_args, kv_format)};
     for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
         uint8_t *const old = malloc(ends[i]);

@@ -179,7 +179,7 @@ FACTS: dict[str, Facts] = {
         keywords=(
             "softmax_scale cu_seqlens_q= slot_table= cp= q_scale=1.0 kv_scale=1.0 kv_format= "
             "causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 attn_sink= "
-            "max_seqlen_q= max_seqlen_k= num_splits=0 fast_fp8=False out= lse= workspace= stream="
+            "max_seqlen_q= max_seqlen_k= num_splits=0 out= lse= workspace= stream="
         ),
         good=mla_call,
         num_results=2,
@@ -193,7 +193,7 @@ FACTS: dict[str, Facts] = {
         keywords=(
             "softmax_scale causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
             "attn_sink= q_descale= k_descale= v_descale= max_seqlen_q= max_seqlen_k= num_splits=0 "
-            "fast_fp8=False out= lse= workspace= stream="
+            "out= lse= workspace= stream="
         ),
         good=varlen_call,
         num_results=2,

@@ -248,7 +248,7 @@ def test_hints_and_splits_change_nothing(hint):
     case = Varlen([3, 40], [200, 70], 4, 2, mask=CAUSAL)
     got = case.run(attend)
     scratch = np.zeros(5, np.uint8)
-    more = {"max_seqlen_q": hint, "max_seqlen_k": hint, "fast_fp8": True, "workspace": scratch}
+    more = {"max_seqlen_q": hint, "max_seqlen_k": hint, "workspace": scratch}
     again = dataclasses.replace(case, num_splits=min(hint, 64)).run(attend, **more)
     assert_same_bits(got["out"], again["out"])
     assert_same_bits(got["lse"], again["lse"])

@@ -26,7 +26,6 @@ VARLEN = MASKS | {
     "max_q": BOUNDS,
     "max_k": BOUNDS,
     "scale": [0.4, 1.0],
-    "fast_fp8": [False, True],
     "workspace": [False, True],
     "wide_out": [False, True],
     "out": ["made", *OUTPUTS[1:3]],
@@ -58,7 +57,7 @@ def test_varlen_attention():
     spy = Spy(sparse_mla.varlen_attention, package.varlen_attention)
 
     def run(batch, heads, dims, q_type, kv_type, pairs, is_spread, descales, causal, window, chunk,
-            sink, softcap, num_splits, max_q, max_k, scale, fast_fp8, workspace, wide_out, out,
+            sink, softcap, num_splits, max_q, max_k, scale, workspace, wide_out, out,
             lse):  # fmt: skip
         kind = FarVarlen if descales == "far" else Varlen
         case = kind(
@@ -67,8 +66,6 @@ def test_varlen_attention():
             descales="rows" if descales == "far" else descales, num_splits=num_splits, std=scale,
         )  # fmt: skip
         options = case.options | bounds_of(max_q, max_k, *BATCHES[batch])
-        if fast_fp8:
-            options["fast_fp8"] = True
         if workspace:
             options["workspace"] = np.zeros(64, np.uint8)
         dtype = np.dtype(np.float16) if q_type == "fp16" else ref.BF16

@@ -193,7 +193,6 @@ static const smla_py_param mla_params[] = {
     {"max_seqlen_k", SMLA_PY_HINT, offsetof(smla_mla_attention_args, max_seqlen_k)},
     {"num_splits", SMLA_PY_INT32, offsetof(smla_mla_attention_args, num_splits)},
     {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_mla_attention_args, kv_format)},
-    {"fast_fp8", SMLA_PY_FLAG, offsetof(smla_mla_attention_args, fast_fp8)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_mla_attention_args, stream)},
 };
 

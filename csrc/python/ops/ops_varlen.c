@@ -45,7 +45,6 @@ static const smla_py_param varlen_params[] = {
     {"max_seqlen_q", SMLA_PY_HINT, offsetof(smla_varlen_attention_args, max_seqlen_q)},
     {"max_seqlen_k", SMLA_PY_HINT, offsetof(smla_varlen_attention_args, max_seqlen_k)},
     {"num_splits", SMLA_PY_INT32, offsetof(smla_varlen_attention_args, num_splits)},
-    {"fast_fp8", SMLA_PY_FLAG, offsetof(smla_varlen_attention_args, fast_fp8)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_varlen_attention_args, stream)},
 };
 
