@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparse_mla import _C
+from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat
 from sparse_mla.ops.planning import ContextChunks
 from sparse_mla.steps import common as steps
@@ -22,6 +23,7 @@ CACHE_ROWS = {LATENT + rope: steps.rows_of(LATENT + rope, _C.CONCAT_KV_FORMATS) 
 NO_ROPE = -1  # C's qk_rope_head_dim for 0, because its 0 is the default
 
 
+@takes_both
 @dataclass(frozen=True)
 class Config:
     """What a model and an engine fix once.
@@ -41,7 +43,7 @@ class Config:
         Pairs of RoPE: neighbours, or with False the halves of a head.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
         Without RoPE: 512 bf16, "fp8_e4m3" (512 bytes, and `kv_scale` of the layer) or "fp8_nope"
-        (528 bytes).
+        (528 bytes). `kv_format` is the same option, and the same attribute.
     block_size : int
         Tokens per page.
     max_num_seqs, max_num_batched_tokens, max_model_len : int
@@ -74,8 +76,9 @@ class Config:
     --------
     >>> import sparse_mla
     >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
-    >>> sparse_mla.dense.Config(16, softmax_scale=192**-0.5, **limits).kv_cache_dtype
-    'auto'
+    >>> config = sparse_mla.dense.Config(16, softmax_scale=0.1, kv_format="fp8_ds_mla", **limits)
+    >>> config.kv_cache_dtype, config.kv_format
+    ('fp8_ds_mla', 'fp8_ds_mla')
     """
 
     num_heads: int
@@ -96,6 +99,8 @@ class Config:
     context_plan: str = "equal"
     path: str | None = None
     device: str = "cpu"
+    if TYPE_CHECKING:
+        kv_format: ConcatFormat = "auto"  # the same option
 
     def __post_init__(self) -> None:
         steps.check_fields(self, "dense")

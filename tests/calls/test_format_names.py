@@ -9,7 +9,7 @@ import pytest
 from helpers import find_framework, require
 
 import sparse_mla
-from sparse_mla import _format_names, ops
+from sparse_mla import _C, _format_names, ops
 
 BOTH = ("kv_format", "kv_cache_dtype")
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 1024}
@@ -50,17 +50,25 @@ def test_a_format_has_one_name_at_a_time():
         write(sparse_mla.concat_and_cache_mla, kv_format="auto", kv_cache_dtype="auto")
     with pytest.raises(TypeError, match="unexpected keyword argument 'kv_cache_dtype'"):
         sparse_mla.dequantize_kv_cache(np.zeros(0), kv_cache_dtype="auto", kv_format="auto")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'kv_format'"):
-        sparse_mla.Config(16, softmax_scale=1, kv_format="auto", kv_cache_dtype="auto", **LIMITS)
 
 
-def test_configs_take_either_name():
+CONFIGS = {"v32": sparse_mla.Config, "v4": sparse_mla.v4.Config, "dense": sparse_mla.dense.Config}
+
+
+@pytest.mark.parametrize("plan", _C.CONFIG_FIELDS)
+def test_configs_take_either_name(plan):
+    make, named = CONFIGS[plan], "bfloat16"
     for name in BOTH:
-        config = sparse_mla.Config(16, softmax_scale=1.0, **{name: "fp8_ds_mla"}, **LIMITS)
-        assert (config.kv_format, config.kv_cache_dtype) == ("fp8_ds_mla", "fp8_ds_mla")
-    assert dataclasses.replace(config, topk_tokens=4).kv_format == "fp8_ds_mla"
-    assert dataclasses.replace(config, kv_cache_dtype="auto").kv_format == "auto"
+        config = make(16, softmax_scale=1.0, **{name: named}, **LIMITS)
+        assert (config.kv_format, config.kv_cache_dtype) == (named, named)
+    assert "kv_cache_dtype='bfloat16'" in repr(config)
+    assert dataclasses.replace(config, max_model_len=99).kv_format == named
+    assert dataclasses.replace(config, kv_cache_dtype="auto").kv_format != named
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kv_format'"):
+        make(16, softmax_scale=1.0, kv_format="auto", kv_cache_dtype="auto", **LIMITS)
 
+
+def test_v4_takes_either_name_of_each_cache():
     given = dict(zip(_format_names.NAMES, ("bfloat16", "fp8_v4", "mxfp4_index"), strict=True))
     config = sparse_mla.v4.Config(16, **given, **LIMITS)
     for first, second in _format_names.NAMES.items():

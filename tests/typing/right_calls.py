@@ -32,3 +32,12 @@ config = sparse_mla.Config(
     max_model_len=1024,
 )
 text: str = config.kv_format
+dense = sparse_mla.dense.Config(
+    16,
+    softmax_scale=1.0,
+    kv_format="fp8_ds_mla",
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=1024,
+)
+text = dense.kv_format
