@@ -1,4 +1,4 @@
-/* sparse_mla.h: the public C API of sparse_mla, sparse Multi-head Latent Attention over any array.
+/* sparse_mla.h: the public C API of sparse_mla, Multi-head Latent Attention over any array.
  *
  * This header includes all others that callers need. They are in sparse_mla/, and each can be
  * included alone. They need the C standard library and DLPack, nothing else. In the order of this

@@ -1,9 +1,10 @@
-"""Sparse Multi-head Latent Attention for any array framework, through DLPack.
+"""Multi-head Latent Attention, dense and sparse, for any array framework, through DLPack.
 
-Operators write tokens to a paged cache, gather them back, turn positions into slots, attend to the
-slots that an indexer chose, merge partial results, and absorb the up projections. `Config`,
-`MetadataBuilder` and `SparseMLA` combine these operators for a continuously batching engine;
-`sparse_mla.v4` has theirs for DeepSeek V4, `sparse_mla.dense` those for dense MLA.
+Operators write tokens to a paged cache, gather them back, turn positions into slots, attend to all
+tokens of a request or to the slots that an indexer chose, merge partial results, and absorb the up
+projections. `Config`, `MetadataBuilder` and `SparseMLA` combine these operators for a continuously
+batching engine that serves DeepSeek-V3.2; `sparse_mla.dense` has those of dense MLA (DeepSeek V2
+and V3), `sparse_mla.v4` those of DeepSeek V4.
 
 Calls take any arrays that support DLPack, and return arrays of the framework of their first array.
 Nothing is copied, and no framework is imported.

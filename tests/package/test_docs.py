@@ -292,8 +292,20 @@ def test_the_session_of_a_page_runs():
     assert (failed, count > 10) == (0, True)
 
 
-# What vLLM's FlashMLA backend (and its port with ixformer) calls, and readers will search for.
+# What vLLM's backends (and a port of its FlashMLA backend with ixformer) are and call, and readers
+# will search for.
 ENGINE_NAMES = (
+    "DeepseekSparseSWABackend",
+    "DeepseekSparseSWAMetadata",
+    "DeepseekSparseSWAMetadataBuilder",
+    "DeepseekV4Attention",
+    "DeepseekV4AttnBackend",
+    "DeepseekV4Indexer",
+    "FlashMLASparseImpl",
+    "MLACommonBackend",
+    "MLACommonImpl",
+    "MLACommonMetadata",
+    "MLACommonMetadataBuilder",
     "_cudagraph_support",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "current_workspace_manager",
