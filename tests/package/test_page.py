@@ -76,3 +76,22 @@ def test_every_relative_link_of_the_readme_leads_to_a_file():
     for target in targets:
         if not target.startswith(("#", "https:")):
             assert (ROOT / target.partition("#")[0]).is_file(), target
+
+
+# Those that a reader begins with; a row of a table is one line.
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_no_line_of_prose_is_wider_than_120_columns(page):
+    lines = page.read_text().split("\n")
+    wide = [n for n, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith("|")]
+    assert not wide
+
+
+def test_recipes_are_lists():
+    """A recipe names its files one by one."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    recipes = text.split("## To add something\n")[1].split("\n## ")[0]
+    assert "|" not in re.sub(r"`[^`]*`", "", recipes)
+    assert len(re.findall(r"^\d\. ", recipes, re.M)) > 20
