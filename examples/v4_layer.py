@@ -69,7 +69,7 @@ weights = {
     "q_norm": 1 + normal(Q_LORA) / 8,
     "kv_norm": 1 + normal(512) / 8,
     "attn_sink": normal(HEADS),
-    "cos_sin": sparse_mla.rope_table(max(LENGTHS), fp32_angles=True),
+    "rope_table": sparse_mla.rope_table(max(LENGTHS), fp32_angles=True),
     "wo_a": normal(GROUPS, RANK, HEADS // GROUPS * 512) / np.float32(32),
     "ape": normal(RATIO, 1024) / 4,
     "compressor_norm": 1 + normal(512) / 8,
@@ -92,7 +92,7 @@ def norm(x: Array, weight: Array | float = 1.0) -> Array:
 
 def turn(x: Array, positions: Array, direction: int = 1) -> Array:
     """RoPE: the last 64 values are 32 pairs of neighbours, each with an angle of its own."""
-    angles = weights["cos_sin"][positions].astype(np.float64)
+    angles = weights["rope_table"][positions].astype(np.float64)
     angles = angles.reshape(-1, *(1,) * (x.ndim - 2), 64)  # the same ones for all heads
     cos, sin = angles[..., :32], direction * angles[..., 32:]
     a, b, turned = x[..., -64::2], x[..., -63::2], x.copy()

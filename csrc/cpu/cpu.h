@@ -30,9 +30,8 @@ smla_status smla_cpu_fill_step_lists(const smla_step_lists_params *params, smla_
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);
-/* `table` is the name of the table of angles in the error. */
-smla_status smla_cpu_check_positions(const char *op, const smla_rope *rope, const char *table,
-                                     int64_t num_tokens, smla_error *error);
+smla_status smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                                     smla_error *error);
 smla_status smla_cpu_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
 smla_status smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                             smla_error *error);

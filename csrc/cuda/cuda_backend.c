@@ -74,15 +74,14 @@ end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 static smla_status
 check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
 {
-    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error));
+    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error));
     return smla_cuda_check_cache_write(&p->insert, error);
 }
 
 static smla_status
 check_turned_keys(const smla_rope_and_cache_params *p, smla_error *error)
 {
-    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->queries.rope, "table", p->queries.num_tokens,
-                                       error));
+    SMLA_TRY(smla_cuda_check_positions(&p->call, &p->queries.rope, p->queries.num_tokens, error));
     return smla_cuda_check_cache_write(&p->insert, error);
 }
 
@@ -187,18 +186,18 @@ OPERATOR(fused_qnorm_rope_kv_insert, smla_qnorm_insert_params, NO_TOKENS,
          check_insert_values(p, error))
 OPERATOR(apply_rope, smla_apply_rope_params,
          p->num_tokens == 0 || p->q.num_heads + p->k.num_heads == 0,
-         smla_cuda_check_positions(&p->call, &p->rope, "table", p->num_tokens, error))
+         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
 OPERATOR(rope_and_cache_mla, smla_rope_and_cache_params,
          p->queries.num_tokens * p->queries.q.num_heads + p->insert.num_tokens == 0,
          check_turned_keys(p, error))
 OPERATOR(fused_inv_rope_fp8_quant, smla_inverse_rope_params, NO_TOKENS,
-         smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
+         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
 OPERATOR(save_partial_states, smla_partial_states_params, p->rows.num_tokens == 0,
          smla_cuda_check_partial_states(p, error))
 OPERATOR(compress_norm_rope_store, smla_compress_params, p->insert.num_tokens == 0,
          smla_cuda_check_compress(p, error))
 OPERATOR(fused_indexer_q_rope_quant, smla_index_query_params, NO_TOKENS,
-         smla_cuda_check_positions(&p->call, &p->rope, "cos_sin", p->num_tokens, error))
+         smla_cuda_check_positions(&p->call, &p->rope, p->num_tokens, error))
 OPERATOR(indexer_logits, smla_logits_params, p->num_tokens == 0 || p->num_columns == 0,
          smla_cuda_check_logits(p, error))
 OPERATOR(lightning_indexer, smla_lightning_params, p->logits.num_tokens == 0,

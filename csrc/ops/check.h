@@ -106,9 +106,9 @@ smla_kv_set smla_formats_of_size(int32_t head_dim);
 /* Checks that a norm's epsilon is finite and not negative. */
 smla_status smla_require_eps(const smla_checker *checker, double eps);
 
-/* Checks positions [>= num_tokens] and the table cos_sin [max_pos, 64], and fills `rope`. */
+/* Checks positions [>= num_tokens] and rope_table [max_pos, 64], and fills `rope`. */
 smla_status smla_require_rope(smla_checker *checker, const DLTensor *positions,
-                              const DLTensor *cos_sin, int64_t num_tokens, smla_rope *rope);
+                              const DLTensor *rope_table, int64_t num_tokens, smla_rope *rope);
 
 /* Checks the arguments of indexer_logits but for `out`, and fills the rest of `params`. */
 smla_status smla_require_scored(smla_checker *checker, const smla_indexer_logits_args *args,

@@ -197,7 +197,7 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     const int64_t num_tokens = smla_size(args->slot_mapping, 0);
     SMLA_TRY(smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, num_tokens,
                                  SMLA_RULE_MORE_ROWS, "an entry per token"));
-    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_slots(&c, "kv_slot_mapping", args->kv_slot_mapping, num_tokens,
                                 SMLA_RULE_MORE_ROWS));

@@ -67,7 +67,7 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
                                            .ndim = 2,
                                            .shape = {num_tokens, num_heads},
                                            .hint = "a weight per head of `q`"}));
-    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     const bool is_fp4 = args->out_scale != NULL;
     const int64_t num_bytes = is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM;
     SMLA_TRY(smla_require(

@@ -98,7 +98,7 @@ smla_check_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_args *args,
                                            .ndim = 2,
                                            .shape = {num_tokens, SMLA_V4_HEAD_DIM},
                                            .hint = "at least a row per token"}));
-    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     smla_cache_write_params insert;
     SMLA_TRY(require_insert(&c, args, num_tokens, &insert));
     SMLA_TRY(smla_require_scale(&c, "q_scale_inv", &args->q_scale_inv, &q_scale_inv));

@@ -31,17 +31,17 @@ rope_of(const DLTensor *positions, const DLTensor *table)
 }
 
 smla_status
-smla_require_rope(smla_checker *c, const DLTensor *positions, const DLTensor *cos_sin,
+smla_require_rope(smla_checker *c, const DLTensor *positions, const DLTensor *rope_table,
                   int64_t num_tokens, smla_rope *rope)
 {
     SMLA_TRY(require_positions(c, positions, num_tokens));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "cos_sin",
-                                          .tensor = cos_sin,
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "rope_table",
+                                          .tensor = rope_table,
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
                                           .hint = "32 cosines, then 32 sines per position"}));
-    *rope = rope_of(positions, cos_sin);
+    *rope = rope_of(positions, rope_table);
     return SMLA_OK;
 }
 
@@ -128,8 +128,8 @@ require_rotation(smla_checker *c, const smla_apply_rope_args *args, bool caches_
                          .hint = "the tokens and the values of `q_pe`"};
     SMLA_TRY(require_positions(c, args->positions, num_tokens));
     SMLA_TRY(smla_require(c, &k));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "table",
-                                          .tensor = args->table,
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "rope_table",
+                                          .tensor = args->rope_table,
                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, num_values},
@@ -146,8 +146,8 @@ require_rotation(smla_checker *c, const smla_apply_rope_args *args, bool caches_
         .q = heads_of(args->q_pe, args->q_out),
         .k = heads_of(caches_key ? NULL : args->k_pe, args->k_out),
         .type = smla_float_type_of(args->q_pe),
-        .rope = rope_of(args->positions, args->table),
-        .table_type = smla_float_type_of(args->table),
+        .rope = rope_of(args->positions, args->rope_table),
+        .table_type = smla_float_type_of(args->rope_table),
         .is_neox = args->is_neox != 0,
         .is_inverse = args->inverse != 0,
     };
@@ -172,7 +172,7 @@ smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
     const smla_apply_rope_args rotate = {.positions = args->positions,
                                          .q_pe = args->q_pe,
                                          .k_pe = args->k_pe,
-                                         .table = args->table,
+                                         .rope_table = args->rope_table,
                                          .q_out = args->q_out,
                                          .is_neox = args->is_neox,
                                          .stream = args->stream};
@@ -236,7 +236,7 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
     const int64_t num_heads = smla_size(args->o, 1);
     SMLA_TRY(smla_require_num_heads(&c, "o", num_heads));
     SMLA_TRY(check_groups(&c, num_heads, args->groups));
-    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     const int64_t group_heads = num_heads / args->groups;
     const bool quantizes = args->out_scale != NULL;
     SMLA_TRY(smla_require(

@@ -33,7 +33,7 @@ SMLA_API smla_status smla_save_partial_states(const smla_partial_states_args *ar
  * position, and one rounding to bf16. A position without a page takes no part. With kv, score and
  * ape the call does smla_save_partial_states, too: the tokens of a request must then be neighbours
  * in the order of their positions. A bad position, slot, page or request is an error on the CPU;
- * CUDA skips that token or page, and does not turn a key past the end of cos_sin. */
+ * CUDA skips that token or page, and does not turn a key past the end of rope_table. */
 typedef struct smla_compress_args {
     size_t struct_size;
     const DLTensor *state;            /* [pages, block_size, 2 c D] fp32; out, if kv is given */
@@ -44,7 +44,7 @@ typedef struct smla_compress_args {
     const DLTensor *cache;            /* out: a cache of D values per row */
     const DLTensor *kv_slot_mapping;  /* [>= T] int64 | int32: rows of cache */
     const DLTensor *norm_weight;      /* [D] bf16 | fp32 */
-    const DLTensor *cos_sin;          /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *rope_table;       /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
     double eps;                       /* 0, or FLT_MIN and more */
     int64_t ratio;                    /* r */
     const DLTensor *kv;               /* [>= T, c D] fp32 | bf16, optional */

@@ -18,7 +18,7 @@ typedef struct smla_index_query_args {
     const DLTensor *q;           /* [T, any heads, 128] bf16 */
     const DLTensor *weights;     /* [T, heads] bf16 | fp32 */
     const DLTensor *positions;   /* [>= T] int64 | int32 */
-    const DLTensor *cos_sin;     /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *rope_table;  /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
     const DLTensor *out;         /* out [T, heads, 128] e4m3 | uint8; [T, heads, 64] uint8 if FP4 */
     const DLTensor *out_weights; /* out [T, heads] fp32 */
     const DLTensor *out_scale;   /* out [T, heads, 4] uint8, optional: asks for FP4 */

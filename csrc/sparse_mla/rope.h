@@ -15,14 +15,14 @@ extern "C" {
  * outside the table is an error on the CPU; CUDA copies that token as it is. */
 typedef struct smla_apply_rope_args {
     size_t struct_size;
-    const DLTensor *positions; /* [>= T] int64 | int32 */
-    const DLTensor *q_pe;      /* [T, H, R] bf16 | fp32, R even */
-    const DLTensor *k_pe;      /* [T, R], the dtype of q_pe; optional */
-    const DLTensor *table;     /* [rows, R] fp32 | bf16: R / 2 cosines, then R / 2 sines */
-    const DLTensor *q_out;     /* out, shape and dtype of q_pe */
-    const DLTensor *k_out;     /* out, shape and dtype of k_pe; with k_pe */
-    int32_t is_neox;           /* 1: halves instead of neighbours */
-    int32_t inverse;           /* 1: by the negative angles */
+    const DLTensor *positions;  /* [>= T] int64 | int32 */
+    const DLTensor *q_pe;       /* [T, H, R] bf16 | fp32, R even */
+    const DLTensor *k_pe;       /* [T, R], the dtype of q_pe; optional */
+    const DLTensor *rope_table; /* [rows, R] fp32 | bf16: R / 2 cosines, then R / 2 sines */
+    const DLTensor *q_out;      /* out, shape and dtype of q_pe */
+    const DLTensor *k_out;      /* out, shape and dtype of k_pe; with k_pe */
+    int32_t is_neox;            /* 1: halves instead of neighbours */
+    int32_t inverse;            /* 1: by the negative angles */
     void *stream;
 } smla_apply_rope_args;
 
@@ -36,7 +36,7 @@ typedef struct smla_rope_and_cache_mla_args {
     const DLTensor *positions;    /* [>= T] int64 | int32 */
     const DLTensor *q_pe;         /* [T, H, 64] bf16 | fp32 */
     const DLTensor *k_pe;         /* [T, 64], the dtype of q_pe */
-    const DLTensor *table;        /* [rows, 64] fp32 | bf16: 32 cosines, then 32 sines */
+    const DLTensor *rope_table;   /* [rows, 64] fp32 | bf16: 32 cosines, then 32 sines */
     const DLTensor *kv_c;         /* [>= slots, 512], the dtype of q_pe */
     const DLTensor *kv_cache;     /* [B, block, 576] bf16 | [B, block, 656] bytes, written */
     const DLTensor *slot_mapping; /* [<= T] int64 | int32 */
@@ -63,14 +63,14 @@ typedef enum smla_scale_layout {
  * out_scale from T on, up to the next multiple of 4, become 0. */
 typedef struct smla_fused_inv_rope_fp8_quant_args {
     size_t struct_size;
-    const DLTensor *o;         /* [T, H, 512] bf16 */
-    const DLTensor *positions; /* [>= T] int64 | int32 */
-    const DLTensor *cos_sin;   /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
-    const DLTensor *out;       /* out [T, G, H / G * 512] e4m3 | uint8; bf16 without out_scale */
-    const DLTensor *out_scale; /* out [>= T, G, H / G * 4] fp32 | [>= T, G, H / G] int32; optional:
+    const DLTensor *o;          /* [T, H, 512] bf16 */
+    const DLTensor *positions;  /* [>= T] int64 | int32 */
+    const DLTensor *rope_table; /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *out;        /* out [T, G, H / G * 512] e4m3 | uint8; bf16 without out_scale */
+    const DLTensor *out_scale;  /* out [>= T, G, H / G * 4] fp32 | [>= T, G, H / G] int32; optional:
                                 * without it the turned values are rounded to bf16 */
-    int64_t groups;            /* G, which divides H */
-    int32_t scale_layout;      /* smla_scale_layout */
+    int64_t groups;             /* G, which divides H */
+    int32_t scale_layout;       /* smla_scale_layout */
     void *stream;
 } smla_fused_inv_rope_fp8_quant_args;
 

@@ -46,7 +46,7 @@ static struct {
 static uint8_t wo_a_e4m3[O_GROUPS][RANK][O_SIZE];
 static float wo_a_scale[O_GROUPS][1][O_SIZE / 128]; /* one per 128 x 128 weights */
 static uint16_t ones[512];                          /* the weights of all norms */
-static float ape[RATIO][1024], index_ape[RATIO][256], cos_sin[TOKENS][64];
+static float ape[RATIO][1024], index_ape[RATIO][256], rope_table[TOKENS][64];
 static float sinks[HEADS] = {-1, 0, 4, 2.5f};
 
 static int32_t slots[TOKENS]; /* where the step's tokens have their rows of the window's cache */
@@ -111,7 +111,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
     const smla_v4_group *const groups = &plan->groups[0], *const index_groups = &plan->groups[1];
     const DLTensor *const positions = ARRAY((void *)plan->positions, i32, T);
     const DLTensor *const requests = ARRAY((void *)plan->req_id_per_token, i32, T);
-    const DLTensor *const angles = ARRAY(cos_sin, fp32, TOKENS, 64);
+    const DLTensor *const angles = ARRAY(rope_table, fp32, TOKENS, 64);
 
     /* 1. The latent queries and the keys: norm.h. */
     project(from, w.wq_a, T, HIDDEN, Q_LORA, qr, 0);
@@ -132,7 +132,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
                                            .q = ARRAY(q, bf16, T, HEADS, 512),
                                            .kv = ARRAY(kv, bf16, T, 512),
                                            .positions = positions,
-                                           .cos_sin = angles,
+                                           .rope_table = angles,
                                            .cache = ARRAY(cached.window, u8, PAGES, BLOCK, 584),
                                            .slot_mapping = ARRAY(slots, i32, T),
                                            .eps = eps};
@@ -152,7 +152,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
         .cache = ARRAY(cached.groups, u8, GROUP_PAGES, BLOCK, 584),
         .kv_slot_mapping = ARRAY((void *)groups->slot_mapping, i32, T),
         .norm_weight = ARRAY(ones, bf16, 512),
-        .cos_sin = angles,
+        .rope_table = angles,
         .eps = eps,
         .ratio = RATIO,
         .kv = ARRAY(gate_kv, fp32, T, 1024),
@@ -181,7 +181,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
                                          .q = ARRAY(index_q, bf16, T, INDEX_HEADS, 128),
                                          .weights = ARRAY(index_weights, bf16, T, INDEX_HEADS),
                                          .positions = positions,
-                                         .cos_sin = angles,
+                                         .rope_table = angles,
                                          .out = ARRAY(index_q_e4m3, u8, T, INDEX_HEADS, 128),
                                          .out_weights = ARRAY(head_weights, fp32, T, INDEX_HEADS),
                                          .softmax_scale = 1 / sqrt(128),
@@ -236,7 +236,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
     const smla_fused_inv_rope_fp8_quant_args turn = {.struct_size = sizeof turn,
                                                      .o = attend.out,
                                                      .positions = positions,
-                                                     .cos_sin = angles,
+                                                     .rope_table = angles,
                                                      .out = ARRAY(o_e4m3, u8, T, O_GROUPS, O_SIZE),
                                                      .out_scale =
                                                          ARRAY(o_scale, fp32, (T + 3) / 4 * 4,
@@ -336,8 +336,8 @@ make_model(void)
     for (int p = 0; p < TOKENS; p++) {
         for (int i = 0; i < 32; i++) {
             const double angle = p * pow(10000, -i / 32.0);
-            cos_sin[p][i] = (float)cos(angle);
-            cos_sin[p][32 + i] = (float)sin(angle);
+            rope_table[p][i] = (float)cos(angle);
+            rope_table[p][32 + i] = (float)sin(angle);
         }
     }
     float scale;

@@ -119,7 +119,7 @@ class SparseEngine(Engine):
             num_pages, config.block_size, head_size=INDEX_DIM, cache_dtype_str="fp8_index"
         )
         self.index_cache = memory.zeros(index_shape, np.uint8)  # in pages of the same numbers
-        self.index_cos_sin = memory.put(sparse_mla.rope_table(config.max_model_len))
+        self.index_rope_table = memory.put(sparse_mla.rope_table(config.max_model_len))
         # Left out, the builder would make its own workspace; the check has to read this one.
         workspace_tokens = config.prefill_workspace_tokens
         if workspace_tokens is None:
@@ -180,7 +180,7 @@ class SparseEngine(Engine):
             queries,
             weights,
             positions,
-            self.index_cos_sin,
+            self.index_rope_table,
             softmax_scale=INDEX_DIM**-0.5,
             head_scale=queries.shape[1] ** -0.5,
         )

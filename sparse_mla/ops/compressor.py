@@ -104,7 +104,7 @@ def compress_norm_rope_store(
     cache: Written,
     kv_slot_mapping: Array,
     norm_weight: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     eps: float,
     ratio: int,
@@ -143,8 +143,8 @@ def compress_norm_rope_store(
         The row of `block_table`. A request that it lacks is a ValueError on the CPU, where its
         token closes a group. CUDA skips that token.
     positions : [>= T] int64 or int32
-        A position that `cos_sin` lacks is a ValueError on the CPU. On CUDA the row of that token is
-        undefined.
+        A position that `rope_table` lacks is a ValueError on the CPU. On CUDA the row of that
+        token is undefined.
     slot_mapping : [T] int64 or int32
         The rows of `state`, as `save_partial_states` takes them.
     cache : [pages, block_size, row], written
@@ -154,8 +154,8 @@ def compress_norm_rope_store(
     kv_slot_mapping : [>= T] int64 or int32
         The rows of `cache`. Slots past the end are as in `slot_mapping`.
     norm_weight : [D] bf16 or fp32
-    cos_sin : [max_pos, 64] fp32
-        32 cosines, then 32 sines: `rope_table`.
+    rope_table : [max_pos, 64] fp32
+        32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them.
     eps : float
         0, or a normal float32: 1.2e-38 to 3.4e38. With 0, a key of zeros becomes NaN.
     ratio : int
@@ -193,10 +193,10 @@ def compress_norm_rope_store(
     >>> score, ape = np.zeros_like(kv), np.zeros((2, 512), np.float32)
     >>> state, table = np.zeros((1, 2, 1024), np.float32), np.int32([[0]])
     >>> cache, weight = np.zeros((1, 1, 512), ml_dtypes.bfloat16), np.full(512, 5, np.float32)
-    >>> cos_sin, token = sparse_mla.rope_table(8), np.arange(2)
+    >>> angles, token = sparse_mla.rope_table(8), np.arange(2)
     >>> arrays = state, table, np.int32([0, 0]), token, token, cache, np.array([-1, 0])
     >>> out = sparse_mla.compress_norm_rope_store(
-    ...     *arrays, weight, cos_sin, eps=0.0, ratio=2, kv=kv, score=score, ape=ape
+    ...     *arrays, weight, angles, eps=0.0, ratio=2, kv=kv, score=score, ape=ape
     ... )
     >>> out is cache, cache[0, 0, 0].item(), state[0, :, 0].tolist()
     (True, 5.0, [2.0, 4.0])
@@ -211,8 +211,8 @@ def compress_norm_rope_store(
     >>> state, token = torch.ones(1, 2, 256), torch.tensor([1])
     >>> cache, table = torch.zeros((1, 4, 132), dtype=torch.uint8), torch.zeros(1, 1).int()
     >>> arrays = state, table, torch.tensor([0]).int(), token, token, cache, torch.tensor([0])
-    >>> weight, cos_sin = torch.ones(128), torch.from_numpy(sparse_mla.rope_table(8))
-    >>> out = smla.compress_norm_rope_store(*arrays, weight, cos_sin, eps=0.0, ratio=2)
+    >>> weight, angles = torch.ones(128), torch.from_numpy(sparse_mla.rope_table(8))
+    >>> out = smla.compress_norm_rope_store(*arrays, weight, angles, eps=0.0, ratio=2)
     >>> out is cache, cache[0, 0, 0].item()
     (True, 120)
 
@@ -228,8 +228,8 @@ def compress_norm_rope_store(
     >>> state, token = jnp.ones((1, 2, 256)), jnp.array([1])
     >>> cache, table = jnp.zeros((1, 4, 132), jnp.uint8), jnp.zeros((1, 1), jnp.int32)
     >>> arrays = state, table, jnp.zeros(1, jnp.int32), token, token, cache, jnp.array([0])
-    >>> weight, cos_sin = jnp.ones(128), sparse_mla.rope_table(8)
-    >>> cache = smla.compress_norm_rope_store(*arrays, weight, cos_sin, eps=0.0, ratio=2)
+    >>> weight, angles = jnp.ones(128), sparse_mla.rope_table(8)
+    >>> cache = smla.compress_norm_rope_store(*arrays, weight, angles, eps=0.0, ratio=2)
     >>> int(cache[0, 0, 0])
     120
     """

@@ -21,7 +21,7 @@ def fused_indexer_q_rope_quant(
     q: Like[Result],
     weights: Array,
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     softmax_scale: float,
     head_scale: float,
@@ -36,7 +36,7 @@ def fused_indexer_q_rope_quant(
     q: Like[Result],
     weights: Array,
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     softmax_scale: float,
     head_scale: float,
@@ -51,7 +51,7 @@ def fused_indexer_q_rope_quant(
     q: Like[Result],
     weights: Array,
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     softmax_scale: float,
     head_scale: float,
@@ -66,7 +66,7 @@ def fused_indexer_q_rope_quant(
     q: Like[Result],
     weights: Array,
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     softmax_scale: float,
     head_scale: float,
@@ -98,9 +98,11 @@ def fused_indexer_q_rope_quant(
         Any number of heads from 1. Tokens and heads any stride apart.
     weights : [T, Hi] bf16 or fp32
     positions : [>= T] int64 or int32
-        A position that `cos_sin` lacks is a ValueError on the CPU. CUDA does not turn that token.
-    cos_sin : [max_pos, 64] fp32
-        32 cosines, then 32 sines: `rope_table`. The indexer may have a table of its own.
+        A position that `rope_table` lacks is a ValueError on the CPU. CUDA does not turn that
+        token.
+    rope_table : [max_pos, 64] fp32
+        32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them. The indexer may
+        have a table of its own.
     softmax_scale, head_scale : float
         Finite, and their product 0 or a normal float32 (1.2e-38 to 3.4e38 in size). DeepSeek's are
         128**-0.5 and Hi**-0.5.

@@ -94,7 +94,7 @@ def fused_qnorm_rope_kv_insert(
     q: Like[Result],
     kv: Array,
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     cache: Written,
     slot_mapping: Array,
     *,
@@ -128,9 +128,10 @@ def fused_qnorm_rope_kv_insert(
     kv : [>= T, 512] bf16
         Keys after their norm, not turned yet. Not written.
     positions : [>= T] int64 or int32
-        A position that `cos_sin` lacks is a ValueError on the CPU. CUDA does not turn that token.
-    cos_sin : [max_pos, 64] fp32
-        32 cosines, then 32 sines: `rope_table`.
+        A position that `rope_table` lacks is a ValueError on the CPU. CUDA does not turn that
+        token.
+    rope_table : [max_pos, 64] fp32
+        32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them.
     cache : [pages, block_size, row], written
         A cache of 512 values a token, of any format of `quantize_and_insert_k_cache`. It may also
         have a head axis, or be flat; split pages may be [pages, bytes].

@@ -205,7 +205,7 @@ def apply_rope(
     positions: Like[Result],
     q_pe: Array,
     k_pe: None,
-    table: Array,
+    rope_table: Array,
     *,
     interleaved: bool = True,
     inverse: bool = False,
@@ -218,7 +218,7 @@ def apply_rope(
     positions: Like[Result],
     q_pe: Array,
     k_pe: Array,
-    table: Array,
+    rope_table: Array,
     *,
     interleaved: bool = True,
     inverse: bool = False,
@@ -231,7 +231,7 @@ def apply_rope(
     positions: Like[Result],
     q_pe: Array,
     k_pe: Array | None,
-    table: Array,
+    rope_table: Array,
     *,
     interleaved: bool = True,
     inverse: bool = False,
@@ -244,7 +244,7 @@ def apply_rope(
     positions: Like[Result],
     q_pe: Array,
     k_pe: Array | None,
-    table: Array,
+    rope_table: Array,
     *,
     interleaved: bool = True,
     inverse: bool = False,
@@ -261,13 +261,14 @@ def apply_rope(
     Parameters
     ----------
     positions : [>= T] int64 or int32
-        A position that `table` lacks is a ValueError on the CPU. CUDA copies that token as it is,
-        and reports it in checked mode.
+        A position that `rope_table` lacks is a ValueError on the CPU. CUDA copies that token as
+        it is, and reports it in checked mode.
     q_pe : [T, H, R] bf16 or fp32
         R is even. Tokens and heads any stride apart: `q[..., 128:]` is taken in place.
     k_pe : [T, R] in the dtype of `q_pe`, or None
-    table : [rows, R] fp32 or bf16
-        R / 2 cosines, then R / 2 sines per position: `rope_table`. Rows any stride apart.
+    rope_table : [rows, R] fp32 or bf16
+        R / 2 cosines, then R / 2 sines per position, as `sparse_mla.rope_table` makes them. Rows
+        any stride apart.
     interleaved : bool
         True: pairs are values 2i and 2i + 1 (GPT-J, DeepSeek). False: values i and i + R / 2
         (NeoX).
@@ -330,7 +331,7 @@ def rope_and_cache_mla(
     positions: Like[Result],
     q_pe: Array,
     k_pe: Array,
-    table: Array,
+    rope_table: Array,
     kv_c: Array,
     kv_cache: Written,
     slot_mapping: Array,
@@ -349,14 +350,15 @@ def rope_and_cache_mla(
     Parameters
     ----------
     positions : [>= T] int64 or int32
-        A position that `table` lacks is a ValueError on the CPU. CUDA does not turn that token, and
-        reports it in checked mode.
+        A position that `rope_table` lacks is a ValueError on the CPU. CUDA does not turn that
+        token, and reports it in checked mode.
     q_pe : [T, H, 64] bf16 or fp32
         Tokens and heads any stride apart: `q[..., 128:]` is taken in place.
     k_pe : [T, 64], the dtype of `q_pe`
         The RoPE part of the keys, not turned yet. Rows any stride apart.
-    table : [rows, 64] fp32 or bf16
-        32 cosines, then 32 sines per position: `rope_table`. Rows any stride apart.
+    rope_table : [rows, 64] fp32 or bf16
+        32 cosines, then 32 sines per position, as `sparse_mla.rope_table` makes them. Rows any
+        stride apart.
     kv_c : [>= S, 512], the dtype of `q_pe`
         The compressed latents, after their norm. S is the length of `slot_mapping`.
     kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes, written
@@ -433,7 +435,7 @@ def rope_and_cache_mla(
 def fused_inv_rope_fp8_quant(
     o: Like[Result],
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     groups: int,
     scale_layout: ScaleLayout = "fp32",
@@ -446,7 +448,7 @@ def fused_inv_rope_fp8_quant(
 def fused_inv_rope_fp8_quant(
     o: Like[Result],
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     groups: int,
     scale_layout: ScaleLayout = "fp32",
@@ -459,7 +461,7 @@ def fused_inv_rope_fp8_quant(
 def fused_inv_rope_fp8_quant(
     o: Like[Result],
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     groups: int,
     scale_layout: ScaleLayout = "fp32",
@@ -472,7 +474,7 @@ def fused_inv_rope_fp8_quant(
 def fused_inv_rope_fp8_quant(
     o: Like[Result],
     positions: Array,
-    cos_sin: Array,
+    rope_table: Array,
     *,
     groups: int,
     scale_layout: ScaleLayout = "fp32",
@@ -498,9 +500,10 @@ def fused_inv_rope_fp8_quant(
     o : [T, H, 512] bf16
         Tokens and heads any stride apart: H may be a slice of more heads.
     positions : [>= T] int64 or int32
-        A position that `cos_sin` lacks is a ValueError on the CPU. CUDA does not turn that token.
-    cos_sin : [max_pos, 64] fp32
-        32 cosines, then 32 sines: `rope_table`.
+        A position that `rope_table` lacks is a ValueError on the CPU. CUDA does not turn that
+        token.
+    rope_table : [max_pos, 64] fp32
+        32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them.
     groups : int
         G, which divides H. Group g has heads g * H / G and on.
     scale_layout : "fp32" or "ue8m0x4"

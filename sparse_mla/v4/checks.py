@@ -120,7 +120,7 @@ def check_weights(config: Config, ratio: int, weights: Any) -> None:
     has_scales = "wo_a_scale" in given
     _check(given, "q_norm", (ANY,), BF16 + FP32)
     _check(given, "kv_norm", (HEAD_SIZE,), BF16 + FP32)
-    _check(given, "cos_sin", (ANY, ROPE_SIZE), FP32)
+    _check(given, "rope_table", (ANY, ROPE_SIZE), FP32)
     _check(given, "wo_a", (groups, ANY, width), E4M3 if has_scales else BF16)
     if has_scales:
         blocks = -(-given["wo_a"].shape[1] // SCALE_BLOCK)
@@ -138,8 +138,8 @@ def check_weights(config: Config, ratio: int, weights: Any) -> None:
     if ratio == INDEXED_RATIO:
         _check(given, "index_ape", (ratio, state_groups(ratio) * INDEX_SIZE), FP32)
         _check(given, "index_norm", (INDEX_SIZE,), BF16 + FP32)
-        if "index_cos_sin" in given:
-            _check(given, "index_cos_sin", (ANY, ROPE_SIZE), FP32)
+        if "index_rope_table" in given:
+            _check(given, "index_rope_table", (ANY, ROPE_SIZE), FP32)
 
 
 def _check(

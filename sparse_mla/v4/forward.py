@@ -189,7 +189,7 @@ class Step:
             q,
             kv,
             m.positions,
-            self.weights.cos_sin,
+            self.weights.rope_table,
             self.caches.swa,
             m.slot_mapping[: self.num_tokens],
             eps=config.eps,
@@ -214,7 +214,7 @@ class Step:
                 cache=self.caches.compressed,
                 ape=weights.ape,
                 norm_weight=weights.compressor_norm,
-                cos_sin=weights.cos_sin,
+                rope_table=weights.rope_table,
                 eps=config.eps,
                 ratio=self.ratio,
                 kv_scale=self.scale_of(kv_format),
@@ -222,9 +222,9 @@ class Step:
                 stream=lane.handle,
             )
 
-    def index_cos_sin(self) -> Array:
-        table = self.weights.index_cos_sin
-        return self.weights.cos_sin if table is None else table
+    def index_rope_table(self) -> Array:
+        table = self.weights.index_rope_table
+        return self.weights.rope_table if table is None else table
 
     def choose(self, qr: Array, weights: Array, kv_score: Array) -> dict[str, Array]:
         """The rows that each token attends to, as numbers and as slots."""
@@ -239,7 +239,7 @@ class Step:
                 cache=self.caches.index,
                 ape=self.weights.index_ape,
                 norm_weight=self.weights.index_norm,
-                cos_sin=self.index_cos_sin(),
+                rope_table=self.index_rope_table(),
                 eps=config.eps,
                 ratio=self.ratio,
                 kv_format=config.index_cache_dtype,
@@ -290,7 +290,7 @@ class Step:
                 q.reshape(self.num_tokens, heads, INDEX_SIZE),
                 weights,
                 self.metadata.positions,
-                self.index_cos_sin(),
+                self.index_rope_table(),
                 softmax_scale=INDEX_SIZE**-0.5,
                 head_scale=heads**-0.5,
                 use_fp4=is_fp4,
@@ -344,7 +344,7 @@ class Step:
         ops.fused_inv_rope_fp8_quant(
             self.rows("out", (self.config.num_heads, HEAD_SIZE), "bfloat16"),
             self.metadata.positions,
-            self.weights.cos_sin,
+            self.weights.rope_table,
             groups=self.config.o_groups,
             quantize=o_scale is not None,
             out=o,

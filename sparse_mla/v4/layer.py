@@ -62,7 +62,7 @@ class Weights(ShortRepr):
     q_norm, kv_norm : [q_lora] and [512] bf16 or fp32
     attn_sink : [>= H] fp32 or None
         Multiplies out by 1 / (1 + exp(sink - lse)).
-    cos_sin : [max_pos, 64] fp32
+    rope_table : [max_pos, 64] fp32
         The angles of RoPE, as `rope_table` makes them.
     wo_a, wo_a_scale : [G, N, R] e4m3 with fp32 scales, or bf16 without
         The output projection of each group.
@@ -71,8 +71,8 @@ class Weights(ShortRepr):
     compressor_norm : [512] bf16 or fp32, optional
     index_ape, index_norm : [4, 256] fp32 and [128] bf16 or fp32, optional
         Those of the indexer's compressor.
-    index_cos_sin : [max_pos, 64] fp32, optional
-        The indexer's angles; None: `cos_sin`.
+    index_rope_table : [max_pos, 64] fp32, optional
+        The indexer's angles; None: `rope_table`.
 
     Source: the parameters of vLLM's DeepSeek V4 layers.
 
@@ -87,14 +87,14 @@ class Weights(ShortRepr):
     q_norm: Array
     kv_norm: Array
     attn_sink: Array
-    cos_sin: Array
+    rope_table: Array
     wo_a: Array
     wo_a_scale: Array = None
     ape: Array = None
     compressor_norm: Array = None
     index_ape: Array = None
     index_norm: Array = None
-    index_cos_sin: Array = None
+    index_rope_table: Array = None
 
 
 class SparseMLA:

@@ -505,7 +505,7 @@ def apply_rope(positions, dtype, table, interleaved=True) -> Example:
         "positions": np.array([4, 0, 2], positions),
         "q_pe": rng.normal(0, 1, (3, 5, 24)).astype(dtype),
         "k_pe": rng.normal(0, 1, (3, 24)).astype(dtype),
-        "table": rng.normal(0, 0.7, (5, 24)).astype(table),
+        "rope_table": rng.normal(0, 0.7, (5, 24)).astype(table),
         "q_out": np.zeros((3, 5, 24), dtype),
         "k_out": np.zeros((3, 24), dtype),
     }
@@ -518,7 +518,7 @@ def rope_and_cache(dtype, index, cache, interleaved=True) -> Example:
         "positions": np.array([4, 0, 2], index),
         "q_pe": rng.normal(0, 1, (3, 5, 64)).astype(dtype),
         "k_pe": rng.normal(0, 1, (3, 64)).astype(dtype),
-        "table": rng.normal(0, 0.7, (5, 64)).astype(F32),
+        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(F32),
         "kv_c": rng.normal(0, 1, (3, 512)).astype(dtype),
         "kv_cache": cache,
         "slot_mapping": np.array([11, 5], index),  # the last token has none
@@ -532,7 +532,7 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     arrays = {
         "o": cases.random_bf16(rng, 3, 4, 512),
         "positions": np.array([4, 0, 2], positions),
-        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
         "out": np.zeros((3, 2, 1024), out),
     }
     if scale is None:
@@ -547,7 +547,7 @@ def index_query(positions, weights, fp4: bool) -> Example:
         "q": cases.random_bf16(rng, 3, 2, 128),
         "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
         "positions": np.array([4, 0, 2], positions),
-        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
         "out": np.zeros((3, 2, 64 if fp4 else 128), np.uint8),
         "out_weights": np.zeros((3, 2), np.float32),
     }
@@ -609,7 +609,7 @@ def insert_queries(positions, cache, q_out=None, **scales) -> Example:
         "q": cases.random_bf16(rng, 5 + (q_out is not None), 3, 512),
         "kv": cases.random_bf16(rng, 6, 512),
         "positions": np.array([4, 0, 2, 1, 3, 3], positions),
-        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
         "cache": cache,
         "slot_mapping": np.array([0, 11, -1, 5], positions),
     }
@@ -644,7 +644,7 @@ def compress(cache, saves=False, **options) -> Example:
         "cache": cache,
         "kv_slot_mapping": np.array([-1, 7, -1, 2, -1, -1]),
         "norm_weight": rng.normal(1, 0.1, dim).astype(np.float32),
-        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
     }
     if saves:
         arrays |= {"kv": rng.normal(0, 1, (6, dim)), "score": rng.normal(0, 1, (6, dim))}
@@ -817,24 +817,24 @@ GROUPED |= {"out": "written"}
 SCALED = {"x": "", "out": "written", "descale": "strided written"}
 LINEAR = {"x": "", "weight": "", "descale": "strided", "out": "written"}
 LINEAR |= {"workspace": "scratch written"}
-APPLY_ROPE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": ""}
+APPLY_ROPE = {"positions": "strided", "q_pe": "", "k_pe": "", "rope_table": ""}
 APPLY_ROPE |= {"q_out": "written", "k_out": "written"}
-ROPE_AND_CACHE = {"positions": "strided", "q_pe": "", "k_pe": "", "table": "", "kv_c": ""}
+ROPE_AND_CACHE = {"positions": "strided", "q_pe": "", "k_pe": "", "rope_table": "", "kv_c": ""}
 ROPE_AND_CACHE |= {"slot_mapping": "strided", "q_out": "written"}
-INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
-INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
+INVERSE = {"o": "", "positions": "strided", "rope_table": "", "out": "written"}
+INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "rope_table": ""}
 INDEX_QUERY |= {"out": "written", "out_weights": "written"}
 LOGITS = {"q": "", "weights": "", "context_lens": "strided", "out": "written"}
 FLAT_KEYS = {"k_cache[0]": "", "starts": "strided"}
 CHOICE = LOGITS | {"req_id_per_token": "strided", "slots_block_table": "strided"}
 CHOICE |= {"is_valid": "strided", "slots": "written", "lens": "strided written"}
 CHOICE |= {"values": "written", "workspace": "scratch written"}
-QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
+QNORM = {"kv": "", "positions": "strided", "rope_table": "", "slot_mapping": "strided"}
 SAVE = {"kv": "", "score": "", "ape": "", "positions": "strided", "state": "written"}
 SAVE |= {"slot_mapping": "strided"}
 COMPRESS = dict.fromkeys(("block_table", "req_id_per_token", "positions"), "strided")
 COMPRESS |= {"slot_mapping": "strided", "kv_slot_mapping": "strided", "norm_weight": ""}
-COMPRESS |= {"cos_sin": ""}
+COMPRESS |= {"rope_table": ""}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
 TABLE: dict[str, Row] = {

@@ -7,7 +7,7 @@ enum { DIM = 512, RATIO = 4, WIDTH = 2 * DIM, TOKENS = 11, SBS = 4, MAX_POS = 20
 
 typedef struct step {
     array *kv, *score, *ape, *state, *table, *ids, *positions, *slots, *cache, *kv_slots;
-    array *weight, *cos_sin;
+    array *weight, *rope_table;
 } step;
 
 static array *
@@ -38,7 +38,7 @@ make_step(void)
               .cache = ARRAY(bf16, 4, DIM),
               .kv_slots = ARRAY(int64, TOKENS),
               .weight = fill_normal(ARRAY(fp32, DIM), 1.0),
-              .cos_sin = make_angles(MAX_POS)};
+              .rope_table = make_angles(MAX_POS)};
     for (int64_t t = 0; t < TOKENS; t++) {
         ((int32_t *)s.ids->tensor.data)[t] = 0;
         ((int64_t *)s.positions->tensor.data)[t] = t;
@@ -79,7 +79,7 @@ compress(const step *s, bool saves)
         .cache = &s->cache->tensor,
         .kv_slot_mapping = &s->kv_slots->tensor,
         .norm_weight = &s->weight->tensor,
-        .cos_sin = &s->cos_sin->tensor,
+        .rope_table = &s->rope_table->tensor,
         .eps = 1e-6,
         .ratio = RATIO,
         .kv = saves ? &s->kv->tensor : NULL,
@@ -128,8 +128,8 @@ expect_rows(const step *s)
                 const int64_t pair = (d - (DIM - 64)) / 2;
                 const int64_t other = d % 2 == 0 ? d + 1 : d - 1;
                 const double z = x[other] * factor * GET(s->weight, other);
-                const double cos = GET(s->cos_sin, g * RATIO, pair);
-                const double sin = GET(s->cos_sin, g * RATIO, 32 + pair);
+                const double cos = GET(s->rope_table, g * RATIO, pair);
+                const double sin = GET(s->rope_table, g * RATIO, 32 + pair);
                 y = d % 2 == 0 ? y * cos - z * sin : y * cos + z * sin;
             }
             EXPECT_NEAR(GET(s->cache, g + 1, d), y,
@@ -193,7 +193,7 @@ test_bad_values(void)
     ((int64_t *)s.positions->tensor.data)[2] = -1;
     EXPECT_FAIL(save(&s), SMLA_ERROR_VALUE,
                 "save_partial_states: `positions` must be >= 0, got -1 for token 2");
-    EXPECT_FAIL(compress(&s, true), SMLA_ERROR_VALUE, "`positions` must be rows of `cos_sin`");
+    EXPECT_FAIL(compress(&s, true), SMLA_ERROR_VALUE, "`positions` must be rows of `rope_table`");
     ((int64_t *)s.positions->tensor.data)[2] = 2;
     ((int32_t *)s.ids->tensor.data)[7] = 1;
     EXPECT_FAIL(compress(&s, true), SMLA_ERROR_VALUE,

@@ -121,7 +121,7 @@ test_read_arrays(void)
                                 .positions_are_int64 = is_wide,
                                 .max_pos = 7};
         const smla_call call = {.op = "op", .stream = stream};
-        EXPECT_OK(smla_cuda_check_positions(&call, &rope, "table", 2, &error));
+        EXPECT_OK(smla_cuda_check_positions(&call, &rope, 2, &error));
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
         EXPECT(seen_rope.positions != rope.positions && seen_rope.max_pos == 7);

@@ -9,7 +9,7 @@
 /* ---- fused_indexer_q_rope_quant ------------------------------------------------------------ */
 
 typedef struct queries {
-    array *q, *weights, *positions, *cos_sin, *out, *out_weights, *out_scale;
+    array *q, *weights, *positions, *rope_table, *out, *out_weights, *out_scale;
 } queries;
 
 static smla_status
@@ -20,7 +20,7 @@ quantize(const queries *c)
         .q = &c->q->tensor,
         .weights = &c->weights->tensor,
         .positions = &c->positions->tensor,
-        .cos_sin = &c->cos_sin->tensor,
+        .rope_table = &c->rope_table->tensor,
         .out = &c->out->tensor,
         .out_weights = &c->out_weights->tensor,
         .out_scale = c->out_scale == NULL ? NULL : &c->out_scale->tensor,
@@ -36,7 +36,7 @@ make_queries(int64_t tokens, int64_t heads, bool is_fp4)
     const queries c = {.q = fill_normal(ARRAY(bf16, tokens, heads, 128), 3.0),
                        .weights = fill_normal(ARRAY(fp32, tokens, heads), 1.0),
                        .positions = ARRAY(int64, tokens),
-                       .cos_sin = ARRAY(fp32, 20, 64),
+                       .rope_table = ARRAY(fp32, 20, 64),
                        .out = ARRAY(uint8, tokens, heads, is_fp4 ? 64 : 128),
                        .out_weights = ARRAY(fp32, tokens, heads),
                        .out_scale = is_fp4 ? ARRAY(uint8, tokens, heads, 4) : NULL};
@@ -45,8 +45,8 @@ make_queries(int64_t tokens, int64_t heads, bool is_fp4)
     }
     for (int64_t t = 0; t < 20; t++) {
         for (int64_t i = 0; i < 32; i++) {
-            SET(c.cos_sin, cos(0.3 * (double)(t * (i + 1))), t, i);
-            SET(c.cos_sin, sin(0.3 * (double)(t * (i + 1))), t, 32 + i);
+            SET(c.rope_table, cos(0.3 * (double)(t * (i + 1))), t, i);
+            SET(c.rope_table, sin(0.3 * (double)(t * (i + 1))), t, 32 + i);
         }
     }
     return c;
@@ -61,8 +61,8 @@ turned_value(const queries *c, int64_t t, int64_t h, int64_t i)
     }
     const int64_t position = t * 7 % 20;
     const int64_t pair = (i - 64) / 2;
-    const volatile float cos = (float)GET(c->cos_sin, position, pair);
-    const volatile float sin = (float)GET(c->cos_sin, position, 32 + pair);
+    const volatile float cos = (float)GET(c->rope_table, position, pair);
+    const volatile float sin = (float)GET(c->rope_table, position, 32 + pair);
     const volatile float own = (float)GET(c->q, t, h, i) * cos;
     const volatile float other = (float)GET(c->q, t, h, i ^ 1) * sin;
     return smla_bf16_to_float(smla_float_to_bf16(i % 2 == 0 ? own - other : own + other));
@@ -118,8 +118,9 @@ test_bad_queries(void)
 {
     queries c = make_queries(3, 2, true);
     ((int64_t *)c.positions->tensor.data)[2] = 20;
-    EXPECT_FAIL(quantize(&c), SMLA_ERROR_VALUE,
-                "fused_indexer_q_rope_quant: `positions` must be rows of `cos_sin`, which has 20");
+    EXPECT_FAIL(
+        quantize(&c), SMLA_ERROR_VALUE,
+        "fused_indexer_q_rope_quant: `positions` must be rows of `rope_table`, which has 20");
     EXPECT(is_poison(c.out) && is_poison(c.out_weights) && is_poison(c.out_scale));
     c.out_scale = NULL;
     EXPECT_FAIL(quantize(&c), SMLA_ERROR_VALUE, "`out` must have shape [3, 2, 128]");

@@ -167,7 +167,7 @@ test_bad_norms(void)
 /* ---- fused_inv_rope_fp8_quant -------------------------------------------------------------- */
 
 typedef struct inverse {
-    array *o, *positions, *cos_sin, *out, *scale;
+    array *o, *positions, *rope_table, *out, *scale;
     int64_t groups;
     int32_t layout;
 } inverse;
@@ -179,7 +179,7 @@ turn_back(const inverse *c)
         .struct_size = sizeof args,
         .o = &c->o->tensor,
         .positions = &c->positions->tensor,
-        .cos_sin = &c->cos_sin->tensor,
+        .rope_table = &c->rope_table->tensor,
         .out = &c->out->tensor,
         .out_scale = c->scale == NULL ? NULL : &c->scale->tensor,
         .groups = c->groups,
@@ -207,7 +207,7 @@ make_inverse(int64_t tokens, int64_t heads, int64_t groups)
     const int64_t values = heads / groups * 512;
     inverse c = {.o = fill_normal(ARRAY(bf16, tokens, heads, 512), 3.0),
                  .positions = ARRAY(int64, tokens),
-                 .cos_sin = make_angles(20),
+                 .rope_table = make_angles(20),
                  .out = ARRAY(uint8, tokens, groups, values),
                  .scale = ARRAY(fp32, tokens, groups, heads / groups * 4),
                  .groups = groups};
@@ -233,8 +233,8 @@ turned_value(const inverse *c, int64_t t, int64_t h, int64_t i)
     const int64_t pair = (i - 448) / 2;
     const volatile float a = (float)GET(c->o, t, h, 448 + 2 * pair);
     const volatile float b = (float)GET(c->o, t, h, 449 + 2 * pair);
-    const volatile float cos = (float)GET(c->cos_sin, position, pair);
-    const volatile float sin = (float)GET(c->cos_sin, position, 32 + pair);
+    const volatile float cos = (float)GET(c->rope_table, position, pair);
+    const volatile float sin = (float)GET(c->rope_table, position, 32 + pair);
     const volatile float first = i % 2 == 0 ? a * cos : b * cos;
     const volatile float second = i % 2 == 0 ? b * sin : a * sin;
     return i % 2 == 0 ? first + second : first - second;
@@ -354,7 +354,7 @@ test_bad_inverses(void)
         positions[2] = bad[i];
         EXPECT_FAIL(
             turn_back(&c), SMLA_ERROR_VALUE,
-            "fused_inv_rope_fp8_quant: `positions` must be rows of `cos_sin`, which has 20");
+            "fused_inv_rope_fp8_quant: `positions` must be rows of `rope_table`, which has 20");
         EXPECT(is_poison(c.out) && is_poison(c.scale));
     }
     positions[2] = 19;
@@ -377,7 +377,7 @@ test_bad_inverses(void)
 /* ---- fused_qnorm_rope_kv_insert ------------------------------------------------------------ */
 
 typedef struct queries {
-    array *q, *kv, *positions, *cos_sin, *cache, *slots;
+    array *q, *kv, *positions, *rope_table, *cache, *slots;
     const array *q_out; /* NULL: in place */
     double q_scale_inv;
 } queries;
@@ -391,7 +391,7 @@ insert_queries(const queries *c)
         .q_out = c->q_out == NULL ? NULL : &c->q_out->tensor,
         .kv = &c->kv->tensor,
         .positions = &c->positions->tensor,
-        .cos_sin = &c->cos_sin->tensor,
+        .rope_table = &c->rope_table->tensor,
         .cache = &c->cache->tensor,
         .slot_mapping = &c->slots->tensor,
         .eps = 1e-6,
@@ -407,7 +407,7 @@ make_queries(int64_t tokens, int64_t heads)
     queries c = {.q = fill_normal(ARRAY(bf16, tokens, heads, 512), 3.0),
                  .kv = fill_normal(ARRAY(bf16, tokens, 512), 3.0),
                  .positions = ARRAY(int64, tokens),
-                 .cos_sin = make_angles(20),
+                 .rope_table = make_angles(20),
                  .cache = ARRAY(bf16, tokens + 1, 512),
                  .slots = ARRAY(int64, tokens)};
     for (int64_t t = 0; t < tokens; t++) {
@@ -419,10 +419,10 @@ make_queries(int64_t tokens, int64_t heads)
 
 /* Value i of 512 values that are turned to position t * 7 % 20. */
 static double
-turn_value(const array *cos_sin, int64_t t, int64_t i, double first, double second)
+turn_value(const array *rope_table, int64_t t, int64_t i, double first, double second)
 {
-    const double cos = GET(cos_sin, t * 7 % 20, (i - 448) / 2);
-    const double sin = GET(cos_sin, t * 7 % 20, 32 + (i - 448) / 2);
+    const double cos = GET(rope_table, t * 7 % 20, (i - 448) / 2);
+    const double sin = GET(rope_table, t * 7 % 20, 32 + (i - 448) / 2);
     return i % 2 == 0 ? first * cos - second * sin : second * cos + first * sin;
 }
 
@@ -442,7 +442,7 @@ expect_queries(const queries *c, const array *x, double unit)
             const double a = GET(x, t, h, i - i % 2) * factor;
             const double b = GET(x, t, h, i - i % 2 + 1) * factor;
             const double y =
-                i < 448 ? GET(x, t, h, i) * factor : turn_value(c->cos_sin, t, i, a, b);
+                i < 448 ? GET(x, t, h, i) * factor : turn_value(c->rope_table, t, i, a, b);
             const double scale = c->q_scale_inv == 0.0 ? 1.0 : c->q_scale_inv;
             const double raw = GET(c->q_out, t, h, i);
             const double got =
@@ -466,8 +466,8 @@ expect_keys(const queries *c)
             float want = (float)GET(c->kv, t, i);
             if (i >= 448) {
                 const int64_t pair = (i - 448) / 2;
-                const volatile float cos = (float)GET(c->cos_sin, t * 7 % 20, pair);
-                const volatile float sin = (float)GET(c->cos_sin, t * 7 % 20, 32 + pair);
+                const volatile float cos = (float)GET(c->rope_table, t * 7 % 20, pair);
+                const volatile float sin = (float)GET(c->rope_table, t * 7 % 20, 32 + pair);
                 const volatile float own = want * cos;
                 const volatile float other = (float)GET(c->kv, t, i % 2 == 0 ? i + 1 : i - 1) * sin;
                 want = i % 2 == 0 ? own - other : own + other;
@@ -523,8 +523,9 @@ test_bad_queries(void)
     queries c = make_queries(3, 2);
     c.q_out = ARRAY(bf16, 3, 2, 512);
     ((int64_t *)c.positions->tensor.data)[2] = 20;
-    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE,
-                "fused_qnorm_rope_kv_insert: `positions` must be rows of `cos_sin`, which has 20");
+    EXPECT_FAIL(
+        insert_queries(&c), SMLA_ERROR_VALUE,
+        "fused_qnorm_rope_kv_insert: `positions` must be rows of `rope_table`, which has 20");
     ((int64_t *)c.positions->tensor.data)[2] = 19;
     ((int64_t *)c.slots->tensor.data)[2] = 4;
     EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE,

@@ -20,7 +20,7 @@ apply(const turn *c)
                                        .positions = &c->positions->tensor,
                                        .q_pe = &c->q->tensor,
                                        .k_pe = &c->k->tensor,
-                                       .table = &c->table->tensor,
+                                       .rope_table = &c->table->tensor,
                                        .q_out = &c->q_out->tensor,
                                        .k_out = &c->k_out->tensor,
                                        .is_neox = c->is_neox,
@@ -119,8 +119,9 @@ test_refusals(void)
 {
     turn c = make_turn(bf16, fp32, 2, 8);
     ((int64_t *)c.positions->tensor.data)[1] = MAX_POS;
-    EXPECT_FAIL(apply(&c), SMLA_ERROR_VALUE,
-                "apply_rope: `positions` must be rows of `table`, which has 9, got 9 for token 1");
+    EXPECT_FAIL(
+        apply(&c), SMLA_ERROR_VALUE,
+        "apply_rope: `positions` must be rows of `rope_table`, which has 9, got 9 for token 1");
     c = make_turn(bf16, fp32, 2, 7);
     EXPECT_FAIL(apply(&c), SMLA_ERROR_VALUE,
                 "`q_pe` must have an even number of values per head, at least 2, got 7");
@@ -162,7 +163,7 @@ test_keys_to_the_cache(void)
                                                    .positions = &c.positions->tensor,
                                                    .q_pe = &c.q->tensor,
                                                    .k_pe = &c.k->tensor,
-                                                   .table = &c.table->tensor,
+                                                   .rope_table = &c.table->tensor,
                                                    .kv_c = &kv_c->tensor,
                                                    .kv_cache = &caches[1]->tensor,
                                                    .slot_mapping = &slots->tensor,

@@ -209,7 +209,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     if row.op == "merge_attn_partials" and name == "out":
         outs = row.example.arrays["outs"].dtype
         return ("bfloat16",) if outs == BF16 else ("bfloat16", "float32")
-    if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe", "table"):
+    if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe"):
+        return ("bfloat16", "float32")
+    if name == "rope_table" and "q_pe" in row.rules:
         return ("bfloat16", "float32")
     if name == "kv" and "ape" in row.rules:
         return ("bfloat16", "float32")
@@ -470,7 +472,7 @@ LARGER = {
     ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
     ("fused_qnorm_rope_kv_insert", "kv"): {0},
     ("fused_qnorm_rope_kv_insert", "positions"): {0},
-    ("fused_qnorm_rope_kv_insert", "cos_sin"): {0},
+    ("fused_qnorm_rope_kv_insert", "rope_table"): {0},
     ("fused_qnorm_rope_kv_insert", "slot_mapping"): {0},
     ("fused_qnorm_rope_kv_insert", "q_out"): {0, 1},
     ("save_partial_states", "kv"): {0},
@@ -485,17 +487,17 @@ LARGER = {
     ("compress_norm_rope_store", "positions"): {0},
     ("compress_norm_rope_store", "slot_mapping"): {0},
     ("compress_norm_rope_store", "kv_slot_mapping"): {0},
-    ("compress_norm_rope_store", "cos_sin"): {0},
+    ("compress_norm_rope_store", "rope_table"): {0},
     ("compress_norm_rope_store", "kv"): {0},
     ("compress_norm_rope_store", "score"): {0},
     ("apply_rope", "positions"): {0},
-    ("apply_rope", "table"): {0},
+    ("apply_rope", "rope_table"): {0},
     ("rope_and_cache_mla", "positions"): {0},
-    ("rope_and_cache_mla", "table"): {0},
+    ("rope_and_cache_mla", "rope_table"): {0},
     ("rope_and_cache_mla", "kv_c"): {0},
     ("rope_and_cache_mla", "slot_mapping"): {0},  # the example has a token to spare
     ("fused_inv_rope_fp8_quant", "positions"): {0},
-    ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
+    ("fused_inv_rope_fp8_quant", "rope_table"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
     ("fp8_linear", "workspace"): {0},
@@ -514,7 +516,7 @@ LARGER = {
     ("lightning_indexer", "is_valid"): {0},
     ("lightning_indexer", "workspace"): {0},
     ("fused_indexer_q_rope_quant", "positions"): {0},
-    ("fused_indexer_q_rope_quant", "cos_sin"): {0},
+    ("fused_indexer_q_rope_quant", "rope_table"): {0},
     ("forward", "block_table"): {0, 1},
     ("forward", "q"): {0},
     ("forward", "topk_indices"): {0},

@@ -183,7 +183,7 @@ def v4_forward(
             "q_norm": ones[:64],
             "kv_norm": ones,
             "attn_sink": None,
-            "cos_sin": table,
+            "rope_table": table,
             "wo_a": np.zeros((1, 4, HEADS * 512), ref.BF16),
             "ape": np.zeros((4, 1024), np.float32),
             "compressor_norm": ones,

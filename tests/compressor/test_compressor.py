@@ -112,8 +112,8 @@ def test_strides():
         case.arrays[name] = case.arrays[name].repeat(3)[::3]
     case.arrays["block_table"] = np.asfortranarray(case.table)
     wide = np.zeros((MAX_POS, 70), F32)
-    wide[:, 3:67] = case.arrays["cos_sin"]
-    case.arrays["cos_sin"] = wide[:, 3:67]
+    wide[:, 3:67] = case.arrays["rope_table"]
+    case.arrays["rope_table"] = wide[:, 3:67]
     before = case.pages.memory.copy()
     case.close()
     assert_same_bits(case.pages.memory, want)
@@ -181,7 +181,7 @@ def test_accuracy(fmt, ratio):
     case.close(**case.step)
     groups = case.groups(case.want_memory())
     slots = np.array(list(groups))
-    weight, table = case.arrays["norm_weight"], case.arrays["cos_sin"]
+    weight, table = case.arrays["norm_weight"], case.arrays["rope_table"]
     exact = [compressor.exact_key(g, weight, table, EPS) for g in groups.values()]
     y, size = np.array([y for y, _ in exact]), np.array([[a] for _, a in exact])
     got = case.pages.values(slots, KV_SCALE).astype(np.float64)
@@ -229,7 +229,7 @@ def test_a_vector_by_hand(fmt, fused):
     case.step["kv"][:4, :dim], case.step["kv"][:4, dim:] = 1, 9
     case.step["kv"][4:, :dim], case.step["kv"][4:, dim:] = 9, 3
     case.arrays["norm_weight"][:] = 64
-    case.arrays["cos_sin"][:] = np.repeat([1, 0], 32)
+    case.arrays["rope_table"][:] = np.repeat([1, 0], 32)
     case.options["eps"] = 5.0
     if fused:
         case.close(**case.step)
@@ -247,8 +247,8 @@ def test_a_vector_by_hand(fmt, fused):
 def test_positions_of_rope():
     """A row is turned to the position that begins its group, whatever its last position is."""
     case = Case(((8, 4),), fmt="bfloat16", padding=0)
-    case.arrays["cos_sin"][:] = np.nan
-    case.arrays["cos_sin"][8] = np.repeat([0, 1], 32)
+    case.arrays["rope_table"][:] = np.nan
+    case.arrays["rope_table"][8] = np.repeat([0, 1], 32)
     case.arrays["norm_weight"][:] = 1
     case.step["kv"][:] = 2
     case.state[:] = 2

@@ -91,9 +91,11 @@ def test_bad_arguments():
         "`slot_mapping` must be int32 or int64",
         TypeError,
     )
-    refused(changed(Case(), cos_sin=angles()[:, :32]), "`cos_sin` must have shape [any, 64]")
+    refused(changed(Case(), rope_table=angles()[:, :32]), "`rope_table` must have shape [any, 64]")
     refused(
-        changed(Case(), cos_sin=angles().astype(np.float64)), "`cos_sin` must be float32", TypeError
+        changed(Case(), rope_table=angles().astype(np.float64)),
+        "`rope_table` must be float32",
+        TypeError,
     )
     kv = Case().step["kv"][:3]
     refused(changed(Case(), kv=kv), "`kv` must have shape [>= 18, 1024], got [3, 1024]", fused=True)
@@ -105,7 +107,9 @@ def test_bad_values_write_nothing(fused):
     for position in (MAX_POS, -1, 2**62):
         case = Case()
         case.arrays["positions"][17] = position
-        rule = f"`positions` must be rows of `cos_sin`, which has 800, got {position} for token 17"
+        rule = (
+            f"`positions` must be rows of `rope_table`, which has 800, got {position} for token 17"
+        )
         refused(case, rule, fused=fused)
     for name, array in (("slot_mapping", "state"), ("kv_slot_mapping", "cache")):
         for slot in (10**4, 2**40):

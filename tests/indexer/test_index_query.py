@@ -189,7 +189,7 @@ def test_bad_positions(bad, fp4):
         with pytest.raises(ValueError, match="positions") as info:
             call()
         assert str(info.value) == (
-            f"fused_indexer_q_rope_quant: `positions` must be rows of `cos_sin`, which has "
+            f"fused_indexer_q_rope_quant: `positions` must be rows of `rope_table`, which has "
             f"{MAX_POS}, got {bad} for token 4"
         )
         for out in outs:

@@ -87,7 +87,7 @@ class Case:
             "cache": self.pages.cache,
             "kv_slot_mapping": np.append(np.array(kv_slots)[at], pad).astype(integers),
             "norm_weight": rng.normal(1, 0.3, dim).astype(weight_dtype),
-            "cos_sin": angles(),
+            "rope_table": angles(),
         }
         count = len(at) + padding
         both = rng.normal(0, 2, (count, 2 * width)).astype(dtype)  # one projection's result
@@ -141,7 +141,7 @@ class Case:
         before = self.pages.memory.copy()
         groups = self.groups(memory)
         if groups:
-            weight, table = self.arrays["norm_weight"], self.arrays["cos_sin"]
+            weight, table = self.arrays["norm_weight"], self.arrays["rope_table"]
             bits = [
                 compressor.key_bits(g, weight, table, self.options["eps"]) for g in groups.values()
             ]

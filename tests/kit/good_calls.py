@@ -273,7 +273,7 @@ def apply_rope_call() -> Call:
         "positions": np.array([7, 0, 3], np.int64),
         "q_pe": cases.random_bf16(rng, 3, 4, 16),
         "k_pe": cases.random_bf16(rng, 3, 16),
-        "table": rng.normal(0, 0.7, (8, 16)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 16)).astype(np.float32),
     }
     outputs = {"q_out": np.zeros((3, 4, 16), ref.BF16), "k_out": np.zeros((3, 16), ref.BF16)}
     return Call("apply_rope", args, outputs)
@@ -285,7 +285,7 @@ def rope_and_cache_call() -> Call:
         "positions": np.array([7, 0, 3], np.int64),
         "q_pe": cases.random_bf16(rng, 3, 4, 64),
         "k_pe": cases.random_bf16(rng, 3, 64),
-        "table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
         "kv_c": cases.random_bf16(rng, 3, 512),
         "kv_cache": np.zeros((3, 4, 656), np.uint8),
         "slot_mapping": np.array([11, -1, 5], np.int64),
@@ -298,7 +298,7 @@ def inverse_call() -> Call:
     args = {
         "o": cases.random_bf16(rng, 3, 4, 512),
         "positions": np.array([7, 0, 3], np.int64),
-        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
     }
     kwargs = {
         "groups": 2,
@@ -314,7 +314,7 @@ def qnorm_insert_call() -> Call:
         "q": cases.random_bf16(rng, 5, 4, 512),
         "kv": cases.random_bf16(rng, 5, 512),
         "positions": np.array([7, 0, 3, 3, 1], np.int64),
-        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
         "cache": np.zeros((3, 4, 512), np.uint8),
         "slot_mapping": np.array([0, 11, -1, 5], np.int64),
     }
@@ -328,7 +328,7 @@ def index_query_call() -> Call:
         "q": cases.random_bf16(rng, 3, 2, 128),
         "weights": cases.random_bf16(rng, 3, 2),
         "positions": np.array([7, 0, 3], np.int64),
-        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
     }
     outputs = {
         "out": np.zeros((3, 2, 64), np.uint8),
@@ -398,7 +398,7 @@ def compress_call() -> Call:
         "cache": np.zeros((3, 4, 512), np.uint8),
         "kv_slot_mapping": np.array([-1, 7, -1, 2, -1], np.int64),
         "norm_weight": rng.normal(1, 0.1, 512).astype(np.float32),
-        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
     }
     options = {"eps": 1e-6, "ratio": 2, "kv_scale": np.full(1, 0.5, np.float32)}
     return Call("compress_norm_rope_store", args, options)

@@ -293,16 +293,16 @@ FACTS: dict[str, Facts] = {
         is_exact=True,
     ),
     "apply_rope": Facts(
-        positional="positions q_pe k_pe table",
+        positional="positions q_pe k_pe rope_table",
         keywords="interleaved=True inverse=False q_out= k_out= stream=",
         good=apply_rope_call,
         num_results=2,
-        refused=("table", np.zeros(16, np.float32)),
+        refused=("rope_table", np.zeros(16, np.float32)),
         overloads=("out",),
         is_exact=True,
     ),
     "rope_and_cache_mla": Facts(
-        positional="positions q_pe k_pe table kv_c kv_cache slot_mapping",
+        positional="positions q_pe k_pe rope_table kv_c kv_cache slot_mapping",
         keywords="interleaved=True kv_scale=1.0 kv_cache_dtype= q_out= stream=",
         good=rope_and_cache_call,
         written="kv_cache",
@@ -310,7 +310,7 @@ FACTS: dict[str, Facts] = {
         slots="slot_mapping",
     ),
     "fused_inv_rope_fp8_quant": Facts(
-        positional="o positions cos_sin",
+        positional="o positions rope_table",
         keywords="groups scale_layout=fp32 quantize=True out= out_scale= stream=",
         good=inverse_call,
         num_results=2,
@@ -319,7 +319,7 @@ FACTS: dict[str, Facts] = {
         is_exact=True,
     ),
     "fused_qnorm_rope_kv_insert": Facts(
-        positional="q kv positions cos_sin cache slot_mapping",
+        positional="q kv positions rope_table cache slot_mapping",
         keywords="eps q_out= q_scale_inv= kv_scale=1.0 kv_format= block_size= stream=",
         good=qnorm_insert_call,
         written="cache",
@@ -327,7 +327,7 @@ FACTS: dict[str, Facts] = {
         slots="slot_mapping",
     ),
     "fused_indexer_q_rope_quant": Facts(
-        positional="q weights positions cos_sin",
+        positional="q weights positions rope_table",
         keywords="softmax_scale head_scale use_fp4=False out= out_weights= out_scale= stream=",
         good=index_query_call,
         num_results=3,
@@ -370,7 +370,7 @@ FACTS: dict[str, Facts] = {
     "compress_norm_rope_store": Facts(
         positional=(
             "state block_table req_id_per_token positions slot_mapping cache "
-            "kv_slot_mapping norm_weight cos_sin"
+            "kv_slot_mapping norm_weight rope_table"
         ),
         keywords="eps ratio kv= score= ape= kv_scale=1.0 kv_format= block_size= stream=",
         good=compress_call,

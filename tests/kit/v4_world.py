@@ -121,7 +121,7 @@ class World:
             "q_norm": ref.to_bf16(1 + self.normal(Q_LORA) / 8),
             "kv_norm": 1 + self.normal(512) / 8,
             "attn_sink": self.normal(self.heads),
-            "cos_sin": self.package.rope_table(longest, fp32_angles=True),
+            "rope_table": self.package.rope_table(longest, fp32_angles=True),
             "wo_a": wo_a if self.quantized else ref.to_bf16(wo_a),
             "wo_a_scale": scale,
         }
@@ -137,7 +137,7 @@ class World:
             self.weights |= {
                 "index_ape": self.normal(r, c * 128) / 4,
                 "index_norm": ref.to_bf16(1 + self.normal(128) / 8),
-                "index_cos_sin": self.package.rope_table(longest, base=500.0),
+                "index_rope_table": self.package.rope_table(longest, base=500.0),
             }
             widths |= {"index_wkv_wgate": 2 * c * 128, "index_weights_proj": INDEX_HEADS}
             sources["index_wq_b"] = (Q_LORA, INDEX_HEADS * 128)
@@ -267,7 +267,7 @@ class World:
         """The bytes of each cache that the first tokens of a request leave, by its rows."""
         positions = np.arange(length)
         _, kv = self.latents(request, length)
-        bits = norms.key_bits(kv, positions, self.weights["cos_sin"])
+        bits = norms.key_bits(kv, positions, self.weights["rope_table"])
         found = {"swa": encode(self.pages["swa"], bits)}
         if self.ratio > 1:
             found |= self.pooled(request, length, "compressed", "state", "wkv_wgate", "")
@@ -288,7 +288,7 @@ class World:
         bits = [
             pooling.key_bits(
                 pooling.find_group(rows, one_page, length, p, r, dim),
-                weight, w[prefix + "cos_sin"], self.config.eps,
+                weight, w[prefix + "rope_table"], self.config.eps,
             )
             for p in range(r - 1, length, r)
         ]  # fmt: skip
@@ -300,7 +300,7 @@ class World:
         q = self.multiply("index_wq_b", qr).reshape(1, INDEX_HEADS, 128)
         weights = self.multiply("index_weights_proj", self.hidden[request][p : p + 1])
         made = self.package.fused_indexer_q_rope_quant(
-            q, weights, np.array([p]), self.weights["index_cos_sin"], softmax_scale=128**-0.5,
+            q, weights, np.array([p]), self.weights["index_rope_table"], softmax_scale=128**-0.5,
             head_scale=INDEX_HEADS**-0.5, use_fp4=self.index == "mxfp4_index",
         )  # fmt: skip
         return reference_indexer.query_values(made[0], *made[2:]), made[1]
@@ -335,7 +335,7 @@ class World:
             slots = self.slots_of("compressed", request, rows)
             keys.append(self.pages["compressed"].values(slots, KV_SCALE))
         q = self.multiply("wq_b", qr[p:]).reshape(1, self.heads, 512)
-        turned = norms.queries(q, [p], w["cos_sin"], self.config.eps)
+        turned = norms.queries(q, [p], w["rope_table"], self.config.eps)
         if self.q_scale != 1:
             codes = ref.e4m3_encode(turned * np.float32(1 / self.q_scale))
             turned = ref.e4m3_decode(codes) * np.float32(self.q_scale)
@@ -348,7 +348,7 @@ class World:
 
     def project(self, out: np.ndarray, error: np.ndarray, p: int) -> tuple[np.ndarray, np.ndarray]:
         """out [1, H, 512] and the bound of its error, turned back, quantised and multiplied."""
-        cos_sin = self.weights["cos_sin"].astype(np.float64)
+        cos_sin = self.weights["rope_table"].astype(np.float64)
         turned = out.copy()
         cos, sin = cos_sin[p, :32], cos_sin[p, 32:]
         a, b = out[..., -64::2], out[..., -63::2]

@@ -368,10 +368,10 @@ def test_bad_arguments():
     )
     refused(
         changed(Case(3, 2), table=angles().astype(np.float64)),
-        "`cos_sin` must be float32",
+        "`rope_table` must be float32",
         TypeError,
     )
-    refused(changed(Case(3, 2), table=angles()[:, :32]), "`cos_sin` must have shape [any, 64]")
+    refused(changed(Case(3, 2), table=angles()[:, :32]), "`rope_table` must have shape [any, 64]")
     refused(
         changed(Case(3, 2), slots=np.zeros(4, np.int64)),
         "`slot_mapping` must have at most an entry per token (3), got 4",
@@ -398,7 +398,7 @@ def test_bad_values_write_nothing(out):
     for position in (MAX_POS, -1, 2**62):
         case = Case(9, 2, 4)
         case.positions[8] = position
-        rule = f"`positions` must be rows of `cos_sin`, which has 50, got {position} for token 8"
+        rule = f"`positions` must be rows of `rope_table`, which has 50, got {position} for token 8"
         refused(case, rule, **options)
     for slot in (10, 2**40):
         case = Case(9, 2, 4)
@@ -438,7 +438,7 @@ def test_read_only_queries():
 def test_a_good_call_gives_the_reference():
     """The call of good_calls.py, which the tests of frameworks and GPUs run."""
     call = operators.GOOD_CALLS["fused_qnorm_rope_kv_insert"]()
-    want = norm.queries(call.args["q"], call.args["positions"], call.args["cos_sin"], 1e-6)
+    want = norm.queries(call.args["q"], call.args["positions"], call.args["rope_table"], 1e-6)
     q_out, cache = call.run(sparse_mla)
     assert_same_bits(ref.bits16(q_out[:, :4]), ref.bf16_encode(want))
     assert not ref.bits16(q_out[:, 4:]).any()

@@ -219,8 +219,8 @@ def test_bad_positions(dtype, bad, interleaved):
         with pytest.raises(ValueError, match="positions") as info:
             call()
         assert str(info.value) == (
-            f"apply_rope: `positions` must be rows of `table`, which has {ROWS}, got {bad} for "
-            "token 4"
+            f"apply_rope: `positions` must be rows of `rope_table`, which has {ROWS}, got {bad} "
+            "for token 4"
         )
         for out in outs:
             assert (ref.bits16(out.check(written=False)) == 0xFFFF).all()
@@ -236,15 +236,15 @@ def test_bad_positions(dtype, bad, interleaved):
 def test_texts():
     table = sparse_mla.rope_table(ROWS, R=8)
     good = {"positions": places(3), "q_pe": made((3, 2, 8), F32), "k_pe": made((3, 8), F32)}
-    good |= {"table": table}
+    good |= {"rope_table": table}
     for wrong, error, text in (
         ({"q_pe": made((3, 2, 7), F32)}, ValueError, "`q_pe` must have an even number of values "
          "per head, at least 2, got 7"),
         ({"k_pe": None, "k_out": made((3, 8), F32)}, ValueError, "`k_out` must be absent without "
          "`k_pe`, got an array"),
         ({"k_pe": made((3, 8), ref.BF16)}, TypeError, "`k_pe` must be float32, got bfloat16"),
-        ({"table": table[:, :6]}, ValueError, "`table` must have shape [any, 8], got [50, 6]: "
-         "cosines, then sines, per position"),
+        ({"rope_table": table[:, :6]}, ValueError, "`rope_table` must have shape [any, 8], got "
+         "[50, 6]: cosines, then sines, per position"),
         ({"q_out": made((3, 1, 8), F32)}, ValueError, "`q_out` must have shape [3, 2, 8], got "
          "[3, 1, 8]: the shape of what is turned"),
     ):  # fmt: skip

@@ -240,7 +240,7 @@ def test_bad_positions(dtype, bad):
         with pytest.raises(ValueError, match="positions") as info:
             call()
         assert str(info.value) == (
-            "fused_inv_rope_fp8_quant: `positions` must be rows of `cos_sin`, which has 50, got "
+            "fused_inv_rope_fp8_quant: `positions` must be rows of `rope_table`, which has 50, got "
             f"{bad} for token 4"
         )
         out.check(written=False)

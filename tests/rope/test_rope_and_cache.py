@@ -212,8 +212,8 @@ def test_bad_positions(bad, interleaved, dtype):
             *given, cache, slots, interleaved=interleaved, q_out=out.array
         )
     assert str(info.value) == (
-        f"rope_and_cache_mla: `positions` must be rows of `table`, which has {ROWS}, got {bad} for "
-        "token 4"
+        f"rope_and_cache_mla: `positions` must be rows of `rope_table`, which has {ROWS}, got "
+        f"{bad} for token 4"
     )
     assert_same_bits(cache, before)
     out.check(written=False)
@@ -240,11 +240,11 @@ def test_slots_past_the_end(slot):
 def test_texts():
     bf16 = ref.BF16
     good = {"positions": places(3), "q_pe": made((3, 2, 64), bf16), "k_pe": made((3, 64), bf16)}
-    good |= {"table": sparse_mla.rope_table(ROWS), "kv_c": made((3, 512), bf16)}
+    good |= {"rope_table": sparse_mla.rope_table(ROWS), "kv_c": made((3, 512), bf16)}
     good |= {"kv_cache": make_cache("bfloat16"), "slot_mapping": shuffled(3)}
     narrow = {"q_pe": made((3, 2, 32), bf16), "k_pe": made((3, 32), bf16)}
     for wrong, error, text in (
-        (narrow | {"table": sparse_mla.rope_table(ROWS, R=32)}, ValueError, "`k_pe` must have "
+        (narrow | {"rope_table": sparse_mla.rope_table(ROWS, R=32)}, ValueError, "`k_pe` must have "
          "shape [any, 64], got [3, 32]: tokens, and the RoPE values of their keys"),
         ({"kv_c": made((3, 512), F32)}, TypeError, "`kv_c` must be bfloat16, got float32: nothing "
          "is cast here"),

@@ -372,7 +372,7 @@ WRONG_WEIGHTS = [
     ("q_norm", None, r"\[any\], got none"),
     ("q_norm", (4, 4), r"\[any\], got \[4, 4\]"),
     ("kv_norm", (511,), r"\[512\], got \[511\]"),
-    ("cos_sin", (9, 32), r"\[any, 64\], got \[9, 32\]"),
+    ("rope_table", (9, 32), r"\[any, 64\], got \[9, 32\]"),
     ("wo_a", (4, 6, 1024), r"\[2, any, 1024\], got \[4, 6, 1024\]"),
     ("wo_a", None, r"\[2, any, 1024\], got none"),
     ("wo_a_scale", (2, 2, 8), r"\[2, 1, 8\], got \[2, 2, 8\]"),
@@ -380,7 +380,7 @@ WRONG_WEIGHTS = [
     ("compressor_norm", None, r"\[512\], got none"),
     ("index_ape", (4, 1024), r"\[4, 256\], got \[4, 1024\]"),
     ("index_norm", (512,), r"\[128\], got \[512\]"),
-    ("index_cos_sin", (9,), r"\[any, 64\], got \[9\]"),
+    ("index_rope_table", (9,), r"\[any, 64\], got \[9\]"),
 ]
 
 
@@ -396,7 +396,7 @@ def test_weights_of_another_shape(name, shape, text):
     ("changes", "text"),
     [
         ({"kv_norm": np.ones(512)}, "kv_norm` must be bfloat16 or float32, got float64"),
-        ({"cos_sin": np.zeros((8, 64), ref.BF16)}, "cos_sin` must be float32, got bfloat16"),
+        ({"rope_table": np.zeros((8, 64), ref.BF16)}, "rope_table` must be float32, got bfloat16"),
         (
             {"wo_a": np.zeros((2, RANK, 1024), ref.BF16)},
             "wo_a` must be float8_e4m3fn or uint8, got",
@@ -415,7 +415,7 @@ def test_other_bad_weights():
     world = World(sparse_mla, 4, (8,))
     with pytest.raises(ValueError, match=r"`weights.attn_sink` must have at least 4 values"):
         replaced(world, attn_sink=np.zeros(3, np.float32))
-    replaced(world, attn_sink=None, index_cos_sin=None)
+    replaced(world, attn_sink=None, index_rope_table=None)
     with pytest.raises(ValueError, match="a multiple of o_groups, got num_heads 4 and o_groups 3"):
         World(sparse_mla, 4, (8,), groups=3)
 

@@ -130,7 +130,7 @@ smla_cpu_check_compress(const smla_compress_params *p, smla_error *error)
 {
     const char *const op = p->call.op;
     const int64_t num_tokens = p->insert.num_tokens;
-    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, "cos_sin", num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, num_tokens, error));
     SMLA_TRY(smla_cpu_check_cache_write(&p->states.rows, error));
     SMLA_TRY(smla_cpu_check_cache_write(&p->insert, error));
     for (int64_t token = 0; token < num_tokens; token++) {

@@ -68,7 +68,7 @@ smla_cpu_fused_indexer_q_rope_quant(const smla_index_query_params *p, smla_error
     static const char op[] = "fused_indexer_q_rope_quant";
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(op, &isa, error));
-    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, "cos_sin", p->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, p->num_tokens, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->num_heads >= PARALLEL_HEADS)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         quantize_token(isa, p, token);

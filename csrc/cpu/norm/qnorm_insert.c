@@ -62,7 +62,7 @@ smla_cpu_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_erro
     const char *const op = p->call.op;
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(op, &isa, error));
-    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, "cos_sin", p->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, p->num_tokens, error));
     SMLA_TRY(smla_cpu_check_cache_write(&p->insert, error));
     const int64_t num_heads = p->num_tokens * p->out_heads;
     const float q_scale_inv = smla_read_scale(&p->q_scale_inv);

@@ -188,7 +188,7 @@ rotate_tokens(const smla_apply_rope_params *p)
 smla_status
 smla_cpu_apply_rope(const smla_apply_rope_params *p, smla_error *error)
 {
-    SMLA_TRY(smla_cpu_check_positions("apply_rope", &p->rope, "table", p->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions("apply_rope", &p->rope, p->num_tokens, error));
     rotate_tokens(p);
     return SMLA_OK;
 }
@@ -226,8 +226,7 @@ smla_cpu_rope_and_cache_mla(const smla_rope_and_cache_params *p, smla_error *err
     const smla_apply_rope_params *const queries = &p->queries;
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
-    SMLA_TRY(
-        smla_cpu_check_positions(p->call.op, &queries->rope, "table", queries->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions(p->call.op, &queries->rope, queries->num_tokens, error));
     SMLA_TRY(smla_cpu_check_cache_write(&p->insert, error));
     rotate_tokens(queries);
     const slot_shares shares = smla_cpu_divide_tokens(&p->insert);

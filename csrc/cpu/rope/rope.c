@@ -15,17 +15,17 @@ enum {
 /* ---- Positions ----------------------------------------------------------------------------- */
 
 smla_status
-smla_cpu_check_positions(const char *op, const smla_rope *rope, const char *table,
-                         int64_t num_tokens, smla_error *error)
+smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                         smla_error *error)
 {
     for (int64_t token = 0; token < num_tokens; token++) {
         const int64_t position = read_position(rope, token);
         if (position < 0 || position >= rope->max_pos) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `positions` must be rows of `%s`, which has %lld, got %lld for "
-                             "token %lld",
-                             op, table, (long long)rope->max_pos, (long long)position,
-                             (long long)token);
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `positions` must be rows of `rope_table`, which has %lld, got %lld for "
+                "token %lld",
+                op, (long long)rope->max_pos, (long long)position, (long long)token);
         }
     }
     return SMLA_OK;
@@ -120,8 +120,7 @@ smla_cpu_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error 
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("fused_inv_rope_fp8_quant", &isa, error));
-    SMLA_TRY(smla_cpu_check_positions("fused_inv_rope_fp8_quant", &p->rope, "cos_sin",
-                                      p->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_positions("fused_inv_rope_fp8_quant", &p->rope, p->num_tokens, error));
     const int64_t num_rows = p->num_tokens * p->num_heads;
 #pragma omp parallel for schedule(static) if (num_rows >= PARALLEL_ROWS)
     for (int64_t row = 0; row < num_rows; row++) {

@@ -195,15 +195,15 @@ smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
 }
 
 smla_status
-smla_cuda_check_positions(const smla_call *call, const smla_rope *rope, const char *table,
-                          int64_t num_tokens, smla_error *error)
+smla_cuda_check_positions(const smla_call *call, const smla_rope *rope, int64_t num_tokens,
+                          smla_error *error)
 {
     smla_rope host = *rope;
     device_array positions = position_vector(&host.positions, rope->positions_are_int64, num_tokens,
                                              rope->positions_stride);
     smla_status status = read_array(call->op, call->stream, &positions, error);
     if (status == SMLA_OK) {
-        status = smla_cpu_check_positions(call->op, &host, table, num_tokens, error);
+        status = smla_cpu_check_positions(call->op, &host, num_tokens, error);
     }
     free_arrays(&positions, 1);
     return status;

@@ -158,7 +158,7 @@ smla_status smla_cuda_check_gather(const smla_gather_params *params, smla_error 
 smla_status smla_cuda_check_convert(const smla_convert_params *params, smla_error *error);
 smla_status smla_cuda_check_logits(const smla_logits_params *params, smla_error *error);
 smla_status smla_cuda_check_positions(const smla_call *call, const smla_rope *rope,
-                                      const char *table, int64_t num_tokens, smla_error *error);
+                                      int64_t num_tokens, smla_error *error);
 smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
 smla_status smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                              smla_error *error);

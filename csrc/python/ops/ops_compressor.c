@@ -30,7 +30,7 @@ static const smla_py_param compress_params[] = {
     {"cache", SMLA_PY_INOUT, offsetof(smla_compress_args, cache)},
     {"kv_slot_mapping", SMLA_PY_INPUT, offsetof(smla_compress_args, kv_slot_mapping)},
     {"norm_weight", SMLA_PY_INPUT, offsetof(smla_compress_args, norm_weight)},
-    {"cos_sin", SMLA_PY_INPUT, offsetof(smla_compress_args, cos_sin)},
+    {"rope_table", SMLA_PY_INPUT, offsetof(smla_compress_args, rope_table)},
     [COMPRESS_KV] = {"kv", SMLA_PY_OPTIONAL, offsetof(smla_compress_args, kv)},
     {"score", SMLA_PY_OPTIONAL, offsetof(smla_compress_args, score)},
     {"ape", SMLA_PY_OPTIONAL, offsetof(smla_compress_args, ape)},

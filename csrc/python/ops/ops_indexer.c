@@ -13,7 +13,7 @@ static const smla_py_param query_params[] = {
     [QUERY_Q] = {"q", SMLA_PY_INPUT, offsetof(smla_index_query_args, q)},
     {"weights", SMLA_PY_INPUT, offsetof(smla_index_query_args, weights)},
     {"positions", SMLA_PY_INPUT, offsetof(smla_index_query_args, positions)},
-    {"cos_sin", SMLA_PY_INPUT, offsetof(smla_index_query_args, cos_sin)},
+    {"rope_table", SMLA_PY_INPUT, offsetof(smla_index_query_args, rope_table)},
     [QUERY_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_index_query_args, out)},
     [QUERY_WEIGHTS] = {"out_weights", SMLA_PY_OUTPUT, offsetof(smla_index_query_args, out_weights)},
     [QUERY_SCALE] = {"out_scale", SMLA_PY_ASKED_OUTPUT, offsetof(smla_index_query_args, out_scale)},

@@ -39,7 +39,7 @@ static const smla_py_param qnorm_params[] = {
     [QNORM_Q] = {"q", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, q)},
     {"kv", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, kv)},
     {"positions", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, positions)},
-    {"cos_sin", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, cos_sin)},
+    {"rope_table", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, rope_table)},
     {"cache", SMLA_PY_INOUT, offsetof(smla_qnorm_insert_args, cache)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, slot_mapping)},
     [QNORM_SCALE_INV] = {"q_scale_inv", SMLA_PY_SCALE_OR_NONE,

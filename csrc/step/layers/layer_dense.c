@@ -222,7 +222,7 @@ check_new_tokens(dense_layer *d)
             .positions = &positions.tensor,
             .q_pe = &q_pe.tensor,
             .k_pe = smla_slice_rows(&k_pe, a->k_pe, 0, tokens),
-            .table = a->rope_table,
+            .rope_table = a->rope_table,
             .q_out = smla_view_memory(&d->layer, &d->q_pe, b->made.q_pe, 16, 3, query_shape),
             .k_out = smla_view_memory(&d->layer, &d->k_pe, b->made.k_pe, 16, 2, key_shape),
             .is_neox = a->is_neox,

@@ -138,7 +138,7 @@ def make_weights(ratio: int, length: int, make: Make) -> Any:
         "q_norm": make("norm", (Q_LORA,), "bfloat16"),
         "kv_norm": make("norm", (512,), "bfloat16"),
         "attn_sink": make("sink", (HEADS,), "float32"),
-        "cos_sin": make("angles", (length, 64), "float32"),
+        "rope_table": make("angles", (length, 64), "float32"),
         "wo_a": make("wo_a", (GROUPS, RANK, width), "uint8"),
         "wo_a_scale": make("scales", (GROUPS, RANK // 128, width // 128), "float32"),
     }

@@ -140,7 +140,7 @@ def norm_sweeps() -> Iterator[Sweep]:
             "q": normal(tokens, heads, 512),
             "kv": normal(tokens, 512),
             "positions": np.arange(tokens),
-            "cos_sin": cos_sin(64),
+            "rope_table": cos_sin(64),
             "cache": pages_of("fp8_v4", page),
             "slot_mapping": np.arange(tokens),
             "eps": 1e-6,
@@ -162,7 +162,7 @@ def rope_sweeps() -> Iterator[Sweep]:
             "positions": np.arange(tokens),
             "q_pe": normal(tokens, heads, dim, dtype=kind),
             "k_pe": normal(tokens, dim, dtype=kind),
-            "table": normal(tokens, dim, dtype=np.float32),
+            "rope_table": normal(tokens, dim, dtype=np.float32),
         }
 
     def turn_and_write(
@@ -175,7 +175,7 @@ def rope_sweeps() -> Iterator[Sweep]:
         return {
             "o": normal(tokens, heads, 512),
             "positions": np.arange(tokens),
-            "cos_sin": cos_sin(64),
+            "rope_table": cos_sin(64),
             "groups": 1,
             "quantize": quantizes,
         }
@@ -331,7 +331,7 @@ def indexer_sweeps() -> Iterator[Sweep]:
             "q": normal(tokens, heads, 128),
             "weights": normal(tokens, heads, dtype=np.float32),
             "positions": np.arange(tokens),
-            "cos_sin": cos_sin(64),
+            "rope_table": cos_sin(64),
             "softmax_scale": 0.1,
             "head_scale": 0.5,
             "use_fp4": fp4,
@@ -469,7 +469,7 @@ def compressor_sweeps() -> Iterator[Sweep]:
             "cache": pages_of("fp8_v4" if dim == 512 else "fp8_index", 64),
             "kv_slot_mapping": np.where(positions % 4 == 3, positions // 4, -1),
             "norm_weight": normal(dim, dtype=np.float32),
-            "cos_sin": cos_sin(SLOTS),
+            "rope_table": cos_sin(SLOTS),
             "eps": 1e-6,
             "ratio": 4,
         }

@@ -392,7 +392,7 @@ def queries(dtype: Any) -> Case:
             "q": normal(TOKENS, 8, 512),
             "kv": normal(TOKENS, 512),
             "positions": np.arange(TOKENS),
-            "cos_sin": cos_sin(TOKENS),
+            "rope_table": cos_sin(TOKENS),
             "cache": np.zeros((1, 64, V4_ROW_BYTES), np.uint8),
             "slot_mapping": np.arange(TOKENS),
             "eps": 1e-6,
@@ -409,7 +409,7 @@ def turn(dtype: Any) -> Case:
             "positions": np.arange(TOKENS),
             "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
             "k_pe": normal(TOKENS, 64, dtype=dtype),
-            "table": cos_sin(TOKENS),
+            "rope_table": cos_sin(TOKENS),
         }
 
     return Case("apply_rope", make, sizes("q_pe", "k_pe"), np.dtype(dtype).name)
@@ -422,7 +422,7 @@ def turn_and_write(dtype: Any, fmt: str) -> Case:
             "positions": np.arange(TOKENS),
             "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
             "k_pe": normal(TOKENS, 64, dtype=dtype),
-            "table": cos_sin(TOKENS),
+            "rope_table": cos_sin(TOKENS),
             "kv_c": normal(TOKENS, 512, dtype=dtype),
             "kv_cache": np.zeros((TOKENS, 1, row[0]), row[1]),
             "slot_mapping": np.arange(TOKENS),
@@ -437,7 +437,7 @@ def inverse(*, quantizes: bool) -> Case:
         return {
             "o": normal(TOKENS, 16, 512),
             "positions": np.arange(TOKENS),
-            "cos_sin": cos_sin(TOKENS),
+            "rope_table": cos_sin(TOKENS),
             "groups": 2,
             "quantize": quantizes,
         }
@@ -452,7 +452,7 @@ def index_query() -> Case:
             "q": normal(TOKENS, 32, 128),
             "weights": normal(TOKENS, 32, dtype=np.float32),
             "positions": np.arange(TOKENS),
-            "cos_sin": cos_sin(TOKENS),
+            "rope_table": cos_sin(TOKENS),
             "softmax_scale": 0.1,
             "head_scale": 0.5,
         }
@@ -493,7 +493,7 @@ def compress(ratio: int) -> Case:
             "cache": np.zeros((SLOTS // 64, 64, V4_ROW_BYTES), np.uint8),
             "kv_slot_mapping": closed,
             "norm_weight": normal(dim, std=0.1, mean=1, dtype=np.float32),
-            "cos_sin": cos_sin(SLOTS),
+            "rope_table": cos_sin(SLOTS),
             "eps": 1e-6,
             "ratio": ratio,
         }

@@ -170,11 +170,10 @@ smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
 }
 
 smla_status
-smla_cpu_check_positions(const char *op, const smla_rope *rope, const char *table,
-                         int64_t num_tokens, smla_error *error)
+smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                         smla_error *error)
 {
     (void)op;
-    (void)table;
     seen_rope = *rope;
     num_device_arrays += rope->positions == device_zeros;
     seen_sum = 0;
