@@ -185,8 +185,8 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     SMLA_TRY(smla_require_count(c.op, "ratio", args->ratio, 1, INT32_MAX, error));
     const int64_t dim = smla_size(args->norm_weight, 0);
     const int64_t width = width_of(dim, args->ratio);
-    const smla_cache_rule cache = {.name = "cache",
-                                   .tensor = args->cache,
+    const smla_cache_rule cache = {.name = "kv_cache",
+                                   .tensor = args->kv_cache,
                                    .kv_format = args->kv_format,
                                    .block_size = args->block_size,
                                    .formats = smla_formats_of_size((int32_t)dim),

@@ -47,8 +47,8 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
 {
     smla_kv_view kv;
     smla_given_scale kv_scale;
-    const smla_cache_rule cache = {.name = "cache",
-                                   .tensor = args->cache,
+    const smla_cache_rule cache = {.name = "kv_cache",
+                                   .tensor = args->kv_cache,
                                    .kv_format = args->kv_format,
                                    .block_size = args->block_size,
                                    .formats = smla_formats_of_size(SMLA_V4_HEAD_DIM),

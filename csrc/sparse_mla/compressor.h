@@ -41,8 +41,8 @@ typedef struct smla_compress_args {
     const DLTensor *req_id_per_token; /* [>= T] int32 */
     const DLTensor *positions;        /* [>= T] int64 | int32 */
     const DLTensor *slot_mapping;     /* [T] int64 | int32: rows of state */
-    const DLTensor *cache;            /* out: a cache of D values per row */
-    const DLTensor *kv_slot_mapping;  /* [>= T] int64 | int32: rows of cache */
+    const DLTensor *kv_cache;         /* out: a cache of D values per row */
+    const DLTensor *kv_slot_mapping;  /* [>= T] int64 | int32: rows of kv_cache */
     const DLTensor *norm_weight;      /* [D] bf16 | fp32 */
     const DLTensor *rope_table;       /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
     double eps;                       /* 0, or FLT_MIN and more */

@@ -39,7 +39,7 @@ typedef struct smla_qnorm_insert_args {
     const DLTensor *kv;           /* [>= T, 512] bf16 */
     const DLTensor *positions;    /* [>= T] int64 | int32 */
     const DLTensor *rope_table;   /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
-    const DLTensor *cache;        /* out: a cache of 512 values per token */
+    const DLTensor *kv_cache;     /* out: a cache of 512 values per token */
     const DLTensor *slot_mapping; /* [<= T] int64 | int32; negative slots are skipped */
     double eps;                   /* 0, or FLT_MIN and more */
     smla_scale_arg q_scale_inv;   /* if given, q_out = e4m3(value * q_scale_inv) */

@@ -133,7 +133,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
                                            .kv = ARRAY(kv, bf16, T, 512),
                                            .positions = positions,
                                            .rope_table = angles,
-                                           .cache = ARRAY(cached.window, u8, PAGES, BLOCK, 584),
+                                           .kv_cache = ARRAY(cached.window, u8, PAGES, BLOCK, 584),
                                            .slot_mapping = ARRAY(slots, i32, T),
                                            .eps = eps};
     check(smla_fused_qnorm_rope_kv_insert(&insert, &error), &error);
@@ -149,7 +149,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
         .req_id_per_token = requests,
         .positions = positions,
         .slot_mapping = ARRAY((void *)groups->state_slot_mapping, i32, T),
-        .cache = ARRAY(cached.groups, u8, GROUP_PAGES, BLOCK, 584),
+        .kv_cache = ARRAY(cached.groups, u8, GROUP_PAGES, BLOCK, 584),
         .kv_slot_mapping = ARRAY((void *)groups->slot_mapping, i32, T),
         .norm_weight = ARRAY(ones, bf16, 512),
         .rope_table = angles,
@@ -166,7 +166,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
     smla_compress_args index_compress = compress;
     index_compress.state = ARRAY(cached.index_states, fp32, PAGES, BLOCK, 2 * 256);
     index_compress.slot_mapping = ARRAY((void *)index_groups->state_slot_mapping, i32, T);
-    index_compress.cache = ARRAY(cached.index, u8, GROUP_PAGES, BLOCK, 132);
+    index_compress.kv_cache = ARRAY(cached.index, u8, GROUP_PAGES, BLOCK, 132);
     index_compress.kv_slot_mapping = ARRAY((void *)index_groups->slot_mapping, i32, T);
     index_compress.norm_weight = ARRAY(ones, bf16, 128);
     index_compress.kv = ARRAY(index_kv, fp32, T, 256);
@@ -202,7 +202,7 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
         .struct_size = sizeof choose,
         .q = query.out,
         .weights = query.out_weights,
-        .k_cache = index_compress.cache,
+        .k_cache = index_compress.kv_cache,
         .context_lens = ARRAY((void *)index_groups->context_lens, i32, T),
         .k = TOPK,
         .block_table = ARRAY(group_pages, i32, 1, GROUP_PAGES),
@@ -223,8 +223,8 @@ run_layer(smla_v4_builder *builder, const smla_v4_metadata *plan, uint16_t (*fro
                                         .builder = builder,
                                         .compress_ratio = RATIO,
                                         .q = insert.q,
-                                        .swa_cache = insert.cache,
-                                        .compressed = compress.cache,
+                                        .swa_cache = insert.kv_cache,
+                                        .compressed = compress.kv_cache,
                                         .attn_sink = ARRAY(sinks, fp32, HEADS),
                                         .out = ARRAY(out, bf16, T, HEADS, 512),
                                         .lse = ARRAY(lse, fp32, T, HEADS),

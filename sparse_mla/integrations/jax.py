@@ -5,7 +5,7 @@ The functions have the names and arguments of `sparse_mla`'s own, without `strea
 Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
 XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the array that they
 write to; `fused_qnorm_rope_kv_insert` returns its queries, then that array, and with `kv`
-`compress_norm_rope_store` returns (state, cache). A written array is written in place when the
+`compress_norm_rope_store` returns (state, kv_cache). A written array is written in place when the
 caller donates it to `jit`; otherwise XLA copies it first.
 Options are Python values, fixed when a function is traced. Results have the same bits as those of
 an eager call.

@@ -101,7 +101,7 @@ def compress_norm_rope_store(
     req_id_per_token: Array,
     positions: Array,
     slot_mapping: Array,
-    cache: Written,
+    kv_cache: Written,
     kv_slot_mapping: Array,
     norm_weight: Array,
     rope_table: Array,
@@ -147,12 +147,12 @@ def compress_norm_rope_store(
         token is undefined.
     slot_mapping : [T] int64 or int32
         The rows of `state`, as `save_partial_states` takes them.
-    cache : [pages, block_size, row], written
+    kv_cache : [pages, block_size, row], written
         A cache of D values a row, of any format of `quantize_and_insert_k_cache` for 512 or of
         `indexer_k_quant_and_cache` for 128. It may also have a head axis, or be flat; split pages
         may be [pages, bytes].
     kv_slot_mapping : [>= T] int64 or int32
-        The rows of `cache`. Slots past the end are as in `slot_mapping`.
+        The rows of `kv_cache`. Slots past the end are as in `slot_mapping`.
     norm_weight : [D] bf16 or fp32
     rope_table : [max_pos, 64] fp32
         32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them.
@@ -174,7 +174,7 @@ def compress_norm_rope_store(
 
     Returns
     -------
-    cache
+    kv_cache
 
     Raises
     ------
@@ -203,8 +203,8 @@ def compress_norm_rope_store(
 
     PyTorch
     -------
-    Groups of states to rows of a cache: `sparse_mla.compress_norm_rope_store`. Writes `cache`, and
-    `state` where `kv` is given.
+    Groups of states to rows of a cache: `sparse_mla.compress_norm_rope_store`. Writes `kv_cache`,
+    and `state` where `kv` is given.
 
     >>> import torch, sparse_mla
     >>> import sparse_mla.integrations.torch as smla
@@ -218,10 +218,11 @@ def compress_norm_rope_store(
 
     JAX
     ---
-    The cache after `sparse_mla.compress_norm_rope_store`, in place of a donated `cache`. Where `kv`
-    is given, the states come first, in place of a donated `state`.
+    The cache after `sparse_mla.compress_norm_rope_store`, in place of a donated `kv_cache`. Where
+    `kv` is given, the states come first, in place of a donated `state`.
 
-    Returns: cache, or with kv (state, cache): new arrays, the shapes and dtypes of the given ones.
+    Returns: kv_cache, or with kv (state, kv_cache): new arrays, the shapes and dtypes of the given
+    ones.
 
     >>> import jax.numpy as jnp, sparse_mla
     >>> import sparse_mla.integrations.jax as smla

@@ -95,7 +95,7 @@ def fused_qnorm_rope_kv_insert(
     kv: Array,
     positions: Array,
     rope_table: Array,
-    cache: Written,
+    kv_cache: Written,
     slot_mapping: Array,
     *,
     eps: float,
@@ -132,7 +132,7 @@ def fused_qnorm_rope_kv_insert(
         token.
     rope_table : [max_pos, 64] fp32
         32 cosines, then 32 sines, as `sparse_mla.rope_table` makes them.
-    cache : [pages, block_size, row], written
+    kv_cache : [pages, block_size, row], written
         A cache of 512 values a token, of any format of `quantize_and_insert_k_cache`. It may also
         have a head axis, or be flat; split pages may be [pages, bytes].
     slot_mapping : [<= T] int64 or int32
@@ -155,7 +155,7 @@ def fused_qnorm_rope_kv_insert(
 
     Returns
     -------
-    (q_out, cache). Without `q_out`, the first is q itself, or with `q_scale_inv` a new array
+    (q_out, kv_cache). Without `q_out`, the first is q itself, or with `q_scale_inv` a new array
     [T, H, 512] float8_e4m3fn.
 
     Raises
@@ -180,7 +180,7 @@ def fused_qnorm_rope_kv_insert(
     PyTorch
     -------
     Queries normalised and turned, keys turned and written: `sparse_mla.fused_qnorm_rope_kv_insert`.
-    Writes `cache`, and `q` where neither `q_out` nor `q_scale_inv` is given.
+    Writes `kv_cache`, and `q` where neither `q_out` nor `q_scale_inv` is given.
 
     >>> import torch, sparse_mla
     >>> import sparse_mla.integrations.torch as smla
@@ -194,9 +194,9 @@ def fused_qnorm_rope_kv_insert(
     JAX
     ---
     Queries normalised and turned, and the cache after the keys were turned and written:
-    `sparse_mla.fused_qnorm_rope_kv_insert`, in place of a donated `cache`.
+    `sparse_mla.fused_qnorm_rope_kv_insert`, in place of a donated `kv_cache`.
 
-    Returns: (q_out, cache): new arrays, the shape of q and the shape and dtype of cache.
+    Returns: (q_out, kv_cache): new arrays, the shape of q and the shape and dtype of kv_cache.
 
     >>> import jax.numpy as jnp, sparse_mla
     >>> import sparse_mla.integrations.jax as smla

@@ -610,7 +610,7 @@ def insert_queries(positions, cache, q_out=None, **scales) -> Example:
         "kv": cases.random_bf16(rng, 6, 512),
         "positions": np.array([4, 0, 2, 1, 3, 3], positions),
         "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
-        "cache": cache,
+        "kv_cache": cache,
         "slot_mapping": np.array([0, 11, -1, 5], positions),
     }
     if q_out is not None:
@@ -641,7 +641,7 @@ def compress(cache, saves=False, **options) -> Example:
         "req_id_per_token": int32(0, 0, 1, 1, 0, 0),
         "positions": np.array([4, 5, 0, 1, 0, 0]),
         "slot_mapping": np.array([0, 1, 4, 5, -1]),
-        "cache": cache,
+        "kv_cache": cache,
         "kv_slot_mapping": np.array([-1, 7, -1, 2, -1, -1]),
         "norm_weight": rng.normal(1, 0.1, dim).astype(np.float32),
         "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
@@ -1200,29 +1200,33 @@ TABLE: dict[str, Row] = {
     "insert queries": Row(
         "fused_qnorm_rope_kv_insert",
         lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), ref.BF16),
-        {"q": "", "q_out": "written"} | QNORM | {"cache": "v4 written"},
+        {"q": "", "q_out": "written"} | QNORM | {"kv_cache": "v4 written"},
     ),
     "insert queries in place": Row(
         "fused_qnorm_rope_kv_insert",
         lambda: insert_queries(np.int32, bytes_below(256, 3, 4, 512), kv_scale=one_scale()),
-        {"q": "written"} | QNORM | {"cache": "cache written", "kv_scale": "strided"},
+        {"q": "written"} | QNORM | {"kv_cache": "cache written", "kv_scale": "strided"},
     ),
     "insert queries as codes": Row(
         "fused_qnorm_rope_kv_insert",
         lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), U8, q_scale_inv=one_scale()),
-        {"q": "", "q_out": "written"} | QNORM | {"cache": "v4 written", "q_scale_inv": "strided"},
+        {"q": "", "q_out": "written"}
+        | QNORM
+        | {"kv_cache": "v4 written", "q_scale_inv": "strided"},
     ),
     "save states": Row("save_partial_states", lambda: save_states(F32, np.int64), SAVE),
     "save states, bf16": Row("save_partial_states", lambda: save_states(ref.BF16, np.int32), SAVE),
     "compress": Row(
         "compress_norm_rope_store",
         lambda: compress(bytes_below(256, 3, 4, 512), kv_scale=one_scale()),
-        {"state": ""} | COMPRESS | {"cache": "cache written", "kv_scale": "strided"},
+        {"state": ""} | COMPRESS | {"kv_cache": "cache written", "kv_scale": "strided"},
     ),
     "compress and save": Row(
         "compress_norm_rope_store",
         lambda: compress(bytes_below(256, 3, 4, 584), saves=True),
-        {"state": "written", "kv": "", "score": "", "ape": ""} | COMPRESS | {"cache": "v4 written"},
+        {"state": "written", "kv": "", "score": "", "ape": ""}
+        | COMPRESS
+        | {"kv_cache": "v4 written"},
     ),
     "step, separate": Row(
         "forward",

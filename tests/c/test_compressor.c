@@ -76,7 +76,7 @@ compress(const step *s, bool saves)
         .req_id_per_token = &s->ids->tensor,
         .positions = &s->positions->tensor,
         .slot_mapping = &s->slots->tensor,
-        .cache = &s->cache->tensor,
+        .kv_cache = &s->cache->tensor,
         .kv_slot_mapping = &s->kv_slots->tensor,
         .norm_weight = &s->weight->tensor,
         .rope_table = &s->rope_table->tensor,
@@ -205,7 +205,7 @@ test_bad_values(void)
     ((int32_t *)s.table->tensor.data)[1] = 0;
     ((int64_t *)s.kv_slots->tensor.data)[3] = 4;
     EXPECT_FAIL(compress(&s, true), SMLA_ERROR_VALUE,
-                "`kv_slot_mapping` must be below the 4 slots of `cache`, got 4 at token 3");
+                "`kv_slot_mapping` must be below the 4 slots of `kv_cache`, got 4 at token 3");
     ((int64_t *)s.slots->tensor.data)[3] = 12;
     EXPECT_FAIL(save(&s), SMLA_ERROR_VALUE,
                 "`slot_mapping` must be below the 12 slots of `state`, got 12 at token 3");

@@ -392,7 +392,7 @@ insert_queries(const queries *c)
         .kv = &c->kv->tensor,
         .positions = &c->positions->tensor,
         .rope_table = &c->rope_table->tensor,
-        .cache = &c->cache->tensor,
+        .kv_cache = &c->cache->tensor,
         .slot_mapping = &c->slots->tensor,
         .eps = 1e-6,
         .q_scale_inv = {.value = c->q_scale_inv},
@@ -529,7 +529,7 @@ test_bad_queries(void)
     ((int64_t *)c.positions->tensor.data)[2] = 19;
     ((int64_t *)c.slots->tensor.data)[2] = 4;
     EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE,
-                "`slot_mapping` must be below the 4 slots of `cache`, got 4 at token 2");
+                "`slot_mapping` must be below the 4 slots of `kv_cache`, got 4 at token 2");
     EXPECT(is_poison(c.q_out) && is_poison(c.cache));
     c.q_scale_inv = 1.0;
     EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_TYPE, "`q_out` must be uint8 or float8_e4m3fn");

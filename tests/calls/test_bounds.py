@@ -74,7 +74,7 @@ NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-CACHES = ("kv_cache", "k_cache", "cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
+CACHES = ("kv_cache", "k_cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
 BYTE_FORMATS = {
     "fp8_ds_mla": 656,
     "fp8_v4": 584,

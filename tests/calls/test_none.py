@@ -313,8 +313,8 @@ CALLED = {
     ("CommonAttentionMetadata", "query_start_loc_cpu"): "query_start_loc",
     ("SparseMLA", "kv_b_proj"): "weight",
     ("flash_mla.flash_mla_with_kvcache", "extra_k_cache"): "extra_kv",
-    ("v4.Caches", "compressed"): "cache",
-    ("v4.Caches", "index"): "cache",
+    ("v4.Caches", "compressed"): "kv_cache",
+    ("v4.Caches", "index"): "kv_cache",
     ("v4.Caches", "index_state"): "state",
     ("v4.Weights", "wo_a_scale"): "wo_a",
 }

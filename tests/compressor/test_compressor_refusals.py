@@ -53,8 +53,8 @@ def test_bad_widths():
     refused(changed(Case(), norm_weight=weight), "`state` must have shape [any, any, 512], got [")
     case = changed(Case(fmt="fp8_index"), norm_weight=np.zeros(127, F32))
     refused(case, "`norm_weight` must have 512 weights, or 128 for rows of an indexer, got 127")
-    case = changed(Case(fmt="fp8_index"), cache=Case().pages.cache)
-    refused(case, "`cache` must be of a format that this operator takes (")
+    case = changed(Case(fmt="fp8_index"), kv_cache=Case().pages.cache)
+    refused(case, "`kv_cache` must be of a format that this operator takes (")
     ape = np.zeros((3, 1024), F32)
     refused(changed(Case(), ape=ape), "`ape` must have shape [4, 1024], got [3, 1024]", fused=True)
     case = changed(Case(), ape=np.zeros((0, 1024), F32))
@@ -77,9 +77,11 @@ def test_bad_arguments():
     refused(Case(), "`kv_format` must be", kv_format="fp5")
     cases = (Case(fmt="fp8_v41"), Case(fmt="fp4_v41_split"))
     for case in cases:
-        refused(case, "`cache` must come with kv_format=", kv_format=None)
+        refused(case, "`kv_cache` must come with kv_format=", kv_format=None)
     wide = np.zeros((2, 4, 656), np.uint8)
-    refused(changed(Case(), cache=wide), "`cache` must be of a format that this operator takes (")
+    refused(
+        changed(Case(), kv_cache=wide), "`kv_cache` must be of a format that this operator takes ("
+    )
     short = Case().arrays["positions"][:3]
     refused(changed(Case(), positions=short), "`positions` must have shape [>= 18], got [3]")
     refused(changed(Case(), positions=short), "`positions` must have shape [>= 18]", save=True)
@@ -111,7 +113,7 @@ def test_bad_values_write_nothing(fused):
             f"`positions` must be rows of `rope_table`, which has 800, got {position} for token 17"
         )
         refused(case, rule, fused=fused)
-    for name, array in (("slot_mapping", "state"), ("kv_slot_mapping", "cache")):
+    for name, array in (("slot_mapping", "state"), ("kv_slot_mapping", "kv_cache")):
         for slot in (10**4, 2**40):
             case = Case()
             case.arrays[name][2] = slot
@@ -172,7 +174,7 @@ def test_overlaps():
     refused(case, "`state` must not overlap `kv`", save=True)
     flat = Case(fmt="bfloat16", layout="flat")
     weight = flat.pages.cache[0]
-    refused(changed(flat, norm_weight=weight), "`cache` must not overlap `norm_weight`")
+    refused(changed(flat, norm_weight=weight), "`kv_cache` must not overlap `norm_weight`")
 
 
 @pytest.mark.skipif(device.DEVICE != "cpu", reason="copies are never read-only")

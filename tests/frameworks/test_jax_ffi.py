@@ -208,12 +208,12 @@ def test_states_and_rows_in_one_call(place, smla):
     assert_same(state, want.args["state"])
     donating = jax.jit(
         lambda state, cache, rest: smla.compress_norm_rope_store(
-            **{**rest, "state": state, "cache": cache}, eps=1e-6, ratio=2
+            **{**rest, "state": state, "kv_cache": cache}, eps=1e-6, ratio=2
         ),
         donate_argnums=(0, 1),
     )
-    rest = {n: x for n, x in arrays.items() if n not in ("state", "cache")}
-    copies = [jax.numpy.array(arrays[n], copy=True) for n in ("state", "cache")]
+    rest = {n: x for n, x in arrays.items() if n not in ("state", "kv_cache")}
+    copies = [jax.numpy.array(arrays[n], copy=True) for n in ("state", "kv_cache")]
     places = [x.unsafe_buffer_pointer() for x in copies]
     got = donating(*copies, rest)
     assert [x.unsafe_buffer_pointer() for x in got] == places

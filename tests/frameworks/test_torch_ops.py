@@ -247,7 +247,7 @@ def test_queries_in_place_or_as_new_codes(place, smla, scale, backend):
     assert_same(place, got, want)
     assert got[0].dtype == (torch.bfloat16 if scale is None else torch.float8_e4m3fn)
     assert (got[0] is call.args["q"]) == (scale is None)
-    assert got[1] is call.args["cache"]
+    assert got[1] is call.args["kv_cache"]
     for name, x in wanted.args.items():
         assert_same(place, call.args[name], x, name)
     assert torch.equal(call.args["q"], before) == (scale is not None)
@@ -268,8 +268,8 @@ def test_states_and_rows_in_one_call(place, smla, backend):
     run = smla.compress_norm_rope_store
     if backend is not None:
         run = torch.compile(run, fullgraph=True, backend=backend)
-    assert run(*call.args.values(), **call.kwargs) is call.args["cache"]
-    assert_same(place, call.args["cache"], want)
+    assert run(*call.args.values(), **call.kwargs) is call.args["kv_cache"]
+    assert_same(place, call.args["kv_cache"], want)
     assert_same(place, state, wanted.args["state"])
     assert not torch.equal(state, before)
 

@@ -84,7 +84,7 @@ class Case:
             "req_id_per_token": np.append(requests_of, 0 * pad).astype(np.int32),
             "positions": np.append(positions, 0 * pad).astype(integers),
             "slot_mapping": np.append(slots, pad).astype(integers),
-            "cache": self.pages.cache,
+            "kv_cache": self.pages.cache,
             "kv_slot_mapping": np.append(np.array(kv_slots)[at], pad).astype(integers),
             "norm_weight": rng.normal(1, 0.3, dim).astype(weight_dtype),
             "rope_table": angles(),

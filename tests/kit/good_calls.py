@@ -315,7 +315,7 @@ def qnorm_insert_call() -> Call:
         "kv": cases.random_bf16(rng, 5, 512),
         "positions": np.array([7, 0, 3, 3, 1], np.int64),
         "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
-        "cache": np.zeros((3, 4, 512), np.uint8),
+        "kv_cache": np.zeros((3, 4, 512), np.uint8),
         "slot_mapping": np.array([0, 11, -1, 5], np.int64),
     }
     options = {"kv_scale": np.full(1, 0.5, np.float32), "q_out": np.zeros((5, 5, 512), ref.BF16)}
@@ -395,7 +395,7 @@ def compress_call() -> Call:
         "req_id_per_token": int32(0, 0, 1, 1, 0),
         "positions": np.array([4, 5, 0, 1, 0], np.int64),
         "slot_mapping": np.array([0, 1, 4, 5, -1], np.int64),
-        "cache": np.zeros((3, 4, 512), np.uint8),
+        "kv_cache": np.zeros((3, 4, 512), np.uint8),
         "kv_slot_mapping": np.array([-1, 7, -1, 2, -1], np.int64),
         "norm_weight": rng.normal(1, 0.1, 512).astype(np.float32),
         "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),

@@ -319,10 +319,10 @@ FACTS: dict[str, Facts] = {
         is_exact=True,
     ),
     "fused_qnorm_rope_kv_insert": Facts(
-        positional="q kv positions rope_table cache slot_mapping",
+        positional="q kv positions rope_table kv_cache slot_mapping",
         keywords="eps q_out= q_scale_inv= kv_scale=1.0 kv_format= block_size= stream=",
         good=qnorm_insert_call,
-        written="cache",
+        written="kv_cache",
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -369,12 +369,12 @@ FACTS: dict[str, Facts] = {
     ),
     "compress_norm_rope_store": Facts(
         positional=(
-            "state block_table req_id_per_token positions slot_mapping cache "
+            "state block_table req_id_per_token positions slot_mapping kv_cache "
             "kv_slot_mapping norm_weight rope_table"
         ),
         keywords="eps ratio kv= score= ape= kv_scale=1.0 kv_format= block_size= stream=",
         good=compress_call,
-        written="cache",
+        written="kv_cache",
         is_exact=True,
         slots="slot_mapping",
     ),

@@ -382,12 +382,12 @@ def test_bad_arguments():
         TypeError,
     )
     index = Case(3, 2, fmt="fp8_index")
-    refused(index, "`cache` must be of a format that this operator takes (")
+    refused(index, "`kv_cache` must be of a format that this operator takes (")
 
 
 @pytest.mark.parametrize("fmt", ["fp8_v41", "fp4_v41"])
 def test_formats_of_one_size_need_a_name(fmt):
-    refused(Case(3, 2, fmt=fmt), "`cache` must come with kv_format=", kv_format=None)
+    refused(Case(3, 2, fmt=fmt), "`kv_cache` must come with kv_format=", kv_format=None)
 
 
 @pytest.mark.parametrize("out", [False, True])
@@ -404,7 +404,7 @@ def test_bad_values_write_nothing(out):
         case = Case(9, 2, 4)
         case.slots[2] = slot
         refused(
-            case, f"`slot_mapping` must be below the 10 slots of `cache`, got {slot}", **options
+            case, f"`slot_mapping` must be below the 10 slots of `kv_cache`, got {slot}", **options
         )
     assert not out or not options["q_out"].view(np.uint16).any()
 
@@ -421,7 +421,7 @@ def test_overlaps():
     refused(backwards, "`q` must have positive strides (it is written)")
     refused(backwards, "`q_out` must be the whole of or not overlap `q`", q_out=buffer[:, :2])
     case = Case(3, 2, fmt="bfloat16", layout="flat")
-    refused(changed(case, kv=case.pages.cache[:3]), "`cache` must not overlap `kv`")
+    refused(changed(case, kv=case.pages.cache[:3]), "`kv_cache` must not overlap `kv`")
 
 
 @pytest.mark.skipif(device.ON_CUDA, reason="memory of a GPU is never read-only")
@@ -442,5 +442,5 @@ def test_a_good_call_gives_the_reference():
     q_out, cache = call.run(sparse_mla)
     assert_same_bits(ref.bits16(q_out[:, :4]), ref.bf16_encode(want))
     assert not ref.bits16(q_out[:, 4:]).any()
-    assert cache is call.args["cache"]
+    assert cache is call.args["kv_cache"]
     assert cache.any()

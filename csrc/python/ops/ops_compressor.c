@@ -27,7 +27,7 @@ static const smla_py_param compress_params[] = {
     {"req_id_per_token", SMLA_PY_INPUT, offsetof(smla_compress_args, req_id_per_token)},
     {"positions", SMLA_PY_INPUT, offsetof(smla_compress_args, positions)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_compress_args, slot_mapping)},
-    {"cache", SMLA_PY_INOUT, offsetof(smla_compress_args, cache)},
+    {"kv_cache", SMLA_PY_INOUT, offsetof(smla_compress_args, kv_cache)},
     {"kv_slot_mapping", SMLA_PY_INPUT, offsetof(smla_compress_args, kv_slot_mapping)},
     {"norm_weight", SMLA_PY_INPUT, offsetof(smla_compress_args, norm_weight)},
     {"rope_table", SMLA_PY_INPUT, offsetof(smla_compress_args, rope_table)},

@@ -40,7 +40,7 @@ static const smla_py_param qnorm_params[] = {
     {"kv", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, kv)},
     {"positions", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, positions)},
     {"rope_table", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, rope_table)},
-    {"cache", SMLA_PY_INOUT, offsetof(smla_qnorm_insert_args, cache)},
+    {"kv_cache", SMLA_PY_INOUT, offsetof(smla_qnorm_insert_args, kv_cache)},
     {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, slot_mapping)},
     [QNORM_SCALE_INV] = {"q_scale_inv", SMLA_PY_SCALE_OR_NONE,
                          offsetof(smla_qnorm_insert_args, q_scale_inv)},

@@ -141,7 +141,7 @@ def norm_sweeps() -> Iterator[Sweep]:
             "kv": normal(tokens, 512),
             "positions": np.arange(tokens),
             "rope_table": cos_sin(64),
-            "cache": pages_of("fp8_v4", page),
+            "kv_cache": pages_of("fp8_v4", page),
             "slot_mapping": np.arange(tokens),
             "eps": 1e-6,
         }
@@ -466,7 +466,7 @@ def compressor_sweeps() -> Iterator[Sweep]:
             "req_id_per_token": full(tokens, 0),
             "positions": positions,
             "slot_mapping": positions,
-            "cache": pages_of("fp8_v4" if dim == 512 else "fp8_index", 64),
+            "kv_cache": pages_of("fp8_v4" if dim == 512 else "fp8_index", 64),
             "kv_slot_mapping": np.where(positions % 4 == 3, positions // 4, -1),
             "norm_weight": normal(dim, dtype=np.float32),
             "rope_table": cos_sin(SLOTS),

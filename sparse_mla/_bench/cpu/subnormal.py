@@ -393,7 +393,7 @@ def queries(dtype: Any) -> Case:
             "kv": normal(TOKENS, 512),
             "positions": np.arange(TOKENS),
             "rope_table": cos_sin(TOKENS),
-            "cache": np.zeros((1, 64, V4_ROW_BYTES), np.uint8),
+            "kv_cache": np.zeros((1, 64, V4_ROW_BYTES), np.uint8),
             "slot_mapping": np.arange(TOKENS),
             "eps": 1e-6,
             "q_out": np.zeros((TOKENS, 8, 512), dtype),
@@ -490,7 +490,7 @@ def compress(ratio: int) -> Case:
         return arrays | {
             "block_table": np.arange(SLOTS // 64, dtype=np.int32)[None],
             "req_id_per_token": np.zeros(SLOTS, np.int32),
-            "cache": np.zeros((SLOTS // 64, 64, V4_ROW_BYTES), np.uint8),
+            "kv_cache": np.zeros((SLOTS // 64, 64, V4_ROW_BYTES), np.uint8),
             "kv_slot_mapping": closed,
             "norm_weight": normal(dim, std=0.1, mean=1, dtype=np.float32),
             "rope_table": cos_sin(SLOTS),
