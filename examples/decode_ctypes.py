@@ -74,8 +74,8 @@ class WriteArgs(Structure):  # smla_concat_and_cache_mla_args
 class AttentionArgs(Structure):  # smla_sparse_attention_args
     _fields_ = [
         ("struct_size", c_size_t),
-        *tensors("q", "q_pe", "kv", "indices", "topk_length", "attn_sink"),
-        *tensors("extra_kv", "extra_indices", "extra_topk_length"),
+        *tensors("q", "q_pe", "kv_cache", "indices", "topk_length", "attn_sink"),
+        *tensors("extra_kv_cache", "extra_indices", "extra_topk_length"),
         *tensors("out", "lse", "max_logits", "workspace"),
         ("softmax_scale", c_double),
         ("num_splits", c_int32),
@@ -123,7 +123,7 @@ call(
     "smla_sparse_attention",
     AttentionArgs(softmax_scale=0.1),
     q=q,
-    kv=cache,
+    kv_cache=cache,
     indices=indices,
     out=out,
     lse=lse,

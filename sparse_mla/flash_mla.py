@@ -383,7 +383,7 @@ def flash_mla_with_kvcache(
         _join_rows(op, "indices", indices, batch, s_q),
         topk_length=topk_length,
         attn_sink=without_grad(attn_sink),
-        extra_kv=extra_k_cache,
+        extra_kv_cache=extra_k_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,

@@ -25,7 +25,7 @@ main_list_of(const smla_attention_rules *rules, const smla_sparse_attention_args
 {
     return (list_args){.rules = &rules->lists[0],
                        .cache = {.name = rules->lists[0].kv,
-                                 .tensor = args->kv,
+                                 .tensor = args->kv_cache,
                                  .kv_format = args->kv_format,
                                  .block_size = args->block_size,
                                  .formats = rules->lists[0].formats},
@@ -39,7 +39,7 @@ extra_list_of(const smla_attention_rules *rules, const smla_sparse_attention_arg
 {
     return (list_args){.rules = &rules->lists[1],
                        .cache = {.name = rules->lists[1].kv,
-                                 .tensor = args->extra_kv,
+                                 .tensor = args->extra_kv_cache,
                                  .kv_format = args->extra_kv_format,
                                  .block_size = args->extra_block_size,
                                  .formats = rules->lists[1].formats,
@@ -54,7 +54,7 @@ static bool
 has_extra_args(const smla_sparse_attention_args *args)
 {
     const smla_scale_arg *const scale = &args->extra_kv_scale;
-    return args->extra_kv != NULL || args->extra_indices != NULL ||
+    return args->extra_kv_cache != NULL || args->extra_indices != NULL ||
            args->extra_topk_length != NULL || args->extra_kv_format != SMLA_KV_INFER ||
            args->extra_block_size != 0 || scale->tensor != NULL ||
            (scale->value != 0 && scale->value != 1);
@@ -215,8 +215,9 @@ static const smla_attention_rules attention_rules = {
     .op = "sparse_attention",
     .q = "q",
     .q_scale = "q_scale",
-    .lists = {{"kv", "indices", "topk_length", "kv_scale", SMLA_KV_ATTENTION},
-              {"extra_kv", "extra_indices", "extra_topk_length", "extra_kv_scale", SMLA_KV_EXTRA}},
+    .lists = {{"kv_cache", "indices", "topk_length", "kv_scale", SMLA_KV_ATTENTION},
+              {"extra_kv_cache", "extra_indices", "extra_topk_length", "extra_kv_scale",
+               SMLA_KV_EXTRA}},
     .softmax_scale = "softmax_scale",
     .attn_sink = "attn_sink",
     .workspace = "workspace",
@@ -289,7 +290,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     smla_key_list *const lists = params->keys.lists;
     smla_logits *const logits = &params->logits;
     const smla_kv_format_info *format = NULL;
-    if (args->kv != NULL && !smla_has_kv_format(args->kv, args->kv_format)) {
+    if (args->kv_cache != NULL && !smla_has_kv_format(args->kv_cache, args->kv_format)) {
         return smla_require_kv(&c, &main.cache, &lists[0].kv); /* the query depends on it */
     }
     SMLA_TRY(smla_find_format(&c, &main.cache, &format));

@@ -271,7 +271,7 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
         .struct_size = sizeof attention,
         .q = flat.q,
         .q_pe = flat.q_pe,
-        .kv = args->kv_cache,
+        .kv_cache = args->kv_cache,
         .attn_sink = args->attn_sink,
         .out = flat.out,
         .lse = flat.lse,

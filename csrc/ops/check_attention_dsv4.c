@@ -121,11 +121,11 @@ smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_attention
     smla_sparse_attention_args attention = {
         .struct_size = sizeof attention,
         .q = args->query,
-        .kv = args->swa_kv_cache,
+        .kv_cache = args->swa_kv_cache,
         .indices = smla_slice_columns(&columns[0], args->sparse_indices, 0, args->window),
         .topk_length = args->sparse_topk_lens,
         .attn_sink = args->sinks,
-        .extra_kv = args->compressed_kv_cache,
+        .extra_kv_cache = args->compressed_kv_cache,
         .extra_indices = smla_slice_columns(&columns[1], args->sparse_indices, args->window,
                                             smla_size(args->sparse_indices, 1)),
         .extra_topk_length = args->sparse_topk_lens,

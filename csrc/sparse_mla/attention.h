@@ -13,18 +13,19 @@ extern "C" {
  * first 512 values of k. A duplicate counts twice. A row without keys has out 0 and lse -inf. Keys
  * that `indices` does not name are not read.
  *
- * `kv` is of any format but those of the indexer and fp4_v41, which can only be `extra_kv`. Both
- * caches have keys of as many values, D. What belongs to `extra_kv` is an error without it. */
+ * `kv_cache` is of any format but those of the indexer and fp4_v41, which can only be
+ * `extra_kv_cache`. Both caches have keys of as many values, D. What belongs to `extra_kv_cache` is
+ * an error without it. */
 typedef struct smla_sparse_attention_args {
     size_t struct_size;
     const DLTensor *q;                 /* [T, H, D] bf16, [T, H, 512] with q_pe; e4m3 if D is 512 */
     const DLTensor *q_pe;              /* [T, H, 64] bf16, optional */
-    const DLTensor *kv;                /* cache [pages, block_size, row], or flat [S, row] */
+    const DLTensor *kv_cache;          /* cache [pages, block_size, row], or flat [S, row] */
     const DLTensor *indices;           /* [T, K] int32 slots; negative or out of range = none */
     const DLTensor *topk_length;       /* [T] int32, optional: columns in use, clamped to [0, K] */
     const DLTensor *attn_sink;         /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
-    const DLTensor *extra_kv;          /* a second cache in the same softmax, optional */
-    const DLTensor *extra_indices;     /* [T, K'] int32, with extra_kv */
+    const DLTensor *extra_kv_cache;    /* a second cache in the same softmax, optional */
+    const DLTensor *extra_indices;     /* [T, K'] int32, with extra_kv_cache */
     const DLTensor *extra_topk_length; /* [T] int32, optional */
     const DLTensor *out;               /* out [T, >= H, 512] bf16; further heads stay as they are */
     const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
@@ -39,7 +40,7 @@ typedef struct smla_sparse_attention_args {
     smla_scale_arg q_scale;        /* an e4m3 query only: it multiplies logits */
     smla_scale_arg kv_scale;       /* fp8_e4m3 only */
     smla_scale_arg extra_kv_scale; /* fp8_e4m3 only */
-    int64_t block_size;            /* tokens per page of a kv [pages, page bytes], else 0 */
+    int64_t block_size;            /* tokens per page of a kv_cache [pages, page bytes], else 0 */
     int64_t extra_block_size;
 } smla_sparse_attention_args;
 

@@ -47,7 +47,7 @@ main(void)
     void *const workspace = allocate(bytes);
     const smla_sparse_attention_args attend = {.struct_size = sizeof attend,
                                                .q = ARRAY(q, bf16, 1, HEADS, 576),
-                                               .kv = cache,
+                                               .kv_cache = cache,
                                                .indices = ARRAY(chosen, i32, 1, TOPK),
                                                .out = ARRAY(out, bf16, 1, HEADS, 512),
                                                .lse = ARRAY(lse, fp32, 1, HEADS),

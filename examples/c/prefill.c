@@ -43,7 +43,8 @@ main(void)
         }
         const smla_sparse_attention_args attend = {.struct_size = sizeof attend,
                                                    .q = ARRAY(q, bf16, TOKENS, HEADS, 576),
-                                                   .kv = ARRAY(context[c * ROWS], bf16, ROWS, 576),
+                                                   .kv_cache =
+                                                       ARRAY(context[c * ROWS], bf16, ROWS, 576),
                                                    .indices = ARRAY(indices, i32, TOKENS, TOPK),
                                                    .out = ARRAY(part[c], bf16, TOKENS, HEADS, 512),
                                                    .lse = ARRAY(part_lse[c], fp32, TOKENS, HEADS),

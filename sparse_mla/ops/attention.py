@@ -23,7 +23,7 @@ class _AttentionOptions(TypedDict, total=False):
     softmax_scale: Required[float]
     topk_length: Array | None
     attn_sink: Array | None
-    extra_kv: Array | None
+    extra_kv_cache: Array | None
     extra_indices: Array | None
     extra_topk_length: Array | None
     q_scale: float | Array
@@ -43,7 +43,7 @@ class _AttentionOptions(TypedDict, total=False):
 @overload
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
-    kv: Array,
+    kv_cache: Array,
     indices: Array,
     *,
     return_max_logits: Literal[False] = False,
@@ -53,7 +53,7 @@ def sparse_attention(
 @overload
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
-    kv: Array,
+    kv_cache: Array,
     indices: Array,
     *,
     return_max_logits: Literal[True],
@@ -63,7 +63,7 @@ def sparse_attention(
 @overload
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
-    kv: Array,
+    kv_cache: Array,
     indices: Array,
     *,
     return_max_logits: bool = False,
@@ -73,13 +73,13 @@ def sparse_attention(
 @operator
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],
-    kv: Array,
+    kv_cache: Array,
     indices: Array,
     *,
     softmax_scale: float,
     topk_length: Array | None = None,
     attn_sink: Array | None = None,
-    extra_kv: Array | None = None,
+    extra_kv_cache: Array | None = None,
     extra_indices: Array | None = None,
     extra_topk_length: Array | None = None,
     q_scale: float | Array = 1.0,
@@ -112,11 +112,11 @@ def sparse_attention(
     q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for keys of 512
         The pair (ql_nope, q_pe) is read in place. A query of 512 values may be e4m3, as
         float8_e4m3fn or as its bytes, uint8.
-    kv : [pages, block_size, row]
+    kv_cache : [pages, block_size, row]
         A paged cache (also with a head axis), or flat rows [tokens, row]. Keys have 576 values in
         rows of 576 bf16 or 656 bytes, and 512 in the formats of DeepSeek V4 and in rows of 512
         bf16. Split pages also [pages, page_bytes], with `block_size`. FP4 rows can only be
-        `extra_kv`.
+        `extra_kv_cache`.
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
@@ -126,9 +126,9 @@ def sparse_attention(
         Columns in use, clamped to [0, K].
     attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
-    extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
+    extra_kv_cache, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
         A second cache, its index list and lengths: one softmax over both. Its keys have as many
-        values as those of `kv`; formats and page sizes are free.
+        values as those of `kv_cache`; formats and page sizes are free.
     q_scale : float, or an array of one fp32
         The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
         Only what needs a scale takes an array, because its value is not read on a device. The
@@ -142,8 +142,8 @@ def sparse_attention(
         lists. 1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum:
         the bits of a token's result then do not depend on the rest of the batch.
     kv_format, extra_kv_format : str or None
-        The formats of `kv` and `extra_kv`, such as "fp8_v4". None takes them from the dtype and the
-        last dimension; several formats have rows of 528 or 288 bytes.
+        The formats of `kv_cache` and `extra_kv_cache`, such as "fp8_v4". None takes them from the
+        dtype and the last dimension; several formats have rows of 528 or 288 bytes.
     block_size, extra_block_size : int, optional
         Tokens per page, for caches [pages, page_bytes].
     return_max_logits : bool
@@ -294,7 +294,7 @@ def sparse_mla_dsv4(
     ...     query, cache, None, slots, cache, lens, None, bmm1_scale=512**-0.5, window=2)
     >>> same, lse = sparse_mla.sparse_attention(
     ...     query, cache, slots[:, :2], softmax_scale=512**-0.5,
-    ...     extra_kv=cache, extra_indices=slots[:, 2:], extra_topk_length=lens - 2)
+    ...     extra_kv_cache=cache, extra_indices=slots[:, 2:], extra_topk_length=lens - 2)
     >>> out.shape, (out == same).all().item()
     ((2, 9, 512), True)
 
@@ -371,7 +371,7 @@ def mla_attention(
         D = 576, or 512 for keys of 512 values. [B, n, H, D] has n tokens of each request. A query
         of 512 values may be e4m3, as float8_e4m3fn or as its bytes, uint8.
     kv_cache : [pages, block_size, row]
-        Keys of any format that `sparse_attention` takes as `kv`, in pages of any size.
+        Keys of any format that `sparse_attention` takes as `kv_cache`, in pages of any size.
     block_table : [>= B, W] int32, or None
         The pages of each request, in its order. An entry that is negative or past the cache hides
         its keys, and so does the end of the row.

@@ -41,7 +41,9 @@ def with_producer(name, op="sparse_attention", **options):
 # --- capsules in ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "extra_kv", "topk_length"])
+@pytest.mark.parametrize(
+    "name", ["q", "kv_cache", "indices", "attn_sink", "extra_kv_cache", "topk_length"]
+)
 @pytest.mark.parametrize("versioned", [True, False])
 def test_both_kinds_of_capsule(name, versioned):
     want = expected()
@@ -75,7 +77,7 @@ def test_byte_offset(name, offset):
     assert_returned(producer)
 
 
-@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "out"])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "indices", "attn_sink", "out"])
 @pytest.mark.parametrize("versioned", [True, False])
 def test_null_strides_mean_compact(name, versioned):
     want = expected()
@@ -154,7 +156,7 @@ REFUSED = {
     "a future major version": ("q", {"version": (2, 0)}, BufferError),
     "null data": ("q", {"fields": {"data": None}}, (ValueError, BufferError)),
     "unaligned int32": ("indices", {"fields": {"byte_offset": 1}}, ValueError),
-    "unaligned cache": ("kv", {"fields": {"byte_offset": 8}}, ValueError),
+    "unaligned cache": ("kv_cache", {"fields": {"byte_offset": 8}}, ValueError),
     "odd bf16 address": ("q", {"fields": {"byte_offset": 1}}, ValueError),
 }
 
@@ -298,7 +300,7 @@ def test_a_device_that_raises(error):
         assert_returned(call.args["lse_a"])
 
 
-@pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
+@pytest.mark.parametrize("bad", ["kv_cache", "indices", "attn_sink", "max_logits"])
 def test_every_argument_is_given_back_when_one_is_bad(bad):
     """Arguments come from producers and one has a wrong rank: each deleter runs exactly once."""
     call = operators.GOOD_CALLS["sparse_attention"]()

@@ -185,7 +185,9 @@ def test_a_tensor_is_an_argument_again():
 # --- what does not fit together ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "extra_kv", "out", "lse"])
+@pytest.mark.parametrize(
+    "name", ["q", "kv_cache", "indices", "attn_sink", "extra_kv_cache", "out", "lse"]
+)
 def test_host_arrays_among_the_gpu_s_are_refused(name):
     call = moved(CALLS["sparse_attention"](), keep_results=True)
     good = call.get(name)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.frameworks
 
 def attention_in_torch():
     call = moved(operators.GOOD_CALLS["sparse_attention"](), find_framework("torch"))
-    q, kv, indices = (call.args[name] for name in ("q", "kv", "indices"))
+    q, kv, indices = (call.args[name] for name in ("q", "kv_cache", "indices"))
     return lambda *arrays: sparse_mla.sparse_attention(*arrays, softmax_scale=0.1), (q, kv, indices)
 
 

@@ -242,11 +242,11 @@ def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", column
     parts = {"q[0]": q[..., :512].copy(), "q[1]": q[..., 512:].copy()} if pair else {"q": q}
     size = sparse_mla.attention_workspace_size(4, 3, 9, extra_topk=5, num_splits=2, device="cpu")
     arrays = parts | {
-        "kv": rows_of(fmt, 5, 4),
+        "kv_cache": rows_of(fmt, 5, 4),
         "indices": rng.integers(0, 20, (4, columns)).astype(np.int32),
         "topk_length": int32(9, 1, 0, 4),
         "attn_sink": rng.normal(0, 1, 3).astype(np.float32),
-        "extra_kv": rows_of(extra, 2, 4),
+        "extra_kv_cache": rows_of(extra, 2, 4),
         "extra_indices": rng.integers(0, 8, (4, 5)).astype(np.int32),
         "extra_topk_length": int32(5, 0, 0, 2),
         "out": np.zeros((4, 3, 512), ref.BF16),
@@ -263,8 +263,8 @@ def scaled_attention(op="sparse_attention") -> Example:
     q = ref.e4m3_encode(np.random.default_rng(4).normal(0, 1, (4, 3, 512)).astype(np.float32))
     example.arrays |= {
         "q": q.view(ref.E4M3),
-        "kv": bytes_below(120, 5, 4, 512),
-        "extra_kv": bytes_below(120, 2, 4, 512),
+        "kv_cache": bytes_below(120, 5, 4, 512),
+        "extra_kv_cache": bytes_below(120, 2, 4, 512),
     }
     example.arrays |= {name: one_scale() for name in ("q_scale", "kv_scale", "extra_kv_scale")}
     return example
@@ -782,7 +782,7 @@ GATHER = {
 }
 SCALED_ATTENTION = (
     ATTENTION
-    | {"q": "", "kv": "cache", "extra_kv": "cache"}
+    | {"q": "", "kv_cache": "cache", "extra_kv_cache": "cache"}
     | dict.fromkeys(("q_scale", "kv_scale", "extra_kv_scale"), "strided")
 )
 INSERT = {"k": "", "slot_mapping": "strided"}
@@ -1002,18 +1002,18 @@ TABLE: dict[str, Row] = {
     "attend fp8": Row(
         "sparse_attention",
         lambda: attention("fp8", "bf16"),
-        ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
+        ATTENTION | {"q": "", "kv_cache": "cache", "extra_kv_cache": ""},
     ),
     "attend bf16, pair": Row(
         "sparse_attention",
         lambda: attention("bf16", "fp8", pair=True),
-        ATTENTION | {"q[0]": "", "q[1]": "", "kv": "", "extra_kv": "cache"},
+        ATTENTION | {"q[0]": "", "q[1]": "", "kv_cache": "", "extra_kv_cache": "cache"},
     ),
     "attend, +inf": Row(
         "_attention_plus_inf",
         lambda: attention("bf16", "bf16", op="_attention_plus_inf"),
-        ATTENTION | {"q": "", "kv": "", "extra_kv": ""},
-        dict.fromkeys((*ATTENTION, "q", "kv", "extra_kv"), "sparse_attention"),
+        ATTENTION | {"q": "", "kv_cache": "", "extra_kv_cache": ""},
+        dict.fromkeys((*ATTENTION, "q", "kv_cache", "extra_kv_cache"), "sparse_attention"),
     ),
     "attend, +inf, scales": Row(
         "_attention_plus_inf",
@@ -1024,7 +1024,7 @@ TABLE: dict[str, Row] = {
     "attend, one column": Row(
         "sparse_attention",
         lambda: attention("fp8", "bf16", columns=1),
-        ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
+        ATTENTION | {"q": "", "kv_cache": "cache", "extra_kv_cache": ""},
     ),
     "attend, scales": Row(
         "sparse_attention",

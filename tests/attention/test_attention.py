@@ -251,11 +251,11 @@ def test_topk_length_is_a_cut_of_the_columns():
 
 
 def test_extra_cache_is_one_softmax_over_both():
-    """Splitting one cache's indices over kv and extra_kv changes nothing but rounding."""
+    """Splitting one cache's indices over kv and extra_kv_cache changes nothing but rounding."""
     whole = AttentionCase(3, 6, 120, indices="ordered").make()
     want = whole.reference()
     split = AttentionCase(3, 6, 120, indices="ordered").make()
-    split.options["extra_kv"] = split.kv
+    split.options["extra_kv_cache"] = split.kv
     split.options["extra_indices"] = split.indices[:, 50:]
     split.indices = split.indices[:, :50]
     assert_within_bounds(want, guarded_attention(attend, split))

@@ -176,7 +176,7 @@ def test_sparse_attention():
         for each in lists:
             options |= each.options(s, named)
         if extra is not None:
-            options |= {"extra_kv": lists[1].cache.array, "extra_indices": lists[1].indices}
+            options |= {"extra_kv_cache": lists[1].cache.array, "extra_indices": lists[1].indices}
         if sink:
             options["attn_sink"] = make_sink(rng, heads)
         shape = (TOKENS, heads)
@@ -212,7 +212,7 @@ def test_scales_that_overflow_in_their_product_alone(scales, names, shape):
     (name,) = names
     q, kv = np.zeros((1, 1, 512), E4M3), np.zeros((1, 1, 512), np.uint8)
     some = np.zeros((1, 1), np.int32)
-    both = {"extra_kv": kv, "extra_indices": some}
+    both = {"extra_kv_cache": kv, "extra_indices": some}
     s = Scales(scales.softmax, scales.q, scales.kv, as_arrays=shape)
     options = {"softmax_scale": s.softmax, "q_scale": s.argument(s.q), name: s.argument(s.kv)}
     for a, b in itertools.combinations((s.softmax, s.q, s.kv), 2):

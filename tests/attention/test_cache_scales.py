@@ -84,7 +84,7 @@ def test_scales_of_caches(other, count, num_splits):
             if other is not None:
                 small = max(scale * 1e-25, 1.2e-38) if other == "smaller" else scale
                 extra = Keys(rng, count, small, is_bf16=other == "bf16")
-                options |= {"extra_kv": extra.cache, "extra_indices": extra.slots}
+                options |= {"extra_kv_cache": extra.cache, "extra_indices": extra.slots}
                 if other != "bf16":
                     options |= {"extra_kv_scale": extra.scale, "extra_kv_format": "fp8_e4m3"}
                 values = np.concatenate([values, extra.values])
@@ -182,7 +182,7 @@ def test_scales_far_apart(scales, zeros):
         softmax_scale = MOST / max(scales) / 2
     q, wide = make_query(rng, 1.0)
     got = sparse_mla.sparse_attention(
-        q, main.cache, main.slots, softmax_scale=softmax_scale, extra_kv=extra.cache,
+        q, main.cache, main.slots, softmax_scale=softmax_scale, extra_kv_cache=extra.cache,
         extra_indices=extra.slots, kv_scale=main.scale, extra_kv_scale=extra.scale,
     )  # fmt: skip
     values = np.concatenate([main.values, extra.values])

@@ -58,7 +58,7 @@ class Layer:
         """The same by sparse_attention."""
         options = {
             "topk_length": np.clip(self.lengths, 0, self.W),
-            "extra_kv": self.compressed.cache,
+            "extra_kv_cache": self.compressed.cache,
             "extra_indices": self.indices[:, self.W :].copy(),
             "extra_topk_length": np.maximum(self.lengths - self.W, 0),
             "softmax_scale": float(np.float32(self.bmm1) / np.float32(self.bmm2)),
@@ -205,7 +205,7 @@ def test_one_cache_twice():
     """A layer without compressed tokens: the table is as wide as the window."""
     layer = Layer(K=0)
     got = layer.run(compressed_kv_cache=layer.swa.cache)
-    alone = layer.attend(extra_kv=None, extra_indices=None, extra_topk_length=None)
+    alone = layer.attend(extra_kv_cache=None, extra_indices=None, extra_topk_length=None)
     assert_same_bits(got, alone)
     assert_right(layer, got)
 

@@ -48,7 +48,7 @@ def load_pages(data: dict[str, np.ndarray]) -> V4Inputs:
         pages.cache = pages.memory.reshape(cache.shape)
         lists.append(Keys(pages, data[f"{prefix}indices"], data[f"{prefix}topk_length"], prefix))
     options = {"softmax_scale": float(data["scale"]), "attn_sink": data["attn_sink"]}
-    options |= {"extra_kv": lists[1].pages.cache, "extra_indices": lists[1].indices}
+    options |= {"extra_kv_cache": lists[1].pages.cache, "extra_indices": lists[1].indices}
     for keys in lists:
         options |= keys.options
     q, indices = data["q"].view(ref.BF16), lists[0].indices

@@ -59,7 +59,7 @@ def add_list(case: AttentionInputs, fmt, keys, width, *, ragged=False) -> Attent
     num_tokens = case.shape[0]
     rng = np.random.default_rng([width, 3])
     rows = cases.make_rows(rng, NUM_SLOTS, fmt)
-    case.options["extra_kv"] = rows.reshape(-1, 64, rows.shape[-1])
+    case.options["extra_kv_cache"] = rows.reshape(-1, 64, rows.shape[-1])
     case.options["extra_indices"] = make_indices(rng, num_tokens, width, keys)
     if ragged:
         case.options["extra_topk_length"] = make_lengths(rng, num_tokens, width)[::-1].copy()
@@ -81,8 +81,8 @@ def check(case: AttentionInputs) -> dict:
     got = guarded_attention(attend, case)
     assert_within_bounds(want, got)
     hide(case.kv, case.indices, options.get("topk_length"))
-    if "extra_kv" in options:
-        hide(options["extra_kv"], options["extra_indices"], options.get("extra_topk_length"))
+    if "extra_kv_cache" in options:
+        hide(options["extra_kv_cache"], options["extra_indices"], options.get("extra_topk_length"))
     assert_right_again(attend, case, want, got)
     return got
 

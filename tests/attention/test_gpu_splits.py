@@ -115,7 +115,7 @@ def test_two_lists(fmt, extra):
     rows = cases.make_rows(rng, 640, extra)
     indices = rng.integers(0, 640, (24, width)).astype(np.int32)
     indices[np.arange(width) >= np.resize([0, 1, 130, 700], 24)[:, None]] = -1
-    case.options |= {"extra_kv": rows.reshape(10, 64, -1), "extra_indices": indices}
+    case.options |= {"extra_kv_cache": rows.reshape(10, 64, -1), "extra_indices": indices}
     got = guarded_attention(attend, case)
     assert_right(case, got, np.arange(24))
     for name, x in guarded_attention(attend, case).items():

@@ -147,10 +147,10 @@ def test_one_key_in_two_lists(fmt, extra, in_extra, num_splits):
     extra_slots = rng.integers(0, 42, 64)
     extra_indices = place_keys(rng, rng.integers(0, 300, 64), 300, extra_slots, 42)
     (case.indices if in_extra else extra_indices)[...] = -1
-    case.options |= {"extra_kv": rows.reshape(6, 7, -1), "extra_indices": extra_indices}
+    case.options |= {"extra_kv_cache": rows.reshape(6, 7, -1), "extra_indices": extra_indices}
     got = guarded_attention(attend, case)
     assert_within_bounds(case.reference(), got)
-    kv = case.options["extra_kv"] if in_extra else case.kv
+    kv = case.options["extra_kv_cache"] if in_extra else case.kv
     assert_is_the_value(case, kv, extra_slots if in_extra else slots, got)
 
 

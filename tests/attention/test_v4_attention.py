@@ -163,7 +163,7 @@ class V4Case:
         for keys in lists:
             options |= keys.options
         if self.extra:
-            options |= {"extra_kv": lists[1].pages.cache, "extra_indices": lists[1].indices}
+            options |= {"extra_kv_cache": lists[1].pages.cache, "extra_indices": lists[1].indices}
         return V4Inputs(
             q=q, kv=lists[0].pages.cache, indices=lists[0].indices, options=options,
             num_splits=self.num_splits, lists=lists,
@@ -410,24 +410,24 @@ def test_sliding_window_and_compressed_rows():
 
 ERRORS = {
     "FP4 as the main cache": (
-        lambda i: {"kv": Pages("fp4_v41").cache, "kv_format": "fp4_v41"},
+        lambda i: {"kv_cache": Pages("fp4_v41").cache, "kv_format": "fp4_v41"},
         ValueError,
-        r"`kv` must be of a format that this operator takes \(.*\), got fp4_v41",
+        r"`kv_cache` must be of a format that this operator takes \(.*\), got fp4_v41",
     ),
     "528 bytes without a name": (
-        lambda i: {"kv": Pages("fp8_v41").cache},
+        lambda i: {"kv_cache": Pages("fp8_v41").cache},
         ValueError,
         r"kv_format=.*fp8_v41.*fp8_v41_split.*fp8_nope",
     ),
     "288 bytes without a name": (
-        lambda i: {"extra_kv": Pages("fp4_v41").cache, "extra_indices": i.indices},
+        lambda i: {"extra_kv_cache": Pages("fp4_v41").cache, "extra_indices": i.indices},
         ValueError,
-        r"`extra_kv` must come with extra_kv_format=.*fp4_v41.*fp4_v41_split",
+        r"`extra_kv_cache` must come with extra_kv_format=.*fp4_v41.*fp4_v41_split",
     ),
     "keys of the indexer": (
-        lambda i: {"kv": Pages("fp8_index").cache},
+        lambda i: {"kv_cache": Pages("fp8_index").cache},
         ValueError,
-        r"`kv` must be of a format that this operator takes \(.*\), got fp8_index",
+        r"`kv_cache` must be of a format that this operator takes \(.*\), got fp8_index",
     ),
     "a query of 576 values": (
         lambda i: {"q": np.zeros((3, 4, 576), ref.BF16)},
@@ -440,12 +440,12 @@ ERRORS = {
         r"`q` must be one array \[tokens, heads, 512\] for keys of 512 values, got a pair",
     ),
     "lists of different head size": (
-        lambda i: {"extra_kv": np.zeros((2, 64, 656), np.uint8), "extra_indices": i.indices},
+        lambda i: {"extra_kv_cache": np.zeros((2, 64, 656), np.uint8), "extra_indices": i.indices},
         ValueError,
-        r"`extra_kv` must have keys of 512 values, as `kv` has, got 576",
+        r"`extra_kv_cache` must have keys of 512 values, as `kv_cache` has, got 576",
     ),
     "an e4m3 query for 576 values": (
-        lambda i: {"q": np.zeros((3, 4, 576), E4M3), "kv": np.zeros((2, 64, 656), np.uint8)},
+        lambda i: {"q": np.zeros((3, 4, 576), E4M3), "kv_cache": np.zeros((2, 64, 656), np.uint8)},
         TypeError,
         r"`q` must be bfloat16, got float8_e4m3fn",
     ),
@@ -466,22 +466,25 @@ ERRORS = {
     ),
     "a scale of an extra cache without one": (
         lambda i: {
-            "extra_kv": i.kv, "extra_indices": i.indices, "extra_kv_scale": np.ones(1, np.float32),
+            "extra_kv_cache": i.kv, "extra_indices": i.indices,
+            "extra_kv_scale": np.ones(1, np.float32),
         },
         ValueError,
         r"`extra_kv_scale` must be left out for format fp8_v4, .*, got an array",
     ),
     "a scale of an extra cache that is absent": (
-        lambda i: {"extra_kv_scale": 2.0}, ValueError, r"`extra_kv` must ",
+        lambda i: {"extra_kv_scale": 2.0}, ValueError, r"`extra_kv_cache` must ",
     ),
     "a format of an extra cache that is absent": (
-        lambda i: {"extra_kv_format": "fp8_v41"}, ValueError, r"`extra_kv` must ",
+        lambda i: {"extra_kv_format": "fp8_v41"}, ValueError, r"`extra_kv_cache` must ",
     ),
     "pages of an extra cache that is absent": (
-        lambda i: {"extra_block_size": 64}, ValueError, r"`extra_kv` must ",
+        lambda i: {"extra_block_size": 64}, ValueError, r"`extra_kv_cache` must ",
     ),
     "a query of 576 values as bytes": (
-        lambda i: {"q": np.zeros((3, 4, 576), np.uint8), "kv": np.zeros((2, 64, 656), np.uint8)},
+        lambda i: {
+            "q": np.zeros((3, 4, 576), np.uint8), "kv_cache": np.zeros((2, 64, 656), np.uint8),
+        },
         TypeError,
         r"`q` must be bfloat16, got uint8",
     ),
@@ -496,7 +499,7 @@ ERRORS = {
         r"`q_scale` must be",
     ),
     "pages of bytes without a size": (
-        lambda i: {"kv": Pages("fp8_v4", "bytes").cache, "kv_format": "fp8_v4"},
+        lambda i: {"kv_cache": Pages("fp8_v4", "bytes").cache, "kv_format": "fp8_v4"},
         ValueError,
         r"block_size",
     ),
@@ -517,8 +520,8 @@ ERRORS = {
 def test_errors(what):
     change, kind, text = ERRORS[what]
     inputs = V4Case().make()
-    given = {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.options}
+    given = {"q": inputs.q, "kv_cache": inputs.kv, "indices": inputs.indices, **inputs.options}
     given |= change(inputs)
     with pytest.raises(kind, match=text) as caught:
-        attend(given.pop("q"), given.pop("kv"), given.pop("indices"), **given)
+        attend(given.pop("q"), given.pop("kv_cache"), given.pop("indices"), **given)
     assert re.match("sparse_attention: ", str(caught.value))

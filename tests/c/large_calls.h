@@ -71,7 +71,7 @@ make_large_attention(void)
     }
     return (any_args){.attention = {.struct_size = sizeof(smla_sparse_attention_args),
                                     .q = normal(ARRAY(bf16, 1, 2, 576)),
-                                    .kv = normal(ARRAY(bf16, 32, 576)),
+                                    .kv_cache = normal(ARRAY(bf16, 32, 576)),
                                     .indices = &indices->tensor,
                                     .out = &ARRAY(bf16, 1, 2, 512)->tensor,
                                     .lse = &ARRAY(fp32, 1, 2)->tensor,

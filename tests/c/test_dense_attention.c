@@ -130,7 +130,7 @@ expect_same(const dense_call *c, int64_t left)
     const smla_sparse_attention_args sparse = {.struct_size = sizeof sparse,
                                                .q = c->args.q,
                                                .q_pe = c->args.q_pe,
-                                               .kv = c->args.kv_cache,
+                                               .kv_cache = c->args.kv_cache,
                                                .indices = list_slots(left),
                                                .attn_sink = c->args.attn_sink,
                                                .out = &out->tensor,

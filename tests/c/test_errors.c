@@ -346,8 +346,8 @@ test_attention_values(void)
     EXPECT_REFUSED("got -1");
     bad.attention.kv_format = 77;
     EXPECT_REFUSED("`kv_format` must be a known cache format, got number 77");
-    bad.attention.extra_kv = NULL;
-    EXPECT_REFUSED("`extra_kv` must be given, got none");
+    bad.attention.extra_kv_cache = NULL;
+    EXPECT_REFUSED("`extra_kv_cache` must be given, got none");
     bad.attention.q = ZEROS(bf16, 3, 0, 512);
     bad.attention.q_pe = ZEROS(bf16, 3, 0, 64);
     EXPECT_REFUSED("`q[0]` must have 1 to 128 heads, got 0");
@@ -357,7 +357,7 @@ test_attention_values(void)
 #undef EXPECT_REFUSED
     bad.attention.kv_format = SMLA_KV_BFLOAT16;
     EXPECT_FAIL(smla_sparse_attention(&bad.attention, &error), SMLA_ERROR_TYPE,
-                "`kv` must be bfloat16 for format bfloat16, got uint8");
+                "`kv_cache` must be bfloat16 for format bfloat16, got uint8");
 }
 
 static void

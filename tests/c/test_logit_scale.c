@@ -139,8 +139,8 @@ test_attention(void)
     call.attention.q = ZEROS(e4m3, 3, 2, 512);
     call.attention.out = ZEROS(bf16, 3, 2, 512);
     call.attention.q_pe = NULL;
-    call.attention.kv = ZEROS(e4m3, 2, 4, 512);
-    call.attention.extra_kv = NULL;
+    call.attention.kv_cache = ZEROS(e4m3, 2, 4, 512);
+    call.attention.extra_kv_cache = NULL;
     call.attention.extra_indices = NULL;
     call.attention.extra_topk_length = NULL;
     for (int i = 0; i < NUM_DRAWS; i++) {

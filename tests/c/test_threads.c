@@ -94,7 +94,7 @@ add_attention(job *jobs, int *num_jobs, int64_t tokens, int64_t heads, int64_t t
     }
     any_args args = {.attention = {.struct_size = sizeof(smla_sparse_attention_args),
                                    .q = normal(ARRAY(bf16, tokens, heads, 576)),
-                                   .kv = normal(ARRAY(bf16, 32, 576)),
+                                   .kv_cache = normal(ARRAY(bf16, 32, 576)),
                                    .indices = &indices->tensor,
                                    .out = &out->tensor,
                                    .lse = &lse->tensor,

@@ -192,13 +192,15 @@ def test_attention_refuses_keys_of_the_indexer(name):
     f = rows.FORMATS[name]
     q, slots = np.zeros((1, 2, 512), ref.BF16), np.zeros((1, 3), np.int32)
     cache = np.zeros((2, 4, f.row_bytes), np.uint8)
-    with pytest.raises(ValueError, match=rf"^sparse_attention: `kv` {TAKES} \(.*\), got {name}$"):
+    with pytest.raises(
+        ValueError, match=rf"^sparse_attention: `kv_cache` {TAKES} \(.*\), got {name}$"
+    ):
         sparse_mla.sparse_attention(q, cache, slots, softmax_scale=1.0, kv_format=name)
     keys = np.zeros((9, 512), ref.BF16)
-    text = rf"^sparse_attention: `extra_kv` {TAKES} \(.*\), got {name}$"
+    text = rf"^sparse_attention: `extra_kv_cache` {TAKES} \(.*\), got {name}$"
     with pytest.raises(ValueError, match=text):
         sparse_mla.sparse_attention(
-            q, keys, slots, softmax_scale=1.0, extra_kv=cache, extra_indices=slots
+            q, keys, slots, softmax_scale=1.0, extra_kv_cache=cache, extra_indices=slots
         )
 
 

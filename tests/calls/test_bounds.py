@@ -74,7 +74,7 @@ NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-CACHES = ("kv_cache", "k_cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
+CACHES = ("kv_cache", "k_cache", "extra_kv_cache", "swa_kv_cache", "compressed_kv_cache")
 BYTE_FORMATS = {
     "fp8_ds_mla": 656,
     "fp8_v4": 584,
@@ -113,7 +113,7 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
     if op == "sparse_mla_dsv4":
         return "512", {name: BYTE_FORMATS[name] for name in ("fp8_v4", "fp8_e4m3")}
     if "attention" in op:
-        others = ("index",) if name == "extra_kv" else ("index", "fp4")
+        others = ("index",) if name == "extra_kv_cache" else ("index", "fp4")
         return "576 or 512", {
             n: row for n, row in BYTE_FORMATS.items() if not any(word in n for word in others)
         }
@@ -134,9 +134,7 @@ def error_op(row: Row) -> str:
 
 
 def is_cache(row: Row, name: str) -> bool:
-    rows = ("fused_q_kv_rmsnorm", "fused_qnorm_rope_kv_insert")
-    rows += ("save_partial_states", "compress_norm_rope_store")
-    return name in CACHES and not (name == "kv" and row.op in rows)
+    return name in CACHES
 
 
 # What varlen_attention takes, beside a query of bf16 or e4m3.
@@ -239,7 +237,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
             return TypeError, f"{who} be {formats}, got {dtype}"
         if row.op == "indexer_k_quant_and_cache":  # this call names the format
             return TypeError, f"{who} be {listed(BYTES)} for format fp8_index, got {dtype}"
-        scale = {"extra_kv": "extra_kv_scale"}.get(name, "kv_scale")
+        scale = {"extra_kv_cache": "extra_kv_scale"}.get(name, "kv_scale")
         scale = "bmm2_scale" if row.op == "sparse_mla_dsv4" else scale
         if dtype == "bfloat16" and scale in row.rules:  # 512 values, as there were 512 bytes
             rule = "be left out for format bfloat16, which has no scale of the whole cache"
@@ -665,10 +663,17 @@ def test_a_cache_sizes_what_goes_with_it():
         (512, zeros(3, 656, dtype=U8), 576),
     ):
         kv = zeros(3, wide)
-        rule = f"must have keys of {wide} values, as `kv` has, got {got}"
-        with refuses(f"sparse_attention: `extra_kv` {rule}"):
-            attend(zeros(2, 3, wide), kv, indices, extra_kv=other, extra_indices=indices, **options)
-        attend(zeros(2, 3, wide), kv, indices, extra_kv=kv, extra_indices=indices, **options)
+        rule = f"must have keys of {wide} values, as `kv_cache` has, got {got}"
+        with refuses(f"sparse_attention: `extra_kv_cache` {rule}"):
+            attend(
+                zeros(2, 3, wide),
+                kv,
+                indices,
+                extra_kv_cache=other,
+                extra_indices=indices,
+                **options,
+            )
+        attend(zeros(2, 3, wide), kv, indices, extra_kv_cache=kv, extra_indices=indices, **options)
     out = zeros(4, 512)
     starts, lens, table = np.zeros(1, np.int32), np.full(1, 3, np.int32), np.zeros((1, 1), np.int32)
     sparse_mla.gather_kv_cache(zeros(1, 3, 512), table, lens, starts, out=out)
@@ -1480,21 +1485,21 @@ def test_lengths_and_tables_of_pages():
         attend_to_pages(slot_table=int32([0]))
 
 
-@pytest.mark.parametrize("given", ["extra_indices", "extra_topk_length", "both", "extra_kv"])
+@pytest.mark.parametrize("given", ["extra_indices", "extra_topk_length", "both", "extra_kv_cache"])
 def test_extra_lists_are_whole(given):
     extra = {
-        "extra_kv": zeros(1, 1, 576),
+        "extra_kv_cache": zeros(1, 1, 576),
         "extra_indices": int32([0]),
         "extra_topk_length": int32(1),
     }
     attend(**extra)
     attend(**{n: x for n, x in extra.items() if n != "extra_topk_length"})
     names = ("extra_indices", "extra_topk_length") if given == "both" else (given,)
-    missing = "extra_indices" if given == "extra_kv" else "extra_kv"
+    missing = "extra_indices" if given == "extra_kv_cache" else "extra_kv_cache"
     with refuses(f"sparse_attention: `{missing}` must be given, got none"):
         attend(**{n: extra[n] for n in names})
     with refuses("sparse_attention: `extra_indices` must be given, got none"):
-        attend(extra_kv=extra["extra_kv"], extra_topk_length=extra["extra_topk_length"])
+        attend(extra_kv_cache=extra["extra_kv_cache"], extra_topk_length=extra["extra_topk_length"])
 
 
 def test_a_square_weight_is_read_as_it_lies():
@@ -1635,7 +1640,9 @@ def test_rows_that_reach_into_the_next(stride):
         assert (raw == RED).all()
 
 
-@pytest.mark.parametrize("argument", ["kv", "q", "indices", "topk_length", "attn_sink", "out"])
+@pytest.mark.parametrize(
+    "argument", ["kv_cache", "q", "indices", "topk_length", "attn_sink", "out"]
+)
 def test_an_argument_as_workspace(argument):
     """The array is large enough for a workspace, but the call uses it otherwise."""
     kv = np.zeros((4096, 576), BF16)
@@ -1646,7 +1653,7 @@ def test_an_argument_as_workspace(argument):
         "attn_sink": np.zeros(2**17, F32)[:: 2**16],
         "out": np.zeros((256, 2, 512), BF16),
     }
-    whole = {n: x.base if x.base is not None else x for n, x in (arrays | {"kv": kv}).items()}
+    whole = {n: x.base if x.base is not None else x for n, x in (arrays | {"kv_cache": kv}).items()}
     workspace = whole[argument].reshape(-1).view(U8)
     size = sparse_mla.attention_workspace_size(256, 2, 600, device="cpu")
     assert workspace.size >= 2**19 or size < workspace.size
@@ -1712,7 +1719,7 @@ def attend_to(kv):
 
 def test_the_end_of_the_address_space():
     """An array may span 2^57 bytes at most and must not reach below address 0."""
-    rule = "sparse_attention: `kv` must fit in the address space with its strides, got shape"
+    rule = "sparse_attention: `kv_cache` must fit in the address space with its strides, got shape"
     attend_to(cache_of(2**57 - 4 * 656))
     with refuses(f"{rule} [2, 4, 656]"):
         attend_to(cache_of(2**57 - 4 * 656 + 16))

@@ -55,7 +55,7 @@ def test_its_current_stream_is_used(op, second):
     assert_same_values(gpu.values(results), want, op)
 
 
-@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "out"])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "indices", "attn_sink", "out"])
 def test_arrays_of_two_devices_are_refused(name, second):
     call = moved(CALLS["sparse_attention"](), keep_results=True)
     good = call.get(name)

@@ -251,7 +251,7 @@ def test_indices_of_every_format(is_extra, name):
             indices.reverse()
         extra = {f"extra_{key}": x for key, x in lists[1][1].items()}
         out, lse = sparse_mla.sparse_attention(
-            q, lists[0][0], indices[0], extra_kv=lists[1][0], extra_indices=indices[1],
+            q, lists[0][0], indices[0], extra_kv_cache=lists[1][0], extra_indices=indices[1],
             softmax_scale=0.1, **lists[0][1], **extra,
         )  # fmt: skip
         return out.tobytes() + lse.tobytes()

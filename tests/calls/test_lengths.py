@@ -41,7 +41,7 @@ def attend(width, num_keys=10, *, num_tokens=1, has_length=True, is_extra=False,
     lists = {"indices": indices, "topk_length": lengths}
     if is_extra:
         lists = {f"extra_{name}": x for name, x in lists.items()} | {
-            "extra_kv": rows,
+            "extra_kv_cache": rows,
             "indices": indices[:, :20],
         }
     return lambda: sparse_mla.sparse_attention(q, rows, **lists, softmax_scale=0.05, **options)
@@ -203,7 +203,9 @@ def test_both_schedules_skip_empty_parts_alike(has_extra):
     indices = lists_with_empty_parts(num_tokens, 320, num_splits)
 
     def run(tokens):
-        lists = {"extra_kv": rows, "extra_indices": indices[tokens, ::-1]} if has_extra else {}
+        lists = (
+            {"extra_kv_cache": rows, "extra_indices": indices[tokens, ::-1]} if has_extra else {}
+        )
         lists = {name: np.ascontiguousarray(x) for name, x in lists.items()}
         return sparse_mla.sparse_attention(
             q[tokens], rows, indices[tokens], softmax_scale=1.0, num_splits=num_splits, **lists

@@ -312,7 +312,7 @@ MEANT: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
 CALLED = {
     ("CommonAttentionMetadata", "query_start_loc_cpu"): "query_start_loc",
     ("SparseMLA", "kv_b_proj"): "weight",
-    ("flash_mla.flash_mla_with_kvcache", "extra_k_cache"): "extra_kv",
+    ("flash_mla.flash_mla_with_kvcache", "extra_k_cache"): "extra_kv_cache",
     ("v4.Caches", "compressed"): "kv_cache",
     ("v4.Caches", "index"): "kv_cache",
     ("v4.Caches", "index_state"): "state",

@@ -98,12 +98,12 @@ def test_refuses_as_its_declaration(op, args, kwargs):
 
 def test_every_form_of_a_call():
     args, kwargs = arguments()
-    names = ["q", "kv", "indices"]
+    names = ["q", "kv_cache", "indices"]
     out, lse = ATTENTION(*args, **kwargs)
     spelled = {"".join(list(name)): value for name, value in zip(names, args, strict=True)}
     results = [
         ATTENTION(**spelled, **kwargs),  # names that are not interned
-        ATTENTION(args[0], indices=args[2], kv=args[1], **kwargs),
+        ATTENTION(args[0], indices=args[2], kv_cache=args[1], **kwargs),
         ATTENTION.__call__(*args, **kwargs),
         ATTENTION.__call__(args[0], **dict(zip(names[1:], args[1:], strict=True)), **kwargs),
     ]

@@ -153,7 +153,7 @@ def test_attention_at_the_ends_of_its_range(small, fmt, isa, monkeypatch):
         keys = (subnormal.normal(128, 576).astype(np.float64) * 2.0**-128).astype(ref.BF16)
     kv = subnormal.write_rows(keys, fmt)
     indices = np.tile(np.arange(128, dtype=np.int32), (2, 1))
-    arguments = {"q": q, "kv": kv, "indices": indices, "softmax_scale": 1.0}
+    arguments = {"q": q, "kv_cache": kv, "indices": indices, "softmax_scale": 1.0}
     out, lse = subnormal.sparse_mla.sparse_attention(**arguments)
     assert_within_bounds(ref.attention(**arguments), {"out": out, "lse": lse})
 
@@ -165,7 +165,7 @@ def test_a_subnormal_softmax_scale(isa, monkeypatch):
     large = (subnormal.normal(128, 576).astype(np.float64) * 2.0**58).astype(ref.BF16)
     arguments = {
         "q": large[:6].reshape(2, 3, 576),
-        "kv": large.reshape(2, 64, 576),
+        "kv_cache": large.reshape(2, 64, 576),
         "indices": np.tile(np.arange(128, dtype=np.int32), (2, 1)),
         "softmax_scale": 2.0**-127,
     }

@@ -82,7 +82,7 @@ def test_every_table_of_a_build_is_named(make):
 
 NUM_KEYS = 3
 NAMES = {
-    "kv": "extra_kv",
+    "kv_cache": "extra_kv_cache",
     "indices": "extra_indices",
     "topk_length": "extra_topk_length",
     "kv_format": "extra_kv_format",
@@ -93,7 +93,7 @@ NAMES = {
 
 def attend(list_options: dict, *, is_extra: bool) -> str:
     """What a call with one bad list is refused with. The other list is good."""
-    good = {"kv": np.zeros((4, 512), ref.BF16), "indices": np.zeros((1, NUM_KEYS), np.int32)}
+    good = {"kv_cache": np.zeros((4, 512), ref.BF16), "indices": np.zeros((1, NUM_KEYS), np.int32)}
     lists = [good, list_options] if is_extra else [list_options, good]
     options = lists[0] | {NAMES[name]: x for name, x in lists[1].items()}
     with pytest.raises((TypeError, ValueError)) as info:
@@ -104,7 +104,9 @@ def attend(list_options: dict, *, is_extra: bool) -> str:
 def cache_of(name: str, **changes) -> dict:
     pages = rows.Pages(name, pages=3, block_size=5)
     return (
-        {"kv": pages.cache, "indices": np.zeros((1, NUM_KEYS), np.int32)} | pages.options | changes
+        {"kv_cache": pages.cache, "indices": np.zeros((1, NUM_KEYS), np.int32)}
+        | pages.options
+        | changes
     )
 
 
@@ -121,26 +123,34 @@ def strided(name: str, gap: int) -> np.ndarray:
 
 
 BAD_LISTS = {
-    "dtype": lambda: cache_of("bfloat16", kv=np.zeros((3, 5, 512), np.float64)),
-    "width": lambda: cache_of("bfloat16", kv=np.zeros((3, 5, 513), ref.BF16)),
+    "dtype": lambda: cache_of("bfloat16", kv_cache=np.zeros((3, 5, 512), np.float64)),
+    "width": lambda: cache_of("bfloat16", kv_cache=np.zeros((3, 5, 513), ref.BF16)),
     "dtype of a name": lambda: cache_of("bfloat16", kv_format="fp8_v4"),
     "one of two formats": lambda: cache_of("fp8_v41", kv_format=None),
     "a format of the indexer": lambda: cache_of("fp8_index"),
-    "no name": lambda: cache_of("fp8_v41_split", kv=whole_pages("fp8_v41_split"), kv_format=None),
-    "no name, a size": lambda: cache_of(
-        "fp8_v41_split", kv=whole_pages("fp8_v41_split"), kv_format=None, block_size=5
+    "no name": lambda: cache_of(
+        "fp8_v41_split", kv_cache=whole_pages("fp8_v41_split"), kv_format=None
     ),
-    "no size": lambda: cache_of("fp8_v41_split", kv=whole_pages("fp8_v41_split"), block_size=None),
-    "small pages": lambda: cache_of("fp8_v41_split", kv=whole_pages("fp8_v41_split"), block_size=6),
+    "no name, a size": lambda: cache_of(
+        "fp8_v41_split", kv_cache=whole_pages("fp8_v41_split"), kv_format=None, block_size=5
+    ),
+    "no size": lambda: cache_of(
+        "fp8_v41_split", kv_cache=whole_pages("fp8_v41_split"), block_size=None
+    ),
+    "small pages": lambda: cache_of(
+        "fp8_v41_split", kv_cache=whole_pages("fp8_v41_split"), block_size=6
+    ),
     "another size": lambda: cache_of("bfloat16", block_size=4),
     "a size of 2^31": lambda: cache_of("bfloat16", block_size=2**31),
-    "five dimensions": lambda: cache_of("bfloat16", kv=np.zeros((3, 5, 1, 1, 512), ref.BF16)),
-    "five, split": lambda: cache_of("fp8_v41_split", kv=np.zeros((3, 5, 2, 528), np.uint8)),
-    "no token": lambda: cache_of("bfloat16", kv=np.zeros((3, 0, 512), ref.BF16)),
-    "strides": lambda: cache_of("fp8_v41", kv=strided("fp8_v41", 8)),
-    "split strides": lambda: cache_of("fp8_v41_split", kv=strided("fp8_v41_split", 16)),
-    "last stride": lambda: cache_of("bfloat16", kv=np.zeros((3, 5, 1024), ref.BF16)[:, :, ::2]),
-    "address": lambda: cache_of("fp8_v41", kv=np.zeros(536, np.uint8)[8:].reshape(1, 1, 528)),
+    "five dimensions": lambda: cache_of("bfloat16", kv_cache=np.zeros((3, 5, 1, 1, 512), ref.BF16)),
+    "five, split": lambda: cache_of("fp8_v41_split", kv_cache=np.zeros((3, 5, 2, 528), np.uint8)),
+    "no token": lambda: cache_of("bfloat16", kv_cache=np.zeros((3, 0, 512), ref.BF16)),
+    "strides": lambda: cache_of("fp8_v41", kv_cache=strided("fp8_v41", 8)),
+    "split strides": lambda: cache_of("fp8_v41_split", kv_cache=strided("fp8_v41_split", 16)),
+    "last stride": lambda: cache_of(
+        "bfloat16", kv_cache=np.zeros((3, 5, 1024), ref.BF16)[:, :, ::2]
+    ),
+    "address": lambda: cache_of("fp8_v41", kv_cache=np.zeros(536, np.uint8)[8:].reshape(1, 1, 528)),
     "a scale": lambda: cache_of("bfloat16", kv_scale=0.5),
     "a bad scale": lambda: cache_of("fp8_e4m3", kv_scale=-1.0),
     "scales": lambda: cache_of("fp8_e4m3", kv_scale=np.ones(2, np.float32)),
@@ -168,7 +178,7 @@ def test_two_good_caches():
     """The lists that are bent above are good as they are."""
     for name in ("bfloat16", "fp8_v41_split", "fp8_e4m3"):
         options = cache_of(name)
-        good = {"kv": np.zeros((4, 512), ref.BF16), "indices": options["indices"]}
+        good = {"kv_cache": np.zeros((4, 512), ref.BF16), "indices": options["indices"]}
         for first, second in ((options, good), (good, options)):
             extra = {NAMES[key]: x for key, x in second.items()}
             q = np.zeros((1, 2, 512), ref.BF16)

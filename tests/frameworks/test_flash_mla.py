@@ -246,7 +246,9 @@ def test_what_is_false_is_not_taken_for_none(false):
         return flash_mla.flash_mla_with_kvcache(case.q, case.k_cache, **given)
 
     def refuse(call, name: str, value) -> None:
-        named = {"extra_k_cache": "extra_kv"}.get(name, name)  # the core's errors pass through
+        named = {"extra_k_cache": "extra_kv_cache"}.get(
+            name, name
+        )  # the core's errors pass through
         with pytest.raises((TypeError, ValueError), match=rf": `{named}` must ") as error:
             call(**{name: value})
         assert "got None" not in str(error.value)

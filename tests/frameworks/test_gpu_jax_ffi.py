@@ -145,7 +145,7 @@ def test_workspaces_go_back_to_xla(place, smla):
 
     def in_use():
         jax.block_until_ready(run(*good))
-        with pytest.raises(RuntimeError, match="`kv` must be"):
+        with pytest.raises(RuntimeError, match="`kv_cache` must be"):
             jax.block_until_ready(run(*bad))
         return place.place.memory_stats()["bytes_in_use"]
 

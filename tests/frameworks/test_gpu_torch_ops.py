@@ -58,7 +58,7 @@ def test_a_compiled_step_in_a_graph(fmt):
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["kv", "indices", "attn_sink", "out"])
+@pytest.mark.parametrize("name", ["kv_cache", "indices", "attn_sink", "out"])
 def test_a_tensor_on_the_host_is_refused(name, how):
     torch._dynamo.reset()
     call = moved(CALLS["sparse_attention"](), keep_results=True)

@@ -403,7 +403,7 @@ def test_workspace_taken_inside_a_call_is_freed(place, smla):
 
     def both():
         place.module.block_until_ready(run(*good))
-        with pytest.raises(RuntimeError, match="`kv` must be"):
+        with pytest.raises(RuntimeError, match="`kv_cache` must be"):
             place.module.block_until_ready(run(*bad))
 
     for _ in range(3):

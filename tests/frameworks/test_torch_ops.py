@@ -523,7 +523,7 @@ def test_vmap_runs_one_call_after_the_other(place, smla):
     assert_same(place, got, torch.stack([sparse_mla.k_up_proj(x, weight) for x in (q, q * 2)]))
 
 
-@pytest.mark.parametrize("name", ["kv", "attn_sink", "out"])
+@pytest.mark.parametrize("name", ["kv_cache", "attn_sink", "out"])
 def test_a_tensor_without_memory_is_refused(place, smla, name):
     """A tensor of device "meta" would send the call to the fake kernel, whose results have no
     values."""

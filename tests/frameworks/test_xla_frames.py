@@ -233,7 +233,7 @@ def attend(**changes) -> Frame:
     arguments = ones(1, 1, 576), ones(300, 576), np.zeros((1, 256), np.int32)
     results = ones(1, 1, 512), np.zeros((1, 1), np.float32)
     names = list(dict(sparse_mla.sparse_attention.table))
-    present = sum(1 << names.index(name) for name in ("q", "kv", "indices", "out", "lse"))
+    present = sum(1 << names.index(name) for name in ("q", "kv_cache", "indices", "out", "lse"))
     options = {"softmax_scale": 0.1, "num_splits": 2, "return_max_logits": 0, "present": present}
     return make_frame(Api(), b"sparse_attention", arguments, results, **options | changes)
 

@@ -235,7 +235,7 @@ class AttentionCase:
         length = make_topk_length(rng, self.T, width)
         hide_unselected(rows, indices, length)
         kv = lay_out(rows, block_size, "padded")
-        return {"extra_kv": kv, "extra_indices": indices, "extra_topk_length": length}
+        return {"extra_kv_cache": kv, "extra_indices": indices, "extra_topk_length": length}
 
 
 def make_ragged(rng, fmt, length, num_heads, width, num_slots, *, by_length) -> AttentionInputs:

@@ -128,7 +128,7 @@ class Decode:
             softmax_scale=576**-0.5 if self.softmax_scale is None else self.softmax_scale,
             topk_length=per_query(self.options.get("topk_length")),
             attn_sink=self.options.get("attn_sink"),
-            extra_kv=self.options.get("extra_k_cache"),
+            extra_kv_cache=self.options.get("extra_k_cache"),
             extra_indices=flat(self.options.get("extra_indices_in_kvcache")),
             extra_topk_length=per_query(self.options.get("extra_topk_length")),
         )

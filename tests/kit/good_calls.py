@@ -83,14 +83,14 @@ def attention_call() -> Call:
     rng = np.random.default_rng(3)
     args = {
         "q": cases.random_bf16(rng, 3, 4, 576),
-        "kv": cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656),
+        "kv_cache": cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656),
         "indices": rng.integers(-1, 20, (3, 9)).astype(np.int32),
     }
     kwargs = {
         "softmax_scale": 0.04,
         "topk_length": np.array([9, 4, 0], np.int32),
         "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
-        "extra_kv": cases.make_rows(rng, 8, "bf16").reshape(2, 4, 576),
+        "extra_kv_cache": cases.make_rows(rng, 8, "bf16").reshape(2, 4, 576),
         "extra_indices": rng.integers(-1, 8, (3, 5)).astype(np.int32),
         "extra_topk_length": np.array([5, 1, 0], np.int32),
         "num_splits": 0,

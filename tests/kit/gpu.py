@@ -49,7 +49,7 @@ def split_attention() -> operators.Call:
     rng = np.random.default_rng(9)
     args = {
         "q": cases.random_bf16(rng, 3, 24, 576),
-        "kv": cases.make_rows(rng, 640, "fp8").reshape(10, 64, 656),
+        "kv_cache": cases.make_rows(rng, 640, "fp8").reshape(10, 64, 656),
         "indices": rng.integers(-1, 640, (3, 400)).astype(np.int32),
     }
     kwargs = {

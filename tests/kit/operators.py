@@ -146,9 +146,9 @@ FACTS: dict[str, Facts] = {
         is_exact=True,
     ),
     "sparse_attention": Facts(
-        positional="q kv indices",
+        positional="q kv_cache indices",
         keywords=(
-            "softmax_scale topk_length= attn_sink= extra_kv= extra_indices= "
+            "softmax_scale topk_length= attn_sink= extra_kv_cache= extra_indices= "
             "extra_topk_length= q_scale=1.0 kv_scale=1.0 extra_kv_scale=1.0 num_splits=0 "
             "kv_format= extra_kv_format= block_size= extra_block_size= "
             "return_max_logits=False out= lse= max_logits= workspace= stream="

@@ -228,7 +228,7 @@ class Rows:
     def options(self, indices: np.ndarray, length: np.ndarray | None) -> dict:
         cases.hide_unselected(self.rows, indices, length)
         kv = cases.lay_out(self.rows, self.drawn.block_size, self.drawn.layout)
-        return {f"{self.prefix}kv": kv}
+        return {f"{self.prefix}kv_cache": kv}
 
 
 # Factors of keys [n, 512], which are made once per format.
@@ -289,7 +289,7 @@ class V4Rows:
         used = np.unique(np.concatenate(used))
         self.pages.put(used, *(x[used] for x in self.parts))
         self.keys = Keys(self.pages, indices, length, self.prefix)
-        return {f"{self.prefix}kv": self.pages.cache} | self.keys.options
+        return {f"{self.prefix}kv_cache": self.pages.cache} | self.keys.options
 
 
 class List:
@@ -392,7 +392,7 @@ def make(drawn: Draw) -> tuple[AttentionInputs, int | None]:
         options |= each.options()
     if drawn.sink:
         options["attn_sink"] = cases.make_sink(rng, drawn.num_heads)
-    kv, indices = options.pop("kv"), options.pop("indices")
+    kv, indices = options.pop("kv_cache"), options.pop("indices")
     if drawn.e4m3:
         options["q_scale"] = 1.25
         q = ref.e4m3_encode(ref.to_f32(q) / np.float32(1.25)).view(E4M3)

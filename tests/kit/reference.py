@@ -292,13 +292,13 @@ def chosen_slots(indices, topk_length, kv, t) -> np.ndarray:
 
 def attention(
     q,
-    kv,
+    kv_cache,
     indices,
     *,
     softmax_scale,
     topk_length=None,
     attn_sink=None,
-    extra_kv=None,
+    extra_kv_cache=None,
     extra_indices=None,
     extra_topk_length=None,
 ) -> Attention:
@@ -306,11 +306,11 @@ def attention(
     query = join_q(q)
     keys = []
     for t in range(len(query)):
-        keys.append(decode_rows(kv, chosen_slots(indices, topk_length, kv, t)))
-        if extra_kv is not None:
-            slots = chosen_slots(extra_indices, extra_topk_length, extra_kv, t)
-            keys[t] = np.concatenate([keys[t], decode_rows(extra_kv, slots)])
-    has_scales = is_fp8(kv) or (extra_kv is not None and is_fp8(extra_kv))
+        keys.append(decode_rows(kv_cache, chosen_slots(indices, topk_length, kv_cache, t)))
+        if extra_kv_cache is not None:
+            slots = chosen_slots(extra_indices, extra_topk_length, extra_kv_cache, t)
+            keys[t] = np.concatenate([keys[t], decode_rows(extra_kv_cache, slots)])
+    has_scales = is_fp8(kv_cache) or (extra_kv_cache is not None and is_fp8(extra_kv_cache))
     return attend_keys(query * float(softmax_scale), keys, attn_sink, has_scales=has_scales)
 
 

@@ -21,11 +21,11 @@ enum { ATTENTION_Q, ATTENTION_OUT = 12, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
 static const smla_py_param attention_params[] = {
     [ATTENTION_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_sparse_attention_args, q)},
     {"q_pe", SMLA_PY_SECOND, offsetof(smla_sparse_attention_args, q_pe)},
-    {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
+    {"kv_cache", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv_cache)},
     {"indices", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, indices)},
     {"topk_length", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, topk_length)},
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, attn_sink)},
-    {"extra_kv", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_kv)},
+    {"extra_kv_cache", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_kv_cache)},
     {"extra_indices", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_indices)},
     {"extra_topk_length", SMLA_PY_OPTIONAL,
      offsetof(smla_sparse_attention_args, extra_topk_length)},

@@ -142,7 +142,7 @@ attend_rows(const forward_call *f, const smla_sparse_attention_args *args, int64
 {
     smla_attention_params params;
     const smla_backend *backend = f->layer.step->backend;
-    if (args->kv == f->args->kv_cache && !smla_is_logging) {
+    if (args->kv_cache == f->args->kv_cache && !smla_is_logging) {
         const smla_stream stream = {f->layer.step->device.device_id, args->stream};
         smla_fill_attention(args, &f->cache, stream, backend, &params);
     } else {
@@ -171,7 +171,7 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
         .struct_size = sizeof args,
         .q = take_rows(&q, a->q, start, end),
         .q_pe = a->q_pe == NULL ? NULL : take_rows(&q_pe, a->q_pe, start, end),
-        .kv = kv,
+        .kv_cache = kv,
         .indices = take_rows(&indices, f->indices, start, end),
         .attn_sink = a->attn_sink,
         .out = take_rows(&out, a->out, start, end),

@@ -218,7 +218,7 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
     const smla_v4_builder *const b = call->b;
     const int64_t window = b->config.window;
     smla_sparse_attention_args args = attention_of(call, start, end, views);
-    args.kv = call->args->swa_cache;
+    args.kv_cache = call->args->swa_cache;
     args.kv_format = b->config.kv_format;
     args.block_size = b->config.swa_block_size;
     args.kv_scale = scale_of(call, b->config.kv_format);
@@ -227,7 +227,7 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
     args.topk_length =
         smla_view_vector(&call->layer, &swa_lens, b->made.swa_lens + start, end - start);
     if (call->group >= 0) {
-        args.extra_kv = call->args->compressed;
+        args.extra_kv_cache = call->args->compressed;
         args.extra_kv_format = b->config.compressed_kv_format;
         args.extra_block_size = layer_block_size(call);
         args.extra_kv_scale = scale_of(call, b->config.compressed_kv_format);
@@ -480,8 +480,8 @@ attend_chunk(const attend_call *call, int64_t chunk_idx)
     SMLA_TRY(combine_rows(call, chunk_idx, &out.tensor, &lens.tensor));
     smla_sparse_attention_args args =
         attention_of(call, chunk->token_start, chunk->token_end, views);
-    args.kv = smla_slice_rows(&page, &b->step.workspaces[SMLA_GATHERED].tensor, 0,
-                              (entries.end - entries.start) * sizes.request_rows);
+    args.kv_cache = smla_slice_rows(&page, &b->step.workspaces[SMLA_GATHERED].tensor, 0,
+                                    (entries.end - entries.start) * sizes.request_rows);
     args.kv_format = SMLA_KV_BFLOAT16;
     args.indices = &out.tensor;
     args.topk_length = &lens.tensor;

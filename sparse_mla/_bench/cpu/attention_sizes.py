@@ -88,7 +88,7 @@ def attend(
     dim = KEY_DIM if fmt in ("bfloat16", "fp8_ds_mla") else 512
     return {
         "q": normal(tokens, heads, dim),
-        "kv": cache_of(fmt, page),
+        "kv_cache": cache_of(fmt, page),
         "indices": drawn(tokens, keys),
         "softmax_scale": 0.05,
         "out": np.empty((tokens, heads, 512), BF16),
@@ -113,7 +113,7 @@ def attention_sweeps() -> Iterator[Sweep]:
     sinks = partial(rows, attn_sink=np.linspace(-1, 1, 16, dtype=np.float32))
     yield sweep("length, sinks", (1, 64), lambda n: sinks(topk_length=full(4, n)))
     extra: dict[str, Any] = {
-        "extra_kv": cache_of("bfloat16"),
+        "extra_kv_cache": cache_of("bfloat16"),
         "extra_indices": drawn(4, 64),
     }
     yield sweep(

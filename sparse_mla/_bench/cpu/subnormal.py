@@ -136,13 +136,13 @@ def attention(fmt: str, heads: int) -> Case:
         q[..., 0] = 1
         keys = normal(SLOTS, KEY_DIM, std=0.1)
         keys[:, 0] = 0
-        return {"q": q, "kv": write_rows(keys, fmt), "indices": indices, "softmax_scale": 1.0}
+        return {"q": q, "kv_cache": write_rows(keys, fmt), "indices": indices, "softmax_scale": 1.0}
 
     def with_keys(change: Callable[[np.ndarray], np.ndarray]) -> Edit:
         def edit(arrays: Arrays) -> None:
             keys = normal(SLOTS, KEY_DIM, std=0.1).astype(np.float32)
             keys[:, 0] = 0
-            arrays["kv"] = write_rows(change(keys).astype(BF16), fmt)
+            arrays["kv_cache"] = write_rows(change(keys).astype(BF16), fmt)
 
         return edit
 
@@ -172,13 +172,13 @@ def attention(fmt: str, heads: int) -> Case:
     if fmt == "fp8_ds_mla":
 
         def least(arrays: Arrays) -> None:
-            scales_of(arrays["kv"])[:] = FLT_MIN
+            scales_of(arrays["kv_cache"])[:] = FLT_MIN
 
         kinds["scales FLT_MIN"] = least
     if fmt == "fp8_v4":
 
         def bytes_0(arrays: Arrays) -> None:
-            pages = arrays["kv"].reshape(len(arrays["kv"]), -1)
+            pages = arrays["kv_cache"].reshape(len(arrays["kv_cache"]), -1)
             pages[:, 64 * V4_DATA_BYTES :].reshape(-1, 8)[:, :7] = 0
 
         kinds["scales 2^-127"] = bytes_0

@@ -70,7 +70,7 @@ def make_attention(
     )
     options = {
         "softmax_scale": SOFTMAX_SCALE,
-        "extra_kv": caches[1],
+        "extra_kv_cache": caches[1],
         "extra_indices": indices[1],
         "out": np.empty(q.shape, BF16),
         "lse": np.empty(q.shape[:2], np.float32),

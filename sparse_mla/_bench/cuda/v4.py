@@ -125,7 +125,7 @@ def make_ours(inputs: Inputs, caches: list[Array]) -> Callable[[], tuple[Array, 
         "workspace": torch.empty(max(room, 1), dtype=torch.uint8, device=DEVICE),
     }
     if extra:
-        options |= {"extra_kv": caches[1], "extra_indices": inputs.indices[1]}
+        options |= {"extra_kv_cache": caches[1], "extra_indices": inputs.indices[1]}
     return lambda: sparse_mla.sparse_attention(inputs.q, caches[0], inputs.indices[0], **options)
 
 

@@ -18,7 +18,7 @@ typedef struct test_ranges {
     int32_t is_dense;
 } test_ranges;
 
-/* q, kv, indices, out, lse, workspace. */
+/* q, kv_cache, indices, out, lse, workspace. */
 enum { NUM_ARRAYS = 6 };
 
 static smla_status
@@ -28,7 +28,7 @@ attend(DLTensor *const arrays[NUM_ARRAYS], double softmax_scale, int num_splits,
     const smla_sparse_attention_args args = {
         .struct_size = sizeof args,
         .q = arrays[0],
-        .kv = arrays[1],
+        .kv_cache = arrays[1],
         .indices = arrays[2],
         .out = arrays[3],
         .lse = arrays[4],
