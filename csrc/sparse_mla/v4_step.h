@@ -117,10 +117,10 @@ SMLA_API int64_t smla_v4_builder_workspace_bytes(const smla_v4_builder *builder)
 typedef struct smla_v4_attend_args {
     size_t struct_size;
     smla_v4_builder *builder;
-    int64_t compress_ratio;     /* the layer's; 1: it has the sliding window only */
-    const DLTensor *q;          /* [>= T, H, 512] bf16 | e4m3 */
-    const DLTensor *swa_cache;  /* pages of swa_block_size tokens */
-    const DLTensor *compressed; /* pages of block_size / ratio rows, unless the ratio is 1 */
+    int64_t compress_ratio;              /* the layer's; 1: it has the sliding window only */
+    const DLTensor *q;                   /* [>= T, H, 512] bf16 | e4m3 */
+    const DLTensor *swa_kv_cache;        /* pages of swa_block_size tokens */
+    const DLTensor *compressed_kv_cache; /* pages of block_size / ratio rows: a ratio above 1 */
     const DLTensor
         *topk_indices;         /* [>= T, K] int32, -1 = none; layers with an indexer only. NULL is
                                    * enough with slots, unless path "separate" has prefills */

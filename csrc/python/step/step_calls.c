@@ -85,8 +85,8 @@ SMLA_PY_COMPUTE(v4_attend)
 
 static const smla_py_param layer_v4[] = {
     {"q", SMLA_PY_INPUT, offsetof(smla_v4_attend_args, q)},
-    {"caches.swa", SMLA_PY_INPUT, offsetof(smla_v4_attend_args, swa_cache)},
-    {"caches.compressed", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, compressed)},
+    {"caches.swa", SMLA_PY_INPUT, offsetof(smla_v4_attend_args, swa_kv_cache)},
+    {"caches.compressed", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, compressed_kv_cache)},
     {"topk_indices", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, topk_indices)},
     {"slots", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, slots)},
     {"lens", SMLA_PY_OPTIONAL, offsetof(smla_v4_attend_args, lens)},

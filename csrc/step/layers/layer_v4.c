@@ -77,14 +77,14 @@ check_caches(smla_checker *c, const attend_call *call)
 {
     const smla_v4_config *const config = &call->b->config;
     SMLA_TRY(check_cache(c, &(smla_cache_rule){.name = "caches.swa",
-                                               .tensor = call->args->swa_cache,
+                                               .tensor = call->args->swa_kv_cache,
                                                .kv_format = config->kv_format,
                                                .block_size = config->swa_block_size,
                                                .formats = SMLA_KV_ATTENTION}));
     return call->group < 0
                ? SMLA_OK
                : check_cache(c, &(smla_cache_rule){.name = "caches.compressed",
-                                                   .tensor = call->args->compressed,
+                                                   .tensor = call->args->compressed_kv_cache,
                                                    .kv_format = config->compressed_kv_format,
                                                    .block_size = layer_block_size(call),
                                                    .formats = SMLA_KV_EXTRA});
@@ -218,7 +218,7 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
     const smla_v4_builder *const b = call->b;
     const int64_t window = b->config.window;
     smla_sparse_attention_args args = attention_of(call, start, end, views);
-    args.kv_cache = call->args->swa_cache;
+    args.kv_cache = call->args->swa_kv_cache;
     args.kv_format = b->config.kv_format;
     args.block_size = b->config.swa_block_size;
     args.kv_scale = scale_of(call, b->config.kv_format);
@@ -227,7 +227,7 @@ attend_caches(const attend_call *call, int64_t start, int64_t end)
     args.topk_length =
         smla_view_vector(&call->layer, &swa_lens, b->made.swa_lens + start, end - start);
     if (call->group >= 0) {
-        args.extra_kv_cache = call->args->compressed;
+        args.extra_kv_cache = call->args->compressed_kv_cache;
         args.extra_kv_format = b->config.compressed_kv_format;
         args.extra_block_size = layer_block_size(call);
         args.extra_kv_scale = scale_of(call, b->config.compressed_kv_format);
@@ -368,7 +368,7 @@ window_gather(const attend_call *call, const chunk_part *part, chunk_views *view
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
         .out = view_workspace(call, &views->workspace, part, &rows),
-        .k_cache = call->args->swa_cache,
+        .k_cache = call->args->swa_kv_cache,
         .seq_lens = smla_view_vector(&call->layer, &views->lens,
                                      b->sent.chunk_seq_lens + part->start, count),
         .gather_lens = smla_view_vector(&call->layer, &views->gather_lens,
@@ -392,7 +392,7 @@ compressed_gather(const attend_call *call, const chunk_part *part, chunk_views *
     return (smla_gather_k_cache_args){
         .struct_size = sizeof(smla_gather_k_cache_args),
         .out = view_workspace(call, &views->workspace, part, &rows),
-        .k_cache = call->args->compressed,
+        .k_cache = call->args->compressed_kv_cache,
         .seq_lens = smla_view_vector(&call->layer, &views->lens, lens, part->end - part->start),
         .block_table =
             take_pages(call, &views->table, &b->compressed_tables[call->group].tensor, part),
