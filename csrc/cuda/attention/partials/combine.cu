@@ -57,8 +57,7 @@ typedef struct combine_launch {
     given_key_scales key_scales;
 } combine_launch;
 
-static_assert(offsetof(combine_launch, num_heads) == 48 &&
-                  offsetof(combine_launch, sinks) == 104,
+static_assert(offsetof(combine_launch, num_heads) == 48 && offsetof(combine_launch, sinks) == 104,
               "the lines are as they seem");
 
 /* The shape of a kernel for up to SPLITS splits. Lane s % LOAD_WAVE handles split s, as that lane's
