@@ -5,34 +5,10 @@
 
 #include "core/attention/keys.h"
 #include "core/attention/logits.h"
+#include "core/attention/needs.h"
 #include "core/attention/queries.h"
 #include "core/attention/results.h"
 #include "core/attention/visible.h"
-
-/* What a call may need of a kernel, beside its formats: name and words. A kernel says which of them
- * it serves. A call that the best kernel of a device does not serve names the first one in its log,
- * in this order. */
-#define SMLA_NEEDS(X)                                     \
-    X(RANGES, "a first column per token")                 \
-    X(QUERY_SCALE, "an e4m3 query or a scale of logits")  \
-    X(TYPES, "types")                                     \
-    X(SIZES, "sizes of rows")                             \
-    X(MASK, "mask")                                       \
-    X(SOFTCAP, "softcap or scale")                        \
-    X(UNALIGNED, "rows that are not aligned to 16 bytes") \
-    X(NO_KEYS, "no keys")                                 \
-    X(SPLITS, "num_splits")
-
-enum {
-#define SMLA_NEED_NUMBER(name, words) SMLA_NEED_##name##_NUMBER,
-    SMLA_NEEDS(SMLA_NEED_NUMBER) SMLA_NUM_NEEDS,
-#undef SMLA_NEED_NUMBER
-#define SMLA_NEED_BIT(name, words) SMLA_NEEDS_##name = 1 << SMLA_NEED_##name##_NUMBER,
-    SMLA_NEEDS(SMLA_NEED_BIT)
-#undef SMLA_NEED_BIT
-            SMLA_NEEDS_ALL = (1 << SMLA_NUM_NEEDS) -
-        1,
-};
 
 /* The shape of attention: all that the workspace size and the number of splits depend on. */
 typedef struct smla_attention_shape {
@@ -56,8 +32,8 @@ typedef struct smla_attention_run {
     const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
     int64_t num_tokens;
     int num_splits;
-    /* Bytes of workspace for the partial rows of a launch that cuts long works by itself. Every
-     * caller that asked for the workspace size has them. 0: the launch cuts no works. */
+    /* Bytes of workspace for the partial rows of a launch that cuts long work items by itself. Every
+     * caller that asked for the workspace size has them. 0: it cuts none. */
     int64_t cut_bytes;
     /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
      * caller says how many splits there are, each has a range of columns. */
@@ -70,8 +46,7 @@ typedef struct smla_attention_plan {
     int64_t workspace_bytes; /* what attention_workspace_size returns */
     int num_runs;            /* 1, or 2: the first tokens and the rest */
     bool reads_lengths;      /* a dense call needs no ranges per token (smla_key_ranges_params) */
-    const char
-        *lack; /* what the device's best kernel for such calls lacks; NULL: it runs the call */
+    const char *lack;        /* what the device's best kernel lacks; NULL: nothing */
     smla_attention_run runs[2];
 } smla_attention_plan;
 
