@@ -1,6 +1,6 @@
 /* needs.h: what a call of attention may need of a kernel, beside its formats and sizes. A kernel
- * says which needs it serves. Where the best kernel of a device does not serve a call, the log names
- * the first need that it lacks, in this order.
+ * says which needs it serves. Where a device's best kernel does not serve a call, the log names the
+ * first need that it lacks, in this order.
  */
 #pragma once
 

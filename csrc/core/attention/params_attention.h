@@ -32,7 +32,7 @@ typedef struct smla_attention_run {
     const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
     int64_t num_tokens;
     int num_splits;
-    /* Bytes of workspace for the partial rows of a launch that cuts long work items by itself. Every
+    /* Bytes of workspace for the partial rows of a launch that cuts long items by itself. Every
      * caller that asked for the workspace size has them. 0: it cuts none. */
     int64_t cut_bytes;
     /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
