@@ -5,7 +5,7 @@
 #include "cpu/attention/attention.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
-#include "cpu/varlen/varlen.h"
+#include "cpu/attention/mha.h"
 
 enum { CACHE_LINE_BYTES = 64 };
 

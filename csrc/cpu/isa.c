@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "cpu/attention/attention.h"
-#include "cpu/varlen/varlen.h"
+#include "cpu/attention/mha.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
 #include <cpuid.h>
@@ -165,11 +165,11 @@ smla_cpu_attention_scratch_bytes(int64_t num_heads)
 }
 
 int64_t
-smla_cpu_varlen_scratch_bytes(const smla_attention_params *params)
+smla_cpu_mha_scratch_bytes(const smla_attention_params *params)
 {
     int64_t most = 0;
     for (int i = 0; i < NUM_ISAS; i++) {
-        const int64_t bytes = smla_varlen_scratch_bytes(&isas[i].varlen->scratch, params);
+        const int64_t bytes = smla_mha_scratch_bytes(&isas[i].mha->scratch, params);
         most = bytes > most ? bytes : most;
     }
     return most;

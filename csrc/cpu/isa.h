@@ -29,7 +29,7 @@ smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, sml
 /* Scratch of one thread, enough for every instruction set, because tests may force any of them, and
  * kernels of bf16 hand work to others. */
 int64_t smla_cpu_attention_scratch_bytes(int64_t num_heads);
-int64_t smla_cpu_varlen_scratch_bytes(const smla_attention_params *params);
+int64_t smla_cpu_mha_scratch_bytes(const smla_attention_params *params);
 
 /* Describes the table. */
 int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);

@@ -1,5 +1,5 @@
 """varlen_attention and the merges at the borders of their plans, on any number of threads
-(csrc/cpu/varlen, csrc/cpu/attention/merge.c)."""
+(csrc/cpu/attention)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import sparse_mla
 
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
 
-PLAN = constants("cpu/varlen/varlen.c")
-ROWS, TILES = PLAN["SMLA_VARLEN_ROWS"], PLAN["TILES_PER_THREAD"]
-BLOCKS = [constants(f"cpu/varlen/rows_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
-KERNEL = constants("cpu/varlen/varlen_kernel.c")
+PLAN = constants("cpu/attention/mha.c")
+ROWS, TILES = PLAN["SMLA_MHA_ROWS"], PLAN["TILES_PER_THREAD"]
+BLOCKS = [constants(f"cpu/attention/mha_unit_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
+KERNEL = constants("cpu/attention/mha_kernel.c")
 MOST_PARTS = constants("cpu/attention/merge.c")["SMLA_MAX_PARTS"]
 CAUSAL = Mask(causal=True)
 
@@ -69,7 +69,7 @@ def test_as_many_keys_as_a_state_takes():
 
 
 def test_padded_dimensions():
-    pad = constants("cpu/varlen/varlen.h")["SMLA_VARLEN_PAD"]
+    pad = constants("cpu/attention/mha.h")["SMLA_MHA_PAD"]
     for dim, value_dim in ((pad, pad), (pad - 8, pad + 8), (pad + 8, pad - 8), (2 * pad + 8, 8)):
         check([5, 30], [70, 30], 3, 1, (dim, value_dim), mask=CAUSAL)
 

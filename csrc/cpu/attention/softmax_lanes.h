@@ -1,6 +1,6 @@
 /* softmax_lanes.h: what the attention kernels do to lanes, which are query rows: heads of a token
- * in sparse attention, tokens or heads of a group in varlen_attention. Their scores become weights.
- * One or two vectors of lanes are a group.
+ * in sparse attention, tokens or heads of a group in multi-head attention. Their scores become
+ * weights. One or two vectors of lanes are a group.
  *
  * Computes     w_j = 2^(s_j - ref), sum = sum_j w_j, for the scores s_j [key][lanes] of a block
  * Numerics     ref is the running maximum rounded up to an integer, so rescaling by a power of two

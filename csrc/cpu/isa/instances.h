@@ -9,7 +9,7 @@
 
 #define SMLA_BASE_KERNELS(X) \
     X(attention, base)       \
-    X(varlen, base)          \
+    X(mha, base)             \
     X(projection, base)      \
     X(cache, base)           \
     X(norm, base)            \
@@ -21,7 +21,7 @@
 #define SMLA_AVX2_KERNELS(X) \
     SMLA_BASE_KERNELS(X)     \
     X(attention, avx2)       \
-    X(varlen, avx2)          \
+    X(mha, avx2)             \
     X(projection, avx2)      \
     X(cache, avx2)           \
     X(norm, avx2)            \
@@ -33,7 +33,7 @@
 #define SMLA_AVX512_KERNELS(X) \
     SMLA_AVX2_KERNELS(X)       \
     X(attention, avx512)       \
-    X(varlen, avx512)          \
+    X(mha, avx512)             \
     X(projection, avx512)      \
     X(cache, avx512)           \
     X(norm, avx512)            \
@@ -44,22 +44,22 @@
 #define SMLA_AVX512BF16_KERNELS(X) \
     SMLA_AVX512_KERNELS(X)         \
     X(attention, avx512bf16)       \
-    X(varlen, avx512bf16)          \
+    X(mha, avx512bf16)             \
     X(projection, avx512bf16)
 
 #define SMLA_AMX_KERNELS(X)    \
     SMLA_AVX512BF16_KERNELS(X) \
     X(attention, amx)          \
-    X(varlen, amx)
+    X(mha, amx)
 
 #define SMLA_NEON_KERNELS(X) \
     SMLA_BASE_KERNELS(X)     \
     X(attention, neon)       \
-    X(varlen, neon)          \
+    X(mha, neon)             \
     X(projection, neon)
 
 #define SMLA_NEONBF16_KERNELS(X) \
     SMLA_NEON_KERNELS(X)         \
     X(attention, neonbf16)       \
-    X(varlen, neonbf16)          \
+    X(mha, neonbf16)             \
     X(projection, neonbf16)

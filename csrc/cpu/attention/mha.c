@@ -1,7 +1,7 @@
-/* varlen.c: cuts varlen_attention into tiles, which varlen_kernel.c computes. Tiles run in
+/* mha.c: cuts varlen_attention into tiles, which mha_kernel.c computes. Tiles run in
  * parallel, each on one thread, so the number of threads changes no result.
  */
-#include "cpu/varlen/varlen.h"
+#include "cpu/attention/mha.h"
 #include "core/fp_mode.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
@@ -41,11 +41,11 @@ static tile_cut
 choose_cut(const smla_attention_params *params)
 {
     enum { TILES_PER_THREAD = 4 };
-    const int64_t num_tasks = count_tasks(params, SMLA_VARLEN_ROWS);
+    const int64_t num_tasks = count_tasks(params, SMLA_MHA_ROWS);
     if (num_tasks >= TILES_PER_THREAD * (int64_t)smla_max_threads()) {
-        return (tile_cut){.tile_rows = SMLA_VARLEN_ROWS, .num_tasks = num_tasks};
+        return (tile_cut){.tile_rows = SMLA_MHA_ROWS, .num_tasks = num_tasks};
     }
-    const int half = SMLA_VARLEN_ROWS / 2;
+    const int half = SMLA_MHA_ROWS / 2;
     return (tile_cut){.tile_rows = half, .num_tasks = count_tasks(params, half)};
 }
 
@@ -55,7 +55,7 @@ have_same_scale(const smla_attention_params *params, const smla_descale *scale, 
                 int64_t b)
 {
     for (int64_t head = 0; head < params->ragged.num_kv_heads && scale->pointer != NULL; head++) {
-        if (smla_read_varlen_scale(scale, a, head) != smla_read_varlen_scale(scale, b, head)) {
+        if (smla_read_mha_scale(scale, a, head) != smla_read_mha_scale(scale, b, head)) {
             return false;
         }
     }
@@ -89,15 +89,14 @@ share_tile(const smla_attention_params *params, int64_t req, int lanes, shared_t
         smla_find_ragged_request(&params->visible.reqs, &params->ragged, req);
     const int64_t num_rows =
         of.num_queries * (params->queries.num_heads / params->ragged.num_kv_heads);
-    const int64_t first_key = smla_place_varlen_keys(tile->num_keys, of.num_keys);
+    const int64_t first_key = smla_place_mha_keys(tile->num_keys, of.num_keys);
     if (num_rows == 0) {
         return true;
     }
     const bool is_small = num_rows <= 2 * (int64_t)lanes;
     const int64_t num_lanes = is_small ? count_lanes(params, &of) : num_rows;
     if (tile->num_rows > 0 && tile->num_rows + num_rows <= 2 * (int64_t)lanes &&
-        tile->num_lanes + num_lanes <= lanes &&
-        first_key + of.num_keys <= SMLA_VARLEN_SHARED_KEYS &&
+        tile->num_lanes + num_lanes <= lanes && first_key + of.num_keys <= SMLA_MHA_SHARED_KEYS &&
         have_same_scale(params, &params->logits.q_descale, tile->req, req) &&
         have_same_scale(params, &params->logits.k_descale, tile->req, req) &&
         have_same_scale(params, &params->logits.v_descale, tile->req, req)) {
@@ -141,7 +140,7 @@ find_owner(const smla_attention_params *params, const tile_cut *cut, int64_t til
 
 /* The tile of a task. Tiles of a request and a KV head follow each other, because they read the
  * same keys. The last ones of a head, which see the most keys, come first. */
-static smla_varlen_tile
+static smla_mha_tile
 find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task)
 {
     const int64_t req = find_owner(params, cut, task / params->ragged.num_kv_heads);
@@ -157,7 +156,7 @@ find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task
     const int64_t num_queries = last.first_query + last.num_queries - first.first_query;
     const int64_t left =
         num_queries * (params->queries.num_heads / params->ragged.num_kv_heads) - row;
-    return (smla_varlen_tile){
+    return (smla_mha_tile){
         .req = req,
         .num_reqs = past - req,
         .kv_head = number / num_tiles,
@@ -185,19 +184,19 @@ smla_cpu_attend_ragged(const smla_attention_params *params, smla_error *error)
         return SMLA_OK;
     }
     const int num_threads = smla_count_threads(cut.num_tasks);
-    const int64_t part_bytes = smla_cpu_varlen_scratch_bytes(params);
+    const int64_t part_bytes = smla_cpu_mha_scratch_bytes(params);
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
     cut.before = smla_scratch_part(&scratch, num_threads);
-    add_tiles(params, isa->varlen->lanes, &cut);
+    add_tiles(params, isa->mha->lanes, &cut);
     smla_interrupt *const interrupt = smla_find_interrupt();
     const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
     for (int64_t task = 0; task < cut.num_tasks; task++) {
         if (!smla_is_ended(interrupt)) {
-            const smla_varlen_tile tile = find_tile(params, &cut, task);
-            isa->varlen->run_tile(params, &tile, smla_own_scratch(&scratch));
+            const smla_mha_tile tile = find_tile(params, &cut, task);
+            isa->mha->run_tile(params, &tile, smla_own_scratch(&scratch));
         }
     }
     smla_fp_change(before);

@@ -1,5 +1,5 @@
-/* varlen_finish.h: the last step of a tile of varlen_attention, for one instruction set.
- * varlen_kernel.c includes it.
+/* mha_finish.h: the last step of a tile of multi-head attention, for one instruction set.
+ * mha_kernel.c includes it.
  */
 #pragma once
 
@@ -62,12 +62,11 @@ finish_vector(const tile_work *work, int lane)
     for (int i = 0; i < num_rows; i++) {
         const double sum = work->state.sum[lane + i];
         const double lse = sum == 0.0 ? -INFINITY : (double)reference[i] * ln_2 + log(sum);
-        factor[i] =
-            (float)smla_finish_varlen_row(params, work->tile, &work->rows[lane + i], sum, lse);
+        factor[i] = (float)smla_finish_mha_row(params, work->tile, &work->rows[lane + i], sum, lse);
     }
     finish_rows(work, lane, factor, rows);
     for (int i = 0; i < num_rows; i++) {
-        const smla_varlen_row *const row = &work->rows[lane + i];
+        const smla_mha_row *const row = &work->rows[lane + i];
         const int64_t at = row->token * params->results.out_stride_token +
                            row->head * params->results.out_stride_head;
         for (int d = 0; d < params->ragged.value_dim; d += WIDTH) {

@@ -1,8 +1,8 @@
-/* varlen.h: what the files of varlen_attention share. There is one scheduler (varlen.c) and one
- * kernel (varlen_kernel.c), which is compiled into a smla_varlen_isa per instruction set.
+/* mha.h: what the files of varlen_attention share. There is one scheduler (mha.c) and one
+ * kernel (mha_kernel.c), which is compiled into a smla_mha_isa per instruction set.
  *
  * The *rows* of a request and a KV head are its query tokens times the heads that read the KV head,
- * token by token. A *tile* is up to SMLA_VARLEN_ROWS of them, which read the keys together. Small
+ * token by token. A *tile* is up to SMLA_MHA_ROWS of them, which read the keys together. Small
  * requests that follow each other share a tile, because a tile of one row would take as long as one
  * of a whole vector of rows. Their keys lie one after another in a block, and rows see their own.
  */
@@ -12,33 +12,33 @@
 #include "core/backend.h"
 
 enum {
-    SMLA_VARLEN_ROWS = 512,
-    SMLA_VARLEN_PAD = 32,         /* D and Dv are padded to a multiple: whole steps of every unit */
-    SMLA_VARLEN_SHARED_KEYS = 64, /* keys of the requests that share a tile: within one block */
-    SMLA_VARLEN_STEP_KEYS = 32,   /* keys whose products a unit may add before all others */
+    SMLA_MHA_ROWS = 512,
+    SMLA_MHA_PAD = 32,         /* D and Dv are padded to a multiple: whole steps of every unit */
+    SMLA_MHA_SHARED_KEYS = 64, /* keys of the requests that share a tile: within one block */
+    SMLA_MHA_STEP_KEYS = 32,   /* keys whose products a unit may add before all others */
 };
 
 static inline int
-smla_pad_varlen_dims(int64_t dims)
+smla_pad_mha_dims(int64_t dims)
 {
-    return (int)((dims + SMLA_VARLEN_PAD - 1) / SMLA_VARLEN_PAD * SMLA_VARLEN_PAD);
+    return (int)((dims + SMLA_MHA_PAD - 1) / SMLA_MHA_PAD * SMLA_MHA_PAD);
 }
 
-typedef struct smla_varlen_tile {
+typedef struct smla_mha_tile {
     int64_t req;      /* the first request */
     int64_t num_reqs; /* if several have rows, then the tile has all of them */
     int64_t kv_head;
     int64_t row; /* the first one, counted in the request */
     int num_rows;
-} smla_varlen_tile;
+} smla_mha_tile;
 
 /* A row of queries, and the keys that it sees. */
-typedef struct smla_varlen_row {
+typedef struct smla_mha_row {
     int64_t token; /* in all arrays */
     int64_t head;
     int64_t first_key;   /* where key 0 of the tile would lie, counted as the request's keys do */
     smla_key_range keys; /* numbers in the tile */
-} smla_varlen_row;
+} smla_mha_row;
 
 static inline bool
 smla_is_one_key(smla_key_range keys)
@@ -50,15 +50,15 @@ smla_is_one_key(smla_key_range keys)
  * must not depend on its neighbours. So a request's keys are paired as if they were alone, and are
  * in one step if they fit. */
 static inline int64_t
-smla_place_varlen_keys(int64_t end, int64_t num_keys)
+smla_place_mha_keys(int64_t end, int64_t num_keys)
 {
     const int64_t at = (end + 1) / 2 * 2;
-    const int64_t step = SMLA_VARLEN_STEP_KEYS;
+    const int64_t step = SMLA_MHA_STEP_KEYS;
     return at % step + num_keys > step ? (at + step - 1) / step * step : at;
 }
 
 static inline float
-smla_read_varlen_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
+smla_read_mha_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
 {
     return scale->pointer == NULL
                ? scale->value
@@ -67,52 +67,52 @@ smla_read_varlen_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
 
 /* What q . k is multiplied with. */
 static inline double
-smla_varlen_logit_scale(const smla_attention_params *params, const smla_varlen_tile *tile)
+smla_mha_logit_scale(const smla_attention_params *params, const smla_mha_tile *tile)
 {
     return params->logits.softmax_scale *
-           (double)smla_read_varlen_scale(&params->logits.q_descale, tile->req, tile->kv_head) *
-           (double)smla_read_varlen_scale(&params->logits.k_descale, tile->req, tile->kv_head);
+           (double)smla_read_mha_scale(&params->logits.q_descale, tile->req, tile->kv_head) *
+           (double)smla_read_mha_scale(&params->logits.k_descale, tile->req, tile->kv_head);
 }
 
 /* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
  * read, too, and code of theirs may not run. */
-typedef struct smla_varlen_scratch {
+typedef struct smla_mha_scratch {
     int64_t tile_bytes; /* bytes for a tile of any dimensions */
     int64_t bytes_per_query_dim;
     int64_t bytes_per_value_dim;
-} smla_varlen_scratch;
+} smla_mha_scratch;
 
 static inline int64_t
-smla_varlen_scratch_bytes(const smla_varlen_scratch *scratch, const smla_attention_params *params)
+smla_mha_scratch_bytes(const smla_mha_scratch *scratch, const smla_attention_params *params)
 {
     return scratch->tile_bytes +
            scratch->bytes_per_query_dim *
-               smla_pad_varlen_dims(params->queries.dims[0] + params->queries.dims[1]) +
-           scratch->bytes_per_value_dim * smla_pad_varlen_dims(params->ragged.value_dim);
+               smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]) +
+           scratch->bytes_per_value_dim * smla_pad_mha_dims(params->ragged.value_dim);
 }
 
 /* The kernel of one instruction set. */
-typedef struct smla_varlen_isa {
+typedef struct smla_mha_isa {
     int lanes; /* rows of a vector; tiles of up to twice as many have none for rows with one key */
-    smla_varlen_scratch scratch;
+    smla_mha_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
-    void (*run_tile)(const smla_attention_params *params, const smla_varlen_tile *tile,
+    void (*run_tile)(const smla_attention_params *params, const smla_mha_tile *tile,
                      uint8_t *scratch);
-} smla_varlen_isa;
+} smla_mha_isa;
 
 /* Computes one row in double, however long it takes: for rows whose query, keys or scales are too
- * large for the kernels, or are not finite. varlen_exact.c */
-void smla_attend_varlen_exactly(const smla_attention_params *params, const smla_varlen_tile *tile,
-                                const smla_varlen_row *row);
+ * large for the kernels, or are not finite. mha_exact.c */
+void smla_attend_mha_exactly(const smla_attention_params *params, const smla_mha_tile *tile,
+                             const smla_mha_row *row);
 
 /* The logit of q . k = `product`. */
-double smla_find_varlen_logit(const smla_attention_params *params, const smla_varlen_tile *tile,
-                              double product);
+double smla_find_mha_logit(const smla_attention_params *params, const smla_mha_tile *tile,
+                           double product);
 
 /* Writes lse, and returns what the row's sum of values is multiplied with: 1 / sum, the sink's
  * factor, and v_descale. */
-double smla_finish_varlen_row(const smla_attention_params *params, const smla_varlen_tile *tile,
-                              const smla_varlen_row *row, double sum, double lse);
+double smla_finish_mha_row(const smla_attention_params *params, const smla_mha_tile *tile,
+                           const smla_mha_row *row, double sum, double lse);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 

@@ -1,12 +1,12 @@
-/* rows_fp32.h: how the fp32 unit lays out the operands of varlen_attention: all are rows of floats.
- * rows_bf16.h is the other unit.
+/* mha_unit_fp32.h: how the fp32 unit lays out the operands of multi-head attention: all are
+ * rows of floats. mha_unit_bf16.h is the other unit.
  */
 #pragma once
 
+#include "cpu/attention/mha.h"
+#include "cpu/attention/widen_floats.h"
 #include "cpu/cpu.h"
 #include "cpu/machine/fp32_values.h"
-#include "cpu/varlen/varlen.h"
-#include "cpu/varlen/widen_floats.h"
 
 enum {
     BLOCK_KEYS = 64,

@@ -1,4 +1,4 @@
-/* varlen_kernel.c: a tile of varlen_attention, for one instruction set.
+/* mha_kernel.c: a tile of multi-head attention, for one instruction set.
  *
  * Computes     s_j = scale * log2(e) * (q . k_j), capped,  w_j = 2^(s_j - ref),
  *              out = sum_j w_j v_j / sum_j w_j * sink factor * v_descale,
@@ -23,17 +23,17 @@
  *              16384 keys the state is added to those before it.
  *              Products in SMLA_FP_FLUSH are right for values up to 2^50: logits of 576 of them
  *              stay below 2^127 with any scale up to 2^16. Larger ones, and NaN, count as zeros
- *              here; rows that have or see such a value are computed again by varlen_exact.c, and
- *              rows with one key, whose out is its value to the bit, by varlen_one_key.h.
+ *              here; rows that have or see such a value are computed again by mha_exact.c, and
+ *              rows with one key, whose out is its value to the bit, by mha_one_key.h.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); rows as lanes and the
  *              power-of-two reference are ours.
  */
 #define SMLA_SIMD_WIDTH SMLA_LANES
 
 #if defined(SMLA_HAVE_BF16_PRODUCTS)
-#include "cpu/varlen/rows_bf16.h"
+#include "cpu/attention/mha_unit_bf16.h"
 #else
-#include "cpu/varlen/rows_fp32.h"
+#include "cpu/attention/mha_unit_fp32.h"
 #endif
 
 #if defined(SMLA_HAVE_TILES)
@@ -45,7 +45,7 @@
 #include "core/fp_mode.h"
 #include "cpu/attention/softmax_lanes.h"
 
-extern const smla_varlen_isa SMLA_OF_FP32_ISA(smla_varlen);
+extern const smla_mha_isa SMLA_OF_FP32_ISA(smla_mha);
 
 enum {
     PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
@@ -55,10 +55,10 @@ enum {
 };
 
 _Static_assert(STATE_KEYS % BLOCK_KEYS == 0, "a state takes whole blocks");
-_Static_assert(SMLA_VARLEN_ROWS % GROUP_LANES == 0, "a tile has room for whole groups");
-_Static_assert((int)SMLA_VARLEN_SHARED_KEYS <= (int)BLOCK_KEYS,
+_Static_assert(SMLA_MHA_ROWS % GROUP_LANES == 0, "a tile has room for whole groups");
+_Static_assert((int)SMLA_MHA_SHARED_KEYS <= (int)BLOCK_KEYS,
                "requests that share a tile have one block");
-_Static_assert(SMLA_VARLEN_STEP_KEYS % (VALUE_DEPTH * UNIT_STEP) == 0, "whole steps of values");
+_Static_assert(SMLA_MHA_STEP_KEYS % (VALUE_DEPTH * UNIT_STEP) == 0, "whole steps of values");
 _Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
 _Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
 
@@ -72,7 +72,7 @@ typedef struct tile_state {
 /* What the functions of a tile share. */
 typedef struct tile_work {
     const smla_attention_params *params;
-    const smla_varlen_tile *tile;
+    const smla_mha_tile *tile;
     int query_dims; /* padded */
     int value_dims; /* padded */
     int num_rows;   /* rows that have a lane, which are the first */
@@ -85,13 +85,13 @@ typedef struct tile_work {
     unit_scalar *row; /* [MAX_ROW_ELEMENTS] */
     float *scores;
     tile_state state;
-    tile_state older;      /* the sum of the states before the latest */
-    smla_varlen_row *rows; /* [SMLA_VARLEN_ROWS] */
-    int64_t *shared_keys;  /* [SMLA_VARLEN_SHARED_KEYS]: where the tile's first keys lie, or -1 */
-    int64_t first_key;     /* where key 0 would lie if the later keys followed it without a gap */
-    int32_t *begin;        /* keys that a lane sees, relative to the block */
+    tile_state older;     /* the sum of the states before the latest */
+    smla_mha_row *rows;   /* [SMLA_MHA_ROWS] */
+    int64_t *shared_keys; /* [SMLA_MHA_SHARED_KEYS]: where the tile's first keys lie, or -1 */
+    int64_t first_key;    /* where key 0 would lie if the later keys followed it without a gap */
+    int32_t *begin;       /* keys that a lane sees, relative to the block */
     int32_t *end;
-    uint8_t *is_exact; /* rows that varlen_exact.c computes */
+    uint8_t *is_exact; /* rows that mha_exact.c computes */
 } tile_work;
 
 /* The arrays of scratch whose sizes no call changes. */
@@ -101,18 +101,18 @@ typedef struct tile_arrays {
     _Alignas(64) unit_scalar probs[PROB_ELEMENTS];
     _Alignas(64) unit_scalar row[WIDTH * MAX_ROW_ELEMENTS];
     _Alignas(64) float scores[BLOCK_KEYS * GROUP_LANES];
-    _Alignas(64) double sum[2][SMLA_VARLEN_ROWS]; /* sums of `state` and of `older` */
-    _Alignas(64) float max_log2[2][SMLA_VARLEN_ROWS];
-    _Alignas(64) smla_varlen_row rows[SMLA_VARLEN_ROWS];
-    _Alignas(64) int64_t shared_keys[SMLA_VARLEN_SHARED_KEYS];
+    _Alignas(64) double sum[2][SMLA_MHA_ROWS]; /* sums of `state` and of `older` */
+    _Alignas(64) float max_log2[2][SMLA_MHA_ROWS];
+    _Alignas(64) smla_mha_row rows[SMLA_MHA_ROWS];
+    _Alignas(64) int64_t shared_keys[SMLA_MHA_SHARED_KEYS];
     _Alignas(64) int32_t begin[GROUP_LANES];
     _Alignas(64) int32_t end[GROUP_LANES];
-    _Alignas(64) uint8_t is_exact[SMLA_VARLEN_ROWS];
+    _Alignas(64) uint8_t is_exact[SMLA_MHA_ROWS];
 } tile_arrays;
 
 enum {
-    Q_BYTES_PER_DIM = SMLA_VARLEN_ROWS / UNIT_STEP * 4,
-    OUT_BYTES_PER_DIM = SMLA_VARLEN_ROWS * 4, /* bytes of each state */
+    Q_BYTES_PER_DIM = SMLA_MHA_ROWS / UNIT_STEP * 4,
+    OUT_BYTES_PER_DIM = SMLA_MHA_ROWS * 4, /* bytes of each state */
 };
 
 /* Scratch memory: [arrays] [q] [out of `state`] [out of `older`] */
@@ -120,8 +120,8 @@ static void
 carve(const smla_attention_params *params, uint8_t *memory, tile_work *work)
 {
     tile_arrays *const arrays = (tile_arrays *)memory;
-    work->query_dims = smla_pad_varlen_dims(params->queries.dims[0] + params->queries.dims[1]);
-    work->value_dims = smla_pad_varlen_dims(params->ragged.value_dim);
+    work->query_dims = smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]);
+    work->value_dims = smla_pad_mha_dims(params->ragged.value_dim);
     work->q = (unit_scalar *)(memory + sizeof *arrays);
     work->keys = arrays->keys;
     work->values = arrays->values;
@@ -203,7 +203,7 @@ pack_queries(const tile_work *work)
                 memset(row, 0, (size_t)columns * sizeof *row);
                 continue;
             }
-            const smla_varlen_row *const of = &work->rows[lane + i];
+            const smla_mha_row *const of = &work->rows[lane + i];
             work->is_exact[lane + i] |=
                 !load_row(params->queries.parts, params->queries.dims, 2, params->queries.type,
                           of->token, of->head, work->query_dims, row);
@@ -259,7 +259,7 @@ prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
 static int64_t
 find_key(const tile_work *work, int64_t key)
 {
-    return key < SMLA_VARLEN_SHARED_KEYS ? work->shared_keys[key] : work->first_key + key;
+    return key < SMLA_MHA_SHARED_KEYS ? work->shared_keys[key] : work->first_key + key;
 }
 
 /* Widens keys and values of a block. A key with an unusual value becomes zeros. */
@@ -448,9 +448,9 @@ fold_into_older(const tile_work *work)
     clear(work, work->state);
 }
 
-#include "cpu/varlen/varlen_finish.h"
-#include "cpu/varlen/varlen_one_key.h"
-#include "cpu/varlen/varlen_rows.h"
+#include "cpu/attention/mha_finish.h"
+#include "cpu/attention/mha_one_key.h"
+#include "cpu/attention/mha_rows.h"
 
 /* ---- A tile -------------------------------------------------------------------------------- */
 
@@ -459,9 +459,9 @@ fold_into_older(const tile_work *work)
 static bool
 has_ordinary_scales(const tile_work *work)
 {
-    const float v_descale = smla_read_varlen_scale(&work->params->logits.v_descale, work->tile->req,
-                                                   work->tile->kv_head);
-    return is_ordinary_scale(smla_varlen_logit_scale(work->params, work->tile)) &&
+    const float v_descale =
+        smla_read_mha_scale(&work->params->logits.v_descale, work->tile->req, work->tile->kv_head);
+    return is_ordinary_scale(smla_mha_logit_scale(work->params, work->tile)) &&
            is_ordinary_scale((double)v_descale) && v_descale >= 0x1p-90f;
 }
 
@@ -513,15 +513,15 @@ run_usual_tile(tile_work *work, smla_key_range keys)
 }
 
 static void
-run_tile(const smla_attention_params *params, const smla_varlen_tile *tile, uint8_t *scratch)
+run_tile(const smla_attention_params *params, const smla_mha_tile *tile, uint8_t *scratch)
 {
     if (!serves(params)) {
-        SMLA_OF_FP32_ISA(smla_varlen).run_tile(params, tile, scratch);
+        SMLA_OF_FP32_ISA(smla_mha).run_tile(params, tile, scratch);
         return;
     }
     tile_work work = {.params = params, .tile = tile};
     carve(params, scratch, &work);
-    work.rule = logit_rule_of((float)smla_varlen_logit_scale(params, tile), params->logits.softcap);
+    work.rule = logit_rule_of((float)smla_mha_logit_scale(params, tile), params->logits.softcap);
     find_rows(&work);
     memset(work.is_exact, !has_ordinary_scales(&work), (size_t)tile->num_rows);
     const int num_alone = choose_lanes(&work);
@@ -535,12 +535,12 @@ run_tile(const smla_attention_params *params, const smla_varlen_tile *tile, uint
     }
     for (int i = 0; i < tile->num_rows; i++) {
         if (work.is_exact[i]) {
-            smla_attend_varlen_exactly(params, tile, &work.rows[i]);
+            smla_attend_mha_exactly(params, tile, &work.rows[i]);
         }
     }
 }
 
-const smla_varlen_isa SMLA_OF_ISA(smla_varlen) = {
+const smla_mha_isa SMLA_OF_ISA(smla_mha) = {
     .lanes = WIDTH,
     .scratch = {.tile_bytes = sizeof(tile_arrays),
                 .bytes_per_query_dim = Q_BYTES_PER_DIM,

@@ -1,5 +1,5 @@
-/* varlen_rows.h: which rows a tile of varlen_attention has, where its keys lie, and which rows have
- * a lane. varlen_kernel.c includes it.
+/* mha_rows.h: which rows a tile of multi-head attention has, where its keys lie, and which rows
+ * have a lane. mha_kernel.c includes it.
  */
 #pragma once
 
@@ -9,7 +9,7 @@
  * the tile. Returns how many there were. */
 static int
 add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, int count,
-         int64_t first_key, smla_varlen_row *rows)
+         int64_t first_key, smla_mha_row *rows)
 {
     const int64_t group = work->params->queries.num_heads / work->params->ragged.num_kv_heads;
     int64_t head = first % group;
@@ -20,7 +20,7 @@ add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, in
             if (added == count) {
                 return added;
             }
-            rows[added++] = (smla_varlen_row){
+            rows[added++] = (smla_mha_row){
                 .token = of->first_query + query,
                 .head = work->tile->kv_head * group + head,
                 .first_key = of->first_key - first_key,
@@ -35,7 +35,7 @@ add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, in
 static void
 find_rows(tile_work *work)
 {
-    const smla_varlen_tile *const tile = work->tile;
+    const smla_mha_tile *const tile = work->tile;
     int64_t end = 0;
     int found = 0;
     for (int64_t req = tile->req; found < tile->num_rows; req++) {
@@ -44,7 +44,7 @@ find_rows(tile_work *work)
         if (of.num_queries == 0) {
             continue;
         }
-        const int64_t first_key = smla_place_varlen_keys(end, of.num_keys);
+        const int64_t first_key = smla_place_mha_keys(end, of.num_keys);
         found +=
             add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
         work->first_key = of.first_key - first_key;
@@ -53,7 +53,7 @@ find_rows(tile_work *work)
             work->shared_keys[key] = -1;
         }
         end = first_key + of.num_keys;
-        for (int64_t key = first_key; key < end && key < SMLA_VARLEN_SHARED_KEYS; key++) {
+        for (int64_t key = first_key; key < end && key < SMLA_MHA_SHARED_KEYS; key++) {
             work->shared_keys[key] = work->first_key + key;
         }
     }
@@ -80,7 +80,7 @@ find_seen_keys(const tile_work *work)
 static int
 choose_lanes(tile_work *work)
 {
-    smla_varlen_row alone[2 * WIDTH];
+    smla_mha_row alone[2 * WIDTH];
     const int num_rows = work->tile->num_rows;
     int num_alone = 0;
     for (int i = 0; i < num_rows; i++) {
@@ -92,7 +92,7 @@ choose_lanes(tile_work *work)
     }
     work->num_rows = 0;
     for (int i = 0, found = 0; i < num_rows; i++) {
-        const smla_varlen_row row = work->rows[i];
+        const smla_mha_row row = work->rows[i];
         if (smla_is_one_key(row.keys)) {
             alone[found++] = row;
         } else {

@@ -1,4 +1,4 @@
-/* widen_floats.h: values of varlen_attention as floats, for one instruction set. */
+/* widen_floats.h: values of multi-head attention as floats, for one instruction set. */
 #pragma once
 
 #include "cpu/cpu.h"

@@ -1,19 +1,19 @@
-/* varlen_exact.c: rows of varlen_attention in double, one after another, and the last step of every
- * row. Kernels leave rows to it whose results could depend on what they cannot do: sums that
+/* mha_exact.c: rows of multi-head attention in double, one after another, and the last step of
+ * every row. Kernels leave rows to it whose results could depend on what they cannot do: sums that
  * overflow, products of huge and subnormal numbers, NaN and infinity in keys that only some rows of
  * a tile see.
  */
 #include <math.h>
 
 #include "core/fp_mode.h"
+#include "cpu/attention/mha.h"
 #include "cpu/cpu.h"
-#include "cpu/varlen/varlen.h"
 
 enum { MAX_VALUE_DIM = SMLA_KV_LORA_RANK };
 
 double
-smla_finish_varlen_row(const smla_attention_params *params, const smla_varlen_tile *tile,
-                       const smla_varlen_row *row, double sum, double lse)
+smla_finish_mha_row(const smla_attention_params *params, const smla_mha_tile *tile,
+                    const smla_mha_row *row, double sum, double lse)
 {
     params->results.lse[row->token * params->results.lse_stride_token +
                         row->head * params->results.lse_stride_head] = (float)lse;
@@ -21,7 +21,7 @@ smla_finish_varlen_row(const smla_attention_params *params, const smla_varlen_ti
         return 0.0;
     }
     double factor =
-        (double)smla_read_varlen_scale(&params->logits.v_descale, tile->req, tile->kv_head) / sum;
+        (double)smla_read_mha_scale(&params->logits.v_descale, tile->req, tile->kv_head) / sum;
     if (params->logits.sinks.values != NULL) {
         factor /=
             1.0 + exp(params->logits.sinks.values[row->head * params->logits.sinks.stride] - lse);
@@ -43,8 +43,8 @@ multiply_part(const smla_head_rows *q, smla_float_type q_type, int64_t q_at,
 
 /* q . k of a row and key `key` of its request. */
 static double
-multiply(const smla_attention_params *params, const smla_varlen_tile *tile,
-         const smla_varlen_row *row, int64_t key)
+multiply(const smla_attention_params *params, const smla_mha_tile *tile, const smla_mha_row *row,
+         int64_t key)
 {
     double sum = 0;
     for (int i = 0; i < 2; i++) {
@@ -61,10 +61,9 @@ multiply(const smla_attention_params *params, const smla_varlen_tile *tile,
 }
 
 double
-smla_find_varlen_logit(const smla_attention_params *params, const smla_varlen_tile *tile,
-                       double product)
+smla_find_mha_logit(const smla_attention_params *params, const smla_mha_tile *tile, double product)
 {
-    const double logit = smla_varlen_logit_scale(params, tile) * product;
+    const double logit = smla_mha_logit_scale(params, tile) * product;
     const double cap = params->logits.softcap;
     return cap > 0 ? cap * tanh(logit / cap) : logit;
 }
@@ -106,8 +105,7 @@ add_key(const smla_attention_params *params, int64_t v_at, double logit, exact_s
 }
 
 static void
-attend(const smla_attention_params *params, const smla_varlen_tile *tile,
-       const smla_varlen_row *row)
+attend(const smla_attention_params *params, const smla_mha_tile *tile, const smla_mha_row *row)
 {
     exact_state state = {.max = -INFINITY};
     /* A sum that is NaN stays NaN, and so do all values, whatever keys follow. */
@@ -115,10 +113,10 @@ attend(const smla_attention_params *params, const smla_varlen_tile *tile,
         const int64_t v_at = (row->first_key + key) * params->ragged.values.stride_token +
                              tile->kv_head * params->ragged.values.stride_head;
         const double product = multiply(params, tile, row, key);
-        add_key(params, v_at, smla_find_varlen_logit(params, tile, product), &state);
+        add_key(params, v_at, smla_find_mha_logit(params, tile, product), &state);
     }
     const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
-    const double factor = smla_finish_varlen_row(params, tile, row, state.sum, lse);
+    const double factor = smla_finish_mha_row(params, tile, row, state.sum, lse);
     const int64_t at =
         row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
     for (int64_t d = 0; d < params->ragged.value_dim; d++) {
@@ -128,8 +126,8 @@ attend(const smla_attention_params *params, const smla_varlen_tile *tile,
 }
 
 void
-smla_attend_varlen_exactly(const smla_attention_params *params, const smla_varlen_tile *tile,
-                           const smla_varlen_row *row)
+smla_attend_mha_exactly(const smla_attention_params *params, const smla_mha_tile *tile,
+                        const smla_mha_row *row)
 {
     const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
     attend(params, tile, row);

@@ -1,14 +1,14 @@
-/* varlen_one_key.h: rows of varlen_attention that see one key, for one instruction set.
- * varlen_kernel.c includes it.
+/* mha_one_key.h: rows of multi-head attention that see one key, for one instruction set.
+ * mha_kernel.c includes it.
  *
  * Computes     out = v * v_descale * sink factor,  lse = scale * (q . k), capped
  * Numerics     out is the value to the bit, because the factor is 1 or a double, and subnormal
  *              numbers are kept. q . k is summed in double, in the same order on any instruction
- *              set. Rows with a value above 2^50 or NaN are left to varlen_exact.c.
+ *              set. Rows with a value above 2^50 or NaN are left to mha_exact.c.
  */
 #pragma once
 
-#include "cpu/varlen/widen_floats.h"
+#include "cpu/attention/widen_floats.h"
 
 /* Lanes are dimensions: half a vector of floats, and the same as doubles. */
 typedef float some_floats __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias));
@@ -20,7 +20,7 @@ enum {
     SUMS = SUM_LANES / LANES,
 };
 
-_Static_assert(SMLA_VARLEN_PAD % SUM_LANES == 0, "whole steps of products");
+_Static_assert(SMLA_MHA_PAD % SUM_LANES == 0, "whole steps of products");
 
 /* The key of the last row. Rows of a request often have the same one. */
 typedef struct only_key {
@@ -109,7 +109,7 @@ round_value(const tile_work *work, double factor, only_key *key)
 
 /* Returns whether the row's values are usual. If they are not, nothing is written. */
 static bool
-attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key)
+attend_only_key(const tile_work *work, const smla_mha_row *row, only_key *key)
 {
     const smla_attention_params *const params = work->params;
     const int64_t token = row->first_key + row->keys.begin;
@@ -122,8 +122,8 @@ attend_only_key(const tile_work *work, const smla_varlen_row *row, only_key *key
         return false;
     }
     const double product = multiply_only_key(key, work->query_dims);
-    const double lse = smla_find_varlen_logit(params, work->tile, product) + 0.0; /* +0 for -0 */
-    const double factor = smla_finish_varlen_row(params, work->tile, row, 1.0, lse);
+    const double lse = smla_find_mha_logit(params, work->tile, product) + 0.0; /* +0 for -0 */
+    const double factor = smla_finish_mha_row(params, work->tile, row, 1.0, lse);
     if (factor != key->factor) {
         round_value(work, factor, key);
     }
