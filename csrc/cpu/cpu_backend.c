@@ -2,10 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/attention/attention.h"
+#include "cpu/attention/mha.h"
+#include "cpu/attention/mqa.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
-#include "cpu/attention/mha.h"
 
 enum { CACHE_LINE_BYTES = 64 };
 
@@ -86,8 +86,10 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
 static smla_status
 attend(const smla_attention_params *params, smla_error *error)
 {
-    return params->source == SMLA_KEYS_RAGGED ? smla_cpu_attend_ragged(params, error)
-                                              : smla_cpu_attend_lists(params, error);
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
+    return params->source == SMLA_KEYS_RAGGED ? smla_attend_mha(params, isa, error)
+                                              : smla_attend_mqa(params, isa, error);
 }
 
 /* A slot that follows another slot. */

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/attention/attention.h"
 #include "cpu/attention/mha.h"
+#include "cpu/attention/mqa.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
 #include <cpuid.h>
@@ -154,22 +154,14 @@ smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *err
 }
 
 int64_t
-smla_cpu_attention_scratch_bytes(int64_t num_heads)
+smla_cpu_attention_scratch_bytes(bool is_mha, const int64_t counts[2])
 {
     int64_t most = 0;
     for (int i = 0; i < NUM_ISAS; i++) {
-        const int64_t bytes = smla_attention_scratch_bytes(&isas[i].attention->scratch, num_heads);
-        most = bytes > most ? bytes : most;
-    }
-    return most;
-}
-
-int64_t
-smla_cpu_mha_scratch_bytes(const smla_attention_params *params)
-{
-    int64_t most = 0;
-    for (int i = 0; i < NUM_ISAS; i++) {
-        const int64_t bytes = smla_mha_scratch_bytes(&isas[i].mha->scratch, params);
+        const smla_attention_scratch *const scratch =
+            is_mha ? &isas[i].mha->scratch : &isas[i].attention->scratch;
+        const int64_t bytes =
+            scratch->bytes + counts[0] * scratch->bytes_per[0] + counts[1] * scratch->bytes_per[1];
         most = bytes > most ? bytes : most;
     }
     return most;

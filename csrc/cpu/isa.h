@@ -26,10 +26,10 @@ typedef struct smla_cpu_isa {
  * SPARSE_MLA_CPU_ISA names (for tests). Errors name the operator `op`. */
 smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
 
-/* Scratch of one thread, enough for every instruction set, because tests may force any of them, and
- * kernels of bf16 hand work to others. */
-int64_t smla_cpu_attention_scratch_bytes(int64_t num_heads);
-int64_t smla_cpu_mha_scratch_bytes(const smla_attention_params *params);
+/* Scratch of one thread for a kernel of attention, given what its bytes_per are multiplied with. It
+ * is enough for every instruction set, because tests may force any of them, and kernels of bf16
+ * hand work to others. */
+int64_t smla_cpu_attention_scratch_bytes(bool is_mha, const int64_t counts[2]);
 
 /* Describes the table. */
 int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);

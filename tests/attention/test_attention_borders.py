@@ -27,7 +27,7 @@ import sparse_mla
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
 
 attend = sparse_mla.sparse_attention
-PLAN = constants("cpu/attention/attention.c")
+PLAN = constants("cpu/attention/mqa.c")
 PARTS, MOST_SPLITS = PLAN["MAX_PARALLEL_PARTS"], PLAN["SMLA_MAX_SPLITS"]
 SPLIT = PLAN["MIN_COLUMNS_PER_SPLIT"]
 ALIGN = PLAN["SMLA_WORKSPACE_ALIGN"]

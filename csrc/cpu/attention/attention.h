@@ -1,120 +1,50 @@
-/* attention.h: what the CPU attention's files share. One scheduler (attention.c), one kernel
- * (attention_kernel.c), compiled once per instruction set into a smla_attention_isa.
+/* attention.h: what the CPU's two kernels of attention share.
  *
- * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
- * *state*; the states of a token are folded in the order of their splits, and finished into out,
- * lse and max_logits. A token with one key or none has no states (attention_one_key.c).
+ * The work of a call is *tasks*: each is a tile of query rows and a split of the keys that they
+ * see. If splits of a tile run in parallel, a second loop of tasks folds what they leave. A kernel
+ * has a file that cuts calls into its tasks:
+ *   mqa.c   keys are latents, which all heads share, in lists or in a table; a tile is a token
+ *   mha.c   keys and values of each KV head, ragged; a tile is rows of a request and a KV head
+ * attention.c runs the tasks of both.
  */
 #pragma once
 
 #include "core/attention/params_attention.h"
 #include "core/backend.h"
 
-enum {
-    SMLA_HEAD_ALIGN = 16, /* states and scratch have a multiple of this many heads: whole vectors */
-    SMLA_FOLD_HEADS = 32, /* heads per fold task: whole groups of heads of every kernel */
-    SMLA_WORKSPACE_ALIGN = 64,
-};
+struct smla_cpu_isa;
+struct smla_thread_scratch;
 
-/* The state of softmax after some keys, before the division:
- *   out[d][h] = sum_j 2^(s_jh - ref_h) * v_jd,  sum[h] = sum_j 2^(s_jh - ref_h)
- * with s in the log2 domain and ref_h the log2 of a power-of-two reference, which depends on
- * max_log2[h] only. Only the kernel knows the layout of out. */
-typedef struct smla_attention_state {
-    double *sum;     /* [padded heads] */
-    float *max_log2; /* [padded heads] */
-    float *out;      /* [512][padded heads], in groups of heads */
-} smla_attention_state;
+/* What the tasks of a call share. */
+typedef struct smla_attention_work {
+    const smla_attention_params *params;
+    const struct smla_cpu_isa *isa;
+    const struct smla_thread_scratch *scratch;
+    void *cut; /* what only the kernel's own tasks read */
+} smla_attention_work;
 
-static inline int64_t
-smla_pad_heads(int64_t num_heads)
-{
-    return (num_heads + SMLA_HEAD_ALIGN - 1) / SMLA_HEAD_ALIGN * SMLA_HEAD_ALIGN;
-}
+/* Tasks that run in parallel, in any order. */
+typedef struct smla_attention_loop {
+    int64_t num_tasks;
+    int num_threads;
+    void (*run)(const smla_attention_work *work, int64_t task);
+} smla_attention_loop;
 
-static inline int64_t
-smla_attention_state_bytes(int64_t num_heads)
-{
-    const int64_t bytes_per_head = sizeof(double) + sizeof(float) * (1 + SMLA_KV_LORA_RANK);
-    return smla_pad_heads(num_heads) * bytes_per_head;
-}
-
-static inline smla_attention_state
-smla_attention_state_at(uint8_t *memory, int64_t num_heads)
-{
-    const int64_t heads = smla_pad_heads(num_heads);
-    double *const sum = (double *)memory;
-    float *const max_log2 = (float *)(sum + heads);
-    return (smla_attention_state){.sum = sum, .max_log2 = max_log2, .out = max_log2 + heads};
-}
-
-/* The heads of a fold task: `begin` is a multiple of SMLA_FOLD_HEADS. */
-typedef struct smla_head_range {
-    int64_t begin;
-    int64_t end;
-} smla_head_range;
+/* Runs one loop after the other. */
+smla_status smla_run_attention(const smla_attention_work *work, const smla_attention_loop *loops,
+                               int num_loops, smla_error *error);
 
 /* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
  * read, too, and code of theirs may not run. */
 typedef struct smla_attention_scratch {
-    int64_t block_bytes;    /* bytes for a block of keys, on any number of heads */
-    int64_t bytes_per_head; /* bytes of the query, beside a state */
+    int64_t bytes;        /* a call of any shape takes these */
+    int64_t bytes_per[2]; /* and these times two numbers, which the kernel's header tells */
 } smla_attention_scratch;
-
-static inline int64_t
-smla_attention_scratch_bytes(const smla_attention_scratch *scratch, int64_t num_heads)
-{
-    return smla_attention_state_bytes(num_heads) + scratch->block_bytes +
-           smla_pad_heads(num_heads) * scratch->bytes_per_head;
-}
-
-/* The kernel of one instruction set. */
-typedef struct smla_attention_isa {
-    smla_attention_scratch scratch;
-    /* Computes one part. What `state` contains before does not matter. */
-    void (*run_part)(const smla_attention_params *params, int64_t token, int split,
-                     uint8_t *scratch, smla_attention_state state);
-    /* The same with subnormal numbers kept. Units of bf16 cannot, and call an fp32 unit's. */
-    void (*run_part_exactly)(const smla_attention_params *params, int64_t token, int split,
-                             uint8_t *scratch, smla_attention_state state);
-    /* total += part. */
-    void (*fold)(smla_head_range heads, smla_attention_state total, smla_attention_state part);
-    /* Writes the token's rows of the outputs. Overwrites the state. */
-    void (*finish)(const smla_attention_params *params, int64_t token, smla_head_range heads,
-                   smla_attention_state state);
-} smla_attention_isa;
-
-/* ---- Tokens with one key or none (attention_one_key.c) ------------------------------------- */
-
-typedef struct smla_only_key {
-    smla_kv_token token;
-    const smla_kv_format_info *format;
-    float kv_scale; /* the scale of the whole cache */
-} smla_only_key;
-
-/* Counts the keys of a part up to 2, and finds the first. A duplicate is a second key. The search
- * ends at the second key, which is usually in column 1. */
-int smla_find_keys(const smla_attention_params *params, int64_t token, int split,
-                   smla_only_key *first);
-
-/* Whether a part has columns, without a look at what they name. */
-bool smla_has_columns(const smla_attention_params *params, int64_t token, int split);
-
-/* smla_find_keys of all splits of a token; `only` is its key if there is one. */
-int smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
-
-/* Writes all results of some heads of a token with one key. */
-void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
-                         const smla_only_key *only);
-
-/* The same for a token without keys. */
-void smla_attend_no_key(const smla_attention_params *params, int64_t token, smla_head_range heads);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 
-const char *smla_cpu_kernel_name(const smla_attention_run *run);
 smla_status smla_cpu_find_key_ranges(const smla_key_ranges_params *params, smla_error *error);
-smla_status smla_cpu_attend_lists(const smla_attention_params *given, smla_error *error);
+const char *smla_cpu_kernel_name(const smla_attention_run *run);
 
 /* The split count depends on shapes alone. No result depends on the number of threads. */
 void smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);

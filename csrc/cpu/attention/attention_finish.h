@@ -153,9 +153,9 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
 }
 
 const smla_attention_isa SMLA_OF_ISA(smla_attention) = {
-    .scratch = {.block_bytes = BLOCK_BYTES, .bytes_per_head = QUERY_BYTES_PER_HEAD},
-    .run_part = run_part,
+    .scratch = {.bytes = BLOCK_BYTES, .bytes_per = {QUERY_BYTES_PER_HEAD}},
     .run_part_exactly = run_part_exactly,
+    .run_part = run_part,
     .fold = fold,
     .finish = finish,
 };

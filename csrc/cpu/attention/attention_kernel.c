@@ -57,7 +57,7 @@
 
 #include <math.h>
 
-#include "cpu/attention/attention.h"
+#include "cpu/attention/mqa.h"
 #include "cpu/attention/softmax_lanes.h"
 #include "cpu/machine/narrow.h"
 

@@ -14,8 +14,8 @@
 #include <math.h>
 
 #include "core/numeric.h"
-#include "cpu/attention/attention.h"
 #include "cpu/attention/attention_block.h"
+#include "cpu/attention/mqa.h"
 #include "cpu/machine/narrow.h"
 
 /* Lanes are dimensions. */
@@ -66,22 +66,6 @@ smla_has_columns(const smla_attention_params *params, int64_t token, int split)
         has_columns |= cursor.column < cursor.end;
     }
     return has_columns;
-}
-
-int
-smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
-{
-    int count = 0;
-    for (int split = 0; split < params->results.num_splits; split++) {
-        smla_only_key first;
-        const int found = smla_find_keys(params, token, split, &first);
-        *only = found > 0 ? first : *only;
-        count += found;
-        if (count > 1) {
-            return 2;
-        }
-    }
-    return count;
 }
 
 static float

@@ -1,9 +1,7 @@
-/* mha.c: cuts varlen_attention into tiles, which mha_kernel.c computes. Tiles run in
- * parallel, each on one thread, so the number of threads changes no result.
+/* mha.c: cuts multi-head attention into tiles, which mha_kernel.c computes. A tile's keys are not
+ * split, and one thread computes it, so the number of threads changes no result.
  */
 #include "cpu/attention/mha.h"
-#include "core/fp_mode.h"
-#include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
@@ -173,33 +171,33 @@ count_parts(const smla_attention_params *params, int64_t part_bytes)
     return (int)((bytes + part_bytes - 1) / part_bytes);
 }
 
-smla_status
-smla_cpu_attend_ragged(const smla_attention_params *params, smla_error *error)
+static void
+run_tile(const smla_attention_work *work, int64_t task)
 {
-    const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
+    const smla_mha_tile tile = find_tile(work->params, work->cut, task);
+    work->isa->mha->run_tile(work->params, &tile, smla_own_scratch(work->scratch));
+}
+
+smla_status
+smla_attend_mha(const smla_attention_params *params, const smla_cpu_isa *isa, smla_error *error)
+{
     smla_fill_rows_of_none(&params->padding, &params->visible.reqs, 0, 1, 0, 1);
     tile_cut cut = choose_cut(params);
     if (cut.num_tasks == 0) {
         return SMLA_OK;
     }
     const int num_threads = smla_count_threads(cut.num_tasks);
-    const int64_t part_bytes = smla_cpu_mha_scratch_bytes(params);
+    const int64_t counts[2] = {smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]),
+                               smla_pad_mha_dims(params->ragged.value_dim)};
+    const int64_t part_bytes = smla_cpu_attention_scratch_bytes(true, counts);
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
     SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
     cut.before = smla_scratch_part(&scratch, num_threads);
     add_tiles(params, isa->mha->lanes, &cut);
-    smla_interrupt *const interrupt = smla_find_interrupt();
-    const smla_fp_mode before = smla_fp_change(SMLA_FP_FLUSH);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-    for (int64_t task = 0; task < cut.num_tasks; task++) {
-        if (!smla_is_ended(interrupt)) {
-            const smla_mha_tile tile = find_tile(params, &cut, task);
-            isa->mha->run_tile(params, &tile, smla_own_scratch(&scratch));
-        }
-    }
-    smla_fp_change(before);
+    const smla_attention_work work = {params, isa, &scratch, &cut};
+    const smla_attention_loop tiles = {cut.num_tasks, num_threads, run_tile};
+    const smla_status status = smla_run_attention(&work, &tiles, 1, error);
     smla_close_scratch(&scratch);
-    return smla_check_ended(params->call.op, interrupt, error);
+    return status;
 }

@@ -1,5 +1,5 @@
-/* mha.h: what the files of varlen_attention share. There is one scheduler (mha.c) and one
- * kernel (mha_kernel.c), which is compiled into a smla_mha_isa per instruction set.
+/* mha.h: what the files of multi-head attention share. One file cuts calls (mha.c); one kernel
+ * (mha_kernel.c) is compiled once per instruction set into a smla_mha_isa.
  *
  * The *rows* of a request and a KV head are its query tokens times the heads that read the KV head,
  * token by token. A *tile* is up to SMLA_MHA_ROWS of them, which read the keys together. Small
@@ -8,8 +8,7 @@
  */
 #pragma once
 
-#include "core/attention/params_attention.h"
-#include "core/backend.h"
+#include "cpu/attention/attention.h"
 
 enum {
     SMLA_MHA_ROWS = 512,
@@ -74,27 +73,11 @@ smla_mha_logit_scale(const smla_attention_params *params, const smla_mha_tile *t
            (double)smla_read_mha_scale(&params->logits.k_descale, tile->req, tile->kv_head);
 }
 
-/* What a kernel takes of a thread's scratch: numbers, because those of other instruction sets are
- * read, too, and code of theirs may not run. */
-typedef struct smla_mha_scratch {
-    int64_t tile_bytes; /* bytes for a tile of any dimensions */
-    int64_t bytes_per_query_dim;
-    int64_t bytes_per_value_dim;
-} smla_mha_scratch;
-
-static inline int64_t
-smla_mha_scratch_bytes(const smla_mha_scratch *scratch, const smla_attention_params *params)
-{
-    return scratch->tile_bytes +
-           scratch->bytes_per_query_dim *
-               smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]) +
-           scratch->bytes_per_value_dim * smla_pad_mha_dims(params->ragged.value_dim);
-}
-
 /* The kernel of one instruction set. */
 typedef struct smla_mha_isa {
     int lanes; /* rows of a vector; tiles of up to twice as many have none for rows with one key */
-    smla_mha_scratch scratch;
+    /* Bytes for a tile of any dimensions, and for each padded dimension of queries, of values. */
+    smla_attention_scratch scratch;
     /* `scratch` is aligned to 64 bytes. */
     void (*run_tile)(const smla_attention_params *params, const smla_mha_tile *tile,
                      uint8_t *scratch);
@@ -114,6 +97,6 @@ double smla_find_mha_logit(const smla_attention_params *params, const smla_mha_t
 double smla_finish_mha_row(const smla_attention_params *params, const smla_mha_tile *tile,
                            const smla_mha_row *row, double sum, double lse);
 
-/* ---- What the CPU backend exports ---------------------------------------------------------- */
-
-smla_status smla_cpu_attend_ragged(const smla_attention_params *params, smla_error *error);
+/* Cuts and runs a call. mha.c */
+smla_status smla_attend_mha(const smla_attention_params *params, const struct smla_cpu_isa *isa,
+                            smla_error *error);

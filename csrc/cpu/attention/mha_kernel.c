@@ -62,7 +62,7 @@ _Static_assert(SMLA_MHA_STEP_KEYS % (VALUE_DEPTH * UNIT_STEP) == 0, "whole steps
 _Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
 _Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
 
-/* The state of softmax, as in attention.h; `out` is [group][value_dims][group rows]. */
+/* The state of softmax, as in mqa.h; `out` is [group][value_dims][group rows]. */
 typedef struct tile_state {
     double *sum;
     float *max_log2;
@@ -542,8 +542,7 @@ run_tile(const smla_attention_params *params, const smla_mha_tile *tile, uint8_t
 
 const smla_mha_isa SMLA_OF_ISA(smla_mha) = {
     .lanes = WIDTH,
-    .scratch = {.tile_bytes = sizeof(tile_arrays),
-                .bytes_per_query_dim = Q_BYTES_PER_DIM,
-                .bytes_per_value_dim = 2 * OUT_BYTES_PER_DIM},
+    .scratch = {.bytes = sizeof(tile_arrays),
+                .bytes_per = {Q_BYTES_PER_DIM, 2 * OUT_BYTES_PER_DIM}},
     .run_tile = run_tile,
 };

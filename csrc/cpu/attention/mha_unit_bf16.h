@@ -1,6 +1,7 @@
 /* mha_unit_bf16.h: how the units of AVX-512 BF16, AMX-BF16 and NEON with BF16 lay out the operands
  * of multi-head attention: as pairs of bf16. A pair of a query or key is two neighbouring
- * dimensions; a pair of values or weights is two neighbouring keys. mha_unit_fp32.h is the other unit.
+ * dimensions; a pair of values or weights is two neighbouring keys. mha_unit_fp32.h is the other
+ * unit.
  *
  * bf16 holds every e4m3 value exactly. fp16 goes to the fp32 unit.
  */
