@@ -96,8 +96,8 @@ HAS_LIMITED_API = not (sysconfig.get_config_var("Py_GIL_DISABLED") or is_on("FUL
 API_FLAGS = ["-DPy_LIMITED_API=0x030B0000"] if HAS_LIMITED_API else []
 EXTENSION = BUILD / f"_C{'.abi3.so' if HAS_LIMITED_API else sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# A kernel file, attention_kernel.c, is compiled once per instruction set that INSTANCES lists for
-# it, to attention_avx2.o, with csrc/cpu/isa/avx2.h in front. Sets of other machines are left out.
+# A kernel file, mqa_kernel.c, is compiled once per instruction set that INSTANCES lists for
+# it, to mqa_avx2.o, with csrc/cpu/isa/avx2.h in front. Sets of other machines are left out.
 # SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled. Fuzzing tests the checks
 # that come before the kernels. Clang would take minutes to compile the kernels with
 # instrumentation, so these have none, and only those of the base instruction set.

@@ -96,8 +96,7 @@ support_neonbf16(void)
 #endif
 
 #define DECLARE(kernel, set) extern const struct smla_##kernel##_isa smla_##kernel##_##set;
-#define NAMES(set) \
-    .name = #set, .is_supported = support_##set, .attention_name = "attention_" #set ".c"
+#define NAMES(set) .name = #set, .is_supported = support_##set, .attention_name = "mqa_" #set ".c"
 #define USE(kernel, set) .kernel = &smla_##kernel##_##set,
 
 #if defined(SMLA_HAVE_X86_ISA)
@@ -159,7 +158,7 @@ smla_cpu_attention_scratch_bytes(bool is_mha, const int64_t counts[2])
     int64_t most = 0;
     for (int i = 0; i < NUM_ISAS; i++) {
         const smla_attention_scratch *const scratch =
-            is_mha ? &isas[i].mha->scratch : &isas[i].attention->scratch;
+            is_mha ? &isas[i].mha->scratch : &isas[i].mqa->scratch;
         const int64_t bytes =
             scratch->bytes + counts[0] * scratch->bytes_per[0] + counts[1] * scratch->bytes_per[1];
         most = bytes > most ? bytes : most;

@@ -194,7 +194,7 @@ typedef struct smla_kernel_info {
     const char *arch;      /* instruction set or compute capability that the kernel needs */
     const char *kv_format; /* "fp8_ds_mla, bfloat16" */
     const char *heads;     /* "1...128" */
-    const char *name;      /* source file; attention_avx2.c is attention_kernel.c for AVX2 */
+    const char *name;      /* source file; mqa_avx2.c is mqa_kernel.c for AVX2 */
     int available;         /* 1 when this machine can run it */
     int selected;          /* 1 when attention calls take it */
 } smla_kernel_info;

@@ -21,7 +21,7 @@ def kernels() -> list[dict[str, Any]]:
     Returns
     -------
     A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest GPU architecture),
-    kv_format, heads, name (the source file; attention_avx2.c is attention_kernel.c for AVX2),
+    kv_format, heads, name (the source file; mqa_avx2.c is mqa_kernel.c for AVX2),
     available (whether this machine can run the kernel) and selected (whether attention calls may
     use it). The first row that fits a call serves it. On a GPU, unless the call gives `num_splits`,
     the row that is estimated to be fastest serves it. A build without CUDA has no CUDA rows.

@@ -31,9 +31,9 @@ PLAN = constants("cpu/attention/mqa.c")
 PARTS, MOST_SPLITS = PLAN["MAX_PARALLEL_PARTS"], PLAN["SMLA_MAX_SPLITS"]
 SPLIT = PLAN["MIN_COLUMNS_PER_SPLIT"]
 ALIGN = PLAN["SMLA_WORKSPACE_ALIGN"]
-BLOCKS = [constants(f"cpu/attention/unit_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
-KERNEL = constants("cpu/attention/attention_kernel.c")
-HOLES = constants("cpu/attention/attention_block.h")["HOLES"]
+BLOCKS = [constants(f"cpu/attention/mqa_unit_{unit}.h")["BLOCK_KEYS"] for unit in ("fp32", "bf16")]
+KERNEL = constants("cpu/attention/mqa_kernel.c")
+HOLES = constants("cpu/attention/mqa_block.h")["HOLES"]
 STATE_KEYS = KERNEL["BLOCK_KEYS"] * KERNEL["STATE_BLOCKS"]  # as many for any unit
 
 # Tokens and splits with as many parts as run in parallel, one less, one more, and others.

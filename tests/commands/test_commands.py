@@ -98,7 +98,7 @@ def test_demo_refuses_in_one_line(options):
 def test_info_names_what_there_is():
     done = run_command("info")
     assert done.returncode == 0, done.stderr
-    for word in ("sparse_mla", "compiler", "openmp", "numpy", "attention_base.c", "fp8_ds_mla"):
+    for word in ("sparse_mla", "compiler", "openmp", "numpy", "mqa_base.c", "fp8_ds_mla"):
         assert word in done.stdout, word
     assert sum(line.startswith("* cpu ") for line in done.stdout.splitlines()) == 1
 

@@ -90,13 +90,13 @@ def test_the_build_has_the_instances_of_this_machine_and_no_others(tool):
     mine = {"base", *graph.FLAGS_BY_MACHINE["x86_64"]}
     pairs = [pair for _, pairs in LISTS.values() for pair in pairs]
     assert names == {f"{kernel}_{isa}" for kernel, isa in pairs if isa in mine}
-    assert "attention_amx" in names
-    assert names.isdisjoint({"attention_neon", "cache_amx", "attention_kernel", "attention_"})
+    assert "mqa_amx" in names
+    assert names.isdisjoint({"mqa_neon", "cache_amx", "mqa_kernel", "mqa_"})
 
 
 def test_a_row_is_reached_by_its_own_question_and_name():
     assert re.search(r"\.name = #set, \.is_supported = support_##set,", ISA)
-    assert '"attention_" #set ".c"' in ISA
+    assert '"mqa_" #set ".c"' in ISA
 
 
 def test_isa_c_calls_nothing_of_a_row_but_its_questions():

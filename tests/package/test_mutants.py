@@ -358,12 +358,12 @@ def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
     ("changed", "output", "is_good", "compiles"),
     [
         ([], "cc x.o", True, True),
-        (["attention_amx"], "cc x.o", True, False),
-        (["attention_amx", "mha_amx"], "cc x.o", True, False),
-        (["attention_amx", "attention_avx2"], "cc x.o", True, True),
-        (["attention_avx2"], "cc x.o", True, True),
-        (["attention_avx2"], "cc x.o", False, False),
-        (["attention_amx"], "cc build/release/obj/tests/c/test_cache.o", True, True),
+        (["mqa_amx"], "cc x.o", True, False),
+        (["mqa_amx", "mha_amx"], "cc x.o", True, False),
+        (["mqa_amx", "mqa_avx2"], "cc x.o", True, True),
+        (["mqa_avx2"], "cc x.o", True, True),
+        (["mqa_avx2"], "cc x.o", False, False),
+        (["mqa_amx"], "cc build/release/obj/tests/c/test_cache.o", True, True),
         ([], "ninja: no work to do.", True, False),
     ],
 )
@@ -377,7 +377,7 @@ def test_what_cannot_run_here_is_no_fault(
     (tmp_path / "output.txt").write_text(f"[1/9] {output}\n")
     folder = tmp_path / "build/release/obj/csrc/cpu/attention"
     folder.mkdir(parents=True)
-    for stem in ("attention_amx", "mha_amx", "attention_avx2"):
+    for stem in ("mqa_amx", "mha_amx", "mqa_avx2"):
         (folder / f"{stem}.o").write_text("before")
     suite = mutants.Suite("*")
     suite.idle = {"amx"}

@@ -1,5 +1,5 @@
 /* attention_tiles.h: the two products of the attention kernel in AMX tiles, with the operands that
- * unit_bf16.h lays out.
+ * mqa_unit_bf16.h lays out.
  *
  * A product multiplies 32 rows (keys, or dimensions of the values) with one or two vectors of
  * heads. A step is 16 pairs of bf16 deep. A tile is 16 x 64 bytes:

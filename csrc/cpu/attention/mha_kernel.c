@@ -15,7 +15,7 @@
  *              in L1, and the block in L2.
  * Roofline     2 * pairs * (D + Dv) FLOP. The multiply unit binds; widening a block costs a
  *              fraction 3 / rows of it, and the softmax 1 / 10 at D + Dv = 320.
- * Numerics     Those of attention_kernel.c, whose products these are (attention_lanes.h,
+ * Numerics     Those of mqa_kernel.c, whose products these are (attention_lanes.h,
  *              attention_tiles.h), by the rules in softmax_lanes.h. Keys are cut into blocks from
  *              the request's first key on, whatever a tile sees, and a hidden key has weight 0. So
  *              a row's bits depend on its query and its request's keys alone. Requests that share a

@@ -18,7 +18,7 @@
 #include <string.h>
 
 #include "core/fp_mode.h"
-#include "cpu/attention/attention_block.h"
+#include "cpu/attention/mqa_block.h"
 #include "cpu/isa.h"
 #include "cpu/machine/thread_scratch.h"
 
@@ -71,7 +71,7 @@ thread_bytes(int64_t num_heads)
 {
     const int64_t counts[2] = {smla_pad_heads(num_heads)};
     const int64_t bytes =
-        smla_cpu_attention_scratch_bytes(false, counts) + 3 * smla_attention_state_bytes(num_heads);
+        smla_cpu_attention_scratch_bytes(false, counts) + 3 * smla_mqa_state_bytes(num_heads);
     return (bytes + SMLA_WORKSPACE_ALIGN - 1) / SMLA_WORKSPACE_ALIGN * SMLA_WORKSPACE_ALIGN;
 }
 
@@ -84,7 +84,7 @@ smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
     const int64_t splits = max_splits(shape);
     const int64_t parts =
         splits == 1 ? 0 : min_int64(shape->num_tokens * splits, MAX_PARALLEL_PARTS);
-    return SMLA_WORKSPACE_ALIGN + parts * smla_attention_state_bytes(shape->num_heads) +
+    return SMLA_WORKSPACE_ALIGN + parts * smla_mqa_state_bytes(shape->num_heads) +
            smla_max_threads() * thread_bytes(shape->num_heads);
 }
 
@@ -134,17 +134,16 @@ typedef struct parallel_parts {
     part_keys found[MAX_PARALLEL_PARTS];
 } parallel_parts;
 
-static smla_attention_state
+static smla_mqa_state
 state_at(const smla_attention_params *params, uint8_t *memory, int64_t number)
 {
     const int64_t num_heads = params->queries.num_heads;
-    return smla_attention_state_at(memory + number * smla_attention_state_bytes(num_heads),
-                                   num_heads);
+    return smla_mqa_state_at(memory + number * smla_mqa_state_bytes(num_heads), num_heads);
 }
 
 /* The state of a part without keys, for some heads. */
 static void
-clear_heads(smla_head_range heads, smla_attention_state state)
+clear_heads(smla_head_range heads, smla_mqa_state state)
 {
     const int64_t end = smla_pad_heads(heads.end);
     for (int64_t head = heads.begin; head < end; head++) {
@@ -167,10 +166,10 @@ attend_one_key(const smla_attention_params *params, int64_t token, smla_head_ran
 
 /* Runs a part in the calling thread. */
 static void
-run_part(const smla_attention_work *work, int64_t token, int split, smla_attention_state state)
+run_part(const smla_attention_work *work, int64_t token, int split, smla_mqa_state state)
 {
-    const smla_attention_state scratch = state_at(work->params, smla_own_scratch(work->scratch), 2);
-    work->isa->attention->run_part(work->params, token, split, (uint8_t *)scratch.sum, state);
+    const smla_mqa_state scratch = state_at(work->params, smla_own_scratch(work->scratch), 2);
+    work->isa->mqa->run_part(work->params, token, split, (uint8_t *)scratch.sum, state);
 }
 
 /* Attends to some heads of a token, whose parts have the keys `found`. If the parts have run, their
@@ -181,7 +180,7 @@ attend_heads(const smla_attention_work *work, int64_t token, smla_head_range hea
              const part_keys *found, uint8_t *states)
 {
     const smla_attention_params *const params = work->params;
-    const smla_attention_isa *const isa = work->isa->attention;
+    const smla_mqa_isa *const isa = work->isa->mqa;
     const bool have_run = states != NULL;
     const smla_only_key *only = NULL;
     int count = 0;
@@ -198,10 +197,9 @@ attend_heads(const smla_attention_work *work, int64_t token, smla_head_range hea
         return;
     }
     states = have_run ? states : smla_own_scratch(work->scratch);
-    const smla_attention_state total = state_at(params, states, 0);
+    const smla_mqa_state total = state_at(params, states, 0);
     for (int split = 0; split < params->results.num_splits; split++) {
-        const smla_attention_state state =
-            state_at(params, states, have_run || split == 0 ? split : 1);
+        const smla_mqa_state state = state_at(params, states, have_run || split == 0 ? split : 1);
         const bool is_empty = found[split].count == 0;
         if (is_empty && split > 0 && found[split - 1].count == 0) {
             continue;
@@ -306,7 +304,7 @@ smla_attend_mqa(const smla_attention_params *given, const smla_cpu_isa *isa, sml
     const bool parts_run_in_parallel =
         params->results.num_splits > 1 && num_parts <= MAX_PARALLEL_PARTS;
     const int64_t part_bytes =
-        parts_run_in_parallel ? num_parts * smla_attention_state_bytes(num_heads) : 0;
+        parts_run_in_parallel ? num_parts * smla_mqa_state_bytes(num_heads) : 0;
     const int64_t scratch_bytes = thread_bytes(num_heads);
     const int64_t misalignment =
         (int64_t)(-(uintptr_t)params->workspace.memory % SMLA_WORKSPACE_ALIGN);

@@ -8,7 +8,7 @@
 #pragma once
 
 #define SMLA_BASE_KERNELS(X) \
-    X(attention, base)       \
+    X(mqa, base)             \
     X(mha, base)             \
     X(projection, base)      \
     X(cache, base)           \
@@ -20,7 +20,7 @@
 
 #define SMLA_AVX2_KERNELS(X) \
     SMLA_BASE_KERNELS(X)     \
-    X(attention, avx2)       \
+    X(mqa, avx2)             \
     X(mha, avx2)             \
     X(projection, avx2)      \
     X(cache, avx2)           \
@@ -32,7 +32,7 @@
 
 #define SMLA_AVX512_KERNELS(X) \
     SMLA_AVX2_KERNELS(X)       \
-    X(attention, avx512)       \
+    X(mqa, avx512)             \
     X(mha, avx512)             \
     X(projection, avx512)      \
     X(cache, avx512)           \
@@ -43,23 +43,23 @@
 
 #define SMLA_AVX512BF16_KERNELS(X) \
     SMLA_AVX512_KERNELS(X)         \
-    X(attention, avx512bf16)       \
+    X(mqa, avx512bf16)             \
     X(mha, avx512bf16)             \
     X(projection, avx512bf16)
 
 #define SMLA_AMX_KERNELS(X)    \
     SMLA_AVX512BF16_KERNELS(X) \
-    X(attention, amx)          \
+    X(mqa, amx)                \
     X(mha, amx)
 
 #define SMLA_NEON_KERNELS(X) \
     SMLA_BASE_KERNELS(X)     \
-    X(attention, neon)       \
+    X(mqa, neon)             \
     X(mha, neon)             \
     X(projection, neon)
 
 #define SMLA_NEONBF16_KERNELS(X) \
     SMLA_NEON_KERNELS(X)         \
-    X(attention, neonbf16)       \
+    X(mqa, neonbf16)             \
     X(mha, neonbf16)             \
     X(projection, neonbf16)

@@ -1,18 +1,18 @@
-/* unit_bf16.h: the multiply unit of AVX-512 BF16, of AMX-BF16 and of NEON with BF16: two values of
- * the dot product per step.
+/* mqa_unit_bf16.h: the multiply unit of AVX-512 BF16, of AMX-BF16 and of NEON with BF16: two
+ * values of the dot product per step.
  *
  * Here a query, a key or a value is a row of bf16 pairs, one pair per 32-bit element. A key's pair
  * is two neighbouring dimensions. A value's pair is one dimension of two neighbouring keys, so the
  * values are a second copy of the block. bf16 holds every e4m3 value exactly, without its scale.
  *
  * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
- * of single products too, as SMLA_FP_FLUSH makes the fp32 units do (attention_kernel.c). A step
+ * of single products too, as SMLA_FP_FLUSH makes the fp32 units do (mqa_kernel.c). A step
  * flushes less than 2^-124, in two products and two sums.
  */
 #pragma once
 
-#include "cpu/attention/attention_block.h"
 #include "cpu/attention/key_decoder.h"
+#include "cpu/attention/mqa_block.h"
 #include "cpu/machine/bf16_pairs.h"
 #include "cpu/machine/narrow.h"
 

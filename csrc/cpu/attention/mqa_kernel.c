@@ -1,4 +1,4 @@
-/* attention_kernel.c: sparse MLA attention of one part, for one instruction set.
+/* mqa_kernel.c: sparse MLA attention of one part, for one instruction set.
  *
  * Computes     s_j = softmax_scale * log2(e) * (q . k_j),  w_j = 2^(s_j - ref),
  *              out = sum_j w_j v_j,  sum = sum_j w_j   over the part's keys; then finish computes
@@ -44,9 +44,9 @@
 #define SMLA_SIMD_WIDTH SMLA_LANES
 
 #if defined(SMLA_HAVE_BF16_PRODUCTS)
-#include "cpu/attention/unit_bf16.h"
+#include "cpu/attention/mqa_unit_bf16.h"
 #else
-#include "cpu/attention/unit_fp32.h"
+#include "cpu/attention/mqa_unit_fp32.h"
 #endif
 
 #if defined(SMLA_HAVE_TILES)
@@ -61,7 +61,7 @@
 #include "cpu/attention/softmax_lanes.h"
 #include "cpu/machine/narrow.h"
 
-extern const smla_attention_isa SMLA_OF_FP32_ISA(smla_attention);
+extern const smla_mqa_isa SMLA_OF_FP32_ISA(smla_mqa);
 
 enum { GROUP_HEADS = GROUP_LANES };
 
@@ -81,8 +81,8 @@ typedef struct thread_scratch {
     unit_scalar *values;
     unit_scalar *probs;
     float *scores;
-    float *scales;              /* [NUM_TILES][BLOCK_KEYS] */
-    smla_attention_state older; /* the sum of STATE_BLOCKS blocks, and so on, before the latest */
+    float *scales;        /* [NUM_TILES][BLOCK_KEYS] */
+    smla_mqa_state older; /* the sum of STATE_BLOCKS blocks, and so on, before the latest */
 } thread_scratch;
 
 /* Consecutive heads that are processed together. */
@@ -105,8 +105,8 @@ static thread_scratch
 carve_scratch(uint8_t *memory, int64_t num_heads)
 {
     thread_scratch scratch;
-    scratch.older = smla_attention_state_at(memory, num_heads);
-    memory += smla_attention_state_bytes(num_heads);
+    scratch.older = smla_mqa_state_at(memory, num_heads);
+    memory += smla_mqa_state_bytes(num_heads);
     scratch.keys = (unit_scalar *)memory;
     memory += KEY_BYTES;
     scratch.values = VALUE_BYTES == 0 ? scratch.keys : (unit_scalar *)memory;
@@ -276,7 +276,7 @@ add_values(const thread_scratch *scratch, int count, bool has_scales, const vflo
 
 SMLA_INLINE void
 attend_group(const thread_scratch *scratch, const key_block *block, const key_block *next,
-             logit_rule rule, head_group group, smla_attention_state state, const int key_rows,
+             logit_rule rule, head_group group, smla_mqa_state state, const int key_rows,
              const int value_rows, const int vectors)
 {
     vfloat alpha[GROUP_VECTORS];
@@ -295,20 +295,20 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
  * loops are theirs alone. */
 __attribute__((noinline)) static void
 attend_one_vector(const thread_scratch *scratch, const key_block *block, const key_block *next,
-                  logit_rule rule, head_group group, smla_attention_state state)
+                  logit_rule rule, head_group group, smla_mqa_state state)
 {
     attend_group(scratch, block, next, rule, group, state, KEY_ROWS_1, VALUE_ROWS_1, 1);
 }
 
 __attribute__((noinline)) static void
 attend_two_vectors(const thread_scratch *scratch, const key_block *block, const key_block *next,
-                   logit_rule rule, head_group group, smla_attention_state state)
+                   logit_rule rule, head_group group, smla_mqa_state state)
 {
     attend_group(scratch, block, next, rule, group, state, KEY_ROWS_2, VALUE_ROWS_2, 2);
 }
 
 static void
-clear(int64_t num_heads, smla_attention_state state)
+clear(int64_t num_heads, smla_mqa_state state)
 {
     const int64_t heads = smla_pad_heads(num_heads);
     for (int64_t head = 0; head < heads; head++) {
@@ -318,19 +318,18 @@ clear(int64_t num_heads, smla_attention_state state)
     memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
 }
 
-static void fold(smla_head_range heads, smla_attention_state total, smla_attention_state part);
+static void fold(smla_head_range heads, smla_mqa_state total, smla_mqa_state part);
 
 static void
-copy_state(int64_t num_heads, smla_attention_state from, smla_attention_state to)
+copy_state(int64_t num_heads, smla_mqa_state from, smla_mqa_state to)
 {
-    memcpy(to.sum, from.sum, (size_t)smla_attention_state_bytes(num_heads));
+    memcpy(to.sum, from.sum, (size_t)smla_mqa_state_bytes(num_heads));
 }
 
 /* Adds a state to `older`, the sum of those before it, and clears it. The first state becomes
  * `older`, which holds nothing yet. */
 static void
-fold_into_older(smla_head_range heads, bool is_first, smla_attention_state older,
-                smla_attention_state state)
+fold_into_older(smla_head_range heads, bool is_first, smla_mqa_state older, smla_mqa_state state)
 {
     if (is_first) {
         copy_state(heads.end, state, older);
@@ -344,7 +343,7 @@ fold_into_older(smla_head_range heads, bool is_first, smla_attention_state older
  * because the caller changes the floating-point mode. */
 __attribute__((noinline)) static bool
 try_part(const smla_attention_params *params, int64_t token, int split, bool takes_huge,
-         uint8_t *memory, smla_attention_state state)
+         uint8_t *memory, smla_mqa_state state)
 {
     const thread_scratch scratch = carve_scratch(memory, params->queries.num_heads);
     const smla_head_range all_heads = {.begin = 0, .end = params->queries.num_heads};
@@ -395,4 +394,4 @@ try_part(const smla_attention_params *params, int64_t token, int split, bool tak
     return true;
 }
 
-#include "cpu/attention/attention_finish.h"
+#include "cpu/attention/mqa_finish.h"

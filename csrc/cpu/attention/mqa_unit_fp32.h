@@ -1,13 +1,13 @@
-/* unit_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one value of
- * the dot product per step.
+/* mqa_unit_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one
+ * value of the dot product per step.
  *
  * A unit decides how queries, keys, values and probabilities lie in scratch, and how keys get
  * there. Here a key is a row of 576 floats, which serves as its value too.
  */
 #pragma once
 
-#include "cpu/attention/attention_block.h"
 #include "cpu/attention/key_decoder.h"
+#include "cpu/attention/mqa_block.h"
 #include "cpu/machine/fp32_values.h"
 #include "cpu/machine/narrow.h"
 

@@ -1,4 +1,4 @@
-/* attention_block.h: finds the keys of a part, block by block: from columns to indices, slots and
+/* mqa_block.h: finds the keys of a part, block by block: from columns to indices, slots and
  * cache rows.
  *
  * The cursor walks a split's columns of the main list, then of the extra list. It drops every

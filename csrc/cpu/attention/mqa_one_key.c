@@ -1,4 +1,4 @@
-/* attention_one_key.c: tokens that have exactly one key, or none, on every instruction set.
+/* mqa_one_key.c: tokens that have exactly one key, or none, on every instruction set.
  *
  * The out of such a token is the value of its key, rounded once. If the row is bf16, out has its
  * bits. The kernels round weights to bf16, and would be off by a step of bf16, so these tokens do
@@ -14,8 +14,8 @@
 #include <math.h>
 
 #include "core/numeric.h"
-#include "cpu/attention/attention_block.h"
 #include "cpu/attention/mqa.h"
+#include "cpu/attention/mqa_block.h"
 #include "cpu/machine/narrow.h"
 
 /* Lanes are dimensions. */

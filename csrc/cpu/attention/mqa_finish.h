@@ -1,9 +1,9 @@
-/* attention_finish.h: states of parts -> out, lse and max_logits of a token, for one instruction
- * set, and the table of its functions. attention_kernel.c includes it.
+/* mqa_finish.h: states of parts -> out, lse and max_logits of a token, for one instruction
+ * set, and the table of its functions. mqa_kernel.c includes it.
  *
  * fold adds a second state to a first one; finish divides, applies the sink, and rounds to bf16
- * once. The rescaling factors are powers of two (attention_kernel.c), so folding rounds only in its
- * additions. Both use the head groups of attention_kernel.c.
+ * once. The rescaling factors are powers of two (mqa_kernel.c), so folding rounds only in its
+ * additions. Both use the head groups of mqa_kernel.c.
  */
 #pragma once
 
@@ -25,7 +25,7 @@ fold_group(float *total, const vfloat *total_factor, const float *part, const vf
 }
 
 static void
-fold(smla_head_range heads, smla_attention_state total, smla_attention_state part)
+fold(smla_head_range heads, smla_mqa_state total, smla_mqa_state part)
 {
     for (int64_t head = heads.begin; head < heads.end; head += GROUP_HEADS) {
         const head_group group = group_at(head, heads.end);
@@ -101,7 +101,7 @@ round_group(float *out, const vfloat *factor, int vectors)
 
 static void
 finish(const smla_attention_params *params, int64_t token, smla_head_range heads,
-       smla_attention_state state)
+       smla_mqa_state state)
 {
     const double unit = (double)choose_key_unit(params);
     for (int64_t head = heads.begin; head < heads.end; head += GROUP_HEADS) {
@@ -128,7 +128,7 @@ finish(const smla_attention_params *params, int64_t token, smla_head_range heads
 /* Computes a part with subnormal numbers kept, if this is an fp32 unit. */
 static void
 run_part_exactly(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
-                 smla_attention_state state)
+                 smla_mqa_state state)
 {
     const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);
     begin_products();
@@ -139,7 +139,7 @@ run_part_exactly(const smla_attention_params *params, int64_t token, int split, 
 
 static void
 run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
-         smla_attention_state state)
+         smla_mqa_state state)
 {
     bool is_done = false;
     if (is_ordinary_scale(params->logits.softmax_scale)) {
@@ -148,11 +148,11 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         end_products();
     }
     if (!is_done) {
-        SMLA_OF_FP32_ISA(smla_attention).run_part_exactly(params, token, split, scratch, state);
+        SMLA_OF_FP32_ISA(smla_mqa).run_part_exactly(params, token, split, scratch, state);
     }
 }
 
-const smla_attention_isa SMLA_OF_ISA(smla_attention) = {
+const smla_mqa_isa SMLA_OF_ISA(smla_mqa) = {
     .scratch = {.bytes = BLOCK_BYTES, .bytes_per = {QUERY_BYTES_PER_HEAD}},
     .run_part_exactly = run_part_exactly,
     .run_part = run_part,
