@@ -134,11 +134,16 @@ typedef struct parallel_parts {
     part_keys found[MAX_PARALLEL_PARTS];
 } parallel_parts;
 
+static uint8_t *
+skip_states(const smla_attention_params *params, uint8_t *memory, int64_t count)
+{
+    return memory + count * smla_mqa_state_bytes(params->queries.num_heads);
+}
+
 static smla_mqa_state
 state_at(const smla_attention_params *params, uint8_t *memory, int64_t number)
 {
-    const int64_t num_heads = params->queries.num_heads;
-    return smla_mqa_state_at(memory + number * smla_mqa_state_bytes(num_heads), num_heads);
+    return smla_mqa_state_at(skip_states(params, memory, number), params->queries.num_heads);
 }
 
 /* The state of a part without keys, for some heads. */
@@ -168,8 +173,8 @@ attend_one_key(const smla_attention_params *params, int64_t token, smla_head_ran
 static void
 run_part(const smla_attention_work *work, int64_t token, int split, smla_mqa_state state)
 {
-    const smla_mqa_state scratch = state_at(work->params, smla_own_scratch(work->scratch), 2);
-    work->isa->mqa->run_part(work->params, token, split, (uint8_t *)scratch.sum, state);
+    uint8_t *const scratch = skip_states(work->params, smla_own_scratch(work->scratch), 2);
+    work->isa->mqa->run_part(work->params, token, split, scratch, state);
 }
 
 /* Attends to some heads of a token, whose parts have the keys `found`. If the parts have run, their
@@ -272,7 +277,7 @@ fold_heads(const smla_attention_work *work, int64_t task)
                                    min_int64(begin + SMLA_FOLD_HEADS, params->queries.num_heads)};
     if (!smla_is_left_alone(&params->keys, token)) {
         attend_heads(work, token, heads, parts->found + first_part,
-                     (uint8_t *)state_at(params, parts->states, first_part).sum);
+                     skip_states(params, parts->states, first_part));
     }
 }
 
