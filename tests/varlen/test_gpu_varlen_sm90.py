@@ -297,12 +297,12 @@ def call(dims=(192, 128), kind=torch.bfloat16, cut=0, gap=0, **options):
 """
 
 KERNELS = [
-    ("", "mha_attention_sm90.cu,"),
-    ("causal=True", "mha_attention_sm90.cu,"),
-    ("window_size=(-1, 0)", "mha_attention_sm90.cu,"),
-    ("dims=(128, 128), kind=torch.float16", "mha_attention_sm90.cu,"),
-    ("cut=128", "mha_attention_sm90.cu,"),
-    ("gap=8", "mha_attention_sm90.cu,"),
+    ("", "mha_attention_sm90.cu"),
+    ("causal=True", "mha_attention_sm90.cu"),
+    ("window_size=(-1, 0)", "mha_attention_sm90.cu"),
+    ("dims=(128, 128), kind=torch.float16", "mha_attention_sm90.cu"),
+    ("cut=128", "mha_attention_sm90.cu"),
+    ("gap=8", "mha_attention_sm90.cu"),
     ("kind=torch.float8_e4m3fn", "varlen_attention.cu (types)"),
     ("dims=(256, 128)", "varlen_attention.cu (sizes of rows)"),
     ("dims=(192, 64)", "varlen_attention.cu (sizes of rows)"),
