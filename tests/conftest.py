@@ -9,6 +9,7 @@ SMLA_REQUIRE=torch,jax    the run fails if a test of these frameworks was skippe
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -31,6 +32,12 @@ import helpers
 import pytest
 
 sys.path[:0] = helpers.FOLDERS
+
+# Code that Inductor compiled for operators with other arguments must not be found again.
+OPS = sorted((Path(__file__).parents[1] / "sparse_mla" / "ops").glob("*.py"))
+DECLARED = hashlib.sha256(b"".join(path.read_bytes() for path in OPS)).hexdigest()[:12]
+CACHE = Path(__file__).parents[1] / "build" / "inductor" / DECLARED
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 
 collect_ignore_glob = [] if device.ON_CUDA else ["*/test_gpu_*.py"]
 
