@@ -299,7 +299,8 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_query_scale(&c, rules, args->q, &args->q_scale, &logits->q_scale));
     SMLA_TRY(require_key_list(&c, &main, num_tokens, &lists[0], &logits->kv_scale[0]));
-    SMLA_TRY(smla_require_sinks(&c, rules->attn_sink, args->attn_sink, num_heads, &logits->sinks));
+    SMLA_TRY(smla_require_sinks(&c, rules->attn_sink, args->attn_sink, SMLA_SINKS_HINT, num_heads,
+                                &logits->sinks));
     if (has_extra_args(args)) {
         SMLA_TRY(require_key_list(&c, &extra, num_tokens, &lists[1], &logits->kv_scale[1]));
         SMLA_TRY(require_same_head_size(&c, rules, params));

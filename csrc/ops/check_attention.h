@@ -32,9 +32,11 @@ smla_status smla_require_query(smla_checker *checker, const char *name,
 smla_status smla_require_softmax_scale(const smla_checker *checker, const char *name, double scale,
                                        smla_logits *logits);
 
-/* Checks sinks [>= H], which may be absent. */
+#define SMLA_SINKS_HINT "a value per head of the query"
+
+/* Checks sinks [>= H], which may be absent. `hint` says what H is. */
 smla_status smla_require_sinks(smla_checker *checker, const char *name, const DLTensor *tensor,
-                               int64_t num_heads, smla_sinks *sinks);
+                               const char *hint, int64_t num_heads, smla_sinks *sinks);
 
 /* Checks a scale of e4m3 values, or that values of another type `of` have none. */
 smla_status smla_require_descale(smla_checker *checker, const char *name,

@@ -4,7 +4,7 @@
 #include "core/overlap.h"
 #include "core/params_merge.h"
 #include "core/rule_parts.h"
-#include "ops/check.h"
+#include "ops/check_attention.h"
 
 /* ---- What merges share --------------------------------------------------------------------- */
 
@@ -31,21 +31,8 @@ rule_of_out(const char *name, const DLTensor *tensor, unsigned dtypes, const mer
                        .shape = {sizes->num_tokens, sizes->num_heads, sizes->value_dim}};
 }
 
-static smla_status
-require_sinks(smla_checker *c, const DLTensor *attn_sink, const char *hint, int64_t num_heads)
-{
-    return smla_require(c, &(smla_rule){.name = "attn_sink",
-                                        .tensor = attn_sink,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                                 SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_heads},
-                                        .hint = hint});
-}
-
 static smla_merge_rows
-rows_of(const merge_sizes *sizes, smla_float_type type, const DLTensor *attn_sink,
+rows_of(const merge_sizes *sizes, smla_float_type type, const smla_sinks *sinks,
         const DLTensor *out, const DLTensor *lse)
 {
     return (smla_merge_rows){
@@ -54,8 +41,8 @@ rows_of(const merge_sizes *sizes, smla_float_type type, const DLTensor *attn_sin
         .value_dim = sizes->value_dim,
         .type = type,
         .out_type = smla_float_type_of(out),
-        .attn_sink = smla_data(attn_sink),
-        .attn_sink_stride = smla_stride(attn_sink, 0),
+        .attn_sink = sinks->values,
+        .attn_sink_stride = sinks->stride,
         .out = smla_data(out),
         .out_stride_token = smla_stride(out, 0),
         .out_stride_head = smla_stride(out, 1),
@@ -109,8 +96,9 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     out = rule_of_out("out_b", args->out_b, smla_dtype(args->out_a), &sizes);
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, sizes.num_tokens, sizes.num_heads, 0));
-    SMLA_TRY(
-        require_sinks(&c, args->attn_sink, "at least a sink per head of `out_a`", sizes.num_heads));
+    smla_sinks sinks;
+    SMLA_TRY(smla_require_sinks(&c, "attn_sink", args->attn_sink,
+                                "at least a sink per head of `out_a`", sizes.num_heads, &sinks));
     out = rule_of_out("out", args->out, smla_dtype(args->out_a), &sizes);
     out.flags = SMLA_RULE_OUTPUT;
     out.may_be[0] = args->out_a;
@@ -128,8 +116,7 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_merge_params){
         .call = smla_call_of(&c, args->stream, NULL),
-        .rows =
-            rows_of(&sizes, smla_float_type_of(args->out_a), args->attn_sink, args->out, args->lse),
+        .rows = rows_of(&sizes, smla_float_type_of(args->out_a), &sinks, args->out, args->lse),
         .merged_tokens = sizes.num_tokens - alone,
         .parts = {part_of(args->out_a, args->lse_a), part_of(args->out_b, args->lse_b)},
     };
@@ -294,14 +281,14 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
     const merge_sizes sizes = sizes_of(&first);
     const unsigned dtype = smla_dtype(&first);
     SMLA_TRY(require_lses(&c, &args->lses, num_parts, &sizes));
-    SMLA_TRY(
-        require_sinks(&c, args->attn_sink, "at least a sink per head of `outs`", sizes.num_heads));
+    smla_sinks sinks;
+    SMLA_TRY(smla_require_sinks(&c, "attn_sink", args->attn_sink,
+                                "at least a sink per head of `outs`", sizes.num_heads, &sinks));
     SMLA_TRY(require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? dtype | SMLA_DTYPE_BF16 : dtype,
                             &sizes));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->call = smla_call_of(&c, args->stream, NULL);
-    params->rows =
-        rows_of(&sizes, smla_float_type_of(&first), args->attn_sink, args->out, args->lse);
+    params->rows = rows_of(&sizes, smla_float_type_of(&first), &sinks, args->out, args->lse);
     params->num_parts = num_parts;
     for (int64_t i = 0; i < num_parts; i++) {
         const DLTensor out = take_part(&args->outs, i);

@@ -30,8 +30,8 @@ smla_view_parts(const DLTensor *first, const DLTensor *second, const int16_t dim
 /* ---- Logits -------------------------------------------------------------------------------- */
 
 smla_status
-smla_require_sinks(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_heads,
-                   smla_sinks *sinks)
+smla_require_sinks(smla_checker *c, const char *name, const DLTensor *tensor, const char *hint,
+                   int64_t num_heads, smla_sinks *sinks)
 {
     SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
                                           .tensor = tensor,
@@ -40,7 +40,7 @@ smla_require_sinks(smla_checker *c, const char *name, const DLTensor *tensor, in
                                                    SMLA_RULE_MORE_ROWS,
                                           .ndim = 1,
                                           .shape = {num_heads},
-                                          .hint = "a value per head of the query"}));
+                                          .hint = hint}));
     *sinks = (smla_sinks){smla_data(tensor), smla_stride(tensor, 0)};
     return SMLA_OK;
 }

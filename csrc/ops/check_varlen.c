@@ -204,8 +204,8 @@ require_logits(smla_checker *c, const smla_varlen_attention_args *args, smla_log
 {
     const int64_t num_reqs = smla_size(args->cu_seqlens_q, 0) - 1;
     const int64_t num_kv_heads = smla_size(args->k, 1);
-    SMLA_TRY(
-        smla_require_sinks(c, "attn_sink", args->attn_sink, smla_size(args->q, 1), &logits->sinks));
+    SMLA_TRY(smla_require_sinks(c, "attn_sink", args->attn_sink, SMLA_SINKS_HINT,
+                                smla_size(args->q, 1), &logits->sinks));
     SMLA_TRY(smla_require_descale(c, "q_descale", &args->q_descale, "q", args->q, num_reqs,
                                   num_kv_heads, &logits->q_descale));
     SMLA_TRY(smla_require_descale(c, "k_descale", &args->k_descale, "k", args->k, num_reqs,
