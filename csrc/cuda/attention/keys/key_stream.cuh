@@ -17,7 +17,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/sm80/mqa/attend.cuh"
 
 enum {
     GATHER_WARPS = 4,

@@ -22,7 +22,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/sm80/mqa/attend.cuh"
 
 enum {
     NUM_ROUNDS = 4,      /* the most rounds that are ordered */

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/attention/keys/key_stream.cuh"
-#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/sm80/mqa/attend.cuh"
 #include "cuda/attention/sm90/sparse_fp8/ring_rows.cuh"
 #include "cuda/ptx/wgmma.cuh"
 

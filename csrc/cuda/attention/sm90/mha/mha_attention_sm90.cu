@@ -53,10 +53,10 @@
  *              exponents. Queries as operands in registers, turns, references that seldom move, one
  *              stream of products over all tiles, late claims and sections of heads are ours.
  */
+#include "cuda/attention/sm90/mha/mha_loads.cuh"
+#include "cuda/attention/sm90/mha/mha_steps.cuh"
+#include "cuda/attention/sm90/mha/mha_tiles.cuh"
 #include "cuda/attention/table/kernels.h"
-#include "cuda/varlen/sm90/mha_loads.cuh"
-#include "cuda/varlen/sm90/mha_steps.cuh"
-#include "cuda/varlen/sm90/mha_tiles.cuh"
 
 namespace {
 

@@ -6,7 +6,7 @@
 
 #include "cuda/attention/keys/one_key.cuh"
 #include "cuda/attention/partials/softmax.cuh"
-#include "cuda/attention/sm80/shared_values.cuh"
+#include "cuda/attention/sm80/mqa/shared_values.cuh"
 #include "cuda/attention/tiles/work_items.cuh"
 #include "cuda/ptx/numeric.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/attention/partials/softmax.cuh"
-#include "cuda/varlen/varlen_rows.cuh"
+#include "cuda/attention/sm80/mha/varlen_rows.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
 

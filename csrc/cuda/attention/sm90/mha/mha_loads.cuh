@@ -2,8 +2,8 @@
  * for its own part of shared memory alone, so that no order of copies can block another. */
 #pragma once
 
+#include "cuda/attention/sm90/mha/mha_memory.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
-#include "cuda/varlen/sm90/mha_memory.cuh"
 
 /* Blocks of a tile's keys that are still to be copied when the next tile is claimed. */
 enum { CLAIM_BLOCKS = 3 };

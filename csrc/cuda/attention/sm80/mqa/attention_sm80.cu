@@ -51,7 +51,7 @@
  * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). Groups
  *              by scale tile, four versions of the weights and the integer reference are ours.
  */
-#include "cuda/attention/sm80/attend.cuh"
+#include "cuda/attention/sm80/mqa/attend.cuh"
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 

@@ -5,8 +5,8 @@
  * depends on its own logits, though all rows of a warp branch alike. */
 #pragma once
 
+#include "cuda/attention/sm90/mha/mha_products.cuh"
 #include "cuda/ptx/logit.cuh"
-#include "cuda/varlen/sm90/mha_products.cuh"
 
 /* The exponent of the weight of a logit that is the reference, and the largest one that a weight
  * may have. Between them a logit can rise without a move: by 2^32, so that rows whose first block

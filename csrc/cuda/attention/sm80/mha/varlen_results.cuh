@@ -1,7 +1,7 @@
 /* varlen_results.cuh: how a warp finishes its rows and writes them. */
 #pragma once
 
-#include "cuda/varlen/varlen_products.cuh"
+#include "cuda/attention/sm80/mha/varlen_products.cuh"
 
 /* A scale of the tile's request and KV head. */
 __device__ __forceinline__ float

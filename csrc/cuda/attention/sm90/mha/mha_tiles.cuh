@@ -8,7 +8,7 @@
  */
 #pragma once
 
-#include "cuda/varlen/sm90/mha_memory.cuh"
+#include "cuda/attention/sm90/mha/mha_memory.cuh"
 
 /* ---- The counter ----------------------------------------------------------------------------
  *

@@ -1,7 +1,7 @@
 /* mha_results.cuh: how a consumer warp of mha_attention_sm90.cu writes its rows' results. */
 #pragma once
 
-#include "cuda/varlen/sm90/mha_weights.cuh"
+#include "cuda/attention/sm90/mha/mha_weights.cuh"
 
 /* ln(sum * 2^(reference - top)), for sums that are normal numbers, 0 or NaN. The logarithm of the
  * mantissa is off by 2^-23, and exponents are exact. */

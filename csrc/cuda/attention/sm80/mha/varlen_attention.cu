@@ -45,8 +45,8 @@
  * Source       FlashAttention-2, for the loop and for registers as operands; the references that
  *              seldom move, tiles of several heads and the order of tiles are ours.
  */
+#include "cuda/attention/sm80/mha/varlen_results.cuh"
 #include "cuda/attention/table/kernels.h"
-#include "cuda/varlen/varlen_results.cuh"
 
 namespace {
 

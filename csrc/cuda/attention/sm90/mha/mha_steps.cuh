@@ -3,7 +3,7 @@
  * comes next, wherever that is, are started before the weights at hand meet their values. */
 #pragma once
 
-#include "cuda/varlen/sm90/mha_results.cuh"
+#include "cuda/attention/sm90/mha/mha_results.cuh"
 
 /* The keys to hide in a tile's first block. */
 __device__ __forceinline__ int

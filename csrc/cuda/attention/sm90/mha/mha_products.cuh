@@ -1,8 +1,8 @@
 /* mha_products.cuh: a consumer group's state, and its products. */
 #pragma once
 
+#include "cuda/attention/sm90/mha/mha_memory.cuh"
 #include "cuda/ptx/wgmma_128.cuh"
-#include "cuda/varlen/sm90/mha_memory.cuh"
 
 /* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of
  * each the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1].

@@ -4,8 +4,8 @@
  */
 #pragma once
 
+#include "cuda/attention/sm80/mha/varlen_tiles.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "cuda/varlen/varlen_tiles.cuh"
 
 /* Two values as bf16, or as fp16 if HALF. */
 template <bool HALF>
