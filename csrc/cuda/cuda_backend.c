@@ -227,7 +227,7 @@ attend(const smla_attention_params *p, smla_error *error)
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&p->call, &call, error));
-    return is_ragged ? end_launch(&call, smla_cuda_attend_ragged(p, call.device), error)
+    return is_ragged ? end_launch(&call, smla_cuda_attend_mha(p, call.device), error)
                      : end_call(&call, smla_cuda_attend_lists(p, error), error);
 }
 

@@ -176,15 +176,15 @@ fill_arrays(const smla_varlen_attention_args *args, smla_attention_params *param
     const int64_t cut = smla_size(!is_cut || args->q_pe != NULL ? args->q : args->k, 2);
     const int64_t dim = smla_size(args->q, 2) + (args->q_pe == NULL ? 0 : smla_size(args->q_pe, 2));
     smla_requests *const reqs = &params->visible.reqs;
-    smla_ragged_keys *const keys = &params->ragged;
+    smla_kv_heads *const keys = &params->kv;
     params->queries.num_tokens = smla_size(args->q, 0);
     params->queries.num_heads = smla_size(args->q, 1);
     params->queries.type = smla_float_type_of(args->q);
     params->queries.dims[0] = (int16_t)cut;
     params->queries.dims[1] = (int16_t)(dim - cut);
     smla_view_parts(args->q, args->q_pe, params->queries.dims, params->queries.parts);
-    smla_view_parts(args->k, args->k_pe, params->queries.dims, keys->parts);
-    keys->values = smla_view_part(args->v, 0);
+    smla_view_parts(args->k, args->k_pe, params->queries.dims, keys->rows);
+    keys->rows[SMLA_VALUES] = smla_view_part(args->v, 0);
     keys->value_dim = (int16_t)smla_size(args->v, 2);
     keys->num_keys = smla_size(args->k, 0);
     keys->num_kv_heads = smla_size(args->k, 1);

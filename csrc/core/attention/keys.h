@@ -4,6 +4,7 @@
  *   - a table  of pages or slots, so that a query sees a range of its request's keys. It is a list
  *              without indices, whose column j is position j
  *   - ragged   keys and values of all requests, one behind the other
+ *   - paged    keys and values in pages of a cache, which a table of pages or slots names
  * Compiles as C and as CUDA.
  */
 #pragma once
@@ -15,6 +16,7 @@ typedef enum smla_key_source {
     SMLA_KEYS_LISTS = 0,
     SMLA_KEYS_TABLE = 1,
     SMLA_KEYS_RAGGED = 2,
+    SMLA_KEYS_PAGED = 3,
 } smla_key_source;
 
 /* ---- Lists and tables ---------------------------------------------------------------------- */
@@ -110,46 +112,70 @@ smla_has_key_unit(const smla_key_lists *keys)
     return has_unit;
 }
 
-/* ---- Ragged keys --------------------------------------------------------------------------- */
+/* ---- Keys and values of KV heads: ragged or paged ------------------------------------------ */
+
+/* The arrays of keys and values. Keys have two parts, as queries have. */
+enum { SMLA_VALUES = 2, SMLA_KV_ARRAYS = 3 };
 
 /* Keys have parts of the same dims as queries. Where only one of the two is a pair, the other is
  * cut into two views at the same dim. */
-typedef struct smla_ragged_keys {
-    int64_t num_keys;     /* Tk */
+typedef struct smla_kv_heads {
+    int64_t num_keys;     /* ragged: Tk; paged: slots */
     int64_t num_kv_heads; /* Hk; query head h reads KV head h / (H / Hk) */
-    smla_head_rows parts[2];
-    smla_head_rows values;
+    smla_head_rows rows[SMLA_KV_ARRAYS];
     smla_float_type type;  /* bf16, fp16 or e4m3 */
     int16_t value_dim;     /* Dv */
-    const int32_t *starts; /* cu_seqlens_k [R + 1] */
+    const int32_t *starts; /* ragged: cu_seqlens_k [R + 1] */
     int64_t starts_stride;
-} smla_ragged_keys;
+} smla_kv_heads;
 
-/* The query tokens and keys of one request: numbers in the arrays of all requests. */
-typedef struct smla_ragged_request {
+/* The pages in which keys and values lie. An entry of the table that names no page hides its keys.
+ */
+typedef struct smla_kv_pages {
+    const int32_t *table; /* [R, W]: the page or the slot of each position of a request */
+    int64_t table_stride_req;
+    int64_t table_stride_entry;
+    int64_t num_entries;                  /* W */
+    int64_t num_pages;                    /* P */
+    int64_t strides_page[SMLA_KV_ARRAYS]; /* elements */
+    const int32_t *leftpad;               /* [R]: positions in front of key 0; NULL: none */
+    int64_t leftpad_stride;
+    int32_t page_size;
+    int32_t entry_tokens; /* positions per entry: page_size, or 1 in a table of slots */
+} smla_kv_pages;
+
+/* The query tokens and keys of one request: numbers in the arrays of all requests. Key j of a paged
+ * request is at its position first_key + j. */
+typedef struct smla_kv_request {
     int64_t first_query;
     int64_t num_queries;
     int64_t first_key;
     int64_t num_keys;
-} smla_ragged_request;
+} smla_kv_request;
 
-/* Numbers on a device are unchecked, so they are clamped. */
-SMLA_HOST_DEVICE static inline smla_ragged_request
-smla_find_ragged_request(const smla_requests *reqs, const smla_ragged_keys *ragged, int64_t req)
+/* Ragged keys have no pages. Numbers on a device are unchecked, so they are clamped. */
+SMLA_HOST_DEVICE static inline smla_kv_request
+smla_find_kv_request(const smla_requests *reqs, const smla_kv_heads *kv, const smla_kv_pages *pages,
+                     int64_t req)
 {
-    const int32_t *const queries = reqs->query_starts + req * reqs->query_starts_stride;
-    const int32_t *const keys = ragged->starts + req * ragged->starts_stride;
-    const int64_t query = smla_clamp_int64(queries[0], 0, reqs->num_tokens);
-    const int64_t past_queries =
-        smla_clamp_int64(queries[reqs->query_starts_stride], query, reqs->num_tokens);
-    const int64_t key = smla_clamp_int64(keys[0], 0, ragged->num_keys);
-    const int64_t past_keys = smla_clamp_int64(keys[ragged->starts_stride], key, ragged->num_keys);
-    return (smla_ragged_request){query, past_queries - query, key, past_keys - key};
+    const int64_t query = smla_query_start(reqs, req);
+    const int64_t past_query = smla_query_start(reqs, req + 1);
+    const int64_t num_queries = past_query < query ? 0 : past_query - query;
+    if (pages == NULL) {
+        const int32_t *const starts = kv->starts + req * kv->starts_stride;
+        const int64_t key = smla_clamp_int64(starts[0], 0, kv->num_keys);
+        const int64_t past_key = smla_clamp_int64(starts[kv->starts_stride], key, kv->num_keys);
+        return (smla_kv_request){query, num_queries, key, past_key - key};
+    }
+    const int64_t length = smla_seq_len(reqs, req);
+    const int64_t pad = pages->leftpad == NULL ? 0 : pages->leftpad[req * pages->leftpad_stride];
+    const int64_t first_key = smla_clamp_int64(pad, 0, length);
+    return (smla_kv_request){query, num_queries, first_key, length - first_key};
 }
 
 /* The keys that query `query` of a request sees, as numbers in the request. */
 SMLA_HOST_DEVICE static inline smla_key_range
-smla_find_ragged_range(const smla_range_rule *rule, const smla_ragged_request *req, int64_t query)
+smla_find_kv_range(const smla_range_rule *rule, const smla_kv_request *req, int64_t query)
 {
     return smla_find_key_range(rule, req->num_keys - req->num_queries + query, req->num_keys);
 }

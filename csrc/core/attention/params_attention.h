@@ -73,16 +73,31 @@ typedef struct smla_attention_params {
     smla_key_source source;
     union {
         smla_key_lists keys; /* SMLA_KEYS_LISTS, SMLA_KEYS_TABLE */
-        smla_ragged_keys ragged;
+        smla_kv_heads kv;    /* SMLA_KEYS_RAGGED, SMLA_KEYS_PAGED */
     };
     smla_results results;
     smla_logits logits;
     smla_visible visible; /* unused with lists */
     smla_workspace workspace;
     smla_padding_rows padding; /* what is filled of `out` and `lse` */
+    smla_kv_pages pages;       /* SMLA_KEYS_PAGED */
     smla_token_ranges ranges;  /* written in front of attention, for a table */
-    smla_attention_plan plan;  /* not of ragged keys */
+    smla_attention_plan plan;  /* ragged and paged keys have none */
 } smla_attention_params;
+
+/* The pages of the keys, which ragged keys do not have. */
+static inline const smla_kv_pages *
+smla_pages_of(const smla_attention_params *params)
+{
+    return params->source == SMLA_KEYS_PAGED ? &params->pages : NULL;
+}
+
+/* A request, if keys are ragged or paged. */
+static inline smla_kv_request
+smla_find_request(const smla_attention_params *params, int64_t req)
+{
+    return smla_find_kv_request(&params->visible.reqs, &params->kv, smla_pages_of(params), req);
+}
 
 /* Columns of a split of a token's keys in a table: smla_split_columns of its request's keys. */
 SMLA_HOST_DEVICE static inline int64_t

@@ -9,9 +9,8 @@
 static int64_t
 count_tiles(const smla_attention_params *params, int64_t req, int64_t tile_rows)
 {
-    const int64_t group = params->queries.num_heads / params->ragged.num_kv_heads;
-    const int64_t rows =
-        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req).num_queries * group;
+    const int64_t group = smla_mha_group(params);
+    const int64_t rows = smla_find_request(params, req).num_queries * group;
     return (rows + tile_rows - 1) / tile_rows;
 }
 
@@ -23,7 +22,7 @@ count_tasks(const smla_attention_params *params, int64_t tile_rows)
     for (int64_t req = 0; req < params->visible.reqs.num_reqs; req++) {
         count += count_tiles(params, req, tile_rows);
     }
-    return count * params->ragged.num_kv_heads;
+    return count * params->kv.num_kv_heads;
 }
 
 /* How a call is cut. */
@@ -52,7 +51,7 @@ static bool
 have_same_scale(const smla_attention_params *params, const smla_descale *scale, int64_t a,
                 int64_t b)
 {
-    for (int64_t head = 0; head < params->ragged.num_kv_heads && scale->pointer != NULL; head++) {
+    for (int64_t head = 0; head < params->kv.num_kv_heads && scale->pointer != NULL; head++) {
         if (smla_read_mha_scale(scale, a, head) != smla_read_mha_scale(scale, b, head)) {
             return false;
         }
@@ -70,23 +69,21 @@ typedef struct shared_tile {
 
 /* The rows of a request that need a lane. */
 static int64_t
-count_lanes(const smla_attention_params *params, const smla_ragged_request *of)
+count_lanes(const smla_attention_params *params, const smla_kv_request *of)
 {
     int64_t count = 0;
     for (int64_t query = 0; query < of->num_queries; query++) {
-        count += !smla_is_one_key(smla_find_ragged_range(&params->visible.rule, of, query));
+        count += !smla_is_one_key(smla_find_kv_range(&params->visible.rule, of, query));
     }
-    return count * (params->queries.num_heads / params->ragged.num_kv_heads);
+    return count * smla_mha_group(params);
 }
 
 /* Whether a request's rows find room in the tile. If not, a tile begins with it. */
 static bool
 share_tile(const smla_attention_params *params, int64_t req, int lanes, shared_tile *tile)
 {
-    const smla_ragged_request of =
-        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req);
-    const int64_t num_rows =
-        of.num_queries * (params->queries.num_heads / params->ragged.num_kv_heads);
+    const smla_kv_request of = smla_find_request(params, req);
+    const int64_t num_rows = of.num_queries * smla_mha_group(params);
     const int64_t first_key = smla_place_mha_keys(tile->num_keys, of.num_keys);
     if (num_rows == 0) {
         return true;
@@ -117,7 +114,7 @@ add_tiles(const smla_attention_params *params, int lanes, tile_cut *cut)
         cut->before[req + 1] =
             cut->before[req] + (is_shared ? 0 : count_tiles(params, req, cut->tile_rows));
     }
-    cut->num_tasks = cut->before[params->visible.reqs.num_reqs] * params->ragged.num_kv_heads;
+    cut->num_tasks = cut->before[params->visible.reqs.num_reqs] * params->kv.num_kv_heads;
 }
 
 /* The first request with a tile from number `tile` on; B if there is none. */
@@ -141,19 +138,16 @@ find_owner(const smla_attention_params *params, const tile_cut *cut, int64_t til
 static smla_mha_tile
 find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task)
 {
-    const int64_t req = find_owner(params, cut, task / params->ragged.num_kv_heads);
+    const int64_t req = find_owner(params, cut, task / params->kv.num_kv_heads);
     const int64_t first_tile = cut->before[req];
     const int64_t num_tiles = cut->before[req + 1] - first_tile;
-    const int64_t number = task - first_tile * params->ragged.num_kv_heads;
+    const int64_t number = task - first_tile * params->kv.num_kv_heads;
     const int64_t row = (num_tiles - 1 - number % num_tiles) * cut->tile_rows;
     const int64_t past = find_owner(params, cut, first_tile + num_tiles);
-    const smla_ragged_request first =
-        smla_find_ragged_request(&params->visible.reqs, &params->ragged, req);
-    const smla_ragged_request last =
-        smla_find_ragged_request(&params->visible.reqs, &params->ragged, past - 1);
+    const smla_kv_request first = smla_find_request(params, req);
+    const smla_kv_request last = smla_find_request(params, past - 1);
     const int64_t num_queries = last.first_query + last.num_queries - first.first_query;
-    const int64_t left =
-        num_queries * (params->queries.num_heads / params->ragged.num_kv_heads) - row;
+    const int64_t left = num_queries * smla_mha_group(params) - row;
     return (smla_mha_tile){
         .req = req,
         .num_reqs = past - req,
@@ -188,7 +182,7 @@ smla_attend_mha(const smla_attention_params *params, const smla_cpu_isa *isa, sm
     }
     const int num_threads = smla_count_threads(cut.num_tasks);
     const int64_t counts[2] = {smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]),
-                               smla_pad_mha_dims(params->ragged.value_dim)};
+                               smla_pad_mha_dims(params->kv.value_dim)};
     const int64_t part_bytes = smla_cpu_attention_scratch_bytes(true, counts);
     const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;

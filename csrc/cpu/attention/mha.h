@@ -35,9 +35,82 @@ typedef struct smla_mha_tile {
 typedef struct smla_mha_row {
     int64_t token; /* in all arrays */
     int64_t head;
+    int64_t req;
     int64_t first_key;   /* where key 0 of the tile would lie, counted as the request's keys do */
     smla_key_range keys; /* numbers in the tile */
 } smla_mha_row;
+
+/* The query heads that read a KV head. */
+static inline int64_t
+smla_mha_group(const smla_attention_params *params)
+{
+    return params->queries.num_heads / params->kv.num_kv_heads;
+}
+
+/* ---- Where rows lie ------------------------------------------------------------------------ */
+
+/* A key's place in its arrays. Ragged keys are in page 0. */
+typedef struct smla_kv_place {
+    int64_t page; /* -1: the key is hidden */
+    int64_t token;
+} smla_kv_place;
+
+/* Finds the key at a position of a request (smla_kv_request). */
+static inline smla_kv_place
+smla_find_kv_place(const smla_attention_params *params, int64_t req, int64_t position)
+{
+    const smla_kv_pages *const pages = &params->pages;
+    const smla_kv_place hidden = {-1, 0};
+    if (params->source != SMLA_KEYS_PAGED) {
+        return (smla_kv_place){0, position};
+    }
+    const int64_t column = position / pages->entry_tokens;
+    if (column >= pages->num_entries) {
+        return hidden;
+    }
+    const int64_t entry =
+        pages->table[req * pages->table_stride_req + column * pages->table_stride_entry];
+    const int64_t slot = entry * pages->entry_tokens + position % pages->entry_tokens;
+    const smla_kv_place place = {slot / pages->page_size, slot % pages->page_size};
+    return entry < 0 || place.page >= pages->num_pages ? hidden : place;
+}
+
+/* Values of a row: `dim` of them, from element `at` of an array on. */
+typedef struct smla_row_part {
+    const void *data;
+    int64_t at;
+    int64_t dim;
+} smla_row_part;
+
+static inline void
+smla_find_query(const smla_attention_params *params, int64_t token, int64_t head,
+                smla_row_part parts[2])
+{
+    for (int i = 0; i < 2; i++) {
+        const smla_head_rows *const rows = &params->queries.parts[i];
+        parts[i] =
+            (smla_row_part){rows->data, token * rows->stride_token + head * rows->stride_head,
+                            params->queries.dims[i]};
+    }
+}
+
+/* Finds the two parts of a key, and its value. */
+static inline void
+smla_find_key(const smla_attention_params *params, smla_kv_place place, int64_t kv_head,
+              smla_row_part parts[SMLA_KV_ARRAYS])
+{
+    for (int i = 0; i < SMLA_KV_ARRAYS; i++) {
+        const smla_head_rows *const rows = &params->kv.rows[i];
+        parts[i] = (smla_row_part){
+            rows->data,
+            place.page * params->pages.strides_page[i] + place.token * rows->stride_token +
+                kv_head * rows->stride_head,
+            i == SMLA_VALUES ? params->kv.value_dim : params->queries.dims[i],
+        };
+    }
+}
+
+/* ---- Tiles --------------------------------------------------------------------------------- */
 
 static inline bool
 smla_is_one_key(smla_key_range keys)

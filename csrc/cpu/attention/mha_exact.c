@@ -30,32 +30,23 @@ smla_finish_mha_row(const smla_attention_params *params, const smla_mha_tile *ti
 }
 
 static double
-multiply_part(const smla_head_rows *q, smla_float_type q_type, int64_t q_at,
-              const smla_head_rows *k, smla_float_type kv_type, int64_t k_at, int dim)
+load_value(const smla_row_part *part, smla_float_type type, int64_t dim)
 {
-    double sum = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        sum += (double)smla_cpu_load_float(q->data, q_type, q_at + d) *
-               (double)smla_cpu_load_float(k->data, kv_type, k_at + d);
-    }
-    return sum;
+    return (double)smla_cpu_load_float(part->data, type, part->at + dim);
 }
 
-/* q . k of a row and key `key` of its request. */
+/* q . k */
 static double
-multiply(const smla_attention_params *params, const smla_mha_tile *tile, const smla_mha_row *row,
-         int64_t key)
+multiply(const smla_attention_params *params, const smla_row_part *q, const smla_row_part *k)
 {
     double sum = 0;
     for (int i = 0; i < 2; i++) {
-        const smla_head_rows *const q = &params->queries.parts[i];
-        const smla_head_rows *const k = &params->ragged.parts[i];
-        sum +=
-            multiply_part(q, params->queries.type,
-                          row->token * q->stride_token + row->head * q->stride_head, k,
-                          params->ragged.type,
-                          (row->first_key + key) * k->stride_token + tile->kv_head * k->stride_head,
-                          params->queries.dims[i]);
+        double part_sum = 0;
+        for (int64_t d = 0; d < q[i].dim; d++) {
+            part_sum +=
+                load_value(&q[i], params->queries.type, d) * load_value(&k[i], params->kv.type, d);
+        }
+        sum += part_sum;
     }
     return sum;
 }
@@ -87,7 +78,8 @@ typedef struct exact_state {
 
 /* Adds a key. A logit of -inf is no key; one of NaN or +inf makes the state NaN. */
 static void
-add_key(const smla_attention_params *params, int64_t v_at, double logit, exact_state *state)
+add_key(const smla_attention_params *params, const smla_row_part *value, double logit,
+        exact_state *state)
 {
     if (logit == -INFINITY) {
         return;
@@ -97,10 +89,8 @@ add_key(const smla_attention_params *params, int64_t v_at, double logit, exact_s
     const double weight = exp(logit - max);
     state->max = max;
     state->sum = state->sum * alpha + weight;
-    for (int64_t d = 0; d < params->ragged.value_dim; d++) {
-        state->out[d] = state->out[d] * alpha +
-                        weight * (double)smla_cpu_load_float(params->ragged.values.data,
-                                                             params->ragged.type, v_at + d);
+    for (int64_t d = 0; d < params->kv.value_dim; d++) {
+        state->out[d] = state->out[d] * alpha + weight * load_value(value, params->kv.type, d);
     }
 }
 
@@ -108,18 +98,23 @@ static void
 attend(const smla_attention_params *params, const smla_mha_tile *tile, const smla_mha_row *row)
 {
     exact_state state = {.max = -INFINITY};
+    smla_row_part q[2];
+    smla_row_part kv[SMLA_KV_ARRAYS];
+    smla_find_query(params, row->token, row->head, q);
     /* A sum that is NaN stays NaN, and so do all values, whatever keys follow. */
     for (int64_t key = row->keys.begin; key < row->keys.end && !isnan(state.sum); key++) {
-        const int64_t v_at = (row->first_key + key) * params->ragged.values.stride_token +
-                             tile->kv_head * params->ragged.values.stride_head;
-        const double product = multiply(params, tile, row, key);
-        add_key(params, v_at, smla_find_mha_logit(params, tile, product), &state);
+        const smla_kv_place place = smla_find_kv_place(params, row->req, row->first_key + key);
+        if (place.page >= 0) {
+            smla_find_key(params, place, tile->kv_head, kv);
+            const double logit = smla_find_mha_logit(params, tile, multiply(params, q, kv));
+            add_key(params, &kv[SMLA_VALUES], logit, &state);
+        }
     }
     const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
     const double factor = smla_finish_mha_row(params, tile, row, state.sum, lse);
     const int64_t at =
         row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
-    for (int64_t d = 0; d < params->ragged.value_dim; d++) {
+    for (int64_t d = 0; d < params->kv.value_dim; d++) {
         const double x = state.sum == 0.0 ? 0.0 : state.out[d] * factor;
         store_float(params->results.out, params->results.out_type, at + d, (float)x);
     }

@@ -85,11 +85,15 @@ typedef struct tile_work {
     unit_scalar *row; /* [MAX_ROW_ELEMENTS] */
     float *scores;
     tile_state state;
-    tile_state older;     /* the sum of the states before the latest */
-    smla_mha_row *rows;   /* [SMLA_MHA_ROWS] */
-    int64_t *shared_keys; /* [SMLA_MHA_SHARED_KEYS]: where the tile's first keys lie, or -1 */
-    int64_t first_key;    /* where key 0 would lie if the later keys followed it without a gap */
-    int32_t *begin;       /* keys that a lane sees, relative to the block */
+    tile_state older;           /* the sum of the states before the latest */
+    smla_mha_row *rows;         /* [SMLA_MHA_ROWS] */
+    smla_kv_place *shared_keys; /* [SMLA_MHA_SHARED_KEYS]: where the tile's first keys lie */
+    /* Later keys are those of one request. first_key is where key 0 would lie if they followed it
+     * without a gap. */
+    int64_t req;
+    int64_t first_key;
+    int *hidden_keys; /* [BLOCK_KEYS]: numbers in the block of the keys that no lane sees */
+    int32_t *begin;   /* keys that a lane sees, relative to the block */
     int32_t *end;
     uint8_t *is_exact; /* rows that mha_exact.c computes */
 } tile_work;
@@ -104,7 +108,8 @@ typedef struct tile_arrays {
     _Alignas(64) double sum[2][SMLA_MHA_ROWS]; /* sums of `state` and of `older` */
     _Alignas(64) float max_log2[2][SMLA_MHA_ROWS];
     _Alignas(64) smla_mha_row rows[SMLA_MHA_ROWS];
-    _Alignas(64) int64_t shared_keys[SMLA_MHA_SHARED_KEYS];
+    _Alignas(64) smla_kv_place shared_keys[SMLA_MHA_SHARED_KEYS];
+    _Alignas(64) int hidden_keys[BLOCK_KEYS];
     _Alignas(64) int32_t begin[GROUP_LANES];
     _Alignas(64) int32_t end[GROUP_LANES];
     _Alignas(64) uint8_t is_exact[SMLA_MHA_ROWS];
@@ -121,7 +126,7 @@ carve(const smla_attention_params *params, uint8_t *memory, tile_work *work)
 {
     tile_arrays *const arrays = (tile_arrays *)memory;
     work->query_dims = smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]);
-    work->value_dims = smla_pad_mha_dims(params->ragged.value_dim);
+    work->value_dims = smla_pad_mha_dims(params->kv.value_dim);
     work->q = (unit_scalar *)(memory + sizeof *arrays);
     work->keys = arrays->keys;
     work->values = arrays->values;
@@ -137,6 +142,7 @@ carve(const smla_attention_params *params, uint8_t *memory, tile_work *work)
     }
     work->rows = arrays->rows;
     work->shared_keys = arrays->shared_keys;
+    work->hidden_keys = arrays->hidden_keys;
     work->begin = arrays->begin;
     work->end = arrays->end;
     work->is_exact = arrays->is_exact;
@@ -146,15 +152,13 @@ carve(const smla_attention_params *params, uint8_t *memory, tile_work *work)
 
 /* Widens the two parts of a row, with zeros behind them. Returns whether all values are usual. */
 static bool
-load_row(const smla_head_rows *parts, const int16_t *dims, int num_parts, smla_float_type type,
-         int64_t token, int64_t head, int padded_dims, unit_scalar *row)
+load_row(const smla_row_part *parts, int num_parts, smla_float_type type, int padded_dims,
+         unit_scalar *row)
 {
     int64_t dim = 0;
     for (int i = 0; i < num_parts; i++) {
-        const smla_head_rows *const part = &parts[i];
-        widen_values(part->data, type, token * part->stride_token + head * part->stride_head,
-                     dims[i], row + dim / UNIT_STEP);
-        dim += dims[i];
+        widen_values(parts[i].data, type, parts[i].at, parts[i].dim, row + dim / UNIT_STEP);
+        dim += parts[i].dim;
     }
     if (dim < padded_dims) {
         memset(row + dim / UNIT_STEP, 0, (size_t)(padded_dims - dim) / UNIT_STEP * sizeof *row);
@@ -164,14 +168,14 @@ load_row(const smla_head_rows *parts, const int16_t *dims, int num_parts, smla_f
 
 /* Rows of a head lie far apart, where the processor does not expect them. */
 static void
-prefetch_row(const smla_head_rows *rows, int64_t dim, smla_float_type type, int64_t token,
-             int64_t head)
+prefetch_row(const smla_row_part *parts, int num_parts, smla_float_type type)
 {
     const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
-    const uint8_t *const row = (const uint8_t *)rows->data +
-                               (token * rows->stride_token + head * rows->stride_head) * element;
-    for (int64_t at = 0; at < dim * element; at += 64) {
-        __builtin_prefetch(row + at, 0, 2);
+    for (int i = 0; i < num_parts; i++) {
+        const uint8_t *const row = (const uint8_t *)parts[i].data + parts[i].at * element;
+        for (int64_t at = 0; at < parts[i].dim * element; at += 64) {
+            __builtin_prefetch(row + at, 0, 2);
+        }
     }
 }
 
@@ -191,11 +195,10 @@ pack_queries(const tile_work *work)
         const int first = lane / GROUP_LANES * GROUP_LANES; /* the group's first lane */
         const int lanes = lanes_at(work, first);
         unit_scalar *const to = work->q + first * columns + (lane - first);
+        smla_row_part parts[2];
         for (int i = lane + WIDTH; i < lane + 2 * WIDTH && i < work->num_rows; i++) {
-            prefetch_row(&params->queries.parts[0], params->queries.dims[0], params->queries.type,
-                         work->rows[i].token, work->rows[i].head);
-            prefetch_row(&params->queries.parts[1], params->queries.dims[1], params->queries.type,
-                         work->rows[i].token, work->rows[i].head);
+            smla_find_query(params, work->rows[i].token, work->rows[i].head, parts);
+            prefetch_row(parts, 2, params->queries.type);
         }
         for (int i = 0; i < WIDTH; i++) {
             unit_scalar *const row = work->row + i * columns;
@@ -204,9 +207,9 @@ pack_queries(const tile_work *work)
                 continue;
             }
             const smla_mha_row *const of = &work->rows[lane + i];
+            smla_find_query(params, of->token, of->head, parts);
             work->is_exact[lane + i] |=
-                !load_row(params->queries.parts, params->queries.dims, 2, params->queries.type,
-                          of->token, of->head, work->query_dims, row);
+                !load_row(parts, 2, params->queries.type, work->query_dims, row);
         }
         for (int k = 0; k < columns; k += WIDTH) {
             vuint square[WIDTH];
@@ -233,63 +236,76 @@ mark_rows(const tile_work *work, int64_t key)
     }
 }
 
+/* Where a key of the tile lies; page -1 where there is none between the keys of two requests. */
+static smla_kv_place
+find_key(const tile_work *work, int64_t key)
+{
+    return key < SMLA_MHA_SHARED_KEYS
+               ? work->shared_keys[key]
+               : smla_find_kv_place(work->params, work->req, work->first_key + key);
+}
+
 /* Prefetches some of the keys first...end - 1: those that are due while the tile's lanes from
  * `lane` on are busy. */
 static void
 prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
 {
     const smla_attention_params *const params = work->params;
-    const int64_t kv_head = work->tile->kv_head;
     const int64_t left = end - first < BLOCK_KEYS ? end - first : BLOCK_KEYS;
     const int groups = (work->num_lanes + GROUP_LANES - 1) / GROUP_LANES;
     const int64_t share = (left + groups - 1) / groups;
     for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
          j++) {
-        const int64_t token = work->first_key + first + j;
-        prefetch_row(&params->ragged.parts[0], params->queries.dims[0], params->ragged.type, token,
-                     kv_head);
-        prefetch_row(&params->ragged.parts[1], params->queries.dims[1], params->ragged.type, token,
-                     kv_head);
-        prefetch_row(&params->ragged.values, params->ragged.value_dim, params->ragged.type, token,
-                     kv_head);
+        const smla_kv_place place = find_key(work, first + j);
+        smla_row_part parts[SMLA_KV_ARRAYS];
+        if (place.page >= 0) {
+            smla_find_key(params, place, work->tile->kv_head, parts);
+            prefetch_row(parts, SMLA_KV_ARRAYS, params->kv.type);
+        }
     }
 }
 
-/* Where a key of the tile lies; -1 where there is none between the keys of two requests. */
-static int64_t
-find_key(const tile_work *work, int64_t key)
-{
-    return key < SMLA_MHA_SHARED_KEYS ? work->shared_keys[key] : work->first_key + key;
-}
+/* The keys of a round: key, key + 1, ... of the tile. */
+typedef struct key_block {
+    int64_t key;
+    int count;
+    int num_hidden; /* entries of work->hidden_keys */
+} key_block;
 
-/* Widens keys and values of a block. A key with an unusual value becomes zeros. */
+/* Widens keys and values of a block. A key with an unusual value becomes zeros, and so does a
+ * hidden one: those in front of `first`, which no row sees, and those that lie nowhere. */
 static void
-load_block(const tile_work *work, int64_t key, int count)
+load_block(const tile_work *work, int64_t first, key_block *block)
 {
     const smla_attention_params *const params = work->params;
-    const int64_t kv_head = work->tile->kv_head;
-    for (int j = 0; j < count; j++) {
-        const int64_t token = find_key(work, key + j);
+    block->num_hidden = 0;
+    for (int j = 0; j < block->count; j++) {
+        const smla_kv_place nowhere = {-1, 0};
+        const int64_t key = block->key + j;
+        const smla_kv_place place = key < first ? nowhere : find_key(work, key);
         unit_scalar *const row = work->keys + j * KEY_STRIDE;
-        bool is_usual = token >= 0;
+        bool is_usual = place.page >= 0;
         if (is_usual) {
-            const bool is_usual_key =
-                load_row(params->ragged.parts, params->queries.dims, 2, params->ragged.type, token,
-                         kv_head, work->query_dims, row);
+            smla_row_part parts[SMLA_KV_ARRAYS];
+            smla_find_key(params, place, work->tile->kv_head, parts);
+            const bool is_usual_key = load_row(parts, 2, params->kv.type, work->query_dims, row);
             const bool is_usual_value =
-                load_row(&params->ragged.values, &params->ragged.value_dim, 1, params->ragged.type,
-                         token, kv_head, work->value_dims, work->row);
+                load_row(&parts[SMLA_VALUES], 1, params->kv.type, work->value_dims, work->row);
             is_usual = is_usual_key & is_usual_value;
+            if (!is_usual) {
+                mark_rows(work, key);
+            }
+        } else {
+            work->hidden_keys[block->num_hidden++] = j;
         }
         if (!is_usual) {
-            mark_rows(work, key + j);
             memset(row, 0, (size_t)work->query_dims / UNIT_STEP * sizeof *row);
             memset(work->row, 0, (size_t)work->value_dims / UNIT_STEP * sizeof *row);
         }
         place_values(work->row, j, work->value_dims, work->values);
     }
-    finish_values(count, work->value_dims, work->values);
-    arrange_values(work->values, work->value_dims, count);
+    finish_values(block->count, work->value_dims, work->values);
+    arrange_values(work->values, work->value_dims, block->count);
 }
 
 /* ---- Masks --------------------------------------------------------------------------------- */
@@ -304,8 +320,10 @@ typedef enum block_view {
  * and `end` of every lane. Lanes past the last row see what that row sees. Neither limit falls from
  * row to row, so the first and the last row decide. */
 static block_view
-classify_block(const tile_work *work, int first, int lanes, int64_t key, int count)
+classify_block(const tile_work *work, int first, int lanes, const key_block *block)
 {
+    const int64_t key = block->key;
+    const int count = block->count;
     const int last = work->num_rows - 1;
     const smla_key_range low = work->rows[first].keys;
     const smla_key_range high =
@@ -313,7 +331,7 @@ classify_block(const tile_work *work, int first, int lanes, int64_t key, int cou
     if (low.begin >= key + count || high.end <= key) {
         return SEES_NO_KEY;
     }
-    if (high.begin <= key && low.end >= key + count) {
+    if (high.begin <= key && low.end >= key + count && block->num_hidden == 0) {
         return SEES_ALL;
     }
     for (int i = 0; i < lanes; i++) {
@@ -324,7 +342,7 @@ classify_block(const tile_work *work, int first, int lanes, int64_t key, int cou
     return SEES_SOME;
 }
 
-/* Makes logits of scores, which are -inf for hidden keys. */
+/* Makes logits of scores, which are -inf for keys that a lane does not see. */
 static void
 mask_scores(float *scores, int count, float scale_log2, const int32_t *begin, const int32_t *end,
             int vectors)
@@ -335,6 +353,19 @@ mask_scores(float *scores, int count, float scale_log2, const int32_t *begin, co
             const vint first = *(const vint *)(begin + v * WIDTH);
             const vint past = *(const vint *)(end + v * WIDTH);
             *s = select_lanes((first <= j) & (past > j), *s * scale_log2, splat(-INFINITY));
+        }
+    }
+}
+
+/* The logits of hidden keys. */
+static void
+hide_keys(const tile_work *work, const key_block *block, int vectors)
+{
+    for (int i = 0; i < block->num_hidden; i++) {
+        for (int v = 0; v < vectors; v++) {
+            vfloat *const s =
+                (vfloat *)(work->scores + (work->hidden_keys[i] * vectors + v) * WIDTH);
+            *s = splat(-INFINITY);
         }
     }
 }
@@ -357,10 +388,11 @@ score_keys(const tile_work *work, const unit_scalar *q, int count, const int row
 }
 
 SMLA_INLINE void
-attend_group(const tile_work *work, int first, int64_t key, int count, const int key_rows,
+attend_group(const tile_work *work, int first, const key_block *block, const int key_rows,
              const int value_rows, const int vectors)
 {
-    const block_view view = classify_block(work, first, vectors * WIDTH, key, count);
+    const int count = block->count;
+    const block_view view = classify_block(work, first, vectors * WIDTH, block);
     if (view == SEES_NO_KEY) {
         return;
     }
@@ -373,6 +405,7 @@ attend_group(const tile_work *work, int first, int64_t key, int count, const int
     }
     if (view == SEES_SOME) {
         mask_scores(work->scores, count, scale_log2, work->begin, work->end, vectors);
+        hide_keys(work, block, vectors);
         scale_log2 = 1.0f;
     }
     weigh_scores(work->scores, count, scale_log2, work->state.max_log2 + first,
@@ -390,15 +423,15 @@ attend_group(const tile_work *work, int first, int64_t key, int count, const int
 
 /* The group's two sizes. Not inlined, so that the registers of their loops are theirs alone. */
 __attribute__((noinline)) static void
-attend_one_vector(const tile_work *work, int first, int64_t key, int count)
+attend_one_vector(const tile_work *work, int first, const key_block *block)
 {
-    attend_group(work, first, key, count, KEY_ROWS_1, VALUE_ROWS_1, 1);
+    attend_group(work, first, block, KEY_ROWS_1, VALUE_ROWS_1, 1);
 }
 
 __attribute__((noinline)) static void
-attend_two_vectors(const tile_work *work, int first, int64_t key, int count)
+attend_two_vectors(const tile_work *work, int first, const key_block *block)
 {
-    attend_group(work, first, key, count, KEY_ROWS_2, VALUE_ROWS_2, 2);
+    attend_group(work, first, block, KEY_ROWS_2, VALUE_ROWS_2, 2);
 }
 
 /* ---- States -------------------------------------------------------------------------------- */
@@ -475,7 +508,7 @@ attend_keys(const tile_work *work, smla_key_range keys)
     clear(work, work->state);
     for (int64_t key = first_block; key < keys.end; key += BLOCK_KEYS) {
         const int64_t left = keys.end - key;
-        const int count = left < BLOCK_KEYS ? (int)left : BLOCK_KEYS;
+        key_block block = {.key = key, .count = left < BLOCK_KEYS ? (int)left : BLOCK_KEYS};
         if (key % STATE_KEYS == 0 && key > first_block) {
             if (!has_older) {
                 clear(work, work->older);
@@ -483,11 +516,11 @@ attend_keys(const tile_work *work, smla_key_range keys)
             has_older = true;
             fold_into_older(work);
         }
-        load_block(work, key, count);
+        load_block(work, keys.begin, &block);
         for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
             prefetch_keys(work, lane, key + BLOCK_KEYS, keys.end);
             (lanes_at(work, lane) == WIDTH ? attend_one_vector : attend_two_vectors)(work, lane,
-                                                                                     key, count);
+                                                                                     &block);
         }
     }
     if (has_older) {
@@ -526,7 +559,7 @@ run_tile(const smla_attention_params *params, const smla_mha_tile *tile, uint8_t
     memset(work.is_exact, !has_ordinary_scales(&work), (size_t)tile->num_rows);
     const int num_alone = choose_lanes(&work);
     if (work.num_rows > 0) {
-        run_usual_tile(&work, find_seen_keys(&work));
+        run_usual_tile(&work, find_seen_keys(work.rows, work.num_rows));
     }
     if (num_alone > 0) {
         const smla_fp_mode before = smla_fp_change(SMLA_FP_EXACT);

@@ -4,7 +4,8 @@
  * Computes     out = v * v_descale * sink factor,  lse = scale * (q . k), capped
  * Numerics     out is the value to the bit, because the factor is 1 or a double, and subnormal
  *              numbers are kept. q . k is summed in double, in the same order on any instruction
- *              set. Rows with a value above 2^50 or NaN are left to mha_exact.c.
+ *              set. Rows with a value above 2^50 or NaN, and those whose key is hidden, are left to
+ *              mha_exact.c.
  */
 #pragma once
 
@@ -24,7 +25,7 @@ _Static_assert(SMLA_MHA_PAD % SUM_LANES == 0, "whole steps of products");
 
 /* The key of the last row. Rows of a request often have the same one. */
 typedef struct only_key {
-    int64_t token; /* -1: none */
+    smla_kv_place place; /* page -1: none */
     bool is_usual;
     double factor; /* what the value in `out` was multiplied with */
     float k[MAX_ROW_ELEMENTS] __attribute__((aligned(64)));
@@ -40,31 +41,28 @@ _Static_assert(sizeof(only_key) <= BLOCK_KEYS * KEY_STRIDE * sizeof(unit_scalar)
 /* Widens the two parts of a row, as load_row does, with zeros behind them. Returns whether all
  * values are usual. */
 static bool
-load_floats(const smla_head_rows *parts, const int16_t *dims, int num_parts, smla_float_type type,
-            int64_t token, int64_t head, int padded_dims, float *row)
+load_floats(const smla_row_part *parts, int num_parts, smla_float_type type, int padded_dims,
+            float *row)
 {
     int64_t dim = 0;
     for (int i = 0; i < num_parts; i++) {
-        const smla_head_rows *const part = &parts[i];
-        widen_floats(part->data, type, token * part->stride_token + head * part->stride_head,
-                     dims[i], row + dim);
-        dim += dims[i];
+        widen_floats(parts[i].data, type, parts[i].at, parts[i].dim, row + dim);
+        dim += parts[i].dim;
     }
     memset(row + dim, 0, (size_t)(padded_dims - dim) * sizeof *row);
     return !has_huge_float(row, padded_dims);
 }
 
 static void
-load_only_key(const tile_work *work, int64_t token, only_key *key)
+load_only_key(const tile_work *work, smla_kv_place place, only_key *key)
 {
     const smla_attention_params *const params = work->params;
-    const int64_t kv_head = work->tile->kv_head;
-    key->token = token;
+    smla_row_part kv[SMLA_KV_ARRAYS];
+    smla_find_key(params, place, work->tile->kv_head, kv);
+    key->place = place;
     key->factor = NAN;
-    key->is_usual = load_floats(params->ragged.parts, params->queries.dims, 2, params->ragged.type,
-                                token, kv_head, work->query_dims, key->k) &&
-                    load_floats(&params->ragged.values, &params->ragged.value_dim, 1,
-                                params->ragged.type, token, kv_head, work->value_dims, key->v);
+    key->is_usual = load_floats(kv, 2, params->kv.type, work->query_dims, key->k) &&
+                    load_floats(&kv[SMLA_VALUES], 1, params->kv.type, work->value_dims, key->v);
 }
 
 static double
@@ -107,18 +105,23 @@ round_value(const tile_work *work, double factor, only_key *key)
     key->factor = factor;
 }
 
-/* Returns whether the row's values are usual. If they are not, nothing is written. */
+/* Returns whether the key is not hidden and the row's values are usual. If not, nothing is
+ * written. */
 static bool
 attend_only_key(const tile_work *work, const smla_mha_row *row, only_key *key)
 {
     const smla_attention_params *const params = work->params;
-    const int64_t token = row->first_key + row->keys.begin;
-    if (token != key->token) {
-        load_only_key(work, token, key);
+    const smla_kv_place place =
+        smla_find_kv_place(params, row->req, row->first_key + row->keys.begin);
+    smla_row_part query[2];
+    if (place.page < 0) {
+        return false;
     }
-    if (!load_floats(params->queries.parts, params->queries.dims, 2, params->queries.type,
-                     row->token, row->head, work->query_dims, key->q) ||
-        !key->is_usual) {
+    if (place.page != key->place.page || place.token != key->place.token) {
+        load_only_key(work, place, key);
+    }
+    smla_find_query(params, row->token, row->head, query);
+    if (!load_floats(query, 2, params->queries.type, work->query_dims, key->q) || !key->is_usual) {
         return false;
     }
     const double product = multiply_only_key(key, work->query_dims);
@@ -131,7 +134,7 @@ attend_only_key(const tile_work *work, const smla_mha_row *row, only_key *key)
     const int64_t at =
         row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
     memcpy((uint8_t *)params->results.out + at * bytes, key->out,
-           (size_t)(params->ragged.value_dim * bytes));
+           (size_t)(params->kv.value_dim * bytes));
     return true;
 }
 
@@ -141,7 +144,7 @@ __attribute__((noinline)) static void
 attend_only_keys(const tile_work *work)
 {
     only_key *const key = (only_key *)(void *)work->keys; /* no longer needed */
-    key->token = -1;
+    key->place.page = -1;
     for (int i = 0; i < work->tile->num_rows; i++) {
         if (smla_is_one_key(work->rows[i].keys) && !work->is_exact[i]) {
             work->is_exact[i] = !attend_only_key(work, &work->rows[i], key);

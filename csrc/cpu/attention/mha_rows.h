@@ -8,14 +8,14 @@
 /* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
  * the tile. Returns how many there were. */
 static int
-add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, int count,
+add_rows(const tile_work *work, int64_t req, const smla_kv_request *of, int64_t first, int count,
          int64_t first_key, smla_mha_row *rows)
 {
-    const int64_t group = work->params->queries.num_heads / work->params->ragged.num_kv_heads;
+    const int64_t group = smla_mha_group(work->params);
     int64_t head = first % group;
     int added = 0;
     for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
-        const smla_key_range keys = smla_find_ragged_range(&work->params->visible.rule, of, query);
+        const smla_key_range keys = smla_find_kv_range(&work->params->visible.rule, of, query);
         for (; head < group; head++) {
             if (added == count) {
                 return added;
@@ -23,6 +23,7 @@ add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, in
             rows[added++] = (smla_mha_row){
                 .token = of->first_query + query,
                 .head = work->tile->kv_head * group + head,
+                .req = req,
                 .first_key = of->first_key - first_key,
                 .keys = {first_key + keys.begin, first_key + keys.end},
             };
@@ -31,47 +32,53 @@ add_rows(const tile_work *work, const smla_ragged_request *of, int64_t first, in
     return added;
 }
 
-/* Finds the rows, and where the first keys lie. */
-static void
-find_rows(tile_work *work)
-{
-    const smla_mha_tile *const tile = work->tile;
-    int64_t end = 0;
-    int found = 0;
-    for (int64_t req = tile->req; found < tile->num_rows; req++) {
-        const smla_ragged_request of =
-            smla_find_ragged_request(&work->params->visible.reqs, &work->params->ragged, req);
-        if (of.num_queries == 0) {
-            continue;
-        }
-        const int64_t first_key = smla_place_mha_keys(end, of.num_keys);
-        found +=
-            add_rows(work, &of, tile->row, tile->num_rows - found, first_key, work->rows + found);
-        work->first_key = of.first_key - first_key;
-        assert(end >= 0);
-        for (int64_t key = end; key < first_key; key++) {
-            work->shared_keys[key] = -1;
-        }
-        end = first_key + of.num_keys;
-        for (int64_t key = first_key; key < end && key < SMLA_MHA_SHARED_KEYS; key++) {
-            work->shared_keys[key] = work->first_key + key;
-        }
-    }
-}
-
-/* The keys that any row with a lane sees. */
+/* The keys that any of `count` rows sees. */
 static smla_key_range
-find_seen_keys(const tile_work *work)
+find_seen_keys(const smla_mha_row *rows, int count)
 {
     smla_key_range all = {INT64_MAX, 0};
-    for (int i = 0; i < work->num_rows; i++) {
-        const smla_key_range keys = work->rows[i].keys;
+    for (int i = 0; i < count; i++) {
+        const smla_key_range keys = rows[i].keys;
         if (keys.begin < keys.end) {
             all.begin = keys.begin < all.begin ? keys.begin : all.begin;
             all.end = keys.end > all.end ? keys.end : all.end;
         }
     }
     return all;
+}
+
+/* Finds the rows, and where the first keys lie. Those that no row sees may be in pages that nobody
+ * may read. */
+static void
+find_rows(tile_work *work)
+{
+    const smla_mha_tile *const tile = work->tile;
+    const smla_kv_place nowhere = {-1, 0};
+    int64_t end = 0;
+    int found = 0;
+    for (int64_t req = tile->req; found < tile->num_rows; req++) {
+        const smla_kv_request of = smla_find_request(work->params, req);
+        if (of.num_queries == 0) {
+            continue;
+        }
+        const int64_t first_key = smla_place_mha_keys(end, of.num_keys);
+        smla_mha_row *const rows = work->rows + found;
+        const int count =
+            add_rows(work, req, &of, tile->row, tile->num_rows - found, first_key, rows);
+        const smla_key_range seen = find_seen_keys(rows, count);
+        int64_t key = end;
+        assert(end >= 0);
+        found += count;
+        end = first_key + of.num_keys;
+        work->req = req;
+        work->first_key = of.first_key - first_key;
+        for (; key < end && key < SMLA_MHA_SHARED_KEYS; key++) {
+            work->shared_keys[key] =
+                key >= seen.begin && key < seen.end
+                    ? smla_find_kv_place(work->params, req, work->first_key + key)
+                    : nowhere;
+        }
+    }
 }
 
 /* Decides which rows have a lane. Those with one key need none: in a small tile, others then fill

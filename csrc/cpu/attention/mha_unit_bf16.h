@@ -26,7 +26,7 @@ enum {
 static bool
 serves(const smla_attention_params *params)
 {
-    return params->queries.type != SMLA_FLOAT_FP16 && params->ragged.type != SMLA_FLOAT_FP16;
+    return params->queries.type != SMLA_FLOAT_FP16 && params->kv.type != SMLA_FLOAT_FP16;
 }
 
 /* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads

@@ -24,18 +24,18 @@ list_params_of(const smla_attention_params *params)
 }
 
 /* Of calls over ragged keys. */
-typedef struct ragged_params {
+typedef struct mha_params {
     smla_queries queries;
-    smla_ragged_keys ragged;
+    smla_kv_heads kv;
     smla_results results;
     smla_logits logits;
     smla_visible visible;
     smla_padding_rows padding;
-} ragged_params;
+} mha_params;
 
-static inline ragged_params
-ragged_params_of(const smla_attention_params *params)
+static inline mha_params
+mha_params_of(const smla_attention_params *params)
 {
-    return ragged_params{params->queries, params->ragged,  params->results,
-                         params->logits,  params->visible, params->padding};
+    return mha_params{params->queries, params->kv,      params->results,
+                      params->logits,  params->visible, params->padding};
 }

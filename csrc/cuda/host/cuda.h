@@ -141,8 +141,8 @@ bool smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_
                               int64_t num_chunks);
 int64_t smla_cuda_attention_workspace_size(const smla_attention_shape *shape);
 smla_status smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error);
-cudaError_t smla_cuda_attend_ragged(const smla_attention_params *params,
-                                    const smla_cuda_device *device);
+cudaError_t smla_cuda_attend_mha(const smla_attention_params *params,
+                                 const smla_cuda_device *device);
 int64_t smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity);
 
 /* projection_cublas.c: the projections of bf16, through cuBLAS where it can express them. */

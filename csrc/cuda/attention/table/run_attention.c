@@ -111,7 +111,7 @@ has_mha_sizes(const smla_attention_params *p)
     const int64_t num_reqs = p->visible.reqs.num_reqs;
     const int64_t most_reqs = num_reqs < p->queries.num_tokens ? num_reqs : p->queries.num_tokens;
     const int64_t most_rows = p->queries.num_tokens + most_reqs * (SMLA_MHA_TILE_ROWS - 1);
-    return (dim == 192 || dim == 128) && p->ragged.value_dim == MHA_VALUE_DIM &&
+    return (dim == 192 || dim == 128) && p->kv.value_dim == MHA_VALUE_DIM &&
            p->queries.dims[0] % MHA_SEGMENT == 0 &&
            most_rows / SMLA_MHA_TILE_ROWS * p->queries.num_heads <= INT32_MAX;
 }
@@ -129,23 +129,23 @@ are_results_aligned(const smla_results *results)
 /* The needs depend on types, sizes of a row, masks and strides, but not on a batch that fits a
  * device, because kernels differ in the bits of a row. */
 static unsigned
-find_ragged_needs(const smla_attention_params *p)
+find_mha_needs(const smla_attention_params *p)
 {
     const smla_range_rule *const rule = &p->visible.rule;
-    const bool is_pure = p->queries.type == p->ragged.type && p->ragged.type != SMLA_FLOAT_E4M3;
+    const bool is_pure = p->queries.type == p->kv.type && p->kv.type != SMLA_FLOAT_E4M3;
     const bool is_causal_or_open = rule->left < 0 && rule->right <= 0 && rule->chunk == 0;
     const bool is_usual = p->logits.softcap == 0.0f && p->logits.softmax_scale > 0.0;
     return (is_pure ? 0 : SMLA_NEEDS_TYPES) | (has_mha_sizes(p) ? 0 : SMLA_NEEDS_SIZES) |
            (is_causal_or_open ? 0 : SMLA_NEEDS_MASK) | (is_usual ? 0 : SMLA_NEEDS_SOFTCAP) |
            (are_results_aligned(&p->results) ? 0 : SMLA_NEEDS_UNALIGNED) |
-           (p->ragged.num_keys == 0 || p->visible.reqs.num_reqs == 0 ? SMLA_NEEDS_NO_KEYS : 0);
+           (p->kv.num_keys == 0 || p->visible.reqs.num_reqs == 0 ? SMLA_NEEDS_NO_KEYS : 0);
 }
 
 cudaError_t
-smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device *device)
 {
     const smla_attention_start start = {.deferred = NULL};
-    smla_kernel_call call = {.source = SMLA_KEYS_RAGGED, .needs = find_ragged_needs(params)};
+    smla_kernel_call call = {.source = SMLA_KEYS_RAGGED, .needs = find_mha_needs(params)};
     const smla_attention_kernel *kernel;
     cudaError_t code = SMLA_NO_KERNEL;
     for (int i = 0; i < 2 && code == SMLA_NO_KERNEL; i++) {

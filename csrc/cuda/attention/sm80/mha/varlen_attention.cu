@@ -179,10 +179,10 @@ int64_t
 choose_section(const varlen_args &args)
 {
     const int64_t row_bytes = args.k.dim * args.k.element_bytes + args.v.dim * args.v.element_bytes;
-    const int64_t head_bytes = args.p.ragged.num_keys * row_bytes + 1;
-    int64_t heads = args.p.ragged.num_kv_heads;
+    const int64_t head_bytes = args.p.kv.num_keys * row_bytes + 1;
+    int64_t heads = args.p.kv.num_kv_heads;
     while (heads > 1 &&
-           (args.p.ragged.num_kv_heads % heads != 0 || heads * head_bytes > SECTION_BYTES)) {
+           (args.p.kv.num_kv_heads % heads != 0 || heads * head_bytes > SECTION_BYTES)) {
         heads--;
     }
     return heads;
@@ -193,11 +193,11 @@ varlen_args
 make_args(const smla_attention_params &p)
 {
     varlen_args args = {};
-    args.p = ragged_params_of(&p);
+    args.p = mha_params_of(&p);
     args.q = make_source(p.queries.parts, p.queries.dims, 2, p.queries.type);
-    args.k = make_source(p.ragged.parts, p.queries.dims, 2, p.ragged.type);
-    args.v = make_source(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.type);
-    const int64_t group = p.queries.num_heads / p.ragged.num_kv_heads;
+    args.k = make_source(p.kv.rows, p.queries.dims, 2, p.kv.type);
+    args.v = make_source(&p.kv.rows[SMLA_VALUES], &p.kv.value_dim, 1, p.kv.type);
+    const int64_t group = p.queries.num_heads / p.kv.num_kv_heads;
     /* Every request with queries may have one tile that is not full. Without requests, CTAs fill
      * the rows of none. */
     const int64_t most_reqs = p.visible.reqs.num_reqs < p.queries.num_tokens
@@ -209,7 +209,7 @@ make_args(const smla_attention_params &p)
     args.group = smla_make_divisor(group);
     args.head_tiles = smla_make_divisor(head_tiles);
     args.section_heads = smla_make_divisor(choose_section(args));
-    args.num_items = p.ragged.num_kv_heads * head_tiles;
+    args.num_items = p.kv.num_kv_heads * head_tiles;
     args.num_segments = (int32_t)smla_count_parts(args.q.dim, SEGMENT);
     const int64_t pair_bytes = p.results.out_type == SMLA_FLOAT_FP32 ? 8 : 4;
     args.out_is_paired =
@@ -268,11 +268,11 @@ smla_attend_sm80_mha(const smla_attention_params *params, const smla_attention_s
     const smla_attention_params &p = *params;
     (void)start;
     /* e4m3 is exact in both types. */
-    const bool is_half = p.queries.type == SMLA_FLOAT_FP16 || p.ragged.type == SMLA_FLOAT_FP16;
-    const bool has_bf16 = p.queries.type == SMLA_FLOAT_BF16 || p.ragged.type == SMLA_FLOAT_BF16;
+    const bool is_half = p.queries.type == SMLA_FLOAT_FP16 || p.kv.type == SMLA_FLOAT_FP16;
+    const bool has_bf16 = p.queries.type == SMLA_FLOAT_BF16 || p.kv.type == SMLA_FLOAT_BF16;
     for (const varlen_kernel &kernel : varlen_kernels) {
         if (p.queries.dims[0] + p.queries.dims[1] <= kernel.dim &&
-            p.ragged.value_dim <= kernel.value_dim && !(is_half && has_bf16)) {
+            p.kv.value_dim <= kernel.value_dim && !(is_half && has_bf16)) {
             return kernel.launch[is_half](p);
         }
     }

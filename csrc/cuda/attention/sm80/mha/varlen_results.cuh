@@ -13,7 +13,7 @@ load_scale(const smla_descale &scale, const varlen_tile &tile)
 }
 
 __device__ __forceinline__ varlen_rule
-find_rule(const ragged_params &p, const varlen_tile &tile)
+find_rule(const mha_params &p, const varlen_tile &tile)
 {
     /* In double, because a product of two of the three may be beyond a float. */
     const double product = p.logits.softmax_scale * (double)load_scale(p.logits.q_descale, tile) *
@@ -35,7 +35,7 @@ find_value_unit(float v_scale)
 /* Returns the factor that turns a row's out into its result, and writes the row's lse if `writes`.
  * A row without keys, or with no logit but -inf, has sum 0. */
 __device__ __forceinline__ float
-finish_row(const ragged_params &p, int64_t token, int64_t head, float reference, float sum,
+finish_row(const mha_params &p, int64_t token, int64_t head, float reference, float sum,
            float v_scale, bool writes)
 {
     const float ln_2_high = 0x1.62e43p-1f;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void
 write_results(const varlen_args &args, const varlen_tile &tile, int first_row, int first_value,
               const varlen_rows<Shape> &rows, const float out[Shape::M][Shape::V][4])
 {
-    const ragged_params &p = args.p;
+    const mha_params &p = args.p;
     const float v_scale = load_scale(p.logits.v_descale, tile);
     const float unit = find_value_unit(v_scale);
 #pragma unroll
@@ -110,7 +110,7 @@ write_results(const varlen_args &args, const varlen_tile &tile, int first_row, i
                                   lane_idx() % 4 * 2;
 #pragma unroll
             for (int v = 0; v < Shape::V; v++) {
-                if (first_value + 8 * v < p.ragged.value_dim) {
+                if (first_value + 8 * v < p.kv.value_dim) {
                     const float low = sum == 0.0f ? 0.0f : out[m][v][2 * i] * factor * unit;
                     const float high = sum == 0.0f ? 0.0f : out[m][v][2 * i + 1] * factor * unit;
                     write_pair(args, start + 8 * v, low, high);

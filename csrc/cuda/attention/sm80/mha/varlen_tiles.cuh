@@ -63,7 +63,7 @@ struct varlen_source {
 };
 
 struct varlen_args {
-    ragged_params p;
+    mha_params p;
     varlen_source q;
     varlen_source k;
     varlen_source v;
@@ -76,7 +76,7 @@ struct varlen_args {
 };
 
 struct varlen_tile {
-    smla_ragged_request request;
+    smla_kv_request request;
     int64_t req;
     int64_t kv_head;
     int64_t first_row; /* number in the request: token * group + head of the group */
@@ -135,19 +135,17 @@ find_head_tile(const varlen_args &args, int64_t number, varlen_tile *tile)
         const int64_t own = first + lane_idx();
         int64_t count = 0;
         if (own < args.p.visible.reqs.num_reqs) {
-            count =
-                (smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, own).num_queries *
-                     group +
-                 Shape::ROWS - 1) /
-                Shape::ROWS;
+            count = (smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, own).num_queries *
+                         group +
+                     Shape::ROWS - 1) /
+                    Shape::ROWS;
         }
         const int64_t sum = smla_scan_lanes(count, lane_idx());
         const uint32_t past = __ballot_sync(ALL_LANES, number < sum);
         if (past != 0) {
             const int owner = __ffs((int)past) - 1;
             tile->req = first + owner;
-            tile->request =
-                smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, tile->req);
+            tile->request = smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, tile->req);
             const int64_t last = __shfl_sync(ALL_LANES, sum, owner) - 1;
             tile->first_row = (last - number) * Shape::ROWS;
             const int64_t left = tile->request.num_queries * group - tile->first_row;
@@ -182,8 +180,8 @@ store_limits(const varlen_args &args, const varlen_tile &tile, varlen_limits *li
     for (int row = (int)threadIdx.x; row < Shape::ROWS; row += CTA_THREADS) {
         varlen_limits own = {0, 0};
         if (row < tile.num_rows) {
-            const smla_key_range range = smla_find_ragged_range(&args.p.visible.rule, &tile.request,
-                                                                find_row(args, tile, row).query);
+            const smla_key_range range = smla_find_kv_range(&args.p.visible.rule, &tile.request,
+                                                            find_row(args, tile, row).query);
             if (range.begin < range.end) {
                 own = varlen_limits{(uint32_t)range.begin, (uint32_t)range.end};
             }

@@ -153,9 +153,9 @@ count_most_tiles(const smla_attention_params &p)
 bool
 make_args(const smla_attention_params &p, mha_args *args)
 {
-    args->p = ragged_params_of(&p);
+    args->p = mha_params_of(&p);
     args->most_head_tiles = (uint32_t)count_most_tiles(p);
-    args->group = smla_make_divisor(p.queries.num_heads / p.ragged.num_kv_heads);
+    args->group = smla_make_divisor(p.queries.num_heads / p.kv.num_kv_heads);
     args->out_token_bytes =
         p.results.out_stride_token * (p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2);
     args->out_head_bytes =
@@ -165,10 +165,10 @@ make_args(const smla_attention_params &p, mha_args *args)
     args->out_is_fp32 = p.results.out_type == SMLA_FLOAT_FP32;
     return map_parts(p.queries.parts, p.queries.dims, 2, p.queries.num_tokens, p.queries.num_heads,
                      GROUP_ROWS, args->q_maps, &args->q) &&
-           map_parts(p.ragged.parts, p.queries.dims, 2, p.ragged.num_keys, p.ragged.num_kv_heads,
-                     BLOCK_KEYS, args->k_maps, &args->k) &&
-           map_parts(&p.ragged.values, &p.ragged.value_dim, 1, p.ragged.num_keys,
-                     p.ragged.num_kv_heads, BLOCK_KEYS, args->v_maps, &args->v);
+           map_parts(p.kv.rows, p.queries.dims, 2, p.kv.num_keys, p.kv.num_kv_heads, BLOCK_KEYS,
+                     args->k_maps, &args->k) &&
+           map_parts(&p.kv.rows[SMLA_VALUES], &p.kv.value_dim, 1, p.kv.num_keys, p.kv.num_kv_heads,
+                     BLOCK_KEYS, args->v_maps, &args->v);
 }
 
 /* The counters, if there is something to claim, they can count it, and the workspace has room. */

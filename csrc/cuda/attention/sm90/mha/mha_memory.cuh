@@ -50,7 +50,7 @@ struct mha_args {
     mha_rows q;
     mha_rows k;
     mha_rows v;
-    ragged_params p;
+    mha_params p;
     int64_t out_token_bytes;
     int64_t out_head_bytes;
     smla_divisor group;       /* H / Hk */

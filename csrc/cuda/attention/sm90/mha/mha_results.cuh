@@ -66,7 +66,7 @@ __device__ __forceinline__ void
 finish_rows(const mha_args &args, const mha_tile &tile, int after, const mha_consumer<D> &state,
             float factors[2])
 {
-    const ragged_params &p = args.p;
+    const mha_params &p = args.p;
     float sums[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {

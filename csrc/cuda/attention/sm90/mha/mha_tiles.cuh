@@ -77,7 +77,7 @@ struct mha_search {
 };
 
 __device__ __forceinline__ uint32_t
-count_tiles(const smla_ragged_request &request)
+count_tiles(const smla_kv_request &request)
 {
     return (uint32_t)(request.num_queries + TILE_ROWS - 1) / TILE_ROWS;
 }
@@ -88,7 +88,7 @@ count_tiles(const smla_ragged_request &request)
 __device__ __forceinline__ uint32_t
 choose_section(const mha_args &args, uint32_t most_keys, uint32_t section_keys)
 {
-    const uint32_t kv_heads = (uint32_t)args.p.ragged.num_kv_heads;
+    const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
     uint32_t heads = max(min(kv_heads, section_keys / max(most_keys, 1u)), 1u);
 #pragma unroll 1
     while (kv_heads % heads != 0) {
@@ -106,13 +106,13 @@ start_search(const mha_args &args, uint32_t section_keys)
     /* Two loops, because one would take more registers than a load warp has. */
 #pragma unroll 1
     for (int64_t req = lane_idx(); req < args.p.visible.reqs.num_reqs; req += SMLA_WARP_LANES) {
-        tiles += count_tiles(smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req));
+        tiles += count_tiles(smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req));
     }
 #pragma unroll 1
     for (int64_t req = lane_idx(); req < args.p.visible.reqs.num_reqs; req += SMLA_WARP_LANES) {
         most_keys = max(
             most_keys,
-            (uint32_t)smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req).num_keys);
+            (uint32_t)smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req).num_keys);
     }
     mha_search search = {};
     /* A query_start_loc that falls could make more tiles than the host has counted on. */
@@ -124,7 +124,7 @@ start_search(const mha_args &args, uint32_t section_keys)
 
 /* Makes tile `idx` of a request, counted from its end. */
 __device__ __forceinline__ void
-make_tile(const mha_args &args, const smla_ragged_request &request, int32_t idx, int32_t head,
+make_tile(const mha_args &args, const smla_kv_request &request, int32_t idx, int32_t head,
           mha_tile *tile)
 {
     const int32_t num_keys = (int32_t)request.num_keys;
@@ -171,7 +171,7 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
         const int64_t req = search->req + lane_idx();
         const uint32_t count =
             req < args.p.visible.reqs.num_reqs
-                ? count_tiles(smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged, req))
+                ? count_tiles(smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req))
                 : 0;
         const uint32_t sum = smla_scan_lanes(count, lane_idx());
         const uint32_t idx = row - search->req_first;
@@ -181,8 +181,8 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
             const uint32_t before = __shfl_sync(ALL_LANES, sum - count, owner);
             if (lane_idx() == 0) {
                 make_tile(args,
-                          smla_find_ragged_request(&args.p.visible.reqs, &args.p.ragged,
-                                                   search->req + owner),
+                          smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL,
+                                               search->req + owner),
                           (int32_t)(idx - before), (int32_t)head, tile);
             }
             return true;
