@@ -76,6 +76,14 @@ typedef struct smla_mask_args {
 smla_status smla_require_mask(const smla_checker *checker, const smla_mask_args *args,
                               smla_attention_params *params);
 
+/* Checks `cp`, which may be absent. */
+smla_status smla_require_share(const smla_checker *checker, int64_t rank, int64_t size,
+                               int64_t interleave, smla_rank_share *share);
+
+/* Checks that there is one table, of pages or of slots. */
+smla_status smla_require_one_table(const smla_checker *checker, const DLTensor *block_table,
+                                   const DLTensor *slot_table);
+
 smla_status smla_require_num_splits(const smla_checker *checker, int64_t num_splits);
 
 /* Checks that the numbers at which requests start begin with 0, never fall, and end at most at
@@ -83,11 +91,75 @@ smla_status smla_require_num_splits(const smla_checker *checker, int64_t num_spl
 smla_status smla_require_starts(const smla_checker *checker, const char *name,
                                 const DLTensor *tensor, int64_t most, const char *rows);
 
+/* Checks the first query tokens of the requests of a cache, whose numbers are in `reqs`. */
+smla_status smla_require_query_starts(smla_checker *checker, const DLTensor *starts,
+                                      smla_requests *reqs);
+
 /* Checks fills_padding, and finds what it asks to fill: rows of out [T, >= H, ...] and lse [T, H],
  * which were checked. */
 smla_status smla_require_padding(const char *op, int32_t fills_padding, const DLTensor *out,
                                  const DLTensor *lse, float empty_lse, smla_padding_rows *rows,
                                  smla_error *error);
+
+/* ---- Keys and values of KV heads ------------------------------------------------------------ */
+
+/* Checks q [T, H, D], or the first array of a pair. */
+smla_status smla_require_head_query(smla_checker *checker, const char *name, const DLTensor *q);
+
+/* Checks values per row, of which there are 8 or more, in multiples of 8. */
+smla_status smla_require_head_dim(const smla_checker *checker, const char *name, int64_t dim,
+                                  int64_t most);
+
+smla_status smla_require_num_kv_heads(const smla_checker *checker, const char *name,
+                                      int64_t num_kv_heads, int64_t num_heads);
+
+/* The element types of keys beside a query, and of another array beside the first. */
+unsigned smla_key_dtypes(const DLTensor *q);
+unsigned smla_same_dtypes(const DLTensor *first);
+
+/* The arguments that have the same name in every attention over keys and values of heads. */
+typedef struct smla_heads_args {
+    const DLTensor *q;
+    const char *k_name;
+    const DLTensor *k;
+    const char *v_name;
+    const DLTensor *v;
+    const DLTensor *attn_sink;
+    const smla_scale_arg *q_descale;
+    const smla_scale_arg *k_descale;
+    const smla_scale_arg *v_descale;
+    smla_mask_args mask;
+    double softmax_scale;
+    int64_t num_splits;
+    const DLTensor *out;
+    const DLTensor *lse;
+    const DLTensor *workspace;
+    int32_t fills_padding;
+    void *stream;
+} smla_heads_args;
+
+#define SMLA_HEADS_OF(args, k_name_, k_, v_name_, v_) \
+    {.q = (args)->q,                                  \
+     .k_name = (k_name_),                             \
+     .k = (k_),                                       \
+     .v_name = (v_name_),                             \
+     .v = (v_),                                       \
+     .attn_sink = (args)->attn_sink,                  \
+     .q_descale = &(args)->q_descale,                 \
+     .k_descale = &(args)->k_descale,                 \
+     .v_descale = &(args)->v_descale,                 \
+     .mask = SMLA_MASK_OF(args),                      \
+     .softmax_scale = (args)->softmax_scale,          \
+     .num_splits = (args)->num_splits,                \
+     .out = (args)->out,                              \
+     .lse = (args)->lse,                              \
+     .workspace = (args)->workspace,                  \
+     .fills_padding = (args)->fills_padding,          \
+     .stream = (args)->stream}
+
+/* Checks them, once queries, keys and requests are checked and in `params`, and ends the check. */
+smla_status smla_check_heads(smla_checker *checker, const smla_heads_args *args,
+                             smla_attention_params *params, const smla_backend **backend);
 
 /* ---- Lists ---------------------------------------------------------------------------------- */
 

@@ -18,31 +18,13 @@ typedef struct dense_call {
 /* ---- Numbers ------------------------------------------------------------------------------- */
 
 static smla_status
-require_share(const smla_checker *c, const smla_mla_attention_args *args)
-{
-    const int64_t rank = args->cp_rank, size = args->cp_size, interleave = args->cp_interleave;
-    if (size == 0 && rank == 0 && interleave == 0) {
-        return SMLA_OK;
-    }
-    return size >= 1 && size <= INT32_MAX && rank >= 0 && rank < size && interleave >= 1 &&
-                   interleave <= INT32_MAX
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and "
-                           "interleave >= 1, got (%lld, %lld, %lld)",
-                           c->op, (long long)rank, (long long)size, (long long)interleave);
-}
-
-static smla_status
 require_visible(const smla_checker *c, const smla_mla_attention_args *args,
                 smla_attention_params *params)
 {
     const smla_mask_args mask = SMLA_MASK_OF(args);
     SMLA_TRY(smla_require_mask(c, &mask, params));
-    SMLA_TRY(require_share(c, args));
-    params->visible.rule.share = (smla_rank_share){(int32_t)args->cp_rank, (int32_t)args->cp_size,
-                                                   (int32_t)args->cp_interleave};
-    return SMLA_OK;
+    return smla_require_share(c, args->cp_rank, args->cp_size, args->cp_interleave,
+                              &params->visible.rule.share);
 }
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
@@ -143,11 +125,7 @@ require_query_starts(smla_checker *c, const dense_call *call, smla_requests *req
             c->error, SMLA_ERROR_VALUE,
             "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
     }
-    SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, reqs->num_reqs + 1, 0,
-                                 "one entry more than `cache_seqlens`"));
-    reqs->query_starts = smla_data(starts);
-    reqs->query_starts_stride = smla_stride(starts, 0);
-    return smla_require_starts(c, "cu_seqlens_q", starts, reqs->num_tokens, "tokens of `q`");
+    return smla_require_query_starts(c, starts, reqs);
 }
 
 /* Fills the main list and what finds its ranges. */
@@ -159,11 +137,9 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     smla_requests *const reqs = &params->visible.reqs;
     smla_key_list *const list = &params->keys.lists[0];
     const DLTensor *const lens = args->cache_seqlens;
-    if ((args->block_table == NULL) == (args->slot_table == NULL)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `block_table` must be given, or `slot_table` in its place, got %s",
-                         c->op, args->block_table == NULL ? "neither" : "both");
-    }
+    const bool has_slots = args->slot_table != NULL;
+    const char *const table_name = has_slots ? "slot_table" : "block_table";
+    SMLA_TRY(smla_require_one_table(c, args->block_table, args->slot_table));
     const bool has_starts = args->cu_seqlens_q != NULL && args->q->ndim != 4;
     SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
                                  has_starts ? SMLA_ANY : smla_size(args->q, 0), 0,
@@ -174,10 +150,8 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
     reqs->seq_lens = smla_data(lens);
     reqs->seq_lens_stride = smla_stride(lens, 0);
     SMLA_TRY(require_query_starts(c, call, reqs));
-    const bool has_slots = args->slot_table != NULL;
     const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
-    SMLA_TRY(
-        smla_require_table(c, has_slots ? "slot_table" : "block_table", table, reqs->num_reqs, 0));
+    SMLA_TRY(smla_require_table(c, table_name, table, reqs->num_reqs, 0));
     SMLA_TRY(require_visible(c, args, params));
     params->source = SMLA_KEYS_TABLE;
     params->keys.entry_tokens =

@@ -34,14 +34,40 @@ smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_attent
                          c->op, args->softcap);
     }
     params->logits.softcap = (float)args->softcap;
-    params->visible.rule = (smla_range_rule){
-        .left = args->has_window ? args->window_left : -1,
-        .right = args->is_causal    ? 0
-                 : args->has_window ? args->window_right
-                                    : -1,
-        .chunk = args->attention_chunk,
-    };
+    smla_range_rule *const rule = &params->visible.rule;
+    const int64_t right = args->has_window ? args->window_right : -1;
+    rule->left = args->has_window ? args->window_left : -1;
+    rule->right = args->is_causal ? 0 : right;
+    rule->chunk = args->attention_chunk;
     return SMLA_OK;
+}
+
+smla_status
+smla_require_share(const smla_checker *c, int64_t rank, int64_t size, int64_t interleave,
+                   smla_rank_share *share)
+{
+    const bool has_none = size == 0 && rank == 0 && interleave == 0;
+    const bool is_right = size >= 1 && size <= INT32_MAX && rank >= 0 && rank < size &&
+                          interleave >= 1 && interleave <= INT32_MAX;
+    if (!has_none && !is_right) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and "
+                         "interleave >= 1, got (%lld, %lld, %lld)",
+                         c->op, (long long)rank, (long long)size, (long long)interleave);
+    }
+    *share = (smla_rank_share){(int32_t)rank, (int32_t)size, (int32_t)interleave};
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_one_table(const smla_checker *c, const DLTensor *block_table,
+                       const DLTensor *slot_table)
+{
+    return (block_table == NULL) != (slot_table == NULL)
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `block_table` must be given, or `slot_table` in its place, got %s",
+                           c->op, block_table == NULL ? "neither" : "both");
 }
 
 smla_status
@@ -77,6 +103,16 @@ smla_require_starts(const smla_checker *c, const char *name, const DLTensor *ten
                           : smla_fail(c->error, SMLA_ERROR_VALUE,
                                       "%s: `%s` must end at most at the %lld %s, got %lld", c->op,
                                       name, (long long)most, rows, (long long)before);
+}
+
+smla_status
+smla_require_query_starts(smla_checker *c, const DLTensor *starts, smla_requests *reqs)
+{
+    SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, reqs->num_reqs + 1, 0,
+                                 "one entry more than `cache_seqlens`"));
+    reqs->query_starts = smla_data(starts);
+    reqs->query_starts_stride = smla_stride(starts, 0);
+    return smla_require_starts(c, "cu_seqlens_q", starts, reqs->num_tokens, "tokens of `q`");
 }
 
 smla_status

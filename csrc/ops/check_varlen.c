@@ -1,71 +1,25 @@
 /* check_varlen.c: the argument rules of varlen_attention. */
-#include <math.h>
-
 #include "ops/check_attention.h"
 
-enum {
-    MAX_HEAD_DIM = SMLA_HEAD_DIM,
-    MAX_VALUE_DIM = SMLA_KV_LORA_RANK,
-    DIM_MULTIPLE = 8,
-};
-
 /* ---- Rows ---------------------------------------------------------------------------------- */
-
-/* Checks values per row, of which there are 8 or more, in multiples of 8. */
-static smla_status
-require_dim(const smla_checker *c, const char *name, int64_t dim, int64_t most)
-{
-    return dim >= DIM_MULTIPLE && dim <= most && dim % DIM_MULTIPLE == 0
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have a multiple of %d values per head, at most %lld, got "
-                           "%lld",
-                           c->op, name, DIM_MULTIPLE, (long long)most, (long long)dim);
-}
-
-/* The element types that the second array of a pair may have. */
-static unsigned
-same_dtypes(const DLTensor *first)
-{
-    const unsigned dtype = smla_dtype(first);
-    return dtype & SMLA_DTYPE_E4M3_OR_BYTES ? SMLA_DTYPE_E4M3_OR_BYTES : dtype;
-}
 
 static smla_status
 require_query(smla_checker *c, const smla_varlen_attention_args *args)
 {
     const bool is_pair = args->q_pe != NULL;
-    const char *const name = is_pair ? "q[0]" : "q";
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = args->q,
-                                          .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 |
-                                                    SMLA_DTYPE_E4M3_OR_BYTES,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
-                                          .hint = "tokens, heads, values"}));
-    SMLA_TRY(smla_require_num_heads(c, name, smla_size(args->q, 1)));
-    SMLA_TRY(require_dim(c, name, smla_size(args->q, 2), MAX_HEAD_DIM));
+    SMLA_TRY(smla_require_head_query(c, is_pair ? "q[0]" : "q", args->q));
     if (!is_pair) {
         return SMLA_OK;
     }
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "q[1]",
                                           .tensor = args->q_pe,
-                                          .dtypes = same_dtypes(args->q),
+                                          .dtypes = smla_same_dtypes(args->q),
                                           .ndim = 3,
                                           .shape = {smla_size(args->q, 0), smla_size(args->q, 1),
                                                     SMLA_ANY},
                                           .hint = "the tokens and heads of `q[0]`"}));
-    return require_dim(c, "q[1]", smla_size(args->q_pe, 2), MAX_HEAD_DIM - smla_size(args->q, 2));
-}
-
-/* Keys are of the query's type or e4m3. An e4m3 query takes keys of any type. */
-static unsigned
-key_dtypes(const DLTensor *q)
-{
-    const unsigned dtype = smla_dtype(q);
-    return dtype & SMLA_DTYPE_E4M3_OR_BYTES
-               ? SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 | SMLA_DTYPE_E4M3_OR_BYTES
-               : dtype | SMLA_DTYPE_E4M3_OR_BYTES;
+    return smla_require_head_dim(c, "q[1]", smla_size(args->q_pe, 2),
+                                 SMLA_HEAD_DIM - smla_size(args->q, 2));
 }
 
 /* Checks that keys have as many values as queries, and where both are pairs, in the same parts. */
@@ -94,40 +48,34 @@ require_keys(smla_checker *c, const smla_varlen_attention_args *args)
 {
     const bool is_pair = args->k_pe != NULL;
     const char *const name = is_pair ? "k[0]" : "k";
-    const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
                                           .tensor = args->k,
-                                          .dtypes = key_dtypes(args->q),
+                                          .dtypes = smla_key_dtypes(args->q),
                                           .ndim = 3,
                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
                                           .hint = "tokens, KV heads, values"}));
     const int64_t num_keys = smla_size(args->k, 0);
     const int64_t num_kv_heads = smla_size(args->k, 1);
-    if (num_kv_heads < 1 || num_heads % num_kv_heads != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have a number of heads that divides the %lld of `q`, got "
-                         "%lld",
-                         c->op, name, (long long)num_heads, (long long)num_kv_heads);
-    }
-    SMLA_TRY(require_dim(c, name, smla_size(args->k, 2), MAX_HEAD_DIM));
+    SMLA_TRY(smla_require_num_kv_heads(c, name, num_kv_heads, smla_size(args->q, 1)));
+    SMLA_TRY(smla_require_head_dim(c, name, smla_size(args->k, 2), SMLA_HEAD_DIM));
     if (is_pair) {
         SMLA_TRY(smla_require(c, &(smla_rule){.name = "k[1]",
                                               .tensor = args->k_pe,
-                                              .dtypes = same_dtypes(args->k),
+                                              .dtypes = smla_same_dtypes(args->k),
                                               .ndim = 2,
                                               .shape = {num_keys, SMLA_ANY},
                                               .hint = "a row per key, which all heads share"}));
-        SMLA_TRY(
-            require_dim(c, "k[1]", smla_size(args->k_pe, 1), MAX_HEAD_DIM - smla_size(args->k, 2)));
+        SMLA_TRY(smla_require_head_dim(c, "k[1]", smla_size(args->k_pe, 1),
+                                       SMLA_HEAD_DIM - smla_size(args->k, 2)));
     }
     SMLA_TRY(require_equal_dims(c, args));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "v",
                                           .tensor = args->v,
-                                          .dtypes = same_dtypes(args->k),
+                                          .dtypes = smla_same_dtypes(args->k),
                                           .ndim = 3,
                                           .shape = {num_keys, num_kv_heads, SMLA_ANY},
                                           .hint = "the keys and heads of `k`"}));
-    return require_dim(c, "v", smla_size(args->v, 2), MAX_VALUE_DIM);
+    return smla_require_head_dim(c, "v", smla_size(args->v, 2), SMLA_KV_LORA_RANK);
 }
 
 /* ---- varlen_attention ---------------------------------------------------------------------- */
@@ -149,24 +97,6 @@ require_requests(smla_checker *c, const smla_varlen_attention_args *args)
         smla_require_starts(c, "cu_seqlens_q", starts, smla_size(args->q, 0), "tokens of `q`"));
     return smla_require_starts(c, "cu_seqlens_k", args->cu_seqlens_k, smla_size(args->k, 0),
                                "keys of `k`");
-}
-
-static smla_status
-require_results(smla_checker *c, const smla_varlen_attention_args *args)
-{
-    const unsigned dtype = smla_dtype(args->q);
-    const unsigned half = dtype & SMLA_DTYPE_E4M3_OR_BYTES ? SMLA_DTYPE_BF16 : dtype;
-    const int64_t num_tokens = smla_size(args->q, 0), num_heads = smla_size(args->q, 1);
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = args->out,
-                                          .dtypes = half | SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 3,
-                                          .shape = {num_tokens, num_heads, smla_size(args->v, 2)},
-                                          .hint = "the tokens and heads of `q`, the values of "
-                                                  "`v`"}));
-    SMLA_TRY(smla_require_state(c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
-    return smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL);
 }
 
 static void
@@ -195,23 +125,6 @@ fill_arrays(const smla_varlen_attention_args *args, smla_attention_params *param
     reqs->num_reqs = smla_size(args->cu_seqlens_q, 0) - 1;
     reqs->query_starts = smla_data(args->cu_seqlens_q);
     reqs->query_starts_stride = smla_stride(args->cu_seqlens_q, 0);
-    params->results = smla_results_of(args->out, args->lse, NULL);
-    params->workspace = smla_workspace_of("workspace", args->workspace);
-}
-
-static smla_status
-require_logits(smla_checker *c, const smla_varlen_attention_args *args, smla_logits *logits)
-{
-    const int64_t num_reqs = smla_size(args->cu_seqlens_q, 0) - 1;
-    const int64_t num_kv_heads = smla_size(args->k, 1);
-    SMLA_TRY(smla_require_sinks(c, "attn_sink", args->attn_sink, SMLA_SINKS_HINT,
-                                smla_size(args->q, 1), &logits->sinks));
-    SMLA_TRY(smla_require_descale(c, "q_descale", &args->q_descale, "q", args->q, num_reqs,
-                                  num_kv_heads, &logits->q_descale));
-    SMLA_TRY(smla_require_descale(c, "k_descale", &args->k_descale, "k", args->k, num_reqs,
-                                  num_kv_heads, &logits->k_descale));
-    return smla_require_descale(c, "v_descale", &args->v_descale, "v", args->v, num_reqs,
-                                num_kv_heads, &logits->v_descale);
 }
 
 smla_status
@@ -224,16 +137,7 @@ smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_attenti
     SMLA_TRY(require_query(&c, args));
     SMLA_TRY(require_keys(&c, args));
     SMLA_TRY(require_requests(&c, args));
-    SMLA_TRY(require_logits(&c, args, &params->logits));
-    const smla_mask_args mask = SMLA_MASK_OF(args);
-    SMLA_TRY(smla_require_mask(&c, &mask, params));
-    SMLA_TRY(smla_require_softmax_scale(&c, "softmax_scale", args->softmax_scale, &params->logits));
-    SMLA_TRY(smla_require_num_splits(&c, args->num_splits));
-    SMLA_TRY(require_results(&c, args));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    SMLA_TRY(smla_require_padding(c.op, args->fills_padding, args->out, args->lse, -INFINITY,
-                                  &params->padding, error));
     fill_arrays(args, params);
-    params->call = smla_call_of(&c, args->stream, NULL);
-    return SMLA_OK;
+    const smla_heads_args heads = SMLA_HEADS_OF(args, "k", args->k, "v", args->v);
+    return smla_check_heads(&c, &heads, params, backend);
 }

@@ -120,8 +120,7 @@ smla_fill_rows_of_none(const smla_padding_rows *padding, const smla_requests *re
                        int64_t teams, int thread, int threads)
 {
     if (smla_has_padding(padding)) {
-        const int64_t past = reqs->query_starts[reqs->num_reqs * reqs->query_starts_stride];
-        const int64_t first = smla_clamp_int64(past, 0, reqs->num_tokens);
+        const int64_t first = smla_query_start(reqs, reqs->num_reqs);
         smla_fill_padding(padding, first + team, teams, reqs->num_tokens, thread, threads);
     }
 }
