@@ -89,7 +89,8 @@ SMLA_API int64_t smla_dense_builder_workspace_bytes(const smla_dense_builder *bu
  * writes the new tokens to the cache. Decodes absorb W_UK into the queries, attend to the cache,
  * and apply W_UV; so do all tokens on path "mixed". On path "separate", prefills attend to keys and
  * values that kv_b_proj makes of the new latents, and of the cached ones chunk by chunk. No input
- * is written. Writes the first T = num_actual_tokens rows of out. */
+ * is written. Writes the first T = num_actual_tokens rows of out and lse, a natural logarithm. A
+ * padding token has out 0 and lse -inf. */
 typedef struct smla_dense_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;
@@ -107,6 +108,7 @@ typedef struct smla_dense_forward_args {
     int32_t is_neox; /* pairs of RoPE: halves instead of neighbours */
     void *stream;
     const DLTensor *kv_b_proj; /* [512, H * (Pn + Pv)] bf16, any strides; for path "separate" */
+    const DLTensor *lse;       /* out [>= T, H] fp32, optional */
 } smla_dense_forward_args;
 
 SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, smla_error *error);
@@ -141,6 +143,7 @@ typedef struct smla_dense_absorbed_forward_args {
     int64_t input_group_rows; /* groups of smla_fp8_linear; for e4m3 */
     int64_t input_group_columns;
     void *stream;
+    const DLTensor *lse; /* out [>= T, H] fp32, optional */
 } smla_dense_absorbed_forward_args;
 
 SMLA_API smla_status smla_dense_absorbed_forward(const smla_dense_absorbed_forward_args *args,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from sparse_mla import ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
-from sparse_mla._types import Like, Result
+from sparse_mla._types import Like, Result, overload
 from sparse_mla.steps.common import show, wrong_type
 from sparse_mla.steps.v32 import Config, Metadata
 
@@ -73,6 +73,34 @@ class SparseMLA:
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, W_UK={show(self.W_UK)}, W_UV={show(self.W_UV)})"
 
+    @overload
+    def forward(
+        self,
+        q: Like[Result] | tuple[Like[Result], Given],
+        kv_cache: Given,
+        topk_indices: Given,
+        metadata: Metadata,
+        *,
+        attn_sink: Given | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
+        return_lse: Literal[True] = True,
+        stream: Any = None,
+    ) -> tuple[Result, Result]: ...
+    @overload
+    def forward(
+        self,
+        q: Like[Result] | tuple[Like[Result], Given],
+        kv_cache: Given,
+        topk_indices: Given,
+        metadata: Metadata,
+        *,
+        return_lse: bool,
+        attn_sink: Given | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
+        stream: Any = None,
+    ) -> Any: ...
     @names_integration()
     def forward(
         self,
@@ -84,8 +112,9 @@ class SparseMLA:
         attn_sink: Given | None = None,
         out: Given | None = None,
         lse: Given | None = None,
+        return_lse: bool = True,
         stream: Any = None,
-    ) -> tuple[Result, Result]:
+    ) -> Any:
         """Attend for all tokens of the step, on the metadata's path.
 
         Parameters
@@ -100,7 +129,9 @@ class SparseMLA:
             Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
         out : [>= T, H, 512] bf16, optional
         lse : [>= T, H] fp32, optional
-            Natural logarithms.
+            Natural logarithms, without the sink; -inf where a token attends to nothing.
+        return_lse : bool
+            With False and without `lse` the result is out alone.
         stream : int handle or stream object, optional
 
         Returns
@@ -134,7 +165,7 @@ class SparseMLA:
         if not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step"
             raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
-        return metadata._step.layer(
+        results = metadata._step.layer(
             q=q,
             kv_cache=kv_cache,
             topk_indices=topk_indices,
@@ -145,6 +176,7 @@ class SparseMLA:
             generation=metadata._generation,
             stream=stream,
         )
+        return results if return_lse or lse is not None else results[0]
 
     def k_up_proj(
         self, q_nope: Like[Result], *, out: Given | None = None, stream: Any = None

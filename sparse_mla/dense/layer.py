@@ -145,6 +145,8 @@ class DenseMLA:
         *,
         kv_scale: float | Given = 1.0,
         out: Given | None = None,
+        lse: Given | None = None,
+        return_lse: bool = False,
         stream: Any = None,
     ) -> Any:
         """Run the layer for all tokens of the step.
@@ -161,16 +163,20 @@ class DenseMLA:
             The tokens are written to it first. With no pages nothing is written.
         metadata : Metadata or None
             The result of its builder's latest build. None, as engines give it to measure memory:
-            `out` is returned as it is.
+            `out` is returned as it is, and `lse` behind it if the call gives it or asks for it.
         kv_scale : float, or an array of one fp32
             1 for the caches that are served.
         out : [>= T, H, Pv] bf16, or [>= T, hidden] with `absorb`, optional
+        lse : [>= T, H] fp32, optional
+            Natural logarithms of the attention's sums; -inf for padding tokens.
+        return_lse : bool
+            Whether to return lse, too, as a call with `lse` always does.
         stream : int handle or stream object, optional
 
         Returns
         -------
-        out, with as many rows as q when it was left out. Only the first num_actual_tokens rows are
-        written; in an array that this call made, the others are zero.
+        out, or (out, lse), with as many rows as q when they were left out. Only the first
+        num_actual_tokens rows are written; in arrays that this call made, the others are zero.
 
         Raises
         ------
@@ -197,7 +203,7 @@ class DenseMLA:
         (1, 2, 128)
         """
         if metadata is None:
-            return out
+            return (out, lse) if return_lse or lse is not None else out
         if not isinstance(metadata, Metadata):
             wanted = "what dense.MetadataBuilder.build returned for this step"
             raise wrong_type("DenseMLA.forward", "metadata", wanted, metadata)
@@ -205,7 +211,7 @@ class DenseMLA:
             weights = {"q": q, "W_UK": self.W_UK, "W_UV": self.W_UV}
         else:
             weights = {"q_c": q, **self.absorbed.arguments()}
-        results = metadata._step.layer(
+        *results, _ = metadata._step.layer(  # the last one is the cache
             **weights,
             kv_c=kv_c,
             k_pe=k_pe,
@@ -214,12 +220,14 @@ class DenseMLA:
             kv_scale=kv_scale,
             kv_cache=kv_cache,
             out=out,
+            lse=lse,
+            return_lse=return_lse,
             softmax_scale=self.config.softmax_scale,
             interleaved=self.config.interleaved,
             generation=metadata._generation,
             stream=stream,
         )
-        return results[0]
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 def _find_kv_b(given: Any, scale: Any) -> tuple[Any, Any]:

@@ -25,12 +25,29 @@ OP = "SparseMLA.forward"
 
 
 def run(
-    layer: Any, x: Array, caches: Any, metadata: Metadata | None, lanes: Lanes, out: Array | None
+    layer: Any,
+    x: Array,
+    caches: Any,
+    metadata: Metadata | None,
+    lanes: Lanes,
+    *,
+    out: Array | None,
+    return_lse: bool,
 ) -> Array:
     """One layer in the block of its main lane, which waits for the others, also after an error."""
+    lse = None
+    if return_lse:
+        shape = (x.shape[0], layer.config.num_heads)
+        lse = _C.new_array("lse", x, shape, "float32", lanes.main.handle, True)
     if metadata is None:
-        return warm_up(layer, x, lanes, out)
-    step = Step(layer, x, caches, metadata, lanes)
+        result = warm_up(layer, x, lanes, out)
+    else:
+        result = run_step(Step(layer, x, caches, metadata, lanes, lse), out)
+    return (result, lse) if return_lse else result
+
+
+def run_step(step: Step, out: Array | None) -> Array:
+    lanes, metadata = step.lanes, step.metadata
     step.check()
     try:
         if metadata.num_actual_tokens > 0:
@@ -39,7 +56,7 @@ def run(
     finally:  # a later build may be on another stream, and write what any lane reads
         lanes.join()
         metadata._step.mark_use(lanes.main.handle)
-    return call_wo_b(layer, lanes.main, z, out)
+    return call_wo_b(step.layer, lanes.main, z, out)
 
 
 def warm_up(layer: Any, x: Array, lanes: Lanes, out: Array | None) -> Array:
@@ -63,11 +80,19 @@ def copy(array: Array) -> Array:
 class Step:
     """One call of `forward`."""
 
-    def __init__(self, layer: Any, x: Array, caches: Any, metadata: Metadata, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        x: Array,
+        caches: Any,
+        metadata: Metadata,
+        lanes: Lanes,
+        lse: Array | None,
+    ) -> None:
         self.layer, self.caches, self.metadata, self.lanes = layer, caches, metadata, lanes
         self.config, self.weights, self.ratio = layer.config, layer.weights, layer.compress_ratio
         self.num_rows, self.num_tokens = x.shape[0], metadata.num_actual_tokens
-        self.x = x[: self.num_tokens]
+        self.x, self.lse = x[: self.num_tokens], lse
         self.is_indexed = self.ratio == INDEXED_RATIO
         # The lanes of the indexer, of the compressor, and of the indexer's compressor.
         main = lanes.main
@@ -320,7 +345,7 @@ class Step:
             self.metadata,
             **choice,
             out=self.rows("out", (num_heads, HEAD_SIZE), "bfloat16"),
-            lse=self.rows("lse", (num_heads,), "float32"),
+            lse=self.rows("lse", (num_heads,), "float32") if self.lse is None else self.lse,
             stream=self.lanes.main.handle,
         )
 

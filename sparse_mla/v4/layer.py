@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sparse_mla import _C
 from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
-from sparse_mla._types import Like, Result
+from sparse_mla._types import Like, Result, overload
 from sparse_mla.ops.projection import without_grad
 from sparse_mla.steps.common import ShortRepr, check_int, wrong_type
 from sparse_mla.steps.v4 import Config, Metadata
@@ -178,6 +178,36 @@ class SparseMLA:
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"
 
+    @overload
+    def attend(
+        self,
+        q: Like[Result],
+        caches: Caches,
+        metadata: Metadata | None,
+        topk_indices: Given | None = None,
+        *,
+        slots: Given | None = None,
+        lens: Given | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
+        return_lse: Literal[True] = True,
+        stream: Any = None,
+    ) -> tuple[Result, Result]: ...
+    @overload
+    def attend(
+        self,
+        q: Like[Result],
+        caches: Caches,
+        metadata: Metadata | None,
+        topk_indices: Given | None = None,
+        *,
+        return_lse: bool,
+        slots: Given | None = None,
+        lens: Given | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
+        stream: Any = None,
+    ) -> Any: ...
     @names_integration()
     def attend(
         self,
@@ -190,8 +220,9 @@ class SparseMLA:
         lens: Given | None = None,
         out: Given | None = None,
         lse: Given | None = None,
+        return_lse: bool = True,
         stream: Any = None,
-    ) -> tuple[Result, Result]:
+    ) -> Any:
         """Attend for all tokens of the step, whose rows are in the caches already.
 
         Parameters
@@ -214,6 +245,8 @@ class SparseMLA:
             Heads behind the first H are left alone.
         lse : [>= T, H] fp32, optional
             Natural logarithms, without the sink.
+        return_lse : bool
+            With False and without `lse` the result is out alone.
         stream : int handle or stream object, optional
 
         Returns
@@ -253,24 +286,26 @@ class SparseMLA:
         if not isinstance(caches, Caches):
             raise wrong_type("SparseMLA.attend", "caches", "a sparse_mla.v4.Caches", caches)
         if metadata is None:
-            return _C.Step.warm_up(q, out, lse, self.config.num_heads, stream)
-        if not isinstance(metadata, Metadata):
+            results = _C.Step.warm_up(q, out, lse, self.config.num_heads, stream)
+        elif not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step, or None"
             raise wrong_type("SparseMLA.attend", "metadata", wanted, metadata)
-        return metadata._step.layer(
-            q=q,
-            swa=caches.swa,
-            compressed=caches.compressed if self.compress_ratio > 1 else None,
-            topk_indices=topk_indices,
-            slots=slots,
-            lens=lens,
-            attn_sink=self.weights.attn_sink,
-            out=out,
-            lse=lse,
-            compress_ratio=max(self.compress_ratio, 1),
-            generation=metadata._generation,
-            stream=stream,
-        )
+        else:
+            results = metadata._step.layer(
+                q=q,
+                swa=caches.swa,
+                compressed=caches.compressed if self.compress_ratio > 1 else None,
+                topk_indices=topk_indices,
+                slots=slots,
+                lens=lens,
+                attn_sink=self.weights.attn_sink,
+                out=out,
+                lse=lse,
+                compress_ratio=max(self.compress_ratio, 1),
+                generation=metadata._generation,
+                stream=stream,
+            )
+        return results if return_lse or lse is not None else results[0]
 
     @names_integration()
     def forward(
@@ -281,6 +316,7 @@ class SparseMLA:
         *,
         streams: Sequence[Any] = (),
         out: Array = None,
+        return_lse: bool = False,
         stream: Any = None,
     ) -> Array:
         """Run the layer for all tokens of the step, from hidden states to the result of `wo_b`.
@@ -312,12 +348,16 @@ class SparseMLA:
             stream waits for all of them. No result depends on it. The CPU ignores streams.
         out : shape of what wo_b returns, dtype of that, optional
             Is passed on to `wo_b` as `out=`.
+        return_lse : bool
+            Whether to return lse, too.
         stream : int handle or stream object, optional
             The main stream.
 
         Returns
         -------
-        What `wo_b` returned for an array [rows of x, G * N].
+        What `wo_b` returned for an array [rows of x, G * N]. With return_lse a pair of that and a
+        new lse [rows of x, H] fp32: natural logarithms, without the sink. A token that is not valid
+        has -inf; rows behind num_actual_tokens are zero.
 
         Raises
         ------
@@ -362,4 +402,4 @@ class SparseMLA:
             raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
         lanes = Lanes(x, stream, streams)
         with lanes.entered:
-            return forward.run(self, x, caches, metadata, lanes, out)
+            return forward.run(self, x, caches, metadata, lanes, out=out, return_lse=return_lse)

@@ -30,7 +30,7 @@ static const double scale = 0.1;
 
 typedef struct batch {
     array *block_table, *lens, *slots, *cache;
-    array *q, *kv_c, *k_pe, *weight, *w_uk, *w_uv, *out;
+    array *q, *kv_c, *k_pe, *weight, *w_uk, *w_uv, *out, *lse;
 } batch;
 
 static batch
@@ -46,7 +46,8 @@ make_batch(void)
                .weight = fill_normal(ARRAY(bf16, NOPE, COLUMNS), 0.04),
                .w_uk = ARRAY(bf16, NOPE, HEADS, PN),
                .w_uv = ARRAY(bf16, NOPE, HEADS, PV),
-               .out = ARRAY(bf16, TOKENS + 1, HEADS, PV)};
+               .out = ARRAY(bf16, TOKENS + 1, HEADS, PV),
+               .lse = ARRAY(fp32, TOKENS + 1, HEADS)};
     for (int req = 0; req < REQS; req++) {
         SET(b.lens, seq_lens[req], req);
         for (int block = 0; block < BLOCKS; block++) {
@@ -124,7 +125,8 @@ forward_args(const batch *b, smla_dense_builder *builder)
                                      .W_UV = &b->w_uv->tensor,
                                      .out = &b->out->tensor,
                                      .softmax_scale = scale,
-                                     .kv_b_proj = &b->weight->tensor};
+                                     .kv_b_proj = &b->weight->tensor,
+                                     .lse = &b->lse->tensor};
 }
 
 /* A key's logit, and its value: those of head `head` that the weight makes of a cache row. `size`
@@ -170,6 +172,7 @@ expect_token(const batch *b, int req, int64_t token, double num_roundings)
         for (int64_t j = 0; j < num_keys; j++) {
             total += exp(logits[j] - top);
         }
+        EXPECT_NEAR(GET(b->lse, token, head), top + log(total), 0x1p-7 * size + 1e-5);
         for (int i = 0; i < PV; i++) {
             double out = 0.0, magnitude = 0.0;
             for (int64_t j = 0; j < num_keys; j++) {
@@ -192,8 +195,10 @@ expect_step(const batch *b, double num_roundings)
     }
     for (int64_t token = starts[REQS]; token < TOKENS; token++) {
         EXPECT_NEAR(GET(b->out, token, HEADS - 1, PV - 1), 0.0, 0.0);
+        EXPECT_NEAR(GET(b->lse, token, HEADS - 1), -INFINITY, 0.0);
     }
     EXPECT(is_poison(slice(b->out, 0, TOKENS, TOKENS + 1, 1)));
+    EXPECT(is_poison(slice(b->lse, 0, TOKENS, TOKENS + 1, 1)));
 }
 
 static void
@@ -319,6 +324,7 @@ test_absorbed_weights(void)
             .kv_b_proj = has_prefills ? &b.weight->tensor : NULL,
             .out = &out->tensor,
             .softmax_scale = scale,
+            .lse = &b.lse->tensor,
         };
         EXPECT_OK(smla_dense_absorbed_forward(&args, &error));
         for (int64_t at = 0; at < TOKENS * HEADS * PV; at++) {
@@ -328,6 +334,29 @@ test_absorbed_weights(void)
         expect_step(&b, 5.0 + cases[i].num_chunks);
         smla_dense_builder_destroy(builder);
         free_arrays("test_absorbed_weights");
+    }
+}
+
+/* out has the same bytes whether the call gives lse or not. */
+static void
+test_without_lse(void)
+{
+    for (int32_t path = SMLA_PATH_MIXED; path <= SMLA_PATH_SEPARATE; path++) {
+        const batch b = make_batch();
+        const smla_dense_config config = make_config(path, SMLA_CONTEXT_EQUAL, 8);
+        smla_dense_builder *builder = build(&b, &config, NULL);
+        array *const other = ARRAY(bf16, TOKENS, HEADS, PV);
+        smla_dense_forward_args args = forward_args(&b, builder);
+        EXPECT_OK(smla_dense_forward(&args, &error));
+        args.lse = NULL;
+        args.out = &other->tensor;
+        EXPECT_OK(smla_dense_forward(&args, &error));
+        EXPECT(memcmp(other->tensor.data, b.out->tensor.data,
+                      sizeof(uint16_t) * TOKENS * HEADS * PV) == 0);
+        args.lse = &slice(b.lse, 1, 0, 1, 1)->tensor;
+        EXPECT_FAIL(smla_dense_forward(&args, &error), SMLA_ERROR_VALUE, "`lse` must have shape");
+        smla_dense_builder_destroy(builder);
+        free_arrays("test_without_lse");
     }
 }
 
@@ -393,6 +422,7 @@ main(void)
 {
     RUN(test_paths);
     RUN(test_absorbed_weights);
+    RUN(test_without_lse);
     RUN(test_metadata);
     RUN(test_errors);
     return report("test_dense_step");

@@ -53,16 +53,24 @@ class Exact:
 
     out: np.ndarray  # [T, H, Pv]
     bound: np.ndarray
+    lse: np.ndarray  # [T, H]
+    lse_bound: np.ndarray
 
     @staticmethod
     def join(parts: list[Exact]) -> Exact:
-        return Exact(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("out", "bound")))
+        names = [field.name for field in dataclasses.fields(Exact)]
+        return Exact(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
 
     def check(self, got) -> None:
         got = wide(got)
         assert np.isfinite(got).all()
         worst = np.abs(got - self.out) - self.bound
         assert worst.max(initial=0) <= 0, f"{worst.max()} past the bound"
+
+    def check_lse(self, got) -> None:
+        worst = np.abs(got.astype(np.float64) - self.lse) - self.lse_bound
+        assert not worst.max(initial=0) > 0, f"{worst.max()} past the bound"
+        assert np.isfinite(worst).all()
 
 
 def attend_up(q, rows, weight, nope: int, merges: int, softmax_scale: float) -> Exact:
@@ -81,13 +89,17 @@ def attend_up(q, rows, weight, nope: int, merges: int, softmax_scale: float) -> 
     n, m = s.shape[1:]
     hidden = np.arange(m)[None] > m - n + np.arange(n)[:, None]
     s[:, hidden], size[:, hidden], moved[:, hidden] = -np.inf, 0, 0
-    p = np.exp(s - s.max(2, keepdims=True))
-    p /= p.sum(2, keepdims=True)
+    top = s.max(2, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(2, keepdims=True)
+    p /= total
+    lse = (top + np.log(total))[..., 0].T
     apply = lambda x: np.einsum("hnm,mhv->nhv", p, x, optimize=True)  # noqa: E731
     out, p_abs_v = apply(v), apply(np.abs(v))
     logit = (UNITS * size + moved).max(2).T[..., None]
     bound = (1 + merges) * BF16 * (p_abs_v + np.abs(out)) + 2 * logit * p_abs_v
-    return Exact(out, bound + apply(error[..., nope:]) + 1e-6)
+    lse_bound = logit[..., 0] + (1 + merges) * (2.0**-20 * (1 + np.abs(lse)))
+    return Exact(out, bound + apply(error[..., nope:]) + 1e-6, lse, lse_bound)
 
 
 def attend_absorbed(q, rows, weight, nope: int, softmax_scale: float, is_fp8: bool) -> Exact:
@@ -102,7 +114,8 @@ def attend_absorbed(q, rows, weight, nope: int, softmax_scale: float, is_fp8: bo
     error = z.out_tolerance(**device.BOUNDS) + 2 * rounded + 512 * 2.0**-24 * np.abs(z.out)
     out = np.einsum("nhl,lhv->nhv", z.out, w_uv, optimize=True)
     bound = np.einsum("nhl,lhv->nhv", error, np.abs(w_uv), optimize=True)
-    return Exact(out, bound + BF16 * np.abs(out) + 1e-6)
+    lse_bound = z.lse_tolerance(**device.BOUNDS) + BF16 * z.nope_abs
+    return Exact(out, bound + BF16 * np.abs(out) + 1e-6, z.lse, lse_bound)
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -200,9 +213,9 @@ class Case:
         }
         return dense.Config(self.heads, **(options | changes))
 
-    def run(self, *, pair=False, builder=None, bound=0, **changes) -> np.ndarray:
-        """A step of one layer, whose results are checked for what they must leave alone.
-        -> [T, H, Pv]"""
+    def run(self, *, pair=False, builder=None, bound=0, lse=None, **changes) -> np.ndarray:
+        """A step of one layer, whose results are checked for what they must leave alone. `lse`
+        [>= T, H] is given to the layer. -> [T, H, Pv]"""
         config = self.config(**changes)
         trip = travel()
         builder = builder or dense.MetadataBuilder(config)
@@ -225,7 +238,8 @@ class Case:
         before = [x.copy() for x in (self.q, self.kv_c, self.k_pe)]
         arrays = (q, self.kv_c, self.k_pe if self.rope else None, self.cache.copy())
         options = {"out": trip.put(out.array), "kv_scale": self.kv_scale}
-        layer.forward(*trip.put(arrays), self.metadata, **options)
+        given = {} if lse is None else {"lse": trip.put(lse)}
+        layer.forward(*trip.put(arrays), self.metadata, **options, **given)
         trip.fetch()
         for x, y in zip(before, (self.q, self.kv_c, self.k_pe), strict=True):
             assert_same_bits(x, y, "an input")

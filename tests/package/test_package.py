@@ -73,7 +73,7 @@ def test_signature(name):
         (
             "SparseMLA",
             "forward",
-            "self q kv_cache topk_indices metadata attn_sink= out= lse= stream=",
+            "self q kv_cache topk_indices metadata attn_sink= out= lse= return_lse=True stream=",
         ),
         ("v4.MetadataBuilder", "__init__", "self config workspace="),
         (
@@ -85,7 +85,7 @@ def test_signature(name):
         (
             "v4.SparseMLA",
             "attend",
-            "self q caches metadata topk_indices= slots= lens= out= lse= stream=",
+            "self q caches metadata topk_indices= slots= lens= out= lse= return_lse=True stream=",
         ),
     ],
 )

@@ -46,6 +46,8 @@ OPTIONS = {
     "host": ["left out", "arrays", "lists"],
     "hints": [False, True],
     "out": ["made", "packed", "gap"],
+    "lse": ["left out", "made", "packed", "gap"],
+    "return_lse": [False, True],
 }
 IS_ABSORBED = ("absorbed", *SCHEMES, "to bf16")
 RULES = (
@@ -53,6 +55,9 @@ RULES = (
     lambda cache, query: query != "pair" or cache[1] > 0,
     # A cache that has no scale is written with 1.
     lambda cache, kv_scale: cache[0] == "fp8_e4m3" or kv_scale in ("left out", "one"),
+    # lse is made for a call that asks for it.
+    lambda lse, return_lse: lse != "made" or return_lse,
+    lambda lse, return_lse: lse != "left out" or not return_lse,
 )
 
 
@@ -131,7 +136,7 @@ class Run:
 
     def case(self, cache, path, plan, weights, batch, heads, page, sizes, threshold, interleaved,
              softmax_scale, kv_scale, rows, workspaces, query, padding, bounds, host, hints, out,
-             ) -> None:  # fmt: skip
+             lse, return_lse) -> None:  # fmt: skip
         case = make_case(cache, batch, heads, page, sizes, threshold, interleaved, softmax_scale,
                          kv_scale, padding)  # fmt: skip
         layer, options, distance_bound = weights_of(case, weights)
@@ -152,16 +157,18 @@ class Run:
         table = None if case.table is None else trip.put(case.table)
         given = {"rope_table": table} if table is not None else {}
         made = self.make(config, **{name: trip.put(x) for name, x in options.items()}, **given)
-        got = self.run(case, layer, made, query, kv_scale, out, trip, distance_bound > 0)
-        path = case.metadata.path
+        got, got_lse = self.run(
+            case, layer, made, query, kv_scale, out, (lse, return_lse), trip, distance_bound > 0
+        )
+        want = case.exact(count_merges(case), case.metadata.path)
         if distance_bound:
-            assert distance(got, layer.project(case.exact(count_merges(case), path).out)) < (
-                distance_bound
-            )
+            assert distance(got, layer.project(want.out)) < distance_bound
         else:
-            case.exact(count_merges(case), path).check(got)
+            want.check(got)
+            if got_lse is not None:
+                want.check_lse(got_lse)
 
-    def run(self, case, layer, made, query, kv_scale, out, trip, is_absorbed) -> np.ndarray:
+    def run(self, case, layer, made, query, kv_scale, out, lse, trip, is_absorbed):
         tokens = case.batch.num_actual_tokens
         if is_absorbed:
             q, shape = layer.q_c, (tokens, layer.hidden)
@@ -176,6 +183,14 @@ class Run:
             q = wider[..., 8:]
         result = Output(out, shape, ref.BF16)
         options = {} if result.given is None else {"out": trip.put(result.given)}
+        lse, return_lse = lse
+        is_made = lse in ("left out", "made")
+        rows = len(q[0] if isinstance(q, tuple) else q) if is_made else tokens
+        lses = Output("made" if is_made else lse, (rows, case.heads), np.float32)
+        if lses.given is not None:
+            options["lse"] = trip.put(lses.given)
+        if return_lse:
+            options["return_lse"] = True
         scale = np.float32(case.kv_scale)
         if kv_scale != "left out":
             values = {"array": np.full((), scale), "array of one": np.full(1, scale)}
@@ -185,13 +200,18 @@ class Run:
         arrays = trip.put((q, case.kv_c, k_pe, case.cache.copy()))
         got = self.forward(made, *arrays, case.metadata, **options)
         trip.fetch()
+        got, got_lse = got if lse != "left out" else (got, None)
         if result.given is None:
             got = device.host(got)
         got = result.check(result.given if result.given is not None else np.asarray(got))
+        if got_lse is not None:
+            rows = lses.given if lses.given is not None else device.host(got_lse)
+            got_lse = lses.check(rows)[: tokens - case.padding]
+            assert (rows[tokens - case.padding : tokens] == -np.inf).all()
         for x, y in zip(before, (case.kv_c, case.k_pe), strict=True):
             assert_same_bits(x, y, "an input")
         assert not wide(got[tokens - case.padding :]).any()
-        return got[: tokens - case.padding]
+        return got[: tokens - case.padding], got_lse
 
 
 def test_dense_layers():

@@ -58,6 +58,7 @@ V32 = {
     "hints": [False, True],
     "out": OUTPUTS[:3],
     "lse": ["made", "packed", "gap"],
+    "return_lse": [True, False],
     "weight": ["none", "bf16", "turned", "e4m3"],
 }
 V32_RULES = (
@@ -91,7 +92,8 @@ def test_v32_layers():
     configs = []
 
     def run(dtype, path, batch, heads, page, topk, threshold, least_heads, rows, softmax_scale,
-            workspace, query, sink, padding, bounds, host, hints, out, lse, weight):  # fmt: skip
+            workspace, query, sink, padding, bounds, host, hints, out, lse, return_lse,
+            weight):  # fmt: skip
         lens, seq_lens = BATCHES[batch]
         if threshold == 1:
             order = sorted(range(len(lens)), key=lambda i: lens[i] > 1)
@@ -130,8 +132,13 @@ def test_v32_layers():
         options = {name: x.given for name, x in results.items() if x.given is not None}
         if sink:
             options["attn_sink"] = step.attn_sink
+        if not return_lse:
+            options["return_lse"] = False
         q = cases.lay_out_q(step.q, "compact" if query == "rows" else query)
         got = forward(made, q, kv, step.topk_indices, metadata, **options)
+        if not return_lse and lse == "made":
+            del results["lse"]
+            got = (got,)
         found = {n: r.check(x) for (n, r), x in zip(results.items(), got, strict=True)}
         planned = reference_plan.build(
             given, path=metadata.path, decode_threshold=threshold,
@@ -141,7 +148,7 @@ def test_v32_layers():
             planned, step.q, kv, step.topk_indices, given, softmax_scale=softmax_scale,
             attn_sink=step.attn_sink if sink else None,
         )  # fmt: skip
-        assert_within_bounds(want, found)
+        assert_within_bounds(want, {"lse": want.lse} | found)
 
     run_cases(V32, V32_RULES, run)
     assert_fields_differ(configs)

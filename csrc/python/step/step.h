@@ -84,17 +84,13 @@ int smla_py_check_generation(const char *op, const void *step, PyObject *object)
  * kernels read. */
 PyObject *smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *view);
 
-/* Allocates the results of attention, unless the caller gave them: array `out` [T, H, 512] bf16 and
- * the next one, lse [T, H] fp32, for array `q` [T, H, any]. Rows from `num_written` on are zeroed,
- * because the call does not write them. For a bad `q` it does nothing, because the core refuses it.
- */
-int smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values,
-                            int64_t num_written);
-int smla_py_allocate_rows(smla_py_call *call, int q, int out, int64_t num_written);
-
-/* The same for array `out` [T, values] bf16, for array `q` [T, any]. */
-int smla_py_allocate_outputs(smla_py_call *call, int q, int out, int64_t values,
-                             int64_t num_written);
+/* Allocates the results of attention, unless the caller gave them: array `out` [T, H, values] bf16
+ * for the call's first array, q [T, H, any], or with `ndim` 2 [T, values] for [T, any]; and the
+ * next array, lse [T, H] fp32, if the call asks for it. `num_heads` is H where q does not tell.
+ * Rows from `num_written` on are zeroed, because the call does not write them. For a bad q it does
+ * nothing, because the core refuses it. */
+int smla_py_allocate_rows(smla_py_call *call, int out, int ndim, int64_t num_heads, int64_t values,
+                          int64_t num_written);
 
 /* Zeroes bytes of the device of a call. */
 int smla_py_fill_zero(smla_py_call *call, DLDevice device, void *memory, int64_t bytes);

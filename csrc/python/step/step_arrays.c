@@ -200,33 +200,17 @@ allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, const int
 }
 
 int
-smla_py_allocate_values(smla_py_call *call, int q, int out, int64_t values, int64_t num_written)
+smla_py_allocate_rows(smla_py_call *call, int out, int ndim, int64_t num_heads, int64_t values,
+                      int64_t num_written)
 {
-    const int64_t shape[3] = {smla_py_call_dim(call, q, 0), smla_py_call_dim(call, q, 1), values};
-    return smla_py_has_rank(call, q, 3) && shape[1] <= SMLA_MAX_HEADS
-               ? allocate_result(call, out, smla_py_bf16, 3, shape, num_written)
-               : 0;
-}
-
-int
-smla_py_allocate_outputs(smla_py_call *call, int q, int out, int64_t values, int64_t num_written)
-{
-    const int64_t shape[2] = {smla_py_call_dim(call, q, 0), values};
-    return smla_py_has_rank(call, q, 2)
-               ? allocate_result(call, out, smla_py_bf16, 2, shape, num_written)
-               : 0;
-}
-
-int
-smla_py_allocate_rows(smla_py_call *call, int q, int out, int64_t num_written)
-{
-    const int64_t shape[3] = {smla_py_call_dim(call, q, 0), smla_py_call_dim(call, q, 1),
-                              SMLA_KV_LORA_RANK};
-    if (!smla_py_has_rank(call, q, 3) || shape[1] > SMLA_MAX_HEADS) {
+    const int64_t heads = ndim == 3 ? smla_py_call_dim(call, 0, 1) : num_heads;
+    const int64_t lse_shape[2] = {smla_py_call_dim(call, 0, 0), heads};
+    const int64_t out_shape[3] = {lse_shape[0], ndim == 3 ? heads : values, values};
+    if (!smla_py_has_rank(call, 0, ndim) || heads > SMLA_MAX_HEADS) {
         return 0;
     }
-    if (allocate_result(call, out, smla_py_bf16, 3, shape, num_written) < 0) {
+    if (allocate_result(call, out, smla_py_bf16, ndim, out_shape, num_written) < 0) {
         return -1;
     }
-    return allocate_result(call, out + 1, smla_py_fp32, 2, shape, num_written);
+    return call->asks ? allocate_result(call, out + 1, smla_py_fp32, 2, lse_shape, num_written) : 0;
 }

@@ -5,36 +5,39 @@
 
 enum { ABSORBED_OUTPUT = 6 }; /* the row of W_UV_O, whose descale is the next one */
 
-/* The result of a dense layer is its last array. */
+/* The results of a layer are its last two arrays: out, and lse where the table has it as an output
+ * or the call asks for it. */
+static int
+allocate(smla_py_call *call, int ndim, int64_t values)
+{
+    const smla_step *const core = ((const smla_py_step *)call->step)->core;
+    return smla_py_allocate_rows(call, call->num_arrays - 2, ndim, core->num_heads, values,
+                                 core->facts.num_actual_tokens);
+}
+
+static int
+allocate_latents(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    call->asks = true;
+    return allocate(call, 3, SMLA_KV_LORA_RANK);
+}
+
 static int
 allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
 {
     const smla_step *const core = ((const smla_py_step *)call->step)->core;
-    const int64_t values = smla_dense_value_dim((const smla_dense_builder *)core);
-    return smla_py_allocate_values(call, 0, call->num_arrays - 1, values,
-                                   core->facts.num_actual_tokens);
+    return allocate(call, 3, smla_dense_value_dim((const smla_dense_builder *)core));
 }
 
-/* The result of a dense layer with absorbed weights. Its columns are outputs of W_UV_O: dimension 1
- * of a bf16 weight, and 0 of an e4m3 one, which lies transposed and has a descale. */
+/* With absorbed weights, results have a column per output of W_UV_O: dimension 1 of a bf16 weight,
+ * and 0 of an e4m3 one, which lies transposed and has a descale. */
 static int
 allocate_outputs(smla_py_call *call, const void *Py_UNUSED(args))
 {
-    const smla_step *const core = ((const smla_py_step *)call->step)->core;
     const bool is_transposed = call->arrays[ABSORBED_OUTPUT + 1].object != NULL;
-    const int64_t outputs = smla_py_call_dim(call, ABSORBED_OUTPUT, is_transposed ? 0 : 1);
     return smla_py_has_rank(call, ABSORBED_OUTPUT, 2)
-               ? smla_py_allocate_outputs(call, 0, call->num_arrays - 1, outputs,
-                                          core->facts.num_actual_tokens)
+               ? allocate(call, 2, smla_py_call_dim(call, ABSORBED_OUTPUT, is_transposed ? 0 : 1))
                : 0;
-}
-
-/* Results of a layer are its last two arrays. */
-static int
-allocate_results(smla_py_call *call, const void *Py_UNUSED(args))
-{
-    const smla_step *const core = ((const smla_py_step *)call->step)->core;
-    return smla_py_allocate_rows(call, 0, call->num_arrays - 2, core->facts.num_actual_tokens);
 }
 
 /* ---- DeepSeek-V3.2 ------------------------------------------------------------------------- */
@@ -126,6 +129,8 @@ static const smla_py_param layer_dense[] = {
     {"kv_scale", SMLA_PY_SCALE, offsetof(smla_dense_forward_args, kv_scale)},
     {"kv_cache", SMLA_PY_INOUT, offsetof(smla_dense_forward_args, kv_cache)},
     {"out", SMLA_PY_OUTPUT, offsetof(smla_dense_forward_args, out)},
+    {"lse", SMLA_PY_ASKED_OUTPUT, offsetof(smla_dense_forward_args, lse)},
+    {"return_lse", SMLA_PY_ASK, 0},
     {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_dense_forward_args, softmax_scale)},
     {"interleaved", SMLA_PY_UNLESS, offsetof(smla_dense_forward_args, is_neox)},
     {"step", SMLA_PY_STEP, offsetof(smla_dense_forward_args, builder)},
@@ -153,6 +158,8 @@ static const smla_py_param layer_absorbed[] = {
     {"kv_scale", SMLA_PY_SCALE, ABSORBED(kv_scale)},
     {"kv_cache", SMLA_PY_INOUT, ABSORBED(kv_cache)},
     {"out", SMLA_PY_OUTPUT, ABSORBED(out)},
+    {"lse", SMLA_PY_ASKED_OUTPUT, ABSORBED(lse)},
+    {"return_lse", SMLA_PY_ASK, 0},
     {"softmax_scale", SMLA_PY_FLOAT, ABSORBED(softmax_scale)},
     {"interleaved", SMLA_PY_UNLESS, ABSORBED(is_neox)},
     {"input_group", SMLA_PY_TWO_INTS, ABSORBED(input_group_rows)},
@@ -175,9 +182,9 @@ static const smla_py_param layer_absorbed[] = {
 
 static const smla_py_plan plans[] = {
     {PLAN(v32, smla_build_args),
-     .layers = {LAYER(v32, smla_forward_args, "forward", forward, allocate_results)}},
+     .layers = {LAYER(v32, smla_forward_args, "forward", forward, allocate_latents)}},
     {PLAN(v4, smla_v4_build_args),
-     .layers = {LAYER(v4, smla_v4_attend_args, "attend", v4_attend, allocate_results)}},
+     .layers = {LAYER(v4, smla_v4_attend_args, "attend", v4_attend, allocate_latents)}},
     {PLAN(dense, smla_dense_build_args),
      .layers = {LAYER(dense, smla_dense_forward_args, "dense.forward", dense_forward,
                       allocate_values),

@@ -89,11 +89,13 @@ smla_py_warm_up(PyObject *type, PyObject *const *args, Py_ssize_t num_args)
         return NULL;
     }
     PyObject *results = NULL;
+    call.asks = true;
     if (smla_py_add(&call, "q", SMLA_PY_INPUT, args[0]) == 0 &&
         smla_py_add(&call, "out", SMLA_PY_OUTPUT, args[1]) == 0 &&
         smla_py_add(&call, "lse", SMLA_PY_OUTPUT, args[2]) == 0 &&
         smla_py_resolve_stream(&call, &stream) == 0 &&
-        smla_py_allocate_rows(&call, WARM_Q, WARM_OUT, smla_py_call_dim(&call, WARM_Q, 0)) == 0) {
+        smla_py_allocate_rows(&call, WARM_OUT, 3, num_heads, SMLA_V4_HEAD_DIM,
+                              smla_py_call_dim(&call, WARM_Q, 0)) == 0) {
         results = run_warm_up(&call, num_heads);
     }
     smla_py_close(&call);

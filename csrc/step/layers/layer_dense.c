@@ -59,20 +59,11 @@ require_weight(smla_checker *c, const char *name, const DLTensor *tensor, int64_
                                         .shape = {SMLA_KV_LORA_RANK, heads, values}});
 }
 
-/* Checks the weight of prefills, and that none of the arrays is in a workspace. */
+/* Lets the workspaces be disjoint from all other arrays. */
 static smla_status
-require_prefill_arrays(smla_checker *c, const dense_layer *d)
+require_workspaces(smla_checker *c, const dense_layer *d)
 {
     static const char *const names[] = {"workspace", "up_workspace"};
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "kv_b_proj",
-                                          .tensor = d->args->kv_b_proj,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 2,
-                                          .shape = {SMLA_KV_LORA_RANK, columns},
-                                          .hint = "the weight that W_UK and W_UV are parts of"}));
     for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
         SMLA_TRY(smla_require(c, &(smla_rule){.name = names[i],
                                               .tensor = &d->layer.step->workspaces[i].tensor,
@@ -149,6 +140,37 @@ require_table(smla_checker *c, const dense_layer *d)
                                         .hint = "cosines, then sines, per position"});
 }
 
+/* Checks the weight of prefills. */
+static smla_status
+require_kv_b_proj(smla_checker *c, const dense_layer *d)
+{
+    const smla_dense_config *const config = &d->builder->config;
+    const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
+    return smla_require(c, &(smla_rule){.name = "kv_b_proj",
+                                        .tensor = d->args->kv_b_proj,
+                                        .dtypes = SMLA_DTYPE_BF16,
+                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 2,
+                                        .shape = {SMLA_KV_LORA_RANK, columns},
+                                        .hint = "the weight that W_UK and W_UV are parts of"});
+}
+
+/* Makes room in a checker that has no place for all arrays of a layer with absorbed weights. Those
+ * that follow must be disjoint from the outputs alone. */
+static smla_status
+forget_inputs(smla_checker *c)
+{
+    const int count = c->num_arrays;
+    SMLA_TRY(smla_require_disjoint(c));
+    c->num_arrays = 0;
+    for (int i = 0; i < count; i++) {
+        if (c->arrays[i].is_output) {
+            c->arrays[c->num_arrays++] = c->arrays[i];
+        }
+    }
+    return SMLA_OK;
+}
+
 static smla_status
 check_arrays(const dense_layer *d)
 {
@@ -170,9 +192,13 @@ check_arrays(const dense_layer *d)
         SMLA_TRY(require_tokens(&c, "out", a->out, num_tokens, heads, config->v_head_dim,
                                 SMLA_RULE_OUTPUT));
     }
+    SMLA_TRY(smla_require_state(&c, "lse", a->lse, num_tokens, heads,
+                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", a->softmax_scale, c.error));
     if (d->num_absorbed < num_tokens) {
-        SMLA_TRY(require_prefill_arrays(&c, d));
+        SMLA_TRY(require_workspaces(&c, d));
+        SMLA_TRY(forget_inputs(&c));
+        SMLA_TRY(require_kv_b_proj(&c, d));
     }
     SMLA_TRY(smla_require_step_device(d->layer.step, op, first, c.device, c.error));
     return smla_require_disjoint(&c);
@@ -206,10 +232,15 @@ check_new_tokens(dense_layer *d)
     const int64_t tokens = d->layer.step->facts.num_actual_tokens;
     const int64_t heads = b->config.num_heads, rope = b->config.qk_rope_head_dim;
     const int64_t query_shape[3] = {tokens, heads, rope}, key_shape[2] = {tokens, rope};
+    const int64_t lse_shape[2] = {tokens, heads};
     const DLDataType int64_type = {.code = kDLInt, .bits = 64, .lanes = 1};
     const smla_backend *backend;
     SMLA_TRY(place_queries(d));
     smla_slice_rows(&d->kv_c, a->kv_c, 0, tokens);
+    smla_view_memory(&d->layer, &d->lse, b->made.lse, 32, 2, lse_shape);
+    if (a->lse != NULL) {
+        smla_slice_rows(&d->lse, a->lse, 0, tokens);
+    }
     d->has_rope = a->rope_table != NULL;
     d->has_pages = smla_size(a->kv_cache, 0) > 0;
     if (d->has_rope) {
@@ -282,7 +313,6 @@ check_absorbed(dense_layer *d)
     const int64_t num_reqs =
         tokens == facts->num_actual_tokens ? facts->num_reqs : facts->split.num_decodes;
     const int64_t latent_shape[3] = {tokens, heads, SMLA_KV_LORA_RANK};
-    const int64_t lse_shape[2] = {tokens, heads};
     smla_view q_pe, ql, z, lse, starts, lens, table, scratch;
     const smla_backend *backend;
     smla_view_memory(&d->layer, &ql, dense_latents(d, 0), 16, 3, latent_shape);
@@ -300,7 +330,7 @@ check_absorbed(dense_layer *d)
         .cache_seqlens = smla_slice_rows(&lens, &b->seq_lens.tensor, 0, num_reqs),
         .cu_seqlens_q = smla_view_vector(&d->layer, &starts, b->sent.query_start_loc, num_reqs + 1),
         .out = &z.tensor,
-        .lse = smla_view_memory(&d->layer, &lse, b->made.lse, 32, 2, lse_shape),
+        .lse = smla_slice_rows(&lse, &d->lse.tensor, 0, tokens),
         .workspace = smla_view_scratch(&d->layer, &scratch),
         .kv_scale = a->kv_scale,
         .softmax_scale = a->softmax_scale,
@@ -396,7 +426,8 @@ run_absorbed_forward(const void *given, smla_error *error)
                                             .softmax_scale = args->softmax_scale,
                                             .is_neox = args->is_neox,
                                             .stream = args->stream,
-                                            .kv_b_proj = args->kv_b_proj};
+                                            .kv_b_proj = args->kv_b_proj,
+                                            .lse = args->lse};
     dense_layer d = {.args = &shared, .absorbed = args, .builder = args->builder};
     return forward(&d, error);
 }

@@ -54,6 +54,7 @@ typedef struct dense_layer {
     smla_view kv_c;   /* [T, 512] */
     smla_view k_pe;   /* [T, R] */
     smla_view out;    /* [T, H, Pv] */
+    smla_view lse;    /* [T, H]: the caller's, or scratch */
 } dense_layer;
 
 /* Where the absorbed queries of the step's tokens lie, or with 1 the attention's results. */

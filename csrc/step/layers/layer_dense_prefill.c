@@ -52,15 +52,6 @@ view_partial(const dense_layer *d, int which, int64_t start, int64_t end, smla_v
     smla_view_memory(&d->layer, lse, made->partial_lse[which] + start * heads, 32, 2, shape);
 }
 
-/* The lse of rows [start, end) over the new tokens. */
-static const DLTensor *
-view_lse(const dense_layer *d, smla_view *lse, int64_t start, int64_t end)
-{
-    const int64_t heads = d->builder->config.num_heads;
-    const int64_t shape[2] = {end - start, heads};
-    return smla_view_memory(&d->layer, lse, d->builder->made.lse + start * heads, 32, 2, shape);
-}
-
 /* ---- New tokens ---------------------------------------------------------------------------- */
 
 /* Padding behind the last query is a request of its own, which has no keys. */
@@ -97,7 +88,7 @@ check_new_keys(dense_layer *d)
         .cu_seqlens_k =
             smla_view_vector(&d->layer, &keys, b->sent.prefill_query_start_loc, num_starts),
         .out = smla_slice_rows(&out, &d->out.tensor, start, end),
-        .lse = view_lse(d, &lse, start, end),
+        .lse = smla_slice_rows(&lse, &d->lse.tensor, start, end),
         .workspace = smla_view_scratch(&d->layer, &scratch),
         .softmax_scale = a->softmax_scale,
         .max_seqlen_q = b->max_prefill_query_len,
@@ -215,7 +206,7 @@ merge_run(const dense_layer *d, int64_t start, int64_t end)
     smla_view context, context_lse, out, lse;
     view_partial(d, 0, start, end, &context, &context_lse);
     smla_slice_rows(&out, &d->out.tensor, start, end);
-    view_lse(d, &lse, start, end);
+    smla_slice_rows(&lse, &d->lse.tensor, start, end);
     const smla_merge_attn_states_args merge = {
         .struct_size = sizeof merge,
         .out_a = &context.tensor,
