@@ -79,24 +79,6 @@ SMLA_OPERATORS(OPERATOR)
 SMLA_ATTENTIONS(ATTENTION)
 SMLA_PROJECTIONS(PROJECTION)
 
-smla_status
-smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
-{
-    smla_gather_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_check_gather_kv_cache(args, &params, &backend, error));
-    return backend->check_gather(&params, error);
-}
-
-smla_status
-smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *error)
-{
-    smla_gather_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_check_dequantize_and_gather_k_cache(args, &params, &backend, error));
-    return backend->check_gather(&params, error);
-}
-
 /* The workspace of sparse_attention, and with covers_tables of mla_attention, too. */
 static smla_status
 find_workspace_size(const smla_attention_workspace_args *args, bool covers_tables, int64_t *bytes,

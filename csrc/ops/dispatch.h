@@ -1,6 +1,4 @@
-/* dispatch.h: entry points that are not public. forward.c composes a layer of these and of public
- * ones.
- */
+/* dispatch.h: entry points that are not public. */
 #pragma once
 
 #include "core/backend.h"
@@ -18,7 +16,3 @@ smla_status smla_sparse_workspace_size(const smla_attention_workspace_args *args
 smla_status smla_find_attention_plan(const smla_attention_workspace_args *args,
                                      const smla_kv_format_info *format, smla_attention_plan *plan,
                                      const smla_backend **backend, smla_error *error);
-
-/* Finds the errors that a gather would find, also in array values. Does no other work. */
-smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);
-smla_status smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *error);

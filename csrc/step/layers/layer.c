@@ -4,6 +4,7 @@
 #include "core/args.h"
 #include "core/entry.h"
 #include "ops/check.h"
+#include "ops/check_attention.h"
 
 smla_status
 smla_enter_layer(const char *op, const void *args, void *known, size_t known_size,
@@ -43,101 +44,205 @@ smla_require_topk(const smla_layer *layer, smla_checker *c, const char *name, co
 }
 
 smla_status
-smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_results *results)
+smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_arrays *arrays)
 {
     const smla_step *const s = layer->step;
     const int64_t num_tokens = s->facts.num_actual_tokens;
-    const bool more = results->may_have_more_heads;
+    const bool more = arrays->may_have_more_heads;
     const bool has_workspace = s->facts.path == SMLA_PATH_SEPARATE && s->facts.num_chunks > 0;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "attn_sink",
-                                          .tensor = results->attn_sink,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
-                                                   (more ? SMLA_RULE_MORE_ROWS : 0),
-                                          .ndim = 1,
-                                          .shape = {s->num_heads},
-                                          .hint = more ? "at least a sink per head" : NULL}));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = results->out,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
-                                                   (more ? SMLA_RULE_MORE_HEADS : 0),
-                                          .ndim = 3,
-                                          .shape = {num_tokens, s->num_heads, SMLA_KV_LORA_RANK}}));
-    SMLA_TRY(smla_require_state(c, "lse", results->lse, num_tokens, s->num_heads,
-                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
-    SMLA_TRY(smla_require_block_table(c, results->block_table));
-    SMLA_TRY(
-        smla_require(c, &(smla_rule){.name = "workspace",
-                                     .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor
-                                                             : NULL,
-                                     .dtypes = SMLA_DTYPE_BF16,
-                                     .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                     .ndim = 2,
-                                     .shape = {SMLA_ANY, SMLA_ANY}}));
+    const smla_rule rules[] = {
+        {.name = arrays->sinks_name,
+         .tensor = arrays->sinks,
+         .dtypes = SMLA_DTYPE_FP32,
+         .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE | (more ? SMLA_RULE_MORE_ROWS : 0),
+         .ndim = 1,
+         .shape = {s->num_heads},
+         .hint = more ? "at least a sink per head" : NULL},
+        {.name = "out",
+         .tensor = arrays->out,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | (more ? SMLA_RULE_MORE_HEADS : 0),
+         .ndim = 3,
+         .shape = {num_tokens, s->num_heads, SMLA_KV_LORA_RANK}},
+        {.name = "lse",
+         .tensor = arrays->lse,
+         .dtypes = SMLA_DTYPE_FP32,
+         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+         .ndim = 2,
+         .shape = {num_tokens, s->num_heads}},
+        {.name = "workspace",
+         .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+         .ndim = 2,
+         .shape = {SMLA_ANY, SMLA_ANY}},
+    };
+    SMLA_TRY(smla_require_arrays(c, rules, sizeof rules / sizeof rules[0]));
+    SMLA_TRY(smla_require_block_table(c, arrays->block_table));
     SMLA_TRY(smla_require_step_device(s, layer->op, "q", c->device, layer->error));
     return smla_require_disjoint(c);
 }
 
-const DLTensor *
-smla_view_rows(const smla_layer *layer, smla_view *view, const int32_t *data, int64_t rows,
-               int64_t columns, int64_t stride)
+smla_status
+smla_require_arrays(smla_checker *c, const smla_rule *rules, int count)
 {
-    const int64_t shape[2] = {rows, columns};
-    const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
-    smla_make_view(view, (void *)(uintptr_t)data, int32_type, layer->step->device, 2, shape);
-    view->strides[0] = stride;
-    return &view->tensor;
+    for (int i = 0; i < count; i++) {
+        SMLA_TRY(smla_require(c, &rules[i]));
+    }
+    return SMLA_OK;
 }
 
-const DLTensor *
-smla_view_vector(const smla_layer *layer, smla_view *view, const int32_t *data, int64_t count)
+void
+smla_fill_layer(const smla_layer *layer, const smla_layer_arrays *arrays, int64_t head_dim,
+                double softmax_scale, smla_attention_params *params)
 {
-    const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
-    smla_make_view(view, (void *)(uintptr_t)data, int32_type, layer->step->device, 1, &count);
-    return &view->tensor;
+    const smla_given_scale one = {.value = 1.0f};
+    *params = (smla_attention_params){
+        .call = smla_call_of_layer(layer, "sparse_attention", NULL),
+        .queries = {.num_tokens = layer->step->facts.num_actual_tokens,
+                    .num_heads = layer->step->num_heads,
+                    .type = smla_float_type_of(arrays->q),
+                    .dims = {SMLA_KV_LORA_RANK, (int16_t)(head_dim - SMLA_KV_LORA_RANK)}},
+        .results = smla_results_of_layer(smla_view_part(arrays->out, 0),
+                                         (smla_head_rows){smla_data(arrays->lse),
+                                                          smla_stride(arrays->lse, 0),
+                                                          smla_stride(arrays->lse, 1)}),
+        .logits = {.sinks = {smla_data(arrays->sinks), smla_stride(arrays->sinks, 0)},
+                   .softmax_scale = softmax_scale,
+                   .q_scale = one,
+                   .divisor = one,
+                   .kv_scale = {one, one}},
+    };
+    smla_view_parts(arrays->q, arrays->q_pe, params->queries.dims, params->queries.parts);
 }
 
-const DLTensor *
-smla_view_memory(const smla_layer *layer, smla_view *view, const void *data, int bits, int ndim,
-                 const int64_t *shape)
+smla_attention_params
+smla_take_tokens(const smla_attention_params *all, int64_t start, int64_t count)
 {
-    const DLDataType dtype = {.code = bits == 32 ? kDLFloat : kDLBfloat,
-                              .bits = (uint8_t)bits,
-                              .lanes = 1};
-    smla_make_view(view, (void *)(uintptr_t)data, dtype, layer->step->device, ndim, shape);
-    return &view->tensor;
+    smla_attention_params part = *all;
+    part.queries.num_tokens = count;
+    smla_skip_queries(&part.queries, start);
+    smla_skip_key_rows(&part.keys, start);
+    smla_skip_results(&part.results, start);
+    if (count <= 1) { /* one row has no stride */
+        part.queries.parts[SMLA_NOPE].stride_token = part.queries.parts[SMLA_PE].stride_token = 0;
+        part.keys.lists[0].indices_stride_token = 0;
+        part.results.out_stride_token = part.results.lse_stride_token = 0;
+    }
+    return part;
 }
 
-smla_gather_kv_cache_args
-smla_chunk_gather(const smla_layer *layer, const smla_chunk_rows *rows, smla_view views[5])
+smla_results
+smla_results_of_layer(smla_head_rows out, smla_head_rows lse)
 {
-    return (smla_gather_kv_cache_args){
-        .struct_size = sizeof(smla_gather_kv_cache_args),
-        .kv_cache = rows->kv_cache,
-        .block_table = smla_slice_rows(&views[0], rows->block_table, rows->first_req,
-                                       rows->first_req + rows->num_reqs),
-        .seq_lens = smla_view_vector(layer, &views[1], rows->lens, rows->num_reqs),
-        .workspace_starts =
-            smla_view_vector(layer, &views[2], rows->workspace_starts, rows->num_reqs),
-        .seq_starts = rows->starts == NULL
-                          ? NULL
-                          : smla_view_vector(layer, &views[3], rows->starts, rows->num_reqs),
-        .out = smla_slice_rows(&views[4], &layer->step->workspaces[SMLA_GATHERED].tensor, 0,
-                               rows->num_rows),
-        .kv_format = rows->kv_format,
-        .stream = layer->stream,
-        .kv_scale = rows->kv_scale,
+    return (smla_results){
+        .num_splits = 1,
+        .out_type = SMLA_FLOAT_BF16,
+        .out = (void *)(uintptr_t)out.data,
+        .out_stride_token = out.stride_token,
+        .out_stride_head = out.stride_head,
+        .lse = (float *)(uintptr_t)lse.data,
+        .lse_stride_token = lse.stride_token,
+        .lse_stride_head = lse.stride_head,
     };
 }
 
-const DLTensor *
-smla_view_scratch(const smla_layer *layer, smla_view *view)
+smla_workspace
+smla_layer_workspace(const smla_layer *layer)
 {
-    const smla_step *const s = layer->step;
-    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
-    smla_make_view(view, s->scratch, bytes, s->device, 1, &s->scratch_bytes);
-    return &view->tensor;
+    return (smla_workspace){layer->step->scratch, layer->step->scratch_bytes, "workspace"};
+}
+
+smla_kv_view
+smla_gathered_rows(const smla_layer *layer, int64_t num_rows)
+{
+    const DLTensor *const rows = &layer->step->workspaces[SMLA_GATHERED].tensor;
+    const int64_t stride = num_rows > 1 ? smla_stride(rows, 0) * (int64_t)sizeof(uint16_t) : 0;
+    const smla_kv_format_info *format = smla_kv_formats;
+    while (format->format != SMLA_KV_BFLOAT16 || format->head_dim != smla_size(rows, 1)) {
+        format++;
+    }
+    return (smla_kv_view){.base = smla_data(rows),
+                          .num_pages = num_rows == 0 ? 0 : 1,
+                          .block_size = num_rows == 0 ? 1 : num_rows,
+                          .token_stride_bytes = stride,
+                          .format = format,
+                          .scales = smla_data(rows),
+                          .scale_token_stride_bytes = stride};
+}
+
+static bool
+is_aligned(const void *data, int64_t stride, int64_t other_stride)
+{
+    return ((uintptr_t)data | (uintptr_t)stride | (uintptr_t)other_stride) % 16 == 0;
+}
+
+/* What a call needs of a kernel. Kernels for lists take rows at any address. */
+static unsigned
+find_needs(const smla_attention_params *params)
+{
+    const smla_queries *const q = &params->queries;
+    const smla_kv_view *const kv = &params->keys.lists[0].kv;
+    const smla_results *const results = &params->results;
+    const int64_t bytes = smla_float_bytes(q->type);
+    bool aligned =
+        is_aligned(results->out, 2 * results->out_stride_token, 2 * results->out_stride_head) &&
+        is_aligned(kv->base, kv->page_stride_bytes, kv->token_stride_bytes);
+    for (int i = 0; i < 2; i++) {
+        const smla_head_rows *const rows = &q->parts[i];
+        aligned = aligned &&
+                  is_aligned(rows->data, bytes * rows->stride_token, bytes * rows->stride_head);
+    }
+    return (q->type == SMLA_FLOAT_E4M3 ? SMLA_NEEDS_QUERY_SCALE : 0) |
+           (params->source == SMLA_KEYS_TABLE && !aligned ? SMLA_NEEDS_UNALIGNED : 0);
+}
+
+void
+smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
+{
+    const smla_key_lists *const keys = &params->keys;
+    const bool has_extra = keys->num_lists == 2;
+    const smla_attention_shape shape = {
+        .num_tokens = params->queries.num_tokens,
+        .num_heads = params->queries.num_heads,
+        .topk = keys->lists[0].topk,
+        .extra_topk = has_extra ? keys->lists[1].topk : 0,
+        .device_id = layer->step->device.device_id,
+        .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
+        .source = params->source,
+        .needs = find_needs(params),
+        .explains = smla_is_logging,
+    };
+    params->call.kv_format = shape.formats[0];
+    layer->step->backend->plan_attention(&shape, &params->plan);
+    params->results.num_splits = params->plan.runs[0].num_splits;
+    params->workspace = smla_layer_workspace(layer);
+}
+
+smla_gather_params
+smla_gather_of_chunk(const smla_layer *layer, const smla_chunk_rows *rows)
+{
+    const smla_page_table pages = smla_page_table_of(rows->block_table, 0);
+    const DLTensor *const out = &layer->step->workspaces[SMLA_GATHERED].tensor;
+    return (smla_gather_params){
+        .call = smla_call_of_layer(layer, "gather_kv_cache", rows->cache->format),
+        .num_reqs = rows->num_reqs,
+        .num_blocks = pages.num_blocks,
+        .block_table = pages.block_table + rows->first_req * pages.stride_req,
+        .block_table_stride_req = pages.stride_req,
+        .block_table_stride_block = pages.stride_block,
+        .seq_lens = rows->lens,
+        .seq_lens_stride = 1,
+        .workspace_starts = rows->workspace_starts,
+        .workspace_starts_stride = 1,
+        .seq_starts = rows->starts,
+        .seq_starts_stride = 1,
+        .kv = *rows->cache,
+        .kv_scale = rows->kv_scale,
+        .out = smla_data(out),
+        .out_tokens = rows->num_rows,
+        .out_stride_token = rows->num_rows > 1 ? smla_stride(out, 0) : 0,
+    };
 }
 
 smla_status

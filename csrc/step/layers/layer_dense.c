@@ -13,50 +13,86 @@
 #include "step/layers/layer_dense.h"
 
 #include "ops/check.h"
+#include "ops/check_attention.h"
 
 static const char op[] = "dense.forward";
 
-/* ---- Views --------------------------------------------------------------------------------- */
-
-/* Values [first, first + count) of every head of a tensor [>= T, H, values]. */
-static const DLTensor *
-take_values(const dense_layer *d, smla_view *view, const DLTensor *tensor, int64_t first,
-            int64_t count)
-{
-    smla_slice_rows(view, tensor, 0, d->layer.step->facts.num_actual_tokens);
-    view->shape[2] = count;
-    if (view->tensor.data != NULL) {
-        view->tensor.byte_offset += (uint64_t)first * sizeof(uint16_t);
-    }
-    return &view->tensor;
-}
+/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
+enum { LEAST_SPLIT_COLUMNS = 256 };
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
-/* Checks an array of bf16 with a row per token. */
+/* Checks the cache that the new tokens are written to. */
 static smla_status
-require_tokens(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
-               int64_t heads, int64_t values, unsigned flags)
+require_cache(smla_checker *c, dense_layer *d)
 {
-    const int ndim = heads == 0 ? 2 : 3;
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_BF16,
-                                        .flags = flags | SMLA_RULE_MORE_ROWS,
-                                        .ndim = ndim,
-                                        .shape = {num_tokens, heads == 0 ? values : heads, values},
-                                        .hint = "a row per token of the step"});
+    const smla_dense_forward_args *const a = d->args;
+    const smla_dense_config *const config = &d->builder->config;
+    const int64_t rope = config->qk_rope_head_dim;
+    const bool is_pair = a->q_pe != NULL;
+    smla_kv_view *const kv = &d->cache;
+    SMLA_TRY(smla_require_kv(c,
+                             &(smla_cache_rule){.name = "kv_cache",
+                                                .tensor = a->kv_cache,
+                                                .kv_format = config->kv_format,
+                                                .formats = SMLA_KV_ATTENTION,
+                                                .flags = SMLA_RULE_OUTPUT},
+                             kv));
+    if (kv->format->head_dim != SMLA_KV_LORA_RANK + rope) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have keys of %lld values, got %d", op,
+                         (long long)(SMLA_KV_LORA_RANK + rope), (int)kv->format->head_dim);
+    }
+    if (rope == 0 && (is_pair || a->rope_table != NULL)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be %s where qk_rope_head_dim is 0, got %s", op,
+                         is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
+                         is_pair ? "a pair" : "one");
+    }
+    return kv->block_size == config->block_size
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld",
+                           op, (long long)config->block_size, (long long)kv->block_size);
 }
 
+/* Checks latents, keys, and what else both kinds of layers have. */
 static smla_status
-require_weight(smla_checker *c, const char *name, const DLTensor *tensor, int64_t heads,
-               int64_t values)
+require_shared(smla_checker *c, dense_layer *d)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_BF16,
-                                        .ndim = 3,
-                                        .shape = {SMLA_KV_LORA_RANK, heads, values}});
+    const smla_dense_forward_args *const a = d->args;
+    const smla_dense_config *const config = &d->builder->config;
+    const int64_t tokens = d->layer.step->facts.num_actual_tokens;
+    const int64_t rope = config->qk_rope_head_dim;
+    const smla_rule rules[] = {
+        {.name = "kv_c",
+         .tensor = a->kv_c,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_MORE_ROWS,
+         .ndim = 2,
+         .shape = {tokens, SMLA_KV_LORA_RANK},
+         .hint = "a row per token of the step"},
+        {.name = "k_pe",
+         .tensor = a->k_pe,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_MORE_ROWS | (rope == 0 ? SMLA_RULE_OPTIONAL : 0),
+         .ndim = 2,
+         .shape = {tokens, rope},
+         .hint = "a row per token of the step"},
+        {.name = "rope_table",
+         .tensor = a->rope_table,
+         .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_OPTIONAL,
+         .ndim = 2,
+         .shape = {SMLA_ANY, rope},
+         .hint = "cosines, then sines, per position"},
+    };
+    SMLA_TRY(smla_require_arrays(c, rules, 2));
+    SMLA_TRY(require_cache(c, d));
+    SMLA_TRY(smla_require_arrays(c, &rules[2], 1));
+    SMLA_TRY(smla_require_state(c, "lse", a->lse, tokens, config->num_heads,
+                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_OPTIONAL));
+    return smla_require_logit_factor(op, "softmax_scale", a->softmax_scale, c->error);
 }
 
 /* Lets the workspaces be disjoint from all other arrays. */
@@ -75,71 +111,6 @@ require_workspaces(smla_checker *c, const dense_layer *d)
     return SMLA_OK;
 }
 
-/* Checks the queries of a layer, W_UK and W_UV. */
-static smla_status
-require_queries(smla_checker *c, const dense_layer *d)
-{
-    const smla_dense_forward_args *const a = d->args;
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t num_tokens = d->layer.step->facts.num_actual_tokens;
-    const int64_t heads = config->num_heads, rope = config->qk_rope_head_dim;
-    const int64_t nope = config->qk_nope_head_dim;
-    const bool is_pair = a->q_pe != NULL;
-    SMLA_TRY(require_tokens(c, is_pair ? "q[0]" : "q", a->q, num_tokens, heads,
-                            is_pair ? nope : nope + rope, 0));
-    return require_tokens(c, "q[1]", a->q_pe, num_tokens, heads, rope, SMLA_RULE_OPTIONAL);
-}
-
-/* Checks latents, keys, and the cache they are written to. */
-static smla_status
-require_keys(smla_checker *c, const dense_layer *d)
-{
-    const smla_dense_forward_args *const a = d->args;
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t num_tokens = d->layer.step->facts.num_actual_tokens;
-    const int64_t rope = config->qk_rope_head_dim;
-    const bool is_pair = a->q_pe != NULL;
-    smla_kv_view kv;
-    SMLA_TRY(require_tokens(c, "kv_c", a->kv_c, num_tokens, 0, SMLA_KV_LORA_RANK, 0));
-    SMLA_TRY(require_tokens(c, "k_pe", a->k_pe, num_tokens, 0, rope,
-                            rope == 0 ? SMLA_RULE_OPTIONAL : 0));
-    SMLA_TRY(smla_require_kv(c,
-                             &(smla_cache_rule){.name = "kv_cache",
-                                                .tensor = a->kv_cache,
-                                                .kv_format = config->kv_format,
-                                                .formats = SMLA_KV_ATTENTION,
-                                                .flags = SMLA_RULE_OUTPUT},
-                             &kv));
-    if (kv.format->head_dim != SMLA_KV_LORA_RANK + rope) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_cache` must have keys of %lld values, got %d", op,
-                         (long long)(SMLA_KV_LORA_RANK + rope), (int)kv.format->head_dim);
-    }
-    if (rope == 0 && (is_pair || a->rope_table != NULL)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be %s where qk_rope_head_dim is 0, got %s", op,
-                         is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
-                         is_pair ? "a pair" : "one");
-    }
-    return kv.block_size == config->block_size
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld",
-                           op, (long long)config->block_size, (long long)kv.block_size);
-}
-
-static smla_status
-require_table(smla_checker *c, const dense_layer *d)
-{
-    return smla_require(c, &(smla_rule){.name = "rope_table",
-                                        .tensor = d->args->rope_table,
-                                        .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                        .flags = SMLA_RULE_OPTIONAL,
-                                        .ndim = 2,
-                                        .shape = {SMLA_ANY, d->builder->config.qk_rope_head_dim},
-                                        .hint = "cosines, then sines, per position"});
-}
-
 /* Checks the weight of prefills. */
 static smla_status
 require_kv_b_proj(smla_checker *c, const dense_layer *d)
@@ -153,6 +124,16 @@ require_kv_b_proj(smla_checker *c, const dense_layer *d)
                                         .ndim = 2,
                                         .shape = {SMLA_KV_LORA_RANK, columns},
                                         .hint = "the weight that W_UK and W_UV are parts of"});
+}
+
+/* Checks that what is written is no array that the step keeps. */
+static smla_status
+require_kept(smla_checker *c, const dense_layer *d)
+{
+    const DLTensor *const table = &d->builder->block_table.tensor;
+    const DLTensor *const slots = &d->builder->slot_mapping.tensor;
+    SMLA_TRY(smla_require_block_table(c, table));
+    return smla_require_slots(c, "slot_mapping", slots, smla_size(slots, 0), 0);
 }
 
 /* Makes room in a checker that has no place for all arrays of a layer with absorbed weights. Those
@@ -172,186 +153,197 @@ forget_inputs(smla_checker *c)
 }
 
 static smla_status
-check_arrays(const dense_layer *d)
+check_arrays(dense_layer *d)
 {
-    const smla_dense_forward_args *const a = d->args;
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t num_tokens = d->layer.step->facts.num_actual_tokens;
-    const int64_t heads = config->num_heads;
-    const char *const first = d->absorbed != NULL ? "q_c" : a->q_pe != NULL ? "q[0]" : "q";
+    const char *const first = d->absorbed != NULL ? "q_c" : d->args->q_pe != NULL ? "q[0]" : "q";
+    const bool has_prefills = d->num_absorbed < d->layer.step->facts.num_actual_tokens;
     smla_checker c;
     smla_open_checker(&c, op, d->layer.error);
-    SMLA_TRY(d->absorbed != NULL ? smla_dense_require_weights(&c, d) : require_queries(&c, d));
-    SMLA_TRY(require_keys(&c, d));
-    if (d->absorbed == NULL) {
-        SMLA_TRY(require_weight(&c, "W_UK", a->W_UK, heads, config->qk_nope_head_dim));
-        SMLA_TRY(require_weight(&c, "W_UV", a->W_UV, heads, config->v_head_dim));
-    }
-    SMLA_TRY(require_table(&c, d));
-    if (d->absorbed == NULL) {
-        SMLA_TRY(require_tokens(&c, "out", a->out, num_tokens, heads, config->v_head_dim,
-                                SMLA_RULE_OUTPUT));
-    }
-    SMLA_TRY(smla_require_state(&c, "lse", a->lse, num_tokens, heads,
-                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_OPTIONAL));
-    SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", a->softmax_scale, c.error));
-    if (d->num_absorbed < num_tokens) {
-        SMLA_TRY(require_workspaces(&c, d));
-        SMLA_TRY(forget_inputs(&c));
-        SMLA_TRY(require_kv_b_proj(&c, d));
-    }
+    SMLA_TRY(d->absorbed != NULL ? smla_dense_require_absorbed(&c, d)
+                                 : smla_dense_require_plain(&c, d));
+    SMLA_TRY(require_shared(&c, d));
+    SMLA_TRY(has_prefills ? require_workspaces(&c, d) : SMLA_OK);
+    SMLA_TRY(forget_inputs(&c));
+    SMLA_TRY(has_prefills ? require_kv_b_proj(&c, d) : SMLA_OK);
+    SMLA_TRY(
+        smla_require_kv_scale(&c, "kv_scale", &d->args->kv_scale, d->cache.format, &d->kv_scale));
+    SMLA_TRY(require_kept(&c, d));
     SMLA_TRY(smla_require_step_device(d->layer.step, op, first, c.device, c.error));
     return smla_require_disjoint(&c);
 }
 
-/* Sets the views of queries and values, as they are before RoPE. */
-static smla_status
-place_queries(dense_layer *d)
-{
-    const smla_dense_forward_args *const a = d->args;
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t nope = config->qk_nope_head_dim, rope = config->qk_rope_head_dim;
-    const bool is_pair = a->q_pe != NULL;
-    if (d->absorbed != NULL) {
-        return smla_dense_place_queries(d);
-    }
-    take_values(d, &d->q_nope, a->q, 0, nope);
-    take_values(d, &d->out, a->out, 0, config->v_head_dim);
-    if (rope > 0) {
-        take_values(d, &d->q_pe, is_pair ? a->q_pe : a->q, is_pair ? 0 : nope, rope);
-    }
-    return SMLA_OK;
-}
+/* ---- Values -------------------------------------------------------------------------------- */
 
-/* Checks RoPE and the write of the new tokens to the cache. Sets the views of the layer's rows. */
-static smla_status
-check_new_tokens(dense_layer *d)
+/* Sets the rows of the step's tokens. */
+static void
+place_rows(dense_layer *d)
 {
     const smla_dense_forward_args *const a = d->args;
     const smla_dense_builder *const b = d->builder;
-    const int64_t tokens = d->layer.step->facts.num_actual_tokens;
     const int64_t heads = b->config.num_heads, rope = b->config.qk_rope_head_dim;
-    const int64_t query_shape[3] = {tokens, heads, rope}, key_shape[2] = {tokens, rope};
-    const int64_t lse_shape[2] = {tokens, heads};
-    const DLDataType int64_type = {.code = kDLInt, .bits = 64, .lanes = 1};
-    const smla_backend *backend;
-    SMLA_TRY(place_queries(d));
-    smla_slice_rows(&d->kv_c, a->kv_c, 0, tokens);
-    smla_view_memory(&d->layer, &d->lse, b->made.lse, 32, 2, lse_shape);
-    if (a->lse != NULL) {
-        smla_slice_rows(&d->lse, a->lse, 0, tokens);
+    smla_dense_place_queries(d);
+    d->kv_c = smla_view_part(a->kv_c, 0);
+    d->k_pe = rope > 0 ? smla_view_part(a->k_pe, 0) : d->k_pe;
+    d->unturned[0] = d->q_pe;
+    d->unturned[1] = d->k_pe;
+    if (a->rope_table != NULL) {
+        d->q_pe = smla_made_rows(b->made.q_pe, heads, rope);
+        d->k_pe = smla_made_rows(b->made.k_pe, 1, rope);
     }
-    d->has_rope = a->rope_table != NULL;
-    d->has_pages = smla_size(a->kv_cache, 0) > 0;
-    if (d->has_rope) {
-        smla_view positions, q_pe, k_pe;
-        smla_slice_rows(&q_pe, &d->q_pe.tensor, 0, tokens); /* in place with absorbed weights */
-        smla_make_view(&positions, b->ranges.positions, int64_type, d->layer.step->device, 1,
-                       &tokens);
-        const smla_apply_rope_args args = {
-            .struct_size = sizeof args,
-            .positions = &positions.tensor,
-            .q_pe = &q_pe.tensor,
-            .k_pe = smla_slice_rows(&k_pe, a->k_pe, 0, tokens),
-            .rope_table = a->rope_table,
-            .q_out = smla_view_memory(&d->layer, &d->q_pe, b->made.q_pe, 16, 3, query_shape),
-            .k_out = smla_view_memory(&d->layer, &d->k_pe, b->made.k_pe, 16, 2, key_shape),
-            .is_neox = a->is_neox,
-            .stream = a->stream,
-        };
-        SMLA_TRY(smla_check_apply_rope(&args, &d->rope, &backend, d->layer.error));
-    } else if (rope > 0) {
-        smla_slice_rows(&d->k_pe, a->k_pe, 0, tokens);
-    }
-    const smla_concat_and_cache_mla_args write = {
-        .struct_size = sizeof write,
-        .kv_c = &d->kv_c.tensor,
-        .k_pe = rope > 0 ? &d->k_pe.tensor : NULL,
-        .kv_cache = a->kv_cache,
-        .slot_mapping = &b->slot_mapping.tensor,
-        .kv_format = b->config.kv_format,
-        .stream = a->stream,
-        .kv_scale = a->kv_scale,
-    };
-    return smla_check_concat_and_cache_mla(&write, &d->write, &backend, d->layer.error);
+    d->lse = a->lse == NULL ? smla_made_rows(b->made.lse, heads, 1)
+                            : (smla_head_rows){smla_data(a->lse), smla_stride(a->lse, 0),
+                                               smla_stride(a->lse, 1)};
 }
 
-/* Checks the products with W_UK and W_UV; `queries` and `results` are [tokens, H, 512]. */
-static smla_status
-check_up_projections(dense_layer *d, const DLTensor *queries, const DLTensor *results)
+/* The most keys of a request, so that the CPU's plan follows lengths, not the table's width. */
+static int64_t
+find_longest(const smla_requests *reqs)
 {
-    smla_view q_nope, out;
-    const smla_backend *backend;
-    const smla_k_up_proj_args absorb = {
-        .struct_size = sizeof absorb,
-        .q_nope = smla_slice_rows(&q_nope, &d->q_nope.tensor, 0, d->num_absorbed),
-        .w_uk = d->args->W_UK,
-        .out = queries,
-        .stream = d->args->stream,
-    };
-    SMLA_TRY(smla_check_k_up_proj(&absorb, &d->absorb.bf16, &backend, d->layer.error));
-    const smla_v_up_proj_args up = {
-        .struct_size = sizeof up,
-        .x = results,
-        .w_uv = d->args->W_UV,
-        .out = smla_slice_rows(&out, &d->out.tensor, 0, d->num_absorbed),
-        .stream = d->args->stream,
-    };
-    d->absorb.is_fp8 = d->values.is_fp8 = false;
-    return smla_check_v_up_proj(&up, &d->values.bf16, &backend, d->layer.error);
+    int64_t longest = 0;
+    for (int64_t req = 0; req < reqs->num_reqs; req++) {
+        const int64_t keys = smla_seq_len(reqs, req);
+        longest = keys > longest ? keys : longest;
+    }
+    return longest;
 }
 
-/* Checks the absorbed part: the first num_absorbed tokens, and the first requests. */
-static smla_status
-check_absorbed(dense_layer *d)
+/* The keys of the absorbed part: those of the first requests, whose ranges the build has found. */
+static void
+fill_table(const dense_layer *d, smla_key_list *list, smla_requests *reqs)
 {
-    const smla_dense_forward_args *const a = d->args;
     const smla_dense_builder *const b = d->builder;
     const smla_step_facts *const facts = &d->layer.step->facts;
-    smla_error *const error = d->layer.error;
-    const int64_t tokens = d->num_absorbed, heads = b->config.num_heads;
-    const int64_t num_reqs =
-        tokens == facts->num_actual_tokens ? facts->num_reqs : facts->split.num_decodes;
-    const int64_t latent_shape[3] = {tokens, heads, SMLA_KV_LORA_RANK};
-    smla_view q_pe, ql, z, lse, starts, lens, table, scratch;
-    const smla_backend *backend;
-    smla_view_memory(&d->layer, &ql, dense_latents(d, 0), 16, 3, latent_shape);
-    smla_view_memory(&d->layer, &z, dense_latents(d, 1), 16, 3, latent_shape);
-    SMLA_TRY(d->absorbed != NULL ? smla_dense_check_products(d, &ql.tensor, &z.tensor)
-                                 : check_up_projections(d, &ql.tensor, &z.tensor));
-    const smla_mla_attention_args attention = {
-        .struct_size = sizeof attention,
-        .q = &ql.tensor,
-        .q_pe = b->config.qk_rope_head_dim == 0
-                    ? NULL
-                    : smla_slice_rows(&q_pe, &d->q_pe.tensor, 0, tokens),
-        .kv_cache = a->kv_cache,
-        .block_table = smla_slice_rows(&table, &b->block_table.tensor, 0, num_reqs),
-        .cache_seqlens = smla_slice_rows(&lens, &b->seq_lens.tensor, 0, num_reqs),
-        .cu_seqlens_q = smla_view_vector(&d->layer, &starts, b->sent.query_start_loc, num_reqs + 1),
-        .out = &z.tensor,
-        .lse = smla_slice_rows(&lse, &d->lse.tensor, 0, tokens),
-        .workspace = smla_view_scratch(&d->layer, &scratch),
-        .kv_scale = a->kv_scale,
-        .softmax_scale = a->softmax_scale,
-        .is_causal = true,
-        .kv_format = b->config.kv_format,
-        .stream = a->stream,
+    const smla_page_table pages = smla_page_table_of(&b->block_table.tensor, d->cache.block_size);
+    const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
+    *reqs = b->ranges.reqs;
+    reqs->num_tokens = d->num_absorbed;
+    reqs->num_reqs =
+        d->num_absorbed == facts->num_actual_tokens ? facts->num_reqs : facts->split.num_decodes;
+    reqs->query_len = 1;
+    list->kv = d->cache;
+    list->begin_stride = list->end_stride = 1;
+    list->map = (smla_index_map){.block_table = pages.block_table,
+                                 .block_table_stride_req = pages.stride_req,
+                                 .block_table_stride_block = pages.stride_block,
+                                 .num_reqs = reqs->num_reqs,
+                                 .num_blocks = pages.num_blocks};
+    smla_take_ranges(&b->ranges.to, list);
+    const bool overflows = __builtin_mul_overflow(pages.num_blocks, pages.block_size, &list->topk);
+    list->topk = overflows || list->topk > most ? most : list->topk;
+    if (d->layer.step->device.device_type == kDLCPU) {
+        list->topk = smla_clamp_int64(find_longest(reqs), 0, list->topk);
+    }
+}
+
+/* Fills the attention of the absorbed part: the first num_absorbed tokens, the first requests. */
+static void
+fill_attention(dense_layer *d)
+{
+    const smla_dense_builder *const b = d->builder;
+    const int64_t tokens = d->num_absorbed;
+    const smla_given_scale one = {.value = 1.0f};
+    smla_attention_params *const p = &d->attention;
+    *p = (smla_attention_params){
+        .call = smla_call_of_layer(&d->layer, "mla_attention", d->cache.format),
+        .queries = {.num_tokens = tokens,
+                    .num_heads = b->config.num_heads,
+                    .type = SMLA_FLOAT_BF16,
+                    .dims = {SMLA_KV_LORA_RANK, (int16_t)b->config.qk_rope_head_dim},
+                    .parts = {smla_take_rows(d->queries, 0, tokens, sizeof(uint16_t)),
+                              smla_take_rows(d->q_pe, 0, tokens, sizeof(uint16_t))}},
+        .source = SMLA_KEYS_TABLE,
+        .keys = {.entry_tokens = d->cache.block_size == 0 ? 1 : (int32_t)d->cache.block_size,
+                 .num_lists = 1},
+        .results = smla_results_of_layer(smla_take_rows(d->results, 0, tokens, sizeof(uint16_t)),
+                                         smla_take_rows(d->lse, 0, tokens, sizeof(float))),
+        .logits = {.softmax_scale = d->args->softmax_scale,
+                   .q_scale = one,
+                   .divisor = one,
+                   .kv_scale = {d->kv_scale, d->kv_scale}},
+        .visible = {.rule = {.left = -1, .right = 0}, .least_split_columns = LEAST_SPLIT_COLUMNS},
     };
-    SMLA_TRY(smla_check_mla_attention(&attention, &d->attention, &backend, error));
-    d->attention.results.fills_padding = b->ranges.absent_req >= 0;
-    d->attention.ranges = (smla_token_ranges){.req_ids = NULL};
-    smla_take_ranges(&b->ranges.to, &d->attention.keys.lists[0]);
-    return SMLA_OK;
+    fill_table(d, &p->keys.lists[0], &p->visible.reqs);
+    p->results.fills_padding = b->ranges.absent_req >= 0;
+    smla_plan_layer(&d->layer, p);
+}
+
+/* Fills what the absorbed part calls, and checks that its scales make finite logits. */
+static smla_status
+fill_absorbed(dense_layer *d)
+{
+    static const smla_attention_rules names = {.op = "mla_attention",
+                                               .q_scale = "q_scale",
+                                               .lists = {{.kv_scale = "kv_scale"}}};
+    SMLA_TRY(smla_dense_fill_products(d));
+    fill_attention(d);
+    return smla_require_logit_scale(&names, d->layer.step->device, &d->attention, d->layer.error);
+}
+
+/* ---- New tokens ---------------------------------------------------------------------------- */
+
+/* Heads that RoPE turns. */
+static smla_rope_heads
+rope_heads(smla_head_rows from, smla_head_rows to, int64_t num_heads, int64_t num_tokens)
+{
+    const smla_head_rows x = smla_take_rows(from, 0, num_tokens, sizeof(uint16_t));
+    const smla_head_rows out = smla_take_rows(to, 0, num_tokens, sizeof(uint16_t));
+    return (smla_rope_heads){.x = x.data,
+                             .out = (void *)(uintptr_t)out.data,
+                             .num_heads = num_heads,
+                             .stride_token = x.stride_token,
+                             .stride_head = x.stride_head,
+                             .out_stride_token = out.stride_token,
+                             .out_stride_head = out.stride_head};
+}
+
+/* Turns RoPE's values of queries and keys to their positions. */
+static smla_status
+turn_rows(const dense_layer *d)
+{
+    const smla_dense_builder *const b = d->builder;
+    const DLTensor *const table = d->args->rope_table;
+    const int64_t tokens = d->layer.step->facts.num_actual_tokens;
+    const smla_apply_rope_params params = {
+        .call = smla_call_of_layer(&d->layer, "apply_rope", NULL),
+        .num_tokens = tokens,
+        .num_pairs = b->config.qk_rope_head_dim / 2,
+        .q = rope_heads(d->unturned[0], d->q_pe, b->config.num_heads, tokens),
+        .k = rope_heads(d->unturned[1], d->k_pe, 1, tokens),
+        .type = SMLA_FLOAT_BF16,
+        .rope = {.positions = b->ranges.positions,
+                 .positions_stride = 1,
+                 .positions_are_int64 = true,
+                 .max_pos = smla_size(table, 0),
+                 .cos_sin = smla_data(table),
+                 .cos_sin_stride_pos = smla_stride(table, 0)},
+        .table_type = smla_float_type_of(table),
+        .is_neox = d->args->is_neox != 0,
+    };
+    return smla_run_apply_rope(&d->layer, &params);
 }
 
 static smla_status
-check_operators(dense_layer *d)
+write_cache(const dense_layer *d)
 {
-    SMLA_TRY(check_new_tokens(d));
-    SMLA_TRY(d->num_absorbed > 0 ? check_absorbed(d) : SMLA_OK);
-    return d->num_absorbed < d->layer.step->facts.num_actual_tokens ? smla_dense_check_prefills(d)
-                                                                    : SMLA_OK;
+    const DLTensor *const slots = &d->builder->slot_mapping.tensor;
+    const int64_t tokens = d->layer.step->facts.num_actual_tokens;
+    const smla_cache_write_params params = {
+        .call = smla_call_of_layer(&d->layer, "concat_and_cache_mla", d->cache.format),
+        .cache_name = "kv_cache",
+        .slots_name = "slot_mapping",
+        .num_tokens = tokens,
+        .kv_c = d->kv_c.data,
+        .k_pe = d->k_pe.data,
+        .kv_c_stride_token = tokens > 1 ? d->kv_c.stride_token : 0,
+        .k_pe_stride_token = tokens > 1 ? d->k_pe.stride_token : 0,
+        .input_type = SMLA_FLOAT_BF16,
+        .slot_mapping = smla_data(slots),
+        .slot_stride = smla_stride(slots, 0),
+        .slots_are_int64 = smla_dtype(slots) == SMLA_DTYPE_INT64,
+        .kv = d->cache,
+        .kv_scale = d->kv_scale,
+    };
+    return smla_run_concat_and_cache_mla(&d->layer, &params);
 }
 
 /* ---- A layer ------------------------------------------------------------------------------- */
@@ -359,10 +351,8 @@ check_operators(dense_layer *d)
 static smla_status
 run_absorbed(const dense_layer *d)
 {
-    const smla_backend *const backend = d->layer.step->backend;
-    smla_error *const error = d->layer.error;
     SMLA_TRY(smla_dense_run_product(d, &d->absorb));
-    SMLA_TRY(backend->attend(&d->attention, error));
+    SMLA_TRY(smla_run_attention(&d->layer, &d->attention));
     return smla_dense_run_product(d, &d->values);
 }
 
@@ -370,13 +360,9 @@ static smla_status
 run(void *call)
 {
     const dense_layer *const d = call;
-    const smla_backend *const backend = d->layer.step->backend;
-    smla_error *const error = d->layer.error;
-    if (d->absorbed != NULL && d->builder->config.qk_rope_head_dim > 0) {
-        SMLA_TRY(backend->projection(&d->rope_queries, error));
-    }
-    SMLA_TRY(d->has_rope ? backend->apply_rope(&d->rope, error) : SMLA_OK);
-    SMLA_TRY(d->has_pages ? backend->concat_and_cache_mla(&d->write, error) : SMLA_OK);
+    SMLA_TRY(smla_dense_run_rope_queries(d));
+    SMLA_TRY(d->args->rope_table != NULL ? turn_rows(d) : SMLA_OK);
+    SMLA_TRY(d->cache.num_pages > 0 ? write_cache(d) : SMLA_OK);
     SMLA_TRY(d->num_absorbed > 0 ? run_absorbed(d) : SMLA_OK);
     return d->num_absorbed < d->layer.step->facts.num_actual_tokens ? smla_dense_run_prefills(d)
                                                                     : SMLA_OK;
@@ -393,7 +379,9 @@ forward(dense_layer *d, smla_error *error)
                           ? facts->split.num_decode_tokens
                           : facts->num_actual_tokens;
     SMLA_TRY(check_arrays(d));
-    SMLA_TRY(check_operators(d));
+    place_rows(d);
+    SMLA_TRY(d->num_absorbed > 0 ? fill_absorbed(d) : SMLA_OK);
+    SMLA_TRY(smla_dense_check_context(d));
     return smla_run_layer(&d->layer, run, d);
 }
 

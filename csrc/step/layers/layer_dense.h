@@ -1,25 +1,21 @@
 /* layer_dense.h: what the parts of a dense layer share. layer_dense.c has the whole layer and its
  * absorbed part, layer_dense_prefill.c the prefills of path "separate", and layer_dense_weights.c
- * the products of a layer whose weights have absorbed W_UK and W_UV.
+ * what differs between layers: the arrays, and the products with weights.
  */
 #pragma once
 
-#include "core/attention/params_attention.h"
-#include "core/params_cache.h"
 #include "core/params_projection.h"
-#include "core/params_rope.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_dense.h"
 
-/* A product of tokens and a weight. */
+/* A product of tokens and a weight, which is bf16 or e4m3. */
 typedef struct dense_product {
     bool is_fp8;
     smla_projection_params bf16;
     smla_fp8_linear_params fp8;
 } dense_product;
 
-/* A layer whose arrays are checked: its operators, ready to run. Rows of queries, keys and latents
- * are those of the step's tokens; the RoPE parts are turned already once `rope` has run. */
+/* A layer whose arrays are checked. Rows are those of the step's tokens, in bf16. */
 typedef struct dense_layer {
     smla_layer layer;
     const smla_dense_forward_args *args;
@@ -28,64 +24,56 @@ typedef struct dense_layer {
     const smla_dense_absorbed_forward_args *absorbed;
     const smla_dense_builder *builder;
     int64_t num_absorbed; /* tokens of the absorbed part, which comes first; T on path "mixed" */
+    smla_kv_view cache;
+    smla_given_scale kv_scale;
 
-    bool has_rope;
-    bool has_pages;
-    smla_apply_rope_params rope;
-    smla_cache_write_params write;
+    /* Queries in their two parts. With absorbed weights q_nope and out are scratch of prefills. */
+    smla_head_rows q_nope;      /* [T, H, Pn] */
+    smla_head_rows q_pe;        /* [T, H, R]: behind RoPE, as the next one */
+    smla_head_rows k_pe;        /* [T, R] */
+    smla_head_rows unturned[2]; /* the same in front of it */
+    smla_head_rows kv_c;        /* [T, 512] */
+    smla_head_rows out;         /* [T, H, Pv] */
+    smla_head_rows lse;         /* [T, H] fp32: the caller's, or scratch */
 
     /* The absorbed part, unless num_absorbed is 0. */
-    dense_product absorb;
+    smla_head_rows queries; /* [T, H, 512], scratch, as the next one */
+    smla_head_rows results;
     smla_attention_params attention;
-    dense_product values;
-
-    /* The rest: prefills, and their new tokens alone. */
-    smla_projection_params up;
-    smla_attention_params new_tokens;
-
-    /* Absorbed weights: RoPE's queries of all tokens, and the first and last products of prefills.
-     */
-    smla_projection_params rope_queries;
-    smla_projection_params queries;
-    smla_projection_params outputs;
-
-    smla_view q_nope; /* [T, H, Pn]; with absorbed weights scratch, of prefills alone, like out */
-    smla_view q_pe;   /* [T, H, R]; not set where R is 0 */
-    smla_view kv_c;   /* [T, 512] */
-    smla_view k_pe;   /* [T, R] */
-    smla_view out;    /* [T, H, Pv] */
-    smla_view lse;    /* [T, H]: the caller's, or scratch */
+    dense_product absorb; /* q_nope or q_c to queries */
+    dense_product values; /* results to out */
 } dense_layer;
 
-/* Where the absorbed queries of the step's tokens lie, or with 1 the attention's results. */
-static inline uint16_t *
-dense_latents(const dense_layer *d, int which)
-{
-    const int64_t rows = d->layer.step->limits.max_num_batched_tokens * d->layer.step->num_heads;
-    return (uint16_t *)(void *)d->builder->made.latent + which * rows * SMLA_KV_LORA_RANK;
-}
+/* ---- layer_dense_prefill.c ----------------------------------------------------------------- */
 
-/* Checks the arrays that only prefills need, and all that can be wrong with their operators. */
-smla_status smla_dense_check_prefills(dense_layer *d);
+/* Finds the errors in array values of gathers, which have to come before any byte is written. */
+smla_status smla_dense_check_context(const dense_layer *d);
 
 /* Computes the prefills: rows num_absorbed and later of `out`. */
 smla_status smla_dense_run_prefills(const dense_layer *d);
 
 /* ---- layer_dense_weights.c ----------------------------------------------------------------- */
 
-/* Checks q_c, the weights and the result of a layer with absorbed weights. */
-smla_status smla_dense_require_weights(smla_checker *checker, const dense_layer *d);
+/* Checks queries, weights and results of the layer's kind. */
+smla_status smla_dense_require_plain(smla_checker *checker, const dense_layer *d);
+smla_status smla_dense_require_absorbed(smla_checker *checker, const dense_layer *d);
 
-/* Checks the product that makes RoPE's queries, and sets the views of prefills' queries and values.
- */
-smla_status smla_dense_place_queries(dense_layer *d);
+/* Sets the rows of queries, in front of RoPE, and of results. */
+void smla_dense_place_queries(dense_layer *d);
 
-/* Checks the products before and behind the attention of the absorbed part; `queries` and `results`
- * are [tokens, H, 512]. */
-smla_status smla_dense_check_products(dense_layer *d, const DLTensor *queries,
-                                      const DLTensor *results);
-
-/* Checks the first and the last product of prefills. */
-smla_status smla_dense_check_prefill_products(dense_layer *d);
+/* Fills the products before and behind the attention of the absorbed part. */
+smla_status smla_dense_fill_products(dense_layer *d);
 
 smla_status smla_dense_run_product(const dense_layer *d, const dense_product *product);
+
+/* A product of bf16: rows of `x` from token `start` on times `weight` [inputs, outputs] to those of
+ * `out`. */
+smla_projection_params smla_dense_product(const dense_layer *d, const char *op, smla_head_rows x,
+                                          const DLTensor *weight, smla_head_rows out,
+                                          int64_t num_tokens);
+
+/* Runs the product of tokens' latents that makes RoPE's queries of all tokens, or the first or the
+ * last product of prefills. */
+smla_status smla_dense_run_rope_queries(const dense_layer *d);
+smla_status smla_dense_run_queries(const dense_layer *d);
+smla_status smla_dense_run_outputs(const dense_layer *d);

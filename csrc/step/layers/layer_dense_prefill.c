@@ -10,107 +10,145 @@
  * way their rows are those of the new tokens, bit for bit.
  */
 #include "ops/check.h"
-#include "ops/dispatch.h"
 #include "step/layers/layer_dense.h"
 
-/* ---- Views --------------------------------------------------------------------------------- */
+/* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The first `num_rows` rows of up-projected latents: keys and values beside each other, per head.
- */
-typedef struct up_rows {
-    smla_view all;    /* [rows, H * (Pn + Pv)] */
-    smla_view k_nope; /* [rows, H, Pn] */
-    smla_view v;      /* [rows, H, Pv] */
-} up_rows;
+/* `count` rows of results from row `start` on, with their lse. */
+typedef struct result_rows {
+    smla_head_rows out;
+    smla_head_rows lse;
+    int64_t count;
+} result_rows;
 
-static void
-view_up_rows(const dense_layer *d, int64_t num_rows, up_rows *up)
+/* The rows of the layer's own results. */
+static result_rows
+final_rows(const dense_layer *d, int64_t start, int64_t count)
+{
+    return (result_rows){smla_take_rows(d->out, start, count, sizeof(uint16_t)),
+                         smla_take_rows(d->lse, start, count, sizeof(float)), count};
+}
+
+/* Those of a partial result. */
+static result_rows
+partial_rows(const dense_layer *d, int which, int64_t start, int64_t count)
+{
+    const int64_t heads = d->builder->config.num_heads;
+    const smla_dense_made *const made = &d->builder->made;
+    const smla_head_rows out =
+        smla_made_rows(made->partial[which], heads, d->builder->config.v_head_dim);
+    const smla_head_rows lse = smla_made_rows(made->partial_lse[which], heads, 1);
+    return (result_rows){smla_take_rows(out, start, count, sizeof(uint16_t)),
+                         smla_take_rows(lse, start, count, sizeof(float)), count};
+}
+
+/* Merges the first rows of `a` with those of `b`, which also has the rest of them, to `to`. */
+static smla_status
+merge(const dense_layer *d, const result_rows *a, const result_rows *b, int64_t merged_tokens,
+      const result_rows *to)
+{
+    const result_rows *const parts[2] = {a, b};
+    smla_merge_params params = {
+        .call = smla_call_of_layer(&d->layer, "merge_attn_states", NULL),
+        .rows = {.num_tokens = to->count,
+                 .num_heads = d->builder->config.num_heads,
+                 .value_dim = d->builder->config.v_head_dim,
+                 .type = SMLA_FLOAT_BF16,
+                 .out_type = SMLA_FLOAT_BF16,
+                 .out = (void *)(uintptr_t)to->out.data,
+                 .out_stride_token = to->out.stride_token,
+                 .out_stride_head = to->out.stride_head,
+                 .lse = (float *)(uintptr_t)to->lse.data,
+                 .lse_stride_token = to->lse.stride_token,
+                 .lse_stride_head = to->lse.stride_head},
+        .merged_tokens = merged_tokens,
+    };
+    for (int i = 0; i < 2; i++) {
+        params.parts[i] = (smla_merge_part){parts[i]->out.data,         parts[i]->out.stride_token,
+                                            parts[i]->out.stride_head,  parts[i]->lse.data,
+                                            parts[i]->lse.stride_token, parts[i]->lse.stride_head};
+    }
+    return smla_run_merge_attn_states(&d->layer, &params);
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+/* Makes keys and values of `count` latents, and attends to them with the query tokens from `start`
+ * on. The requests of queries and keys begin at the numbers in `starts`. */
+static smla_status
+attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t count,
+       const int32_t *const starts[2], int64_t num_reqs, int64_t start, const result_rows *to,
+       bool is_causal)
 {
     const smla_dense_config *const config = &d->builder->config;
     const DLTensor *const memory = &d->layer.step->workspaces[SMLA_UP_PROJECTED].tensor;
-    const int64_t nope = config->qk_nope_head_dim, values = config->v_head_dim;
-    const int64_t shapes[2][3] = {{num_rows, config->num_heads, nope},
-                                  {num_rows, config->num_heads, values}};
-    const uint16_t *const first = smla_data(smla_slice_rows(&up->all, memory, 0, num_rows));
-    smla_view_memory(&d->layer, &up->k_nope, first, 16, 3, shapes[0]);
-    smla_view_memory(&d->layer, &up->v, first + nope, 16, 3, shapes[1]);
-    up->k_nope.strides[0] = up->v.strides[0] = smla_stride(memory, 0);
-    up->k_nope.strides[1] = up->v.strides[1] = nope + values;
+    const int64_t heads = config->num_heads, values = config->v_head_dim;
+    const int64_t nope = config->qk_nope_head_dim, rope = config->qk_rope_head_dim;
+    const int64_t stride = count > 1 ? smla_stride(memory, 0) : 0;
+    const uint16_t *const up = smla_data(memory);
+    const smla_projection_params project =
+        smla_dense_product(d, "kv_up_proj", kv_c, d->args->kv_b_proj,
+                           (smla_head_rows){up, stride, 0}, count);
+    SMLA_TRY(smla_run_projection(&d->layer, &project));
+    const int64_t stride_head = heads > 1 ? nope + values : 0;
+    const smla_attention_params params = {
+        .call = smla_call_of_layer(&d->layer, "varlen_attention", NULL),
+        .queries = {.num_tokens = to->count,
+                    .num_heads = heads,
+                    .type = SMLA_FLOAT_BF16,
+                    .dims = {(int16_t)nope, (int16_t)rope},
+                    .parts = {smla_take_rows(d->q_nope, start, to->count, sizeof *up),
+                              smla_take_rows(d->q_pe, start, to->count, sizeof *up)}},
+        .source = SMLA_KEYS_RAGGED,
+        .kv = {.num_keys = count,
+               .num_kv_heads = heads,
+               .rows = {{up, stride, stride_head},
+                        rope == 0 ? (smla_head_rows){.data = NULL} : k_pe,
+                        {up + nope, stride, stride_head}},
+               .type = SMLA_FLOAT_BF16,
+               .value_dim = (int16_t)values,
+               .starts = starts[1],
+               .starts_stride = 1},
+        .results = smla_results_of_layer(to->out, to->lse),
+        .logits = {.softmax_scale = d->args->softmax_scale,
+                   .q_descale.value = 1.0f,
+                   .k_descale.value = 1.0f,
+                   .v_descale.value = 1.0f},
+        .visible = {.reqs = {.num_tokens = to->count,
+                             .num_reqs = num_reqs,
+                             .query_starts = starts[0],
+                             .query_starts_stride = 1},
+                    .rule = {.left = -1, .right = is_causal ? 0 : -1}},
+        .workspace = smla_layer_workspace(&d->layer),
+    };
+    return smla_run_attention(&d->layer, &params);
 }
-
-/* Rows [start, end) of partial results, and of their lse. */
-static void
-view_partial(const dense_layer *d, int which, int64_t start, int64_t end, smla_view *out,
-             smla_view *lse)
-{
-    const int64_t heads = d->builder->config.num_heads, values = d->builder->config.v_head_dim;
-    const int64_t shape[3] = {end - start, heads, values};
-    const smla_dense_made *const made = &d->builder->made;
-    smla_view_memory(&d->layer, out,
-                     (uint16_t *)(void *)made->partial[which] + start * heads * values, 16, 3,
-                     shape);
-    smla_view_memory(&d->layer, lse, made->partial_lse[which] + start * heads, 32, 2, shape);
-}
-
-/* ---- New tokens ---------------------------------------------------------------------------- */
 
 /* Padding behind the last query is a request of its own, which has no keys. */
 static smla_status
-check_new_keys(dense_layer *d)
+attend_new_tokens(const dense_layer *d)
 {
-    const smla_dense_forward_args *const a = d->args;
-    const smla_dense_builder *const b = d->builder;
+    const smla_dense_sent *const sent = &d->builder->sent;
     const smla_step_facts *const facts = &d->layer.step->facts;
-    const int64_t start = d->num_absorbed, end = facts->num_actual_tokens;
-    const int64_t num_starts = facts->split.num_prefills + 2;
-    const bool has_rope = b->config.qk_rope_head_dim > 0;
-    up_rows up;
-    smla_view kv_c, q, q_pe, k_pe, out, lse, queries, keys, scratch;
-    const smla_backend *backend;
-    view_up_rows(d, end - start, &up);
-    const smla_kv_up_proj_args project = {
-        .struct_size = sizeof project,
-        .kv_c = smla_slice_rows(&kv_c, &d->kv_c.tensor, start, end),
-        .kv_b_proj = a->kv_b_proj,
-        .out = &up.all.tensor,
-        .stream = a->stream,
-    };
-    SMLA_TRY(smla_check_kv_up_proj(&project, &d->up, &backend, d->layer.error));
-    const smla_varlen_attention_args attend = {
-        .struct_size = sizeof attend,
-        .q = smla_slice_rows(&q, &d->q_nope.tensor, start, end),
-        .q_pe = has_rope ? smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end) : NULL,
-        .k = &up.k_nope.tensor,
-        .k_pe = has_rope ? smla_slice_rows(&k_pe, &d->k_pe.tensor, start, end) : NULL,
-        .v = &up.v.tensor,
-        .cu_seqlens_q =
-            smla_view_vector(&d->layer, &queries, b->sent.padded_query_start_loc, num_starts),
-        .cu_seqlens_k =
-            smla_view_vector(&d->layer, &keys, b->sent.prefill_query_start_loc, num_starts),
-        .out = smla_slice_rows(&out, &d->out.tensor, start, end),
-        .lse = smla_slice_rows(&lse, &d->lse.tensor, start, end),
-        .workspace = smla_view_scratch(&d->layer, &scratch),
-        .softmax_scale = a->softmax_scale,
-        .max_seqlen_q = b->max_prefill_query_len,
-        .max_seqlen_k = b->max_prefill_query_len,
-        .is_causal = true,
-        .stream = a->stream,
-    };
-    return smla_check_varlen_attention(&attend, &d->new_tokens, &backend, d->layer.error);
+    const int64_t start = d->num_absorbed, count = facts->num_actual_tokens - start;
+    const int32_t *const starts[2] = {sent->padded_query_start_loc, sent->prefill_query_start_loc};
+    const result_rows to = final_rows(d, start, count);
+    return attend(d, smla_take_rows(d->kv_c, start, count, sizeof(uint16_t)),
+                  smla_take_rows(d->k_pe, start, count, sizeof(uint16_t)), count, starts,
+                  facts->split.num_prefills + 1, start, &to, true);
 }
 
 /* ---- Chunks -------------------------------------------------------------------------------- */
 
-static smla_gather_kv_cache_args
-gather_of(const dense_layer *d, int64_t i, smla_view views[5])
+static smla_gather_params
+gather_of(const dense_layer *d, int64_t i)
 {
     const smla_dense_builder *const b = d->builder;
     const smla_context_chunk *const chunk = &b->metadata.context_chunks[i];
     const smla_chunk_rows rows = {
-        .kv_cache = d->args->kv_cache,
+        .cache = &d->cache,
+        .kv_scale = d->kv_scale,
         .block_table = &b->block_table.tensor,
-        .kv_format = b->config.kv_format,
-        .kv_scale = d->args->kv_scale,
         .first_req = b->metadata.split.num_decodes + chunk->req_start,
         .num_reqs = chunk->req_end - chunk->req_start,
         .num_rows = chunk->num_tokens,
@@ -118,136 +156,65 @@ gather_of(const dense_layer *d, int64_t i, smla_view views[5])
         .starts = b->sent.context_starts + chunk->first,
         .workspace_starts = b->sent.context_key_starts + chunk->first + i,
     };
-    return smla_chunk_gather(&d->layer, &rows, views);
+    return smla_gather_of_chunk(&d->layer, &rows);
 }
 
-/* Gathers a chunk, and makes its keys and values. `k_pe` becomes the RoPE parts of the keys. */
+/* Gathers a chunk, and attends to its keys. */
 static smla_status
-make_keys(const dense_layer *d, int64_t i, up_rows *up, smla_view *k_pe)
-{
-    smla_view views[5], kv_c;
-    const smla_gather_kv_cache_args gather = gather_of(d, i, views);
-    SMLA_TRY(smla_gather_kv_cache(&gather, d->layer.error));
-    view_up_rows(d, smla_size(gather.out, 0), up);
-    const smla_kv_up_proj_args project = {
-        .struct_size = sizeof project,
-        .kv_c = smla_slice_columns(&kv_c, gather.out, 0, SMLA_KV_LORA_RANK),
-        .kv_b_proj = d->args->kv_b_proj,
-        .out = &up->all.tensor,
-        .stream = d->layer.stream,
-    };
-    smla_slice_columns(k_pe, gather.out, SMLA_KV_LORA_RANK,
-                       SMLA_KV_LORA_RANK + d->builder->config.qk_rope_head_dim);
-    return smla_kv_up_proj(&project, d->layer.error);
-}
-
-/* Attends to one chunk, and writes the rows of its requests in partial result `which`. */
-static smla_status
-attend_chunk(const dense_layer *d, int64_t i, int which)
+attend_chunk(const dense_layer *d, int64_t i, int64_t start, const result_rows *to)
 {
     const smla_dense_builder *const b = d->builder;
     const smla_context_chunk *const chunk = &b->metadata.context_chunks[i];
-    const smla_dense_chunk *const tokens = (const smla_dense_chunk *)(void *)b->kept.chunks + i;
-    const int64_t start = tokens->token_start, end = tokens->token_end;
-    const int64_t first = chunk->first + i, num_starts = chunk->req_end - chunk->req_start + 1;
-    const bool has_rope = b->config.qk_rope_head_dim > 0;
-    up_rows up;
-    smla_view q, q_pe, k_pe, out, lse, queries, keys, scratch;
-    SMLA_TRY(make_keys(d, i, &up, &k_pe));
-    view_partial(d, which, start, end, &out, &lse);
-    const smla_varlen_attention_args attend = {
-        .struct_size = sizeof attend,
-        .q = smla_slice_rows(&q, &d->q_nope.tensor, start, end),
-        .q_pe = has_rope ? smla_slice_rows(&q_pe, &d->q_pe.tensor, start, end) : NULL,
-        .k = &up.k_nope.tensor,
-        .k_pe = has_rope ? &k_pe.tensor : NULL,
-        .v = &up.v.tensor,
-        .cu_seqlens_q =
-            smla_view_vector(&d->layer, &queries, b->sent.context_query_starts + first, num_starts),
-        .cu_seqlens_k =
-            smla_view_vector(&d->layer, &keys, b->sent.context_key_starts + first, num_starts),
-        .out = &out.tensor,
-        .lse = &lse.tensor,
-        .workspace = smla_view_scratch(&d->layer, &scratch),
-        .softmax_scale = d->args->softmax_scale,
-        .max_seqlen_q = b->max_prefill_query_len,
-        .max_seqlen_k = chunk->max_len,
-        .stream = d->layer.stream,
-    };
-    return smla_varlen_attention(&attend, d->layer.error);
+    const int64_t first = chunk->first + i;
+    const int32_t *const starts[2] = {b->sent.context_query_starts + first,
+                                      b->sent.context_key_starts + first};
+    const smla_gather_params gather = gather_of(d, i);
+    const smla_head_rows rows = {gather.out, gather.out_stride_token, 0};
+    SMLA_TRY(smla_run_gather_kv_cache(&d->layer, &gather));
+    return attend(d, rows, (smla_head_rows){gather.out + SMLA_KV_LORA_RANK, rows.stride_token, 0},
+                  chunk->num_tokens, starts, chunk->req_end - chunk->req_start, start, to, false);
 }
 
-/* Merges the second partial result, of one chunk, with the first, of the chunks before it. */
+/* The first chunk of a run writes partial result 0. Others write partial result 1, which is merged
+ * with it. */
 static smla_status
-merge_chunk(const dense_layer *d, const smla_dense_chunk *tokens)
+run_chunk(const dense_layer *d, int64_t i, const smla_dense_chunk *tokens)
 {
-    smla_view outs[2], lses[2];
-    for (int k = 0; k < 2; k++) {
-        view_partial(d, k, tokens->token_start, tokens->token_end, &outs[k], &lses[k]);
+    const int64_t start = tokens->token_start, count = tokens->token_end - start;
+    const result_rows sum = partial_rows(d, 0, start, count);
+    const result_rows own = partial_rows(d, 1, start, count);
+    const bool merges = tokens->merged_tokens > 0;
+    SMLA_TRY(attend_chunk(d, i, start, merges ? &own : &sum));
+    SMLA_TRY(merges ? merge(d, &sum, &own, tokens->merged_tokens, &sum) : SMLA_OK);
+    if (tokens->ends_run) { /* the run's context is complete */
+        const int64_t run_count = tokens->token_end - tokens->run_start;
+        const result_rows context = partial_rows(d, 0, tokens->run_start, run_count);
+        const result_rows out = final_rows(d, tokens->run_start, run_count);
+        return merge(d, &context, &out, run_count, &out);
     }
-    const smla_merge_attn_states_args merge = {
-        .struct_size = sizeof merge,
-        .out_a = &outs[0].tensor,
-        .lse_a = &lses[0].tensor,
-        .out_b = &outs[1].tensor,
-        .lse_b = &lses[1].tensor,
-        .out = &outs[0].tensor,
-        .lse = &lses[0].tensor,
-        .stream = d->layer.stream,
-        .tokens_without_context = tokens->token_end - tokens->token_start - tokens->merged_tokens,
-    };
-    return smla_merge_attn_states(&merge, d->layer.error);
-}
-
-/* Merges the context of a run of chunks with the new tokens. */
-static smla_status
-merge_run(const dense_layer *d, int64_t start, int64_t end)
-{
-    smla_view context, context_lse, out, lse;
-    view_partial(d, 0, start, end, &context, &context_lse);
-    smla_slice_rows(&out, &d->out.tensor, start, end);
-    smla_slice_rows(&lse, &d->lse.tensor, start, end);
-    const smla_merge_attn_states_args merge = {
-        .struct_size = sizeof merge,
-        .out_a = &context.tensor,
-        .lse_a = &context_lse.tensor,
-        .out_b = &out.tensor,
-        .lse_b = &lse.tensor,
-        .out = &out.tensor,
-        .lse = &lse.tensor,
-        .stream = d->layer.stream,
-    };
-    return smla_merge_attn_states(&merge, d->layer.error);
+    return SMLA_OK;
 }
 
 /* ---- Prefills ------------------------------------------------------------------------------ */
 
 smla_status
-smla_dense_check_prefills(dense_layer *d)
+smla_dense_check_context(const dense_layer *d)
 {
-    SMLA_TRY(check_new_keys(d));
     for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
-        smla_view views[5];
-        const smla_gather_kv_cache_args gather = gather_of(d, i, views);
-        SMLA_TRY(smla_check_gather_values(&gather, d->layer.error));
+        const smla_gather_params gather = gather_of(d, i);
+        SMLA_TRY(d->layer.step->backend->check_gather(&gather, d->layer.error));
     }
-    return d->absorbed != NULL ? smla_dense_check_prefill_products(d) : SMLA_OK;
+    return SMLA_OK;
 }
 
 smla_status
 smla_dense_run_prefills(const dense_layer *d)
 {
-    const smla_backend *const backend = d->layer.step->backend;
     const smla_dense_chunk *const chunks = (const void *)d->builder->kept.chunks;
-    SMLA_TRY(d->absorbed != NULL ? backend->projection(&d->queries, d->layer.error) : SMLA_OK);
-    SMLA_TRY(backend->projection(&d->up, d->layer.error));
-    SMLA_TRY(backend->attend(&d->new_tokens, d->layer.error));
+    SMLA_TRY(smla_dense_run_queries(d));
+    SMLA_TRY(attend_new_tokens(d));
     for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
-        const smla_dense_chunk *const tokens = &chunks[i];
-        const bool merges = tokens->merged_tokens > 0;
-        SMLA_TRY(attend_chunk(d, i, merges ? 1 : 0));
-        SMLA_TRY(merges ? merge_chunk(d, tokens) : SMLA_OK);
-        SMLA_TRY(tokens->ends_run ? merge_run(d, tokens->run_start, tokens->token_end) : SMLA_OK);
+        SMLA_TRY(run_chunk(d, i, &chunks[i]));
     }
-    return d->absorbed != NULL ? backend->projection(&d->outputs, d->layer.error) : SMLA_OK;
+    return smla_dense_run_outputs(d);
 }

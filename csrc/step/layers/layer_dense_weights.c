@@ -1,4 +1,6 @@
-/* layer_dense_weights.c: the products of a dense layer whose weights have absorbed W_UK and W_UV:
+/* layer_dense_weights.c: what the two kinds of dense layers do not share: arrays, where queries and
+ * results lie, and products. A plain layer has W_UK and W_UV. The weights of the other kind have
+ * absorbed these:
  *
  *   all tokens   q_c -> W_QR -> q_pe
  *   absorbed     q_c -> W_Q_UK -> scratch;  attention over the cache -> scratch;  W_UV_O -> out
@@ -9,45 +11,50 @@
  * their input to the one of the two that is not in use.
  */
 #include "ops/check.h"
+#include "ops/check_attention.h"
 #include "step/layers/layer_dense.h"
 
 static const char op[] = "dense.forward";
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
-/* Checks a weight of bf16, [inputs, outputs] in any storage. */
-static smla_status
-require_bf16(smla_checker *c, const char *name, const DLTensor *tensor, int64_t inputs,
-             int64_t outputs, unsigned flags)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_BF16,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE | flags,
-                                        .ndim = 2,
-                                        .shape = {inputs, outputs},
-                                        .hint = "inputs, and outputs"});
-}
+#define COUNT(rules) ((int)(sizeof(rules) / sizeof(rules)[0]))
 
-/* Checks a weight of bf16, or one of e4m3, which lies transposed and has a descale. */
-static smla_status
-require_absorbed(smla_checker *c, const char *name, const DLTensor *tensor, const char *scale_name,
-                 const DLTensor *descale, int64_t inputs, int64_t outputs)
+/* An array of bf16 with a row per token. */
+#define ROWS(name_, tensor_, flags_, ...)         \
+    {.name = (name_),                             \
+     .tensor = (tensor_),                         \
+     .dtypes = SMLA_DTYPE_BF16,                   \
+     .flags = SMLA_RULE_MORE_ROWS | (flags_),     \
+     .ndim = 3,                                   \
+     .shape = {num_tokens, heads, (__VA_ARGS__)}, \
+     .hint = "a row per token of the step"}
+
+smla_status
+smla_dense_require_plain(smla_checker *c, const dense_layer *d)
 {
-    if (descale == NULL) {
-        return require_bf16(c, name, tensor, inputs, outputs, 0);
-    }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = tensor,
-                                          .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                          .ndim = 2,
-                                          .shape = {outputs, inputs},
-                                          .hint = "outputs, and inputs"}));
-    return smla_require(c, &(smla_rule){.name = scale_name,
-                                        .tensor = descale,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = SMLA_ANY});
+    const smla_dense_forward_args *const a = d->args;
+    const smla_dense_config *const config = &d->builder->config;
+    const int64_t num_tokens = d->layer.step->facts.num_actual_tokens;
+    const int64_t heads = config->num_heads, rope = config->qk_rope_head_dim;
+    const int64_t nope = config->qk_nope_head_dim, values = config->v_head_dim;
+    const bool is_pair = a->q_pe != NULL;
+    const smla_rule rules[] = {
+        ROWS(is_pair ? "q[0]" : "q", a->q, 0, is_pair ? nope : nope + rope),
+        ROWS("q[1]", a->q_pe, SMLA_RULE_OPTIONAL, rope),
+        {.name = "W_UK",
+         .tensor = a->W_UK,
+         .dtypes = SMLA_DTYPE_BF16,
+         .ndim = 3,
+         .shape = {SMLA_KV_LORA_RANK, heads, nope}},
+        {.name = "W_UV",
+         .tensor = a->W_UV,
+         .dtypes = SMLA_DTYPE_BF16,
+         .ndim = 3,
+         .shape = {SMLA_KV_LORA_RANK, heads, values}},
+        ROWS("out", a->out, SMLA_RULE_OUTPUT, values),
+    };
+    return smla_require_arrays(c, rules, COUNT(rules));
 }
 
 /* Checks that the memory of results has room for the latents as e4m3 values, however many tokens a
@@ -64,75 +71,200 @@ require_short_latent(const smla_checker *c, int64_t inputs, int64_t heads)
                            op, (long long)most, (long long)heads, (long long)inputs);
 }
 
+/* The rule of a weight of bf16, [inputs, outputs] in any storage. */
+static smla_rule
+bf16_weight(const char *name, const DLTensor *tensor, int64_t inputs, int64_t outputs,
+            bool is_optional)
+{
+    return (smla_rule){.name = name,
+                       .tensor = tensor,
+                       .dtypes = SMLA_DTYPE_BF16,
+                       .flags = SMLA_RULE_ANY_LAST_STRIDE | (is_optional ? SMLA_RULE_OPTIONAL : 0),
+                       .ndim = 2,
+                       .shape = {inputs, outputs},
+                       .hint = "inputs, and outputs"};
+}
+
+/* That of one of either kind. An e4m3 weight lies transposed, and has a descale. */
+static smla_rule
+absorbed_weight(const char *name, const DLTensor *tensor, const DLTensor *descale, int64_t inputs,
+                int64_t outputs)
+{
+    return descale == NULL ? bf16_weight(name, tensor, inputs, outputs, false)
+                           : (smla_rule){.name = name,
+                                         .tensor = tensor,
+                                         .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
+                                         .ndim = 2,
+                                         .shape = {outputs, inputs},
+                                         .hint = "outputs, and inputs"};
+}
+
+static smla_rule
+weight_scale(const char *name, const DLTensor *descale)
+{
+    return (smla_rule){.name = name,
+                       .tensor = descale,
+                       .dtypes = SMLA_DTYPE_FP32,
+                       .flags = SMLA_RULE_ANY_LAST_STRIDE | SMLA_RULE_OPTIONAL,
+                       .ndim = SMLA_ANY};
+}
+
 smla_status
-smla_dense_require_weights(smla_checker *c, const dense_layer *d)
+smla_dense_require_absorbed(smla_checker *c, const dense_layer *d)
 {
     const smla_dense_absorbed_forward_args *const a = d->absorbed;
     const smla_dense_config *const config = &d->builder->config;
     const int64_t tokens = d->layer.step->facts.num_actual_tokens, heads = config->num_heads;
-    const bool has_prefills = d->num_absorbed < tokens;
-    smla_rule rows = {.name = "q_c",
-                      .tensor = a->q_c,
-                      .dtypes = SMLA_DTYPE_BF16,
-                      .flags = SMLA_RULE_MORE_ROWS,
-                      .ndim = 2,
-                      .shape = {tokens, SMLA_ANY},
-                      .hint = "a row per token of the step"};
-    SMLA_TRY(smla_require(c, &rows));
-    rows.name = "out";
-    rows.tensor = a->out;
-    rows.flags |= SMLA_RULE_OUTPUT;
-    SMLA_TRY(smla_require(c, &rows));
+    const int64_t latents = heads * SMLA_KV_LORA_RANK, rope = config->qk_rope_head_dim;
+    smla_rule rows[] = {
+        {.name = "q_c",
+         .tensor = a->q_c,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_MORE_ROWS,
+         .ndim = 2,
+         .shape = {tokens, SMLA_ANY},
+         .hint = "a row per token of the step"},
+        {.name = "out",
+         .tensor = a->out,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_OUTPUT,
+         .ndim = 2,
+         .shape = {tokens, SMLA_ANY},
+         .hint = "a row per token of the step"},
+    };
+    SMLA_TRY(smla_require_arrays(c, rows, COUNT(rows)));
     const int64_t inputs = smla_size(a->q_c, 1), outputs = smla_size(a->out, 1);
-    SMLA_TRY(require_absorbed(c, "W_Q_UK", a->W_Q_UK, "W_Q_UK_descale", a->W_Q_UK_descale, inputs,
-                              heads * SMLA_KV_LORA_RANK));
-    SMLA_TRY(a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK);
-    SMLA_TRY(require_bf16(c, "W_QR", a->W_QR, inputs, heads * config->qk_rope_head_dim,
-                          config->qk_rope_head_dim == 0 ? SMLA_RULE_OPTIONAL : 0));
-    SMLA_TRY(require_absorbed(c, "W_UV_O", a->W_UV_O, "W_UV_O_descale", a->W_UV_O_descale,
-                              heads * SMLA_KV_LORA_RANK, outputs));
-    if (!has_prefills) {
-        return SMLA_OK;
+    const smla_rule weights[] = {
+        absorbed_weight("W_Q_UK", a->W_Q_UK, a->W_Q_UK_descale, inputs, latents),
+        weight_scale("W_Q_UK_descale", a->W_Q_UK_descale),
+        bf16_weight("W_QR", a->W_QR, inputs, heads * rope, rope == 0),
+        absorbed_weight("W_UV_O", a->W_UV_O, a->W_UV_O_descale, latents, outputs),
+        weight_scale("W_UV_O_descale", a->W_UV_O_descale),
+        bf16_weight("W_Q", a->W_Q, inputs, heads * config->qk_nope_head_dim, false),
+        bf16_weight("o_proj", a->o_proj, heads * config->v_head_dim, outputs, false),
+    };
+    const int count = d->num_absorbed < tokens ? COUNT(weights) : COUNT(weights) - 2;
+    SMLA_TRY(smla_require_arrays(c, weights, count));
+    return a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK;
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* Rows of scratch of which prefills use their own alone. They begin where the absorbed tokens' 512
+ * values per head end; the rows before them are never touched. */
+static smla_head_rows
+prefill_rows(const dense_layer *d, smla_head_rows latents, int64_t values)
+{
+    const int64_t heads = d->builder->config.num_heads;
+    const int64_t first = d->num_absorbed * heads * (SMLA_KV_LORA_RANK - values);
+    return smla_made_rows((const uint16_t *)latents.data + first, heads, values);
+}
+
+void
+smla_dense_place_queries(dense_layer *d)
+{
+    const smla_dense_forward_args *const a = d->args;
+    const smla_dense_config *const config = &d->builder->config;
+    const smla_dense_made *const made = &d->builder->made;
+    const int64_t heads = config->num_heads, rope = config->qk_rope_head_dim;
+    const int64_t rows = d->layer.step->limits.max_num_batched_tokens * heads;
+    d->queries = smla_made_rows(made->latent, heads, SMLA_KV_LORA_RANK);
+    d->results =
+        smla_made_rows((const uint16_t *)(const void *)made->latent + rows * SMLA_KV_LORA_RANK,
+                       heads, SMLA_KV_LORA_RANK);
+    if (d->absorbed != NULL) {
+        d->q_nope = prefill_rows(d, d->queries, config->qk_nope_head_dim);
+        d->out = prefill_rows(d, d->results, config->v_head_dim);
+        d->q_pe = smla_made_rows(made->q_pe, heads, rope);
+        return;
     }
-    SMLA_TRY(require_bf16(c, "W_Q", a->W_Q, inputs, heads * config->qk_nope_head_dim, 0));
-    return require_bf16(c, "o_proj", a->o_proj, heads * config->v_head_dim, outputs, 0);
+    const int16_t dims[2] = {(int16_t)config->qk_nope_head_dim, (int16_t)rope};
+    smla_head_rows parts[2];
+    smla_view_parts(a->q, a->q_pe, dims, parts);
+    d->q_nope = parts[SMLA_NOPE];
+    d->q_pe = parts[SMLA_PE];
+    d->out = smla_view_part(a->out, 0);
 }
 
 /* ---- Products ------------------------------------------------------------------------------ */
 
-/* A product of bf16: x [tokens, inputs] @ w. */
-static smla_status
-check_bf16(const dense_layer *d, const char *name, const DLTensor *x, const DLTensor *w,
-           const DLTensor *out, smla_projection_params *params)
+smla_projection_params
+smla_dense_product(const dense_layer *d, const char *name, smla_head_rows x, const DLTensor *weight,
+                   smla_head_rows out, int64_t num_tokens)
 {
-    const smla_linear_args args = {.op = op,
-                                   .x_name = "q_c",
-                                   .x = x,
-                                   .w_name = name,
-                                   .w = w,
-                                   .inner_dim = smla_size(x, 1),
-                                   .out = out,
-                                   .stream = d->layer.stream};
-    const smla_backend *backend;
-    return smla_check_linear(&args, params, &backend, d->layer.error);
+    return (smla_projection_params){
+        .call = smla_call_of_layer(&d->layer, name, NULL),
+        .num_tokens = num_tokens,
+        .num_heads = 1,
+        .inner_dim = smla_size(weight, 0),
+        .outer_dim = smla_size(weight, 1),
+        .x = x.data,
+        .x_stride_token = x.stride_token,
+        .w = smla_data(weight),
+        .w_stride_inner = smla_stride(weight, 0),
+        .w_stride_outer = smla_stride(weight, 1),
+        .out = (uint16_t *)(uintptr_t)out.data,
+        .out_stride_token = out.stride_token,
+    };
 }
 
-/* A product with an absorbed weight. `scratch` takes a quantised input. */
-static smla_status
-check_product(const dense_layer *d, const char *name, const DLTensor *x, const DLTensor *w,
-              const DLTensor *descale, const DLTensor *out, const DLTensor *scratch,
-              dense_product *product)
+/* The product of an up projection, head by head: `inner` is the dimension of the weight [512, H,
+ * values] that is summed. */
+static void
+fill_up_projection(const dense_layer *d, const char *name, smla_head_rows x, const DLTensor *weight,
+                   int inner, smla_head_rows out, dense_product *product)
 {
+    product->is_fp8 = false;
+    product->bf16 = smla_dense_product(d, name, smla_take_rows(x, 0, d->num_absorbed, 2), weight,
+                                       smla_take_rows(out, 0, d->num_absorbed, 2), d->num_absorbed);
+    smla_projection_params *const p = &product->bf16;
+    p->num_heads = d->builder->config.num_heads;
+    p->inner_dim = smla_size(weight, inner);
+    p->outer_dim = smla_size(weight, 2 - inner);
+    p->x_stride_head = x.stride_head;
+    p->w_stride_inner = smla_stride(weight, inner);
+    p->w_stride_head = smla_stride(weight, 1);
+    p->w_stride_outer = smla_stride(weight, 2 - inner);
+    p->out_stride_head = out.stride_head;
+}
+
+/* A view of rows of bf16, or of bytes, for the check of fp8_linear. */
+static const DLTensor *
+view(const dense_layer *d, smla_view *view, smla_head_rows rows, uint8_t bits, int64_t count,
+     int64_t values)
+{
+    const int64_t shape[2] = {count, values};
+    const DLDataType dtype = {bits == 16 ? kDLBfloat : kDLUInt, bits, 1};
+    smla_make_view(view, (void *)(uintptr_t)rows.data, dtype, d->layer.step->device,
+                   bits == 16 ? 2 : 1, shape);
+    if (bits == 16) {
+        view->strides[0] = rows.stride_token;
+    }
+    return &view->tensor;
+}
+
+/* A product with an absorbed weight. An input of e4m3 is quantised to `scratch`, of which the rows
+ * have so many values. Which scales a weight may have is a rule of fp8_linear. */
+static smla_status
+fill_product(const dense_layer *d, smla_head_rows x, int64_t inputs, const DLTensor *weight,
+             const DLTensor *descale, smla_head_rows out, int64_t outputs, smla_head_rows scratch,
+             int64_t scratch_values, dense_product *product)
+{
+    const smla_head_rows from = smla_take_rows(x, 0, d->num_absorbed, sizeof(uint16_t));
+    const smla_head_rows to = smla_take_rows(out, 0, d->num_absorbed, sizeof(uint16_t));
     product->is_fp8 = descale != NULL;
     if (!product->is_fp8) {
-        return check_bf16(d, name, x, w, out, &product->bf16);
+        product->bf16 = smla_dense_product(d, op, from, weight, to, d->num_absorbed);
+        return SMLA_OK;
     }
+    smla_view views[3];
+    const int64_t bytes = 2 * d->layer.step->limits.max_num_batched_tokens * scratch_values;
     const smla_fp8_linear_args args = {.struct_size = sizeof args,
-                                       .x = x,
-                                       .weight = w,
+                                       .x = view(d, &views[0], from, 16, d->num_absorbed, inputs),
+                                       .weight = weight,
                                        .descale = descale,
-                                       .out = out,
-                                       .workspace = scratch,
+                                       .out = view(d, &views[1], to, 16, d->num_absorbed, outputs),
+                                       .workspace = view(d, &views[2], scratch, 8, bytes, 0),
                                        .input_group_rows = d->absorbed->input_group_rows,
                                        .input_group_columns = d->absorbed->input_group_columns,
                                        .stream = d->layer.stream};
@@ -140,91 +272,67 @@ check_product(const dense_layer *d, const char *name, const DLTensor *x, const D
     return smla_check_fp8_linear(&args, &product->fp8, &backend, d->layer.error);
 }
 
-/* The memory of the absorbed queries, or with 1 of the results, as bytes. The second is longer if
- * there are few heads, because queries' latents have as many values for one head as for many. */
-static const DLTensor *
-view_bytes(const dense_layer *d, smla_view *view, int which)
-{
-    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
-    const smla_step *const step = d->layer.step;
-    const int64_t size = (int64_t)sizeof(uint16_t) * step->limits.max_num_batched_tokens *
-                         (which == 0 ? step->num_heads * SMLA_KV_LORA_RANK
-                                     : smla_dense_result_values(step->num_heads));
-    smla_make_view(view, dense_latents(d, which), bytes, step->device, 1, &size);
-    return &view->tensor;
-}
-
-/* [tokens, H, values] as [tokens, H * values]. */
-static const DLTensor *
-join_heads(const dense_layer *d, smla_view *view, const DLTensor *tensor)
-{
-    const int64_t shape[2] = {smla_size(tensor, 0), smla_size(tensor, 1) * smla_size(tensor, 2)};
-    return smla_view_memory(&d->layer, view, smla_data(tensor), 16, 2, shape);
-}
-
 smla_status
-smla_dense_check_products(dense_layer *d, const DLTensor *queries, const DLTensor *results)
+smla_dense_fill_products(dense_layer *d)
 {
     const smla_dense_absorbed_forward_args *const a = d->absorbed;
-    smla_view q_c, latents, attended, out, scratch;
-    SMLA_TRY(check_product(d, "W_Q_UK", smla_slice_rows(&q_c, a->q_c, 0, d->num_absorbed),
-                           a->W_Q_UK, a->W_Q_UK_descale, join_heads(d, &latents, queries),
-                           view_bytes(d, &scratch, 1), &d->absorb));
-    return check_product(d, "W_UV_O", join_heads(d, &attended, results), a->W_UV_O,
-                         a->W_UV_O_descale, smla_slice_rows(&out, a->out, 0, d->num_absorbed),
-                         view_bytes(d, &scratch, 0), &d->values);
-}
-
-smla_status
-smla_dense_check_prefill_products(dense_layer *d)
-{
-    const smla_dense_absorbed_forward_args *const a = d->absorbed;
-    const int64_t start = d->num_absorbed, end = d->layer.step->facts.num_actual_tokens;
-    smla_view q_c, queries, q_nope, values, attended, out;
-    SMLA_TRY(
-        check_bf16(d, "W_Q", smla_slice_rows(&q_c, a->q_c, start, end), a->W_Q,
-                   join_heads(d, &queries, smla_slice_rows(&q_nope, &d->q_nope.tensor, start, end)),
-                   &d->queries));
-    return check_bf16(d, "o_proj",
-                      join_heads(d, &attended,
-                                 smla_slice_rows(&values, &d->out.tensor, start, end)),
-                      a->o_proj, smla_slice_rows(&out, a->out, start, end), &d->outputs);
-}
-
-/* A view [T, H, values] of scratch of which prefills use their rows alone. They begin where the
- * absorbed tokens' 512 values per head end; the rows before them are never touched. */
-static void
-view_prefill_rows(const dense_layer *d, smla_view *view, int which, int64_t values)
-{
     const int64_t heads = d->builder->config.num_heads;
-    const int64_t shape[3] = {d->layer.step->facts.num_actual_tokens, heads, values};
-    const int64_t first = d->num_absorbed * heads * (SMLA_KV_LORA_RANK - values);
-    smla_view_memory(&d->layer, view, dense_latents(d, which) + first, 16, 3, shape);
-}
-
-smla_status
-smla_dense_place_queries(dense_layer *d)
-{
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t tokens = d->layer.step->facts.num_actual_tokens;
-    const int64_t shape[3] = {tokens, config->num_heads, config->qk_rope_head_dim};
-    if (d->num_absorbed < tokens) {
-        view_prefill_rows(d, &d->q_nope, 0, config->qk_nope_head_dim);
-        view_prefill_rows(d, &d->out, 1, config->v_head_dim);
-    }
-    if (config->qk_rope_head_dim == 0) {
+    const int64_t latents = heads * SMLA_KV_LORA_RANK;
+    if (a == NULL) {
+        fill_up_projection(d, "k_up_proj", d->q_nope, d->args->W_UK, 2, d->queries, &d->absorb);
+        fill_up_projection(d, "v_up_proj", d->results, d->args->W_UV, 0, d->out, &d->values);
         return SMLA_OK;
     }
-    smla_view q_c, joined;
-    smla_view_memory(&d->layer, &d->q_pe, d->builder->made.q_pe, 16, 3, shape);
-    return check_bf16(d, "W_QR", smla_slice_rows(&q_c, d->absorbed->q_c, 0, tokens),
-                      d->absorbed->W_QR, join_heads(d, &joined, &d->q_pe.tensor), &d->rope_queries);
+    SMLA_TRY(fill_product(d, smla_view_part(a->q_c, 0), smla_size(a->q_c, 1), a->W_Q_UK,
+                          a->W_Q_UK_descale, d->queries, latents, d->results,
+                          smla_dense_result_values(heads), &d->absorb));
+    return fill_product(d, d->results, latents, a->W_UV_O, a->W_UV_O_descale,
+                        smla_view_part(a->out, 0), smla_size(a->out, 1), d->queries, latents,
+                        &d->values);
 }
 
 smla_status
 smla_dense_run_product(const dense_layer *d, const dense_product *product)
 {
-    const smla_backend *const backend = d->layer.step->backend;
-    return product->is_fp8 ? backend->fp8_linear(&product->fp8, d->layer.error)
-                           : backend->projection(&product->bf16, d->layer.error);
+    return product->is_fp8 ? smla_run_fp8_linear(&d->layer, &product->fp8)
+                           : smla_run_projection(&d->layer, &product->bf16);
+}
+
+/* ---- Products of bf16 alone ---------------------------------------------------------------- */
+
+/* Multiplies rows of `x` from token `start` on. A plain layer has no such products. */
+static smla_status
+run_bf16(const dense_layer *d, smla_head_rows x, const DLTensor *weight, smla_head_rows out,
+         int64_t start)
+{
+    const int64_t count = d->layer.step->facts.num_actual_tokens - start;
+    const smla_projection_params params =
+        smla_dense_product(d, op, smla_take_rows(x, start, count, sizeof(uint16_t)), weight,
+                           smla_take_rows(out, start, count, sizeof(uint16_t)), count);
+    return smla_run_projection(&d->layer, &params);
+}
+
+smla_status
+smla_dense_run_rope_queries(const dense_layer *d)
+{
+    const smla_dense_absorbed_forward_args *const a = d->absorbed;
+    return a == NULL || d->builder->config.qk_rope_head_dim == 0
+               ? SMLA_OK
+               : run_bf16(d, smla_view_part(a->q_c, 0), a->W_QR, d->q_pe, 0);
+}
+
+smla_status
+smla_dense_run_queries(const dense_layer *d)
+{
+    const smla_dense_absorbed_forward_args *const a = d->absorbed;
+    return a == NULL ? SMLA_OK
+                     : run_bf16(d, smla_view_part(a->q_c, 0), a->W_Q, d->q_nope, d->num_absorbed);
+}
+
+smla_status
+smla_dense_run_outputs(const dense_layer *d)
+{
+    const smla_dense_absorbed_forward_args *const a = d->absorbed;
+    return a == NULL ? SMLA_OK
+                     : run_bf16(d, d->out, a->o_proj, smla_view_part(a->out, 0), d->num_absorbed);
 }

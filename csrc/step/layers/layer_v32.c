@@ -1,5 +1,4 @@
-/* layer_v32.c: one DeepSeek-V3.2 layer of the step that the builder planned, composed of the public
- * operators.
+/* layer_v32.c: one DeepSeek-V3.2 layer of the step that the builder planned, composed of operators.
  *
  *   mixed, bf16   indices -> one attention call over all tokens
  *   direct        indices -> attention over decodes, attention over prefills, both on the cache
@@ -9,9 +8,7 @@
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
-#include "core/entry.h"
 #include "ops/check_attention.h"
-#include "ops/dispatch.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v32.h"
 
@@ -23,10 +20,7 @@ typedef struct forward_call {
     const smla_builder *builder;
     const smla_metadata *metadata;
     smla_kv_view cache;
-    smla_index_map map;      /* no block table: `indices` are slots */
-    const DLTensor *indices; /* [>= T, K]: slots, or positions if `map` has a block table */
-    smla_view slots;         /* what `indices` is after a conversion */
-    smla_view scratch;       /* attention workspace */
+    smla_attention_params attention; /* every token, over the cache */
 } forward_call;
 
 /* ---- Checks -------------------------------------------------------------------------------- */
@@ -54,6 +48,30 @@ check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *
     return SMLA_OK;
 }
 
+/* The list of all tokens: positions, which attention itself maps to slots. */
+static void
+fill_list(forward_call *f)
+{
+    const smla_page_table pages = smla_page_table_of(&f->builder->block_table.tensor, 0);
+    const int32_t *const req_ids = f->builder->sent.req_id_per_token;
+    const DLTensor *const topk = f->args->topk_indices;
+    f->attention.keys.num_lists = 1;
+    f->attention.keys.lists[0] = (smla_key_list){
+        .kv = f->cache,
+        .indices = smla_data(topk),
+        .indices_stride_token = smla_stride(topk, 0),
+        .topk = smla_size(topk, 1),
+        /* A table without columns may be NULL. The map's must not be, but its memory is not read.
+         */
+        .map = {.block_table = pages.block_table != NULL ? pages.block_table : req_ids,
+                .block_table_stride_req = pages.stride_req,
+                .block_table_stride_block = pages.stride_block,
+                .num_reqs = smla_size(&f->builder->block_table.tensor, 0),
+                .num_blocks = pages.num_blocks,
+                .req_id_per_token = req_ids},
+    };
+}
+
 static smla_status
 check_forward(forward_call *f)
 {
@@ -69,147 +87,89 @@ check_forward(forward_call *f)
     SMLA_TRY(smla_require_topk(&f->layer, &c, "topk_indices", args->topk_indices,
                                b->config.topk_tokens));
     SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", args->softmax_scale, f->layer.error));
-    return smla_require_results(&f->layer, &c,
-                                &(smla_layer_results){.attn_sink = args->attn_sink,
-                                                      .out = args->out,
-                                                      .lse = args->lse,
-                                                      .block_table = &b->block_table.tensor});
+    const smla_layer_arrays arrays = {SMLA_LAYER_ARRAYS_OF(args), .q_pe = args->q_pe,
+                                      .block_table = &b->block_table.tensor};
+    SMLA_TRY(smla_require_results(&f->layer, &c, &arrays));
+    smla_fill_layer(&f->layer, &arrays, f->cache.format->head_dim, args->softmax_scale,
+                    &f->attention);
+    fill_list(f);
+    return SMLA_OK;
 }
 
 /* ---- Steps --------------------------------------------------------------------------------- */
 
+/* Turns all positions into slots. Tokens that read the workspace need row numbers of it instead, so
+ * one call converts the indices of all tokens. */
 static smla_status
 convert_indices(forward_call *f)
 {
-    const smla_metadata *m = f->metadata;
-    const int64_t num_tokens = m->num_actual_tokens;
-    const int64_t columns = smla_size(f->args->topk_indices, 1);
-    smla_view req_ids, topk_indices, prefill_ids, starts;
-    f->indices = smla_view_rows(&f->layer, &f->slots, f->builder->made.indices, num_tokens, columns,
-                                columns);
-    const smla_convert_req_index_args args = {
-        .struct_size = sizeof args,
-        .req_id_per_token = smla_view_vector(&f->layer, &req_ids, m->req_id_per_token, num_tokens),
-        .block_table = &f->builder->block_table.tensor,
-        .topk_indices = smla_slice_rows(&topk_indices, f->args->topk_indices, 0, num_tokens),
-        .prefill_request_ids =
-            smla_view_vector(&f->layer, &prefill_ids, m->prefill_request_ids, num_tokens),
-        .prefill_workspace_starts =
-            smla_view_vector(&f->layer, &starts, m->prefill_workspace_starts,
-                             m->split.num_prefills),
-        .out = f->indices,
+    const smla_metadata *const m = f->metadata;
+    smla_key_list *const list = &f->attention.keys.lists[0];
+    const smla_convert_params params = {
+        .call = smla_call_of_layer(&f->layer, "convert_req_index_to_global_index", NULL),
+        .num_tokens = m->num_actual_tokens,
+        .topk = list->topk,
+        .num_reqs = list->map.num_reqs,
+        .num_blocks = list->map.num_blocks,
+        .num_prefills = m->split.num_prefills,
         .block_size = f->builder->config.block_size,
-        .stream = f->args->stream,
+        .req_id_per_token = m->req_id_per_token,
+        .req_id_stride = 1,
+        .block_table = list->map.block_table,
+        .block_table_stride_req = list->map.block_table_stride_req,
+        .block_table_stride_block = list->map.block_table_stride_block,
+        .topk_indices = list->indices,
+        .topk_indices_stride_token = list->indices_stride_token,
+        .prefill_request_ids = m->prefill_request_ids,
+        .prefill_request_ids_stride = 1,
+        .prefill_workspace_starts = m->prefill_workspace_starts,
+        .prefill_workspace_starts_stride = 1,
+        .out = f->builder->made.indices,
+        .out_stride_token = list->topk,
     };
-    return smla_convert_req_index_to_global_index(&args, f->layer.error);
+    list->map = (smla_index_map){.block_table = NULL};
+    list->indices = params.out;
+    list->indices_stride_token = params.out_stride_token;
+    return smla_run_convert_req_index_to_global_index(&f->layer, &params);
 }
 
-/* If all tokens read the cache, attention itself maps positions to slots. Tokens that read the
- * workspace need row numbers of it instead, so one call converts the indices of all tokens. */
+/* Runs attention of tokens [start, end) over `kv`: the cache, or the workspace rows in use. The
+ * backend plans the call; the plan of the decodes has decode_num_splits of the metadata. */
 static smla_status
-prepare_indices(forward_call *f)
+attend(const forward_call *f, const smla_kv_view *kv, int64_t start, int64_t end)
 {
-    if (f->metadata->num_chunks > 0) {
-        return convert_indices(f);
-    }
-    const DLTensor *block_table = &f->builder->block_table.tensor;
-    const int32_t *table = smla_data(block_table);
-    f->map = (smla_index_map){
-        /* A table without columns may be NULL. The map must not be, but its memory is not read. */
-        .block_table = table != NULL ? table : f->metadata->req_id_per_token,
-        .block_table_stride_req = smla_stride(block_table, 0),
-        .block_table_stride_block = smla_stride(block_table, 1),
-        .num_reqs = smla_size(block_table, 0),
-        .num_blocks = smla_size(block_table, 1),
-        .req_id_per_token = f->metadata->req_id_per_token,
-    };
-    f->indices = f->args->topk_indices;
-    return SMLA_OK;
-}
-
-/* Rows [start, end) of a tensor: `view`, or the tensor itself if that is all it has. */
-static const DLTensor *
-take_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
-{
-    return start == 0 && end == smla_size(tensor, 0) ? tensor
-                                                     : smla_slice_rows(view, tensor, start, end);
-}
-
-/* Runs attention of tokens from `start` on. The cache is checked before, but the line of a log
- * lists the arrays that a check has seen. */
-static smla_status
-attend_rows(const forward_call *f, const smla_sparse_attention_args *args, int64_t start)
-{
-    smla_attention_params params;
-    const smla_backend *backend = f->layer.step->backend;
-    if (args->kv_cache == f->args->kv_cache && !smla_is_logging) {
-        const smla_stream stream = {f->layer.step->device.device_id, args->stream};
-        smla_fill_attention(args, &f->cache, stream, backend, &params);
-    } else {
-        SMLA_TRY(smla_check_sparse_attention(args, &params, &backend, f->layer.error));
-    }
-    smla_index_map *const map = &params.keys.lists[0].map;
-    *map = f->map;
-    if (map->block_table != NULL) {
-        map->req_id_per_token += start;
-    }
-    return smla_attend(&params, backend, f->layer.error);
-}
-
-/* Runs attention of tokens [start, end) over `kv`: the cache, which is checked, or the workspace
- * rows in use. The backend plans the call; the plan of the decodes has decode_num_splits of the
- * metadata. */
-static smla_status
-attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
-{
-    smla_view q, q_pe, indices, out, lse;
     if (start == end) {
         return SMLA_OK;
     }
-    const smla_forward_args *a = f->args;
-    const smla_sparse_attention_args args = {
-        .struct_size = sizeof args,
-        .q = take_rows(&q, a->q, start, end),
-        .q_pe = a->q_pe == NULL ? NULL : take_rows(&q_pe, a->q_pe, start, end),
-        .kv_cache = kv,
-        .indices = take_rows(&indices, f->indices, start, end),
-        .attn_sink = a->attn_sink,
-        .out = take_rows(&out, a->out, start, end),
-        .lse = take_rows(&lse, a->lse, start, end),
-        .workspace = &f->scratch.tensor,
-        .softmax_scale = a->softmax_scale,
-        .stream = a->stream,
-    };
-    smla_entry entry;
-    smla_enter(&entry, "sparse_attention");
-    return smla_leave(&entry, attend_rows(f, &args, start));
+    smla_attention_params part = smla_take_tokens(&f->attention, start, end - start);
+    part.keys.lists[0].kv = *kv;
+    smla_plan_layer(&f->layer, &part);
+    return smla_run_attention(&f->layer, &part);
 }
 
-/* The arguments of one chunk's gather. They point to arrays in `views`. */
-static smla_gather_kv_cache_args
-chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[5])
+static smla_gather_params
+gather_of(const forward_call *f, const smla_prefill_chunk *chunk)
 {
     const smla_builder *const b = f->builder;
     const smla_chunk_rows rows = {
-        .kv_cache = f->args->kv_cache,
+        .cache = &f->cache,
+        .kv_scale = {.value = 1.0f},
         .block_table = &b->block_table.tensor,
-        .kv_format = b->config.kv_format,
         .first_req = f->metadata->split.num_decodes + chunk->req_start,
         .num_reqs = chunk->req_end - chunk->req_start,
         .num_rows = chunk->tot_seqlen,
         .lens = b->sent.prefill_seq_lens + chunk->req_start,
         .workspace_starts = b->sent.prefill_workspace_starts + chunk->req_start,
     };
-    return smla_chunk_gather(&f->layer, &rows, views);
+    return smla_gather_of_chunk(&f->layer, &rows);
 }
 
 static smla_status
 check_chunks(const forward_call *f)
 {
     for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
-        smla_view views[5];
-        const smla_gather_kv_cache_args args = chunk_gather(f, &f->metadata->chunks[i], views);
-        SMLA_TRY(smla_check_gather_values(&args, f->layer.error));
+        const smla_gather_params gather = gather_of(f, &f->metadata->chunks[i]);
+        SMLA_TRY(f->layer.step->backend->check_gather(&gather, f->layer.error));
     }
     return SMLA_OK;
 }
@@ -218,11 +178,11 @@ static smla_status
 attend_chunks(const forward_call *f)
 {
     for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
-        const smla_prefill_chunk *chunk = &f->metadata->chunks[i];
-        smla_view views[5];
-        const smla_gather_kv_cache_args gather = chunk_gather(f, chunk, views);
-        SMLA_TRY(smla_gather_kv_cache(&gather, f->layer.error));
-        SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end));
+        const smla_prefill_chunk *const chunk = &f->metadata->chunks[i];
+        const smla_gather_params gather = gather_of(f, chunk);
+        const smla_kv_view rows = smla_gathered_rows(&f->layer, chunk->tot_seqlen);
+        SMLA_TRY(smla_run_gather_kv_cache(&f->layer, &gather));
+        SMLA_TRY(attend(f, &rows, chunk->token_start, chunk->token_end));
     }
     return SMLA_OK;
 }
@@ -232,13 +192,12 @@ run(void *call)
 {
     forward_call *const f = call;
     const smla_metadata *m = f->metadata;
-    const DLTensor *cache = f->args->kv_cache;
-    smla_view_scratch(&f->layer, &f->scratch);
+    const smla_kv_view *const cache = &f->cache;
     if (smla_is_logging) {
         smla_log_text(" path %s, chunks %lld,", smla_path_name(m->path), (long long)m->num_chunks);
     }
     SMLA_TRY(check_chunks(f));
-    SMLA_TRY(prepare_indices(f));
+    SMLA_TRY(m->num_chunks > 0 ? convert_indices(f) : SMLA_OK);
     if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
         return attend(f, cache, 0, m->num_actual_tokens);
     }

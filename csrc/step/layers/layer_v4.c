@@ -1,5 +1,5 @@
 /* layer_v4.c: the attention of one DeepSeek V4 layer in the step that the builder planned, composed
- * of the public operators.
+ * of operators.
  *
  *   decodes    attention over the sliding window's cache, and over the compressed cache: the rows
  *              that the indexer chose, or all complete groups. Where the caller has numbers only,
@@ -12,7 +12,6 @@
  * empty lists.
  */
 #include "ops/check_attention.h"
-#include "ops/dispatch.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v4.h"
 
@@ -22,12 +21,21 @@ typedef struct attend_call {
     smla_layer layer;
     const smla_v4_attend_args *args;
     const smla_v4_builder *b;
-    int group;         /* the layer's ratio in the config; -1: the sliding window only */
-    bool is_indexed;   /* topk_indices choose the compressed rows */
-    smla_view indices; /* [T, K] slots of compressed rows; not used without a group */
-    smla_view lens;    /* [T] */
-    smla_view scratch; /* attention workspace */
+    int group;       /* the layer's ratio in the config; -1: the sliding window only */
+    bool is_indexed; /* topk_indices choose the compressed rows */
+    smla_kv_view swa;
+    smla_kv_view compressed;         /* a layer with a group has it */
+    smla_attention_params attention; /* every token, without keys */
 } attend_call;
+
+/* Index lists [T, columns] and their lengths [T]. */
+typedef struct row_lists {
+    const int32_t *indices;
+    int64_t stride;
+    int64_t columns;
+    const int32_t *lens;
+    int64_t lens_stride;
+} row_lists;
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
@@ -61,33 +69,36 @@ check_layer(attend_call *call)
 }
 
 static smla_status
-check_cache(smla_checker *c, const smla_cache_rule *rule)
+check_cache(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *kv)
 {
-    smla_kv_view kv;
-    SMLA_TRY(smla_require_kv(c, rule, &kv));
-    return kv.format->head_dim == SMLA_V4_HEAD_DIM
+    SMLA_TRY(smla_require_kv(c, rule, kv));
+    return kv->format->head_dim == SMLA_V4_HEAD_DIM
                ? SMLA_OK
                : smla_fail(c->error, SMLA_ERROR_VALUE,
                            "%s: `%s` must have keys of %d values, got %d", op, rule->name,
-                           SMLA_V4_HEAD_DIM, kv.format->head_dim);
+                           SMLA_V4_HEAD_DIM, kv->format->head_dim);
 }
 
 static smla_status
-check_caches(smla_checker *c, const attend_call *call)
+check_caches(smla_checker *c, attend_call *call)
 {
     const smla_v4_config *const config = &call->b->config;
-    SMLA_TRY(check_cache(c, &(smla_cache_rule){.name = "caches.swa",
-                                               .tensor = call->args->swa_kv_cache,
-                                               .kv_format = config->kv_format,
-                                               .block_size = config->swa_block_size,
-                                               .formats = SMLA_KV_ATTENTION}));
+    SMLA_TRY(check_cache(c,
+                         &(smla_cache_rule){.name = "caches.swa",
+                                            .tensor = call->args->swa_kv_cache,
+                                            .kv_format = config->kv_format,
+                                            .block_size = config->swa_block_size,
+                                            .formats = SMLA_KV_ATTENTION},
+                         &call->swa));
     return call->group < 0
                ? SMLA_OK
-               : check_cache(c, &(smla_cache_rule){.name = "caches.compressed",
-                                                   .tensor = call->args->compressed_kv_cache,
-                                                   .kv_format = config->compressed_kv_format,
-                                                   .block_size = layer_block_size(call),
-                                                   .formats = SMLA_KV_EXTRA});
+               : check_cache(c,
+                             &(smla_cache_rule){.name = "caches.compressed",
+                                                .tensor = call->args->compressed_kv_cache,
+                                                .kv_format = config->compressed_kv_format,
+                                                .block_size = layer_block_size(call),
+                                                .formats = SMLA_KV_EXTRA},
+                             &call->compressed);
 }
 
 /* Whether prefills attend to a workspace, whose rows are found by the numbers of the choice. */
@@ -167,164 +178,160 @@ check_attend(attend_call *call)
     }
     SMLA_TRY(check_caches(&c, call));
     SMLA_TRY(check_choice(&c, call));
-    return smla_require_results(&call->layer, &c,
-                                &(smla_layer_results){.attn_sink = call->args->attn_sink,
-                                                      .out = call->args->out,
-                                                      .lse = call->args->lse,
-                                                      .block_table = &call->b->swa_table.tensor,
-                                                      .may_have_more_heads = true});
-}
-
-/* The scale of a cache, if its format has one. */
-static smla_scale_arg
-scale_of(const attend_call *call, int32_t kv_format)
-{
-    const bool has_scale = kv_format == SMLA_KV_FP8_E4M3;
-    return (smla_scale_arg){.value = has_scale ? call->b->config.kv_scale : 1};
+    const smla_layer_arrays arrays = {SMLA_LAYER_ARRAYS_OF(call->args),
+                                      .block_table = &call->b->swa_table.tensor,
+                                      .may_have_more_heads = true};
+    SMLA_TRY(smla_require_results(&call->layer, &c, &arrays));
+    smla_fill_layer(&call->layer, &arrays, SMLA_V4_HEAD_DIM, config->softmax_scale,
+                    &call->attention);
+    if (smla_is_e4m3_query(q)) {
+        call->attention.logits.q_scale.value = (float)config->q_scale;
+    }
+    return SMLA_OK;
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* What all calls of attention for tokens [start, end) share. `views` holds their arrays. */
-static smla_sparse_attention_args
-attention_of(const attend_call *call, int64_t start, int64_t end, smla_view views[3])
+/* The scale of a cache, if its format has one. */
+static smla_given_scale
+scale_of(const attend_call *call, const smla_kv_view *kv)
 {
-    const smla_v4_attend_args *const args = call->args;
-    return (smla_sparse_attention_args){
-        .struct_size = sizeof(smla_sparse_attention_args),
-        .q = smla_slice_rows(&views[0], args->q, start, end),
-        .attn_sink = args->attn_sink,
-        .out = smla_slice_rows(&views[1], args->out, start, end),
-        .lse = smla_slice_rows(&views[2], args->lse, start, end),
-        .workspace = &call->scratch.tensor,
-        .softmax_scale = call->b->config.softmax_scale,
-        .q_scale = {.value = call->b->config.q_scale},
-        .stream = args->stream,
-    };
+    const bool has_scale = kv->format->scale_type == SMLA_SCALE_CACHE;
+    return (smla_given_scale){.value = has_scale ? (float)call->b->config.kv_scale : 1.0f};
 }
 
-/* Attends of tokens [start, end) over the caches. */
-static smla_status
-attend_caches(const attend_call *call, int64_t start, int64_t end)
+/* Rows [start, start + count) of lists over a cache. */
+static smla_key_list
+key_list(const smla_kv_view *kv, const row_lists *lists, int64_t start, int64_t count)
 {
-    smla_view views[3];
-    smla_view swa_indices;
-    smla_view swa_lens;
-    smla_view indices;
-    smla_view lens;
-    if (start == end) {
-        return SMLA_OK;
+    return (smla_key_list){.kv = *kv,
+                           .indices = lists->indices + start * lists->stride,
+                           .indices_stride_token = count > 1 ? lists->stride : 0,
+                           .topk = lists->columns,
+                           .end = lists->lens + start * lists->lens_stride,
+                           .end_stride = count > 1 ? lists->lens_stride : 0};
+}
+
+/* Attends of `count` tokens from token `start` on to the keys of one list or two. */
+static smla_status
+attend(const attend_call *call, int64_t start, int64_t count, const smla_key_list *lists,
+       int num_lists)
+{
+    static const smla_attention_rules names = {.op = "sparse_attention",
+                                               .q_scale = "q_scale",
+                                               .lists = {{.kv_scale = "kv_scale"},
+                                                         {.kv_scale = "extra_kv_scale"}}};
+    smla_attention_params part = smla_take_tokens(&call->attention, start, count);
+    part.keys = (smla_key_lists){.lists = {lists[0], lists[num_lists - 1]}, .num_lists = num_lists};
+    for (int i = 0; i < 2; i++) {
+        part.logits.kv_scale[i] = scale_of(call, &part.keys.lists[i].kv);
     }
-    const smla_v4_builder *const b = call->b;
-    const int64_t window = b->config.window;
-    smla_sparse_attention_args args = attention_of(call, start, end, views);
-    args.kv_cache = call->args->swa_kv_cache;
-    args.kv_format = b->config.kv_format;
-    args.block_size = b->config.swa_block_size;
-    args.kv_scale = scale_of(call, b->config.kv_format);
-    args.indices = smla_view_rows(&call->layer, &swa_indices, b->made.swa_indices + start * window,
-                                  end - start, window, window);
-    args.topk_length =
-        smla_view_vector(&call->layer, &swa_lens, b->made.swa_lens + start, end - start);
-    if (call->group >= 0) {
-        args.extra_kv_cache = call->args->compressed_kv_cache;
-        args.extra_kv_format = b->config.compressed_kv_format;
-        args.extra_block_size = layer_block_size(call);
-        args.extra_kv_scale = scale_of(call, b->config.compressed_kv_format);
-        args.extra_indices = smla_slice_rows(&indices, &call->indices.tensor, start, end);
-        args.extra_topk_length = smla_slice_rows(&lens, &call->lens.tensor, start, end);
-    }
-    return smla_sparse_attention(&args, call->layer.error);
+    SMLA_TRY(smla_require_logit_scale(&names, call->layer.step->device, &part, call->layer.error));
+    smla_plan_layer(&call->layer, &part);
+    return smla_run_attention(&call->layer, &part);
 }
 
 /* ---- Lists of compressed rows -------------------------------------------------------------- */
 
-/* Turns row numbers of tokens [start, end) into slots, in the builder's buffer. */
-static smla_status
-find_slots(const attend_call *call, const DLTensor *rows, int64_t start, int64_t end)
+/* An indexer's choice, or other numbers that the caller gives. */
+static row_lists
+given_lists(const DLTensor *indices, const DLTensor *lens)
 {
-    smla_view req_ids, is_valid, in, out, lens;
-    const smla_v4_builder *const b = call->b;
-    const int64_t count = end - start;
-    const smla_topk_slots_args args = {
-        .struct_size = sizeof args,
-        .topk_indices = smla_slice_rows(&in, rows, start, end),
-        .req_id_per_token =
-            smla_view_vector(&call->layer, &req_ids, b->sent.req_id_per_token + start, count),
-        .block_table = &b->compressed_tables[call->group].tensor,
-        .block_size = layer_block_size(call),
-        .is_valid = &is_valid.tensor,
-        .out = smla_slice_rows(&out, &call->indices.tensor, start, end),
-        .lens = smla_slice_rows(&lens, &call->lens.tensor, start, end),
-        .stream = call->args->stream,
-    };
-    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
-    smla_make_view(&is_valid, (uint8_t *)b->made.is_valid + start, bytes, b->config.device, 1,
-                   &count);
-    return count == 0 ? SMLA_OK
-                      : smla_compute_global_topk_indices_and_lens(&args, call->layer.error);
+    return (row_lists){.indices = smla_data(indices),
+                       .stride = smla_stride(indices, 0),
+                       .columns = smla_size(indices, 1),
+                       .lens = smla_data(lens),
+                       .lens_stride = smla_stride(lens, 0)};
 }
 
-/* The rows that tokens attend to by their numbers: [T, K]. Those of decodes are slots already if
- * the layer has no indexer. */
-static const DLTensor *
-view_rows(const attend_call *call, smla_view *view)
+/* The rows that tokens attend to, by their numbers. Those of decodes are slots already if the layer
+ * has no indexer. */
+static row_lists
+find_numbers(const attend_call *call)
 {
     const smla_v4_builder *const b = call->b;
-    const int64_t num_tokens = b->metadata.num_actual_tokens;
     if (call->group < 0) {
-        return smla_view_rows(&call->layer, view, b->made.swa_indices, num_tokens, 0, 1);
+        return (row_lists){.indices = b->made.swa_indices, .stride = 1};
     }
-    if (call->is_indexed) {
-        return smla_slice_rows(view, call->args->topk_indices, 0, num_tokens);
-    }
-    return smla_view_rows(&call->layer, view, b->made.groups[call->group].indices, num_tokens,
-                          b->metadata.groups[call->group].width, b->columns[call->group]);
+    return call->is_indexed ? given_lists(call->args->topk_indices, NULL)
+                            : (row_lists){.indices = b->made.groups[call->group].indices,
+                                          .stride = b->columns[call->group],
+                                          .columns = b->metadata.groups[call->group].width,
+                                          .lens = b->made.groups[call->group].lens,
+                                          .lens_stride = 1};
 }
 
-/* Finds the lists of slots for tokens [start, end), all decodes or none. */
+/* Lists in the builder's buffer. */
+static row_lists
+made_lists(const attend_call *call, int64_t columns)
+{
+    return (row_lists){call->b->made.indices, columns, columns, call->b->made.index_lens, 1};
+}
+
+/* Turns row numbers of `count` tokens from token `start` on into slots. */
 static smla_status
-find_lists(attend_call *call, int64_t start, int64_t end)
+find_slots(const attend_call *call, const row_lists *numbers, const row_lists *to, int64_t start,
+           int64_t count)
 {
     const smla_v4_builder *const b = call->b;
-    const bool are_slots = !call->is_indexed && end <= b->metadata.split.num_decode_tokens;
-    const int64_t num_tokens = b->metadata.num_actual_tokens;
-    smla_view rows;
-    if (call->is_indexed && call->args->slots != NULL) {
-        smla_slice_rows(&call->indices, call->args->slots, 0, num_tokens);
-        smla_slice_rows(&call->lens, call->args->lens, 0, num_tokens);
-        return SMLA_OK;
-    }
-    const DLTensor *const numbers = view_rows(call, &rows);
-    if (are_slots) {
-        smla_slice_rows(&call->indices, numbers, 0, num_tokens);
-        smla_view_vector(&call->layer, &call->lens, b->made.groups[call->group].lens, num_tokens);
-        return SMLA_OK;
-    }
-    const int64_t columns = smla_size(numbers, 1);
-    smla_view_rows(&call->layer, &call->indices, b->made.indices, num_tokens, columns, columns);
-    smla_view_vector(&call->layer, &call->lens, b->made.index_lens, num_tokens);
-    return find_slots(call, numbers, start, end);
+    const DLTensor *const table = &b->compressed_tables[call->group].tensor;
+    const smla_topk_slots_params params = {
+        .call = smla_call_of_layer(&call->layer, "compute_global_topk_indices_and_lens", NULL),
+        .table = "block_table",
+        .num_tokens = count,
+        .topk = numbers->columns,
+        .num_reqs = smla_size(table, 0),
+        .topk_indices = numbers->indices + start * numbers->stride,
+        .topk_indices_stride_token = numbers->stride,
+        .req_id_per_token = b->sent.req_id_per_token + start,
+        .req_id_stride = 1,
+        .pages = smla_page_table_of(table, layer_block_size(call)),
+        .is_valid = (const uint8_t *)b->made.is_valid + start,
+        .is_valid_stride = 1,
+        .out = b->made.indices + start * to->stride,
+        .out_stride_token = to->stride,
+        .lens = b->made.index_lens + start,
+        .lens_stride = 1,
+    };
+    return smla_run_compute_global_topk_indices_and_lens(&call->layer, &params);
 }
 
-/* Attends of tokens [start, end), all decodes or none, over the caches. */
+/* Finds the lists of slots for `count` tokens from token `start` on, all decodes or none. */
 static smla_status
-attend_tokens(attend_call *call, int64_t start, int64_t end)
+find_lists(const attend_call *call, int64_t start, int64_t count, row_lists *lists)
 {
-    if (call->group >= 0) {
-        SMLA_TRY(find_lists(call, start, end));
+    const bool are_decodes = start + count <= call->b->metadata.split.num_decode_tokens;
+    if (call->is_indexed && call->args->slots != NULL) {
+        *lists = given_lists(call->args->slots, call->args->lens);
+        return SMLA_OK;
     }
-    return attend_caches(call, start, end);
+    const row_lists numbers = find_numbers(call);
+    if (!call->is_indexed && are_decodes) {
+        *lists = numbers;
+        return SMLA_OK;
+    }
+    *lists = made_lists(call, numbers.columns);
+    return find_slots(call, &numbers, lists, start, count);
+}
+
+/* Attends of `count` tokens from token `start` on, all decodes or none, over the caches. */
+static smla_status
+attend_tokens(const attend_call *call, int64_t start, int64_t count)
+{
+    const smla_v4_builder *const b = call->b;
+    const int64_t window = b->config.window;
+    const row_lists swa = {b->made.swa_indices, window, window, b->made.swa_lens, 1};
+    row_lists compressed = {.columns = 0};
+    if (count == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(call->group < 0 ? SMLA_OK : find_lists(call, start, count, &compressed));
+    const smla_key_list lists[2] = {key_list(&call->swa, &swa, start, count),
+                                    key_list(&call->compressed, &compressed, start, count)};
+    return attend(call, start, count, lists, compressed.columns == 0 ? 1 : 2);
 }
 
 /* ---- Path "separate" ----------------------------------------------------------------------- */
-
-typedef struct chunk_views {
-    smla_view workspace;
-    smla_view table;
-    smla_view lens;
-    smla_view gather_lens;
-} chunk_views;
 
 /* Requests of a chunk that are neighbours in the batch: entries [start, end) of the arrays of
  * prefills. The first of them has place `place` in the chunk's workspace. */
@@ -334,158 +341,126 @@ typedef struct chunk_part {
     int64_t place;
 } chunk_part;
 
-/* Their rows of a block table. */
-static const DLTensor *
-take_pages(const attend_call *call, smla_view *view, const DLTensor *table, const chunk_part *part)
+/* The gather of their rows of a cache, from row `offset` of each request's place on. */
+static smla_gather_params
+gather_of(const attend_call *call, const chunk_part *part, const smla_kv_view *kv,
+          const DLTensor *table, int64_t offset)
 {
     const smla_v4_builder *const b = call->b;
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
+    const DLTensor *const memory = &b->step.workspaces[SMLA_GATHERED].tensor;
+    const smla_page_table pages = smla_page_table_of(table, kv->block_size);
     const int64_t first = b->metadata.split.num_decodes + b->kept.prefills[part->start];
-    return smla_slice_rows(view, table, first, first + part->end - part->start);
-}
-
-/* Their workspace: [requests, M, 512]. */
-static const DLTensor *
-view_workspace(const attend_call *call, smla_view *view, const chunk_part *part,
-               const smla_v4_rows *rows)
-{
-    const DLTensor *const memory = &call->b->step.workspaces[SMLA_GATHERED].tensor;
-    const int64_t shape[3] = {part->end - part->start, rows->request_rows, SMLA_V4_HEAD_DIM};
-    uint16_t *const data = smla_data(memory);
-    smla_make_view(view, data + part->place * rows->request_rows * memory->strides[0],
-                   memory->dtype, call->b->config.device, 3, shape);
-    view->strides[1] = memory->strides[0];
-    view->strides[0] = memory->strides[0] * rows->request_rows;
-    return &view->tensor;
-}
-
-/* The gather of their rows of the sliding window. */
-static smla_gather_k_cache_args
-window_gather(const attend_call *call, const chunk_part *part, chunk_views *views)
-{
-    const smla_v4_builder *const b = call->b;
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int64_t count = part->end - part->start;
-    return (smla_gather_k_cache_args){
-        .struct_size = sizeof(smla_gather_k_cache_args),
-        .out = view_workspace(call, &views->workspace, part, &rows),
-        .k_cache = call->args->swa_kv_cache,
-        .seq_lens = smla_view_vector(&call->layer, &views->lens,
-                                     b->sent.chunk_seq_lens + part->start, count),
-        .gather_lens = smla_view_vector(&call->layer, &views->gather_lens,
-                                        b->sent.chunk_gather_lens + part->start, count),
-        .block_table = take_pages(call, &views->table, &b->swa_table.tensor, part),
-        .block_size = b->config.swa_block_size,
-        .offset = rows.window_start,
-        .kv_scale = scale_of(call, b->config.kv_format),
-        .kv_format = b->config.kv_format,
-        .stream = call->args->stream,
-    };
-}
-
-/* The gather of their compressed rows. */
-static smla_gather_k_cache_args
-compressed_gather(const attend_call *call, const chunk_part *part, chunk_views *views)
-{
-    const smla_v4_builder *const b = call->b;
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int32_t *const lens = b->sent.compressed_lens[call->group] + part->start;
-    return (smla_gather_k_cache_args){
-        .struct_size = sizeof(smla_gather_k_cache_args),
-        .out = view_workspace(call, &views->workspace, part, &rows),
-        .k_cache = call->args->compressed_kv_cache,
-        .seq_lens = smla_view_vector(&call->layer, &views->lens, lens, part->end - part->start),
-        .block_table =
-            take_pages(call, &views->table, &b->compressed_tables[call->group].tensor, part),
-        .block_size = layer_block_size(call),
-        .kv_scale = scale_of(call, b->config.compressed_kv_format),
-        .kv_format = b->config.compressed_kv_format,
-        .stream = call->args->stream,
+    const int64_t stride_req = memory->strides[0] * rows.request_rows;
+    return (smla_gather_params){
+        .call = smla_call_of_layer(&call->layer, "dequantize_and_gather_k_cache", kv->format),
+        .num_reqs = part->end - part->start,
+        .num_blocks = pages.num_blocks,
+        .block_table = pages.block_table + first * pages.stride_req,
+        .block_table_stride_req = pages.stride_req,
+        .block_table_stride_block = pages.stride_block,
+        .seq_lens_stride = 1,
+        .offset = offset,
+        .kv = *kv,
+        .kv_scale = scale_of(call, kv),
+        .out = (uint16_t *)smla_data(memory) + part->place * stride_req,
+        .out_tokens = rows.request_rows,
+        .out_stride_req = stride_req,
+        .out_stride_token = memory->strides[0],
     };
 }
 
 /* Gathers a chunk part by part. Requests without query tokens are between the parts. */
 static smla_status
 gather_chunk(const attend_call *call, int64_t chunk_idx,
-             smla_status (*gather)(const smla_gather_k_cache_args *args, smla_error *error))
+             smla_status (*gather)(const smla_layer *layer, const smla_gather_params *params))
 {
-    const smla_v4_entries entries = smla_v4_chunk_entries(call->b, chunk_idx);
-    const int32_t *const prefills = call->b->kept.prefills;
+    const smla_v4_builder *const b = call->b;
+    const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
+    const int32_t *const prefills = b->kept.prefills;
     chunk_part part = {.end = entries.start};
     while (part.end < entries.end) {
-        chunk_views views;
         part.start = part.end++;
         part.place = part.start - entries.start;
         while (part.end < entries.end && prefills[part.end] == prefills[part.end - 1] + 1) {
             part.end++;
         }
-        const smla_gather_k_cache_args window = window_gather(call, &part, &views);
-        SMLA_TRY(gather(&window, call->layer.error));
+        smla_gather_params params =
+            gather_of(call, &part, &call->swa, &b->swa_table.tensor, rows.window_start);
+        params.seq_lens = b->sent.chunk_seq_lens + part.start;
+        params.gather_lens = b->sent.chunk_gather_lens + part.start;
+        params.gather_lens_stride = 1;
+        SMLA_TRY(gather(&call->layer, &params));
         if (call->group >= 0) {
-            const smla_gather_k_cache_args compressed = compressed_gather(call, &part, &views);
-            SMLA_TRY(gather(&compressed, call->layer.error));
+            params = gather_of(call, &part, &call->compressed,
+                               &b->compressed_tables[call->group].tensor, 0);
+            params.seq_lens = b->sent.compressed_lens[call->group] + part.start;
+            SMLA_TRY(gather(&call->layer, &params));
         }
     }
     return SMLA_OK;
 }
 
+static smla_status
+check_gather(const smla_layer *layer, const smla_gather_params *params)
+{
+    return layer->step->backend->check_gather(params, layer->error);
+}
+
 /* Names the workspace rows of a chunk's tokens, in the builder's buffer. */
 static smla_status
-combine_rows(const attend_call *call, int64_t chunk_idx, const DLTensor *out, const DLTensor *lens)
+combine_rows(const attend_call *call, int64_t chunk_idx, const row_lists *numbers,
+             const row_lists *to)
 {
-    smla_view rows, topk, starts, seq_lens, gather_lens;
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
-    const int64_t first = entries.start, count = entries.end - first;
-    const DLTensor *const numbers = view_rows(call, &rows);
-    const smla_combine_topk_swa_args args = {
-        .struct_size = sizeof args,
-        .topk_indices = smla_slice_rows(&topk, numbers, chunk->token_start, chunk->token_end),
-        .query_start_loc = smla_view_vector(&call->layer, &starts,
-                                            b->sent.chunk_query_start_loc + first, count + 1),
-        .seq_lens =
-            smla_view_vector(&call->layer, &seq_lens, b->sent.chunk_seq_lens + first, count),
-        .gather_lens =
-            smla_view_vector(&call->layer, &gather_lens, b->sent.chunk_gather_lens + first, count),
+    const smla_combine_topk_swa_params params = {
+        .call = smla_call_of_layer(&call->layer, "combine_topk_swa_indices", NULL),
+        .num_tokens = chunk->token_end - chunk->token_start,
         .window = b->config.window,
         .ratio = call->args->compress_ratio,
-        .topk = smla_size(numbers, 1),
-        .M = sizes.request_rows,
-        .N = sizes.window_start,
-        .align = SMLA_V4_LIST_ALIGN,
-        .out = out,
-        .lens = lens,
-        .stream = call->args->stream,
+        .topk = numbers->columns,
+        .request_rows = sizes.request_rows,
+        .window_start = sizes.window_start,
+        .width = to->columns,
+        .batch = {.num_reqs = entries.end - entries.start,
+                  .query_start_loc = b->sent.chunk_query_start_loc + entries.start,
+                  .query_start_loc_stride = 1,
+                  .seq_lens = b->sent.chunk_seq_lens + entries.start,
+                  .seq_lens_stride = 1},
+        .gather_lens = b->sent.chunk_gather_lens + entries.start,
+        .gather_lens_stride = 1,
+        .topk_indices = numbers->indices + chunk->token_start * numbers->stride,
+        .topk_indices_stride_token = numbers->stride,
+        .out = b->made.indices,
+        .out_stride_token = to->stride,
+        .lens = b->made.index_lens,
+        .lens_stride = 1,
     };
-    return smla_combine_topk_swa_indices(&args, call->layer.error);
+    return smla_run_combine_topk_swa_indices(&call->layer, &params);
 }
 
 static smla_status
 attend_chunk(const attend_call *call, int64_t chunk_idx)
 {
-    smla_view views[3];
-    smla_view page, out, lens, rows;
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
     const int64_t num_tokens = chunk->token_end - chunk->token_start;
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const int64_t columns = smla_size(view_rows(call, &rows), 1) + b->config.window;
-    const int64_t width =
-        (columns + SMLA_V4_LIST_ALIGN - 1) / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN;
-    smla_view_rows(&call->layer, &out, b->made.indices, num_tokens, width, width);
-    smla_view_vector(&call->layer, &lens, b->made.index_lens, num_tokens);
-    SMLA_TRY(gather_chunk(call, chunk_idx, smla_dequantize_and_gather_k_cache));
-    SMLA_TRY(combine_rows(call, chunk_idx, &out.tensor, &lens.tensor));
-    smla_sparse_attention_args args =
-        attention_of(call, chunk->token_start, chunk->token_end, views);
-    args.kv_cache = smla_slice_rows(&page, &b->step.workspaces[SMLA_GATHERED].tensor, 0,
-                                    (entries.end - entries.start) * sizes.request_rows);
-    args.kv_format = SMLA_KV_BFLOAT16;
-    args.indices = &out.tensor;
-    args.topk_length = &lens.tensor;
-    return smla_sparse_attention(&args, call->layer.error);
+    const row_lists numbers = find_numbers(call);
+    const int64_t columns = numbers.columns + b->config.window;
+    const row_lists rows = made_lists(call, (columns + SMLA_V4_LIST_ALIGN - 1) /
+                                                SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN);
+    const smla_kv_view page =
+        smla_gathered_rows(&call->layer, (entries.end - entries.start) * sizes.request_rows);
+    SMLA_TRY(gather_chunk(call, chunk_idx, smla_run_dequantize_and_gather_k_cache));
+    SMLA_TRY(combine_rows(call, chunk_idx, &numbers, &rows));
+    const smla_key_list list = key_list(&page, &rows, 0, num_tokens);
+    return attend(call, chunk->token_start, num_tokens, &list, 1);
 }
 
 /* ---- A layer ------------------------------------------------------------------------------- */
@@ -493,12 +468,11 @@ attend_chunk(const attend_call *call, int64_t chunk_idx)
 static smla_status
 run(void *given)
 {
-    attend_call *const call = given;
+    const attend_call *const call = given;
     const smla_v4_metadata *const m = &call->b->metadata;
     const int64_t num_chunks = has_chunks(call) ? m->num_chunks : 0;
-    smla_view_scratch(&call->layer, &call->scratch);
     for (int64_t i = 0; i < num_chunks; i++) {
-        SMLA_TRY(gather_chunk(call, i, smla_check_gather_k_values));
+        SMLA_TRY(gather_chunk(call, i, check_gather));
     }
     SMLA_TRY(attend_tokens(call, 0, m->split.num_decode_tokens));
     for (int64_t i = 0; i < num_chunks; i++) {
@@ -507,7 +481,7 @@ run(void *given)
     /* The tokens left are the prefills of path "direct", or else padding. */
     const int64_t done =
         num_chunks > 0 ? m->chunks[num_chunks - 1].token_end : m->split.num_decode_tokens;
-    return attend_tokens(call, done, m->num_actual_tokens);
+    return attend_tokens(call, done, m->num_actual_tokens - done);
 }
 
 static smla_status

@@ -194,8 +194,7 @@ find_scratch_bytes(const smla_step *s)
                                           .topk = s->limits.max_model_len,
                                           .device_id = s->device.device_id,
                                           .covers_tables = true};
-    return s->backend->attention_workspace_size(&largest) +
-           smla_key_ranges_bytes(largest.num_tokens);
+    return s->backend->attention_workspace_size(&largest);
 }
 
 static smla_status
@@ -366,11 +365,6 @@ commit(smla_step *s, const void *given)
         b->metadata.context_chunk_lens = b->sent.context_lens;
         b->metadata.context_chunk_key_starts = b->sent.context_key_starts;
         b->metadata.context_chunk_query_starts = b->sent.context_query_starts;
-    }
-    b->max_prefill_query_len = args->num_actual_tokens - args->query_start_loc_cpu[args->num_reqs];
-    for (int64_t req = s->facts.split.num_decodes; req < args->num_reqs; req++) {
-        const int64_t len = smla_query_len(args->query_start_loc_cpu, req);
-        b->max_prefill_query_len = len > b->max_prefill_query_len ? len : b->max_prefill_query_len;
     }
     smla_slice_rows(&b->seq_lens, args->seq_lens, 0, args->num_reqs);
     smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);

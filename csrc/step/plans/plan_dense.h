@@ -85,7 +85,6 @@ struct smla_dense_builder {
     smla_dense_made made;
     smla_dense_kept kept;
     int64_t workspace_tokens;      /* rows of a chunk at most; 0 on path "mixed" */
-    int64_t max_prefill_query_len; /* the last build's; padding is a query, too */
     smla_key_ranges_params ranges; /* those of the last build */
     smla_view seq_lens;            /* the caller's, of the last build, like the next two */
     smla_view block_table;
