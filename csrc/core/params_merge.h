@@ -1,7 +1,7 @@
 /* params_merge.h: the params of merges of partial attention results. */
 #pragma once
 
-#include "core/params.h"
+#include "core/attention/logits.h"
 
 enum { SMLA_MAX_PARTS = 64 }; /* parts per merge: as many as a launch's args have room for */
 
@@ -22,8 +22,7 @@ typedef struct smla_merge_rows {
     int64_t value_dim;
     smla_float_type type;     /* element type of all parts: bf16, fp16 or fp32 */
     smla_float_type out_type; /* the same, or bf16 where parts are fp32 */
-    const float *attn_sink;   /* [H] or NULL */
-    int64_t attn_sink_stride;
+    smla_sinks sinks;
     void *out; /* [T, H, V] */
     int64_t out_stride_token;
     int64_t out_stride_head;

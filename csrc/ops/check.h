@@ -16,8 +16,6 @@ SMLA_PROJECTIONS(SMLA_DECLARE_CHECK)
     SMLA_DECLARE_CHECK(name, args_type, smla_attention_params, attention)
 
 SMLA_ATTENTIONS(SMLA_DECLARE_ATTENTION_CHECK)
-SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape,
-                   attention)
 
 /* Blocks of scales along a dimension of a weight. */
 static inline int64_t

@@ -1,31 +1,10 @@
-/* check_attention_dense.c: the argument rules of mla_attention. Its args become those of
- * sparse_attention, whose check does what the two share; the main list is one of positions, which
- * the block table turns into slots, and whose limits per token the call writes to its workspace.
+/* check_attention_dense.c: the argument rules of mla_attention. Its main list is one of positions,
+ * which the block table turns into slots, and whose limits per token the call writes to its
+ * workspace.
  */
 #include <math.h>
 
 #include "ops/check_attention.h"
-
-/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
-enum { LEAST_PLANNED_COLUMNS = 256 };
-
-/* What require_keys has besides the args. */
-typedef struct dense_call {
-    const smla_mla_attention_args *args;
-    const DLTensor *q; /* [T, H, D] */
-} dense_call;
-
-/* ---- Numbers ------------------------------------------------------------------------------- */
-
-static smla_status
-require_visible(const smla_checker *c, const smla_mla_attention_args *args,
-                smla_attention_params *params)
-{
-    const smla_mask_args mask = SMLA_MASK_OF(args);
-    SMLA_TRY(smla_require_mask(c, &mask, params));
-    return smla_require_share(c, args->cp_rank, args->cp_size, args->cp_interleave,
-                              &params->visible.rule.share);
-}
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
@@ -113,51 +92,22 @@ find_longest(const smla_requests *reqs, const smla_rank_share *share)
     return longest;
 }
 
+/* Fills the main list's keys, and what finds their ranges. */
 static smla_status
-require_query_starts(smla_checker *c, const dense_call *call, smla_requests *reqs)
+require_keys(smla_checker *c, const smla_mla_attention_args *args, smla_attention_params *params)
 {
-    const DLTensor *const starts = call->args->cu_seqlens_q;
-    if (starts == NULL) {
-        return SMLA_OK;
-    }
-    if (call->args->q->ndim == 4) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
-    }
-    return smla_require_query_starts(c, starts, reqs);
-}
-
-/* Fills the main list and what finds its ranges. */
-static smla_status
-require_keys(smla_checker *c, const void *more, smla_attention_params *params)
-{
-    const dense_call *const call = more;
-    const smla_mla_attention_args *const args = call->args;
+    const smla_table_args tables = SMLA_TABLE_OF(args);
+    const smla_mask_args mask = SMLA_MASK_OF(args);
     smla_requests *const reqs = &params->visible.reqs;
     smla_key_list *const list = &params->keys.lists[0];
-    const DLTensor *const lens = args->cache_seqlens;
-    const bool has_slots = args->slot_table != NULL;
-    const char *const table_name = has_slots ? "slot_table" : "block_table";
-    SMLA_TRY(smla_require_one_table(c, args->block_table, args->slot_table));
-    const bool has_starts = args->cu_seqlens_q != NULL && args->q->ndim != 4;
-    SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
-                                 has_starts ? SMLA_ANY : smla_size(args->q, 0), 0,
-                                 "a length per request of the query"));
-    reqs->num_tokens = smla_size(call->q, 0);
-    reqs->query_len = args->q->ndim == 4 ? smla_size(args->q, 1) : 1;
-    reqs->num_reqs = smla_size(lens, 0);
-    reqs->seq_lens = smla_data(lens);
-    reqs->seq_lens_stride = smla_stride(lens, 0);
-    SMLA_TRY(require_query_starts(c, call, reqs));
-    const DLTensor *const table = has_slots ? args->slot_table : args->block_table;
-    SMLA_TRY(smla_require_table(c, table_name, table, reqs->num_reqs, 0));
-    SMLA_TRY(require_visible(c, args, params));
+    const DLTensor *table = NULL;
     params->source = SMLA_KEYS_TABLE;
+    SMLA_TRY(smla_require_requests(c, &tables, args->q, params->queries.num_tokens, reqs, &table));
+    SMLA_TRY(smla_require_mask(c, &mask, params));
+    SMLA_TRY(smla_require_share(c, args->cp_rank, args->cp_size, args->cp_interleave,
+                                &params->visible.rule.share));
     params->keys.entry_tokens =
-        has_slots || list->kv.block_size == 0 ? 1 : (int32_t)list->kv.block_size;
-    params->visible.least_split_columns =
-        args->num_splits == 0 ? LEAST_PLANNED_COLUMNS : SMLA_SPLIT_ALIGN;
+        table == args->slot_table || list->kv.block_size == 0 ? 1 : (int32_t)list->kv.block_size;
     list->map = (smla_index_map){
         .block_table = smla_data(table),
         .block_table_stride_req = smla_stride(table, 0),
@@ -178,17 +128,6 @@ require_keys(smla_checker *c, const void *more, smla_attention_params *params)
 }
 
 /* ---- mla_attention ------------------------------------------------------------------------- */
-
-static const smla_attention_rules attention_rules = {
-    .op = "mla_attention",
-    .q = "q",
-    .q_scale = "q_scale",
-    .lists = {{"kv_cache", NULL, NULL, "kv_scale", SMLA_KV_ATTENTION}},
-    .softmax_scale = "softmax_scale",
-    .attn_sink = "attn_sink",
-    .workspace = "workspace",
-    .require_more = require_keys,
-};
 
 /* Puts the ranges in front of attention's own workspace. */
 static smla_status
@@ -239,28 +178,26 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
                          const smla_backend **backend, smla_error *error)
 {
     flat_arrays flat;
+    smla_attention_inputs in = SMLA_INPUTS_OF(args, args->q_pe);
+    const smla_list_args list = {.cache = {.name = "kv_cache",
+                                           .tensor = args->kv_cache,
+                                           .kv_format = args->kv_format,
+                                           .formats = SMLA_KV_ATTENTION},
+                                 .kv_scale = SMLA_NAMED(args, kv_scale)};
+    smla_checker c;
+    smla_open_checker(&c, "mla_attention", error);
     SMLA_TRY(flatten(args, &flat, error));
-    const dense_call call = {.args = args, .q = flat.q};
-    const smla_sparse_attention_args attention = {
-        .struct_size = sizeof attention,
-        .q = flat.q,
-        .q_pe = flat.q_pe,
-        .kv_cache = args->kv_cache,
-        .attn_sink = args->attn_sink,
-        .out = flat.out,
-        .lse = flat.lse,
-        .workspace = args->workspace,
-        .softmax_scale = args->softmax_scale,
-        .num_splits = args->num_splits,
-        .kv_format = args->kv_format,
-        .lse_empty_is_plus_inf = args->lse_empty_is_plus_inf,
-        .stream = args->stream,
-        .q_scale = args->q_scale,
-        .kv_scale = args->kv_scale,
-    };
-    SMLA_TRY(smla_check_attention_by(&attention_rules, &attention, &call, params, backend, error));
-    SMLA_TRY(smla_require_logit_scale(&attention_rules, smla_normal_device(args->q->device), params,
-                                      error));
+    in.q.tensor = flat.q;
+    in.q_pe = flat.q_pe;
+    in.out = flat.out;
+    in.lse = flat.lse;
+    in.q_scale = (smla_named_scale)SMLA_NAMED(args, q_scale);
+    in.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
+    SMLA_TRY(smla_require_lists(&c, &in, &list, 1, params));
+    SMLA_TRY(require_keys(&c, args, params));
+    smla_rule out = smla_latent_out(params);
+    SMLA_TRY(smla_finish_attention(&c, &in, &out, params, backend));
+    SMLA_TRY(smla_require_logit_scale(&c, &in, &list, params));
     SMLA_TRY(plan_padding(args, &flat, params, error));
     return carve_ranges(params, error);
 }

@@ -1,5 +1,5 @@
-/* check_attention_dsv4.c: the argument rules of sparse_mla_dsv4. Its args become those of
- * sparse_attention, whose check does the rest.
+/* check_attention_dsv4.c: the argument rules of sparse_mla_dsv4, whose lists are columns of one
+ * table.
  */
 #include <float.h>
 
@@ -11,38 +11,14 @@ enum {
         SMLA_KV_SET(SMLA_ROW_FP8_E4M3),
 };
 
-/* No kernel reads these vectors. */
-static smla_status
-require_unread(smla_checker *c, const void *more, smla_attention_params *params)
-{
-    const smla_sparse_mla_dsv4_args *const args = more;
-    (void)params;
-    SMLA_TRY(
-        smla_require_vector(c, "seq_lens", args->seq_lens, SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
-    return smla_require_vector(c, "cum_seq_lens_q", args->cum_seq_lens_q, SMLA_ANY,
-                               SMLA_RULE_OPTIONAL, NULL);
-}
+static const char op_name[] = "sparse_mla_dsv4";
 
-static const smla_attention_rules attention_rules = {
-    .op = "sparse_mla_dsv4",
-    .q = "query",
-    .q_scale = "bmm1_scale",
-    .lists = {{"swa_kv_cache", "sparse_indices", "sparse_topk_lens", "bmm2_scale", FORMATS},
-              {"compressed_kv_cache", "sparse_indices", "sparse_topk_lens", "bmm2_scale", FORMATS}},
-    .softmax_scale = "bmm1_scale",
-    .attn_sink = "sinks",
-    .workspace = "workspace_buffer",
-    .require_more = require_unread,
-    .any_query_has_scale = true,
-    .has_no_lse = true,
-};
-
-/* Checks what sparse_attention's check cannot word: the table whose columns become its lists. */
+/* Checks the table whose columns become the lists. */
 static smla_status
 require_lists(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {
     smla_checker c;
-    smla_open_checker(&c, attention_rules.op, error);
+    smla_open_checker(&c, op_name, error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "query",
                                            .tensor = args->query,
                                            .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
@@ -85,7 +61,7 @@ require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     smla_checker c;
     smla_given_scale logits;
     smla_given_scale values;
-    smla_open_checker(&c, attention_rules.op, error);
+    smla_open_checker(&c, op_name, error);
     if (args->bmm1_scale.tensor == NULL && args->bmm1_scale.value == 0) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `bmm1_scale` must be a positive normal float32, got none", c.op);
@@ -117,37 +93,51 @@ smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_attention
     SMLA_TRY(require_scales(args, error));
     const bool has_numbers = args->bmm1_scale.tensor == NULL && args->bmm2_scale.tensor == NULL;
     const float kv_scale = args->bmm2_scale.value == 0 ? 1.0f : (float)args->bmm2_scale.value;
+    const DLTensor *const table = args->sparse_indices;
     smla_view columns[2];
-    smla_sparse_attention_args attention = {
-        .struct_size = sizeof attention,
-        .q = args->query,
-        .kv_cache = args->swa_kv_cache,
-        .indices = smla_slice_columns(&columns[0], args->sparse_indices, 0, args->window),
-        .topk_length = args->sparse_topk_lens,
-        .attn_sink = args->sinks,
-        .extra_kv_cache = args->compressed_kv_cache,
-        .extra_indices = smla_slice_columns(&columns[1], args->sparse_indices, args->window,
-                                            smla_size(args->sparse_indices, 1)),
-        .extra_topk_length = args->sparse_topk_lens,
+    smla_list_args lists[2] = {
+        {.cache = {.name = "swa_kv_cache", .tensor = args->swa_kv_cache, .formats = FORMATS},
+         .indices = {"sparse_indices", smla_slice_columns(&columns[0], table, 0, args->window)},
+         .topk_length = SMLA_NAMED(args, sparse_topk_lens),
+         .kv_scale = SMLA_NAMED(args, bmm2_scale)},
+    };
+    lists[1] = lists[0];
+    lists[1].cache.name = "compressed_kv_cache";
+    lists[1].cache.tensor = args->compressed_kv_cache;
+    lists[1].cache.is_extra = true;
+    lists[1].indices.tensor =
+        smla_slice_columns(&columns[1], table, args->window, smla_size(table, 1));
+    smla_attention_inputs in = {
+        .q = SMLA_NAMED(args, query),
+        .sinks = SMLA_NAMED(args, sinks),
         .out = args->out,
-        .workspace = args->workspace_buffer,
+        .workspace = SMLA_NAMED(args, workspace_buffer),
+        .softmax_scale = {.name = "bmm1_scale", .value = 1.0},
+        .q_scale = {.name = "bmm1_scale"},
+        .any_query_has_scale = true,
+        .has_no_lse = true,
         .stream = args->stream,
-        .kv_scale = args->bmm2_scale,
-        .extra_kv_scale = args->bmm2_scale,
     };
     /* Attention multiplies logits with softmax_scale * q_scale * kv_scale, and values with
      * kv_scale, which is bmm2_scale. bmm1_scale is all of the former product already, so bmm2_scale
      * has to be divided out of it: here, or on the device if one of the two is there. */
     if (has_numbers) {
-        attention.softmax_scale = (double)((float)args->bmm1_scale.value / kv_scale);
+        in.softmax_scale.value = (double)((float)args->bmm1_scale.value / kv_scale);
     } else {
-        attention.softmax_scale = 1.0;
-        attention.q_scale = args->bmm1_scale;
+        in.q_scale.given = args->bmm1_scale;
     }
-    SMLA_TRY(smla_check_attention_by(&attention_rules, &attention, args, params, backend, error));
+    smla_checker c;
+    smla_open_checker(&c, op_name, error);
+    SMLA_TRY(smla_require_lists(&c, &in, lists, 2, params));
+    params->keys.lists[1].end_offset = args->window;
     if (!has_numbers) {
         params->logits.divisor = params->logits.kv_scale[0];
     }
-    params->keys.lists[1].end_offset = args->window;
-    return SMLA_OK;
+    /* No kernel reads these vectors. */
+    SMLA_TRY(
+        smla_require_vector(&c, "seq_lens", args->seq_lens, SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_vector(&c, "cum_seq_lens_q", args->cum_seq_lens_q, SMLA_ANY,
+                                 SMLA_RULE_OPTIONAL, NULL));
+    smla_rule out = smla_latent_out(params);
+    return smla_finish_attention(&c, &in, &out, params, backend);
 }

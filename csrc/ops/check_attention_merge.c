@@ -41,8 +41,7 @@ rows_of(const merge_sizes *sizes, smla_float_type type, const smla_sinks *sinks,
         .value_dim = sizes->value_dim,
         .type = type,
         .out_type = smla_float_type_of(out),
-        .attn_sink = sinks->values,
-        .attn_sink_stride = sinks->stride,
+        .sinks = *sinks,
         .out = smla_data(out),
         .out_stride_token = smla_stride(out, 0),
         .out_stride_head = smla_stride(out, 1),
@@ -96,9 +95,10 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     out = rule_of_out("out_b", args->out_b, smla_dtype(args->out_a), &sizes);
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, sizes.num_tokens, sizes.num_heads, 0));
+    const smla_named_array given = SMLA_SINKS_OF(args);
     smla_sinks sinks;
-    SMLA_TRY(smla_require_sinks(&c, "attn_sink", args->attn_sink,
-                                "at least a sink per head of `out_a`", sizes.num_heads, &sinks));
+    SMLA_TRY(smla_require_sinks(&c, &given, "at least a sink per head of `out_a`", sizes.num_heads,
+                                &sinks));
     out = rule_of_out("out", args->out, smla_dtype(args->out_a), &sizes);
     out.flags = SMLA_RULE_OUTPUT;
     out.may_be[0] = args->out_a;
@@ -281,9 +281,10 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
     const merge_sizes sizes = sizes_of(&first);
     const unsigned dtype = smla_dtype(&first);
     SMLA_TRY(require_lses(&c, &args->lses, num_parts, &sizes));
+    const smla_named_array given = SMLA_SINKS_OF(args);
     smla_sinks sinks;
-    SMLA_TRY(smla_require_sinks(&c, "attn_sink", args->attn_sink,
-                                "at least a sink per head of `outs`", sizes.num_heads, &sinks));
+    SMLA_TRY(smla_require_sinks(&c, &given, "at least a sink per head of `outs`", sizes.num_heads,
+                                &sinks));
     SMLA_TRY(require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? dtype | SMLA_DTYPE_BF16 : dtype,
                             &sizes));
     SMLA_TRY(smla_finish_check(&c, backend));

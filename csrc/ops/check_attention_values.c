@@ -1,7 +1,6 @@
 /* check_attention_values.c: the values that every attention is made of (core/attention/), from the
  * arguments that have the same name in all of them. Arrays are checked before they are viewed.
  */
-#include "core/rule_parts.h"
 #include "ops/check_attention.h"
 
 /* ---- Queries ------------------------------------------------------------------------------- */
@@ -27,106 +26,170 @@ smla_view_parts(const DLTensor *first, const DLTensor *second, const int16_t dim
                                 : smla_view_part(first, dims[0]);
 }
 
+void
+smla_fill_queries(const smla_attention_inputs *in, int64_t first_dim, int64_t second_dim,
+                  smla_queries *queries)
+{
+    *queries = (smla_queries){
+        .num_tokens = smla_size(in->q.tensor, 0),
+        .num_heads = smla_size(in->q.tensor, 1),
+        .type = smla_float_type_of(in->q.tensor),
+        .dims = {(int16_t)first_dim, (int16_t)second_dim},
+    };
+    smla_view_parts(in->q.tensor, in->q_pe, queries->dims, queries->parts);
+}
+
+unsigned
+smla_same_dtypes(const DLTensor *first)
+{
+    const unsigned dtype = smla_dtype(first);
+    return dtype & SMLA_DTYPE_E4M3_OR_BYTES ? SMLA_DTYPE_E4M3_OR_BYTES : dtype;
+}
+
+smla_status
+smla_require_head_dim(const smla_checker *c, const char *name, int64_t dim, int64_t most)
+{
+    enum { DIM_MULTIPLE = 8 };
+    return dim >= DIM_MULTIPLE && dim <= most && dim % DIM_MULTIPLE == 0
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must have a multiple of %d values per head, at most %lld, got "
+                           "%lld",
+                           c->op, name, DIM_MULTIPLE, (long long)most, (long long)dim);
+}
+
+smla_status
+smla_require_query_rows(smla_checker *c, smla_rule *rule, const DLTensor *q_pe, int64_t pe_dim,
+                        const char *pe_hint)
+{
+    const DLTensor *const q = rule->tensor;
+    const bool has_any_dim = rule->shape[2] == SMLA_ANY;
+    rule->name = q_pe == NULL ? rule->name : "q[0]";
+    rule->ndim = 3;
+    SMLA_TRY(smla_require(c, rule));
+    SMLA_TRY(smla_require_num_heads(c, rule->name, smla_size(q, 1)));
+    if (has_any_dim) {
+        SMLA_TRY(smla_require_head_dim(c, rule->name, smla_size(q, 2), SMLA_HEAD_DIM));
+    }
+    if (q_pe == NULL) {
+        return SMLA_OK;
+    }
+    rule->name = "q[1]";
+    rule->tensor = q_pe;
+    rule->dtypes = smla_same_dtypes(q);
+    rule->shape[0] = rule->shape[0] != SMLA_ANY ? rule->shape[0] : smla_size(q, 0);
+    rule->shape[1] = smla_size(q, 1);
+    rule->shape[2] = pe_dim;
+    rule->hint = pe_hint;
+    SMLA_TRY(smla_require(c, rule));
+    return has_any_dim ? smla_require_head_dim(c, rule->name, smla_size(q_pe, 2),
+                                               SMLA_HEAD_DIM - smla_size(q, 2))
+                       : SMLA_OK;
+}
+
+smla_status
+smla_require_query(smla_checker *c, const char *name, const smla_kv_format_info *format,
+                   const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads,
+                   unsigned flags)
+{
+    const bool is_pair = q_pe != NULL;
+    const int32_t rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
+    if (is_pair && rope_dim == 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be one array [tokens, heads, %d] for keys of %d values, got "
+                         "a pair",
+                         c->op, format->head_dim, format->head_dim);
+    }
+    static const char pair_hint[] = "a pair has 512 latent values, then 64 of RoPE";
+    smla_rule rule = {
+        .name = name,
+        .tensor = q,
+        .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3_OR_BYTES : 0),
+        .flags = flags,
+        .shape = {num_tokens, num_heads, is_pair ? SMLA_KV_LORA_RANK : format->head_dim},
+        .hint = is_pair         ? pair_hint
+                : rope_dim != 0 ? "tokens, heads, 512 latent and 64 RoPE values"
+                                : "tokens, heads, and as many values as a cache row",
+    };
+    return smla_require_query_rows(c, &rule, q_pe, rope_dim, pair_hint);
+}
+
 /* ---- Logits -------------------------------------------------------------------------------- */
 
 smla_status
-smla_require_sinks(smla_checker *c, const char *name, const DLTensor *tensor, const char *hint,
+smla_require_sinks(smla_checker *c, const smla_named_array *given, const char *hint,
                    int64_t num_heads, smla_sinks *sinks)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = tensor,
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = given->name,
+                                          .tensor = given->tensor,
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
                                                    SMLA_RULE_MORE_ROWS,
                                           .ndim = 1,
                                           .shape = {num_heads},
                                           .hint = hint}));
-    *sinks = (smla_sinks){smla_data(tensor), smla_stride(tensor, 0)};
+    *sinks = smla_sinks_of(given->tensor);
     return SMLA_OK;
-}
-
-smla_status
-smla_require_softmax_scale(const smla_checker *c, const char *name, double scale,
-                           smla_logits *logits)
-{
-    logits->softmax_scale = scale;
-    return smla_require_logit_factor(c->op, name, scale, c->error);
-}
-
-/* Checks that the CPU can use the scales of every request and KV head. */
-static smla_status
-require_positive_scales(const smla_checker *c, const char *name, const DLTensor *tensor,
-                        const smla_descale *scale)
-{
-    const bool has_rows = tensor->ndim == 2;
-    for (int64_t req = 0; req < (has_rows ? smla_size(tensor, 0) : 1); req++) {
-        for (int64_t head = 0; head < (has_rows ? smla_size(tensor, 1) : 1); head++) {
-            SMLA_TRY(smla_require_positive(
-                c->op, name, scale->pointer[req * scale->stride_req + head * scale->stride_head],
-                c->error));
-        }
-    }
-    return SMLA_OK;
-}
-
-smla_status
-smla_require_descale(smla_checker *c, const char *name, const smla_scale_arg *given, const char *of,
-                     const DLTensor *values, int64_t num_reqs, int64_t num_kv_heads,
-                     smla_descale *scale)
-{
-    const DLTensor *const tensor = given->tensor;
-    *scale = (smla_descale){.value = 1.0f};
-    if (!(smla_dtype(values) & SMLA_DTYPE_E4M3_OR_BYTES)) {
-        return tensor == NULL && (given->value == 0 || given->value == 1)
-                   ? SMLA_OK
-                   : smla_fail(c->error, SMLA_ERROR_VALUE,
-                               "%s: `%s` must be left out unless `%s` is e4m3, got %s", c->op, name,
-                               of, smla_describe_dtype(values).text);
-    }
-    SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
-    if (tensor == NULL) {
-        return SMLA_OK;
-    }
-    const bool has_rows =
-        tensor->ndim == 2 && tensor->shape[0] == num_reqs && tensor->shape[1] == num_kv_heads;
-    if (!has_rows && !smla_has_one_value(tensor)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have one value or shape [%lld, %lld], or be a float, got "
-                         "shape %s",
-                         c->op, name, (long long)num_reqs, (long long)num_kv_heads,
-                         smla_describe_shape(tensor).text);
-    }
-    scale->pointer = smla_data(tensor);
-    scale->stride_req = has_rows ? smla_stride(tensor, 0) : 0;
-    scale->stride_head = has_rows ? smla_stride(tensor, 1) : 0;
-    return c->device.device_type == kDLCPU ? require_positive_scales(c, name, tensor, scale)
-                                           : SMLA_OK;
 }
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-smla_results
-smla_results_of(const DLTensor *out, const DLTensor *lse, const DLTensor *max_logits)
+smla_rule
+smla_latent_out(const smla_attention_params *params)
 {
-    return (smla_results){
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
-        .out_stride_head = smla_stride(out, 1),
-        .lse = smla_data(lse),
-        .lse_stride_token = smla_stride(lse, 0),
-        .lse_stride_head = smla_stride(lse, 1),
-        .max_logits = smla_data(max_logits),
-        .max_logits_stride_token = smla_stride(max_logits, 0),
-        .max_logits_stride_head = smla_stride(max_logits, 1),
-        .out_type = smla_float_type_of(out),
-        .num_splits = 1,
-    };
+    return (smla_rule){.dtypes = SMLA_DTYPE_BF16,
+                       .flags = SMLA_RULE_MORE_HEADS,
+                       .shape[2] = params->keys.lists[0].kv.format->value_dim};
 }
 
 smla_workspace
-smla_workspace_of(const char *name, const DLTensor *workspace)
+smla_workspace_of(const smla_named_array *given)
 {
-    return (smla_workspace){.memory = smla_data(workspace),
-                            .bytes = workspace == NULL ? 0 : smla_size(workspace, 0),
-                            .name = name};
+    return (smla_workspace){.memory = smla_data(given->tensor),
+                            .bytes = given->tensor == NULL ? 0 : smla_size(given->tensor, 0),
+                            .name = given->name};
+}
+
+static smla_status
+require_workspace(smla_checker *c, const smla_named_array *workspace, int64_t bytes_needed)
+{
+    if (workspace->tensor == NULL && bytes_needed != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at least %lld bytes, got none", c->op, workspace->name,
+                         (long long)bytes_needed);
+    }
+    return smla_require_workspace(c, workspace->name, workspace->tensor, SMLA_RULE_OPTIONAL);
+}
+
+smla_status
+smla_finish_attention(smla_checker *c, const smla_attention_inputs *in, smla_rule *out,
+                      smla_attention_params *params, const smla_backend **backend)
+{
+    const int64_t num_tokens = params->queries.num_tokens, num_heads = params->queries.num_heads;
+    const bool has_cache = smla_has_lists(params);
+    SMLA_TRY(smla_require_logit_factor(c->op, in->softmax_scale.name, in->softmax_scale.value,
+                                       c->error));
+    params->logits.softmax_scale = in->softmax_scale.value;
+    SMLA_TRY(smla_require_splits(c, in, params->source));
+    out->name = "out";
+    out->tensor = in->out;
+    out->flags |= SMLA_RULE_OUTPUT;
+    out->ndim = 3;
+    out->shape[0] = num_tokens;
+    out->shape[1] = num_heads;
+    SMLA_TRY(smla_require(c, out));
+    SMLA_TRY(smla_require_state(c, "lse", in->lse, num_tokens, num_heads,
+                                SMLA_RULE_OUTPUT | (in->has_no_lse ? SMLA_RULE_OPTIONAL : 0)));
+    if (in->max_logits != NULL) {
+        SMLA_TRY(smla_require_state(c, "max_logits", in->max_logits, num_tokens, num_heads,
+                                    SMLA_RULE_OUTPUT));
+    }
+    SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
+    smla_plan_attention(in,
+                        smla_call_of(c, in->stream,
+                                     has_cache ? params->keys.lists[0].kv.format : NULL),
+                        *backend, params);
+    SMLA_TRY(require_workspace(c, &in->workspace, params->plan.workspace_bytes));
+    params->workspace = smla_workspace_of(&in->workspace);
+    return smla_require_disjoint(c);
 }

@@ -1,20 +1,8 @@
 /* check_heads.c: the argument rules that attentions over keys and values of KV heads share. */
 #include <math.h>
 
+#include "core/rule_parts.h"
 #include "ops/check_attention.h"
-
-enum { DIM_MULTIPLE = 8 };
-
-smla_status
-smla_require_head_dim(const smla_checker *c, const char *name, int64_t dim, int64_t most)
-{
-    return dim >= DIM_MULTIPLE && dim <= most && dim % DIM_MULTIPLE == 0
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have a multiple of %d values per head, at most %lld, got "
-                           "%lld",
-                           c->op, name, DIM_MULTIPLE, (long long)most, (long long)dim);
-}
 
 smla_status
 smla_require_num_kv_heads(const smla_checker *c, const char *name, int64_t num_kv_heads,
@@ -28,13 +16,6 @@ smla_require_num_kv_heads(const smla_checker *c, const char *name, int64_t num_k
                            c->op, name, (long long)num_heads, (long long)num_kv_heads);
 }
 
-unsigned
-smla_same_dtypes(const DLTensor *first)
-{
-    const unsigned dtype = smla_dtype(first);
-    return dtype & SMLA_DTYPE_E4M3_OR_BYTES ? SMLA_DTYPE_E4M3_OR_BYTES : dtype;
-}
-
 /* Keys are of the query's type or e4m3. An e4m3 query takes keys of any type. */
 unsigned
 smla_key_dtypes(const DLTensor *q)
@@ -46,72 +27,98 @@ smla_key_dtypes(const DLTensor *q)
 }
 
 smla_status
-smla_require_head_query(smla_checker *c, const char *name, const DLTensor *q)
+smla_require_head_query(smla_checker *c, const char *name, const DLTensor *q, const DLTensor *q_pe)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = q,
-                                          .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 |
-                                                    SMLA_DTYPE_E4M3_OR_BYTES,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
-                                          .hint = "tokens, heads, values"}));
-    SMLA_TRY(smla_require_num_heads(c, name, smla_size(q, 1)));
-    return smla_require_head_dim(c, name, smla_size(q, 2), SMLA_HEAD_DIM);
+    smla_rule rule = {
+        .name = name,
+        .tensor = q,
+        .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 | SMLA_DTYPE_E4M3_OR_BYTES,
+        .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
+        .hint = "tokens, heads, values",
+    };
+    return smla_require_query_rows(c, &rule, q_pe, SMLA_ANY, "the tokens and heads of `q[0]`");
+}
+
+/* Checks that the CPU can use the scales of every request and KV head. */
+static smla_status
+require_positive_scales(const smla_checker *c, const char *name, const DLTensor *tensor,
+                        const smla_descale *scale)
+{
+    const bool has_rows = tensor->ndim == 2;
+    for (int64_t req = 0; req < (has_rows ? smla_size(tensor, 0) : 1); req++) {
+        for (int64_t head = 0; head < (has_rows ? smla_size(tensor, 1) : 1); head++) {
+            SMLA_TRY(smla_require_positive(
+                c->op, name, scale->pointer[req * scale->stride_req + head * scale->stride_head],
+                c->error));
+        }
+    }
+    return SMLA_OK;
+}
+
+/* Checks a scale of e4m3 values, or that values of another type have none. */
+static smla_status
+require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_array *of,
+                int64_t num_reqs, int64_t num_kv_heads, smla_descale *scale)
+{
+    const char *const name = arg->name;
+    const smla_scale_arg *const given = &arg->given;
+    const DLTensor *const tensor = given->tensor;
+    *scale = (smla_descale){.value = 1.0f};
+    if (!(smla_dtype(of->tensor) & SMLA_DTYPE_E4M3_OR_BYTES)) {
+        return tensor == NULL && (given->value == 0 || given->value == 1)
+                   ? SMLA_OK
+                   : smla_fail(c->error, SMLA_ERROR_VALUE,
+                               "%s: `%s` must be left out unless `%s` is e4m3, got %s", c->op, name,
+                               of->name, smla_describe_dtype(of->tensor).text);
+    }
+    SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
+    if (tensor == NULL) {
+        return SMLA_OK;
+    }
+    const bool has_rows =
+        tensor->ndim == 2 && tensor->shape[0] == num_reqs && tensor->shape[1] == num_kv_heads;
+    if (!has_rows && !smla_has_one_value(tensor)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have one value or shape [%lld, %lld], or be a float, got "
+                         "shape %s",
+                         c->op, name, (long long)num_reqs, (long long)num_kv_heads,
+                         smla_describe_shape(tensor).text);
+    }
+    scale->pointer = smla_data(tensor);
+    scale->stride_req = has_rows ? smla_stride(tensor, 0) : 0;
+    scale->stride_head = has_rows ? smla_stride(tensor, 1) : 0;
+    return c->device.device_type == kDLCPU ? require_positive_scales(c, name, tensor, scale)
+                                           : SMLA_OK;
 }
 
 static smla_status
 require_logits(smla_checker *c, const smla_heads_args *args, smla_attention_params *params)
 {
-    const int64_t num_reqs = params->visible.reqs.num_reqs;
-    const int64_t num_kv_heads = params->kv.num_kv_heads;
     smla_logits *const logits = &params->logits;
-    SMLA_TRY(smla_require_sinks(c, "attn_sink", args->attn_sink, SMLA_SINKS_HINT,
-                                params->queries.num_heads, &logits->sinks));
-    SMLA_TRY(smla_require_descale(c, "q_descale", args->q_descale, "q", args->q, num_reqs,
-                                  num_kv_heads, &logits->q_descale));
-    SMLA_TRY(smla_require_descale(c, "k_descale", args->k_descale, args->k_name, args->k, num_reqs,
-                                  num_kv_heads, &logits->k_descale));
-    SMLA_TRY(smla_require_descale(c, "v_descale", args->v_descale, args->v_name, args->v, num_reqs,
-                                  num_kv_heads, &logits->v_descale));
-    SMLA_TRY(smla_require_mask(c, &args->mask, params));
-    return smla_require_softmax_scale(c, "softmax_scale", args->softmax_scale, logits);
-}
-
-static smla_status
-require_results(smla_checker *c, const smla_heads_args *args, smla_attention_params *params)
-{
-    const unsigned dtype = smla_dtype(args->q);
-    const unsigned half = dtype & SMLA_DTYPE_E4M3_OR_BYTES ? SMLA_DTYPE_BF16 : dtype;
-    const int64_t num_tokens = params->queries.num_tokens, num_heads = params->queries.num_heads;
-    SMLA_TRY(smla_require_num_splits(c, args->num_splits));
-    if (params->source == SMLA_KEYS_PAGED && args->num_splits > 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `num_splits` must be 0 or 1, because keys are not split, got %lld",
-                         c->op, (long long)args->num_splits);
+    smla_descale *const scales[] = {&logits->q_descale, &logits->k_descale, &logits->v_descale};
+    const smla_named_array *const values[] = {&args->in.q, &args->k, &args->v};
+    SMLA_TRY(smla_require_sinks(c, &args->in.sinks, SMLA_SINKS_HINT, params->queries.num_heads,
+                                &logits->sinks));
+    for (int i = 0; i < 3; i++) {
+        SMLA_TRY(require_descale(c, &args->descales[i], values[i], params->visible.reqs.num_reqs,
+                                 params->kv.num_kv_heads, scales[i]));
     }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = args->out,
-                                          .dtypes = half | SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 3,
-                                          .shape = {num_tokens, num_heads, params->kv.value_dim},
-                                          .hint = "the tokens and heads of `q`, the values of "
-                                                  "`v`"}));
-    SMLA_TRY(smla_require_state(c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
-    SMLA_TRY(smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL));
-    params->results = smla_results_of(args->out, args->lse, NULL);
-    params->workspace = smla_workspace_of("workspace", args->workspace);
-    return SMLA_OK;
+    return smla_require_mask(c, &args->mask, params);
 }
 
 smla_status
 smla_check_heads(smla_checker *c, const smla_heads_args *args, smla_attention_params *params,
                  const smla_backend **backend)
 {
+    const smla_attention_inputs *const in = &args->in;
+    const unsigned half = smla_dtype(in->q.tensor) & ~(unsigned)SMLA_DTYPE_E4M3_OR_BYTES;
+    smla_rule out = {
+        .dtypes = SMLA_DTYPE_FP32 | (half == 0 ? SMLA_DTYPE_BF16 : half),
+        .shape[2] = params->kv.value_dim,
+        .hint = "the tokens and heads of `q`, the values of `v`",
+    };
     SMLA_TRY(require_logits(c, args, params));
-    SMLA_TRY(require_results(c, args, params));
-    SMLA_TRY(smla_finish_check(c, backend));
-    params->call = smla_call_of(c, args->stream, NULL);
-    return smla_require_padding(c->op, args->fills_padding, args->out, args->lse, -INFINITY,
+    SMLA_TRY(smla_finish_attention(c, in, &out, params, backend));
+    return smla_require_padding(c->op, args->fills_padding, in->out, in->lse, -INFINITY,
                                 &params->padding, c->error);
 }

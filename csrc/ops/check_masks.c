@@ -1,5 +1,5 @@
-/* check_masks.c: what the operators of dense attention share: masks, softcaps, the number of
- * splits, the numbers at which requests start, and the rows behind the last one.
+/* check_masks.c: what the operators of dense attention share: masks, softcaps, requests and where
+ * they start, and the rows behind the last one.
  */
 #include <float.h>
 
@@ -60,27 +60,6 @@ smla_require_share(const smla_checker *c, int64_t rank, int64_t size, int64_t in
 }
 
 smla_status
-smla_require_one_table(const smla_checker *c, const DLTensor *block_table,
-                       const DLTensor *slot_table)
-{
-    return (block_table == NULL) != (slot_table == NULL)
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `block_table` must be given, or `slot_table` in its place, got %s",
-                           c->op, block_table == NULL ? "neither" : "both");
-}
-
-smla_status
-smla_require_num_splits(const smla_checker *c, int64_t num_splits)
-{
-    return num_splits >= 0 && num_splits <= SMLA_MAX_SPLITS
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
-                           c->op, SMLA_MAX_SPLITS, (long long)num_splits);
-}
-
-smla_status
 smla_require_starts(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t most,
                     const char *rows)
 {
@@ -105,14 +84,49 @@ smla_require_starts(const smla_checker *c, const char *name, const DLTensor *ten
                                       name, (long long)most, rows, (long long)before);
 }
 
-smla_status
-smla_require_query_starts(smla_checker *c, const DLTensor *starts, smla_requests *reqs)
+static smla_status
+require_query_starts(smla_checker *c, const DLTensor *starts, const DLTensor *q,
+                     smla_requests *reqs)
 {
+    if (q->ndim == 4) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
+    }
     SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, reqs->num_reqs + 1, 0,
                                  "one entry more than `cache_seqlens`"));
     reqs->query_starts = smla_data(starts);
     reqs->query_starts_stride = smla_stride(starts, 0);
     return smla_require_starts(c, "cu_seqlens_q", starts, reqs->num_tokens, "tokens of `q`");
+}
+
+smla_status
+smla_require_requests(smla_checker *c, const smla_table_args *args, const DLTensor *q,
+                      int64_t num_tokens, smla_requests *reqs, const DLTensor **table)
+{
+    const DLTensor *const lens = args->cache_seqlens;
+    const DLTensor *const starts = args->cu_seqlens_q;
+    const bool has_slots = args->slot_table != NULL;
+    const bool has_rows = q->ndim == 4; /* a row of tokens per request */
+    if ((args->block_table == NULL) != has_slots) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `block_table` must be given, or `slot_table` in its place, got %s",
+                         c->op, args->block_table == NULL ? "neither" : "both");
+    }
+    SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
+                                 starts != NULL && !has_rows ? SMLA_ANY : smla_size(q, 0), 0,
+                                 "a length per request of the query"));
+    *reqs = (smla_requests){
+        .num_tokens = num_tokens,
+        .num_reqs = smla_size(lens, 0),
+        .query_len = has_rows ? smla_size(q, 1) : 1,
+        .seq_lens = smla_data(lens),
+        .seq_lens_stride = smla_stride(lens, 0),
+    };
+    SMLA_TRY(starts == NULL ? SMLA_OK : require_query_starts(c, starts, q, reqs));
+    *table = has_slots ? args->slot_table : args->block_table;
+    return smla_require_table(c, has_slots ? "slot_table" : "block_table", *table, reqs->num_reqs,
+                              0);
 }
 
 smla_status

@@ -3,25 +3,6 @@
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-static smla_status
-require_query(smla_checker *c, const smla_varlen_attention_args *args)
-{
-    const bool is_pair = args->q_pe != NULL;
-    SMLA_TRY(smla_require_head_query(c, is_pair ? "q[0]" : "q", args->q));
-    if (!is_pair) {
-        return SMLA_OK;
-    }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "q[1]",
-                                          .tensor = args->q_pe,
-                                          .dtypes = smla_same_dtypes(args->q),
-                                          .ndim = 3,
-                                          .shape = {smla_size(args->q, 0), smla_size(args->q, 1),
-                                                    SMLA_ANY},
-                                          .hint = "the tokens and heads of `q[0]`"}));
-    return smla_require_head_dim(c, "q[1]", smla_size(args->q_pe, 2),
-                                 SMLA_HEAD_DIM - smla_size(args->q, 2));
-}
-
 /* Checks that keys have as many values as queries, and where both are pairs, in the same parts. */
 static smla_status
 require_equal_dims(const smla_checker *c, const smla_varlen_attention_args *args)
@@ -100,19 +81,15 @@ require_requests(smla_checker *c, const smla_varlen_attention_args *args)
 }
 
 static void
-fill_arrays(const smla_varlen_attention_args *args, smla_attention_params *params)
+fill_arrays(const smla_varlen_attention_args *args, const smla_attention_inputs *in,
+            smla_attention_params *params)
 {
     const bool is_cut = args->q_pe != NULL || args->k_pe != NULL;
     const int64_t cut = smla_size(!is_cut || args->q_pe != NULL ? args->q : args->k, 2);
     const int64_t dim = smla_size(args->q, 2) + (args->q_pe == NULL ? 0 : smla_size(args->q_pe, 2));
     smla_requests *const reqs = &params->visible.reqs;
     smla_kv_heads *const keys = &params->kv;
-    params->queries.num_tokens = smla_size(args->q, 0);
-    params->queries.num_heads = smla_size(args->q, 1);
-    params->queries.type = smla_float_type_of(args->q);
-    params->queries.dims[0] = (int16_t)cut;
-    params->queries.dims[1] = (int16_t)(dim - cut);
-    smla_view_parts(args->q, args->q_pe, params->queries.dims, params->queries.parts);
+    smla_fill_queries(in, cut, dim - cut, &params->queries);
     smla_view_parts(args->k, args->k_pe, params->queries.dims, keys->rows);
     keys->rows[SMLA_VALUES] = smla_view_part(args->v, 0);
     keys->value_dim = (int16_t)smla_size(args->v, 2);
@@ -131,13 +108,13 @@ smla_status
 smla_check_varlen_attention(const smla_varlen_attention_args *args, smla_attention_params *params,
                             const smla_backend **backend, smla_error *error)
 {
+    const smla_heads_args heads = SMLA_HEADS_OF(args, args->q_pe, "k", args->k, "v", args->v);
     smla_checker c;
     smla_open_checker(&c, "varlen_attention", error);
     *params = (smla_attention_params){.source = SMLA_KEYS_RAGGED};
-    SMLA_TRY(require_query(&c, args));
+    SMLA_TRY(smla_require_head_query(&c, "q", args->q, args->q_pe));
     SMLA_TRY(require_keys(&c, args));
     SMLA_TRY(require_requests(&c, args));
-    fill_arrays(args, params);
-    const smla_heads_args heads = SMLA_HEADS_OF(args, "k", args->k, "v", args->v);
+    fill_arrays(args, &heads.in, params);
     return smla_check_heads(&c, &heads, params, backend);
 }

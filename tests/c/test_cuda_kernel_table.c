@@ -170,8 +170,8 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
 static const smla_attention_kernel *
 find_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
 {
-    const smla_kernel_call call = {.formats = formats};
-    return smla_find_whole_kernel(device, &call, heads);
+    const smla_kernel_call call = {.formats = formats, .num_heads = heads, .columns = SMLA_UNSPLIT};
+    return smla_find_kernel(device, &call);
 }
 
 static void
@@ -222,9 +222,12 @@ test_first_row(void)
         {33, 1, 0, "sm90_fp8_64"},     {32, 64, 1024, "sm90_fp8_32"}, {128, 64, 0, "sm90_small_32"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const smla_kernel_call call = {.formats = SMLA_ROWS_FP8};
-        const smla_attention_kernel *const kernel =
-            smla_find_kernel(&h200, &call, cases[i].heads, cases[i].splits, cases[i].columns);
+        const smla_kernel_call call = {
+            .formats = SMLA_ROWS_FP8,
+            .num_heads = cases[i].heads,
+            .columns = cases[i].splits == 1 ? SMLA_UNSPLIT : cases[i].columns,
+        };
+        const smla_attention_kernel *const kernel = smla_find_kernel(&h200, &call);
         EXPECT(strcmp(launcher_of(kernel), cases[i].launcher) == 0);
     }
 }

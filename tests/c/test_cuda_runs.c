@@ -63,10 +63,13 @@ test_runs_of_plans(void)
         shape.num_splits = 1 + (int)random_int(SMLA_MAX_SPLITS);
         smla_cuda_plan_attention(&shape, &plan);
         EXPECT_EQ(plan.num_runs, 1);
-        const smla_kernel_call call = {.formats = formats};
-        EXPECT(plan.runs[0].kernel == smla_find_kernel(&devices[0], &call, shape.num_heads,
-                                                       shape.num_splits,
-                                                       model_columns(&problem, shape.num_splits)));
+        const smla_kernel_call call = {
+            .formats = formats,
+            .num_heads = shape.num_heads,
+            .columns =
+                shape.num_splits == 1 ? SMLA_UNSPLIT : model_columns(&problem, shape.num_splits),
+        };
+        EXPECT(plan.runs[0].kernel == smla_find_kernel(&devices[0], &call));
         EXPECT_EQ(plan.runs[0].num_tokens, shape.num_tokens);
         EXPECT_EQ(plan.runs[0].num_splits, shape.num_splits);
         EXPECT_EQ(plan.runs[0].cut_bytes, 0);

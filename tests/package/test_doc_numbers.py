@@ -167,7 +167,7 @@ def least_of(result: tuple[np.ndarray, Any]) -> np.float32:
     return np.float32(np.ravel(result[1])[0] * ref.E4M3_MAX)
 
 
-VARLEN_UNIT = constant("csrc/ops/check_heads.c", "DIM_MULTIPLE")
+VARLEN_UNIT = constant("csrc/ops/check_attention_values.c", "DIM_MULTIPLE")
 # The longest requests, and the pages of each request, that the default workspace has room for.
 CONTEXT_ROOM = (
     sparse_mla.get_context_workspace_size(64, 1, 64) // 64,

@@ -93,14 +93,6 @@ smla_skip_key_rows(smla_key_lists *keys, int64_t count)
     }
 }
 
-/* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
-SMLA_HOST_DEVICE static inline int64_t
-smla_split_columns(int64_t topk, int num_splits)
-{
-    const int64_t columns = (topk + num_splits - 1) / num_splits;
-    return (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN;
-}
-
 /* Whether the unit of keys (smla_choose_key_unit) may be another number than 1. */
 static inline bool
 smla_has_key_unit(const smla_key_lists *keys)

@@ -5,7 +5,6 @@
 
 #include "core/attention/keys.h"
 #include "core/attention/logits.h"
-#include "core/attention/needs.h"
 #include "core/attention/queries.h"
 #include "core/attention/results.h"
 #include "core/attention/visible.h"
@@ -84,6 +83,27 @@ typedef struct smla_attention_params {
     smla_token_ranges ranges;  /* written in front of attention, for a table */
     smla_attention_plan plan;  /* ragged and paged keys have none */
 } smla_attention_params;
+
+/* Whether the keys are lists, as a table is. */
+static inline bool
+smla_has_lists(const smla_attention_params *params)
+{
+    return params->source == SMLA_KEYS_LISTS || params->source == SMLA_KEYS_TABLE;
+}
+
+/* The part of a call that one of its plan's runs computes, from token `start` on. */
+static inline smla_attention_params
+smla_params_of_run(const smla_attention_params *params, const smla_attention_run *run,
+                   int64_t start)
+{
+    smla_attention_params part = *params;
+    part.queries.num_tokens = run->num_tokens;
+    smla_skip_queries(&part.queries, start);
+    smla_skip_key_rows(&part.keys, start);
+    smla_skip_results(&part.results, start);
+    part.results.num_splits = run->num_splits;
+    return part;
+}
 
 /* The pages of the keys, which ragged keys do not have. */
 static inline const smla_kv_pages *

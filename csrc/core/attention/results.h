@@ -24,6 +24,14 @@ typedef struct smla_results {
     int64_t max_logits_stride_head;
 } smla_results;
 
+/* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_split_columns(int64_t topk, int num_splits)
+{
+    const int64_t columns = (topk + num_splits - 1) / num_splits;
+    return (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN;
+}
+
 /* A row of 16-bit results. */
 SMLA_HOST_DEVICE static inline uint16_t *
 smla_out16(const smla_results *results, int64_t token, int64_t head)

@@ -31,10 +31,10 @@ read_lse(const smla_merge_part *part, int64_t token, int64_t head)
 static double
 find_factor(const smla_merge_rows *m, int64_t head, double lse)
 {
-    if (m->attn_sink == NULL || isinf(lse)) {
+    if (m->sinks.values == NULL || isinf(lse)) {
         return 1.0;
     }
-    return 1.0 / (1.0 + exp(m->attn_sink[head * m->attn_sink_stride] - lse));
+    return 1.0 / (1.0 + exp(m->sinks.values[head * m->sinks.stride] - lse));
 }
 
 static void

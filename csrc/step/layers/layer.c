@@ -171,52 +171,19 @@ smla_gathered_rows(const smla_layer *layer, int64_t num_rows)
                           .scale_token_stride_bytes = stride};
 }
 
-static bool
-is_aligned(const void *data, int64_t stride, int64_t other_stride)
-{
-    return ((uintptr_t)data | (uintptr_t)stride | (uintptr_t)other_stride) % 16 == 0;
-}
-
-/* What a call needs of a kernel. Kernels for lists take rows at any address. */
-static unsigned
-find_needs(const smla_attention_params *params)
-{
-    const smla_queries *const q = &params->queries;
-    const smla_kv_view *const kv = &params->keys.lists[0].kv;
-    const smla_results *const results = &params->results;
-    const int64_t bytes = smla_float_bytes(q->type);
-    bool aligned =
-        is_aligned(results->out, 2 * results->out_stride_token, 2 * results->out_stride_head) &&
-        is_aligned(kv->base, kv->page_stride_bytes, kv->token_stride_bytes);
-    for (int i = 0; i < 2; i++) {
-        const smla_head_rows *const rows = &q->parts[i];
-        aligned = aligned &&
-                  is_aligned(rows->data, bytes * rows->stride_token, bytes * rows->stride_head);
-    }
-    return (q->type == SMLA_FLOAT_E4M3 ? SMLA_NEEDS_QUERY_SCALE : 0) |
-           (params->source == SMLA_KEYS_TABLE && !aligned ? SMLA_NEEDS_UNALIGNED : 0);
-}
-
-void
+smla_status
 smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
 {
-    const smla_key_lists *const keys = &params->keys;
-    const bool has_extra = keys->num_lists == 2;
-    const smla_attention_shape shape = {
-        .num_tokens = params->queries.num_tokens,
-        .num_heads = params->queries.num_heads,
-        .topk = keys->lists[0].topk,
-        .extra_topk = has_extra ? keys->lists[1].topk : 0,
-        .device_id = layer->step->device.device_id,
-        .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
-        .source = params->source,
-        .needs = find_needs(params),
-        .explains = smla_is_logging,
-    };
-    params->call.kv_format = shape.formats[0];
-    layer->step->backend->plan_attention(&shape, &params->plan);
-    params->results.num_splits = params->plan.runs[0].num_splits;
+    const smla_attention_inputs in = {.q_scale.name = "q_scale"};
+    const smla_list_args lists[] = {{.kv_scale.name = "kv_scale"},
+                                    {.kv_scale.name = "extra_kv_scale"}};
+    smla_checker c;
+    smla_open_checker(&c, params->call.op, layer->error);
+    c.device = layer->step->device;
+    params->call.kv_format = params->keys.lists[0].kv.format;
+    smla_plan_lists(0, layer->step->backend, params);
     params->workspace = smla_layer_workspace(layer);
+    return smla_require_logit_scale(&c, &in, lists, params);
 }
 
 smla_gather_params

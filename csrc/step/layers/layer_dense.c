@@ -17,9 +17,6 @@
 
 static const char op[] = "dense.forward";
 
-/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
-enum { LEAST_SPLIT_COLUMNS = 256 };
-
 /* ---- Checks -------------------------------------------------------------------------------- */
 
 /* Checks the cache that the new tokens are written to. */
@@ -236,7 +233,7 @@ fill_table(const dense_layer *d, smla_key_list *list, smla_requests *reqs)
 }
 
 /* Fills the attention of the absorbed part: the first num_absorbed tokens, the first requests. */
-static void
+static smla_status
 fill_attention(dense_layer *d)
 {
     const smla_dense_builder *const b = d->builder;
@@ -260,23 +257,19 @@ fill_attention(dense_layer *d)
                    .q_scale = one,
                    .divisor = one,
                    .kv_scale = {d->kv_scale, d->kv_scale}},
-        .visible = {.rule = {.left = -1, .right = 0}, .least_split_columns = LEAST_SPLIT_COLUMNS},
+        .visible = {.rule = {.left = -1, .right = 0}},
     };
     fill_table(d, &p->keys.lists[0], &p->visible.reqs);
     p->results.fills_padding = b->ranges.absent_req >= 0;
-    smla_plan_layer(&d->layer, p);
+    return smla_plan_layer(&d->layer, p);
 }
 
-/* Fills what the absorbed part calls, and checks that its scales make finite logits. */
+/* Fills what the absorbed part calls. */
 static smla_status
 fill_absorbed(dense_layer *d)
 {
-    static const smla_attention_rules names = {.op = "mla_attention",
-                                               .q_scale = "q_scale",
-                                               .lists = {{.kv_scale = "kv_scale"}}};
     SMLA_TRY(smla_dense_fill_products(d));
-    fill_attention(d);
-    return smla_require_logit_scale(&names, d->layer.step->device, &d->attention, d->layer.error);
+    return fill_attention(d);
 }
 
 /* ---- New tokens ---------------------------------------------------------------------------- */

@@ -143,7 +143,7 @@ attend(const forward_call *f, const smla_kv_view *kv, int64_t start, int64_t end
     }
     smla_attention_params part = smla_take_tokens(&f->attention, start, end - start);
     part.keys.lists[0].kv = *kv;
-    smla_plan_layer(&f->layer, &part);
+    SMLA_TRY(smla_plan_layer(&f->layer, &part));
     return smla_run_attention(&f->layer, &part);
 }
 

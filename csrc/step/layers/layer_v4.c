@@ -184,7 +184,7 @@ check_attend(attend_call *call)
     SMLA_TRY(smla_require_results(&call->layer, &c, &arrays));
     smla_fill_layer(&call->layer, &arrays, SMLA_V4_HEAD_DIM, config->softmax_scale,
                     &call->attention);
-    if (smla_is_e4m3_query(q)) {
+    if (call->attention.queries.type == SMLA_FLOAT_E4M3) {
         call->attention.logits.q_scale.value = (float)config->q_scale;
     }
     return SMLA_OK;
@@ -217,17 +217,12 @@ static smla_status
 attend(const attend_call *call, int64_t start, int64_t count, const smla_key_list *lists,
        int num_lists)
 {
-    static const smla_attention_rules names = {.op = "sparse_attention",
-                                               .q_scale = "q_scale",
-                                               .lists = {{.kv_scale = "kv_scale"},
-                                                         {.kv_scale = "extra_kv_scale"}}};
     smla_attention_params part = smla_take_tokens(&call->attention, start, count);
     part.keys = (smla_key_lists){.lists = {lists[0], lists[num_lists - 1]}, .num_lists = num_lists};
     for (int i = 0; i < 2; i++) {
         part.logits.kv_scale[i] = scale_of(call, &part.keys.lists[i].kv);
     }
-    SMLA_TRY(smla_require_logit_scale(&names, call->layer.step->device, &part, call->layer.error));
-    smla_plan_layer(&call->layer, &part);
+    SMLA_TRY(smla_plan_layer(&call->layer, &part));
     return smla_run_attention(&call->layer, &part);
 }
 

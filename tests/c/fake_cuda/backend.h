@@ -55,7 +55,7 @@ smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
 }
 
 cudaError_t
-smla_cuda_attend_ragged(const smla_attention_params *params, const smla_cuda_device *device)
+smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device *device)
 {
     (void)params;
     launch_device = device;

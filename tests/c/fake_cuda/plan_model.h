@@ -178,7 +178,9 @@ make_problem(smla_kv_set formats, const smla_attention_shape *shape)
 {
     split_problem problem;
     memset(&problem, POISON, sizeof problem);
-    const smla_kernel_call call = {.formats = formats};
+    const smla_kernel_call call = {.formats = formats,
+                                   .num_heads = shape->num_heads,
+                                   .columns = SMLA_UNSPLIT};
     if (!find_problem(&devices[0], shape, &call, &problem)) {
         printf("no kernel for sm_%d\n", devices[0].compute_capability);
         exit(2);

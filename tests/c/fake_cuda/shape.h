@@ -1,7 +1,7 @@
 /* shape.h: the shape that a check asks a backend to plan, made from the params of its call. */
 #pragma once
 
-#include "core/attention/params_attention.h"
+#include "core/attention/needs.h"
 #include "core/backend.h"
 
 static inline smla_attention_shape

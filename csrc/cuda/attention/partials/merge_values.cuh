@@ -30,10 +30,10 @@ read_lse(const smla_merge_part &part, int64_t token, int64_t head)
 __device__ __forceinline__ float
 weigh_sink(const smla_merge_rows &rows, int64_t head, float top, float rest)
 {
-    if (rows.attn_sink == NULL || isinf(top)) {
+    if (rows.sinks.values == NULL || isinf(top)) {
         return 0.0f;
     }
-    return expf(__ldg(rows.attn_sink + head * rows.attn_sink_stride) - top - rest);
+    return expf(__ldg(rows.sinks.values + head * rows.sinks.stride) - top - rest);
 }
 
 __device__ __forceinline__ void

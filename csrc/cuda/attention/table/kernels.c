@@ -10,6 +10,7 @@
  */
 #include <stdio.h>
 
+#include "core/attention/needs.h"
 #include "cuda/attention/table/kernels.h"
 
 /* What kernels() says of a set of formats. */
@@ -172,13 +173,6 @@ runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
            device->max_shared_bytes >= kernel->shared_bytes;
 }
 
-/* The first source of keys that the kernel reads. */
-static smla_key_source
-source_of(const smla_attention_kernel *kernel)
-{
-    return (smla_key_source)__builtin_ctz(kernel->sources);
-}
-
 static bool
 reads(const smla_attention_kernel *kernel, const smla_kernel_call *call)
 {
@@ -187,32 +181,23 @@ reads(const smla_attention_kernel *kernel, const smla_kernel_call *call)
 
 bool
 smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
-                 const smla_kernel_call *call, int64_t num_heads, int num_splits, int64_t columns)
+                 const smla_kernel_call *call)
 {
     return (call->formats & ~kernel->formats) == 0 && reads(kernel, call) &&
-           (call->needs & ~kernel->serves) == 0 && num_heads >= kernel->min_heads &&
-           num_heads <= SMLA_MAX_HEADS && runs_on(kernel, device) &&
-           (kernel->max_columns == 0 || (num_splits > 1 && columns <= kernel->max_columns));
+           (call->needs & ~kernel->serves) == 0 && call->num_heads >= kernel->min_heads &&
+           call->num_heads <= SMLA_MAX_HEADS && runs_on(kernel, device) &&
+           (kernel->max_columns == 0 || call->columns <= kernel->max_columns);
 }
 
 const smla_attention_kernel *
-smla_find_kernel(const smla_cuda_device *device, const smla_kernel_call *call, int64_t num_heads,
-                 int num_splits, int64_t columns)
+smla_find_kernel(const smla_cuda_device *device, const smla_kernel_call *call)
 {
     for (int i = 0; i < NUM_KERNELS; i++) {
-        if (smla_fits_kernel(&smla_attention_kernels[i], device, call, num_heads, num_splits,
-                             columns)) {
+        if (smla_fits_kernel(&smla_attention_kernels[i], device, call)) {
             return &smla_attention_kernels[i];
         }
     }
     return NULL;
-}
-
-const smla_attention_kernel *
-smla_find_whole_kernel(const smla_cuda_device *device, const smla_kernel_call *call,
-                       int64_t num_heads)
-{
-    return smla_find_kernel(device, call, num_heads, 1, 0);
 }
 
 const char *
@@ -254,10 +239,12 @@ is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
     }
     const smla_kernel_call call = {
         .formats = kernel->formats,
-        .source = source_of(kernel),
+        .source = smla_source_of(kernel),
         .needs = kernel->serves & SMLA_NEEDS_QUERY_SCALE,
+        .num_heads = kernel->min_heads,
+        .columns = SMLA_UNSPLIT,
     };
-    return smla_find_whole_kernel(device, &call, kernel->min_heads) == kernel;
+    return smla_find_kernel(device, &call) == kernel;
 }
 
 const char *

@@ -42,11 +42,15 @@ typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
 
 enum { SMLA_PORTABLE_ARCH = 80 }; /* kernels of this row run on newer devices, too */
 
-/* What the choice of a kernel depends on, beside the device and the number of heads. */
+#define SMLA_UNSPLIT INT64_MAX /* columns per split of a call that is not split */
+
+/* What the choice of a kernel depends on, beside the device. */
 typedef struct smla_kernel_call {
     smla_kv_set formats; /* those of all lists; 0 with ragged keys */
     smla_key_source source;
     unsigned needs; /* SMLA_NEEDS_ bits */
+    int64_t num_heads;
+    int64_t columns; /* per split, in both lists */
 } smla_kernel_call;
 
 #define SMLA_SOURCE(source) (1u << SMLA_KEYS_##source)
@@ -79,20 +83,20 @@ typedef struct smla_attention_kernel {
 /* The table ends with an entry without a launcher. */
 extern const smla_attention_kernel smla_attention_kernels[];
 
-/* Whether the kernel serves a call with this many columns per split, in both lists. */
+/* The first source of keys that the kernel reads. */
+static inline smla_key_source
+smla_source_of(const smla_attention_kernel *kernel)
+{
+    return (smla_key_source)__builtin_ctz(kernel->sources);
+}
+
+/* Whether the kernel serves a call. */
 bool smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
-                      const smla_kernel_call *call, int64_t num_heads, int num_splits,
-                      int64_t columns);
+                      const smla_kernel_call *call);
 
 /* The first table entry that fits, or NULL. */
 const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device,
-                                              const smla_kernel_call *call, int64_t num_heads,
-                                              int num_splits, int64_t columns);
-
-/* The first table entry that fits an unsplit call, or NULL. */
-const smla_attention_kernel *smla_find_whole_kernel(const smla_cuda_device *device,
-                                                    const smla_kernel_call *call,
-                                                    int64_t num_heads);
+                                              const smla_kernel_call *call);
 
 /* What the device's best kernel for keys of this source lacks for the call, in words; NULL: that
  * kernel serves it. The best one is the first of the table that runs on the device and reads the
@@ -160,6 +164,12 @@ enum {
      SMLA_SM80_VERSIONS(formats) * (heads) * SMLA_SM80_KEYS * 2 +                                  \
      SMLA_SM80_GROUPS * (heads) * SMLA_SM80_KEYS * 4 + SMLA_NUM_SCALE_TILES * SMLA_SM80_KEYS * 4 + \
      SMLA_SM80_KEYS * 4 + ((heads) < 32 ? 32 : (heads)) * 4 + (heads) * 16)
+
+static inline bool
+smla_is_split(const smla_attention_params *params)
+{
+    return params->results.num_splits > 1;
+}
 
 /* Columns per split, in both lists. */
 static inline int64_t

@@ -4,6 +4,7 @@
  */
 #include <stdatomic.h>
 
+#include "core/attention/needs.h"
 #include "cuda/attention/table/kernels.h"
 
 /* What a schedule depends on. */
@@ -155,14 +156,16 @@ estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
 }
 
-/* A call that needs all that a kernel serves. */
+/* A call of the problem's size that needs all that its kernel serves. */
 static smla_kernel_call
-call_like(const smla_attention_kernel *kernel)
+call_like(const split_problem *problem, int64_t columns)
 {
     return (smla_kernel_call){
-        .formats = kernel->formats,
-        .source = (smla_key_source)__builtin_ctz(kernel->sources),
-        .needs = kernel->serves,
+        .formats = problem->whole->formats,
+        .source = smla_source_of(problem->whole),
+        .needs = problem->whole->serves,
+        .num_heads = problem->num_heads,
+        .columns = columns,
     };
 }
 
@@ -177,10 +180,8 @@ fits_one_wave(const split_problem *problem, int64_t num_tokens)
             return false;
         }
     }
-    const smla_kernel_call call = call_like(problem->whole);
-    const smla_attention_kernel *const kernel =
-        smla_find_kernel(problem->device, &call, problem->num_heads, splits,
-                         count_columns(problem, splits));
+    const smla_kernel_call call = call_like(problem, count_columns(problem, splits));
+    const smla_attention_kernel *const kernel = smla_find_kernel(problem->device, &call);
     return kernel != NULL && kernel->max_columns != 0 &&
            num_tokens * count_tiles(problem, kernel) * splits <=
                count_resident_ctas(problem->device, kernel);
@@ -192,14 +193,13 @@ static run_plan
 choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, bool is_small)
 {
     const int64_t columns = count_columns(problem, num_splits);
-    const smla_kernel_call call = call_like(problem->whole);
+    const smla_kernel_call call = call_like(problem, num_splits == 1 ? SMLA_UNSPLIT : columns);
     run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
             (kernel->saves_waves && is_small) ||
-            !smla_fits_kernel(kernel, problem->device, &call, problem->num_heads, num_splits,
-                              columns)) {
+            !smla_fits_kernel(kernel, problem->device, &call)) {
             continue;
         }
         const int64_t cost = estimate_cost(problem, kernel, num_tokens, num_splits, columns);
@@ -297,8 +297,13 @@ find_plan(const split_problem *problem, int64_t num_tokens)
 static smla_kernel_call
 call_of(const smla_attention_shape *shape, smla_kv_set formats)
 {
-    return (smla_kernel_call){formats, shape->source,
-                              shape->needs | (shape->num_splits > 1 ? SMLA_NEEDS_SPLITS : 0)};
+    return (smla_kernel_call){
+        .formats = formats,
+        .source = shape->source,
+        .needs = shape->needs | (shape->num_splits > 1 ? SMLA_NEEDS_SPLITS : 0),
+        .num_heads = shape->num_heads,
+        .columns = SMLA_UNSPLIT,
+    };
 }
 
 /* Returns false where no row of the kernel table serves the call. */
@@ -308,8 +313,8 @@ find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
 {
     *problem = (split_problem){
         .device = device,
-        .whole = smla_find_whole_kernel(device, call, shape->num_heads),
-        .num_heads = shape->num_heads,
+        .whole = smla_find_kernel(device, call),
+        .num_heads = call->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
     };
@@ -386,15 +391,16 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
 {
     split_problem problem;
     const smla_kernel_call call = call_of(shape, formats);
-    const smla_kernel_call table = {formats, SMLA_KEYS_TABLE, 0};
-    const smla_kernel_call any_table = {formats, SMLA_KEYS_TABLE,
-                                        shape->needs | SMLA_NEEDS_SOFTCAP};
+    smla_kernel_call table = call;
+    table.source = SMLA_KEYS_TABLE;
+    table.needs = shape->needs | SMLA_NEEDS_SOFTCAP;
     int64_t parts =
         find_problem(device, shape, &call, &problem) ? most_parts(&problem, shape->num_tokens) : 0;
-    if (shape->covers_tables && find_problem(device, shape, &any_table, &problem)) {
+    if (shape->covers_tables && find_problem(device, shape, &table, &problem)) {
         const int64_t dense = most_dense_parts(&problem, shape->num_tokens);
         parts = dense > parts ? dense : parts;
     }
+    table.needs = 0;
     if (shape->covers_tables && find_problem(device, shape, &table, &problem) &&
         expects_keys(problem.whole)) {
         expect_dense_keys(&problem);
@@ -491,7 +497,7 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         .runs[0] = {.num_tokens = shape->num_tokens,
                     .num_splits = is_given ? shape->num_splits : 1},
     };
-    const smla_kernel_call call = call_of(shape, formats);
+    smla_kernel_call call = call_of(shape, formats);
     split_problem problem;
     if (device == NULL || !find_problem(device, shape, &call, &problem)) {
         return;
@@ -505,8 +511,10 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         return;
     }
     if (is_given) { /* a token's bits must not depend on the batch */
-        plan->runs[0].kernel = smla_find_kernel(device, &call, shape->num_heads, shape->num_splits,
-                                                count_columns(&problem, shape->num_splits));
+        if (shape->num_splits > 1) {
+            call.columns = count_columns(&problem, shape->num_splits);
+        }
+        plan->runs[0].kernel = smla_find_kernel(device, &call);
         return;
     }
     if (expects_keys(problem.whole)) {
@@ -535,9 +543,12 @@ bool
 smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
-    const smla_kernel_call call = {.formats = SMLA_ROWS_FP8, .source = SMLA_KEYS_LISTS};
+    const smla_kernel_call call = {.formats = SMLA_ROWS_FP8,
+                                   .source = SMLA_KEYS_LISTS,
+                                   .num_heads = prefills->num_heads,
+                                   .columns = SMLA_UNSPLIT};
     const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : smla_find_whole_kernel(device, &call, prefills->num_heads);
+        device == NULL ? NULL : smla_find_kernel(device, &call);
     if (kernel == NULL || kernel->arch < 90) {
         return false;
     }
