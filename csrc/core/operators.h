@@ -50,7 +50,8 @@
     X(sparse_attention, smla_sparse_attention_args) \
     X(sparse_mla_dsv4, smla_sparse_mla_dsv4_args)   \
     X(mla_attention, smla_mla_attention_args)       \
-    X(varlen_attention, smla_varlen_attention_args)
+    X(varlen_attention, smla_varlen_attention_args) \
+    X(paged_attention, smla_paged_attention_args)
 
 /* The projections, whose arrays differ and whose params are the same: all have the slot
  * `projection`. */

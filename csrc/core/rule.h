@@ -27,7 +27,7 @@ typedef struct smla_rule {
     unsigned dtypes;
     unsigned flags;
     int ndim; /* SMLA_ANY: any rank up to SMLA_MAX_RANK, and `shape` is not read */
-    int64_t shape[3];
+    int64_t shape[4];
     const char *hint;          /* explains a wrong shape in the error text; NULL = no explanation */
     const DLTensor *may_be[2]; /* inputs that this output may be; NULL = none */
 } smla_rule;

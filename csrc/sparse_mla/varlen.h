@@ -1,5 +1,6 @@
-/* varlen.h: attention of query tokens to contiguous keys and values of their request, the way to
- * prefill. The conventions are in sparse_mla.h. */
+/* varlen.h: attention of query tokens to the keys and values of their request, which have heads of
+ * their own: contiguous arrays, the way to prefill, or pages of a cache. The conventions are in
+ * sparse_mla.h. */
 #ifndef SPARSE_MLA_VARLEN_H
 #define SPARSE_MLA_VARLEN_H
 
@@ -56,6 +57,54 @@ typedef struct smla_varlen_attention_args {
 
 SMLA_API smla_status smla_varlen_attention(const smla_varlen_attention_args *args,
                                            smla_error *error);
+
+/* The same of keys and values that lie in pages, to decode or to extend: GQA, MQA and MHA models,
+ * and MLA with qv. Request b has n_k = cache_seqlens[b] - cache_leftpad[b] keys, those of this step
+ * among them. Key j is at position x = cache_leftpad[b] + j: in the page block_table[b, x / ps] at
+ * x % ps, or in the slot slot_table[b, x]. An entry that is negative, past the cache or past the
+ * table's last column hides its key, and a page without a visible key is not read. No result
+ * depends on the size of pages, nor on which of the two tables there is. Ranks of context
+ * parallelism are those of smla_mla_attention_args.
+ *
+ * With qv, the absorbed form of MLA, the logit of a key is that of q . k + qv . v, where k is the
+ * key's RoPE part and v its latent; qv has q's descale, and D + Dv is at most 576. */
+typedef struct smla_paged_attention_args {
+    size_t struct_size;
+    const DLTensor *q;             /* [T, H, D] bf16 | fp16 | e4m3 */
+    const DLTensor *qv;            /* [T, H, Dv], the dtype of q; optional */
+    const DLTensor *k_cache;       /* [P, ps, Hk, D], the dtype of q | e4m3, with an e4m3 query any
+                                    * of the three */
+    const DLTensor *v_cache;       /* [P, ps, Hk, Dv], the dtype of k_cache */
+    const DLTensor *block_table;   /* [>= B, W] int32 pages; or slot_table in its place */
+    const DLTensor *cache_seqlens; /* [B] int32; a negative one counts as 0 */
+    const DLTensor *cu_seqlens_q;  /* [B + 1] int32, optional; NULL: a token per request */
+    const DLTensor *slot_table;    /* [>= B, W] int32 slots, optional */
+    const DLTensor *cache_leftpad; /* [B] int32, optional; not beside cp_size */
+    const DLTensor *attn_sink;     /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *out;           /* out [T, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
+    const DLTensor *lse;           /* out [T, H] fp32, natural log */
+    const DLTensor *workspace;     /* [any] uint8, optional, as in smla_varlen_attention_args */
+    smla_scale_arg q_descale;      /* an e4m3 query only: a number, one fp32, or [B, Hk] fp32 */
+    smla_scale_arg k_descale;      /* e4m3 keys only, likewise */
+    smla_scale_arg v_descale;      /* e4m3 values only, likewise */
+    double softmax_scale;
+    double softcap;          /* 0: none */
+    int64_t window_left;     /* -1 = open; read where has_window is set */
+    int64_t window_right;    /* the same; 0 with is_causal */
+    int64_t attention_chunk; /* 0: none */
+    int64_t cp_rank;
+    int64_t cp_size; /* 0: no context parallelism */
+    int64_t cp_interleave;
+    int64_t max_seqlen_q; /* hints, which change no result; 0: none */
+    int64_t max_seqlen_k;
+    int32_t has_window;
+    int32_t is_causal;
+    int32_t num_splits; /* 0 or 1: keys are not split */
+    void *stream;
+    int32_t fills_padding; /* as in smla_mla_attention_args */
+} smla_paged_attention_args;
+
+SMLA_API smla_status smla_paged_attention(const smla_paged_attention_args *args, smla_error *error);
 
 #ifdef __cplusplus
 }

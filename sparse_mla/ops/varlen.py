@@ -1,11 +1,11 @@
-"""Attends to contiguous keys and values, the way to prefill."""
+"""Attends to keys and values of heads: contiguous ones, the way to prefill, or pages of a cache."""
 
 from __future__ import annotations
 
 from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
-__all__ = ["varlen_attention"]
+__all__ = ["paged_attention", "varlen_attention"]
 
 
 @operator
@@ -134,4 +134,154 @@ def varlen_attention(
     >>> out, lse = smla.varlen_attention(q, k, v, starts, starts, softmax_scale=1 / 192)
     >>> out.shape, round(float(lse[0, 0]), 4)
     ((2, 4, 128), 1.6931)
+    """
+
+
+@operator
+def paged_attention(
+    q: Like[Result],
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array | None,
+    cache_seqlens: Array,
+    *,
+    softmax_scale: float,
+    cu_seqlens_q: Array | None = None,
+    slot_table: Array | None = None,
+    qv: Array | None = None,
+    cache_leftpad: Array | None = None,
+    cp: tuple[int, int, int] | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    attn_sink: Array | None = None,
+    q_descale: float | Array | None = None,
+    k_descale: float | Array | None = None,
+    v_descale: float | Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_splits: int = 0,
+    out: Array | None = None,
+    lse: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]:
+    """Attend to keys and values in pages of a cache: decode and extend of GQA, MQA and MHA models.
+
+    Request b has n_q query tokens and n_k = cache_seqlens[b] - cache_leftpad[b] keys, those of this
+    step among them. Query head h reads KV head h // (H / Hk). Query i of a request is at position
+    p = n_k - n_q + i, and sees the keys that the masks of `mla_attention` let it see. Over these
+    keys::
+
+        s_j = softmax_scale * q_descale * (q[t, h] . k_descale k_j + qv[t, h] . v_descale v_j)
+
+    With a softcap c > 0, s_j becomes c * tanh(s_j / c); lse and out = softmax(s) v are as in
+    `sparse_attention`. A query that sees no key gives out = 0 and lse = -inf. Pages without a
+    visible key are not read. No bit of a result depends on the size of pages.
+
+    Parameters
+    ----------
+    q : [T, H, D] bf16, fp16 or e4m3
+        e4m3 is float8_e4m3fn, or its bytes as uint8.
+    k_cache : [P, ps, Hk, D]
+        Of the dtype of q, or e4m3; with an e4m3 query of any of the three. Hk divides H. ps, the
+        tokens of a page, is any number from 1 on.
+    v_cache : [P, ps, Hk, Dv], the dtype of k_cache
+        D is at most 576 and Dv at most 512, multiples of 8. Both caches have strides of their own:
+        they may be views of one buffer.
+    block_table : [>= B, W] int32, or None
+        The pages of each request, in its order. An entry that is negative or past the cache hides
+        its keys, and so does the end of the row.
+    cache_seqlens : [B] int32
+        The positions of each request; a negative number counts as 0.
+    softmax_scale : float
+        At most 2.35e38 in size, because kernels multiply it with log2(e).
+    cu_seqlens_q : [B + 1] int32, optional
+        The first query token of each request, then their number. Rows of q from the last number on
+        are not read. Those of `out` and `lse` stay as they are in the caller's arrays; in new ones
+        they are 0 and -inf. Without it, each request has one token.
+    slot_table : [>= B, W] int32, optional
+        The slot of each position, in place of `block_table`, which is None then.
+    qv : [T, H, Dv], the dtype of q, optional
+        The absorbed form of MLA: q meets the RoPE part of a key, and qv its latent, which is the
+        value. D + Dv is at most 576.
+    cache_leftpad : [B] int32, optional
+        Positions in front of a request's first key. Not together with `cp`.
+    cp : (rank, ranks, interleave), optional
+        Context parallelism, as in `mla_attention`.
+    causal : bool
+        Query i sees no key behind its position.
+    window_size : (int, int)
+        How many keys a query sees before and behind its position; -1 = all.
+    attention_chunk : int
+        C: a query sees keys of its own C positions only; 0 = of all.
+    softcap : float
+        0 = none; at most 2.35e38, as softmax_scale.
+    attn_sink : [>= H] fp32, optional
+        Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
+    q_descale, k_descale, v_descale : float, an array of one fp32, or [B, Hk] fp32, optional
+        What e4m3 values are multiplied with; strides may be 0. None = 1. No product is rounded.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Hints. Results are the same whatever they are.
+    num_splits : int
+        0 or 1: a request's keys are not split.
+    out : [T, H, Dv] of the dtype of q, or fp32, optional
+        For an e4m3 query bf16, or fp32.
+    lse : [T, H] fp32, optional
+    workspace : [bytes] uint8, optional
+        Not needed.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, lse). lse is a natural logarithm, without the sink.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        Both tables or neither; caches of unlike pages, heads or dtypes; heads of the caches that do
+        not divide those of q; other sizes than said above; on the CPU `cu_seqlens_q` that does not
+        begin with 0, falls or ends past q, a `cache_leftpad` outside 0...cache_seqlens, and a
+        descale that is not positive; a descale of values that are not e4m3; a negative window other
+        than -1, a softcap or chunk below 0, a rank outside 0...ranks - 1; num_splits of 2 or more.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: flash_attn_with_kvcache; SGLang's FlashAttention backend.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q = np.ones((3, 8, 128), ml_dtypes.bfloat16)  # two tokens of request 0, one of request 1
+    >>> k_cache, v_cache = np.ones((2, 4, 16, 2, 128), ml_dtypes.bfloat16)  # 4 pages of 16 tokens
+    >>> table, starts = np.array([[2, 0], [3, -1]], np.int32), np.array([0, 2, 3], np.int32)
+    >>> lens, scale = np.array([20, 5], np.int32), 1 / 128
+    >>> out, lse = sparse_mla.paged_attention(
+    ...     q, k_cache, v_cache, table, lens, cu_seqlens_q=starts, softmax_scale=scale, causal=True)
+    >>> out.shape, np.exp(lse[:, 0] - 1).round(2).tolist()  # 19 keys, 20 and 5
+    ((3, 8, 128), [19.0, 20.0, 5.0])
+
+    PyTorch
+    -------
+    Attention to keys and values in pages of a cache: `sparse_mla.paged_attention`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, k = (torch.ones(x, dtype=torch.bfloat16) for x in ((1, 8, 128), (4, 16, 2, 128)))
+    >>> table, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[2]], [5]))
+    >>> out, lse = smla.paged_attention(q, k, k, table, lens, softmax_scale=1 / 128)
+    >>> out.shape, round(lse[0, 0].item(), 4)
+    (torch.Size([1, 8, 128]), 2.6094)
+
+    JAX
+    ---
+    Attention to keys and values in pages of a cache: `sparse_mla.paged_attention`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, k = (jnp.ones(shape, jnp.bfloat16) for shape in ((1, 8, 128), (4, 16, 2, 128)))
+    >>> table, lens = jnp.array([[2]]), jnp.array([5])
+    >>> out, lse = smla.paged_attention(q, k, k, table, lens, softmax_scale=1 / 128)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((1, 8, 128), 2.6094)
     """

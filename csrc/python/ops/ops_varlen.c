@@ -1,4 +1,4 @@
-/* ops_varlen.c: attention to contiguous keys and values. */
+/* ops_varlen.c: attention to keys and values of heads, contiguous or in pages. */
 #include "core/attention/params_attention.h"
 #include "python/call/operator.h"
 #include "sparse_mla.h"
@@ -10,6 +10,14 @@ compute_varlen_attention(const void *args, smla_error *error)
     smla_varlen_attention_args a = *(const smla_varlen_attention_args *)args;
     a.has_window = true;
     return smla_varlen_attention(&a, error);
+}
+
+static smla_status
+compute_paged_attention(const void *args, smla_error *error)
+{
+    smla_paged_attention_args a = *(const smla_paged_attention_args *)args;
+    a.has_window = true;
+    return smla_paged_attention(&a, error);
 }
 
 /* A GPU's kernels divide their work better with the workspace; no result depends on it. */
@@ -69,6 +77,60 @@ static const smla_py_limit varlen_limits[] = {
     {SMLA_PY_LIMIT_HEADS, VARLEN_Q, 1, SMLA_MAX_HEADS},
 };
 
+enum { PAGED_Q, PAGED_V_CACHE = 3, PAGED_OUT = 13, PAGED_LSE };
+
+static const smla_py_param paged_params[] = {
+    [PAGED_Q] = {"q", SMLA_PY_INPUT, offsetof(smla_paged_attention_args, q)},
+    {"qv", SMLA_PY_OPTIONAL, offsetof(smla_paged_attention_args, qv)},
+    {"k_cache", SMLA_PY_INPUT, offsetof(smla_paged_attention_args, k_cache)},
+    [PAGED_V_CACHE] = {"v_cache", SMLA_PY_INPUT, offsetof(smla_paged_attention_args, v_cache)},
+    {"block_table", SMLA_PY_NULLABLE, offsetof(smla_paged_attention_args, block_table)},
+    {"cache_seqlens", SMLA_PY_INPUT, offsetof(smla_paged_attention_args, cache_seqlens)},
+    {"cu_seqlens_q", SMLA_PY_OPTIONAL, offsetof(smla_paged_attention_args, cu_seqlens_q)},
+    {"slot_table", SMLA_PY_OPTIONAL, offsetof(smla_paged_attention_args, slot_table)},
+    {"cache_leftpad", SMLA_PY_OPTIONAL, offsetof(smla_paged_attention_args, cache_leftpad)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_paged_attention_args, attn_sink)},
+    {"q_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_paged_attention_args, q_descale)},
+    {"k_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_paged_attention_args, k_descale)},
+    {"v_descale", SMLA_PY_SCALE_OR_NONE, offsetof(smla_paged_attention_args, v_descale)},
+    [PAGED_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_paged_attention_args, out)},
+    [PAGED_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_paged_attention_args, lse)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_paged_attention_args, workspace)},
+    {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_paged_attention_args, softmax_scale)},
+    {"causal", SMLA_PY_FLAG, offsetof(smla_paged_attention_args, is_causal)},
+    {"window_size", SMLA_PY_TWO_INTS, offsetof(smla_paged_attention_args, window_left)},
+    {"attention_chunk", SMLA_PY_INT, offsetof(smla_paged_attention_args, attention_chunk)},
+    {"softcap", SMLA_PY_FLOAT, offsetof(smla_paged_attention_args, softcap)},
+    {"cp", SMLA_PY_THREE_INTS, offsetof(smla_paged_attention_args, cp_rank)},
+    {"max_seqlen_q", SMLA_PY_HINT, offsetof(smla_paged_attention_args, max_seqlen_q)},
+    {"max_seqlen_k", SMLA_PY_HINT, offsetof(smla_paged_attention_args, max_seqlen_k)},
+    {"num_splits", SMLA_PY_INT32, offsetof(smla_paged_attention_args, num_splits)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_paged_attention_args, stream)},
+};
+
+_Static_assert(offsetof(smla_paged_attention_args, window_right) ==
+                       offsetof(smla_paged_attention_args, window_left) + sizeof(int64_t) &&
+                   offsetof(smla_paged_attention_args, cp_interleave) ==
+                       offsetof(smla_paged_attention_args, cp_rank) + 2 * sizeof(int64_t),
+               "the integers of a tuple follow each other");
+
+static const smla_py_result_row paged_results[] = {
+    {.result = PAGED_OUT,
+     .dtype = {.source = SMLA_PY_HALVES_OF_ARRAY, .row = PAGED_Q},
+     .dims = {SMLA_PY_SIZE(PAGED_Q, 0), SMLA_PY_SIZE(PAGED_Q, 1), SMLA_PY_SIZE(PAGED_V_CACHE, 3)},
+     .fills = SMLA_FILLS_OUT},
+    {.result = PAGED_LSE,
+     .dtype = SMLA_PY_MAKES_FP32,
+     .dims = {SMLA_PY_SIZE(PAGED_Q, 0), SMLA_PY_SIZE(PAGED_Q, 1)},
+     .fills = SMLA_FILLS_LSE},
+};
+
+static const smla_py_limit paged_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, PAGED_Q, 3, 3},
+    {SMLA_PY_LIMIT_NDIM, PAGED_V_CACHE, 4, 4},
+    {SMLA_PY_LIMIT_HEADS, PAGED_Q, 1, SMLA_MAX_HEADS},
+};
+
 const smla_py_operator smla_py_varlen_operators[] = {
     {.name = "varlen_attention",
      SMLA_PY_TABLE(varlen_params, smla_varlen_attention_args, smla_varlen_attention_args),
@@ -77,5 +139,11 @@ const smla_py_operator smla_py_varlen_operators[] = {
      SMLA_PY_LIMITS(varlen_limits),
      .fills_offset = offsetof(smla_varlen_attention_args, fills_padding),
      .workspace_bytes = varlen_workspace_bytes},
+    {.name = "paged_attention",
+     SMLA_PY_TABLE(paged_params, smla_paged_attention_args, smla_paged_attention_args),
+     .compute = compute_paged_attention,
+     SMLA_PY_RESULTS(paged_results),
+     SMLA_PY_LIMITS(paged_limits),
+     .fills_offset = offsetof(smla_paged_attention_args, fills_padding)},
     {.name = NULL},
 };

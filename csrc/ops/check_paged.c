@@ -1,0 +1,174 @@
+/* check_paged.c: the argument rules of paged_attention. */
+#include "ops/check_attention.h"
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+static smla_status
+require_query(smla_checker *c, const smla_paged_attention_args *args)
+{
+    SMLA_TRY(smla_require_head_query(c, "q", args->q, NULL));
+    return smla_require(c, &(smla_rule){.name = "qv",
+                                        .tensor = args->qv,
+                                        .dtypes = smla_same_dtypes(args->q),
+                                        .flags = SMLA_RULE_OPTIONAL,
+                                        .ndim = 3,
+                                        .shape = {smla_size(args->q, 0), smla_size(args->q, 1),
+                                                  SMLA_ANY},
+                                        .hint = "the tokens and heads of `q`, the values of "
+                                                "`v_cache`"});
+}
+
+/* Checks the pages of both caches. */
+static smla_status
+require_pages(const smla_checker *c, const DLTensor *k_cache)
+{
+    const int64_t num_pages = smla_size(k_cache, 0), page_size = smla_size(k_cache, 1);
+    if (page_size < 1 || page_size > INT32_MAX) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `k_cache` must have 1 or more tokens per page, got %lld", c->op,
+                         (long long)page_size);
+    }
+    return num_pages <= INT32_MAX / page_size
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `k_cache` must have at most %d tokens, got %lld pages of %lld",
+                           c->op, INT32_MAX, (long long)num_pages, (long long)page_size);
+}
+
+/* Checks the caches beside the query. */
+static smla_status
+require_caches(smla_checker *c, const smla_paged_attention_args *args)
+{
+    const DLTensor *const k = args->k_cache, *const v = args->v_cache;
+    const int64_t dim = smla_size(args->q, 2);
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache",
+                                          .tensor = k,
+                                          .dtypes = smla_key_dtypes(args->q),
+                                          .ndim = 4,
+                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY, dim},
+                                          .hint = "pages, tokens, KV heads, the values of `q`"}));
+    SMLA_TRY(require_pages(c, k));
+    SMLA_TRY(smla_require_num_kv_heads(c, "k_cache", smla_size(k, 2), smla_size(args->q, 1)));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "v_cache",
+                                          .tensor = v,
+                                          .dtypes = smla_same_dtypes(k),
+                                          .ndim = 4,
+                                          .shape = {smla_size(k, 0), smla_size(k, 1),
+                                                    smla_size(k, 2), SMLA_ANY},
+                                          .hint = "the pages, tokens and heads of `k_cache`"}));
+    const int64_t value_dim = smla_size(v, 3);
+    SMLA_TRY(smla_require_head_dim(c, "v_cache", value_dim, SMLA_KV_LORA_RANK));
+    if (args->qv == NULL) {
+        return SMLA_OK;
+    }
+    if (smla_size(args->qv, 2) != value_dim) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `qv` must have %lld values per head, as `v_cache` has, got %lld",
+                         c->op, (long long)value_dim, (long long)smla_size(args->qv, 2));
+    }
+    return smla_require_head_dim(c, "qv", value_dim, SMLA_HEAD_DIM - dim);
+}
+
+static void
+fill_rows(const smla_paged_attention_args *args, smla_attention_params *params)
+{
+    /* q . k + qv . v: a query in two parts, whose keys are rows of both caches */
+    const bool is_pair = args->qv != NULL;
+    const DLTensor *const queries[] = {is_pair ? args->qv : args->q, args->q};
+    const DLTensor *const keys[] = {is_pair ? args->v_cache : args->k_cache, args->k_cache,
+                                    args->v_cache};
+    params->queries = (smla_queries){
+        .num_tokens = smla_size(args->q, 0),
+        .num_heads = smla_size(args->q, 1),
+        .type = smla_float_type_of(args->q),
+    };
+    for (int i = 0; i < (is_pair ? 2 : 1); i++) {
+        params->queries.parts[i] = smla_view_part(queries[i], 0);
+        params->queries.dims[i] = (int16_t)smla_size(queries[i], 2);
+    }
+    params->kv = (smla_kv_heads){
+        .num_keys = smla_size(args->k_cache, 0) * smla_size(args->k_cache, 1),
+        .num_kv_heads = smla_size(args->k_cache, 2),
+        .type = smla_float_type_of(args->k_cache),
+        .value_dim = (int16_t)smla_size(args->v_cache, 3),
+    };
+    for (int i = 0; i < SMLA_KV_ARRAYS; i++) {
+        params->kv.rows[i] = (smla_head_rows){
+            .data = smla_data(keys[i]),
+            .stride_token = smla_stride(keys[i], 1),
+            .stride_head = smla_stride(keys[i], 2),
+        };
+        params->pages.strides_page[i] = smla_stride(keys[i], 0);
+    }
+}
+
+/* ---- Requests ------------------------------------------------------------------------------ */
+
+/* Checks padding in front of keys. Numbers on a device are not read. */
+static smla_status
+require_leftpad(smla_checker *c, const smla_paged_attention_args *args, const smla_requests *reqs,
+                smla_kv_pages *pages)
+{
+    const DLTensor *const leftpad = args->cache_leftpad;
+    if (leftpad == NULL) {
+        return SMLA_OK;
+    }
+    if (args->cp_size != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `cache_leftpad` must be left out beside `cp`, got an array", c->op);
+    }
+    SMLA_TRY(smla_require_vector(c, "cache_leftpad", leftpad, reqs->num_reqs, 0,
+                                 "an entry per request"));
+    pages->leftpad = smla_data(leftpad);
+    pages->leftpad_stride = smla_stride(leftpad, 0);
+    for (int64_t req = 0; c->device.device_type == kDLCPU && req < reqs->num_reqs; req++) {
+        const int64_t pad = pages->leftpad[req * pages->leftpad_stride];
+        if (pad < 0 || pad > smla_seq_len(reqs, req)) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `cache_leftpad` must be between 0 and the %lld of "
+                             "`cache_seqlens`, got %lld at %lld",
+                             c->op, (long long)smla_seq_len(reqs, req), (long long)pad,
+                             (long long)req);
+        }
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+require_requests(smla_checker *c, const smla_paged_attention_args *args,
+                 smla_attention_params *params)
+{
+    const smla_table_args tables = SMLA_TABLE_OF(args);
+    const DLTensor *table = NULL;
+    smla_requests *const reqs = &params->visible.reqs;
+    smla_kv_pages *const pages = &params->pages;
+    SMLA_TRY(smla_require_requests(c, &tables, args->q, params->queries.num_tokens, reqs, &table));
+    pages->table = smla_data(table);
+    pages->table_stride_req = smla_stride(table, 0);
+    pages->table_stride_entry = smla_stride(table, 1);
+    pages->num_entries = smla_size(table, 1);
+    pages->num_pages = smla_size(args->k_cache, 0);
+    pages->page_size = (int32_t)smla_size(args->k_cache, 1);
+    pages->entry_tokens = table == args->slot_table ? 1 : pages->page_size;
+    return require_leftpad(c, args, reqs, pages);
+}
+
+/* ---- paged_attention ----------------------------------------------------------------------- */
+
+smla_status
+smla_check_paged_attention(const smla_paged_attention_args *args, smla_attention_params *params,
+                           const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "paged_attention", error);
+    *params = (smla_attention_params){.source = SMLA_KEYS_PAGED};
+    SMLA_TRY(require_query(&c, args));
+    SMLA_TRY(require_caches(&c, args));
+    fill_rows(args, params);
+    SMLA_TRY(require_requests(&c, args, params));
+    SMLA_TRY(smla_require_share(&c, args->cp_rank, args->cp_size, args->cp_interleave,
+                                &params->visible.rule.share));
+    const smla_heads_args heads =
+        SMLA_HEADS_OF(args, NULL, "k_cache", args->k_cache, "v_cache", args->v_cache);
+    return smla_check_heads(&c, &heads, params, backend);
+}
