@@ -88,7 +88,7 @@ attend(const smla_attention_params *params, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
-    return params->source >= SMLA_KEYS_RAGGED ? smla_attend_mha(params, isa, error)
+    return !smla_has_lists(params) ? smla_attend_mha(params, isa, error)
                                               : smla_attend_mqa(params, isa, error);
 }
 

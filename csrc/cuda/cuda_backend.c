@@ -220,14 +220,14 @@ projection(const smla_projection_params *p, smla_error *error)
 static smla_status
 attend(const smla_attention_params *p, smla_error *error)
 {
-    const bool is_ragged = p->source == SMLA_KEYS_RAGGED;
+    const bool has_heads = !smla_has_lists(p);
     cuda_call call;
     if (p->queries.num_tokens == 0 ||
-        (is_ragged && p->visible.reqs.num_reqs == 0 && !smla_has_padding(&p->padding))) {
+        (has_heads && p->visible.reqs.num_reqs == 0 && !smla_has_padding(&p->padding))) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&p->call, &call, error));
-    return is_ragged ? end_launch(&call, smla_cuda_attend_mha(p, call.device), error)
+    return has_heads ? end_launch(&call, smla_cuda_attend_mha(p, call.device), error)
                      : end_call(&call, smla_cuda_attend_lists(p, error), error);
 }
 

@@ -26,6 +26,7 @@ enum {
     LISTS = SMLA_SOURCE(LISTS),
     TABLE = SMLA_SOURCE(TABLE),
     RAGGED = SMLA_SOURCE(RAGGED),
+    PAGED = SMLA_SOURCE(PAGED),
     /* Kernels for lists take rows at any address, and any splits. */
     SERVED_LISTS = SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS,
     SERVED_512 = SMLA_NEEDS_ALL,
@@ -94,13 +95,13 @@ enum {
         .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, SMLA_ROWS_##rows))
 
 /* A kernel for keys and values of any head. */
-#define MHA(file, stem, text, ...)       \
-    {.sources = RAGGED,                  \
-     .min_heads = 1,                     \
-     .name = file,                       \
-     .heads_text = "1...128",            \
-     .rows_text = text,                  \
-     .launch = smla_attend_##stem##_mha, \
+#define MHA(file, stem, source, text, ...) \
+    {.sources = source,                    \
+     .min_heads = 1,                       \
+     .name = file,                         \
+     .heads_text = "1...128",              \
+     .rows_text = text,                    \
+     .launch = smla_attend_##stem,         \
      __VA_ARGS__}
 
 const smla_attention_kernel smla_attention_kernels[] = {
@@ -137,10 +138,12 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM80(512, sm80_512, 33, 64, SERVED_512),
     SM80(512, sm80_512, 17, 32, SERVED_512),
     SM80(512, sm80_512, 1, 16, SERVED_512),
-    MHA("mha_attention_sm90.cu", sm90, "192 or 128 bfloat16 or float16, 128 values", .arch = 90,
-        .arch_text = "sm_90", .shared_bytes = SMLA_SM90_SHARED_BYTES),
-    MHA("varlen_attention.cu", sm80, "up to 576 of any type, 512 values", .serves = SMLA_NEEDS_ALL,
-        .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+"),
+    MHA("mha_attention_sm90.cu", sm90_mha, RAGGED, "192 or 128 bfloat16 or float16, 128 values",
+        .arch = 90, .arch_text = "sm_90", .shared_bytes = SMLA_SM90_SHARED_BYTES),
+    MHA("varlen_attention.cu", sm80_mha, RAGGED, "up to 576 of any type, 512 values",
+        .serves = SMLA_NEEDS_ALL, .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+"),
+    MHA("paged_attention.cu", sm80_paged, PAGED, "up to 576 of any type, 512 values, in pages",
+        .serves = SMLA_NEEDS_ALL, .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+"),
     {.launch = NULL},
 };
 

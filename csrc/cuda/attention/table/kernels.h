@@ -226,6 +226,9 @@ smla_attention_launcher smla_attend_sm90_dense_512_64;
 smla_attention_launcher smla_attend_sm90_mha;
 smla_attention_launcher smla_attend_sm80_mha;
 
+/* paged_attention.cu */
+smla_attention_launcher smla_attend_sm80_paged;
+
 /* attention_sm80.cu */
 smla_attention_launcher smla_attend_sm80_fp8_64;
 smla_attention_launcher smla_attend_sm80_fp8_32;

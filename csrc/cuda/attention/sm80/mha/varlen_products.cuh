@@ -214,6 +214,27 @@ mask_scores(const varlen_limits *limits, uint32_t first_key, float scores[Shape:
     }
 }
 
+/* Hides the keys whose bits are set. */
+template <typename Shape>
+__device__ __forceinline__ void
+hide_keys(uint64_t hidden, float scores[Shape::M][Shape::N][4])
+{
+    const uint64_t own = hidden >> lane_idx() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            if ((own >> (8 * n + k) & 1) != 0) {
+#pragma unroll
+                for (int m = 0; m < Shape::M; m++) {
+                    scores[m][n][k] = -INFINITY;
+                    scores[m][n][2 + k] = -INFINITY;
+                }
+            }
+        }
+    }
+}
+
 /* ---- Weights ------------------------------------------------------------------------------- */
 
 /* Moves the references of rows whose largest logit is too far above them. */
@@ -302,18 +323,22 @@ weigh_scores(float scale, float scores[Shape::M][Shape::N][4], varlen_rows<Shape
 }
 
 /* Turns the scores of a block into weights. `limits` are those of the warp's rows; `is_cut` tells
- * whether one of these rows does not see the whole block. */
+ * whether one of these rows does not see the whole block; `hidden` has the bits of hidden keys. */
 template <typename Shape, bool HALF>
 __device__ __forceinline__ void
 weigh_block(const varlen_rule &rule, float cap_log2, const varlen_limits *limits, bool is_cut,
-            uint32_t first_key, float scores[Shape::M][Shape::N][4], varlen_rows<Shape> *rows,
-            float out[Shape::M][Shape::V][4], uint32_t weights[Shape::M][Shape::N / 2][4])
+            uint32_t first_key, uint64_t hidden, float scores[Shape::M][Shape::N][4],
+            varlen_rows<Shape> *rows, float out[Shape::M][Shape::V][4],
+            uint32_t weights[Shape::M][Shape::N / 2][4])
 {
     if (rule.is_early) {
         cap_scores<Shape>(rule.early_scale, cap_log2, scores);
     }
     if (is_cut) {
         mask_scores<Shape>(limits, first_key, scores);
+    }
+    if (hidden != 0) {
+        hide_keys<Shape>(hidden, scores);
     }
     update_references<Shape>(rule.scale, scores, rows, out);
     weigh_scores<Shape, HALF>(rule.scale, scores, rows, weights);

@@ -111,11 +111,12 @@ bring_queries(const varlen_source &source, const varlen_args &args, const varlen
 }
 
 /* Part `part` of what a tile reads. */
+template <bool PAGED>
 __device__ __forceinline__ varlen_part
 find_part(const varlen_source &source, int part, const varlen_tile &tile)
 {
-    return varlen_part{source.data[part] + tile.request.first_key * source.token_bytes[part] +
-                           tile.kv_head * source.head_bytes[part],
+    const int64_t first = PAGED ? 0 : tile.request.first_key * source.token_bytes[part];
+    return varlen_part{source.data[part] + first + tile.kv_head * source.head_bytes[part],
                        source.token_bytes[part]};
 }
 
@@ -169,6 +170,40 @@ bring_block(const varlen_source &source, const varlen_part *parts, uint32_t firs
             bring_chunk<HALF>(to + (segment * KEYS + i * COPY_ROWS) * SEGMENT_BYTES, from,
                               source.copy, own + i * COPY_ROWS < end && column.exists);
             from += COPY_ROWS * column.token_bytes;
+        }
+    }
+}
+
+/* ---- Rows in pages ------------------------------------------------------------------------- */
+
+/* bring_block of keys that lie in pages: of those in `seen`, whose entries are in shared memory.
+ * Key `first` is at `position` of the request. `array` is the first one of the source's arrays. */
+template <int DIMS, int KEYS, bool HALF>
+__device__ __forceinline__ void
+bring_pages(const varlen_source &source, const varlen_part *parts, const kv_pages &pages, int array,
+            const int32_t *entries, uint32_t position, uint32_t first, const varlen_limits &seen,
+            uint32_t to)
+{
+    to += find_place();
+#pragma unroll 1
+    for (uint32_t i = 0; i < KEYS / COPY_ROWS; i++) {
+        const uint32_t number = i * COPY_ROWS + threadIdx.x / SEGMENT_CHUNKS;
+        const uint32_t key = first + number;
+        const kv_place place = find_place(pages, entries[number], position + number);
+        const bool is_on = key >= seen.begin && key < seen.end && place.page >= 0;
+#pragma unroll
+        for (int segment = 0; segment < DIMS / SEGMENT; segment++) {
+            const varlen_column column = find_column(source, parts, segment);
+            const int64_t page_bytes =
+                pages.page_bytes[array + (find_dim(segment) >= source.first_dim)];
+            const uint8_t *const from =
+                column.from + place.page * page_bytes + place.token * column.token_bytes;
+            const uint32_t chunk = to + (segment * KEYS + i * COPY_ROWS) * SEGMENT_BYTES;
+            if (source.copy == COPY_CHUNKS) {
+                ptx_cp_async_16_or_zero(chunk, from, is_on && column.exists);
+            } else {
+                bring_chunk<HALF>(chunk, from, source.copy, is_on && column.exists);
+            }
         }
     }
 }

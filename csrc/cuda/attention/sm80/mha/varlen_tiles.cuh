@@ -1,4 +1,4 @@
-/* varlen_tiles.cuh: what a CTA of varlen_attention.cu computes at a time, and its shared memory. A
+/* varlen_tiles.cuh: what a CTA of varlen_kernel.cuh computes at a time, and its shared memory. A
  * tile is up to ROWS query rows of one request that read the same KV head: (token, head of the
  * group) pairs, token by token. Only the device knows the requests' lengths, so the host starts
  * CTAs for the most tiles that there can be, and every CTA looks for its own.
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/attention/kernel_params.cuh"
+#include "cuda/attention/keys/kv_pages.cuh"
 #include "cuda/ptx/launch.cuh"
 
 enum {
@@ -75,6 +76,26 @@ struct varlen_args {
     bool out_is_paired;         /* two elements of out can be stored at once */
 };
 
+/* The same of keys that lie in pages. */
+struct paged_args : varlen_args {
+    kv_pages pages;
+};
+
+template <typename Args> constexpr bool IS_PAGED = false;
+template <> constexpr bool IS_PAGED<paged_args> = true;
+
+__device__ __forceinline__ smla_kv_request
+find_request(const varlen_args &args, int64_t req)
+{
+    return smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req);
+}
+
+__device__ __forceinline__ smla_kv_request
+find_request(const paged_args &args, int64_t req)
+{
+    return smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, &args.pages.of, req);
+}
+
 struct varlen_tile {
     smla_kv_request request;
     int64_t req;
@@ -85,7 +106,7 @@ struct varlen_tile {
 
 /* A part of the rows of keys or values that a tile reads. */
 struct varlen_part {
-    const uint8_t *from; /* key 0 of the request */
+    const uint8_t *from; /* key 0 of the request, or the first token of page 0 */
     int64_t token_bytes;
 };
 
@@ -99,6 +120,10 @@ template <typename Shape> struct varlen_memory {
     varlen_limits limits[Shape::ROWS]; /* each row's; 0, 0: the row sees no key */
     varlen_part parts[NUM_PARTS];
     varlen_tile tile; /* here, because the loop over blocks needs the registers */
+};
+
+template <typename Shape> struct paged_memory : varlen_memory<Shape> {
+    int32_t entries[2][Shape::KEYS]; /* the table's, of a block and of the next one */
 };
 
 /* A query row's place. */
@@ -125,9 +150,9 @@ find_row(const varlen_args &args, const varlen_tile &tile, int row)
 /* Finds a KV head's tile `number`, or returns false where there are fewer. Tiles are numbered
  * request by request. In a request, the last rows come first, because causal masks give them the
  * most keys. Each warp searches by itself, 32 requests at a time. */
-template <typename Shape>
+template <typename Shape, typename Args>
 __device__ __forceinline__ bool
-find_head_tile(const varlen_args &args, int64_t number, varlen_tile *tile)
+find_head_tile(const Args &args, int64_t number, varlen_tile *tile)
 {
     const int64_t group = args.group.divisor;
 #pragma unroll 1
@@ -135,17 +160,14 @@ find_head_tile(const varlen_args &args, int64_t number, varlen_tile *tile)
         const int64_t own = first + lane_idx();
         int64_t count = 0;
         if (own < args.p.visible.reqs.num_reqs) {
-            count = (smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, own).num_queries *
-                         group +
-                     Shape::ROWS - 1) /
-                    Shape::ROWS;
+            count = (find_request(args, own).num_queries * group + Shape::ROWS - 1) / Shape::ROWS;
         }
         const int64_t sum = smla_scan_lanes(count, lane_idx());
         const uint32_t past = __ballot_sync(ALL_LANES, number < sum);
         if (past != 0) {
             const int owner = __ffs((int)past) - 1;
             tile->req = first + owner;
-            tile->request = smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, tile->req);
+            tile->request = find_request(args, tile->req);
             const int64_t last = __shfl_sync(ALL_LANES, sum, owner) - 1;
             tile->first_row = (last - number) * Shape::ROWS;
             const int64_t left = tile->request.num_queries * group - tile->first_row;
@@ -160,9 +182,9 @@ find_head_tile(const varlen_args &args, int64_t number, varlen_tile *tile)
 /* Finds the tile of a work item, or returns false. The heads of a section come first, then the
  * tiles of a head, then sections, so that the keys and values that are read at the same time fit in
  * L2. */
-template <typename Shape>
+template <typename Shape, typename Args>
 __device__ __forceinline__ bool
-find_tile(const varlen_args &args, int64_t item, varlen_tile *tile)
+find_tile(const Args &args, int64_t item, varlen_tile *tile)
 {
     const int64_t row = smla_divide(item, args.section_heads);
     const int64_t section = smla_divide(row, args.head_tiles);
