@@ -91,6 +91,7 @@ fill_rows(const smla_paged_attention_args *args, smla_attention_params *params)
         .num_kv_heads = smla_size(args->k_cache, 2),
         .type = smla_float_type_of(args->k_cache),
         .value_dim = (int16_t)smla_size(args->v_cache, 3),
+        .has_value_part = is_pair,
     };
     for (int i = 0; i < SMLA_KV_ARRAYS; i++) {
         params->kv.rows[i] = (smla_head_rows){

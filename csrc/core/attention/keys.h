@@ -117,6 +117,7 @@ typedef struct smla_kv_heads {
     smla_head_rows rows[SMLA_KV_ARRAYS];
     smla_float_type type;  /* bf16, fp16 or e4m3 */
     int16_t value_dim;     /* Dv */
+    bool has_value_part;   /* part 0 of a key is its value, with the value's scale */
     const int32_t *starts; /* ragged: cu_seqlens_k [R + 1] */
     int64_t starts_stride;
 } smla_kv_heads;

@@ -8,6 +8,8 @@
  */
 #pragma once
 
+#include <math.h>
+
 #include "cpu/attention/attention.h"
 
 enum {
@@ -137,13 +139,57 @@ smla_read_mha_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
                : scale->pointer[req * scale->stride_req + kv_head * scale->stride_head];
 }
 
+/* What the values of a part of a tile's keys are multiplied with. */
+static inline float
+smla_mha_key_scale(const smla_attention_params *params, const smla_mha_tile *tile, int part)
+{
+    const bool is_value = part == 0 && params->kv.has_value_part;
+    return smla_read_mha_scale(is_value ? &params->logits.v_descale : &params->logits.k_descale,
+                               tile->req, tile->kv_head);
+}
+
+/* The larger one. */
+static inline float
+smla_mha_keys_scale(const smla_attention_params *params, const smla_mha_tile *tile)
+{
+    return fmaxf(smla_mha_key_scale(params, tile, 0), smla_mha_key_scale(params, tile, 1));
+}
+
+/* The factor of a part of q . k: 1, but where the two scales differ. */
+static inline float
+smla_mha_part_factor(const smla_attention_params *params, const smla_mha_tile *tile, int part)
+{
+    return smla_mha_key_scale(params, tile, part) / smla_mha_keys_scale(params, tile);
+}
+
+static inline bool
+smla_has_part_factors(const smla_attention_params *params, const smla_mha_tile *tile)
+{
+    return smla_mha_key_scale(params, tile, 0) != smla_mha_key_scale(params, tile, 1);
+}
+
 /* What q . k is multiplied with. */
 static inline double
 smla_mha_logit_scale(const smla_attention_params *params, const smla_mha_tile *tile)
 {
     return params->logits.softmax_scale *
            (double)smla_read_mha_scale(&params->logits.q_descale, tile->req, tile->kv_head) *
-           (double)smla_read_mha_scale(&params->logits.k_descale, tile->req, tile->kv_head);
+           (double)smla_mha_keys_scale(params, tile);
+}
+
+/* Multiplies the parts of a query with their factors. */
+static inline void
+smla_apply_part_factors(const smla_attention_params *params, const smla_mha_tile *tile, float *row)
+{
+    if (!smla_has_part_factors(params, tile)) {
+        return;
+    }
+    for (int i = 0; i < 2; i++) {
+        const float factor = smla_mha_part_factor(params, tile, i);
+        for (int d = 0; d < params->queries.dims[i]; d++) {
+            *row++ *= factor;
+        }
+    }
 }
 
 /* The kernel of one instruction set. */

@@ -37,7 +37,8 @@ load_value(const smla_row_part *part, smla_float_type type, int64_t dim)
 
 /* q . k */
 static double
-multiply(const smla_attention_params *params, const smla_row_part *q, const smla_row_part *k)
+multiply(const smla_attention_params *params, const smla_mha_tile *tile, const smla_row_part *q,
+         const smla_row_part *k)
 {
     double sum = 0;
     for (int i = 0; i < 2; i++) {
@@ -46,7 +47,7 @@ multiply(const smla_attention_params *params, const smla_row_part *q, const smla
             part_sum +=
                 load_value(&q[i], params->queries.type, d) * load_value(&k[i], params->kv.type, d);
         }
-        sum += part_sum;
+        sum += part_sum * (double)smla_mha_part_factor(params, tile, i);
     }
     return sum;
 }
@@ -106,7 +107,7 @@ attend(const smla_attention_params *params, const smla_mha_tile *tile, const sml
         const smla_kv_place place = smla_find_kv_place(params, row->req, row->first_key + key);
         if (place.page >= 0) {
             smla_find_key(params, place, tile->kv_head, kv);
-            const double logit = smla_find_mha_logit(params, tile, multiply(params, q, kv));
+            const double logit = smla_find_mha_logit(params, tile, multiply(params, tile, q, kv));
             add_key(params, &kv[SMLA_VALUES], logit, &state);
         }
     }

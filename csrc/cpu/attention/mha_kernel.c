@@ -210,6 +210,7 @@ pack_queries(const tile_work *work)
             smla_find_query(params, of->token, of->head, parts);
             work->is_exact[lane + i] |=
                 !load_row(parts, 2, params->queries.type, work->query_dims, row);
+            apply_part_factors(params, work->tile, row);
         }
         for (int k = 0; k < columns; k += WIDTH) {
             vuint square[WIDTH];
@@ -548,7 +549,7 @@ run_usual_tile(tile_work *work, smla_key_range keys)
 static void
 run_tile(const smla_attention_params *params, const smla_mha_tile *tile, uint8_t *scratch)
 {
-    if (!serves(params)) {
+    if (!serves(params, tile)) {
         SMLA_OF_FP32_ISA(smla_mha).run_tile(params, tile, scratch);
         return;
     }

@@ -124,6 +124,7 @@ attend_only_key(const tile_work *work, const smla_mha_row *row, only_key *key)
     if (!load_floats(query, 2, params->queries.type, work->query_dims, key->q) || !key->is_usual) {
         return false;
     }
+    smla_apply_part_factors(params, work->tile, key->q);
     const double product = multiply_only_key(key, work->query_dims);
     const double lse = smla_find_mha_logit(params, work->tile, product) + 0.0; /* +0 for -0 */
     const double factor = smla_finish_mha_row(params, work->tile, row, 1.0, lse);

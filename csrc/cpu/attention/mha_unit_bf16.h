@@ -24,9 +24,19 @@ enum {
 
 /* Whether the unit can compute with these operands. */
 static bool
-serves(const smla_attention_params *params)
+serves(const smla_attention_params *params, const smla_mha_tile *tile)
 {
-    return params->queries.type != SMLA_FLOAT_FP16 && params->kv.type != SMLA_FLOAT_FP16;
+    return params->queries.type != SMLA_FLOAT_FP16 && params->kv.type != SMLA_FLOAT_FP16 &&
+           !smla_has_part_factors(params, tile);
+}
+
+/* There are none. */
+static void
+apply_part_factors(const smla_attention_params *params, const smla_mha_tile *tile, unit_scalar *row)
+{
+    (void)params;
+    (void)tile;
+    (void)row;
 }
 
 /* Copies or widens `count` values, from element `at` of an array on. Whole vectors, because loads

@@ -20,10 +20,17 @@ enum {
 
 /* Whether the unit can compute with these operands. */
 static bool
-serves(const smla_attention_params *params)
+serves(const smla_attention_params *params, const smla_mha_tile *tile)
 {
     (void)params;
+    (void)tile;
     return true;
+}
+
+static void
+apply_part_factors(const smla_attention_params *params, const smla_mha_tile *tile, unit_scalar *row)
+{
+    smla_apply_part_factors(params, tile, row);
 }
 
 /* Widens `count` values, from element `at` of an array on. */

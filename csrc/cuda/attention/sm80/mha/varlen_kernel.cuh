@@ -9,7 +9,8 @@
  *              may be two arrays, split at any multiple of 8; out [Tq][H][Dv] bf16, fp16 or fp32,
  *              lse [Tq][H] fp32, any strides. D and Dv are multiples of 8, padded with zeros in
  *              shared memory to the next instance. q, k and v of which every chunk of 8 elements is
- *              aligned are copied without registers (e4m3 is widened in them).
+ *              aligned are copied without registers (e4m3 is widened in them). Keys in pages are
+ *              k [P][ps][Hk][D] and v [P][ps][Hk][Dv] (keys/kv_pages.cuh).
  * Shared mem   queries [D / 64][rows][64], keys [D / 64][block][64], values [Dv / 64][block][64],
  *              16 bits, 16-byte chunk c of row r at c ^ r % 8; limits of rows, parts, the tile.
  *                instance  rows  keys  a warp's rows x values  bytes   registers
@@ -18,12 +19,15 @@
  *                192/128   128   64    32 x 128                91,248  255
  *                256/256   64    64    16 x 256                98,928  246
  *                MLA       32    16    16 x 256 (two parts)    72,048  240
+ *              With pages, warps have 16 rows, so tiles of all but MLA have 64: 161, 197, 202, 250
+ *              and 237 registers.
  *              99 KiB suffice (sm_86, 89, 120). Registers allow two CTAs per SM, and so does the
  *              memory of A100 and Hopper, except for 192/128 and 256/256 on A100.
  * Roles        A CTA of 4 warps takes a tile of query rows that share a KV head. All warps copy and
  *              multiply. A block of keys has two phases, each behind a barrier of all threads:
- *                keys     The block's keys are visible. Copies of its values start; scores and
- *                         weights are computed, in registers.
+ *                keys     The block's keys are visible. Copies of its values start, and of the
+ *                         table's entries for the next block; scores and weights are computed, in
+ *                         registers.
  *                values   The block's values are visible. Copies of the next keys start; weights
  *                         are multiplied by values.
  *              The other CTA of the SM multiplies while this one waits or takes exponents.
@@ -42,24 +46,30 @@
  *              mask hides makes 0 * NaN. No key: out 0, lse -inf. A row's bits depend on its query,
  *              its request's keys and the dims alone: blocks begin at multiples of their size from
  *              the request's key 0, and a block that the row does not see changes none of its bits.
+ *              Whatever page a key is in, it is the same row of its block, so no bit depends on
+ *              pages. Where both parts of q . k have scales of their own, as e4m3 caches may have
+ *              beside qv, each part is summed by itself.
  * Source       FlashAttention-2, for the loop and for registers as operands; the references that
  *              seldom move, tiles of several heads and the order of tiles are ours.
  */
-#include "cuda/attention/sm80/mha/varlen_results.cuh"
 #pragma once
 
 #include <type_traits>
 
+#include "cuda/attention/sm80/mha/varlen_results.cuh"
 #include "cuda/attention/table/kernels.h"
 
 namespace {
 
 enum { MIN_CTAS_PER_SM = 2 };
 
+template <typename Shape, typename Args>
+using memory_of = std::conditional_t<IS_PAGED<Args>, paged_memory<Shape>, varlen_memory<Shape>>;
+
 /* Starts the copies of queries, and leaves in shared memory what the loop reads. */
 template <typename Shape, bool HALF, typename Args>
 __device__ __forceinline__ void
-start_tile(const Args &args, const varlen_tile &tile, varlen_memory<Shape> *shared)
+start_tile(const Args &args, const varlen_tile &tile, memory_of<Shape, Args> *shared)
 {
     bring_queries<Shape, HALF>(args.q, args, tile, ptx_shared_address(shared->queries));
     store_limits<Shape>(args, tile, shared->limits);
@@ -68,14 +78,17 @@ start_tile(const Args &args, const varlen_tile &tile, varlen_memory<Shape> *shar
         shared->parts[PART_K0] = find_part<IS_PAGED<Args>>(args.k, 0, tile);
         shared->parts[PART_K1] = find_part<IS_PAGED<Args>>(args.k, 1, tile);
         shared->parts[PART_V] = find_part<IS_PAGED<Args>>(args.v, 0, tile);
+        if constexpr (IS_PAGED<Args>) {
+            const float first = load_first_scale(args.p, tile);
+            const float second = load_scale(args.p.logits.k_descale, tile);
+            shared->part_factors[0] = first / fmaxf(first, second);
+            shared->part_factors[1] = second / fmaxf(first, second);
+        }
     }
     ptx_barrier(0, CTA_THREADS); /* limits, parts and the tile are visible */
 }
 
 /* ---- A block's keys and values, by source --------------------------------------------------- */
-
-template <typename Shape, typename Args>
-using memory_of = std::conditional_t<IS_PAGED<Args>, paged_memory<Shape>, varlen_memory<Shape>>;
 
 /* The buffer of a block's entries. */
 template <typename Shape, typename Memory>
@@ -153,6 +166,22 @@ bring_values(const Args &args, uint32_t first_key, const varlen_limits &seen,
 
 /* ---- A tile -------------------------------------------------------------------------------- */
 
+/* scores = queries * keys of a block. */
+template <typename Shape, bool HALF, typename Args>
+__device__ __forceinline__ void
+score_keys(const Args &args, const varlen_operands &operands, const memory_of<Shape, Args> &shared,
+           float scores[Shape::M][Shape::N][4])
+{
+    if constexpr (IS_PAGED<Args>) {
+        if (shared.part_factors[0] != shared.part_factors[1]) {
+            score_parts<Shape, HALF>(operands.queries, operands.keys, args.k.dim, args.k.first_dim,
+                                     shared.part_factors, scores);
+            return;
+        }
+    }
+    score_block<Shape, HALF>(operands.queries, operands.keys, args.num_segments, scores);
+}
+
 /* Computes a tile. */
 template <typename Shape, bool HALF, typename Args>
 __device__ __forceinline__ void
@@ -166,7 +195,7 @@ attend_tile(const Args &args, const varlen_tile &tile, memory_of<Shape, Args> *s
     const varlen_limits all = merge_limits<Shape::ROWS>(shared->limits, tile.num_rows).any;
     const varlen_view own =
         merge_limits<Shape::WARP_ROWS>(shared->limits + first_row, tile.num_rows - first_row);
-    const varlen_rule rule = find_rule(args.p, tile);
+    const varlen_rule rule = find_rule<IS_PAGED<Args>>(args.p, tile);
     const varlen_operands operands = find_operands<Shape>(*shared, first_row, first_value);
 
     varlen_rows<Shape> rows;
@@ -194,7 +223,7 @@ attend_tile(const Args &args, const varlen_tile &tile, memory_of<Shape, Args> *s
         uint32_t weights[Shape::M][Shape::N / 2][4];
         if (is_seen) {
             float scores[Shape::M][Shape::N][4];
-            score_block<Shape, HALF>(operands.queries, operands.keys, args.num_segments, scores);
+            score_keys<Shape, HALF>(args, operands, *shared, scores);
             weigh_block<Shape, HALF>(rule, args.p.logits.softcap * LOG2_E,
                                      shared->limits + first_row,
                                      first_key < own.each.begin || next > own.each.end, first_key,
@@ -361,14 +390,14 @@ make_kernel(void)
                          {launch_shape<shape, false, Args>, launch_shape<shape, true, Args>}};
 }
 
-/* Rows of a warp with 128 values. Places of keys take registers that a second 16 rows would need. */
-template <typename Args> constexpr int ROWS_OF_128 = IS_PAGED<Args> ? 16 : 32;
+/* Rows of a warp. Places of keys take the registers that 16 more rows would need. */
+template <typename Args> constexpr int ROWS = IS_PAGED<Args> ? 16 : 32;
 
 template <typename Args>
 constexpr varlen_kernel varlen_kernels[] = {
-    make_kernel<Args, 64, 64, 32, 4, 64>(),
-    make_kernel<Args, 128, 128, ROWS_OF_128<Args>, 4, 64>(),
-    make_kernel<Args, 192, 128, ROWS_OF_128<Args>, 4, 64>(),
+    make_kernel<Args, 64, 64, ROWS<Args>, 4, 64>(),
+    make_kernel<Args, 128, 128, ROWS<Args>, 4, 64>(),
+    make_kernel<Args, 192, 128, ROWS<Args>, 4, 64>(),
     make_kernel<Args, 256, 256, 16, 4, 64>(),
     make_kernel<Args, SMLA_HEAD_DIM, SMLA_KV_LORA_RANK, 16, 2, 16>(),
 };

@@ -124,12 +124,10 @@ add_scores(const float part[Shape::M][Shape::N][4], float scores[Shape::M][Shape
     }
 }
 
-/* scores = queries * keys of a block. */
-template <typename Shape, bool HALF>
+template <typename Shape>
 __device__ __forceinline__ void
-score_block(uint32_t queries, uint32_t keys, int num_segments, float scores[Shape::M][Shape::N][4])
+clear_scores(float scores[Shape::M][Shape::N][4])
 {
-    constexpr int SEGMENTS = Shape::D / SEGMENT;
 #pragma unroll
     for (int m = 0; m < Shape::M; m++) {
 #pragma unroll
@@ -140,6 +138,15 @@ score_block(uint32_t queries, uint32_t keys, int num_segments, float scores[Shap
             }
         }
     }
+}
+
+/* scores = queries * keys of a block. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+score_block(uint32_t queries, uint32_t keys, int num_segments, float scores[Shape::M][Shape::N][4])
+{
+    constexpr int SEGMENTS = Shape::D / SEGMENT;
+    clear_scores<Shape>(scores);
     if constexpr (SEGMENTS <= CHAIN_SEGMENTS) {
 #pragma unroll
         for (int segment = 0; segment < SEGMENTS; segment++) {
@@ -157,6 +164,76 @@ score_block(uint32_t queries, uint32_t keys, int num_segments, float scores[Shap
                                            keys + segment * Shape::KEYS * SEGMENT_BYTES, part);
             }
             add_scores<Shape>(part, scores);
+        }
+    }
+}
+
+/* scores += factor * part, and part becomes 0. */
+template <typename Shape>
+__device__ __forceinline__ void
+fold_part(float factor, float part[Shape::M][Shape::N][4], float scores[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+#pragma unroll
+        for (int n = 0; n < Shape::N; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[m][n][i] = fmaf(factor, part[m][n][i], scores[m][n][i]);
+            }
+        }
+    }
+    clear_scores<Shape>(part);
+}
+
+/* part += queries * keys of 16 dims: of the first 8, of the last 8, or of all. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+score_step(uint32_t queries, uint32_t keys, bool has_first, bool has_last,
+           float part[Shape::M][Shape::N][4])
+{
+#pragma unroll
+    for (int m = 0; m < Shape::M; m++) {
+        uint32_t a[4];
+        ptx_ldmatrix_x4(queries + m * 16 * SEGMENT_BYTES, a);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            a[i] = (i < 2 ? has_first : has_last) ? a[i] : 0;
+        }
+#pragma unroll
+        for (int n = 0; n < Shape::N; n += 2) {
+            uint32_t b[4];
+            ptx_ldmatrix_x4(keys + n * 8 * SEGMENT_BYTES, b);
+            multiply<HALF>(part[m][n], a, b);
+            multiply<HALF>(part[m][n + 1], a, b + 2);
+        }
+    }
+}
+
+/* score_block, but dims in front of `cut`, a multiple of 8, have another factor than the others. */
+template <typename Shape, bool HALF>
+__device__ __forceinline__ void
+score_parts(uint32_t queries, uint32_t keys, int num_dims, int cut, const float *factors,
+            float scores[Shape::M][Shape::N][4])
+{
+    constexpr int STEP = 16, CHAIN = CHAIN_SEGMENTS * SEGMENT;
+    float part[Shape::M][Shape::N][4] = {};
+    clear_scores<Shape>(scores);
+#pragma unroll 1
+    for (int dim = 0; dim < num_dims; dim += STEP) {
+        const uint32_t segment = dim / SEGMENT;
+        const uint32_t step = dim % SEGMENT / STEP * 32;
+        const uint32_t q = (queries ^ step) + segment * Shape::ROWS * SEGMENT_BYTES;
+        const uint32_t k = (keys ^ step) + segment * Shape::KEYS * SEGMENT_BYTES;
+        const bool is_cut = dim + STEP / 2 == cut;
+        if (is_cut) {
+            score_step<Shape, HALF>(q, k, true, false, part);
+            fold_part<Shape>(factors[0], part, scores);
+        }
+        score_step<Shape, HALF>(q, k, !is_cut, true, part);
+        const int next = dim + STEP;
+        if (next == cut || next % CHAIN == 0 || next >= num_dims) {
+            fold_part<Shape>(factors[next > cut], part, scores);
         }
     }
 }

@@ -12,12 +12,22 @@ load_scale(const smla_descale &scale, const varlen_tile &tile)
                                          tile.kv_head * scale.stride_head);
 }
 
+/* The scale of part 0 of keys; that of part 1 is k_descale. */
+__device__ __forceinline__ float
+load_first_scale(const mha_params &p, const varlen_tile &tile)
+{
+    return load_scale(p.kv.has_value_part ? p.logits.v_descale : p.logits.k_descale, tile);
+}
+
+template <bool PAGED>
 __device__ __forceinline__ varlen_rule
 find_rule(const mha_params &p, const varlen_tile &tile)
 {
+    const float k_scale = load_scale(p.logits.k_descale, tile);
+    const float key_scale = PAGED ? fmaxf(k_scale, load_first_scale(p, tile)) : k_scale;
     /* In double, because a product of two of the three may be beyond a float. */
-    const double product = p.logits.softmax_scale * (double)load_scale(p.logits.q_descale, tile) *
-                           (double)load_scale(p.logits.k_descale, tile);
+    const double product =
+        p.logits.softmax_scale * (double)load_scale(p.logits.q_descale, tile) * (double)key_scale;
     const float scale = (float)product * LOG2_E;
     /* -inf * scale must be -inf, so a scale that is not positive is multiplied before masks. */
     const bool is_early = p.logits.softcap != 0.0f || !(scale > 0.0f);

@@ -124,6 +124,7 @@ template <typename Shape> struct varlen_memory {
 
 template <typename Shape> struct paged_memory : varlen_memory<Shape> {
     int32_t entries[2][Shape::KEYS]; /* the table's, of a block and of the next one */
+    float part_factors[2];           /* what the two parts of q . k are multiplied with */
 };
 
 /* A query row's place. */
