@@ -241,7 +241,7 @@ score_parts(uint32_t queries, uint32_t keys, int num_dims, int cut, const float 
 /* ---- Logits -------------------------------------------------------------------------------- */
 
 /* Where the quotient is small, tanh changes nothing. */
-__device__ __noinline__ float
+static __device__ __noinline__ float
 cap_logit(float logit, float cap_log2)
 {
     const float x = logit / cap_log2;
