@@ -147,16 +147,26 @@ class Varlen:
         )
         first_query = first_key = 0
         for b, (n_q, n_k) in enumerate(zip(self.query_lens, self.key_lens, strict=True)):
-            q = self.values("q", self.q[first_query : first_query + n_q], b) * self.softmax_scale
-            k = self.values("k", self.k[first_key : first_key + n_k], b)
-            v = self.values("v", self.v[first_key : first_key + n_k], b)
+            queries, keys = slice(first_query, first_query + n_q), slice(first_key, first_key + n_k)
+            q, k, v = self.effective(b, queries, keys)
             for i in range(n_q):
-                seen = self.mask.rows_of(n_q, n_k, i)
+                seen = self.keys_of(b, i)
                 if seen:
-                    self.attend(want, first_query + i, q[i], k[seen], v[seen])
+                    self.attend(want, first_query + i, q[i] * self.softmax_scale, k[seen], v[seen])
             first_query += n_q
             first_key += n_k
         return want
+
+    def effective(self, b: int, queries: slice, keys: slice) -> tuple:
+        """The effective queries, keys and values of a request."""
+        return tuple(
+            self.values(name, getattr(self, name)[rows], b)
+            for name, rows in (("q", queries), ("k", keys), ("v", keys))
+        )
+
+    def keys_of(self, b: int, i: int) -> list[int]:
+        """The keys that query i of a request sees, numbers in the request."""
+        return self.mask.rows_of(self.query_lens[b], self.key_lens[b], i)
 
     def attend(self, want: ref.Attention, t: int, q, k, v) -> None:
         logit = np.einsum("hd,jhd->hj", q, k)
