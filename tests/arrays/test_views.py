@@ -371,6 +371,47 @@ def ragged_codes() -> Example:
     return call("varlen_attention", arrays, softmax_scale=0.2)
 
 
+def paged_heads() -> Example:
+    """Two requests whose queries have two parts, behind padding, and rows of no request."""
+    rng = np.random.default_rng(10)
+    arrays = {
+        "q": cases.random_bf16(rng, 5, 4, 8),
+        "qv": cases.random_bf16(rng, 5, 4, 24),
+        "k_cache": cases.random_bf16(rng, 5, 4, 2, 8),
+        "v_cache": cases.random_bf16(rng, 5, 4, 2, 24),
+        "block_table": int32([4, 0, 2], [1, 3, 0]),
+        "cache_seqlens": int32(9, 5),
+        "cache_leftpad": int32(2, 1),
+        "cu_seqlens_q": int32(0, 2, 4),
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "out": np.zeros((5, 4, 24), ref.BF16),
+        "lse": np.zeros((5, 4), np.float32),
+        "workspace": np.zeros(16, np.uint8),
+    }
+    options = {"causal": True, "window_size": (6, -1), "softcap": 2.0}
+    return call("paged_attention", arrays, softmax_scale=0.2, **options)
+
+
+def slots_of_heads() -> Example:
+    """A token of each request, with keys of e4m3 in a table of slots, and a scale of each request
+    and KV head."""
+    rng = np.random.default_rng(11)
+    codes = lambda *shape: ref.e4m3_encode(rng.normal(0, 1, shape).astype(np.float32))  # noqa: E731
+    arrays = {
+        "q": codes(4, 4, 24).view(ref.E4M3),
+        "k_cache": codes(5, 4, 2, 24).view(ref.E4M3),
+        "v_cache": codes(5, 4, 2, 16).view(ref.E4M3),
+        "slot_table": rng.integers(-1, 20, (4, 6)).astype(np.int32),
+        "cache_seqlens": int32(6, 1, 0, 4),
+        "q_descale": rng.uniform(0.5, 2, (4, 2)).astype(np.float32),
+        "k_descale": rng.uniform(0.5, 2, (4, 2)).astype(np.float32),
+        "v_descale": rng.uniform(0.5, 2, (4, 2)).astype(np.float32),
+        "out": np.zeros((4, 4, 16), ref.BF16),
+        "lse": np.zeros((4, 4), np.float32),
+    }
+    return call("paged_attention", arrays, block_table=None, softmax_scale=0.2)
+
+
 def merge(dtype) -> Example:
     rng = np.random.default_rng(4)
     states = {}
@@ -759,9 +800,12 @@ PAGES |= {"block_table": "strided", "cu_seqlens_q": "strided"}
 SLOTS = {"q": "", "kv_cache": "cache", "slot_table": "strided"} | DENSE
 SLOTS |= dict.fromkeys(("q_scale", "kv_scale"), "strided")
 UNREAD = [("sparse_mla_dsv4", "seq_lens"), ("sparse_mla_dsv4", "cum_seq_lens_q")]
-UNREAD += [("varlen_attention", "workspace")]
+UNREAD += [("varlen_attention", "workspace"), ("paged_attention", "workspace")]
 RAGGED = {"v": "", "cu_seqlens_q": "strided", "cu_seqlens_k": "strided"}
 RAGGED |= {"out": "written", "lse": "strided written"}
+DESCALES = dict.fromkeys(("q_descale", "k_descale", "v_descale"), "strided")
+PAGED = {"q": "", "k_cache": "", "v_cache": "", "cache_seqlens": "strided"}
+PAGED |= {"out": "written", "lse": "strided written"}
 LISTS = {"out": "written", "lens": "strided written"}
 BATCH = {"query_start_loc": "strided", "seq_lens": "strided"}
 MIXED = BATCH | {
@@ -1056,9 +1100,17 @@ TABLE: dict[str, Row] = {
     "attend to rows of e4m3": Row(
         "varlen_attention",
         ragged_codes,
-        {"q": "", "k": ""}
-        | RAGGED
-        | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "strided"),
+        {"q": "", "k": ""} | RAGGED | DESCALES,
+    ),
+    "attend to pages of heads": Row(
+        "paged_attention",
+        paged_heads,
+        PAGED
+        | dict.fromkeys(("block_table", "cache_leftpad", "cu_seqlens_q", "attn_sink"), "strided")
+        | {"qv": "", "workspace": "scratch written"},
+    ),
+    "attend to slots of heads": Row(
+        "paged_attention", slots_of_heads, PAGED | DESCALES | {"slot_table": "strided"}
     ),
     "partials bf16": Row("merge_attn_partials", lambda: partials(ref.BF16), PARTIALS),
     "partials fp32": Row("merge_attn_partials", lambda: partials(F32), PARTIALS),

@@ -42,6 +42,14 @@ read_bits(reader *r)
     return bits;
 }
 
+static double
+read_double(reader *r)
+{
+    double x = 0.0;
+    memcpy(&x, &(uint64_t){read_bits(r)}, sizeof x);
+    return x;
+}
+
 /* A number at the edge of what sizes, strides and counts can be, or any number. */
 static int64_t
 read_number(reader *r)
@@ -239,14 +247,12 @@ set_scalars(reader *r, int number, any_args *a)
     if (number == OP_convert_req_index_to_global_index) {
         a->convert.block_size = read_number(r);
     } else if (number == OP_sparse_attention) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->attention.softmax_scale, &bits, sizeof bits);
+        a->attention.softmax_scale = read_double(r);
         a->attention.num_splits = (int32_t)read_number(r);
         a->attention.kv_format = (int32_t)read_count(r, 4);
         a->attention.extra_kv_format = (int32_t)read_count(r, 4);
     } else if (number == OP_fused_q_kv_rmsnorm) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->norm.eps, &bits, sizeof bits);
+        a->norm.eps = read_double(r);
     } else if (number == OP_scaled_quantize) {
         int64_t *const numbers[] = {&a->scaled.group_rows, &a->scaled.group_columns};
         set_numbers(r, numbers, 2);
@@ -274,16 +280,14 @@ set_scalars(reader *r, int number, any_args *a)
         set_numbers(r, numbers, 5);
         a->mixed.decode_indices_are_local = (int32_t)read_count(r, 2);
     } else if (number == OP_sparse_mla_dsv4) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->dsv4.bmm1_scale.value, &bits, sizeof bits);
+        a->dsv4.bmm1_scale.value = read_double(r);
         a->dsv4.window = read_number(r);
     } else if (number == OP_mla_attention) {
         int64_t *const numbers[] = {&a->mla.window_left,     &a->mla.window_right,
                                     &a->mla.attention_chunk, &a->mla.cp_rank,
                                     &a->mla.cp_size,         &a->mla.cp_interleave,
                                     &a->mla.max_seqlen_q,    &a->mla.max_seqlen_k};
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->mla.softcap, &bits, sizeof bits);
+        a->mla.softcap = read_double(r);
         set_numbers(r, numbers, 8);
         a->mla.has_window = (int32_t)read_count(r, 2);
         a->mla.is_causal = (int32_t)read_count(r, 2);
@@ -297,8 +301,7 @@ set_scalars(reader *r, int number, any_args *a)
         int64_t *const numbers[] = {&a->varlen.window_left, &a->varlen.window_right,
                                     &a->varlen.attention_chunk, &a->varlen.max_seqlen_q,
                                     &a->varlen.max_seqlen_k};
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->varlen.softcap, &bits, sizeof bits);
+        a->varlen.softcap = read_double(r);
         set_numbers(r, numbers, 5);
         a->varlen.has_window = (int32_t)read_count(r, 2);
         a->varlen.is_causal = (int32_t)read_count(r, 2);
@@ -306,9 +309,24 @@ set_scalars(reader *r, int number, any_args *a)
         a->varlen.q_descale.value = (double)read_count(r, 3);
         a->varlen.k_descale.value = (double)read_count(r, 3);
         a->varlen.q_pe = read_count(r, 4) == 0 ? NULL : a->varlen.q_pe;
+    } else if (number == OP_paged_attention) {
+        int64_t *const numbers[] = {&a->paged.window_left,   &a->paged.attention_chunk,
+                                    &a->paged.cp_rank,       &a->paged.cp_size,
+                                    &a->paged.cp_interleave, &a->paged.max_seqlen_k};
+        a->paged.softcap = read_double(r);
+        set_numbers(r, numbers, 6);
+        a->paged.has_window = (int32_t)read_count(r, 2);
+        a->paged.is_causal = (int32_t)read_count(r, 2);
+        a->paged.num_splits = (int32_t)read_number(r);
+        a->paged.q_descale.value = (double)read_count(r, 3);
+        a->paged.v_descale.value = (double)read_count(r, 3);
+        a->paged.qv = read_count(r, 4) == 0 ? NULL : a->paged.qv;
+        if (read_count(r, 4) == 0) {
+            a->paged.slot_table = a->paged.block_table;
+            a->paged.block_table = NULL;
+        }
     } else if (number == OP_fused_qnorm_rope_kv_insert) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->qnorm.eps, &bits, sizeof bits);
+        a->qnorm.eps = read_double(r);
         a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
         a->qnorm.kv_scale.value = (double)read_count(r, 3);
         a->qnorm.kv_format = (int32_t)read_count(r, 13);
@@ -317,15 +335,13 @@ set_scalars(reader *r, int number, any_args *a)
         int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
         set_numbers(r, numbers, 2);
     } else if (number == OP_fused_indexer_q_rope_quant) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->index_query.head_scale, &bits, sizeof bits);
+        a->index_query.head_scale = read_double(r);
     } else if (number == OP_indexer_logits) {
         a->logits.kv_format = (int32_t)read_count(r, 13);
         a->logits.block_size = read_count(r, 6);
         a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
     } else if (number == OP_compress_norm_rope_store) {
-        const uint64_t bits = read_bits(r);
-        memcpy(&a->compress.eps, &bits, sizeof bits);
+        a->compress.eps = read_double(r);
         a->compress.ratio = read_number(r);
         a->compress.kv_scale.value = (double)read_count(r, 3);
         a->compress.kv_format = (int32_t)read_count(r, 13);

@@ -45,6 +45,7 @@ typedef union any_args {
     smla_sparse_mla_dsv4_args dsv4;
     smla_mla_attention_args mla;
     smla_varlen_attention_args varlen;
+    smla_paged_attention_args paged;
     smla_merge_attn_states_args merge;
     smla_merge_attn_partials_args partials;
     smla_split_kv_b_proj_args split;
@@ -326,6 +327,25 @@ make_varlen(void)
                                  .lse = ZEROS(fp32, 3, 2),
                                  .workspace = ZEROS(uint8, 4),
                                  .softmax_scale = 1.0}};
+}
+
+static inline any_args
+make_paged(void)
+{
+    return (any_args){.paged = {.struct_size = sizeof(smla_paged_attention_args),
+                                .q = ZEROS(bf16, 3, 2, 8),
+                                .qv = ZEROS(bf16, 3, 2, 16),
+                                .k_cache = ZEROS(bf16, 2, 4, 1, 8),
+                                .v_cache = ZEROS(bf16, 2, 4, 1, 16),
+                                .block_table = ZEROS(int32, 2, 3),
+                                .cache_seqlens = &VECTOR(int32, 9, 4)->tensor,
+                                .cu_seqlens_q = &VECTOR(int32, 0, 2, 3)->tensor,
+                                .cache_leftpad = &VECTOR(int32, 1, 0)->tensor,
+                                .attn_sink = ZEROS(fp32, 2),
+                                .out = ZEROS(bf16, 3, 2, 16),
+                                .lse = ZEROS(fp32, 3, 2),
+                                .workspace = ZEROS(uint8, 4),
+                                .softmax_scale = 1.0}};
 }
 
 static inline any_args
@@ -624,6 +644,7 @@ CALL(attention, smla_sparse_attention)
 CALL(dsv4, smla_sparse_mla_dsv4)
 CALL(mla, smla_mla_attention)
 CALL(varlen, smla_varlen_attention)
+CALL(paged, smla_paged_attention)
 CALL(merge, smla_merge_attn_states)
 CALL(partials, smla_merge_attn_partials)
 CALL(split, smla_split_kv_b_proj)
@@ -722,6 +743,23 @@ static const operator_case operators[NUM_OPERATORS] = {
           {"out", AT_FIELD(varlen, out), OUTPUT, 7},
           {"lse", AT_FIELD(varlen, lse), OUTPUT | ANY_STRIDE, 3},
           {"workspace", AT_FIELD(varlen, workspace), OUTPUT | OPTIONAL, 0}}},
+    [OP_paged_attention] =
+        {"paged_attention",
+         sizeof(smla_paged_attention_args),
+         call_paged,
+         make_paged,
+         {{"q", AT_FIELD(paged, q), 0, 4},
+          {"qv", AT_FIELD(paged, qv), OPTIONAL, 7},
+          {"k_cache", AT_FIELD(paged, k_cache), 0, 8},
+          {"v_cache", AT_FIELD(paged, v_cache), 0, 7},
+          {"cache_seqlens", AT_FIELD(paged, cache_seqlens), ANY_STRIDE | READ, 0},
+          {"cu_seqlens_q", AT_FIELD(paged, cu_seqlens_q), ANY_STRIDE | NEEDED | READ, 1},
+          {"block_table", AT_FIELD(paged, block_table), ANY_STRIDE | NEEDED, 0},
+          {"cache_leftpad", AT_FIELD(paged, cache_leftpad), ANY_STRIDE | OPTIONAL | READ, 1},
+          {"attn_sink", AT_FIELD(paged, attn_sink), ANY_STRIDE | OPTIONAL, 0},
+          {"out", AT_FIELD(paged, out), OUTPUT, 7},
+          {"lse", AT_FIELD(paged, lse), OUTPUT | ANY_STRIDE, 3},
+          {"workspace", AT_FIELD(paged, workspace), OUTPUT | OPTIONAL, 0}}},
     [OP_merge_attn_states] = {"merge_attn_states",
                               sizeof(smla_merge_attn_states_args),
                               call_merge,

@@ -26,7 +26,8 @@ static const char *const launch_names[NUM_CALLS] = {
     [OP_sparse_attention] = "attention",
     [OP_sparse_mla_dsv4] = "attention",
     [OP_mla_attention] = "attention",
-    [OP_varlen_attention] = "ragged attention",
+    [OP_varlen_attention] = "attention of heads",
+    [OP_paged_attention] = "attention of heads",
     [CALL_fill_step_lists] = "fill_step_lists",
     [CALL_find_key_ranges] = "key_ranges",
 };
@@ -93,6 +94,8 @@ call_operator(int i, smla_stream stream, int64_t count)
                                           .queries = {.num_tokens = count},
                                           .source = SMLA_KEYS_RAGGED,
                                           .visible.reqs = {.num_reqs = 1}};
+    smla_attention_params paged = varlen;
+    paged.source = SMLA_KEYS_PAGED;
     const smla_merge_params merge = {.call = call, .rows = {.num_tokens = count, .num_heads = 1}};
     const smla_merge_partials_params partials = {.call = call, .rows = merge.rows};
     const smla_split_kv_b_proj_params weight = {.call = call, .nope_dim = count};
@@ -175,6 +178,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_convert_req_index_to_global_index:
         return b->convert_req_index_to_global_index(&convert, &error);
     case OP_varlen_attention: return b->attend(&varlen, &error);
+    case OP_paged_attention: return b->attend(&paged, &error);
     case OP_merge_attn_states: return b->merge_attn_states(&merge, &error);
     case OP_merge_attn_partials: return b->merge_attn_partials(&partials, &error);
     case OP_split_kv_b_proj: return b->split_kv_b_proj(&weight, &error);

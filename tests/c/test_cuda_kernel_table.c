@@ -94,6 +94,7 @@ test_table(void)
          1, 16, 0, 32, 2, 68608},
         {"sm90_mha", "mha_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
         {"sm80_mha", "varlen_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
+        {"sm80_paged", "paged_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
     };
     enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
     EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
@@ -107,10 +108,12 @@ test_table(void)
         EXPECT(strcmp(kernel->heads_text, rows[i].heads) == 0);
         EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
         EXPECT_EQ(kernel->formats, rows[i].formats);
-        const bool is_mha = strstr(rows[i].launcher, "mha") != NULL;
+        const bool is_paged = strstr(rows[i].launcher, "paged") != NULL;
+        const bool is_mha = strstr(rows[i].launcher, "mha") != NULL || is_paged;
         const bool is_table = strstr(rows[i].launcher, "dense") != NULL;
         const unsigned lists = SMLA_SOURCE(LISTS), table = SMLA_SOURCE(TABLE);
-        EXPECT_EQ(kernel->sources, is_mha       ? SMLA_SOURCE(RAGGED)
+        EXPECT_EQ(kernel->sources, is_paged     ? SMLA_SOURCE(PAGED)
+                                   : is_mha     ? SMLA_SOURCE(RAGGED)
                                    : !is_hopper ? lists | table
                                    : is_table   ? table
                                                 : lists);
@@ -329,7 +332,8 @@ test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
      * bf16, 576 and 512, and of fp8_ds_mla.
-     * sm80: fp8; bf16, 576 and 512; mixed; 512. Ragged keys: sm90, sm80 */
+     * sm80: fp8; bf16, 576 and 512; mixed; 512. Ragged keys: sm90, sm80. Paged keys:
+     * sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
@@ -340,7 +344,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "11",
+                  "111",
                   "111111"
                   "111111"
                   "111"
@@ -350,7 +354,7 @@ test_listed(void)
                   "000000"
                   "1"
                   "111"
-                  "11");
+                  "111");
     expect_listed(&a100,
                   "000000"
                   "000000"
@@ -361,7 +365,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "01",
+                  "011",
                   "000000"
                   "000000"
                   "000"
@@ -371,7 +375,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "01");
+                  "011");
     expect_listed(&rtx4090,
                   "000000"
                   "000000"
@@ -382,7 +386,7 @@ test_listed(void)
                   "011011"
                   "1"
                   "011"
-                  "01",
+                  "011",
                   "000000"
                   "000000"
                   "000"
@@ -392,7 +396,7 @@ test_listed(void)
                   "011011"
                   "1"
                   "011"
-                  "01");
+                  "011");
     expect_listed(NULL,
                   "000000"
                   "000000"
@@ -403,7 +407,7 @@ test_listed(void)
                   "000000"
                   "0"
                   "000"
-                  "00",
+                  "000",
                   "000000"
                   "000000"
                   "000"
@@ -413,7 +417,7 @@ test_listed(void)
                   "000000"
                   "0"
                   "000"
-                  "00");
+                  "000");
 }
 
 int

@@ -87,6 +87,7 @@ static const bool may_end[NUM_OPERATORS] = {
     [OP_sparse_mla_dsv4] = true,
     [OP_mla_attention] = true,
     [OP_varlen_attention] = true,
+    [OP_paged_attention] = true,
     [OP_absorb_q_proj] = true,
     [OP_absorb_o_proj] = true,
     [OP_k_up_proj] = true,

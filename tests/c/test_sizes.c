@@ -34,6 +34,14 @@ static const size_option options[] = {
     ROW(varlen_attention, "attention_chunk", varlen, attention_chunk, ZERO),
     ROW(varlen_attention, "max_seqlen_q", varlen, max_seqlen_q, ZERO),
     ROW(varlen_attention, "max_seqlen_k", varlen, max_seqlen_k, ZERO),
+    ROW(paged_attention, "window_size", paged, window_left, ZERO | MINUS_ONE),
+    ROW(paged_attention, "window_size", paged, window_right, ZERO | MINUS_ONE),
+    ROW(paged_attention, "attention_chunk", paged, attention_chunk, ZERO),
+    ROW(paged_attention, "cp", paged, cp_rank, ZERO),
+    ROW(paged_attention, "cp", paged, cp_size, ZERO),
+    ROW(paged_attention, "cp", paged, cp_interleave, ZERO),
+    ROW(paged_attention, "max_seqlen_q", paged, max_seqlen_q, ZERO),
+    ROW(paged_attention, "max_seqlen_k", paged, max_seqlen_k, ZERO),
     ROW(gather_kv_cache, "block_size", gather, block_size, ZERO),
     ROW(dequantize_kv_cache, "block_size", dequantize, block_size, ZERO),
     ROW(quantize_and_insert_k_cache, "block_size", insert, block_size, ZERO),
@@ -91,6 +99,12 @@ try_size(const size_option *option, int64_t value)
         args.mla.cp_size += args.mla.cp_size == 0 && option->offset == AT_FIELD(mla, cp_rank);
     } else if (op->call == call_varlen) {
         args.varlen.has_window = 1;
+    } else if (op->call == call_paged) {
+        args.paged.has_window = 1;
+        args.paged.cp_size += args.paged.cp_size == 0 && option->offset == AT_FIELD(paged, cp_rank);
+        if (args.paged.cp_rank != 0 || args.paged.cp_size != 0 || args.paged.cp_interleave != 0) {
+            args.paged.cache_leftpad = NULL;
+        }
     }
     snprintf(start, sizeof start, "%s: `", op->name);
     snprintf(name, sizeof name, "`%s`", option->name);

@@ -134,10 +134,11 @@ def error_op(row: Row) -> str:
 
 
 def is_cache(row: Row, name: str) -> bool:
-    return name in CACHES
+    return name in CACHES and row.op not in OPS_OF_HEADS
 
 
-# What varlen_attention takes, beside a query of bf16 or e4m3.
+# What operators over keys and values of heads take, beside a query of bf16 or e4m3.
+OPS_OF_HEADS = ("varlen_attention", "paged_attention")
 HALVES = {
     "q": ("bfloat16", "float16", "uint8", "float8_e4m3fn"),
     "k[0]": ("bfloat16", "uint8", "float8_e4m3fn"),
@@ -145,7 +146,7 @@ HALVES = {
     "out": ("bfloat16", "float32"),
     "workspace": ("uint8", "int8"),
 }
-HALVES |= {"q[0]": HALVES["q"], "k": HALVES["q"]}
+HALVES |= {"q[0]": HALVES["q"], "k": HALVES["q"], "v_cache": HALVES["v"]}
 
 
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
@@ -157,8 +158,11 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return floats if name.startswith("W_") else (*floats, "uint8", "float8_e4m3fn")
     if name == "kv_c" and row.op != "concat_and_cache_mla":
         return tuple(n for n, dtype in NAMED.items() if dtype == row.example.arrays[name].dtype)
-    if row.op == "varlen_attention" and name in HALVES:
-        return HALVES[name] if name != "v" or "v_descale" in row.rules else ("bfloat16",)
+    if row.op in OPS_OF_HEADS and name == "k_cache":
+        return HALVES["k" if "v_descale" in row.rules else "k[0]"]
+    if row.op in OPS_OF_HEADS and name in HALVES:
+        is_bf16 = name in ("v", "v_cache") and "v_descale" not in row.rules
+        return ("bfloat16",) if is_bf16 else HALVES[name]
     if row.op in ("indexer_logits", "lightning_indexer") and name == "q_scale":
         return ("uint8",)
     if row.op in ("indexer_logits", "lightning_indexer") and name in ("q", "k_cache[0]"):
@@ -275,7 +279,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
-    if row.op == "varlen_attention":
+    if row.op in OPS_OF_HEADS:
         return unlike_half(row, name, dtype)
     if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
         rest = "`q_scale` must be left out for a bfloat16 query, got an array"
@@ -295,11 +299,14 @@ def unlike_half(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     codes = ("uint8", "float8_e4m3fn")
     wanted = listed(codes) if dtype in codes else dtype
     hint = BF16_HINT if dtype == "bfloat16" else ""
-    if name in ("q[0]", "k[0]") and dtype != "bfloat16":
-        other = name.replace("0", "1")
+    others = {"q[0]": "q[1]", "k[0]": "k[1]", "q": "qv", "k": "v", "k_cache": "v_cache"}
+    other = others.get(name)
+    if row.example.arrays[name].dtype == BF16:
+        if dtype == "bfloat16" or other not in row.rules:
+            return None
         return TypeError, f"{row.op}: `{other}` must be {wanted}, got bfloat16"
-    if name == "k" and dtype not in codes:
-        return TypeError, f"{row.op}: `v` must be {wanted}, got float8_e4m3fn{hint}"
+    if name in ("k", "k_cache") and dtype not in codes:
+        return TypeError, f"{row.op}: `{other}` must be {wanted}, got float8_e4m3fn{hint}"
     if name == "q" and dtype not in codes:
         rule = "must be left out unless `q` is e4m3"
         return ValueError, f"{row.op}: `q_descale` {rule}, got {dtype}"
@@ -465,6 +472,10 @@ LARGER = {
     ("mla_attention", "workspace"): {0},
     ("varlen_attention", "attn_sink"): {0},
     ("varlen_attention", "workspace"): {0},
+    ("paged_attention", "block_table"): {0, 1},
+    ("paged_attention", "slot_table"): {0, 1},
+    ("paged_attention", "attn_sink"): {0},
+    ("paged_attention", "workspace"): {0},
     ("merge_attn_states", "attn_sink"): {0},
     ("merge_attn_partials", "attn_sink"): {0},
     ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
@@ -528,6 +539,7 @@ LARGER = {
 SUMMANDS = {
     ("build_mixed_sparse_indices", "prefill_topk_indices", 0): 2,
     ("mla_attention", "cache_seqlens", 0): 1,
+    ("paged_attention", "cache_seqlens", 0): 1,
 }
 
 

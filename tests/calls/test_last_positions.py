@@ -71,6 +71,7 @@ NONE = {
     ("sparse_attention", "extra_indices"): {0: 8, 2: 8, 4: 8},
     ("sparse_mla_dsv4", "sparse_indices"): {0: 20, 3: 20, 4: 8, 8: 8},
     ("mla_attention", "block_table"): {0: 5, 1: 5, 3: 5},
+    ("paged_attention", "block_table"): {0: 5, 2: 5, 5: 5},
     ("indexer_logits", "block_table"): {0: 5, 1: 5, 2: 5},
     ("lightning_indexer", "block_table"): {0: 5},
 }
@@ -81,7 +82,7 @@ OTHER = {
     *("query_start_loc", "decode_swa_indices", "decode_compressed_indices", "topk_length"),
     *("decode_compressed_lens", "extra_topk_length", "sparse_topk_lens", "cache_seqlens"),
     *("cu_seqlens_q", "cu_seqlens_k", "context_lens", "swa_block_table", "slots_block_table"),
-    *("compressed_block_table",),
+    *("compressed_block_table", "cache_leftpad"),
 }
 OTHERS = {
     ("convert_req_index_to_global_index", "block_table"),

@@ -171,6 +171,32 @@ def varlen_call() -> Call:
     return Call("varlen_attention", args, kwargs)
 
 
+def paged_call() -> Call:
+    """Two tokens of a request with 10 keys, and one of another with 8, in pages of four tokens."""
+    rng = np.random.default_rng(26)
+    args = {
+        "q": cases.random_bf16(rng, 3, 4, 24),
+        "k_cache": cases.random_bf16(rng, 5, 4, 2, 24),
+        "v_cache": cases.random_bf16(rng, 5, 4, 2, 16),
+        "block_table": int32([4, 0, 2], [1, 3, 0]),
+        "cache_seqlens": int32(11, 9),
+    }
+    kwargs = {
+        "softmax_scale": 0.2,
+        "cu_seqlens_q": int32(0, 2, 3),
+        "qv": cases.random_bf16(rng, 3, 4, 16),
+        "cache_leftpad": int32(1, 1),
+        "causal": True,
+        "window_size": (8, -1),
+        "softcap": 20.0,
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "num_splits": 0,
+        "out": np.zeros((3, 4, 16), ref.BF16),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+    return Call("paged_attention", args, kwargs)
+
+
 def merge_call() -> Call:
     rng = np.random.default_rng(4)
     args = {

@@ -38,6 +38,7 @@ from good_calls import (
     mixed_call,
     mla_call,
     norm_call,
+    paged_call,
     partials_call,
     qnorm_insert_call,
     quant_call,
@@ -198,6 +199,19 @@ FACTS: dict[str, Facts] = {
         good=varlen_call,
         num_results=2,
         takes_workspace=True,
+        refused=("attn_sink", np.zeros(1, np.float32)),
+        shape_of="q",
+        overloads=("out",),
+    ),
+    "paged_attention": Facts(
+        positional="q k_cache v_cache block_table cache_seqlens",
+        keywords=(
+            "softmax_scale cu_seqlens_q= slot_table= qv= cache_leftpad= cp= causal=False "
+            "window_size=(-1,-1) attention_chunk=0 softcap=0.0 attn_sink= q_descale= k_descale= "
+            "v_descale= max_seqlen_q= max_seqlen_k= num_splits=0 out= lse= workspace= stream="
+        ),
+        good=paged_call,
+        num_results=2,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
         overloads=("out",),

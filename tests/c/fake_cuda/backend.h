@@ -59,7 +59,7 @@ smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device
 {
     (void)params;
     launch_device = device;
-    return launch_nothing("ragged attention");
+    return launch_nothing("attention of heads");
 }
 
 smla_status

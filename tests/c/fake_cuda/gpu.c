@@ -57,23 +57,24 @@ smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cud
 }
 
 static cudaError_t
-attend_ragged(const smla_attention_params *params)
+attend_mha(const smla_attention_params *params)
 {
     const cudaError_t code = write_launch(params->call.stream);
     EXPECT(code != cudaSuccess || smla_cpu_backend.attend(params, NULL) == SMLA_OK);
     return code;
 }
 
-#define ATTEND_RAGGED(name)                                             \
+#define ATTEND_MHA(name)                                                \
     cudaError_t smla_attend_##name(const smla_attention_params *params, \
                                    const smla_attention_start *start)   \
     {                                                                   \
         (void)start;                                                    \
-        return attend_ragged(params);                                   \
+        return attend_mha(params);                                      \
     }
 
-ATTEND_RAGGED(sm90_mha)
-ATTEND_RAGGED(sm80_mha)
+ATTEND_MHA(sm90_mha)
+ATTEND_MHA(sm80_mha)
+ATTEND_MHA(sm80_paged)
 
 cudaError_t
 smla_cuda_launch_projection_e4m3(const smla_projection_params *params)

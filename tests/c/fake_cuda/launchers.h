@@ -57,6 +57,7 @@ hold_launch(const char *launcher, const smla_attention_params *params,
 EACH_LAUNCHER(LAUNCHER)
 LAUNCHER(sm90_mha)
 LAUNCHER(sm80_mha)
+LAUNCHER(sm80_paged)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
