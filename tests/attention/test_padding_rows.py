@@ -17,6 +17,7 @@ from device import NAME, ON_CUDA, import_quietly
 from exchange_producer import Exchanged
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
+from paged_cases import Paged
 from varlen_cases import F16, Varlen
 
 import sparse_mla as package
@@ -38,9 +39,14 @@ def dirty(shapes: list[tuple], byte: int) -> None:
     del kept
 
 
+def op_of(case, library=sparse_mla):
+    """The operator of a case. A paged batch is a ragged one, too."""
+    kinds = {Paged: "paged_attention", Varlen: "varlen_attention", Dense: "mla_attention"}
+    return getattr(library, kinds[type(case)])
+
+
 def attend(case, **more) -> tuple:
-    op = sparse_mla.varlen_attention if isinstance(case, Varlen) else sparse_mla.mla_attention
-    return op(*case.arguments(), **case.options, **more)
+    return op_of(case)(*case.arguments(), **case.options, **more)
 
 
 def shapes_of(case) -> list[tuple]:
@@ -68,6 +74,25 @@ VARLEN = {
     "no requests": Varlen([], [], padding=6),
     "many heads": Varlen([3], [9], heads=128, kv_heads=128, padding=2),
 }
+PAGED = {
+    "usual": Paged([3, 20], [9, 40], padding=5, mask=CAUSAL),
+    "one token of padding": Paged([1], [1], padding=1),
+    "e4m3 with scales": Paged(
+        [2, 9], [30, 9], padding=3, q_type="e4m3", kv_type="e4m3", descales="rows"
+    ),
+    "fp16, slots": Paged(
+        [3, 20], [9, 40], padding=7, q_type="fp16", kv_type="fp16", has_slots=True
+    ),
+    "qv": Paged([4], [30], heads=16, kv_heads=1, dims=(64, 512), has_qv=True, padding=9),
+    "padding in front": Paged([4, 2], [30, 0], dims=(64, 64), leftpad=[3, 5], padding=4),
+    "more padding than a tile": Paged([5, 130], [5, 200], padding=300, heads=2, kv_heads=2),
+    "no queries": Paged([0, 0], [5, 9], padding=6),
+    "no keys": Paged([3], [0], padding=6),
+    "no requests": Paged([], [], padding=6),
+    "hidden keys": Paged([3, 2], [90, 40], dims=(64, 64), padding=5, holes=0.5),
+    "a share": Paged([3, 2], [90, 40], padding=5, mask=Mask(causal=True, cp=(1, 2, 1))),
+    "without cu_seqlens_q": Paged([1, 1, 1], [90, 0, 40], is_decode=True),
+}
 DENSE = {
     "usual": Dense([3, 20], [9, 40], padding=5, mask=CAUSAL),
     "one token of padding": Dense([1], [1], padding=1),
@@ -85,12 +110,12 @@ DENSE = {
     "no requests": Dense([], [], padding=6),
     "a share": Dense([3, 2], [90, 40], padding=5, mask=Mask(causal=True, cp=(1, 2, 1))),
 }
-CASES = [("varlen", name) for name in VARLEN] + [("dense", name) for name in DENSE]
+TABLES = {"varlen": VARLEN, "paged": PAGED, "dense": DENSE}
+CASES = [(kind, name) for kind, table in TABLES.items() for name in table]
 
 
-@functools.cache
 def case_of(kind: str, name: str):
-    return (VARLEN if kind == "varlen" else DENSE)[name]
+    return TABLES[kind][name]
 
 
 def assert_filled(case, got: tuple, empty_lse=-np.inf) -> None:
@@ -104,8 +129,7 @@ def assert_filled(case, got: tuple, empty_lse=-np.inf) -> None:
 def test_results_that_a_call_makes(kind, name):
     """Rows of requests have the bits that they have in the caller's results, others are empty."""
     case = case_of(kind, name)
-    op = sparse_mla.varlen_attention if kind == "varlen" else sparse_mla.mla_attention
-    want = case.run(op)
+    want = case.run(op_of(case))
     for byte in BYTES:
         dirty(shapes_of(case), byte)
         got = attend(case)
@@ -142,7 +166,7 @@ def test_results_of_an_allocator_that_never_clears(kind, name):
             return tuple(map(put, x))
         return Exchanged(x) if isinstance(x, np.ndarray) else x
 
-    op = package.varlen_attention if kind == "varlen" else package.mla_attention
+    op = op_of(case, package)
     got = op(*map(put, case.arguments()), **{n: put(x) for n, x in case.options.items()})
     assert_filled(case, tuple(x.array for x in got))
 
@@ -193,25 +217,16 @@ def test_pytorch_s_operators(torch, given, is_compiled):
 def test_jax_s_calls(jax):
     from sparse_mla.integrations import jax as smla
 
-    case = VARLEN["usual"]
-    dense = DENSE["usual"]
-    args = [jax.numpy.asarray(x) for x in case.arguments()]
-    options = {
-        n: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in case.options.items()
-    }
-    attend = jax.jit(functools.partial(smla.varlen_attention, **options))
-    for byte in BYTES:
-        dirty(shapes_of(case), byte)
-        assert_filled(case, tuple(map(np.asarray, attend(*args))))
-    args = [jax.numpy.asarray(x) for x in dense.arguments()]
-    options = {
-        n: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
-        for n, x in dense.options.items()
-    }
-    attend = jax.jit(functools.partial(smla.mla_attention, **options))
-    for byte in BYTES:
-        dirty(shapes_of(dense), byte)
-        assert_filled(dense, tuple(map(np.asarray, attend(*args))))
+    def put(x):
+        return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    for table in TABLES.values():
+        case = table["usual"]
+        options = {name: put(x) for name, x in case.options.items()}
+        attend = jax.jit(functools.partial(op_of(case, smla), **options))
+        for byte in BYTES:
+            dirty(shapes_of(case), byte)
+            assert_filled(case, tuple(map(np.asarray, attend(*map(put, case.arguments())))))
 
 
 @pytest.mark.skipif(ON_CUDA, reason="the drop-in calls the same operators there")

@@ -87,6 +87,13 @@ CALLS = {
         ),
         {"softmax_scale": 0.1},
     ),
+    "paged_attention": lambda: (
+        (
+            *(same(bf16(1, 32, 128), TOKENS), *(bf16(KEYS // 64, 64, 8, 128),) * 2),
+            *(PAGES, int32(KEYS)),
+        ),
+        {"softmax_scale": 0.1, "cu_seqlens_q": int32(0, TOKENS)},
+    ),
     "indexer_logits": lambda: (scored(), {"starts": each(0)}),
     "lightning_indexer": lambda: (
         scored(),

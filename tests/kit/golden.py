@@ -37,6 +37,7 @@ import v4_attend_cases
 import v4_world
 from dense_cases import MAIN_FORMATS, Dense, Mask
 from library import sparse_mla
+from paged_cases import LAYOUTS, Paged
 from random_cases import Dice
 from varlen_cases import F16, Varlen
 
@@ -150,6 +151,39 @@ def varlen_attention(seed: int) -> tuple:
         (rows, heads, case.dims[1]), case.out_type or (F16 if q_type == "fp16" else ref.BF16)
     )
     return sparse_mla.varlen_attention(*case.arguments(), **case.options, out=out)
+
+
+def paged_attention(seed: int) -> tuple:
+    dice = dice_of("paged", seed)
+    rng = dice.rng
+    lens = lengths(dice, 6, 70, 150)
+    is_decode = dice.happens(0.3)
+    heads, kv_heads = dice.pick((1, 1), (8, 8), (8, 2), (16, 1), (32, 8))
+    q_type = dice.pick("bf16", "bf16", "fp16", "e4m3")
+    kv_type = q_type if q_type != "e4m3" else "bf16"
+    has_qv = dice.happens(0.2)
+    sizes = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (40, 24), (576, 512))
+    mask = draw_mask(dice)
+    if dice.happens(0.15):
+        mask.cp = (int(rng.integers(3)), 3, dice.pick(1, 4, 16))
+    pads = [int(x) for x in rng.integers(0, 40, len(lens))]
+    case = Paged(
+        [1 if is_decode else q for q, _ in lens], [k for _, k in lens], heads=heads,
+        kv_heads=kv_heads, dims=dice.pick((64, 512), (64, 64)) if has_qv else dice.pick(*sizes),
+        q_type=q_type, kv_type=dice.pick(kv_type, kv_type, "e4m3"), mask=mask,
+        sink=dice.happens(0.3), softcap=dice.pick(0.0, 0.0, 0.0, 2.5),
+        padding=0 if is_decode else dice.pick(0, 0, 4), is_spread=dice.happens(0.3),
+        descales=dice.pick("", "number", "one", "rows", "column"),
+        out_type=dice.pick(None, None, np.dtype(np.float32)), std=dice.pick(0.3, 1.0, 3.0),
+        page_size=dice.pick(1, 3, 16, 64, 256), layout=dice.pick(*LAYOUTS),
+        has_slots=dice.happens(0.2), has_qv=has_qv, is_decode=is_decode,
+        leftpad=dice.pick(None, pads) if mask.cp is None else None,
+        holes=dice.pick(0.0, 0.0, 0.1), missing=dice.pick(0, 0, 1), seed=seed,
+    )  # fmt: skip
+    options = case.options
+    if case.out_type is not None:
+        options["out"] = np.zeros((case.tokens + case.padding, heads, case.dims[1]), case.out_type)
+    return sparse_mla.paged_attention(*case.arguments(), **options)
 
 
 def draw_states(dice: Dice, parts: int) -> tuple[list, list, dict]:
@@ -326,8 +360,8 @@ def v4_layer(seed: int) -> list:
 
 SUBJECTS = (
     sparse_attention, sparse_attention_512, sparse_mla_dsv4, mla_attention, varlen_attention,
-    merge_attn_states, merge_attn_partials, v32_layer, dense_layer, dense_layer_absorbed, v4_attend,
-    v4_layer,
+    paged_attention, merge_attn_states, merge_attn_partials, v32_layer, dense_layer,
+    dense_layer_absorbed, v4_attend, v4_layer,
 )  # fmt: skip
 ON_THE_CPU = {"v4_layer"} if device.ON_CUDA else set()  # the projections of its world are NumPy's
 

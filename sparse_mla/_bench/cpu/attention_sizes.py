@@ -183,6 +183,42 @@ def mla_sweeps() -> Iterator[Sweep]:
     yield sweep("window", (1, 2, 64), lambda n: mla(1, 16, causal=True, window_size=(n - 1, 0)))
 
 
+def paged(
+    requests: int = 16,
+    size: int = 1,
+    keys: int = 64,
+    heads: int = 8,
+    kv_heads: int = 2,
+    page: int = 16,
+    **options: Any,
+) -> Arrays:
+    tokens = requests * size
+    k_cache, v_cache = (normal(SLOTS // page, page, kv_heads, 128) for _ in range(2))
+    return {
+        "q": normal(tokens, heads, 128),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": table(requests, keys, page),
+        "cache_seqlens": full(requests, keys),
+        "cu_seqlens_q": starts(tokens, size),
+        "softmax_scale": 0.09,
+        "out": np.empty((tokens, heads, 128), BF16),
+        "lse": np.empty((tokens, heads), np.float32),
+        **options,
+    }
+
+
+def paged_sweeps() -> Iterator[Sweep]:
+    sweep = partial(Sweep, "paged_attention")
+    yield sweep("keys", MANY, lambda n: paged(keys=n))
+    yield sweep("heads", HEADS, lambda n: paged(heads=n, kv_heads=n))
+    yield sweep("heads of a KV head", HEADS, lambda n: paged(heads=n, kv_heads=1))
+    yield sweep("page", PAGES, lambda n: paged(page=n))
+    yield sweep("requests", FEW, lambda n: paged(requests=n))
+    yield sweep("tokens of a request", FEW, lambda n: paged(4, n, causal=True))
+    yield sweep("window", (1, 2, 64), lambda n: paged(4, 16, causal=True, window_size=(n - 1, 0)))
+
+
 def merge_sweeps() -> Iterator[Sweep]:
     def lses(*shape: int) -> np.ndarray:
         return normal(*shape, dtype=np.float32)
@@ -210,4 +246,4 @@ def merge_sweeps() -> Iterator[Sweep]:
     yield Sweep("merge_attn_partials", "tokens", FEW, lambda n: parts(tokens=n))
 
 
-FAMILIES = (varlen_sweeps, attention_sweeps, v4_sweeps, mla_sweeps, merge_sweeps)
+FAMILIES = (varlen_sweeps, attention_sweeps, v4_sweeps, mla_sweeps, paged_sweeps, merge_sweeps)
