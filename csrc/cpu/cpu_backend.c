@@ -89,7 +89,7 @@ attend(const smla_attention_params *params, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(params->call.op, &isa, error));
     return !smla_has_lists(params) ? smla_attend_mha(params, isa, error)
-                                              : smla_attend_mqa(params, isa, error);
+                                   : smla_attend_mqa(params, isa, error);
 }
 
 /* A slot that follows another slot. */

@@ -45,10 +45,10 @@ require_positive_scales(const smla_checker *c, const char *name, const DLTensor 
                         const smla_descale *scale)
 {
     const bool has_rows = tensor->ndim == 2;
-    for (int64_t req = 0; req < (has_rows ? smla_size(tensor, 0) : 1); req++) {
+    for (int64_t row = 0; row < (has_rows ? smla_size(tensor, 0) : 1); row++) {
         for (int64_t head = 0; head < (has_rows ? smla_size(tensor, 1) : 1); head++) {
             SMLA_TRY(smla_require_positive(
-                c->op, name, scale->pointer[req * scale->stride_req + head * scale->stride_head],
+                c->op, name, scale->pointer[row * scale->stride_row + head * scale->stride_head],
                 c->error));
         }
     }
@@ -63,7 +63,7 @@ require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_a
     const char *const name = arg->name;
     const smla_scale_arg *const given = &arg->given;
     const DLTensor *const tensor = given->tensor;
-    *scale = (smla_descale){.value = 1.0f};
+    *scale = (smla_descale){.reqs_per_row = 1, .value = 1.0f};
     if (!(smla_dtype(of->tensor) & SMLA_DTYPE_E4M3_OR_BYTES)) {
         return tensor == NULL && (given->value == 0 || given->value == 1)
                    ? SMLA_OK
@@ -75,17 +75,19 @@ require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_a
     if (tensor == NULL) {
         return SMLA_OK;
     }
-    const bool has_rows =
-        tensor->ndim == 2 && tensor->shape[0] == num_reqs && tensor->shape[1] == num_kv_heads;
+    const int64_t num_rows = tensor->ndim == 2 ? tensor->shape[0] : 0;
+    const bool has_rows = tensor->ndim == 2 && tensor->shape[1] == num_kv_heads &&
+                          (num_rows == 0 ? num_reqs == 0 : num_reqs % num_rows == 0);
     if (!has_rows && !smla_has_one_value(tensor)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have one value or shape [%lld, %lld], or be a float, got "
-                         "shape %s",
-                         c->op, name, (long long)num_reqs, (long long)num_kv_heads,
+                         "%s: `%s` must have one value or shape [n, %lld], where n divides the "
+                         "%lld requests, or be a float, got shape %s",
+                         c->op, name, (long long)num_kv_heads, (long long)num_reqs,
                          smla_describe_shape(tensor).text);
     }
     scale->pointer = smla_data(tensor);
-    scale->stride_req = has_rows ? smla_stride(tensor, 0) : 0;
+    scale->reqs_per_row = num_reqs > num_rows && has_rows ? (int32_t)(num_reqs / num_rows) : 1;
+    scale->stride_row = has_rows ? smla_stride(tensor, 0) : 0;
     scale->stride_head = has_rows ? smla_stride(tensor, 1) : 0;
     return c->device.device_type == kDLCPU ? require_positive_scales(c, name, tensor, scale)
                                            : SMLA_OK;

@@ -38,7 +38,8 @@ typedef struct smla_varlen_attention_args {
     const DLTensor *lse;          /* out [Tq, H] fp32, natural log */
     const DLTensor *workspace;    /* [any] uint8, optional: of 16 bytes or more on a GPU, aligned to
                                    * 8, long calls are faster; changes no result */
-    smla_scale_arg q_descale;     /* an e4m3 query only: a number, one fp32, or [B, Hk] fp32 */
+    smla_scale_arg q_descale;     /* an e4m3 query only: a number, one fp32, or [n, Hk] fp32, where
+                                   * n divides B and B / n requests share a row */
     smla_scale_arg k_descale;     /* e4m3 keys only, likewise */
     smla_scale_arg v_descale;     /* e4m3 values only, likewise */
     double softmax_scale;
@@ -84,7 +85,7 @@ typedef struct smla_paged_attention_args {
     const DLTensor *out;           /* out [T, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
     const DLTensor *lse;           /* out [T, H] fp32, natural log */
     const DLTensor *workspace;     /* [any] uint8, optional, as in smla_varlen_attention_args */
-    smla_scale_arg q_descale;      /* an e4m3 query only: a number, one fp32, or [B, Hk] fp32 */
+    smla_scale_arg q_descale;      /* an e4m3 query only, as in smla_varlen_attention_args */
     smla_scale_arg k_descale;      /* e4m3 keys only, likewise */
     smla_scale_arg v_descale;      /* e4m3 values only, likewise */
     double softmax_scale;

@@ -72,8 +72,9 @@ def varlen_attention(
         0 = none; at most 2.35e38, as softmax_scale.
     attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
-    q_descale, k_descale, v_descale : float, an array of one fp32, or [B, Hk] fp32, optional
-        What e4m3 values are multiplied with; strides may be 0. None = 1. No product is rounded.
+    q_descale, k_descale, v_descale : float, an array of one fp32, or [n, Hk] fp32, optional
+        What e4m3 values are multiplied with. n divides the number of requests, and as many of them
+        share each row; strides may be 0. None = 1. No product is rounded.
     max_seqlen_q, max_seqlen_k : int, optional
         Hints. Results are the same whatever they are.
     num_splits : int
@@ -220,8 +221,9 @@ def paged_attention(
         0 = none; at most 2.35e38, as softmax_scale.
     attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
-    q_descale, k_descale, v_descale : float, an array of one fp32, or [B, Hk] fp32, optional
-        What e4m3 values are multiplied with; strides may be 0. None = 1. No product is rounded.
+    q_descale, k_descale, v_descale : float, an array of one fp32, or [n, Hk] fp32, optional
+        What e4m3 values are multiplied with. n divides the number of requests, and as many of them
+        share each row; strides may be 0. None = 1. No product is rounded.
     max_seqlen_q, max_seqlen_k : int, optional
         Hints. Results are the same whatever they are.
     num_splits : int

@@ -579,6 +579,9 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         if by < 0 and (row.op, name, d) == ("sparse_mla_dsv4", "query", 1):
             assert not isinstance(got, Refused), "fewer heads than in out and sinks"
             continue
+        if by < 0 and name.endswith("_descale") and d == 0 and shape[0] == 2:
+            assert not isinstance(got, Refused), "one row, which both requests share"
+            continue
         if by < 0 and (row.op, name) == ("_absorb_q_proj", "W_UK"):
             assert not isinstance(got, Refused), "what q_proj has more is for RoPE"
             continue

@@ -488,11 +488,13 @@ ERRORS = [
     (ALL_E4M3 | {"q_descale": float("inf")}, "`q_descale` must be a positive normal float32"),
     (
         ALL_E4M3 | TWO | {"k_descale": np.ones((2, 4), np.float32)},
-        "`k_descale` must have one value or shape [2, 2], or be a float, got shape [2, 4]",
+        "`k_descale` must have one value or shape [n, 2], where n divides the 2 requests, or be a "
+        "float, got shape [2, 4]",
     ),
     (
         ALL_E4M3 | TWO | {"v_descale": np.ones(2, np.float32)},
-        "`v_descale` must have one value or shape [2, 2], or be a float, got shape [2]",
+        "`v_descale` must have one value or shape [n, 2], where n divides the 2 requests, or be a "
+        "float, got shape [2]",
     ),
     ({"out": bf16(3, 4, 24)}, "`out` must have shape [3, 4, 16], got [3, 4, 24]"),
     ({"lse": np.zeros((3, 2), np.float32)}, "`lse` must have shape [3, 4], got [3, 2]"),

@@ -1,5 +1,6 @@
 """varlen_attention of e4m3 arrays with descales of any size, and a softmax_scale that makes logits
-of ordinary size: results are those of fp64 wherever they are normal numbers of bf16."""
+of ordinary size: results are those of fp64 wherever they are normal numbers of bf16. Rows of
+descales that several requests share."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import itertools
 import numpy as np
 import pytest
 import reference as ref
+from helpers import assert_same_bits
 from library import sparse_mla
+from paged_cases import Paged
+from varlen_cases import Varlen
 
 F32 = np.float32
 DESCALES = [1.2e-38, 1e-30, 1e-15, 1.0, 1e30, 3e38]
@@ -52,3 +56,22 @@ def test_descales(num_keys, sink, softcap):
         assert ref.worst_ratio(got, want, tolerance) <= 1
         assert np.abs(np.asarray(lse).T - want_lse).max() < 1e-4
     assert num_cases >= 60
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6])
+@pytest.mark.parametrize("kind", [Varlen, Paged])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_requests_may_share_a_row(name, kind, num_rows):
+    """Request b has row b // (6 / num_rows), which gives the bits of a row for each request."""
+    types = {"q_type": "e4m3", "kv_type": "e4m3", "descales": "rows"}
+    case = kind([3, 1, 0, 2, 1, 5], [9, 40, 3, 0, 70, 6], 4, 2, (64, 64), **types)
+    rows = case.scales[name][:num_rows].copy()
+    case.scales[name] = rows.repeat(6 // num_rows, 0)
+    op = sparse_mla.varlen_attention if kind is Varlen else sparse_mla.paged_attention
+
+    def attend(*arrays, **options):
+        return op(*arrays, **options | {f"{name}_descale": rows})
+
+    got, want = case.run(attend), case.run(op)
+    for x in want:
+        assert_same_bits(got[x], want[x], x)

@@ -11,14 +11,23 @@ typedef struct smla_sinks {
     int64_t stride;
 } smla_sinks;
 
-/* What e4m3 values of each request and KV head are multiplied with: [B, Hk] fp32 in memory of the
- * device, or a number. */
+/* What e4m3 values of each request and KV head are multiplied with: [rows, Hk] fp32 in memory of
+ * the device, or a number. As many requests share each row, one behind another. */
 typedef struct smla_descale {
     const float *pointer; /* NULL: the scale is `value` */
-    int64_t stride_req;
+    int64_t stride_row;
     int64_t stride_head;
+    int32_t reqs_per_row;
     float value;
 } smla_descale;
+
+/* The number of an array's element for a request and a KV head. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_descale_at(const smla_descale *scale, int64_t req, int64_t kv_head)
+{
+    const int32_t row = (int32_t)req / scale->reqs_per_row;
+    return row * scale->stride_row + kv_head * scale->stride_head;
+}
 
 /* Hopper's kernels for FP8 rows read the sinks, and nothing behind them. */
 typedef struct smla_logits {

@@ -134,9 +134,8 @@ smla_place_mha_keys(int64_t end, int64_t num_keys)
 static inline float
 smla_read_mha_scale(const smla_descale *scale, int64_t req, int64_t kv_head)
 {
-    return scale->pointer == NULL
-               ? scale->value
-               : scale->pointer[req * scale->stride_req + kv_head * scale->stride_head];
+    return scale->pointer == NULL ? scale->value
+                                  : scale->pointer[smla_descale_at(scale, req, kv_head)];
 }
 
 /* What the values of a part of a tile's keys are multiplied with. */

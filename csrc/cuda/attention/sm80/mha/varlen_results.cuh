@@ -7,9 +7,9 @@
 __device__ __forceinline__ float
 load_scale(const smla_descale &scale, const varlen_tile &tile)
 {
-    return scale.pointer == NULL ? scale.value
-                                 : __ldg(scale.pointer + tile.req * scale.stride_req +
-                                         tile.kv_head * scale.stride_head);
+    return scale.pointer == NULL
+               ? scale.value
+               : __ldg(scale.pointer + smla_descale_at(&scale, tile.req, tile.kv_head));
 }
 
 /* The scale of part 0 of keys; that of part 1 is k_descale. */
