@@ -96,6 +96,30 @@ smla_scan_lanes(T value, int lane)
     return sum;
 }
 
+/* The sum of the values of LANES neighbouring lanes, in each of them, along a fixed tree. */
+template <int LANES = SMLA_WARP_LANES, typename T>
+static __device__ __forceinline__ T
+smla_sum_of_lanes(T value)
+{
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
+        value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+    }
+    return value;
+}
+
+/* The largest of the values of LANES neighbouring lanes; a NaN counts as none. */
+template <int LANES = SMLA_WARP_LANES>
+static __device__ __forceinline__ float
+smla_max_of_lanes(float value)
+{
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
+        value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
+    }
+    return value;
+}
+
 /* Transposes four words of four neighbouring lanes: word i of lane c becomes word c of lane i.
  * `column` is c, or a number of which c is the last two bits. */
 static __device__ __forceinline__ void

@@ -19,11 +19,7 @@
  *              row with one key is right to 2^-22 before it is rounded.
  * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
  */
-#include "cuda/attention/partials/softmax.cuh"
-#include "cuda/attention/table/kernels.h"
-#include "cuda/ptx/launch.cuh"
-#include "cuda/ptx/numeric.cuh"
-#include "cuda/ptx/ptx_sm90.cuh"
+#include "cuda/attention/partials/fold.cuh"
 
 enum {
     LOAD_WAVE_VALUES = 64, /* values that a thread reads at once */
@@ -74,62 +70,18 @@ template <bool HALF_, int SPLITS> struct combination {
         HALF && LANE_SPLITS == 1 ? SMLA_COMBINE_CTAS(SMLA_SM_REGISTERS, SPLITS) : 1;
 };
 
-/* What the lanes of a warp know of a row. Each lane has the factors of its own splits' values; all
- * lanes have the maximum and the sum of the whole row. */
-template <typename Shape> struct whole_row {
-    float factor[Shape::LANE_SPLITS];
-    float float_factor[Shape::LANE_SPLITS]; /* HALF: factors of fp32 splits; else 0 */
-    float max_log2;
-    float sum;
-};
-
-/* Where the state and the values of a row's split 0 are. */
-typedef struct partial_source {
-    const float *states;
-    const float *values;
-    int64_t stride; /* rows from one split to the next */
-    int num_splits;
-} partial_source;
+template <typename Shape> using folded_row = whole_row<Shape::LANE_SPLITS>;
 
 template <typename Shape>
-static __device__ __forceinline__ whole_row<Shape>
-fold_states(const partial_source &source, int lane)
+static __device__ __forceinline__ folded_row<Shape>
+fold_splits(const row_parts &parts, int lane)
 {
-    whole_row<Shape> row;
-    float2 state[Shape::LANE_SPLITS];
-    float unit[Shape::LANE_SPLITS] = {};
-    row.max_log2 = -INFINITY;
+    part_state states[Shape::LANE_SPLITS];
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
-        const int64_t split = Shape::LOAD_WAVE * i + lane % Shape::LOAD_WAVE;
-        state[i] = make_float2(-INFINITY, 0.0f);
-        if (split < source.num_splits) {
-            state[i] = *(const float2 *)(source.states + 2 * split * source.stride);
-            if (Shape::HALF) {
-                unit[i] = source.values[split * source.stride * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT];
-            }
-        }
-        row.max_log2 = fmaxf(row.max_log2, state[i].x);
+        states[i] = load_state<Shape::HALF>(parts, Shape::LOAD_WAVE * i + lane % Shape::LOAD_WAVE);
     }
-#pragma unroll
-    for (int step = 1; step < Shape::LOAD_WAVE; step *= 2) {
-        row.max_log2 = fmaxf(row.max_log2, __shfl_xor_sync(0xFFFFFFFFu, row.max_log2, step));
-    }
-    const float reference = softmax_reference(row.max_log2);
-    row.sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
-        const bool is_half = Shape::HALF && smla_float_bits(state[i].y) >> 31;
-        const float factor = softmax_rescale(state[i].x, reference);
-        row.sum += (Shape::HALF ? fabsf(state[i].y) : state[i].y) * factor;
-        row.float_factor[i] = is_half ? 0.0f : factor;
-        row.factor[i] = !Shape::HALF ? factor : is_half && factor != 0.0f ? factor * unit[i] : 0.0f;
-    }
-#pragma unroll
-    for (int step = 1; step < Shape::LOAD_WAVE; step *= 2) {
-        row.sum += __shfl_xor_sync(0xFFFFFFFFu, row.sum, step);
-    }
-    return row;
+    return fold_states<Shape::HALF, Shape::LOAD_WAVE>(states);
 }
 
 /* A thread's values of a split, aligned for reads by vectors. */
@@ -145,28 +97,16 @@ template <typename Shape> struct load_wave {
 
 template <typename Shape>
 static __device__ __forceinline__ void
-start_load_wave(const partial_source &source, int first, load_wave<Shape> *values)
+start_load_wave(const row_parts &parts, int first, load_wave<Shape> *values)
 {
-    const int64_t stride = source.stride * SMLA_KV_LORA_RANK;
-    const float *from = source.values + first * stride + Shape::WORDS * threadIdx.x;
+    const int64_t stride = parts.stride * SMLA_KV_LORA_RANK;
+    const float *from = parts.values + first * stride + Shape::WORDS * threadIdx.x;
 #pragma unroll
     for (int i = 0; i < Shape::LOAD_WAVE; i++) {
-        if (first + i < source.num_splits) {
+        if (first + i < parts.count) {
             values->splits[i] = *(const split_values<Shape::WORDS> *)from;
         }
         from += stride;
-    }
-}
-
-/* Value number `value` of a thread's words: a word has two values if they are HALF, else one. */
-template <bool HALF>
-static __device__ __forceinline__ float
-unpack_value(const uint32_t *words, int value)
-{
-    if constexpr (HALF) {
-        return smla_cvt_float((uint16_t)(words[value / 2] >> 16 * (value % 2)));
-    } else {
-        return smla_bits_float(words[value]);
     }
 }
 
@@ -189,7 +129,7 @@ fold_load_wave(const load_wave<Shape> &values, float factors, float total[Shape:
 /* HALF: fold_load_wave for the fp32 partial rows that a fallback has left. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fold_floats(const partial_source &source, const whole_row<Shape> &row, float total[Shape::VALUES])
+fold_floats(const row_parts &parts, const folded_row<Shape> &row, float total[Shape::VALUES])
 {
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
@@ -197,7 +137,7 @@ fold_floats(const partial_source &source, const whole_row<Shape> &row, float tot
         for (int lane = 0; lane < Shape::LOAD_WAVE; lane++) {
             const float factor = __shfl_sync(0xFFFFFFFFu, row.float_factor[i], lane);
             const float *const from =
-                source.values + (Shape::LOAD_WAVE * i + lane) * source.stride * SMLA_KV_LORA_RANK +
+                parts.values + (Shape::LOAD_WAVE * i + lane) * parts.stride * SMLA_KV_LORA_RANK +
                 Shape::VALUES * threadIdx.x;
 #pragma unroll
             for (int j = 0; j < Shape::VALUES && factor != 0.0f; j++) {
@@ -207,23 +147,11 @@ fold_floats(const partial_source &source, const whole_row<Shape> &row, float tot
     }
 }
 
-template <typename Shape>
-static __device__ __forceinline__ bool
-has_floats(const whole_row<Shape> &row)
-{
-    bool has = false;
-#pragma unroll
-    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
-        has |= row.float_factor[i] != 0.0f;
-    }
-    return __any_sync(0xFFFFFFFFu, has);
-}
-
 /* A row's token and head, and where its partial rows are. */
 typedef struct row_index {
     int64_t token;
     int64_t head;
-    partial_source partials;
+    row_parts parts;
 } row_index;
 
 static __device__ __forceinline__ row_index
@@ -234,10 +162,7 @@ find_row(const combine_launch &launch, int64_t row_idx)
     index.token = smla_divide(row_idx, launch.num_heads);
     index.head = row_idx - index.token * num_heads;
     const int64_t first = index.token * launch.num_splits * num_heads + index.head;
-    index.partials.states = launch.partials.state + 2 * first;
-    index.partials.values = launch.partials.out + first * SMLA_KV_LORA_RANK;
-    index.partials.stride = num_heads;
-    index.partials.num_splits = launch.num_splits;
+    index.parts = find_parts(launch.partials, first, num_heads, launch.num_splits);
     return index;
 }
 
@@ -252,9 +177,9 @@ combine_row(const combine_launch &launch, const row_index &index)
         total[i] = -0.0f; /* -0 + x is x, so a single key's -0 keeps its sign */
     }
     const float sink = softmax_sink(launch.sinks, index.head);
-    start_load_wave<Shape>(index.partials, 0, &values);
-    const whole_row<Shape> row =
-        fold_states<Shape>(index.partials, (int)threadIdx.x % SMLA_WARP_LANES);
+    start_load_wave<Shape>(index.parts, 0, &values);
+    const folded_row<Shape> row =
+        fold_splits<Shape>(index.parts, (int)threadIdx.x % SMLA_WARP_LANES);
     float factor = softmax_finish(launch, launch.sinks, index.token, index.head, row.max_log2,
                                   row.sum, sink, threadIdx.x == 0);
     factor *= find_key_unit(launch);
@@ -262,12 +187,12 @@ combine_row(const combine_launch &launch, const row_index &index)
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
-            start_load_wave<Shape>(index.partials, i * Shape::LOAD_WAVE, &values);
+            start_load_wave<Shape>(index.parts, i * Shape::LOAD_WAVE, &values);
         }
         fold_load_wave<Shape>(values, row.factor[i], total);
     }
     if (Shape::HALF && has_floats(row)) {
-        fold_floats(index.partials, row, total);
+        fold_floats<Shape>(index.parts, row, total);
     }
     uint32_t words[Shape::VALUES / 2];
 #pragma unroll
@@ -365,15 +290,25 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
 {
     const smla_cuda_device *const device = smla_cuda_find_device(params->call.stream.device_id);
     const int shared_bytes = find_shared_bytes(params, kernel, device);
+    const smla_results &results = params->results;
     combine_launch launch = {};
     launch.partials = smla_partials_of(params);
     launch.num_rows = params->queries.num_tokens * params->queries.num_heads;
-    launch.num_splits = params->results.num_splits;
+    launch.num_splits = results.num_splits;
     launch.out_is_aligned =
-        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
-                              params->results.out_stride_head, 16);
+        smla_are_rows_aligned(results.out, results.out_stride_token, results.out_stride_head, 16);
     launch.num_heads = smla_make_divisor(params->queries.num_heads);
-    take_results(*params, &launch);
+    launch.empty_lse_is_plus_inf = results.empty_lse_is_plus_inf;
+    launch.out = (uint16_t *)results.out;
+    launch.out_stride_token = results.out_stride_token;
+    launch.out_stride_head = results.out_stride_head;
+    launch.lse = results.lse;
+    launch.lse_stride_token = results.lse_stride_token;
+    launch.lse_stride_head = results.lse_stride_head;
+    launch.sinks = params->logits.sinks;
+    launch.max_logits = results.max_logits;
+    launch.max_logits_stride_token = results.max_logits_stride_token;
+    launch.max_logits_stride_head = results.max_logits_stride_head;
     launch.has_key_unit = smla_has_key_unit(&params->keys);
     launch.key_scales = key_scales_of(&params->logits);
     const bool is_dense = smla_is_table(&params->keys);

@@ -72,26 +72,6 @@ softmax_lse(float sum, float reference)
     return fmaf(integer, ln_2_high, fmaf(integer, ln_2_low, logf(mantissa)));
 }
 
-/* Gives the launch of a kernel that finishes rows the call's results and sinks, in the fields that
- * softmax_finish and writers of out read. */
-template <typename Launch>
-static inline void
-take_results(const smla_attention_params &params, Launch *launch)
-{
-    const smla_results &results = params.results;
-    launch->empty_lse_is_plus_inf = results.empty_lse_is_plus_inf;
-    launch->out = (uint16_t *)results.out;
-    launch->out_stride_token = results.out_stride_token;
-    launch->out_stride_head = results.out_stride_head;
-    launch->lse = results.lse;
-    launch->lse_stride_token = results.lse_stride_token;
-    launch->lse_stride_head = results.lse_stride_head;
-    launch->sinks = params.logits.sinks;
-    launch->max_logits = results.max_logits;
-    launch->max_logits_stride_token = results.max_logits_stride_token;
-    launch->max_logits_stride_head = results.max_logits_stride_head;
-}
-
 /* The sink of a head; 0 if the call has no sinks. */
 static __device__ __forceinline__ float
 softmax_sink(const smla_sinks &sinks, int64_t head)

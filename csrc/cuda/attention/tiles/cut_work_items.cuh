@@ -4,7 +4,7 @@
  * Such a launch takes as long as its longest item, while SMs with shorter items or without any are
  * idle. Here the longest items are cut. An item's own CTA keeps the head of the item, and each
  * other CTA may take one piece of an item after its own item. Head and pieces leave partial rows,
- * as splits do, and the CTA that finishes the last part of an item folds them.
+ * as splits do, and the CTA that finishes the last part of an item folds them (fold_item.cuh).
  *
  * An item has NUM_SEGMENTS segments of columns. Its length is the number of segments that have
  * keys, as if entries that are no keys stood at the end of its list. An item of a dense call has as
@@ -21,10 +21,7 @@
  * Calls whose lists all have the same number of quarters, as in most calls, are not cut, either.
  * They only pay for the look at the lists.
  *
- * Each item has a word of the workspace that counts its finished parts. The workspace was not
- * cleared, so the first part finds an arbitrary word, and writes a tag with a count of one. The
- * last part writes 0. A word that equals the tag by chance would be taken for a count: one in
- * 2^60.
+ * Each item has a word of the workspace that counts its finished parts (claims.cuh).
  */
 #pragma once
 
@@ -41,8 +38,6 @@ enum {
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
     MOST_LEVEL = 9,            /* the highest load; 0: no item, 1 to 9: 0 to 8 eighths */
 };
-
-enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
 
 /* Memory for the plan while it is made. */
 typedef struct cut_scratch {
@@ -369,151 +364,7 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
     ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
 }
 
-/* ---- Finished parts -------------------------------------------------------------------------- */
-
-enum {
-    FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* heads per warp: a lane for each of their parts */
-};
-
-/* Counts a finished part of an item; this thread knows that the part's partial rows are written.
- * Returns whether it is the last part: then the partial rows of all parts are written. */
-static __device__ __forceinline__ bool
-count_arrival(unsigned long long *word, uint32_t num_parts)
-{
-    __threadfence();
-    unsigned long long old = *(volatile unsigned long long *)word;
-    for (;;) {
-        const bool is_first = (old & ~(unsigned long long)ARRIVAL_COUNT) != ARRIVAL_TAG;
-        const unsigned long long count = is_first ? ARRIVAL_TAG + 1 : old + 1;
-        const bool is_last = (count & ARRIVAL_COUNT) == num_parts;
-        const unsigned long long found = atomicCAS(word, old, is_last ? 0 : count);
-        if (found == old) {
-            __threadfence();
-            return is_last;
-        }
-        old = found;
-    }
-}
-
-/* The factor of the values of one part of one head: `half` if the values are f16, `whole` if they
- * are fp32. The other one is 0. */
-typedef struct part_factor {
-    float half;
-    float whole;
-} part_factor;
-
-/* Returns the lane's factor for one part of one head, among FOLD_HEADS heads from `first_head` on.
- * `weight` becomes the factor of the folded values of its head. Writes lse and max_logits. */
-static __device__ __forceinline__ part_factor
-fold_states(const attention_launch &launch, const work_item &item, int part, int first_head,
-            int lane, float *weight)
-{
-    const int head = first_head + lane / MAX_PARTS;
-    const int nth = lane % MAX_PARTS;
-    const int64_t row = (int64_t)slot_of_part(part, nth) * launch.slot_heads + head;
-    const bool is_on = head < item.num_heads && nth < count_parts(part);
-    float2 state = make_float2(-INFINITY, 0.0f);
-    float unit = 0.0f;
-    if (is_on) {
-        state = __ldcg((const float2 *)(launch.partials.state + 2 * row));
-        unit = __ldcg(launch.partials.out + row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT);
-    }
-    float max_log2 = state.x;
-#pragma unroll
-    for (int step = 1; step < MAX_PARTS; step *= 2) {
-        max_log2 = fmaxf(max_log2, __shfl_xor_sync(0xFFFFFFFFu, max_log2, step));
-    }
-    const bool is_half = smla_float_bits(state.y) >> 31;
-    const float factor = softmax_rescale(state.x, softmax_reference(max_log2));
-    float sum = fabsf(state.y) * factor;
-#pragma unroll
-    for (int step = 1; step < MAX_PARTS; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    }
-    *weight = 0.0f;
-    if (head < item.num_heads) {
-        const float sink = softmax_sink(launch.params.logits.sinks, item.first_head + head);
-        *weight = softmax_finish(launch.params.results, launch.params.logits.sinks, item.token,
-                                 item.first_head + head, max_log2, sum, sink, nth == 0);
-    }
-    return part_factor{is_half && factor != 0.0f ? factor * unit : 0.0f, is_half ? 0.0f : factor};
-}
-
-/* values += the lane's values (one_key.cuh) of the n-th part of each head, times the part's factor.
- * A part with factor 0 is not read, and may hold anything. */
-template <bool HALF>
-static __device__ __forceinline__ void
-fold_parts(const attention_launch &launch, int part, int n, int first_head, int lane, float factors,
-           lane_part values[FOLD_HEADS])
-{
-    constexpr int WORDS = HALF ? LANE_VALUES / 2 : LANE_VALUES;
-    const int64_t row = (int64_t)slot_of_part(part, n) * launch.slot_heads + first_head;
-    const float *const from = launch.partials.out + row * SMLA_KV_LORA_RANK + WORDS * lane;
-    uint32_t words[FOLD_HEADS][2][WORDS];
-    float factor[FOLD_HEADS];
-#pragma unroll
-    for (int head = 0; head < FOLD_HEADS; head++) {
-        factor[head] = __shfl_sync(0xFFFFFFFFu, factors, MAX_PARTS * head + n);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int i = 0; i < WORDS; i += 4) {
-                ptx_load_16_of_grid(from + head * SMLA_KV_LORA_RANK +
-                                        half * (HALF ? NOPE_HALF / 2 : NOPE_HALF) + i,
-                                    factor[head] != 0.0f, &words[head][half][i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int head = 0; head < FOLD_HEADS; head++) {
-#pragma unroll
-        for (int i = 0; i < 2 * LANE_VALUES; i++) {
-            const uint32_t *const from_half = words[head][i / LANE_VALUES];
-            const int at = i % LANE_VALUES;
-            const float value = HALF
-                                    ? smla_cvt_float((uint16_t)(from_half[at / 2] >> 16 * (at % 2)))
-                                    : smla_bits_float(from_half[at % WORDS]);
-            ptx_fma_unless_zero(&values[head].nope[i / LANE_VALUES][at], value, factor[head]);
-        }
-    }
-}
-
-/* Folds the parts of an item in their order. All consumers call it. */
-static __device__ __forceinline__ void
-fold_item(const attention_launch &launch, int part, int heads_per_cta)
-{
-    const work_item item = find_numbered_item(launch, item_of_part(part), heads_per_cta);
-    const int thread = ptx_forget((int)threadIdx.x);
-    const int lane = thread % SMLA_WARP_LANES;
-#pragma unroll 1
-    for (int first_head = thread / SMLA_WARP_LANES * FOLD_HEADS; first_head < item.num_heads;
-         first_head += CTA_WARPS * FOLD_HEADS) {
-        float weight;
-        lane_part values[FOLD_HEADS];
-#pragma unroll
-        for (int i = 0; i < FOLD_HEADS * 2 * LANE_VALUES; i++) {
-            /* -0 + x is x, so a single key's -0 keeps its sign */
-            values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
-        }
-        const part_factor factor = fold_states(launch, item, part, first_head, lane, &weight);
-        const bool has_floats = __any_sync(0xFFFFFFFFu, factor.whole != 0.0f);
-#pragma unroll 1
-        for (int n = 0; n < count_parts(part); n++) {
-            fold_parts<true>(launch, part, n, first_head, lane, factor.half, values);
-            if (has_floats) {
-                fold_parts<false>(launch, part, n, first_head, lane, factor.whole, values);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < FOLD_HEADS; i++) {
-            const float head_weight = __shfl_sync(0xFFFFFFFFu, weight, MAX_PARTS * i);
-            if (first_head + i < item.num_heads) {
-                write_out_part(launch.params.results, item.token, item.first_head + first_head + i,
-                               lane, values[i], head_weight);
-            }
-        }
-    }
-}
+/* ---- The CTA's parts ------------------------------------------------------------------------- */
 
 /* Whether the plan cuts the CTA's first item. */
 static __device__ __forceinline__ bool
@@ -528,34 +379,6 @@ has_parts(const attention_launch &launch, const item_order &order)
 {
     return is_first_cut(launch, order) ||
            (launch.num_segments > 1 && nth_item(true, 0, &order, 1) >= 0);
-}
-
-/* Called when the CTA has done all its items: counts its parts, and folds the items whose last
- * parts they are. Inlined, because with one more call ptxas keeps other values in registers, and
- * the kernel's loop gets longer. */
-static __device__ __forceinline__ void
-fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, item_order *order)
-{
-    const int thread = ptx_forget((int)threadIdx.x);
-    ptx_barrier(barrier, ORDER_THREADS); /* all partial rows of the CTA are written */
-    if (thread < SMLA_WARP_LANES) {
-        const int part = thread < 2 ? order->items[thread] : -1;
-        const bool is_last =
-            part >= 0 && count_parts(part) > 1 &&
-            count_arrival((unsigned long long *)launch.arrivals + item_of_part(part),
-                          (uint32_t)count_parts(part));
-        const uint32_t are_last = __ballot_sync(0xFFFFFFFFu, is_last);
-        if (thread == 0) {
-            order->seen = are_last;
-        }
-    }
-    ptx_barrier(barrier, ORDER_THREADS);
-#pragma unroll 1
-    for (int i = 0; i < 2; i++) {
-        if (order->seen >> i & 1) {
-            fold_item(launch, order->items[i], heads_per_cta);
-        }
-    }
 }
 
 /* ---- Launchers ------------------------------------------------------------------------------- */

@@ -58,7 +58,7 @@ struct mha_args {
     float scale_log2;
     bool is_causal;
     bool out_is_fp32;
-    unsigned long long *counters; /* counters of mha_tiles.cuh; NULL: no tile is claimed */
+    unsigned long long *counters; /* words of claims.cuh; NULL: no tile is claimed */
 };
 
 /* TILE_ROWS rows of a head: query tokens of one request. A request's tiles end at its last token,

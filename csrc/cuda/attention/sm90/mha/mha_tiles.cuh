@@ -9,57 +9,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/mha/mha_memory.cuh"
-
-/* ---- The counter ----------------------------------------------------------------------------
- *
- * It is in the caller's workspace, whose contents are undefined. A word with a tag counts, any
- * other contents count as 0. The last CTA of the launch leaves words without a tag, so that a
- * launch that follows, or a graph that is replayed, begins at 0 again. */
-
-enum : uint64_t {
-    COUNTER_TAG = 0xB6E93D5A71000000,
-    COUNTER_MASK = 0xFFFFFF, /* bits of the count */
-};
-enum counter_idx { CLAIMS = 0, EXITS = 1, NUM_COUNTERS = 2 };
-
-static_assert(NUM_COUNTERS * sizeof(uint64_t) == SMLA_RAGGED_WORKSPACE_BYTES,
-              "what callers are told");
-
-__device__ __forceinline__ bool
-is_counting(unsigned long long word)
-{
-    return (word & ~(unsigned long long)COUNTER_MASK) == COUNTER_TAG;
-}
-
-/* Makes the counters 0 unless another CTA of the launch has. Only such CTAs change the words in
- * between, so a failed exchange means that one of them has. */
-__device__ __forceinline__ void
-start_counters(unsigned long long *counters)
-{
-#pragma unroll
-    for (int i = 0; i < NUM_COUNTERS; i++) {
-        const unsigned long long old = *(volatile unsigned long long *)&counters[i];
-        if (!is_counting(old)) {
-            atomicCAS(&counters[i], old, (unsigned long long)COUNTER_TAG);
-        }
-    }
-}
-
-__device__ __forceinline__ uint32_t
-add_to_counter(unsigned long long *counter)
-{
-    return (uint32_t)(atomicAdd(counter, 1ull) & COUNTER_MASK);
-}
-
-/* A CTA calls this when it claims no more tiles. The last CTA to do so takes the tags away. */
-__device__ __forceinline__ void
-end_counters(unsigned long long *counters)
-{
-    if (add_to_counter(&counters[EXITS]) == gridDim.x - 1) {
-        counters[CLAIMS] = 0;
-        counters[EXITS] = 0;
-    }
-}
+#include "cuda/attention/tiles/claims.cuh"
 
 /* ---- Tiles ---------------------------------------------------------------------------------- */
 
@@ -215,7 +165,7 @@ schedule_tiles(const mha_args &args, mha_memory<D> *shared)
 {
     const bool is_first_lane = lane_idx() == 0;
     if (args.counters != NULL && is_first_lane) {
-        start_counters(args.counters);
+        start_claims(args.counters);
     }
     __syncwarp();
     constexpr int KEY_BYTES = (D + VALUE_DIM) * 2;
@@ -237,6 +187,6 @@ schedule_tiles(const mha_args &args, mha_memory<D> *shared)
         }
     }
     if (args.counters != NULL && is_first_lane) {
-        end_counters(args.counters);
+        end_claims(args.counters);
     }
 }

@@ -3,6 +3,7 @@
  */
 #pragma once
 
+#include "cuda/attention/partials/fold_item.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_gather.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_query.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_scores.cuh"
