@@ -79,6 +79,21 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
     return code;
 }
 
+/* smla_launch of a kernel that may ask for more than 48 KiB of shared memory. */
+template <auto KERNEL, typename Args>
+static inline cudaError_t
+smla_launch_large(const Args &args, int64_t num_blocks, int block_threads, int shared_bytes,
+                  smla_stream stream, bool has_clusters = false,
+                  smla_cuda_deferred *deferred = NULL)
+{
+    static uint64_t allowed;
+    const cudaError_t code =
+        allow_shared_bytes((const void *)KERNEL, shared_bytes, stream.device_id, &allowed);
+    return code != cudaSuccess ? code
+                               : smla_launch(KERNEL, args, num_blocks, block_threads, shared_bytes,
+                                             stream, has_clusters, deferred);
+}
+
 /* ---- Lanes --------------------------------------------------------------------------------- */
 
 /* Returns the sum of the values of this lane and of all lower lanes, for the first LANES lanes of a

@@ -143,6 +143,13 @@ find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
+/* Defines a launcher of the kernel table; the function that follows its name launches. */
+#define LAUNCHER(name, ...)                                                                  \
+    cudaError_t name(const smla_attention_params *params, const smla_attention_start *start) \
+    {                                                                                        \
+        return __VA_ARGS__(params, start);                                                   \
+    }
+
 static inline int64_t
 num_sms_of(const smla_attention_params *params)
 {
@@ -160,16 +167,6 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
         fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
     }
     return fits;
-}
-
-/* Prepares a launch: checks the counts, and allows the kernel its shared memory. */
-static cudaError_t
-prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
-                  const smla_attention_params *params, uint64_t *allowed)
-{
-    return is_countable(params, heads_per_cta)
-               ? allow_shared_bytes(kernel, shared_bytes, params->call.stream.device_id, allowed)
-               : cudaErrorInvalidValue;
 }
 
 /* Whether every row of q_nope and q_pe is aligned to 16 bytes. */

@@ -360,17 +360,10 @@ template <typename Shape, bool HALF, typename Args>
 cudaError_t
 launch_shape(const smla_attention_params &p)
 {
-    static uint64_t allowed;
-    const int shared_bytes = (int)sizeof(memory_of<Shape, Args>);
     static_assert(sizeof(memory_of<Shape, Args>) <= 99 << 10, "sm_86, 89 and 120 have 99 KiB");
-    const cudaError_t code = allow_shared_bytes((const void *)attend_varlen<Shape, HALF, Args>,
-                                                shared_bytes, p.call.stream.device_id, &allowed);
-    if (code != cudaSuccess) {
-        return code;
-    }
     const Args args = make_args<Shape, Args>(p);
-    return smla_launch(attend_varlen<Shape, HALF, Args>, args, args.num_items, CTA_THREADS,
-                       shared_bytes, p.call.stream);
+    return smla_launch_large<attend_varlen<Shape, HALF, Args>>(
+        args, args.num_items, CTA_THREADS, (int)sizeof(memory_of<Shape, Args>), p.call.stream);
 }
 
 /* Kernels in order of size; the first one whose dims suffice. */

@@ -87,33 +87,24 @@ launch_attend(const smla_attention_params *params, const smla_attention_start *s
     typedef tile<HEADS, FORMATS, true> Tile;
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
     static_assert(SHARED_BYTES == SMLA_SM80_SHARED_BYTES(HEADS, FORMATS), "kernels.h says so");
-    static uint64_t allowed;
-    const cudaError_t code =
-        prepare_attention((const void *)attend<Tile>, SHARED_BYTES, HEADS, params, &allowed);
-    if (code != cudaSuccess) {
-        return code;
+    if (!is_countable(params, HEADS)) {
+        return cudaErrorInvalidValue;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend<Tile>, launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
-                       params->call.stream, false, start->deferred);
+    return smla_launch_large<attend<Tile>>(launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
+                                           params->call.stream, false, start->deferred);
 }
 
-#define LAUNCHER(name, heads, rows)                                                          \
-    cudaError_t name(const smla_attention_params *params, const smla_attention_start *start) \
-    {                                                                                        \
-        return launch_attend<heads, rows>(params, start);                                    \
-    }
-
-LAUNCHER(smla_attend_sm80_fp8_64, 64, SMLA_ROWS_FP8)
-LAUNCHER(smla_attend_sm80_fp8_32, 32, SMLA_ROWS_FP8)
-LAUNCHER(smla_attend_sm80_fp8_16, 16, SMLA_ROWS_FP8)
-LAUNCHER(smla_attend_sm80_bf16_64, 64, SMLA_ROWS_BF16)
-LAUNCHER(smla_attend_sm80_bf16_32, 32, SMLA_ROWS_BF16)
-LAUNCHER(smla_attend_sm80_bf16_16, 16, SMLA_ROWS_BF16)
-LAUNCHER(smla_attend_sm80_bf16_512_64, 64, SMLA_ROWS_BF16_512)
-LAUNCHER(smla_attend_sm80_bf16_512_32, 32, SMLA_ROWS_BF16_512)
-LAUNCHER(smla_attend_sm80_bf16_512_16, 16, SMLA_ROWS_BF16_512)
-LAUNCHER(smla_attend_sm80_mixed_16, 16, SMLA_ROWS_MIXED)
-LAUNCHER(smla_attend_sm80_512_64, 64, SMLA_ROWS_512)
-LAUNCHER(smla_attend_sm80_512_32, 32, SMLA_ROWS_512)
-LAUNCHER(smla_attend_sm80_512_16, 16, SMLA_ROWS_512)
+LAUNCHER(smla_attend_sm80_fp8_64, launch_attend<64, SMLA_ROWS_FP8>)
+LAUNCHER(smla_attend_sm80_fp8_32, launch_attend<32, SMLA_ROWS_FP8>)
+LAUNCHER(smla_attend_sm80_fp8_16, launch_attend<16, SMLA_ROWS_FP8>)
+LAUNCHER(smla_attend_sm80_bf16_64, launch_attend<64, SMLA_ROWS_BF16>)
+LAUNCHER(smla_attend_sm80_bf16_32, launch_attend<32, SMLA_ROWS_BF16>)
+LAUNCHER(smla_attend_sm80_bf16_16, launch_attend<16, SMLA_ROWS_BF16>)
+LAUNCHER(smla_attend_sm80_bf16_512_64, launch_attend<64, SMLA_ROWS_BF16_512>)
+LAUNCHER(smla_attend_sm80_bf16_512_32, launch_attend<32, SMLA_ROWS_BF16_512>)
+LAUNCHER(smla_attend_sm80_bf16_512_16, launch_attend<16, SMLA_ROWS_BF16_512>)
+LAUNCHER(smla_attend_sm80_mixed_16, launch_attend<16, SMLA_ROWS_MIXED>)
+LAUNCHER(smla_attend_sm80_512_64, launch_attend<64, SMLA_ROWS_512>)
+LAUNCHER(smla_attend_sm80_512_32, launch_attend<32, SMLA_ROWS_512>)
+LAUNCHER(smla_attend_sm80_512_16, launch_attend<16, SMLA_ROWS_512>)

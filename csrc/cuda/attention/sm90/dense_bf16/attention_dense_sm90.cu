@@ -135,11 +135,8 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    static uint64_t allowed;
-    const cudaError_t code = prepare_attention((const void *)attend_dense<Keys>, SHARED_BYTES,
-                                               TILE_HEADS, params, &allowed);
-    if (code != cudaSuccess) {
-        return code;
+    if (!is_countable(params, TILE_HEADS)) {
+        return cudaErrorInvalidValue;
     }
     const smla_range_rule *const rule = &params->visible.rule;
     const bool may_cut = start->cut_bytes > 0;
@@ -161,22 +158,12 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
         launch.base.partials = cut.partials;
     }
     const cudaError_t started =
-        smla_launch(attend_dense<Keys>, launch, num_ctas, Keys::THREADS, SHARED_BYTES,
-                    params->call.stream, false, start->deferred);
+        smla_launch_large<attend_dense<Keys>>(launch, num_ctas, Keys::THREADS, SHARED_BYTES,
+                                              params->call.stream, false, start->deferred);
     return started != cudaSuccess || !may_cut
                ? started
                : smla_cuda_launch_combine_tiles(params, &cut, launch.team, start->deferred);
 }
 
-cudaError_t
-smla_attend_sm90_dense_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_dense<key_kind<true, false, true>>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_dense_512_64(const smla_attention_params *params,
-                              const smla_attention_start *start)
-{
-    return launch_dense<key_kind<false, false, true>>(params, start);
-}
+LAUNCHER(smla_attend_sm90_dense_64, launch_dense<key_kind<true, false, true>>)
+LAUNCHER(smla_attend_sm90_dense_512_64, launch_dense<key_kind<false, false, true>>)

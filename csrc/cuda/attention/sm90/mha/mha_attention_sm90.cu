@@ -187,18 +187,12 @@ template <int D, bool HALF>
 cudaError_t
 launch_mha(const smla_attention_params &p, const smla_cuda_device *device, mha_args *args)
 {
-    static uint64_t allowed;
-    const int bytes = (int)sizeof(mha_memory<D>);
     static_assert(sizeof(mha_memory<D>) <= 227 << 10, "an SM of Hopper has 227 KiB");
-    const cudaError_t code = allow_shared_bytes((const void *)attend_mha<D, HALF>, bytes,
-                                                p.call.stream.device_id, &allowed);
-    if (code != cudaSuccess) {
-        return code;
-    }
     const int64_t most_tiles = count_most_tiles(p) * p.queries.num_heads;
     const int64_t num_ctas = most_tiles < device->num_sms ? most_tiles : device->num_sms;
     args->counters = find_counters(p, most_tiles, num_ctas);
-    return smla_launch(attend_mha<D, HALF>, *args, num_ctas, MHA_THREADS, bytes, p.call.stream);
+    return smla_launch_large<attend_mha<D, HALF>>(*args, num_ctas, MHA_THREADS,
+                                                  (int)sizeof(mha_memory<D>), p.call.stream);
 }
 
 } /* namespace */

@@ -146,11 +146,8 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    static uint64_t allowed;
-    const cudaError_t code = prepare_attention((const void *)attend_bf16<Keys, MAXIMA, ALIGNED>,
-                                               SHARED_BYTES, TILE_HEADS, params, &allowed);
-    if (code != cudaSuccess) {
-        return code;
+    if (!is_countable(params, TILE_HEADS)) {
+        return cudaErrorInvalidValue;
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
@@ -160,8 +157,9 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     launch.num_items = (int32_t)count_items(launch.base);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_items, num_sms_of(params));
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
-    return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
-                       SHARED_BYTES, params->call.stream, false, start->deferred);
+    return smla_launch_large<attend_bf16<Keys, MAXIMA, ALIGNED>>(launch, num_ctas, Keys::THREADS,
+                                                                 SHARED_BYTES, params->call.stream,
+                                                                 false, start->deferred);
 }
 
 /* Whether all rows of q and out and all cache rows begin at multiples of 16 bytes. */
@@ -191,17 +189,8 @@ launch_bf16_rows(const smla_attention_params *params, const smla_attention_start
                                     : launch_any<Keys, false>(params, start);
 }
 
-cudaError_t
-smla_attend_sm90_bf16_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_bf16_rows<true>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_bf16_512_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_bf16_rows<false>(params, start);
-}
+LAUNCHER(smla_attend_sm90_bf16_64, launch_bf16_rows<true>)
+LAUNCHER(smla_attend_sm90_bf16_512_64, launch_bf16_rows<false>)
 
 /* Rows that are not aligned are rare, and gather warps that load them need more registers than
  * there are. So the portable kernel serves them. */

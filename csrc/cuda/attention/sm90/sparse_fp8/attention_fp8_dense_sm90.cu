@@ -37,23 +37,6 @@ launch_ranges(const smla_attention_params *params, const smla_attention_start *s
                : launch_portable<SMLA_ROW_FP8_DS_MLA, HEADS>(params, start);
 }
 
-cudaError_t
-smla_attend_sm90_fp8_dense_64(const smla_attention_params *params,
-                              const smla_attention_start *start)
-{
-    return launch_ranges<64>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_fp8_dense_32(const smla_attention_params *params,
-                              const smla_attention_start *start)
-{
-    return launch_ranges<32>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_fp8_dense_16(const smla_attention_params *params,
-                              const smla_attention_start *start)
-{
-    return launch_ranges<16>(params, start);
-}
+LAUNCHER(smla_attend_sm90_fp8_dense_64, launch_ranges<64>)
+LAUNCHER(smla_attend_sm90_fp8_dense_32, launch_ranges<32>)
+LAUNCHER(smla_attend_sm90_fp8_dense_16, launch_ranges<16>)

@@ -101,38 +101,9 @@ launch_tile(const smla_attention_params *params, const smla_attention_start *sta
                : launch_fp8<fp8_shape<ROW, HEADS, true>>(params, start, spans);
 }
 
-cudaError_t
-smla_attend_sm90_fp8_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 64>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_fp8_32(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 32>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_fp8_16(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 16>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_v4_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_V4, 64>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_v4_32(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_V4, 32>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_v4_16(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_tile<SMLA_ROW_FP8_V4, 16>(params, start);
-}
+LAUNCHER(smla_attend_sm90_fp8_64, launch_tile<SMLA_ROW_FP8_DS_MLA, 64>)
+LAUNCHER(smla_attend_sm90_fp8_32, launch_tile<SMLA_ROW_FP8_DS_MLA, 32>)
+LAUNCHER(smla_attend_sm90_fp8_16, launch_tile<SMLA_ROW_FP8_DS_MLA, 16>)
+LAUNCHER(smla_attend_sm90_v4_64, launch_tile<SMLA_ROW_FP8_V4, 64>)
+LAUNCHER(smla_attend_sm90_v4_32, launch_tile<SMLA_ROW_FP8_V4, 32>)
+LAUNCHER(smla_attend_sm90_v4_16, launch_tile<SMLA_ROW_FP8_V4, 16>)

@@ -387,11 +387,8 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     constexpr int HEADS = Shape::HEADS;
     constexpr int SHARED_BYTES = (int)sizeof(fp8_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    static uint64_t allowed;
-    const cudaError_t code =
-        prepare_attention((const void *)attend_fp8<Shape>, SHARED_BYTES, HEADS, params, &allowed);
-    if (code != cudaSuccess) {
-        return code;
+    if (!is_countable(params, HEADS)) {
+        return cudaErrorInvalidValue;
     }
     fp8_launch launch = {};
     launch.base = make_launch<HEADS>(params);
@@ -417,6 +414,6 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
     const int64_t num_ctas = count_fp8_ctas(launch.base, launch.num_items, num_sms_of(params));
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
-    return smla_launch(attend_fp8<Shape>, launch, num_ctas, FP8_THREADS, SHARED_BYTES,
-                       params->call.stream, false, start->deferred);
+    return smla_launch_large<attend_fp8<Shape>>(launch, num_ctas, FP8_THREADS, SHARED_BYTES,
+                                                params->call.stream, false, start->deferred);
 }

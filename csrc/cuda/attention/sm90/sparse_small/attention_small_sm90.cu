@@ -365,18 +365,16 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(small_registers<Shape::IS_FULL>::ROOM, 1);
     static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
                   "CTAs of the combine kernel fit beside it");
-    static uint64_t allowed;
-    const cudaError_t code =
-        prepare_attention((const void *)attend_small<Shape>, SHARED_BYTES, HEADS, params, &allowed);
-    if (code != cudaSuccess) {
-        return code;
+    if (!is_countable(params, HEADS)) {
+        return cudaErrorInvalidValue;
     }
     const attention_launch launch = make_launch<HEADS>(params);
     const int64_t num_ctas = Shape::IS_FULL
                                  ? count_items(launch)
                                  : count_small_ctas(launch, (int)num_sms_of(params), PARTNERS);
-    return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
-                       params->call.stream, PARTNERS > 1, start->deferred);
+    return smla_launch_large<attend_small<Shape>>(launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
+                                                  params->call.stream, PARTNERS > 1,
+                                                  start->deferred);
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */
@@ -399,38 +397,9 @@ launch_small(const smla_attention_params *params, const smla_attention_start *st
                                       : launch_any<ROW, HEADS, false>(params, start);
 }
 
-cudaError_t
-smla_attend_sm90_small_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 64>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_small_32(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 32>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_small_16(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_small_v4_64(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_V4, 64>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_small_v4_32(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_V4, 32>(params, start);
-}
-
-cudaError_t
-smla_attend_sm90_small_v4_16(const smla_attention_params *params, const smla_attention_start *start)
-{
-    return launch_small<SMLA_ROW_FP8_V4, 16>(params, start);
-}
+LAUNCHER(smla_attend_sm90_small_64, launch_small<SMLA_ROW_FP8_DS_MLA, 64>)
+LAUNCHER(smla_attend_sm90_small_32, launch_small<SMLA_ROW_FP8_DS_MLA, 32>)
+LAUNCHER(smla_attend_sm90_small_16, launch_small<SMLA_ROW_FP8_DS_MLA, 16>)
+LAUNCHER(smla_attend_sm90_small_v4_64, launch_small<SMLA_ROW_FP8_V4, 64>)
+LAUNCHER(smla_attend_sm90_small_v4_32, launch_small<SMLA_ROW_FP8_V4, 32>)
+LAUNCHER(smla_attend_sm90_small_v4_16, launch_small<SMLA_ROW_FP8_V4, 16>)
