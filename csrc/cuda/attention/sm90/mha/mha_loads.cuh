@@ -43,10 +43,13 @@ load_queries(const mha_args &args, mha_memory<D> *shared)
     }
 }
 
-/* Brings the blocks of keys, and asks for the next tile in time. */
-template <int D>
+/* Copies the keys or values of all blocks of the CTA's tiles; `memory` has a stage for each of two
+ * blocks. before(tile, block) comes in front of a block's wait. */
+template <int D, typename Memory, typename Before>
 __device__ __forceinline__ void
-load_keys(const mha_args &args, mha_memory<D> *shared)
+load_blocks(const CUtensorMap maps[2], const mha_rows &rows, const uint64_t (&full)[STAGES],
+            const uint64_t (&empty)[STAGES], const Memory (&memory)[STAGES],
+            const mha_memory<D> *shared, Before before)
 {
     uint32_t count = 0; /* blocks so far */
     for (uint32_t n = 0;; n++) {
@@ -57,37 +60,32 @@ load_keys(const mha_args &args, mha_memory<D> *shared)
 #pragma unroll 1
         for (int block = 0; block < tile.num_blocks; block++, count++) {
             const uint32_t stage = count % STAGES;
-            ptx_mbarrier_arrive(at(shared->tile_wanted),
-                                block == max(tile.num_blocks - CLAIM_BLOCKS, 0));
-            ptx_mbarrier_wait(at(shared->k_empty[stage]), (count / STAGES % 2) ^ 1);
-            ptx_mbarrier_arrive_expect(at(shared->k_full[stage]), sizeof shared->keys[0]);
-            copy_rows<BLOCK_KEYS>(args.k_maps, args.k, tile.first_key - block * BLOCK_KEYS,
-                                  tile.kv_head, ptx_shared_address(shared->keys[stage]),
-                                  at(shared->k_full[stage]));
+            before(tile, block);
+            ptx_mbarrier_wait(at(empty[stage]), (count / STAGES % 2) ^ 1);
+            ptx_mbarrier_arrive_expect(at(full[stage]), sizeof memory[0]);
+            copy_rows<BLOCK_KEYS>(maps, rows, tile.first_key - block * BLOCK_KEYS, tile.kv_head,
+                                  ptx_shared_address(memory[stage]), at(full[stage]));
         }
         leave_tile(shared, n);
     }
+}
+
+/* Brings the blocks of keys, and asks for the next tile in time. */
+template <int D>
+__device__ __forceinline__ void
+load_keys(const mha_args &args, mha_memory<D> *shared)
+{
+    const auto ask = [&](const mha_tile &tile, int block) {
+        ptx_mbarrier_arrive(at(shared->tile_wanted),
+                            block == max(tile.num_blocks - CLAIM_BLOCKS, 0));
+    };
+    load_blocks<D>(args.k_maps, args.k, shared->k_full, shared->k_empty, shared->keys, shared, ask);
 }
 
 template <int D>
 __device__ __forceinline__ void
 load_values(const mha_args &args, mha_memory<D> *shared)
 {
-    uint32_t count = 0;
-    for (uint32_t n = 0;; n++) {
-        const mha_tile tile = *await_tile(shared, n);
-        if (tile.num_blocks == 0) {
-            break;
-        }
-#pragma unroll 1
-        for (int block = 0; block < tile.num_blocks; block++, count++) {
-            const uint32_t stage = count % STAGES;
-            ptx_mbarrier_wait(at(shared->v_empty[stage]), (count / STAGES % 2) ^ 1);
-            ptx_mbarrier_arrive_expect(at(shared->v_full[stage]), sizeof shared->values[0]);
-            copy_rows<BLOCK_KEYS>(args.v_maps, args.v, tile.first_key - block * BLOCK_KEYS,
-                                  tile.kv_head, ptx_shared_address(shared->values[stage]),
-                                  at(shared->v_full[stage]));
-        }
-        leave_tile(shared, n);
-    }
+    load_blocks<D>(args.v_maps, args.v, shared->v_full, shared->v_empty, shared->values, shared,
+                   [](const mha_tile &, int) {});
 }
