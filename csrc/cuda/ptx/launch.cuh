@@ -96,6 +96,8 @@ smla_launch_large(const Args &args, int64_t num_blocks, int block_threads, int s
 
 /* ---- Lanes --------------------------------------------------------------------------------- */
 
+enum { SMLA_QUAD_LANES = 4 }; /* neighbouring lanes that have a row of a tensor core's fragment */
+
 /* Returns the sum of the values of this lane and of all lower lanes, for the first LANES lanes of a
  * warp. All lanes call this; other lanes get an arbitrary result. */
 template <int LANES = SMLA_WARP_LANES, typename T>

@@ -214,11 +214,7 @@ multiply_parts(const lane_part &query, const lane_part &key, const float scales[
         }
         sum += products * scales[half];
     }
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    }
-    return sum;
+    return smla_sum_of_lanes(sum);
 }
 
 /* Stores the lane's part of a row of 512 floats, times a weight. */

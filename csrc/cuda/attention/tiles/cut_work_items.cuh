@@ -84,6 +84,15 @@ has_segments(const main_lists &lists, const item_list &list, uint32_t columns, i
     return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
 }
 
+static __device__ __forceinline__ void
+clear_scratch(int thread, cut_scratch *scratch)
+{
+    clear_level(thread, &scratch->ctas);
+    if (thread < 2) {
+        scratch->pass_maxima[thread] = 0;
+    }
+}
+
 /* Begins a plan: estimates how long each item of `thread` is, in quarters of the columns: up to the
  * last quarter with a key in its last segment. `thread` is one of num_threads. After a barrier,
  * order->seen has a bit for each length found. Usually there is one, and nothing to plan. Not
@@ -98,10 +107,7 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
     const main_lists lists = find_main_lists(launch);
     const uint32_t columns = (uint32_t)launch.split_columns[0];
     uint32_t seen = 0;
-    clear_level(thread, &scratch->ctas);
-    if (thread < 2) {
-        scratch->pass_maxima[thread] = 0;
-    }
+    clear_scratch(thread, scratch);
 #pragma unroll 1
     for (int idx = thread; idx < num_items; idx += num_threads) {
         const item_list list = find_list(lists, idx, true);
@@ -136,10 +142,7 @@ are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Me
     const int thread = ptx_forget((int)threadIdx.x);
     const bool is_item = thread < num_items;
     const uint32_t num_keys = is_item ? count_range_keys(launch, thread) : 0;
-    clear_level(thread, &scratch->ctas);
-    if (thread < 2) {
-        scratch->pass_maxima[thread] = 0;
-    }
+    clear_scratch(thread, scratch);
     const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, num_keys);
     if (ptx_elect()) {
         atomicMax(&shared->order.seen, most);
@@ -266,20 +269,11 @@ find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int hel
     return range;
 }
 
-/* The word that describes the nth part of an item whose head has `budget` segments. */
+/* The word that describes the nth part of an item whose head has `budget` of the `length` segments
+ * that were planned for it. In a list these are its own NUM_SEGMENTS; in a dense call they become
+ * as many. */
 static __device__ __forceinline__ int
-describe_part(int idx, int nth, const piece_range &range, int first_piece, int budget)
-{
-    const int begin = nth == 0 ? 0 : budget + range.before;
-    const int end = nth == range.count ? (int)NUM_SEGMENTS : budget + range.before + range.size;
-    return make_part(idx, begin, end, nth, range.count + 1, first_piece);
-}
-
-/* describe_part in a dense call, where the `length` segments that were planned for an item are
- * NUM_SEGMENTS of its own. */
-static __device__ __forceinline__ int
-describe_range_part(int idx, int nth, const piece_range &range, int first_piece, int budget,
-                    int length)
+describe_part(int idx, int nth, const piece_range &range, int first_piece, int budget, int length)
 {
     const int begin = nth == 0 ? 0 : budget + range.before;
     const int end = budget + range.before + range.size;
@@ -356,9 +350,9 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
             const int idx = cta_of_rank(scratch, rank);
             const int first_piece = rank * teams.num_helpers;
             order->items[has_head ? 0 : 1] =
-                RANGED ? describe_range_part(idx, 1 + helper, range, first_piece, budget,
-                                             load_of_rank(scratch, rank) - problem.cost)
-                       : describe_part(idx, 1 + helper, range, first_piece, budget);
+                describe_part(idx, 1 + helper, range, first_piece, budget,
+                              RANGED ? load_of_rank(scratch, rank) - problem.cost
+                                     : (int)NUM_SEGMENTS);
         }
     }
     ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */

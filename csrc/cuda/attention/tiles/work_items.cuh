@@ -173,11 +173,19 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
 static bool
 is_query_aligned(const smla_attention_params *params)
 {
-    const smla_head_rows *const nope = &params->queries.parts[SMLA_NOPE], *const pe =
-                                                                              &params->queries
-                                                                                   .parts[SMLA_PE];
-    return smla_are_rows_aligned(nope->data, nope->stride_token, nope->stride_head, 16) &&
-           smla_are_rows_aligned(pe->data, pe->stride_token, pe->stride_head, 16);
+    const smla_head_rows &nope = params->queries.parts[SMLA_NOPE];
+    const smla_head_rows &pe = params->queries.parts[SMLA_PE];
+    return smla_are_rows_aligned(nope.data, nope.stride_token, nope.stride_head, 16) &&
+           smla_are_rows_aligned(pe.data, pe.stride_token, pe.stride_head, 16);
+}
+
+/* Whether every row of out is aligned to `bytes`. */
+static inline bool
+is_out_aligned(const smla_attention_params *params, int64_t bytes)
+{
+    const smla_results &results = params->results;
+    return smla_are_rows_aligned(results.out, results.out_stride_token, results.out_stride_head,
+                                 bytes);
 }
 
 template <int HEADS>
@@ -207,9 +215,7 @@ make_launch(const smla_attention_params *params)
     launch.q_is_aligned = is_query_aligned(params);
     launch.has_key_unit = smla_has_key_unit(&params->keys);
     launch.key_scales = key_scales_of(&params->logits);
-    launch.out_is_paired =
-        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
-                              params->results.out_stride_head, 4);
+    launch.out_is_paired = is_out_aligned(params, 4);
     return launch;
 }
 

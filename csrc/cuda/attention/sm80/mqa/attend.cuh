@@ -276,10 +276,7 @@ weigh_block(shared_memory<Tile> *shared, logit_rule rule, bool is_only, int thre
         weights[i] = shared->is_key[first_key + i] ? logit : -INFINITY;
         max_log2 = fmaxf(max_log2, weights[i]);
     }
-#pragma unroll
-    for (int step = 1; step < Tile::LANES; step *= 2) {
-        max_log2 = fmaxf(max_log2, __shfl_xor_sync(0xFFFFFFFFu, max_log2, step));
-    }
+    max_log2 = smla_max_of_lanes<Tile::LANES>(max_log2);
     const float reference =
         is_only && max_log2 != -INFINITY ? max_log2 : softmax_reference(max_log2);
     const float shrink = softmax_rescale(row.max_log2, reference);
@@ -287,11 +284,7 @@ weigh_block(shared_memory<Tile> *shared, logit_rule rule, bool is_only, int thre
     for (int i = 0; i < COUNT; i++) {
         weights[i] = ptx_exp2(weights[i] - reference);
     }
-    float sum = sum_values<COUNT>(weights);
-#pragma unroll
-    for (int step = 1; step < Tile::LANES; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    }
+    const float sum = smla_sum_of_lanes<Tile::LANES>(sum_values<COUNT>(weights));
     store_weights<Tile>(shared, head, first_key, weights);
     add_to_sum(&row, shrink, sum);
     row.max_log2 = max_log2;

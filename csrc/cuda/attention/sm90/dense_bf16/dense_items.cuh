@@ -160,10 +160,7 @@ start_walk(const dense_launch &launch, int lane, dense_walk *to)
         most_units = max(most_units, tiles == 0 ? 0 : units);
         most_queries = max(most_queries, (uint32_t)request.num_queries);
     }
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        num_units += __shfl_xor_sync(0xFFFFFFFFu, num_units, step);
-    }
+    num_units = smla_sum_of_lanes(num_units);
     num_tiles = __reduce_add_sync(0xFFFFFFFFu, num_tiles);
     most_units = __reduce_max_sync(0xFFFFFFFFu, most_units);
     most_queries = __reduce_max_sync(0xFFFFFFFFu, most_queries);

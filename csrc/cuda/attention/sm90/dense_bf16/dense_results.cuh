@@ -26,17 +26,9 @@ finish_tile(const dense_launch &launch, const dense_item &item, int turn, bf16_m
             const bf16_consumer &state)
 {
     const thread_index me = find_thread_index_again();
-    const int row = 16 * me.warp + 8 * (me.column & 1) + me.row;
-    store_sums<false>(me, turn, state, shared);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    float factor = 0.0f;
-    if (row < item.num_rows) {
-        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
-        factor = finish_head<false>(launch, find_row_item(launch, item, row), row, turn, reference,
-                                    me.group == 0 && me.column < 2, shared);
-    }
-    const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
-                              __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
+    float factors[2];
+    const auto item_of = [&](int row) { return find_row_item(launch, item, row); };
+    finish_heads<false>(launch, item.num_rows, item_of, me, turn, state, shared, factors);
     if (item.slot != NOT_PARTIAL) {
         write_partial_rows(launch, find_row_item(launch, item, 0), me, factors, state);
         return;

@@ -73,15 +73,6 @@ hide_future(mha_consumer<D> *state)
     }
 }
 
-/* ---- Maxima over lanes ---------------------------------------------------------------------- */
-
-__device__ __forceinline__ float
-max_of_quad(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
 /* The largest of a row's elements in this lane; a NaN counts as none. */
 __device__ __forceinline__ float
 max_of_lane(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
@@ -185,7 +176,7 @@ move_reference(int i, mha_consumer<D> *state)
     const float older = state->reference[i];
     const bool is_empty = older == -INFINITY;
     const float own = is_empty ? max_of_lane(i, state->scores) : __int_as_float(state->top[i]);
-    const float highest = max_of_quad(own);
+    const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(own);
     const bool moves = highest > (is_empty ? -INFINITY : MOST_EXPONENT<HALF>);
     if (!__any_sync(ALL_LANES, moves)) {
         return;
@@ -224,7 +215,8 @@ weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float highest = max_of_lane(i, state->scores);
-        state->reference[i] = __fmul_rn(max_of_quad(highest), args.scale_log2);
+        state->reference[i] =
+            __fmul_rn(smla_max_of_lanes<SMLA_QUAD_LANES>(highest), args.scale_log2);
         state->sum[i] = 0.0f;
         state->rest[i] = 0.0f;
         state->top[i] =

@@ -166,9 +166,7 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
 static bool
 are_rows_aligned(const smla_attention_params *params)
 {
-    return is_query_aligned(params) && are_lists_aligned(params) &&
-           smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
-                                 params->results.out_stride_head, 16);
+    return is_query_aligned(params) && are_lists_aligned(params) && is_out_aligned(params, 16);
 }
 
 template <typename Keys, bool ALIGNED>

@@ -174,21 +174,13 @@ typedef struct bf16_phase {
     uint32_t item;
 } bf16_phase;
 
-/* The largest x of the four lanes of a head. */
-static __device__ __forceinline__ float
-max_of_lanes(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
-}
-
-/* max_of_lanes for both heads of the lanes. The shuffles of one head do not wait for those of the
- * other. */
+/* The largest x of a head's lanes, for both heads of the lanes. The shuffles of one head do not
+ * wait for those of the other. */
 static __device__ __forceinline__ void
 max_of_lanes(float (&x)[2])
 {
 #pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
+    for (int distance = 1; distance < SMLA_QUAD_LANES; distance *= 2) {
         const float others[2] = {__shfl_xor_sync(0xFFFFFFFFu, x[0], distance),
                                  __shfl_xor_sync(0xFFFFFFFFu, x[1], distance)};
         x[0] = fmaxf(x[0], others[0]);

@@ -12,15 +12,14 @@ store_sums(const thread_index &me, int turn, const bf16_consumer &state, bf16_me
 {
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
-        float sum = state.sum[piece] - state.excess[piece];
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+        const float sum =
+            smla_sum_of_lanes<SMLA_QUAD_LANES>(state.sum[piece] - state.excess[piece]);
         const int head = 16 * me.warp + 8 * piece + me.row;
         if (me.column == 0) {
             shared->sums[turn][me.group][head] = sum;
         }
         if constexpr (MAXIMA) {
-            const float row_max = max_of_lanes(state.row_max[piece]);
+            const float row_max = smla_max_of_lanes<SMLA_QUAD_LANES>(state.row_max[piece]);
             if (me.column == 0) {
                 shared->row_maxima[turn][me.group][head] = row_max;
             }
@@ -44,6 +43,30 @@ finish_head(const bf16_launch &launch, const work_item &item, int head, int turn
         row_max += fmaxf(shared->row_maxima[turn][0][head], shared->row_maxima[turn][1][head]);
     }
     return leave_head(launch.base, item, head, integer, row_max, sum, writes) * unit;
+}
+
+/* Ends the rows of an item or a tile of `num_rows`, and finds the factors of both rows of a lane.
+ * Lanes of even columns end row `row` of their warp, lanes of odd columns end row + 8. item_of(row)
+ * is the item of the row. Returns the factor of the row that the lane ends. `turn` alternates
+ * between 0 and 1: threads read the sums of an item after the barrier, when the other group may
+ * already store those of the next item. */
+template <bool MAXIMA, typename ItemOf>
+static __device__ __forceinline__ float
+finish_heads(const bf16_launch &launch, int num_rows, ItemOf item_of, const thread_index &me,
+             int turn, const bf16_consumer &state, bf16_memory *shared, float factors[2])
+{
+    const int row = 16 * me.warp + 8 * (me.column & 1) + me.row;
+    store_sums<MAXIMA>(me, turn, state, shared);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    float factor = 0.0f;
+    if (row < num_rows) {
+        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
+        factor = finish_head<MAXIMA>(launch, item_of(row), row, turn, reference,
+                                     me.group == 0 && me.column < 2, shared);
+    }
+    factors[0] = __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28);
+    factors[1] = __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1);
+    return factor;
 }
 
 /* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
@@ -120,9 +143,7 @@ write_only_rows(const attention_launch &launch, work_item item, int turn, float 
     }
 }
 
-/* Writes the item's results. Lanes of even columns end head `row` of their warp, lanes of odd
- * columns end head row + 8. `turn` alternates between 0 and 1: threads read the sums of an item
- * after the barrier, when the other group may already store those of the next item. */
+/* Writes the item's results. */
 template <typename Keys, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
 finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
@@ -130,17 +151,9 @@ finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
 {
     const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
     const thread_index me = find_thread_index_again();
-    const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
-    store_sums<MAXIMA>(me, turn, state, shared);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    float factor = 0.0f;
-    if (head < item.num_heads) {
-        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
-        factor = finish_head<MAXIMA>(launch, item, head, turn, reference,
-                                     me.group == 0 && me.column < 2, shared);
-    }
-    const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
-                              __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
+    float factors[2];
+    const float factor = finish_heads<MAXIMA>(
+        launch, item.num_heads, [&](int) { return item; }, me, turn, state, shared, factors);
     if (has_only_key(turn, shared)) {
         write_only_rows<Keys::CODED>(launch.base, item, turn, factor, shared);
         __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */

@@ -202,6 +202,18 @@ count_parts_of(const fp8_launch &launch, fp8_memory<Shape> *shared)
     }
 }
 
+/* Moves to the ring's next granule. */
+template <typename Shape>
+static __device__ __forceinline__ void
+pass_granule(gather_state *state)
+{
+    state->slot++;
+    if (state->slot == Shape::GRANULES) {
+        state->slot = 0;
+        state->parity ^= 1;
+    }
+}
+
 /* Gathers a step of an item. Lane l has the index of the warp's key l % 4 in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -225,11 +237,7 @@ gather_step(const fp8_launch &launch, const work_item &item, int list, uint32_t 
         if constexpr (Row::IS_SPLIT) {
             key.back = __shfl_down_sync(0xFFFFFFFFu, key.back, GATHER_KEYS);
         }
-        state->slot++;
-        if (state->slot == Shape::GRANULES) {
-            state->slot = 0;
-            state->parity ^= 1;
-        }
+        pass_granule<Shape>(state);
     }
 }
 
@@ -326,6 +334,22 @@ fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
         }
     }
     __syncwarp();
+}
+
+/* Begins an item that is not the launch's first, when consumers have freed the query of the item
+ * before, whose turn is `turn`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+begin_next_item(const fp8_launch &launch, const work_item &item, uint32_t turn, uint32_t base,
+                fp8_memory<Shape> *shared)
+{
+    ptx_mbarrier_wait(base + (uint32_t)offsetof(fp8_memory<Shape>, query_free), turn);
+    if (ptx_elect()) { /* consumers are done with the item before, which used this element */
+        shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
+    }
+    if (launch.fetches_query) {
+        fetch_query<Shape>(launch, item, base);
+    }
 }
 
 /* Begins a launch's first item, as far as the warp's first 32 columns allow. Fetches the query, and
@@ -441,12 +465,6 @@ gather(const fp8_launch &launch, fp8_memory<Shape> *shared)
         }
         item = find_ordered_item(launch.base, idx, Shape::HEADS);
         has_begun = false;
-        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(fp8_memory<Shape>, query_free), turn);
-        if (ptx_elect()) { /* consumers are done with the item before, which used this element */
-            shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
-        }
-        if (launch.fetches_query) {
-            fetch_query<Shape>(launch, item, state.base);
-        }
+        begin_next_item<Shape>(launch, item, turn, state.base, shared);
     }
 }

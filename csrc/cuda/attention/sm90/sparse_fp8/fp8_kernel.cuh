@@ -404,9 +404,7 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     }
     launch.headroom = find_headroom<Shape>(params);
     launch.max_weight = launch.headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
-    launch.out_is_aligned =
-        smla_are_rows_aligned(params->results.out, params->results.out_stride_token,
-                              params->results.out_stride_head, 16);
+    launch.out_is_aligned = is_out_aligned(params, 16);
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
     launch.query_is_dense =
         params->queries.parts[SMLA_NOPE].stride_head == Shape::Row::INFO.head_dim &&

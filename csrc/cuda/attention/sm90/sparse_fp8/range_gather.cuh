@@ -208,11 +208,7 @@ gather_range_step(const fp8_launch &launch, uint32_t turn, range_stream *stream,
         }
         is_key >>= GATHER_KEYS;
         key.row = __shfl_down_sync(0xFFFFFFFFu, key.row, GATHER_KEYS);
-        state->slot++;
-        if (state->slot == Shape::GRANULES) {
-            state->slot = 0;
-            state->parity ^= 1;
-        }
+        pass_granule<Shape>(state);
     }
 }
 
@@ -262,12 +258,6 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
         item = find_ordered_item(launch.base, idx, Shape::HEADS);
         range = find_range(launch.base, item);
         stream = open_range(launch.base, item, range);
-        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(fp8_memory<Shape>, query_free), turn);
-        if (ptx_elect()) { /* consumers are done with the item before, which used this element */
-            shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
-        }
-        if (launch.fetches_query) {
-            fetch_query<Shape>(launch, item, state.base);
-        }
+        begin_next_item<Shape>(launch, item, turn, state.base, shared);
     }
 }
