@@ -49,15 +49,11 @@ static __device__ __forceinline__ dense_request
 find_request(const dense_launch &launch, int32_t req)
 {
     const smla_requests &reqs = launch.base.params.visible.reqs;
-    dense_request request = {};
-    if (req < launch.num_reqs) {
-        const bool is_padding = req == reqs.num_reqs;
-        const int64_t past = is_padding ? reqs.num_tokens : smla_query_start(&reqs, req + 1);
-        request.token = (int32_t)smla_query_start(&reqs, req);
-        request.num_queries = max((int32_t)past - request.token, 0);
-        request.num_keys = is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req);
-    }
-    return request;
+    const bool is_padding = req == reqs.num_reqs;
+    const int64_t past = is_padding ? reqs.num_tokens : smla_query_start(&reqs, req + 1);
+    const int32_t token = (int32_t)smla_query_start(&reqs, req);
+    return dense_request{token, max((int32_t)past - token, 0),
+                         is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req)};
 }
 
 static __device__ __forceinline__ int32_t
@@ -188,7 +184,7 @@ start_walk(const dense_launch &launch, int lane, dense_walk *to)
     __syncwarp();
 }
 
-/* A request with unit walk->at, which is not beyond the last one. */
+/* The request with unit walk->at, which is not beyond the last one. */
 typedef struct found_request {
     dense_request request;
     int32_t req;
@@ -198,23 +194,18 @@ typedef struct found_request {
 static __device__ __forceinline__ found_request
 find_request_of_unit(const dense_launch &launch, int lane, dense_walk *walk)
 {
-#pragma unroll 1
-    for (;;) {
-        const dense_request mine = find_request(launch, walk->first_req + lane);
-        const int32_t units = count_units(launch, mine, walk->is_cut);
-        const int32_t past = walk->before + smla_scan_lanes(units, lane);
-        const uint32_t are_behind = __ballot_sync(0xFFFFFFFFu, past > walk->at);
-        if (are_behind != 0) {
-            const int from = __ffs(are_behind) - 1;
-            return found_request{{__shfl_sync(0xFFFFFFFFu, mine.token, from),
-                                  __shfl_sync(0xFFFFFFFFu, mine.num_queries, from),
-                                  __shfl_sync(0xFFFFFFFFu, mine.num_keys, from)},
-                                 walk->first_req + from,
-                                 __shfl_sync(0xFFFFFFFFu, past - units, from)};
-        }
-        walk->before = __shfl_sync(0xFFFFFFFFu, past, SMLA_WARP_LANES - 1);
-        walk->first_req += SMLA_WARP_LANES;
-    }
+    dense_request mine = {};
+    tile_request<int32_t> found = {};
+    const auto count = [&](int32_t req) {
+        mine = find_request(launch, req);
+        return count_units(launch, mine, walk->is_cut);
+    };
+    find_request_of_tile(walk->at, launch.num_reqs, lane, count, &walk->requests, &found);
+    return found_request{{__shfl_sync(0xFFFFFFFFu, mine.token, found.lane),
+                          __shfl_sync(0xFFFFFFFFu, mine.num_queries, found.lane),
+                          __shfl_sync(0xFFFFFFFFu, mine.num_keys, found.lane)},
+                         found.req,
+                         found.first_tile};
 }
 
 /* ---- Rows ------------------------------------------------------------------------------------ */

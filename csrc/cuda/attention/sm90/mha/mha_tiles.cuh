@@ -10,6 +10,7 @@
 
 #include "cuda/attention/sm90/mha/mha_memory.cuh"
 #include "cuda/attention/tiles/claims.cuh"
+#include "cuda/attention/tiles/requests.cuh"
 
 /* ---- Tiles ---------------------------------------------------------------------------------- */
 
@@ -18,12 +19,11 @@ constexpr uint32_t SECTION_BYTES = 24 << 20;
 
 /* Where the last tile was found; numbers only grow. */
 struct mha_search {
-    uint32_t head_tiles;    /* tiles of a head: of all requests */
-    uint32_t section_heads; /* heads whose tiles run at the same time */
-    uint32_t section;       /* the section of the last tile */
-    uint32_t section_first; /* number of its first tile */
-    int32_t req;            /* the first of the 32 requests looked at */
-    uint32_t req_first;     /* tiles of a head in the requests before it */
+    uint32_t head_tiles;               /* tiles of a head: of all requests */
+    uint32_t section_heads;            /* heads whose tiles run at the same time */
+    uint32_t section;                  /* the section of the last tile */
+    uint32_t section_first;            /* number of its first tile */
+    request_search<uint32_t> requests; /* counts the tiles of a head */
 };
 
 __device__ __forceinline__ uint32_t
@@ -110,36 +110,25 @@ find_tile(const mha_args &args, uint32_t number, mha_search *search, mha_tile *t
     while (number - search->section_first >= section_tiles) {
         search->section++;
         search->section_first += section_tiles;
-        search->req = 0;
-        search->req_first = 0;
+        search->requests = {};
     }
     const uint32_t in_section = number - search->section_first;
     const uint32_t row = in_section / heads;
     const uint32_t head = search->section * heads + in_section - row * heads;
-#pragma unroll 1
-    for (;;) {
-        const int64_t req = search->req + lane_idx();
-        const uint32_t count =
-            req < args.p.visible.reqs.num_reqs
-                ? count_tiles(smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req))
-                : 0;
-        const uint32_t sum = smla_scan_lanes(count, lane_idx());
-        const uint32_t idx = row - search->req_first;
-        const uint32_t past = __ballot_sync(ALL_LANES, idx < sum);
-        if (past != 0) {
-            const int owner = __ffs((int)past) - 1;
-            const uint32_t before = __shfl_sync(ALL_LANES, sum - count, owner);
-            if (lane_idx() == 0) {
-                make_tile(args,
-                          smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL,
-                                               search->req + owner),
-                          (int32_t)(idx - before), (int32_t)head, tile);
-            }
-            return true;
-        }
-        search->req += SMLA_WARP_LANES;
-        search->req_first += __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+    const auto request_of = [&](int32_t req) {
+        return smla_find_kv_request(&args.p.visible.reqs, &args.p.kv, NULL, req);
+    };
+    tile_request<uint32_t> found;
+    if (!find_request_of_tile(
+            row, (int32_t)args.p.visible.reqs.num_reqs, lane_idx(),
+            [&](int32_t req) { return count_tiles(request_of(req)); }, &search->requests, &found)) {
+        return false;
     }
+    if (lane_idx() == 0) {
+        make_tile(args, request_of(found.req), (int32_t)(row - found.first_tile), (int32_t)head,
+                  tile);
+    }
+    return true;
 }
 
 /* ---- The scheduler -------------------------------------------------------------------------- */

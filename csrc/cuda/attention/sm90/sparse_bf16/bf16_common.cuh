@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
+#include "cuda/attention/tiles/requests.cuh"
 
 enum {
     TILE_HEADS = 64,
@@ -85,10 +86,9 @@ typedef struct dense_item {
 
 /* Which items a CTA takes (dense_items.cuh). */
 typedef struct dense_walk {
-    int32_t at;     /* the next unit */
-    int32_t past;   /* the CTA's units end here */
-    int32_t before; /* units of the requests in front of first_req */
-    int32_t first_req;
+    int32_t at;   /* the next unit */
+    int32_t past; /* the CTA's units end here */
+    request_search<int32_t> requests;
     int32_t share; /* units of each team; the first `rest` teams have one more */
     int32_t rest;
     int32_t team;
