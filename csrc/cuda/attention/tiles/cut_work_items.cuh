@@ -138,19 +138,9 @@ static __device__ __noinline__ bool
 are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     static_assert(sizeof(cut_scratch) <= sizeof shared->probs, "free until the first weights");
-    cut_scratch *const scratch = (cut_scratch *)shared->probs;
-    const int thread = ptx_forget((int)threadIdx.x);
-    const bool is_item = thread < num_items;
-    const uint32_t num_keys = is_item ? count_range_keys(launch, thread) : 0;
-    clear_scratch(thread, scratch);
-    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, num_keys);
-    if (ptx_elect()) {
-        atomicMax(&shared->order.seen, most);
-    }
-    ptx_barrier(barrier, ORDER_THREADS);
-    const uint32_t longest = *(const volatile uint32_t *)&shared->order.seen;
-    return ptx_barrier_or(barrier, ORDER_THREADS,
-                          is_item && is_short(num_keys, longest) && longest > WHOLE_KEYS);
+    clear_scratch(ptx_forget((int)threadIdx.x), (cut_scratch *)shared->probs);
+    return find_longest(launch, num_items, barrier, &shared->order.seen) &&
+           *(const volatile uint32_t *)&shared->order.seen > WHOLE_KEYS;
 }
 
 /* Whether items differ in length; called after find_quarters and a barrier. */

@@ -213,29 +213,39 @@ is_short(uint32_t num_keys, uint32_t longest)
     return num_keys < longest - longest / FULL_LENGTH;
 }
 
+/* Finds how many keys the longest item of a dense call has, at `longest_at`, which was 0. All
+ * consumer threads call it. Returns whether another item is shorter. */
+static __device__ __forceinline__ bool
+find_longest(const attention_launch &launch, int num_items, int barrier, uint32_t *longest_at)
+{
+    uint32_t most = 0, least = UINT32_MAX;
+#pragma unroll 1
+    for (int idx = ptx_forget((int)threadIdx.x); idx < num_items; idx += ORDER_THREADS) {
+        const uint32_t num_keys = count_range_keys(launch, idx);
+        most = max(most, num_keys);
+        least = min(least, num_keys);
+    }
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    if (ptx_elect()) {
+        atomicMax(longest_at, most);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+    const uint32_t longest = *(const volatile uint32_t *)longest_at;
+    return ptx_barrier_or(barrier, ORDER_THREADS, is_short(least, longest));
+}
+
 /* Finds the lengths of all items of a dense call, if they differ. All consumer threads call it.
  * Returns whether they do. */
 static __device__ __forceinline__ bool
 find_range_lengths(const attention_launch &launch, int num_items, int barrier, uint8_t *lengths,
                    uint32_t *longest_at)
 {
-    const int thread = ptx_forget((int)threadIdx.x);
-    uint32_t most = 0, least = UINT32_MAX;
-#pragma unroll 1
-    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
-        const uint32_t num_keys = count_range_keys(launch, idx);
-        most = max(most, num_keys);
-        least = min(least, num_keys);
-    }
-    atomicMax(longest_at, most);
-    ptx_barrier(barrier, ORDER_THREADS);
-    const uint32_t longest = *(const volatile uint32_t *)longest_at;
-    if (!ptx_barrier_or(barrier, ORDER_THREADS, is_short(least, longest))) {
+    if (!find_longest(launch, num_items, barrier, longest_at)) {
         return false;
     }
-    const float per_key = (float)FULL_LENGTH / (float)longest;
+    const float per_key = (float)FULL_LENGTH / (float)*(const volatile uint32_t *)longest_at;
 #pragma unroll 1
-    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
+    for (int idx = ptx_forget((int)threadIdx.x); idx < num_items; idx += ORDER_THREADS) {
         const uint32_t length = __float2uint_ru((float)count_range_keys(launch, idx) * per_key);
         lengths[idx] = (uint8_t)min(length, (uint32_t)FULL_LENGTH);
     }
