@@ -52,52 +52,29 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     }
 }
 
-struct dequantize_row {
-    smla_kv_row_number format;
-    smla_float_type out;
-    bool is_aligned; /* whether the kernel needs rows at multiples of 16 bytes */
-    void (*kernel)(dequantize_args);
-};
-
-template <int ROW, int OUT, bool ALIGNED>
-constexpr dequantize_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+/* The kernels of a format: for bf16 and for fp32, each for any rows and for aligned ones. */
+template <int ROW, bool HAS_ALIGNED = false>
+constexpr format_kernels<dequantize_args, 4>
+serve()
 {
-    return {format, (smla_float_type)OUT, ALIGNED, dequantize_kernel<ROW, OUT, ALIGNED>};
+    return {(smla_kv_row_number)ROW,
+            {dequantize_kernel<ROW, SMLA_FLOAT_BF16, false>,
+             dequantize_kernel<ROW, SMLA_FLOAT_BF16, HAS_ALIGNED>,
+             dequantize_kernel<ROW, SMLA_FLOAT_FP32, false>,
+             dequantize_kernel<ROW, SMLA_FLOAT_FP32, HAS_ALIGNED>}};
 }
 
-/* The first entry that fits is taken. */
-const dequantize_row dequantize_rows[] = {
-    serve<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, true>(),
-    serve<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, true>(),
-    serve<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, true>(),
-    serve<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP32, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP32, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_FP32, false>(),
+const format_kernels<dequantize_args, 4> dequantize_table[] = {
+    serve<SMLA_ROW_FP8_DS_MLA, true>(),
+    serve<SMLA_ROW_BFLOAT16, true>(),
+    serve<SMLA_ROW_BFLOAT16_512, true>(),
+    serve<SMLA_ROW_FP8_V4>(),
+    serve<SMLA_ROW_FP8_E4M3>(),
+    serve<SMLA_ROW_FP8_INDEX>(),
+    serve<SMLA_ROW_MXFP4_INDEX>(),
+    serve<SMLA_ROW_FP8_V41>(),
+    serve<SMLA_ROW_FP4_V41>(),
+    serve<SMLA_ROW_FP8_NOPE>(),
 };
 
 } /* namespace */
@@ -113,13 +90,8 @@ smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p, const smla
                             p->out_stride_page * element_bytes % 16 == 0;
     const dequantize_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv)};
     const int64_t num_slots = p->kv.num_pages * p->kv.block_size;
-    for (const dequantize_row &row : dequantize_rows) {
-        if (row.format == p->kv.format->number && row.out == p->out_type &&
-            (is_aligned || !row.is_aligned)) {
-            return smla_launch(row.kernel, args,
-                               smla_count_parts(num_slots, CHUNK_ROWS * BLOCK_WARPS), BLOCK_THREADS,
-                               0, p->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    const int choice = 2 * (p->out_type == SMLA_FLOAT_FP32) + is_aligned;
+    return smla_launch(find_kernel(dequantize_table, p->kv, choice), args,
+                       smla_count_parts(num_slots, CHUNK_ROWS * BLOCK_WARPS), BLOCK_THREADS, 0,
+                       p->call.stream);
 }

@@ -99,58 +99,21 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-struct insert_row {
-    smla_kv_row_number format;
-    smla_float_type type;
-    bool is_aligned; /* whether the kernel needs rows of k at multiples of 16 bytes */
-    void (*kernel)(write_args);
-};
-
-template <int ROW, int TYPE, bool ALIGNED>
-constexpr insert_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+/* The kernels of a format: for bf16 in any rows and in aligned ones, for fp16, and for fp32. */
+template <int ROW>
+constexpr format_kernels<write_args, 4>
+serve()
 {
-    return {format, (smla_float_type)TYPE, ALIGNED, insert_kernel<TYPE, ROW, ALIGNED>};
+    return {(smla_kv_row_number)ROW,
+            {insert_kernel<SMLA_FLOAT_BF16, ROW, false>, insert_kernel<SMLA_FLOAT_BF16, ROW, true>,
+             insert_kernel<SMLA_FLOAT_FP16, ROW, false>,
+             insert_kernel<SMLA_FLOAT_FP32, ROW, false>}};
 }
 
-/* The first entry that fits is taken. fp16 and fp32 have no entries for aligned rows. */
-const insert_row insert_rows[] = {
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP8_V4, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP8_E4M3, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP8_INDEX, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, true>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_BF16, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP16, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_V41, SMLA_FLOAT_FP32, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP32, false>(),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, true>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_BF16, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP16, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, SMLA_FLOAT_FP32, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_BF16, true>(),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_BF16, false>(),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_FP16, false>(),
-    serve<SMLA_ROW_FP8_NOPE, SMLA_FLOAT_FP32, false>(),
+const format_kernels<write_args, 4> insert_table[] = {
+    serve<SMLA_ROW_FP8_V4>(),      serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_INDEX>(),
+    serve<SMLA_ROW_MXFP4_INDEX>(), serve<SMLA_ROW_FP8_V41>(),  serve<SMLA_ROW_FP4_V41>(),
+    serve<SMLA_ROW_FP8_NOPE>(),
 };
 
 } /* namespace */
@@ -160,17 +123,9 @@ const insert_row insert_rows[] = {
 cudaError_t
 smla_cuda_insert_keys(const smla_cache_write_params *p)
 {
-    const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    const bool is_aligned = smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16);
-    const int32_t run_tokens = choose_run_tokens(p->num_tokens);
-    const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);
-    const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
-                             run_tokens};
-    for (const insert_row &row : insert_rows) {
-        if (row.format == p->kv.format->number && row.type == p->input_type &&
-            (is_aligned || !row.is_aligned)) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    const bool is_aligned = smla_is_multiple(p->kv_c, p->kv_c_stride_token * 2, 16);
+    const int choice = p->input_type == SMLA_FLOAT_BF16   ? is_aligned
+                       : p->input_type == SMLA_FLOAT_FP16 ? 2
+                                                          : 3;
+    return launch_writes(find_kernel(insert_table, p->kv, choice), p);
 }

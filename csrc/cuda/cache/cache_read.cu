@@ -190,44 +190,19 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     }
 }
 
-struct gather_row {
-    smla_kv_row_number format;
-    bool is_aligned;
-    void (*kernel)(gather_args);
-};
-
-template <int ROW, bool ALIGNED>
-constexpr gather_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+/* The kernels of a format: for any rows, and for aligned ones. */
+template <int ROW>
+constexpr format_kernels<gather_args, 2>
+serve()
 {
-    return {format, ALIGNED, gather_kernel<ROW, ALIGNED>};
+    return {(smla_kv_row_number)ROW, {gather_kernel<ROW, false>, gather_kernel<ROW, true>}};
 }
 
-const gather_row gather_rows[] = {
-    serve<SMLA_ROW_FP8_DS_MLA, true>(),
-    serve<SMLA_ROW_FP8_DS_MLA, false>(),
-    serve<SMLA_ROW_BFLOAT16, true>(),
-    serve<SMLA_ROW_BFLOAT16, false>(),
-    serve<SMLA_ROW_BFLOAT16_512, true>(),
-    serve<SMLA_ROW_BFLOAT16_512, false>(),
-    serve<SMLA_ROW_FP8_V4, true>(),
-    serve<SMLA_ROW_FP8_V4, false>(),
-    serve<SMLA_ROW_FP8_E4M3, true>(),
-    serve<SMLA_ROW_FP8_E4M3, false>(),
-    serve<SMLA_ROW_FP8_INDEX, true>(),
-    serve<SMLA_ROW_FP8_INDEX, false>(),
-    serve<SMLA_ROW_MXFP4_INDEX, true>(),
-    serve<SMLA_ROW_MXFP4_INDEX, false>(),
-    serve<SMLA_ROW_FP8_V41, true>(),
-    serve<SMLA_ROW_FP8_V41, false>(),
-    serve<SMLA_ROW_FP8_V41, true>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_V41, false>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, true>(),
-    serve<SMLA_ROW_FP4_V41, false>(),
-    serve<SMLA_ROW_FP4_V41, true>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP4_V41, false>(SMLA_ROW_FP4_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE, true>(),
-    serve<SMLA_ROW_FP8_NOPE, false>(),
+const format_kernels<gather_args, 2> gather_table[] = {
+    serve<SMLA_ROW_FP8_DS_MLA>(),  serve<SMLA_ROW_BFLOAT16>(), serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_V4>(),      serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_INDEX>(),
+    serve<SMLA_ROW_MXFP4_INDEX>(), serve<SMLA_ROW_FP8_V41>(),  serve<SMLA_ROW_FP4_V41>(),
+    serve<SMLA_ROW_FP8_NOPE>(),
 };
 
 } /* namespace */
@@ -254,12 +229,8 @@ smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_de
     const int64_t num_blocks = all_blocks < one_round   ? all_blocks
                                : few_blocks < one_round ? one_round
                                                         : few_blocks;
-    for (const gather_row &row : gather_rows) {
-        if (row.format == p->kv.format->number && row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    return smla_launch(find_kernel(gather_table, p->kv, is_aligned), args, num_blocks,
+                       BLOCK_THREADS, 0, p->call.stream);
 }
 
 cudaError_t

@@ -40,6 +40,41 @@ has_aligned_rows(const smla_kv_view &kv)
     return smla_is_multiple(kv.base, kv.page_stride_bytes, 16) && kv.token_stride_bytes % 16 == 0;
 }
 
+/* ---- Tables of kernels --------------------------------------------------------------------- */
+
+/* A format's kernels, one for each choice that a launcher makes: a type, or whether rows are
+ * aligned. */
+template <typename Args, int CHOICES> struct format_kernels {
+    smla_kv_row_number format;
+    void (*kernels[CHOICES])(Args);
+};
+
+/* The format whose kernels serve `format`. Kernels get the addresses of a token's data and scales,
+ * so they need not know whether these lie in one row or apart. */
+smla_kv_row_number
+format_of_kernels(smla_kv_row_number format)
+{
+    return format == SMLA_ROW_FP8_V41_SPLIT   ? SMLA_ROW_FP8_V41
+           : format == SMLA_ROW_FP4_V41_SPLIT ? SMLA_ROW_FP4_V41
+                                              : format;
+}
+
+/* The kernel for a cache and a choice; NULL if the table does not have the format. */
+template <typename Args, int CHOICES, int ROWS>
+auto
+find_kernel(const format_kernels<Args, CHOICES> (&table)[ROWS], const smla_kv_view &kv, int choice)
+    -> void (*)(Args)
+{
+    for (const format_kernels<Args, CHOICES> &row : table) {
+        if (row.format == format_of_kernels(kv.format->number)) {
+            return row.kernels[choice];
+        }
+    }
+    return NULL;
+}
+
+/* ---- Lanes --------------------------------------------------------------------------------- */
+
 __device__ __forceinline__ uint8_t *
 shuffle_pointer(const uint8_t *pointer, int lane)
 {

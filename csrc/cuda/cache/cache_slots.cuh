@@ -90,10 +90,16 @@ choose_run_tokens(int64_t num_tokens)
     return tokens < 1 ? 1 : tokens < MAX_RUN_TOKENS ? (int32_t)tokens : MAX_RUN_TOKENS;
 }
 
-int64_t
-count_write_blocks(int64_t num_tokens, int32_t run_tokens)
+/* Starts a kernel whose warps write runs of tokens. */
+cudaError_t
+launch_writes(void (*kernel)(write_args), const smla_cache_write_params *p)
 {
-    return smla_count_parts(num_tokens, (int64_t)run_tokens * BLOCK_WARPS);
+    const int32_t run_tokens = choose_run_tokens(p->num_tokens);
+    const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
+                             run_tokens};
+    return smla_launch(kernel, args,
+                       smla_count_parts(p->num_tokens, (int64_t)run_tokens * BLOCK_WARPS),
+                       BLOCK_THREADS, 0, p->call.stream);
 }
 
 } /* namespace */

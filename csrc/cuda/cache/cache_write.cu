@@ -78,75 +78,29 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
     }
 }
 
-struct write_row {
-    smla_float_type type;
-    smla_kv_row_number format;
-    bool is_aligned;
-    void (*kernel)(write_args);
-};
-
-const write_row write_rows[] = {
-    {SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, true,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, true>},
-    {SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, false,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, false>},
-    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, true,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, true>},
-    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false>},
-    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, true,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, true>},
-    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, false,
-     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, false>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, false,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, false>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, true,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, true>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, true,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, true>},
-    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, false,
-     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, false>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, false,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, false>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, true,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, true>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, true,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, true>},
-    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, false,
-     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, false>},
-};
-
-/* Starts write_kernel. Returns SMLA_NO_KERNEL for formats that are not in its table. */
-cudaError_t
-write_tokens(const smla_cache_write_params *p)
+/* The kernels of a format: for bf16, fp16 and fp32, each for any rows and for aligned ones. */
+template <int ROW>
+constexpr format_kernels<write_args, 6>
+serve()
 {
-    const bool is_aligned = has_aligned_tokens(*p);
-    const int32_t run_tokens = choose_run_tokens(p->num_tokens);
-    const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);
-    const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
-                             run_tokens};
-    for (const write_row &row : write_rows) {
-        if (row.type == p->input_type && row.format == p->kv.format->number &&
-            row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    return {(smla_kv_row_number)ROW,
+            {write_kernel<SMLA_FLOAT_BF16, ROW, false>, write_kernel<SMLA_FLOAT_BF16, ROW, true>,
+             write_kernel<SMLA_FLOAT_FP16, ROW, false>, write_kernel<SMLA_FLOAT_FP16, ROW, true>,
+             write_kernel<SMLA_FLOAT_FP32, ROW, false>, write_kernel<SMLA_FLOAT_FP32, ROW, true>}};
 }
+
+const format_kernels<write_args, 6> write_table[] = {
+    serve<SMLA_ROW_FP8_DS_MLA>(),
+    serve<SMLA_ROW_BFLOAT16>(),
+    serve<SMLA_ROW_BFLOAT16_512>(),
+};
 
 /* The operators differ in their arguments, not in the rows: the format alone chooses the kernel. */
 cudaError_t
 write_any_row(const smla_cache_write_params *p)
 {
-    const cudaError_t code = write_tokens(p);
+    const int choice = 2 * (p->input_type - SMLA_FLOAT_BF16) + has_aligned_tokens(*p);
+    const cudaError_t code = launch_writes(find_kernel(write_table, p->kv, choice), p);
     return code == SMLA_NO_KERNEL ? smla_cuda_insert_keys(p) : code;
 }
 

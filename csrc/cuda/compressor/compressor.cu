@@ -34,27 +34,21 @@ __launch_bounds__(smla_row<ROW>::INFO.head_dim, 1)
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-struct compress_row {
-    smla_kv_row_number format;
-    void (*kernels[2][2][2])(compress_args); /* [is long][saves][is aligned] */
-};
-
+/* The kernels of a format: [is long][saves][is aligned]. */
 template <int ROW>
-constexpr compress_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+constexpr format_kernels<compress_args, 8>
+serve()
 {
-    return {format,
-            {{{compress_short_kernel<ROW, false, false>, compress_short_kernel<ROW, false, true>},
-              {compress_short_kernel<ROW, true, false>, compress_short_kernel<ROW, true, true>}},
-             {{compress_long_kernel<ROW, false, false>, compress_long_kernel<ROW, false, true>},
-              {compress_long_kernel<ROW, true, false>, compress_long_kernel<ROW, true, true>}}}};
+    return {(smla_kv_row_number)ROW,
+            {compress_short_kernel<ROW, false, false>, compress_short_kernel<ROW, false, true>,
+             compress_short_kernel<ROW, true, false>, compress_short_kernel<ROW, true, true>,
+             compress_long_kernel<ROW, false, false>, compress_long_kernel<ROW, false, true>,
+             compress_long_kernel<ROW, true, false>, compress_long_kernel<ROW, true, true>}};
 }
 
-const compress_row compress_rows[] = {
-    serve<SMLA_ROW_FP8_V4>(),    serve<SMLA_ROW_BFLOAT16_512>(),
-    serve<SMLA_ROW_FP8_E4M3>(),  serve<SMLA_ROW_FP8_V41>(),
-    serve<SMLA_ROW_FP4_V41>(),   serve<SMLA_ROW_FP8_V41>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE>(),  serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
+const format_kernels<compress_args, 8> compress_table[] = {
+    serve<SMLA_ROW_FP8_V4>(),    serve<SMLA_ROW_BFLOAT16_512>(), serve<SMLA_ROW_FP8_E4M3>(),
+    serve<SMLA_ROW_FP8_V41>(),   serve<SMLA_ROW_FP4_V41>(),      serve<SMLA_ROW_FP8_NOPE>(),
     serve<SMLA_ROW_FP8_INDEX>(), serve<SMLA_ROW_MXFP4_INDEX>(),
 };
 
@@ -75,11 +69,7 @@ smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
         return smla_cuda_launch_compress_in_parts(params, device, aligned);
     }
     const int num_threads = is_long ? (int)params->dim : short_threads((int)params->dim);
-    for (const compress_row &row : compress_rows) {
-        if (row.format == params->insert.kv.format->number) {
-            return launch_compress(row.kernels[is_long][params->states.ape != nullptr][aligned],
-                                   params, device, num_threads, 1);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    const int choice = 4 * is_long + 2 * (params->states.ape != nullptr) + aligned;
+    return launch_compress(find_kernel(compress_table, params->insert.kv, choice), params, device,
+                           num_threads, 1);
 }

@@ -20,25 +20,19 @@ __cluster_dims__(PARTS, 1, 1) __launch_bounds__(smla_row<ROW>::INFO.head_dim / P
     compress_runs<ROW, SAVES, ALIGNED, PART_PAIRS, PARTS>(args);
 }
 
-struct compress_row {
-    smla_kv_row_number format;
-    void (*kernels[2][2])(compress_args); /* [saves][is aligned] */
-};
-
+/* The kernels of a format: [saves][is aligned]. */
 template <int ROW>
-constexpr compress_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+constexpr format_kernels<compress_args, 4>
+serve()
 {
-    return {format,
-            {{compress_parts_kernel<ROW, false, false>, compress_parts_kernel<ROW, false, true>},
-             {compress_parts_kernel<ROW, true, false>, compress_parts_kernel<ROW, true, true>}}};
+    return {(smla_kv_row_number)ROW,
+            {compress_parts_kernel<ROW, false, false>, compress_parts_kernel<ROW, false, true>,
+             compress_parts_kernel<ROW, true, false>, compress_parts_kernel<ROW, true, true>}};
 }
 
-const compress_row compress_rows[] = {
-    serve<SMLA_ROW_FP8_V4>(),   serve<SMLA_ROW_BFLOAT16_512>(),
-    serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_V41>(),
-    serve<SMLA_ROW_FP4_V41>(),  serve<SMLA_ROW_FP8_V41>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE>(), serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
+const format_kernels<compress_args, 4> parts_table[] = {
+    serve<SMLA_ROW_FP8_V4>(),  serve<SMLA_ROW_BFLOAT16_512>(), serve<SMLA_ROW_FP8_E4M3>(),
+    serve<SMLA_ROW_FP8_V41>(), serve<SMLA_ROW_FP4_V41>(),      serve<SMLA_ROW_FP8_NOPE>(),
 };
 
 } /* namespace */
@@ -47,12 +41,7 @@ cudaError_t
 smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
                                    const smla_cuda_device *device, bool is_aligned)
 {
-    const int num_threads = (int)params->dim / PARTS;
-    for (const compress_row &row : compress_rows) {
-        if (row.format == params->insert.kv.format->number) {
-            return launch_compress(row.kernels[params->states.ape != nullptr][is_aligned], params,
-                                   device, num_threads, PARTS);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    const int choice = 2 * (params->states.ape != nullptr) + is_aligned;
+    return launch_compress(find_kernel(parts_table, params->insert.kv, choice), params, device,
+                           (int)params->dim / PARTS, PARTS);
 }

@@ -249,23 +249,17 @@ __launch_bounds__(BLOCK_THREADS) qnorm_kernel(const __grid_constant__ qnorm_args
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-struct qnorm_row {
-    smla_kv_row_number format;
-    void (*kernels[2])(qnorm_args); /* kernels[0] takes any arrays, kernels[1] aligned ones */
-};
-
+/* The kernels of a format: for any arrays, and for aligned ones. */
 template <int ROW>
-constexpr qnorm_row
-serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+constexpr format_kernels<qnorm_args, 2>
+serve()
 {
-    return {format, {qnorm_kernel<ROW, false>, qnorm_kernel<ROW, true>}};
+    return {(smla_kv_row_number)ROW, {qnorm_kernel<ROW, false>, qnorm_kernel<ROW, true>}};
 }
 
-const qnorm_row qnorm_rows[] = {
-    serve<SMLA_ROW_FP8_V4>(),   serve<SMLA_ROW_BFLOAT16_512>(),
-    serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_V41>(),
-    serve<SMLA_ROW_FP4_V41>(),  serve<SMLA_ROW_FP8_V41>(SMLA_ROW_FP8_V41_SPLIT),
-    serve<SMLA_ROW_FP8_NOPE>(), serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
+const format_kernels<qnorm_args, 2> qnorm_table[] = {
+    serve<SMLA_ROW_FP8_V4>(),  serve<SMLA_ROW_BFLOAT16_512>(), serve<SMLA_ROW_FP8_E4M3>(),
+    serve<SMLA_ROW_FP8_V41>(), serve<SMLA_ROW_FP4_V41>(),      serve<SMLA_ROW_FP8_NOPE>(),
 };
 
 /* Whether all vectors are aligned: to 16 bytes of bf16, or to 8 bytes of e4m3. Only bf16 rows of
@@ -295,13 +289,7 @@ smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *para
     args.num_work_items =
         params->insert.num_tokens + params->num_tokens * args.head_work_items.divisor;
     args.angles_are_aligned = rope_is_aligned(params->rope);
-    const int64_t num_blocks = smla_count_parts(args.num_work_items, BLOCK_WARPS);
-    const bool aligned = is_aligned(params);
-    for (const qnorm_row &row : qnorm_rows) {
-        if (row.format == params->insert.kv.format->number) {
-            return smla_launch(row.kernels[aligned], args, num_blocks, BLOCK_THREADS, 0,
-                               params->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    return smla_launch(find_kernel(qnorm_table, params->insert.kv, is_aligned(params)), args,
+                       smla_count_parts(args.num_work_items, BLOCK_WARPS), BLOCK_THREADS, 0,
+                       params->call.stream);
 }

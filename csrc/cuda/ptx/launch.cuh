@@ -26,7 +26,7 @@ can_start_early(int32_t compute_capability)
     return can;
 }
 
-/* Starts a kernel that takes one struct by value. The grid has at most as many blocks as the
+/* Starts a kernel that takes one struct by value; NULL is no kernel. The grid has at most as many blocks as the
  * hardware can number; kernels loop over the others. With no blocks nothing is launched. `deferred`
  * is as in smla_cuda_launch.
  *
@@ -40,6 +40,9 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
             smla_cuda_deferred *deferred = NULL)
 {
     static_assert(sizeof args <= SMLA_CUDA_MAX_ARGS, "deferred launches keep them");
+    if (kernel == NULL) {
+        return SMLA_NO_KERNEL;
+    }
     if (num_blocks <= 0) {
         return cudaSuccess;
     }
