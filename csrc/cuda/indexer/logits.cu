@@ -556,11 +556,7 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     while (table[kind].alignments[column] != alignment_of_keys(params->kv, is_fp4)) {
         column++;
     }
-    void (*const kernel)(logits_args) = table[kind].kernels[column];
-    const cudaError_t code =
-        allow_shared_bytes((const void *)kernel, shared_bytes_of(MOST_GROUPS),
-                           params->call.stream.device_id, &allowed[kind][column]);
-    return code != cudaSuccess ? code
-                               : smla_launch(kernel, args, args.num_work_items, BLOCK_THREADS,
-                                             bytes, params->call.stream);
+    return smla_launch_large(table[kind].kernels[column], args, args.num_work_items, BLOCK_THREADS,
+                             bytes, shared_bytes_of(MOST_GROUPS), params->call.stream,
+                             &allowed[kind][column]);
 }

@@ -423,14 +423,9 @@ launch_shape(const smla_logits_params *p, const smla_logits_plan *plan, int64_t 
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(logits_memory<Shape>);
-    const cudaError_t code = allow_shared_bytes((const void *)logits_sm90<Shape>, bytes,
-                                                p->call.stream.device_id, &allowed);
-    return code != cudaSuccess
-               ? code
-               : smla_launch(logits_sm90<Shape>, *all,
-                             plan->num_work_items < num_sms && !plan->is_even ? plan->num_work_items
-                                                                              : num_sms,
-                             CONSUMERS + COPIERS, bytes, p->call.stream);
+    const bool is_short = plan->num_work_items < num_sms && !plan->is_even;
+    return smla_launch_large(logits_sm90<Shape>, *all, is_short ? plan->num_work_items : num_sms,
+                             CONSUMERS + COPIERS, bytes, bytes, p->call.stream, &allowed);
 }
 
 template <int HEADS, int TOKENS, int GROUPS>

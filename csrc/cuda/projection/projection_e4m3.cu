@@ -448,14 +448,9 @@ template <typename Shape, bool PER_OUTPUT>
 cudaError_t
 launch_tiles(const smla_projection_params *p)
 {
-    static uint64_t allowed;
-    const int bytes = (int)sizeof(tile_memory<Shape>);
-    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3<Shape, PER_OUTPUT>,
-                                                bytes, p->call.stream.device_id, &allowed);
-    const e4m3_projection args = make_projection(p, Shape::TOKENS, Shape::OUTPUTS);
-    return code != cudaSuccess ? code
-                               : smla_launch(project_e4m3<Shape, PER_OUTPUT>, args, args.num_tiles,
-                                             BLOCK_THREADS, bytes, p->call.stream);
+    return launch_projection<project_e4m3<Shape, PER_OUTPUT>>(p, Shape::TOKENS, Shape::OUTPUTS,
+                                                              INT64_MAX, BLOCK_THREADS,
+                                                              sizeof(tile_memory<Shape>));
 }
 
 } // namespace

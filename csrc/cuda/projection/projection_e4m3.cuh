@@ -67,6 +67,34 @@ make_projection(const smla_projection_params *p, int tile_tokens, int tile_outpu
                                                  4)};
 }
 
+/* Starts a kernel with a block per tile, but at most so many blocks. */
+template <auto KERNEL>
+static cudaError_t
+launch_projection(const smla_projection_params *p, int tile_tokens, int tile_outputs,
+                  int64_t most_blocks, int block_threads, int shared_bytes)
+{
+    static uint64_t allowed;
+    const e4m3_projection args = make_projection(p, tile_tokens, tile_outputs);
+    return smla_launch_large(KERNEL, args,
+                             args.num_tiles < most_blocks ? args.num_tiles : most_blocks,
+                             block_threads, shared_bytes, shared_bytes, p->call.stream, &allowed);
+}
+
+/* A position in a ring of steps. Every role goes through all steps of all tiles in the same
+ * order. */
+typedef struct ring_position {
+    int slot;
+    uint32_t parity; /* the parity of the slot's phase */
+} ring_position;
+
+template <int STEPS>
+static __device__ __forceinline__ void
+advance(ring_position *position)
+{
+    position->slot = position->slot == STEPS - 1 ? 0 : position->slot + 1;
+    position->parity ^= position->slot == 0;
+}
+
 /* Finds a tile. Tiles that run at the same time differ in their outputs first. So they share the
  * rows of their tokens, and the weight of a head stays in L2. */
 static __device__ __forceinline__ result_tile
@@ -145,10 +173,8 @@ static __device__ __forceinline__ float
 sum_in_double(const smla_projection_params &p, int64_t head, int64_t token, int64_t outer)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const uint8_t *const x =
-        (const uint8_t *)p.x + token * p.x_stride_token + head * p.x_stride_head;
-    const uint8_t *const w =
-        (const uint8_t *)p.w + head * p.w_stride_head + outer * p.w_stride_outer;
+    const uint8_t *const x = first_token_row(p, result_tile{head, token, outer});
+    const uint8_t *const w = first_weight_row(p, result_tile{head, token, outer});
     double sum = 0.0;
 #pragma unroll 1
     for (int64_t k = 0; k < p.inner_dim; k += STEP_VALUES) {

@@ -56,19 +56,6 @@ struct ring_memory {
     uint64_t empty[RING_STEPS];
 };
 
-/* A position in the ring. Every role goes through all steps of all tiles in the same order. */
-typedef struct ring_position {
-    int slot;
-    uint32_t parity; /* the parity of the slot's phase */
-} ring_position;
-
-__device__ __forceinline__ void
-advance(ring_position *position)
-{
-    position->slot = position->slot == RING_STEPS - 1 ? 0 : position->slot + 1;
-    position->parity ^= position->slot == 0;
-}
-
 /* ---- Copy warps ---------------------------------------------------------------------------- */
 
 /* Copies a step's ROWS rows; rows from num_rows on become zeros. `to` is the address of the first
@@ -125,7 +112,7 @@ copy_tiles(const e4m3_projection &args, ring_memory *shared)
                               position.parity ^ 1);
             copy_step<PER_OUTPUT>(args, tile, step, position.slot, shared);
             ptx_mbarrier_arrive_after_copies(ptx_shared_address(&shared->full[position.slot]));
-            advance(&position);
+            advance<RING_STEPS>(&position);
         }
     }
 }
@@ -204,7 +191,7 @@ consume_tiles(const e4m3_projection &args, ring_memory *shared)
 #pragma unroll 1
         for (int64_t step = 0; step < args.num_steps; step++) {
             add_step<PER_OUTPUT>(args, step, operands, position, shared, products, sums);
-            advance(&position);
+            advance<RING_STEPS>(&position);
         }
         const int64_t token = tile.token + token_of_thread();
         const int64_t outer = tile.outer + threadIdx.x % 4 * 2;
@@ -259,16 +246,9 @@ template <bool PER_OUTPUT>
 cudaError_t
 launch_tiles(const smla_projection_params *p)
 {
-    static uint64_t allowed;
-    const int bytes = (int)sizeof(ring_memory);
-    const cudaError_t code = allow_shared_bytes((const void *)project_e4m3_sm90<PER_OUTPUT>, bytes,
-                                                p->call.stream.device_id, &allowed);
-    const e4m3_projection args = make_projection(p, TILE_TOKENS, TILE_OUTPUTS);
-    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
-    return code != cudaSuccess ? code
-                               : smla_launch(project_e4m3_sm90<PER_OUTPUT>, args,
-                                             args.num_tiles < num_sms ? args.num_tiles : num_sms,
-                                             CONSUMERS + COPIERS, bytes, p->call.stream);
+    return launch_projection<project_e4m3_sm90<PER_OUTPUT>>(
+        p, TILE_TOKENS, TILE_OUTPUTS, smla_cuda_find_device(p->call.stream.device_id)->num_sms,
+        CONSUMERS + COPIERS, sizeof(ring_memory));
 }
 
 } // namespace

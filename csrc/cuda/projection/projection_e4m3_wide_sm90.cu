@@ -76,20 +76,6 @@ template <typename Shape> struct ring_memory {
     uint64_t empty[Shape::STEPS];
 };
 
-/* A position in the ring. Every role goes through all steps of all tiles in the same order. */
-typedef struct ring_position {
-    int slot;
-    uint32_t parity; /* the parity of the slot's phase */
-} ring_position;
-
-template <typename Shape>
-__device__ __forceinline__ void
-advance(ring_position *position)
-{
-    position->slot = position->slot == Shape::STEPS - 1 ? 0 : position->slot + 1;
-    position->parity ^= position->slot == 0;
-}
-
 /* Finds a tile. It has all tokens. There are fewer than 2^32 tiles, because a tile has at least 256
  * bytes of weights. A division that may be a call would keep all roles to the fewest registers that
  * one of them has. */
@@ -327,7 +313,7 @@ copy_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
                 if (step + STEPS_AHEAD < args.num_steps) {
                     load_tokens(args.p, tile, copier.tokens, step + STEPS_AHEAD, &chunks[i]);
                 }
-                advance<Shape>(&position);
+                advance<Shape::STEPS>(&position);
             }
         }
     }
@@ -488,7 +474,7 @@ consume_tiles(const e4m3_projection &args, ring_memory<Shape> *shared)
             ptx_fence_async_shared(); /* makes the tokens that threads wrote visible to wgmma */
             add_step<Shape, PER_OUTPUT>(position.slot, tokens, first_chunk, shared, sums);
             ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[position.slot]), true);
-            advance<Shape>(&position);
+            advance<Shape::STEPS>(&position);
         }
         const result_tile tile = find_wide_tile(args, number);
         const int64_t outer = first_output(tile);
@@ -535,16 +521,9 @@ template <typename Shape, bool PER_OUTPUT>
 cudaError_t
 launch_tiles(const smla_projection_params *p)
 {
-    static uint64_t allowed;
-    const int bytes = (int)sizeof(ring_memory<Shape>);
-    const cudaError_t code = allow_shared_bytes((const void *)project_wide<Shape, PER_OUTPUT>,
-                                                bytes, p->call.stream.device_id, &allowed);
-    const e4m3_projection args = make_projection(p, Shape::TOKENS, WIDE_OUTPUTS);
-    const int64_t num_sms = smla_cuda_find_device(p->call.stream.device_id)->num_sms;
-    return code != cudaSuccess ? code
-                               : smla_launch(project_wide<Shape, PER_OUTPUT>, args,
-                                             args.num_tiles < num_sms ? args.num_tiles : num_sms,
-                                             CONSUMERS + COPIERS, bytes, p->call.stream);
+    return launch_projection<project_wide<Shape, PER_OUTPUT>>(
+        p, Shape::TOKENS, WIDE_OUTPUTS, smla_cuda_find_device(p->call.stream.device_id)->num_sms,
+        CONSUMERS + COPIERS, sizeof(ring_memory<Shape>));
 }
 
 template <typename Shape>

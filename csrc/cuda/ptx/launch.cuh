@@ -82,7 +82,22 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
     return code;
 }
 
-/* smla_launch of a kernel that may ask for more than 48 KiB of shared memory. */
+/* smla_launch for a kernel of which some launch needs `most_bytes` of shared memory, more than
+ * 48 KiB; `allowed` is that of allow_shared_bytes. */
+template <typename Args>
+static cudaError_t
+smla_launch_large(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
+                  int shared_bytes, int most_bytes, smla_stream stream, uint64_t *allowed,
+                  bool has_clusters = false, smla_cuda_deferred *deferred = NULL)
+{
+    const cudaError_t code =
+        allow_shared_bytes((const void *)kernel, most_bytes, stream.device_id, allowed);
+    return code != cudaSuccess ? code
+                               : smla_launch(kernel, args, num_blocks, block_threads, shared_bytes,
+                                             stream, has_clusters, deferred);
+}
+
+/* The same for a kernel whose launches all need as much. */
 template <auto KERNEL, typename Args>
 static inline cudaError_t
 smla_launch_large(const Args &args, int64_t num_blocks, int block_threads, int shared_bytes,
@@ -90,11 +105,8 @@ smla_launch_large(const Args &args, int64_t num_blocks, int block_threads, int s
                   smla_cuda_deferred *deferred = NULL)
 {
     static uint64_t allowed;
-    const cudaError_t code =
-        allow_shared_bytes((const void *)KERNEL, shared_bytes, stream.device_id, &allowed);
-    return code != cudaSuccess ? code
-                               : smla_launch(KERNEL, args, num_blocks, block_threads, shared_bytes,
-                                             stream, has_clusters, deferred);
+    return smla_launch_large(KERNEL, args, num_blocks, block_threads, shared_bytes, shared_bytes,
+                             stream, &allowed, has_clusters, deferred);
 }
 
 /* ---- Lanes --------------------------------------------------------------------------------- */

@@ -48,17 +48,11 @@ launch_top_k(void (*kernel)(top_k_args), const smla_top_k_params *p, int ctas, u
 {
     const smla_cuda_device *const device = smla_cuda_find_device(p->call.stream.device_id);
     const int64_t steps = choose_memory_steps(p, device, ctas);
-    top_k_args args = {*p, {}, (uint32_t)steps};
-    if (p->slots.out != NULL) {
-        args.pages = page_table_of(p->slots.pages);
-    }
     const int64_t most = MAX_LAUNCH_ROWS;
     const int64_t rows = p->num_tokens < most ? p->num_tokens : most;
-    const cudaError_t code = allow_shared_bytes((const void *)kernel, device->max_shared_bytes,
-                                                p->call.stream.device_id, allowed);
-    return code != cudaSuccess ? code
-                               : smla_launch(kernel, args, rows * ctas, BLOCK_THREADS,
-                                             select_memory_bytes(steps), p->call.stream, ctas > 1);
+    return smla_launch_large(kernel, make_top_k_args(p, (uint32_t)steps), rows * ctas,
+                             BLOCK_THREADS, select_memory_bytes(steps), device->max_shared_bytes,
+                             p->call.stream, allowed, ctas > 1);
 }
 
 } // namespace

@@ -45,13 +45,10 @@ launch_resident(const smla_top_k_params *p)
     if (code != cudaSuccess || p->num_tokens == 0) {
         return code;
     }
-    top_k_args args = {*p, {}, 0};
-    if (p->slots.out != NULL) {
-        args.pages = page_table_of(p->slots.pages);
-    }
     /* Give every cluster the same number of rows. */
     const int64_t rounds = smla_count_parts(p->num_tokens, clusters > 0 ? clusters : 1);
-    return smla_launch(kernel, args, smla_count_parts(p->num_tokens, rounds) * CTAS, THREADS, bytes,
+    return smla_launch(kernel, make_top_k_args(p, 0),
+                       smla_count_parts(p->num_tokens, rounds) * CTAS, THREADS, bytes,
                        p->call.stream, CTAS > 1);
 }
 

@@ -51,6 +51,16 @@ struct top_k_args {
     uint32_t memory_steps;
 };
 
+static inline top_k_args
+make_top_k_args(const smla_top_k_params *p, uint32_t memory_steps)
+{
+    top_k_args args = {*p, {}, memory_steps};
+    if (p->slots.out != NULL) {
+        args.pages = page_table_of(p->slots.pages);
+    }
+    return args;
+}
+
 /* The number of keys of the longest row, with the elements that its first vector may have before
  * it. */
 inline int64_t
