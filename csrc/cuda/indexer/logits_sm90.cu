@@ -37,7 +37,7 @@
  */
 #include "cuda/indexer/logits_keys.cuh"
 #include "cuda/indexer/logits_queries.cuh"
-#include "cuda/ptx/wgmma_e4m3.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 namespace {
 

@@ -53,15 +53,18 @@ wgmma_wait(void)
 
 /* ---- Operands of the products, as asm wants them --------------------------------------------- */
 
-#define WGMMA_A(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define WGMMA_A(a)           "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
-#define WGMMA_SUMS_8(d, i)                                                                \
-    "+f"(d[(i)]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), \
-        "+f"(d[(i) + 5]), "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
+#define WGMMA_SUMS_4(d, i)   "+f"(d[(i)]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define WGMMA_SUMS_8(d, i)   WGMMA_SUMS_4(d, i), WGMMA_SUMS_4(d, (i) + 4)
 #define WGMMA_SUMS_16(d, i)  WGMMA_SUMS_8(d, i), WGMMA_SUMS_8(d, (i) + 8)
 #define WGMMA_SUMS_32(d, i)  WGMMA_SUMS_16(d, i), WGMMA_SUMS_16(d, (i) + 16)
 #define WGMMA_SUMS_64(d, i)  WGMMA_SUMS_32(d, i), WGMMA_SUMS_32(d, (i) + 32)
 #define WGMMA_SUMS_128(d, i) WGMMA_SUMS_64(d, i), WGMMA_SUMS_64(d, (i) + 64)
+#define WGMMA_SUMS_20(d, i)  WGMMA_SUMS_16(d, i), WGMMA_SUMS_4(d, (i) + 16)
+#define WGMMA_SUMS_36(d, i)  WGMMA_SUMS_32(d, i), WGMMA_SUMS_4(d, (i) + 32)
+#define WGMMA_SUMS_68(d, i)  WGMMA_SUMS_64(d, i), WGMMA_SUMS_4(d, (i) + 64)
+#define WGMMA_SUMS_72(d, i)  WGMMA_SUMS_64(d, i), WGMMA_SUMS_8(d, (i) + 64)
 
 #define WGMMA_NAMES_8        "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_16       WGMMA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -79,95 +82,67 @@ wgmma_wait(void)
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109" \
     ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"         \
     ", %122, %123, %124, %125, %126, %127"
+#define WGMMA_NAMES_20 WGMMA_NAMES_16 ", %16, %17, %18, %19"
+#define WGMMA_NAMES_36 WGMMA_NAMES_32 ", %32, %33, %34, %35"
+#define WGMMA_NAMES_68 WGMMA_NAMES_64 ", %64, %65, %66, %67"
+#define WGMMA_NAMES_72 WGMMA_NAMES_68 ", %68, %69, %70, %71"
+
+/* A product whose sums are `count` floats of `d` from number `first` on. `operands` are A and B,
+ * and what follows them in the instruction. They have the numbers of the last arguments, which
+ * follow those of the sums. D's former value counts if operand `is_sum` is not 0. */
+#define WGMMA(shape, count, d, first, operands, is_sum, ...)    \
+    asm volatile("{\n\t"                                        \
+                 ".reg .pred sum;\n\t"                          \
+                 "setp.ne.b32 sum, " is_sum ", 0;\n\t"          \
+                 "wgmma.mma_async.sync.aligned." shape " "      \
+                 "{" WGMMA_NAMES_##count "}, " operands ";\n\t" \
+                                         "}"                    \
+                 : WGMMA_SUMS_##count(d, first)                 \
+                 : __VA_ARGS__)
+
+/* WGMMA of A in registers and B, of fp16 or of bf16. */
+#define WGMMA_16(shape, count, operands, sum)                                         \
+    if constexpr (IS_HALF) {                                                          \
+        WGMMA(shape ".f32.f16.f16", count, d, 0, operands, sum, WGMMA_A(a), "l"(b),   \
+              "r"((int)is_sum), "n"((int)B_ROWS_FIRST));                              \
+    } else {                                                                          \
+        WGMMA(shape ".f32.bf16.bf16", count, d, 0, operands, sum, WGMMA_A(a), "l"(b), \
+              "r"((int)is_sum), "n"((int)B_ROWS_FIRST));                              \
+    }
 
 /* ---- Products ------------------------------------------------------------------------------- */
 
-/* D += A * B, or D = A * B unless `is_sum`. With B_ROWS_FIRST the N columns of B are contiguous. */
-template <bool B_ROWS_FIRST>
+/* D[64][2 COUNT] += A[64][16] * B[16][2 COUNT], or D = A * B unless `is_sum`. A is in registers.
+ * IS_HALF: A and B are fp16, else bf16. With B_ROWS_FIRST the columns of B are contiguous, else its
+ * 16 rows. */
+template <bool IS_HALF, bool B_ROWS_FIRST, int COUNT>
 static __device__ __forceinline__ void
-wgmma_f16(float (&d)[8], const uint32_t a[4], uint64_t b, bool is_sum)
+wgmma_16(float (&d)[COUNT], const uint32_t *a, uint64_t b, bool is_sum)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %13, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-                 "{" WGMMA_NAMES_8 "}, "
-                 "{%8, %9, %10, %11}, %12, sum, 1, 1, %14;\n\t"
-                 "}"
-                 : WGMMA_SUMS_8(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum), "n"((int)B_ROWS_FIRST));
+    static_assert(COUNT == 8 || COUNT == 16 || COUNT == 32 || COUNT == 64, "16 to 128 columns");
+    if constexpr (COUNT == 8) {
+        WGMMA_16("m64n16k16", 8, "{%8, %9, %10, %11}, %12, sum, 1, 1, %14", "%13")
+    } else if constexpr (COUNT == 16) {
+        WGMMA_16("m64n32k16", 16, "{%16, %17, %18, %19}, %20, sum, 1, 1, %22", "%21")
+    } else if constexpr (COUNT == 32) {
+        WGMMA_16("m64n64k16", 32, "{%32, %33, %34, %35}, %36, sum, 1, 1, %38", "%37")
+    } else {
+        WGMMA_16("m64n128k16", 64, "{%64, %65, %66, %67}, %68, sum, 1, 1, %70", "%69")
+    }
 }
 
+template <bool B_ROWS_FIRST, int COUNT>
 static __device__ __forceinline__ void
-wgmma_bf16(float (&d)[8], const uint32_t a[4], uint64_t b, bool is_sum)
+wgmma_f16(float (&d)[COUNT], const uint32_t a[4], uint64_t b, bool is_sum)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %13, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_8 "}, "
-                 "{%8, %9, %10, %11}, %12, sum, 1, 1, 0;\n\t"
-                 "}"
-                 : WGMMA_SUMS_8(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum));
+    wgmma_16<true, B_ROWS_FIRST>(d, a, b, is_sum);
 }
 
-template <bool B_ROWS_FIRST>
+template <int COUNT>
 static __device__ __forceinline__ void
-wgmma_f16(float (&d)[16], const uint32_t a[4], uint64_t b, bool is_sum)
+wgmma_bf16(float (&d)[COUNT], const uint32_t a[4], uint64_t b, bool is_sum)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %21, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                 "{" WGMMA_NAMES_16 "}, "
-                 "{%16, %17, %18, %19}, %20, sum, 1, 1, %22;\n\t"
-                 "}"
-                 : WGMMA_SUMS_16(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum), "n"((int)B_ROWS_FIRST));
-}
-
-static __device__ __forceinline__ void
-wgmma_bf16(float (&d)[16], const uint32_t a[4], uint64_t b, bool is_sum)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %21, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_16 "}, "
-                 "{%16, %17, %18, %19}, %20, sum, 1, 1, 0;\n\t"
-                 "}"
-                 : WGMMA_SUMS_16(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum));
-}
-
-template <bool B_ROWS_FIRST>
-static __device__ __forceinline__ void
-wgmma_f16(float (&d)[32], const uint32_t a[4], uint64_t b, bool is_sum)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %37, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                 "{" WGMMA_NAMES_32 "}, "
-                 "{%32, %33, %34, %35}, %36, sum, 1, 1, %38;\n\t"
-                 "}"
-                 : WGMMA_SUMS_32(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum), "n"((int)B_ROWS_FIRST));
-}
-
-static __device__ __forceinline__ void
-wgmma_bf16(float (&d)[32], const uint32_t a[4], uint64_t b, bool is_sum)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %37, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_32 "}, "
-                 "{%32, %33, %34, %35}, %36, sum, 1, 1, 0;\n\t"
-                 "}"
-                 : WGMMA_SUMS_32(d, 0)
-                 : WGMMA_A(a), "l"(b), "r"((int)is_sum));
+    wgmma_16<false, false>(d, a, b, is_sum);
 }
 
 /* ---- Rows of 64 bf16 as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
@@ -186,44 +161,23 @@ wgmma_descriptor_of_tiles(uint32_t address, int tile_bytes)
 static __device__ __forceinline__ void
 wgmma_bf16_tiles(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %34, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_32 "}, "
-                 "%32, %33, sum, 1, 1, 0, 0;\n\t"
-                 "}"
-                 : WGMMA_SUMS_32(d, 0)
-                 : "l"(a), "l"(b), "r"((int)is_sum));
+    WGMMA("m64n64k16.f32.bf16.bf16", 32, d, 0, "%32, %33, sum, 1, 1, 0, 0", "%34", "l"(a), "l"(b),
+          "r"((int)is_sum));
 }
 
 /* D += A * B with contiguous N columns of B. A is in registers, or in shared memory. */
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first(float (&d)[128], const uint32_t a[4], uint64_t b)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.eq.b32 sum, 0, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_128 "}, "
-                 "{%128, %129, %130, %131}, %132, sum, 1, 1, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_128(d, 0)
-                 : WGMMA_A(a), "l"(b));
+    WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "{%128, %129, %130, %131}, %132, sum, 1, 1, 1",
+          "1", WGMMA_A(a), "l"(b));
 }
 
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.eq.b32 sum, 0, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_128 "}, "
-                 "%128, %129, sum, 1, 1, 0, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_128(d, 0)
-                 : "l"(a), "l"(b));
+    WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "%128, %129, sum, 1, 1, 0, 1", "1", "l"(a),
+          "l"(b));
 }
 
 /* wgmma_bf16_rows_first for 128 columns, whose sums are d[FIRST] to d[FIRST + 63]. */
@@ -231,75 +185,45 @@ template <int FIRST>
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first_128(float (&d)[128], const uint32_t a[4], uint64_t b)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.eq.b32 sum, 0, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_64 "}, "
-                 "{%64, %65, %66, %67}, %68, sum, 1, 1, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_64(d, FIRST)
-                 : WGMMA_A(a), "l"(b));
+    WGMMA("m64n128k16.f32.bf16.bf16", 64, d, FIRST, "{%64, %65, %66, %67}, %68, sum, 1, 1, 1", "1",
+          WGMMA_A(a), "l"(b));
 }
 
 template <int FIRST>
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first_128(float (&d)[128], uint64_t a, uint64_t b)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.eq.b32 sum, 0, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{" WGMMA_NAMES_64 "}, "
-                 "%64, %65, sum, 1, 1, 0, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_64(d, FIRST)
-                 : "l"(a), "l"(b));
+    WGMMA("m64n128k16.f32.bf16.bf16", 64, d, FIRST, "%64, %65, sum, 1, 1, 0, 1", "1", "l"(a),
+          "l"(b));
 }
 
 /* ---- e4m3 ----------------------------------------------------------------------------------- */
 
-/* D[64][128] += A[64][32] * B[32][128]: A and B are both in shared memory, in rows of 32 contiguous
- * e4m3. The sums of products have about 14 bits. */
-static __device__ __forceinline__ void
-wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool is_sum)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %66, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-                 "{" WGMMA_NAMES_64 "}, "
-                 "%64, %65, sum, 1, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_64(d, 0)
-                 : "l"(a), "l"(b), "r"((int)is_sum));
-}
+/* WGMMA of A and B in shared memory. */
+#define WGMMA_E4M3(shape, count, operands, sum)                                             \
+    WGMMA(shape ".f32.e4m3.e4m3", count, d, 0, operands ", sum, 1, 1", sum, "l"(a), "l"(b), \
+          "r"((int)is_sum))
 
-/* wgmma_e4m3 for 64 and for 32 columns. */
+/* D[64][2 COUNT] += A[64][32] * B[32][2 COUNT]: A and B are both in shared memory, in rows of 32
+ * contiguous e4m3. The sums of products have about 14 bits. */
+template <int COUNT>
 static __device__ __forceinline__ void
-wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
+wgmma_e4m3(float (&d)[COUNT], uint64_t a, uint64_t b, bool is_sum)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %34, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                 "{" WGMMA_NAMES_32 "}, "
-                 "%32, %33, sum, 1, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_32(d, 0)
-                 : "l"(a), "l"(b), "r"((int)is_sum));
-}
-
-static __device__ __forceinline__ void
-wgmma_e4m3(float (&d)[16], uint64_t a, uint64_t b, bool is_sum)
-{
-    asm volatile("{\n\t"
-                 ".reg .pred sum;\n\t"
-                 "setp.ne.b32 sum, %18, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-                 "{" WGMMA_NAMES_16 "}, "
-                 "%16, %17, sum, 1, 1;\n\t"
-                 "}"
-                 : WGMMA_SUMS_16(d, 0)
-                 : "l"(a), "l"(b), "r"((int)is_sum));
+    if constexpr (COUNT == 16) {
+        WGMMA_E4M3("m64n32k32", 16, "%16, %17", "%18");
+    } else if constexpr (COUNT == 20) {
+        WGMMA_E4M3("m64n40k32", 20, "%20, %21", "%22");
+    } else if constexpr (COUNT == 32) {
+        WGMMA_E4M3("m64n64k32", 32, "%32, %33", "%34");
+    } else if constexpr (COUNT == 36) {
+        WGMMA_E4M3("m64n72k32", 36, "%36, %37", "%38");
+    } else if constexpr (COUNT == 64) {
+        WGMMA_E4M3("m64n128k32", 64, "%64, %65", "%66");
+    } else if constexpr (COUNT == 68) {
+        WGMMA_E4M3("m64n136k32", 68, "%68, %69", "%70");
+    } else {
+        static_assert(COUNT == 72, "a number of sums from this list");
+        WGMMA_E4M3("m64n144k32", 72, "%72, %73", "%74");
+    }
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/mha/mha_memory.cuh"
-#include "cuda/ptx/wgmma_128.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 /* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of
  * each the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1].
@@ -156,7 +156,7 @@ start_scores(mha_consumer<D> *state)
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
         const int offset = i / 4 * BLOCK_KEYS * SEGMENT_BYTES + i % 4 * 32;
-        wgmma_128<HALF, false>(state->scores, &state->queries[4 * i], keys + (offset >> 4), i > 0);
+        wgmma_16<HALF, false>(state->scores, &state->queries[4 * i], keys + (offset >> 4), i > 0);
     }
     wgmma_commit();
 }
@@ -171,8 +171,8 @@ start_values(mha_consumer<D> *state, bool is_first)
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 16; i++) {
-        wgmma_128<HALF, true>(state->out, &state->weights[4 * i],
-                              values + (i * 16 * SEGMENT_BYTES >> 4), i > 0 || !is_first);
+        wgmma_16<HALF, true>(state->out, &state->weights[4 * i],
+                             values + (i * 16 * SEGMENT_BYTES >> 4), i > 0 || !is_first);
     }
     wgmma_commit();
 }
