@@ -40,7 +40,7 @@ smla_quantize_e2m1x8(const float x[8], float factor)
 #pragma unroll
     for (int i = 0; i < 4; i++) { /* value i and value i + 4, whose codes are 16 bits apart */
         const uint32_t pair =
-            smla_clamp_f16x2(smla_cvt_f16x2(x[i] * factor, x[i + 4] * factor), six);
+            smla_clamp_f16x2(ptx_cvt_f16x2(x[i] * factor, x[i + 4] * factor), six);
         const uint32_t rounded = pair + 0x00FF00FFu + (pair >> 9 & 0x00010001u);
         const uint32_t code = rounded >> 9 & 0x00070007u;
         const uint32_t sign = pair >> 12 & 0x00080008u;

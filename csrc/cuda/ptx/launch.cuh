@@ -290,11 +290,7 @@ smla_store_vector_4(void *to, const uint32_t *words)
 static __device__ __forceinline__ void
 smla_store_vector_4_if(void *to, const uint32_t *words, bool is_on)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %5, 0;\n\t"
-                 "@on st.v4.u32 [%0], {%1, %2, %3, %4};\n\t"
-                 "}"
+    asm volatile(PTX_IF("%5", "st.v4.u32 [%0], {%1, %2, %3, %4}")
                  :
                  : "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
                    "r"((int)is_on)

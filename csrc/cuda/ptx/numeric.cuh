@@ -9,6 +9,7 @@
 #include <float.h>
 
 #include "core/numeric.h"
+#include "cuda/ptx/ptx.cuh"
 
 /* ---- One instruction each ------------------------------------------------------------------ */
 
@@ -18,15 +19,6 @@ smla_cvt_bf16x2(float low, float high)
 {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-/* Rounds both values to fp16; a NaN becomes the positive one. */
-static __device__ __forceinline__ uint32_t
-smla_cvt_f16x2(float low, float high)
-{
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 

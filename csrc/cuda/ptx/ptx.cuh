@@ -14,6 +14,20 @@
 
 #include <stdint.h>
 
+/* The text of an instruction that runs where operand `flag` is not 0, without a branch. The results
+ * of `otherwise` stay where it does not run. */
+#define PTX_IF_ELSE(flag, instruction, otherwise)                           \
+    "{\n\t"                                                                 \
+    ".reg .pred on;\n\t"                                                    \
+    "setp.ne.b32 on, " flag ", 0;\n\t" otherwise "@on " instruction ";\n\t" \
+    "}"
+
+#define PTX_IF(flag, instruction) PTX_IF_ELSE(flag, instruction, "")
+
+/* Zeros as the first two or four operands. */
+#define PTX_ZEROS_2 "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
+#define PTX_ZEROS_4 PTX_ZEROS_2 "mov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+
 /* The address in the shared memory window, which the instructions below take. */
 static __device__ __forceinline__ uint32_t
 ptx_shared_address(const void *pointer)
@@ -86,6 +100,15 @@ ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
     return d;
 }
 
+/* Rounds both values to fp16; a NaN becomes the positive one. */
+static __device__ __forceinline__ uint32_t
+ptx_cvt_f16x2(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 /* Returns the larger of two fp16 in each half. A number is chosen over a NaN. */
 static __device__ __forceinline__ uint32_t
 ptx_max_f16x2(uint32_t a, uint32_t b)
@@ -126,13 +149,7 @@ ptx_exp2(float x)
 static __device__ __forceinline__ void
 ptx_fma_if(float *x, float a, float b, uint32_t is_on)
 {
-    asm("{\n\t"
-        ".reg .pred on;\n\t"
-        "setp.ne.u32 on, %3, 0;\n\t"
-        "@on fma.rn.f32 %0, %0, %1, %2;\n\t"
-        "}"
-        : "+f"(*x)
-        : "f"(a), "f"(b), "r"(is_on));
+    asm(PTX_IF("%3", "fma.rn.f32 %0, %0, %1, %2") : "+f"(*x) : "f"(a), "f"(b), "r"(is_on));
 }
 
 /* x *= factor. The asm is volatile, so it stays after an earlier wait for the instruction that
@@ -161,15 +178,8 @@ ptx_fma_unless_zero(float *sum, float a, float b)
 static __device__ __forceinline__ void
 ptx_load_16(const void *from, bool is_on, uint32_t words[4])
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %5, 0;\n\t"
-                 "mov.b32 %0, 0;\n\t"
-                 "mov.b32 %1, 0;\n\t"
-                 "mov.b32 %2, 0;\n\t"
-                 "mov.b32 %3, 0;\n\t"
-                 "@on ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
-                 "}"
+    asm volatile(PTX_IF_ELSE("%5", "ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4]",
+                             PTX_ZEROS_4)
                  : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
                  : "l"(from), "r"((int)is_on));
 }
@@ -177,13 +187,8 @@ ptx_load_16(const void *from, bool is_on, uint32_t words[4])
 static __device__ __forceinline__ void
 ptx_load_8(const void *from, bool is_on, uint32_t words[2])
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %3, 0;\n\t"
-                 "mov.b32 %0, 0;\n\t"
-                 "mov.b32 %1, 0;\n\t"
-                 "@on ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n\t"
-                 "}"
+    asm volatile(PTX_IF_ELSE("%3", "ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2]",
+                             PTX_ZEROS_2)
                  : "=&r"(words[0]), "=&r"(words[1])
                  : "l"(from), "r"((int)is_on));
 }
@@ -192,15 +197,7 @@ ptx_load_8(const void *from, bool is_on, uint32_t words[2])
 static __device__ __forceinline__ void
 ptx_load_16_of_grid(const void *from, bool is_on, uint32_t words[4])
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %5, 0;\n\t"
-                 "mov.b32 %0, 0;\n\t"
-                 "mov.b32 %1, 0;\n\t"
-                 "mov.b32 %2, 0;\n\t"
-                 "mov.b32 %3, 0;\n\t"
-                 "@on ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
-                 "}"
+    asm volatile(PTX_IF_ELSE("%5", "ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4]", PTX_ZEROS_4)
                  : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
                  : "l"(from), "r"((int)is_on)
                  : "memory");
@@ -210,11 +207,7 @@ ptx_load_16_of_grid(const void *from, bool is_on, uint32_t words[4])
 static __device__ __forceinline__ void
 ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %2, 0;\n\t"
-                 "@on ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t"
-                 "}"
+    asm volatile(PTX_IF("%2", "ld.global.nc.L1::no_allocate.b32 %0, [%1]")
                  : "+r"(otherwise)
                  : "l"(from), "r"((int)is_on));
     *word = otherwise;
@@ -224,11 +217,7 @@ ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
 static __device__ __forceinline__ void
 ptx_load_4_cached(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %2, 0;\n\t"
-                 "@on ld.global.nc.b32 %0, [%1];\n\t"
-                 "}"
+    asm volatile(PTX_IF("%2", "ld.global.nc.b32 %0, [%1]")
                  : "+r"(otherwise)
                  : "l"(from), "r"((int)is_on));
     *word = otherwise;

@@ -75,11 +75,7 @@ ptx_fence_mbarrier_init(void)
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive(uint32_t barrier, bool is_on)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %1, 0;\n\t"
-                 "@on mbarrier.arrive.shared.b64 _, [%0];\n\t"
-                 "}"
+    asm volatile(PTX_IF("%1", "mbarrier.arrive.shared.b64 _, [%0]")
                  :
                  : "r"(barrier), "r"((int)is_on)
                  : "memory");
@@ -287,11 +283,7 @@ static __device__ __forceinline__ void
 ptx_load_shared_16_if(uint32_t address, bool is_on, uint32_t words[4])
 {
     words[0] = words[1] = words[2] = words[3] = 0;
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %5, 0;\n\t"
-                 "@on ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
-                 "}"
+    asm volatile(PTX_IF("%5", "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4]")
                  : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
                  : "r"(address), "r"((int)is_on));
 }
@@ -347,14 +339,6 @@ ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
         "}"
         : "=r"(*low), "=r"(*high)
         : "r"(bytes));
-}
-
-static __device__ __forceinline__ uint32_t
-ptx_cvt_f16x2(float low, float high)
-{
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
 }
 
 static __device__ __forceinline__ uint32_t
@@ -418,11 +402,7 @@ ptx_pin(uint32_t *word)
 static __device__ __forceinline__ void
 ptx_store_shared_1_if(uint32_t address, uint32_t byte, bool is_on)
 {
-    asm volatile("{\n\t"
-                 ".reg .pred on;\n\t"
-                 "setp.ne.b32 on, %2, 0;\n\t"
-                 "@on st.shared.b8 [%0], %1;\n\t"
-                 "}"
+    asm volatile(PTX_IF("%2", "st.shared.b8 [%0], %1")
                  :
                  : "r"(address), "r"(byte), "r"((int)is_on)
                  : "memory");
