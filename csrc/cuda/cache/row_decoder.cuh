@@ -140,11 +140,7 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
             if constexpr (PLAIN) {
                 smla_scale_plain_e4m3x4(bytes[i], scale, products);
             } else {
-                const float4 rare = smla_scale_rare_e4m3x4(bytes[i], scale);
-                products[0] = rare.x;
-                products[1] = rare.y;
-                products[2] = rare.z;
-                products[3] = rare.w;
+                smla_spread_vector(smla_scale_rare_e4m3x4(bytes[i], scale), products);
             }
             if constexpr (OUT == SMLA_FLOAT_FP32) {
 #pragma unroll

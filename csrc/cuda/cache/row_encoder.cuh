@@ -28,64 +28,16 @@ template <int ROW, int TILE_LANES>
 __device__ __forceinline__ void
 find_tile_amax(const key_part<ROW> &key, float *amax)
 {
-    using layout = key_part<ROW>;
-    uint32_t largest[2];
+    constexpr int COUNT = key_part<ROW>::COUNT;
+    constexpr int STEPS = key_part<ROW>::STEPS;
+    const uint32_t first = smla_find_largest<COUNT>(key.pairs[0]);
+    const uint32_t second = STEPS == 1 ? first : smla_find_largest<COUNT>(key.pairs[STEPS - 1]);
+    float found[2];
+    smla_find_amax_of_tiles<TILE_LANES>(first, second, found);
 #pragma unroll
-    for (int s = 0; s < layout::STEPS; s++) {
-        largest[s] = smla_abs_bf16x2(key.pairs[s][0]);
-#pragma unroll
-        for (int k = 1; k < layout::COUNT / 2; k++) {
-            largest[s] = smla_max_bf16x2(largest[s], smla_abs_bf16x2(key.pairs[s][k]));
-        }
-    }
-    if (layout::STEPS == 1) {
-        largest[1] = largest[0];
-    }
-    /* Pack both steps in a word: step 0 in the lower half, step 1 in the upper half. */
-    uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
-                                    __byte_perm(largest[0], largest[1], 0x7632));
-#pragma unroll
-    for (int lanes = TILE_LANES / 2; lanes > 0; lanes /= 2) {
-        both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, lanes));
-    }
-    const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
-#pragma unroll
-    for (int s = 0; s < layout::STEPS; s++) {
+    for (int s = 0; s < STEPS; s++) {
         amax[s] = fminf(fmaxf(found[s], 0.0f), FLT_MAX); /* a tile that has only NaN gave NaN */
     }
-}
-
-/* Rounds a lane's COUNT quotients to e4m3. `pairs` has the values that were divided, because the
- * sign of a NaN must come from them. */
-template <int ROW>
-__device__ __forceinline__ void
-round_quotients(const float *quotients, const uint32_t *pairs, uint32_t *codes)
-{
-#pragma unroll
-    for (int k = 0; k < key_part<ROW>::COUNT / 4; k++) {
-        codes[k] = smla_floats_to_e4m3x4(quotients + 4 * k) |
-                   (smla_signs_of_bf16(pairs + 2 * k) & 0x80808080u);
-    }
-}
-
-__device__ __forceinline__ float
-value_of_pair(const uint32_t *pairs, int i)
-{
-    return i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
-}
-
-/* Encodes x * factor as e4m3, for a lane's values x. */
-template <int ROW>
-__device__ __forceinline__ void
-encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
-{
-    constexpr int COUNT = key_part<ROW>::COUNT;
-    float quotients[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        quotients[i] = value_of_pair(pairs, i) * factor;
-    }
-    round_quotients<ROW>(quotients, pairs, codes);
 }
 
 /* Encodes x / scale as e4m3, for a lane's values x. Nearly all scales are moderate. */
@@ -108,10 +60,7 @@ __device__ __forceinline__ void
 encode_e2m1(const uint32_t *pairs, float factor, uint32_t *codes)
 {
     float x[8] = {};
-#pragma unroll
-    for (int i = 0; i < key_part<ROW>::COUNT; i++) {
-        x[i] = value_of_pair(pairs, i);
-    }
+    smla_widen_bf16<key_part<ROW>::COUNT>(pairs, x);
     codes[0] = smla_quantize_e2m1x8(x, factor * (1.0f / SMLA_E2M1_UNIT));
 }
 
@@ -207,7 +156,7 @@ encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scale
     if constexpr (INFO.num_scales == 0) {
 #pragma unroll
         for (int s = 0; s < layout::STEPS; s++) {
-            encode_products<ROW>(key.pairs[s], inverse, codes);
+            smla_quantize_products<layout::COUNT>(key.pairs[s], inverse, codes);
             store_codes<ROW>(codes, key.pairs[s], s, row);
         }
     } else {
@@ -221,7 +170,7 @@ encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scale
             if constexpr (!smla_row<ROW>::IS_E4M3) {
                 encode_e2m1<ROW>(key.pairs[s], scale.factor, codes);
             } else if constexpr (INFO.least_amax != 0) {
-                encode_products<ROW>(key.pairs[s], scale.factor, codes);
+                smla_quantize_products<layout::COUNT>(key.pairs[s], scale.factor, codes);
             } else {
                 encode_quotients<ROW>(key.pairs[s], scale.factor, codes);
             }

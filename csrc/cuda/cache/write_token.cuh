@@ -63,23 +63,10 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
     using layout = given_part<TYPE>;
 #pragma unroll
     for (int i = 0; i < layout::STEPS; i += 2) {
-        uint32_t largest[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            largest[j] = smla_abs_bf16x2(pairs[i + j][0]);
-#pragma unroll
-            for (int k = 1; k < layout::COUNT / 2; k++) {
-                largest[j] = smla_max_bf16x2(largest[j], smla_abs_bf16x2(pairs[i + j][k]));
-            }
-        }
-        /* Pack both steps in a word: step i in the lower half, step i + 1 in the upper half. */
-        uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
-                                        __byte_perm(largest[0], largest[1], 0x7632));
-#pragma unroll
-        for (int step = layout::TILE_LANES / 2; step > 0; step /= 2) {
-            both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, step));
-        }
-        const float amax[2] = {smla_low_bf16(both), smla_high_bf16(both)};
+        float amax[2];
+        smla_find_amax_of_tiles<layout::TILE_LANES>(smla_find_largest<layout::COUNT>(pairs[i]),
+                                                    smla_find_largest<layout::COUNT>(pairs[i + 1]),
+                                                    amax);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             /* A tile that has only NaN gets the amax 0. */

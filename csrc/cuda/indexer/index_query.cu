@@ -67,20 +67,7 @@ lane_of_head(void)
     return (int)threadIdx.x % HEAD_LANES;
 }
 
-/* The largest magnitude of a vector's even values, and of its odd values. NaN is ignored. */
-__device__ __forceinline__ uint32_t
-find_largest(const uint32_t words[VECTOR_WORDS])
-{
-    uint32_t largest = smla_abs_bf16x2(words[0]);
-#pragma unroll
-    for (int k = 1; k < VECTOR_WORDS; k++) {
-        largest = smla_max_bf16x2(largest, smla_abs_bf16x2(words[k]));
-    }
-    return largest;
-}
-
-/* Finds the scale bytes of a lane's vectors. Two steps are reduced together: step 0 is in the lower
- * half of a word, step 1 in the upper half. */
+/* Finds the scale bytes of a lane's vectors, two steps at a time. */
 template <bool IS_FP4>
 __device__ __forceinline__ void
 find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
@@ -91,34 +78,13 @@ find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
         smla_kv_formats[IS_FP4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX].least_amax;
 #pragma unroll
     for (int i = 0; i < STEPS; i += 2) {
-        const uint32_t first = find_largest(words[i]);
-        const uint32_t second = find_largest(words[i + 1]);
-        uint32_t both =
-            smla_max_bf16x2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
-#pragma unroll
-        for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
-            both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, lanes));
-        }
-        const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
+        float found[2];
+        smla_find_amax_of_tiles<LANES>(smla_find_largest<VECTOR>(words[i]),
+                                       smla_find_largest<VECTOR>(words[i + 1]), found);
 #pragma unroll
         /* If all values are NaN, so is `found`, which the bounds replace. */
         for (int k = 0; k < 2; k++) {
             scales[i + k] = smla_power_scale(fminf(fmaxf(found[k], FLOOR), FLT_MAX), TOP);
-        }
-    }
-}
-
-/* Stores a lane's BYTES bytes. */
-template <int BYTES, bool ALIGNED>
-__device__ __forceinline__ void
-store_bytes(uint8_t *to, const uint32_t words[BYTES / 4])
-{
-    if constexpr (ALIGNED) {
-        smla_store_words<BYTES, true>(to, words);
-    } else {
-#pragma unroll
-        for (int i = 0; i < BYTES; i++) {
-            to[i] = (uint8_t)(words[i / 4] >> 8 * (i % 4));
         }
     }
 }
@@ -136,27 +102,15 @@ template <bool IS_FP4, bool ALIGNED>
 __device__ __forceinline__ void
 store_vector(const uint32_t words[VECTOR_WORDS], float inverse, uint8_t *out)
 {
-    float x[VECTOR];
-#pragma unroll
-    for (int i = 0; i < VECTOR_WORDS; i++) {
-        x[2 * i] = smla_low_bf16(words[i]);
-        x[2 * i + 1] = smla_high_bf16(words[i]);
-    }
     if constexpr (IS_FP4) {
+        float x[VECTOR];
+        smla_widen_bf16<VECTOR>(words, x);
         const uint32_t codes = smla_quantize_e2m1x8(x, inverse * (1.0f / SMLA_E2M1_UNIT));
-        store_bytes<VECTOR / 2, ALIGNED>(out + lane_of_head() * (VECTOR / 2), &codes);
+        smla_store_words<VECTOR / 2, ALIGNED, 1>(out + lane_of_head() * (VECTOR / 2), &codes);
     } else {
         uint32_t codes[VECTOR / 4];
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            x[i] = __fmul_rn(x[i], inverse);
-        }
-#pragma unroll
-        for (int k = 0; k < VECTOR / 4; k++) {
-            codes[k] = smla_floats_to_e4m3x4(x + 4 * k) |
-                       (smla_signs_of_bf16(words + 2 * k) & 0x80808080u);
-        }
-        store_bytes<VECTOR, ALIGNED>(out + lane_of_head() * VECTOR, codes);
+        smla_quantize_products<VECTOR>(words, inverse, codes);
+        smla_store_words<VECTOR, ALIGNED, 1>(out + lane_of_head() * VECTOR, codes);
     }
 }
 
@@ -184,11 +138,7 @@ rotate_vectors(const query_args &args, int64_t token, uint32_t words[STEPS][VECT
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         float x[VECTOR];
-#pragma unroll
-        for (int k = 0; k < VECTOR_WORDS; k++) {
-            x[2 * k] = smla_low_bf16(words[i][k]);
-            x[2 * k + 1] = smla_high_bf16(words[i][k]);
-        }
+        smla_widen_bf16<VECTOR>(words[i], x);
         rope_rotate<false>(x, angles);
 #pragma unroll
         for (int k = 0; k < VECTOR_WORDS; k++) {

@@ -315,7 +315,7 @@ find_key_power(const logits_args &args, int64_t source, int64_t column)
     const smla_kv_token key = find_key(args, source, column);
     uint32_t scales = 0;
     if (key.row != NULL) {
-        load_bytes<1>(key.scales, &scales);
+        smla_load_words<4, false, 1>(key.scales, &scales);
     }
     return key_power_of(scales);
 }

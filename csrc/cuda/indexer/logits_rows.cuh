@@ -30,21 +30,6 @@ struct row_fragment {
     uint32_t pairs[K_STEPS][2];
 };
 
-/* Loads words from an address of any alignment. */
-template <int COUNT>
-__device__ __forceinline__ void
-load_bytes(const uint8_t *from, uint32_t words[COUNT])
-{
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        words[i] = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            words[i] |= (uint32_t)__ldg(from + 4 * i + k) << 8 * k;
-        }
-    }
-}
-
 /* Loads the lane's part of a row whose alignment is ALIGNMENT: 16, 4 or 1 bytes. */
 template <bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
@@ -55,19 +40,11 @@ load_row(const uint8_t *row, const uint8_t *scales, raw_row<IS_FP4> *raw)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint8_t *const from = row + (4 * half + c) * WORDS * 4;
-        if constexpr (ALIGNMENT == 1) {
-            load_bytes<WORDS>(from, raw->words[half]);
-        } else {
-            smla_load_words<4 * WORDS, ALIGNMENT == 16, 4>(from, raw->words[half]);
-        }
+        smla_load_words<4 * WORDS, ALIGNMENT == 16, ALIGNMENT == 1 ? 1 : 4>(from, raw->words[half]);
     }
     raw->scales = 0;
     if constexpr (IS_FP4) {
-        if constexpr (ALIGNMENT == 1) {
-            load_bytes<1>(scales, &raw->scales);
-        } else {
-            smla_load_words<4, true>(scales, &raw->scales);
-        }
+        smla_load_words<4, ALIGNMENT != 1, 1>(scales, &raw->scales);
     }
 }
 

@@ -76,15 +76,6 @@ load_vector(const uint16_t *x, uint32_t words[VECTOR_WORDS])
     }
 }
 
-__device__ __forceinline__ void
-pack_bf16(const float x[NORM_VECTOR], uint32_t words[VECTOR_WORDS])
-{
-#pragma unroll
-    for (int k = 0; k < VECTOR_WORDS; k++) {
-        words[k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
-    }
-}
-
 /* Stores 8 values as e4m3. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
@@ -92,14 +83,7 @@ store_e4m3(uint8_t *out, const float x[NORM_VECTOR])
 {
     const uint32_t bytes[NORM_VECTOR / 4] = {smla_floats_to_e4m3x4(x),
                                              smla_floats_to_e4m3x4(x + 4)};
-    if constexpr (ALIGNED) {
-        smla_store_words<NORM_VECTOR, true>(out, bytes);
-    } else {
-#pragma unroll
-        for (int i = 0; i < NORM_VECTOR; i++) {
-            out[i] = (uint8_t)(bytes[i / 4] >> 8 * (i % 4));
-        }
-    }
+    smla_store_words<NORM_VECTOR, ALIGNED, 1>(out, bytes);
 }
 
 /* Stores vector `i` of a head that begins at element `at` of q_out. */
@@ -111,7 +95,7 @@ store_vector(const smla_qnorm_insert_params &p, int64_t at, int i, float q_scale
     at += i * SMLA_NORM_SUMS + lane_idx() * NORM_VECTOR;
     if (p.q_out_type == SMLA_FLOAT_BF16) {
         uint32_t words[VECTOR_WORDS];
-        pack_bf16(x, words);
+        smla_round_to_bf16<NORM_VECTOR>(x, words);
         smla_store_words<16, ALIGNED>((uint16_t *)p.q_out + at, words);
     } else {
 #pragma unroll
@@ -133,7 +117,7 @@ finish_head(const smla_qnorm_insert_params &p, int64_t at, bool exists, float q_
         float sums[NORM_VECTOR] = {};
 #pragma unroll
         for (int i = 0; i < HEAD_VECTORS; i++) {
-            norm_widen(words[i], x[i]);
+            smla_widen_bf16<NORM_VECTOR>(words[i], x[i]);
             norm_add_squares(sums, x[i]);
         }
         /* Multiply by 2^-9, which equals the division by 512 even where the result is rounded. */
@@ -212,9 +196,9 @@ insert_key(const qnorm_args &args, int64_t token)
     }
     if (lane_idx() >= FIRST_ROPE_LANE) {
         float x[NORM_VECTOR];
-        norm_widen(key.pairs[HEAD_VECTORS - 1], x);
+        smla_widen_bf16<NORM_VECTOR>(key.pairs[HEAD_VECTORS - 1], x);
         rope_rotate<false>(x, angles);
-        pack_bf16(x, key.pairs[HEAD_VECTORS - 1]);
+        smla_round_to_bf16<NORM_VECTOR>(x, key.pairs[HEAD_VECTORS - 1]);
     }
     if constexpr (IS_BF16) {
 #pragma unroll

@@ -85,21 +85,13 @@ load_weight(const smla_norm_rows &rows, int64_t start, float weight[NORM_VECTOR]
     if (rows.weight_type == SMLA_FLOAT_BF16) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>((const uint16_t *)rows.weight + start, rows.size - start, words);
-        norm_widen(words, weight);
+        smla_widen_bf16<NORM_VECTOR>(words, weight);
         return;
     }
     const float *const from = (const float *)rows.weight + start;
     if constexpr (ALIGNED) {
-        const float4 low = __ldg((const float4 *)from);
-        const float4 high = __ldg((const float4 *)from + 1);
-        weight[0] = low.x;
-        weight[1] = low.y;
-        weight[2] = low.z;
-        weight[3] = low.w;
-        weight[4] = high.x;
-        weight[5] = high.y;
-        weight[6] = high.z;
-        weight[7] = high.w;
+        smla_spread_vector(__ldg((const float4 *)from), weight);
+        smla_spread_vector(__ldg((const float4 *)from + 1), weight + 4);
     } else {
 #pragma unroll
         for (int i = 0; i < NORM_VECTOR; i++) {
@@ -116,7 +108,7 @@ scale_vector(const smla_norm_rows &rows, uint16_t *out, int64_t start, float fac
     float x[NORM_VECTOR];
     float weight[NORM_VECTOR];
     uint32_t scaled[VECTOR_WORDS];
-    norm_widen(words, x);
+    smla_widen_bf16<NORM_VECTOR>(words, x);
     load_weight<ALIGNED>(rows, start, weight);
 #pragma unroll
     for (int i = 0; i < VECTOR_WORDS; i++) {
@@ -153,13 +145,13 @@ normalize(const smla_norm_rows &rows, int64_t token, float eps,
     float values[NORM_VECTOR];
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
-        norm_widen(kept[i], values);
+        smla_widen_bf16<NORM_VECTOR>(kept[i], values);
         norm_add_squares(sums, values);
     }
     for (int64_t start = first + KEPT * STEP; start < rows.size; start += STEP) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>(x + start, rows.size - start, words);
-        norm_widen(words, values);
+        smla_widen_bf16<NORM_VECTOR>(words, values);
         norm_add_squares(sums, values);
     }
     const float factor = norm_factor(norm_fold_sums(sums), rows.size, eps);

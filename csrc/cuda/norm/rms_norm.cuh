@@ -15,16 +15,6 @@ enum {
 static_assert(NORM_VECTOR == 8, "a vector is 16 bytes of bf16");
 
 static __device__ __forceinline__ void
-norm_widen(const uint32_t words[NORM_VECTOR / 2], float values[NORM_VECTOR])
-{
-#pragma unroll
-    for (int i = 0; i < NORM_VECTOR / 2; i++) {
-        values[2 * i] = smla_low_bf16(words[i]);
-        values[2 * i + 1] = smla_high_bf16(words[i]);
-    }
-}
-
-static __device__ __forceinline__ void
 norm_add_squares(float sums[NORM_VECTOR], const float x[NORM_VECTOR])
 {
 #pragma unroll

@@ -130,11 +130,7 @@ read_own(const float (&row)[ROW], int first, float (&own)[OWN])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float4 four = *(const float4 *)&row[first + half * TILE / 2];
-        own[4 * half] = four.x;
-        own[4 * half + 1] = four.y;
-        own[4 * half + 2] = four.z;
-        own[4 * half + 3] = four.w;
+        smla_spread_vector(*(const float4 *)&row[first + half * TILE / 2], own + 4 * half);
     }
 }
 

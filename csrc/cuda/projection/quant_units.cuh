@@ -29,15 +29,12 @@ widen_unit(const uint32_t *words, float *values)
         for (int i = 0; i < COUNT; i++) {
             values[i] = smla_bits_float(words[i]);
         }
+    } else if constexpr (TYPE == SMLA_FLOAT_BF16) {
+        smla_widen_bf16<COUNT>(words, values);
     } else {
 #pragma unroll
         for (int i = 0; i < (COUNT + 1) / 2; i++) {
-            if constexpr (TYPE == SMLA_FLOAT_BF16) {
-                values[2 * i] = smla_low_bf16(words[i]);
-                values[2 * i + 1] = smla_high_bf16(words[i]);
-            } else {
-                smla_halves_to_floats(words[i], values + 2 * i);
-            }
+            smla_halves_to_floats(words[i], values + 2 * i);
         }
     }
 #pragma unroll

@@ -91,6 +91,34 @@ smla_high_bf16(uint32_t pair)
     return smla_bits_float(pair & 0xFFFF0000u);
 }
 
+/* Number `i` of values of bf16, two per word. */
+static __device__ __forceinline__ float
+smla_bf16_of_pairs(const uint32_t *pairs, int i)
+{
+    return i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
+}
+
+/* Converts COUNT bf16, two per word. */
+template <int COUNT>
+static __device__ __forceinline__ void
+smla_widen_bf16(const uint32_t *pairs, float *x)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = smla_bf16_of_pairs(pairs, i);
+    }
+}
+
+/* The four floats of a vector. */
+static __device__ __forceinline__ void
+smla_spread_vector(float4 vector, float *x)
+{
+    x[0] = vector.x;
+    x[1] = vector.y;
+    x[2] = vector.z;
+    x[3] = vector.w;
+}
+
 /* Converts two fp16 to fp32. */
 static __device__ __forceinline__ void
 smla_halves_to_floats(uint32_t halves, float floats[2])
@@ -122,6 +150,17 @@ smla_floats_to_bf16x2(float low, float high)
 {
     return isnan(low) || isnan(high) ? smla_round_rare_floats(low, high)
                                      : smla_cvt_bf16x2(low, high);
+}
+
+/* smla_float_to_bf16 of COUNT values, two per word. */
+template <int COUNT>
+static __device__ __forceinline__ void
+smla_round_to_bf16(const float *x, uint32_t *pairs)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i++) {
+        pairs[i] = smla_floats_to_bf16x2(x[2 * i], x[2 * i + 1]);
+    }
 }
 
 /* ---- From e4m3 ----------------------------------------------------------------------------- */
@@ -320,13 +359,57 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
             quotients[i] = smla_divide_moderate(x[i], by);
         }
     } else {
-        const float4 rare = smla_divide_rare_x4(make_float4(x[0], x[1], x[2], x[3]), by.scale);
-        quotients[0] = rare.x;
-        quotients[1] = rare.y;
-        quotients[2] = rare.z;
-        quotients[3] = rare.w;
+        smla_spread_vector(smla_divide_rare_x4(make_float4(x[0], x[1], x[2], x[3]), by.scale),
+                           quotients);
     }
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
+}
+
+/* Rounds products of COUNT bf16 and a factor to e4m3. */
+template <int COUNT>
+static __device__ __forceinline__ void
+smla_quantize_products(const uint32_t *pairs, float factor, uint32_t *codes)
+{
+    float products[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        products[i] = smla_bf16_of_pairs(pairs, i) * factor;
+    }
+#pragma unroll
+    for (int k = 0; k < COUNT / 4; k++) {
+        codes[k] = smla_floats_to_e4m3x4(products + 4 * k) |
+                   (smla_signs_of_bf16(pairs + 2 * k) & 0x80808080u);
+    }
+}
+
+/* The largest magnitudes of a lane's COUNT bf16: of even values, and of odd ones. NaN is left out. */
+template <int COUNT>
+static __device__ __forceinline__ uint32_t
+smla_find_largest(const uint32_t *pairs)
+{
+    uint32_t largest = smla_abs_bf16x2(pairs[0]);
+#pragma unroll
+    for (int k = 1; k < COUNT / 2; k++) {
+        largest = smla_max_bf16x2(largest, smla_abs_bf16x2(pairs[k]));
+    }
+    return largest;
+}
+
+/* The largest magnitudes in two tiles, from what smla_find_largest gave each of LANES neighbouring
+ * lanes. A tile that has only NaN gives NaN. The tiles share the words of the exchange: the first
+ * one has the lower halves. */
+template <int LANES>
+static __device__ __forceinline__ void
+smla_find_amax_of_tiles(uint32_t first, uint32_t second, float amax[2])
+{
+    uint32_t both =
+        smla_max_bf16x2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+        both = smla_max_bf16x2(both, __shfl_xor_sync(0xFFFFFFFFu, both, lanes));
+    }
+    amax[0] = smla_low_bf16(both);
+    amax[1] = smla_high_bf16(both);
 }
 
 /* smla_quantize_x4 for bf16 and a moderate scale of smla_scale_of_tile. A quotient of two 8-bit
@@ -338,7 +421,7 @@ smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
     float quotients[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float x = i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
+        const float x = smla_bf16_of_pairs(pairs, i);
         quotients[i] = fmaf(x, by.reciprocal, x * by.rest);
     }
     return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);

@@ -79,16 +79,6 @@ offset_of_scale(const smla_inverse_rope_params &p, int64_t token, int64_t group,
 
 /* ---- One vector ---------------------------------------------------------------------------- */
 
-__device__ __forceinline__ void
-widen(const uint32_t words[VECTOR_WORDS], float x[VECTOR])
-{
-#pragma unroll
-    for (int i = 0; i < VECTOR_WORDS; i++) {
-        x[2 * i] = smla_low_bf16(words[i]);
-        x[2 * i + 1] = smla_high_bf16(words[i]);
-    }
-}
-
 /* The largest magnitude of a lane's vector. */
 __device__ __forceinline__ float
 find_amax(const float x[VECTOR])
@@ -117,14 +107,7 @@ store_e4m3(uint8_t *out, const float x[VECTOR], float scale)
         bytes[k] =
             smla_floats_to_e4m3x4(quotients) | (smla_signs_of_floats(x + 4 * k) & 0x80808080u);
     }
-    if constexpr (ALIGNED) {
-        smla_store_words<VECTOR, true>(out, bytes);
-    } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            out[i] = (uint8_t)(bytes[i / 4] >> 8 * (i % 4));
-        }
-    }
+    smla_store_words<VECTOR, ALIGNED, 1>(out, bytes);
 }
 
 /* ---- One head ------------------------------------------------------------------------------ */
@@ -187,7 +170,7 @@ quantize_heads(const inverse_args &args, int64_t token, int32_t first_head,
     for (int h = 0; h < WARP_HEADS; h++) {
 #pragma unroll
         for (int i = 0; i < HEAD_VECTORS; i++) {
-            widen(words[h][i], x[h][i]);
+            smla_widen_bf16<VECTOR>(words[h][i], x[h][i]);
             if (is_rotated(i)) {
                 rope_rotate<true>(x[h][i], angles);
             }
@@ -229,12 +212,9 @@ round_head(const inverse_args &args, int64_t token, int64_t head, const rope_ang
     for (int i = 0; i < HEAD_VECTORS; i++) {
         if (is_rotated(i)) {
             float x[VECTOR];
-            widen(words[i], x);
+            smla_widen_bf16<VECTOR>(words[i], x);
             rope_rotate<true>(x, angles);
-#pragma unroll
-            for (int k = 0; k < VECTOR_WORDS; k++) {
-                words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
-            }
+            smla_round_to_bf16<VECTOR>(x, words[i]);
         }
         smla_store_words<16, ALIGNED>(out + i * SMLA_WARP_LANES * VECTOR, words[i]);
     }

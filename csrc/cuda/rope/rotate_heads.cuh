@@ -168,10 +168,7 @@ rotate_words(uint32_t *words, const rope_angles &angles)
             words[i] = isnan(values[i]) ? 0x7FC00000u : smla_float_bits(values[i]);
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < VALUES / 2; i++) {
-            words[i] = smla_floats_to_bf16x2(values[2 * i], values[2 * i + 1]);
-        }
+        smla_round_to_bf16<VALUES>(values, words);
     }
 }
 
@@ -186,16 +183,10 @@ load_table(const apply_args &args, int64_t at, int64_t count, float *to)
     const bool is_bf16 = args.p.table_type == SMLA_FLOAT_BF16;
     if (args.table_is_aligned && is_bf16) {
         const uint2 words = __ldg((const uint2 *)((const uint16_t *)table + at));
-        to[0] = smla_low_bf16(words.x);
-        to[1] = smla_high_bf16(words.x);
-        to[2] = smla_low_bf16(words.y);
-        to[3] = smla_high_bf16(words.y);
+        const uint32_t pairs[2] = {words.x, words.y};
+        smla_widen_bf16<ROPE_PAIRS>(pairs, to);
     } else if (args.table_is_aligned) {
-        const float4 words = __ldg((const float4 *)((const float *)table + at));
-        to[0] = words.x;
-        to[1] = words.y;
-        to[2] = words.z;
-        to[3] = words.w;
+        smla_spread_vector(__ldg((const float4 *)((const float *)table + at)), to);
     } else {
 #pragma unroll
         for (int i = 0; i < ROPE_PAIRS; i++) {
