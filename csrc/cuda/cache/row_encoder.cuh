@@ -180,4 +180,21 @@ encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scale
     }
 }
 
+/* Stores a key as a row of any format: of bf16, whose rows may not be ALIGNED, or encoded. */
+template <int ROW, bool ALIGNED>
+__device__ __forceinline__ void
+store_key(const key_part<ROW> &key, float inverse, const smla_kv_token &to)
+{
+    using layout = key_part<ROW>;
+    if constexpr (smla_row<ROW>::IS_BF16) {
+#pragma unroll
+        for (int s = 0; s < layout::STEPS; s++) {
+            const int at = s * layout::STEP + lane_idx() * layout::COUNT;
+            smla_store_words<2 * layout::COUNT, ALIGNED>((uint16_t *)to.row + at, key.pairs[s]);
+        }
+    } else {
+        encode_key<ROW>(key, inverse, to.row, to.scales);
+    }
+}
+
 } /* namespace */

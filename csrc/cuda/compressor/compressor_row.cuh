@@ -89,9 +89,7 @@ rotate_lane(const compress_args &args, int64_t position, float x[COUNT])
 __device__ __forceinline__ float
 load_weight(const smla_compress_params &p, int i)
 {
-    return p.weight_type == SMLA_FLOAT_BF16
-               ? smla_bf16_to_float(__ldg((const uint16_t *)p.norm_weight + i))
-               : __ldg((const float *)p.norm_weight + i);
+    return smla_read_float(p.norm_weight, p.weight_type == SMLA_FLOAT_BF16, i);
 }
 
 /* Brings the factors of a group's row to L2: the weights and the angles. Thread i brings line i of
@@ -158,15 +156,7 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
             key.pairs[s][k] = round_products(x[s][2 * k], x[s][2 * k + 1]);
         }
     }
-    uint8_t *const row = to.row;
-    if constexpr (smla_row<ROW>::INFO.nope_type == SMLA_NOPE_BF16) {
-#pragma unroll
-        for (int s = 0; s < layout::STEPS; s++) {
-            smla_store_words<16, ALIGNED>((uint16_t *)row + s * layout::STEP + at, key.pairs[s]);
-        }
-    } else {
-        encode_key<ROW>(key, inverse, row, to.scales);
-    }
+    store_key<ROW, ALIGNED>(key, inverse, to);
 }
 
 } /* namespace */

@@ -150,9 +150,7 @@ save_channels(const smla_partial_states_params &p, int64_t token, int64_t index,
 __device__ __forceinline__ int64_t
 position_of(const smla_partial_states_params &p, int64_t token)
 {
-    const int64_t at = token * p.positions_stride;
-    return p.positions_are_int64 ? (int64_t)__ldg((const long long *)p.positions + at)
-                                 : (int64_t)__ldg((const int32_t *)p.positions + at);
+    return smla_read_integer(p.positions, p.positions_are_int64, token * p.positions_stride);
 }
 
 __device__ __forceinline__ int64_t

@@ -233,19 +233,6 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     }
 }
 
-struct convert_row {
-    bool is_aligned;
-    bool is_staged;
-    void (*kernel)(convert_args);
-};
-
-const convert_row convert_rows[] = {
-    {true, true, convert_kernel<4, true>},
-    {true, false, convert_kernel<4, false>},
-    {false, true, convert_kernel<1, true>},
-    {false, false, convert_kernel<1, false>},
-};
-
 } /* namespace */
 
 cudaError_t
@@ -264,12 +251,10 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p,
      * look-ups do. */
     const bool is_staged = p->num_blocks <= MAX_STAGED_PAGES && p->num_blocks / 4 <= p->topk;
     const convert_args args = {*p, smla_make_divisor(p->block_size), tokens_per_block};
-    for (const convert_row &row : convert_rows) {
-        if (row.is_aligned == is_aligned && row.is_staged == is_staged) {
-            return smla_launch(row.kernel, args, smla_count_parts(p->num_tokens, tokens_per_block),
-                               BLOCK_THREADS, is_staged ? (int)(p->num_blocks + 1) * 4 : 0,
-                               p->call.stream);
-        }
-    }
-    return SMLA_NO_KERNEL;
+    static void (*const kernels[2][2])(
+        convert_args) = {{convert_kernel<1, false>, convert_kernel<1, true>},
+                         {convert_kernel<4, false>, convert_kernel<4, true>}};
+    return smla_launch(kernels[is_aligned][is_staged], args,
+                       smla_count_parts(p->num_tokens, tokens_per_block), BLOCK_THREADS,
+                       is_staged ? (int)(p->num_blocks + 1) * 4 : 0, p->call.stream);
 }

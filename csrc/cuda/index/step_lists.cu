@@ -47,9 +47,7 @@ struct step_lists_args {
 __device__ __forceinline__ bool
 has_slot(const smla_step_lists_params &p, int64_t token)
 {
-    const int64_t at = token * p.slot_stride;
-    return (p.slots_are_int64 ? __ldg((const long long *)p.slot_mapping + at)
-                              : (long long)__ldg((const int32_t *)p.slot_mapping + at)) >= 0;
+    return smla_read_integer(p.slot_mapping, p.slots_are_int64, token * p.slot_stride) >= 0;
 }
 
 /* The facts of a token that all threads of its CTA have. */

@@ -89,14 +89,6 @@ find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
     }
 }
 
-__device__ __forceinline__ float
-load_weight(const smla_index_query_params &p, int64_t at)
-{
-    return p.weights_type == SMLA_FLOAT_BF16
-               ? smla_bf16_to_float(__ldg((const uint16_t *)p.weights + at))
-               : __ldg((const float *)p.weights + at);
-}
-
 /* Quantises and stores a lane's vector. `out` is the address of its head. */
 template <bool IS_FP4, bool ALIGNED>
 __device__ __forceinline__ void
@@ -167,7 +159,8 @@ quantize_heads(const query_args &args, int64_t token, int64_t first_head)
     const bool has_weight = lane_idx() < num_heads; /* lane i has the weight of head i */
     float weight = 0.0f;
     if (has_weight) {
-        weight = load_weight(p, token * p.weights_stride_token + first_head + lane_idx());
+        weight = smla_read_float(p.weights, p.weights_type == SMLA_FLOAT_BF16,
+                                 token * p.weights_stride_token + first_head + lane_idx());
     }
     if (lane_of_head() >= FIRST_ROPE_LANE) {
         rotate_vectors(args, token, words);

@@ -485,32 +485,15 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
     }
 }
 
-/* The alignment of all keys: 16 for whole vectors (8 bytes of FP4), 4, or 1. Pages have 4 at
- * least. */
+/* The kernel for the alignment of all keys: 0 for whole vectors (8 bytes of FP4), 1 for words, 2 for
+ * bytes. Pages have words at least. */
 int
-alignment_of_keys(const smla_kv_view &kv, bool is_fp4)
+kernel_of_keys(const smla_kv_view &kv, bool is_fp4)
 {
     const int64_t strides = kv.page_stride_bytes | kv.token_stride_bytes;
     const bool has_words = !is_fp4 || smla_is_multiple(kv.scales, kv.scale_token_stride_bytes, 4);
-    if (has_words && smla_is_multiple(kv.base, strides, is_fp4 ? 8 : 16)) {
-        return 16;
-    }
-    return has_words && smla_is_multiple(kv.base, strides, 4) ? 4 : 1;
-}
-
-/* The kernels for a format of queries and a format of keys. */
-struct logits_row {
-    int alignments[3]; /* alignments of keys, in bytes */
-    void (*kernels[3])(logits_args);
-};
-
-template <bool IS_HALF, bool IS_FP4>
-constexpr logits_row
-serve()
-{
-    return {{16, 4, 1},
-            {logits_kernel<IS_HALF, IS_FP4, 16>, logits_kernel<IS_HALF, IS_FP4, 4>,
-             logits_kernel<IS_HALF, IS_FP4, 1>}};
+    const bool has_vectors = smla_is_multiple(kv.base, strides, is_fp4 ? 8 : 16);
+    return !has_words || !smla_is_multiple(kv.base, strides, 4) ? 2 : has_vectors ? 0 : 1;
 }
 
 bool
@@ -550,13 +533,15 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     const int bytes = shared_bytes_of(args.block_tokens * args.chunk_groups);
     const bool is_fp4 = params->kv.format->number == SMLA_ROW_MXFP4_INDEX;
     const int kind = is_fp4 ? 2 : params->q_scale != NULL ? 1 : 0;
-    static const logits_row table[3] = {serve<true, false>(), serve<false, false>(),
-                                        serve<false, true>()};
-    int column = 0;
-    while (table[kind].alignments[column] != alignment_of_keys(params->kv, is_fp4)) {
-        column++;
-    }
-    return smla_launch_large(table[kind].kernels[column], args, args.num_work_items, BLOCK_THREADS,
-                             bytes, shared_bytes_of(MOST_GROUPS), params->call.stream,
+    const int column = kernel_of_keys(params->kv, is_fp4);
+    static void (*const kernels[3][3])(
+        logits_args) = {{logits_kernel<true, false, 16>, logits_kernel<true, false, 4>,
+                         logits_kernel<true, false, 1>},
+                        {logits_kernel<false, false, 16>, logits_kernel<false, false, 4>,
+                         logits_kernel<false, false, 1>},
+                        {logits_kernel<false, true, 16>, logits_kernel<false, true, 4>,
+                         logits_kernel<false, true, 1>}};
+    return smla_launch_large(kernels[kind][column], args, args.num_work_items, BLOCK_THREADS, bytes,
+                             shared_bytes_of(MOST_GROUPS), params->call.stream,
                              &allowed[kind][column]);
 }

@@ -176,7 +176,6 @@ template <int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 insert_key(const qnorm_args &args, int64_t token)
 {
-    constexpr bool IS_BF16 = smla_row<ROW>::INFO.nope_type == SMLA_NOPE_BF16;
     const smla_cache_write_params &p = args.p.insert;
     const uint16_t *const from =
         (const uint16_t *)p.kv_c + token * p.kv_c_stride_token + lane_idx() * NORM_VECTOR;
@@ -200,16 +199,7 @@ insert_key(const qnorm_args &args, int64_t token)
         rope_rotate<false>(x, angles);
         smla_round_to_bf16<NORM_VECTOR>(x, key.pairs[HEAD_VECTORS - 1]);
     }
-    if constexpr (IS_BF16) {
-#pragma unroll
-        for (int i = 0; i < HEAD_VECTORS; i++) {
-            smla_store_words<16, ALIGNED>((uint16_t *)row + i * SMLA_NORM_SUMS +
-                                              lane_idx() * NORM_VECTOR,
-                                          key.pairs[i]);
-        }
-    } else {
-        encode_key<ROW>(key, inverse, row, scales);
-    }
+    store_key<ROW, ALIGNED>(key, inverse, {row, scales});
 }
 
 template <int ROW, bool ALIGNED>

@@ -103,22 +103,21 @@ __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
     amax_kernel(const __grid_constant__ quant_args args)
 {
     ptx_wait_for_grids();
-    constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
     const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
     float amax = 0.0f;
     for (int64_t unit = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x; unit < args.num_units;
          unit += step * AMAX_UNROLL) {
-        uint32_t words[AMAX_UNROLL][WORDS] = {};
+        unit_words<TYPE, COUNT> units[AMAX_UNROLL] = {};
 #pragma unroll
         for (int i = 0; i < AMAX_UNROLL; i++) {
             if (unit + i * step < args.num_units) {
-                load_unit<TYPE, COUNT>(args.x, find_unit(args, unit + i * step).x, words[i]);
+                load_unit<TYPE, COUNT>(args.x, find_unit(args, unit + i * step).x, units[i].words);
             }
         }
 #pragma unroll
         for (int i = 0; i < AMAX_UNROLL; i++) {
             float values[COUNT < 4 ? 4 : COUNT];
-            widen_unit<TYPE, COUNT>(words[i], values);
+            widen_unit<TYPE, COUNT>(units[i].words, values);
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
                 amax = fmaxf(amax, fabsf(values[k])); /* fmaxf ignores NaN */
@@ -144,19 +143,18 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_args args)
 {
     ptx_wait_for_grids();
-    constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
     constexpr int BLOCK_UNITS = BLOCK_THREADS * QUANTIZE_UNROLL;
     const smla_scale by = smla_make_scale(*args.scale);
     const int64_t num_blocks = (args.num_units + BLOCK_UNITS - 1) / BLOCK_UNITS;
     for (int64_t block = num_blocks - 1 - blockIdx.x; block >= 0; block -= gridDim.x) {
         const int64_t first = block * BLOCK_UNITS + threadIdx.x;
         unit_offsets all_offsets[QUANTIZE_UNROLL];
-        uint32_t words[QUANTIZE_UNROLL][WORDS];
+        unit_words<TYPE, COUNT> units[QUANTIZE_UNROLL];
 #pragma unroll
         for (int i = 0; i < QUANTIZE_UNROLL; i++) {
             if (first + i * BLOCK_THREADS < args.num_units) {
                 all_offsets[i] = find_unit(args, first + i * BLOCK_THREADS);
-                load_unit<TYPE, COUNT>(args.x, all_offsets[i].x, words[i]);
+                load_unit<TYPE, COUNT>(args.x, all_offsets[i].x, units[i].words);
             }
         }
 #pragma unroll
@@ -164,17 +162,13 @@ __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_a
             if (first + i * BLOCK_THREADS < args.num_units) {
                 float values[COUNT < 4 ? 4 : COUNT];
                 uint32_t bytes[COUNT < 4 ? 1 : COUNT / 4];
-                widen_unit<TYPE, COUNT>(words[i], values);
+                widen_unit<TYPE, COUNT>(units[i].words, values);
 #pragma unroll
                 for (int k = 0; k < (COUNT + 3) / 4; k++) {
                     const float *const x = values + 4 * k;
                     bytes[k] = smla_quantize_x4(x, smla_signs_of_floats(x), by);
                 }
-                if constexpr (COUNT == 1) {
-                    args.out[all_offsets[i].out] = (uint8_t)bytes[0];
-                } else {
-                    smla_store_words<COUNT, true>(args.out + all_offsets[i].out, bytes);
-                }
+                store_codes<COUNT>(args.out + all_offsets[i].out, bytes);
             }
         }
     }

@@ -42,3 +42,35 @@ widen_unit(const uint32_t *words, float *values)
         values[i] = 0.0f;
     }
 }
+
+/* A unit as it lies in memory. */
+template <int TYPE, int COUNT> struct unit_words {
+    static constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
+
+    uint32_t words[WORDS];
+};
+
+template <int TYPE, int COUNT>
+static __device__ __forceinline__ float
+raise_amax(float amax, const unit_words<TYPE, COUNT> &unit)
+{
+    float values[COUNT < 4 ? 4 : COUNT];
+    widen_unit<TYPE, COUNT>(unit.words, values);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        amax = fmaxf(amax, fabsf(values[i])); /* fmaxf ignores NaN */
+    }
+    return amax;
+}
+
+/* Stores the e4m3 of a unit. */
+template <int COUNT>
+static __device__ __forceinline__ void
+store_codes(uint8_t *to, const uint32_t *bytes)
+{
+    if constexpr (COUNT == 1) {
+        *to = (uint8_t)bytes[0];
+    } else {
+        smla_store_words<COUNT, true>(to, bytes);
+    }
+}

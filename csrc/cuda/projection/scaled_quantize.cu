@@ -92,21 +92,11 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
     ptx_let_next_grid_start();
     ptx_wait_for_grids();
     const int step = (int)blockDim.x;
+    const auto unit_of = [=](int k) { return threadIdx.x + k * step; };
     for (int64_t number = blockIdx.x; number < args.num_groups; number += gridDim.x) {
         const group_place group = find_group(args, number);
         unit_words<TYPE, COUNT> held[HELD] = {};
-        float amax = 0.0f;
-#pragma unroll
-        for (int k = 0; k < HELD; k++) {
-            const int64_t i = threadIdx.x + k * step;
-            if (i < args.units_of_group) {
-                held[k] = load_of_group<TYPE, COUNT>(args, group, i);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < HELD; k++) {
-            amax = raise_amax<TYPE, COUNT>(amax, held[k]);
-        }
+        float amax = load_held(args, group, unit_of, held);
 #pragma unroll 4
         for (int64_t i = threadIdx.x + HELD * step; i < args.units_of_group; i += step) {
             amax = raise_amax<TYPE, COUNT>(amax, load_of_group<TYPE, COUNT>(args, group, i));
@@ -116,13 +106,7 @@ __launch_bounds__(MOST_THREADS) quantize_group(const __grid_constant__ scaled_ar
         if (threadIdx.x == 0) {
             store_descale(args.p, group.row_group, group.column_group, amax);
         }
-#pragma unroll
-        for (int k = 0; k < HELD; k++) {
-            const int64_t i = threadIdx.x + k * step;
-            if (i < args.units_of_group) {
-                store_of_group<TYPE, COUNT>(args, group, i, held[k], factor);
-            }
-        }
+        store_held(args, group, unit_of, held, factor);
 #pragma unroll 4
         for (int64_t i = threadIdx.x + HELD * step; i < args.units_of_group; i += step) {
             store_of_group<TYPE, COUNT>(args, group, i, load_of_group<TYPE, COUNT>(args, group, i),

@@ -34,11 +34,6 @@ typedef struct scaled_args {
 
 /* ---- Units --------------------------------------------------------------------------------- */
 
-template <int TYPE, int COUNT> struct unit_words {
-    static constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
-    uint32_t words[WORDS];
-};
-
 /* Loads the unit at column `column` of a row. */
 template <int TYPE, int COUNT>
 static __device__ __forceinline__ unit_words<TYPE, COUNT>
@@ -47,19 +42,6 @@ load_at(const smla_scaled_quantize_params &p, int64_t row, int64_t column)
     unit_words<TYPE, COUNT> unit;
     load_unit<TYPE, COUNT>(p.x, row * p.x_stride_row + column, unit.words);
     return unit;
-}
-
-template <int TYPE, int COUNT>
-static __device__ __forceinline__ float
-raise_amax(float amax, const unit_words<TYPE, COUNT> &unit)
-{
-    float values[COUNT < 4 ? 4 : COUNT];
-    widen_unit<TYPE, COUNT>(unit.words, values);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        amax = fmaxf(amax, fabsf(values[i])); /* fmaxf ignores NaN */
-    }
-    return amax;
 }
 
 /* Quantises a unit; each of its values has a factor. */
@@ -81,12 +63,7 @@ store_at(const smla_scaled_quantize_params &p, int64_t row, int64_t column,
         }
         bytes[k] = smla_floats_to_e4m3x4(x) & 0x7F7F7F7Fu | signs & 0x80808080u;
     }
-    uint8_t *const to = p.out + row * p.out_stride_row + column;
-    if constexpr (COUNT == 1) {
-        *to = (uint8_t)bytes[0];
-    } else {
-        smla_store_words<COUNT, true>(to, bytes);
-    }
+    store_codes<COUNT>(p.out + row * p.out_stride_row + column, bytes);
 }
 
 template <int TYPE, int COUNT>
@@ -200,6 +177,42 @@ store_of_group(const scaled_args &args, const group_place &group, int64_t i,
     store_by<TYPE, COUNT>(args.p, group.row + row,
                           group.column + (i - row * args.group_units.divisor) * COUNT, unit,
                           factor);
+}
+
+/* Loads a thread's units of a group, of which unit k has the number unit_of(k). Returns their
+ * amax. */
+template <int TYPE, int COUNT, typename Number>
+static __device__ __forceinline__ float
+load_held(const scaled_args &args, const group_place &group, const Number &unit_of,
+          unit_words<TYPE, COUNT> (&held)[HELD])
+{
+    float amax = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+        const int64_t i = unit_of(k);
+        if (i < args.units_of_group) {
+            held[k] = load_of_group<TYPE, COUNT>(args, group, i);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+        amax = raise_amax<TYPE, COUNT>(amax, held[k]);
+    }
+    return amax;
+}
+
+template <int TYPE, int COUNT, typename Number>
+static __device__ __forceinline__ void
+store_held(const scaled_args &args, const group_place &group, const Number &unit_of,
+           const unit_words<TYPE, COUNT> (&held)[HELD], float factor)
+{
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+        const int64_t i = unit_of(k);
+        if (i < args.units_of_group) {
+            store_of_group<TYPE, COUNT>(args, group, i, held[k], factor);
+        }
+    }
 }
 
 /* ---- scaled_quantize_sm90.cu --------------------------------------------------------------- */

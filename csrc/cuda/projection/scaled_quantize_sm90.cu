@@ -28,19 +28,10 @@ __cluster_dims__(CLUSTER_BLOCKS) __launch_bounds__(MOST_THREADS)
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const group_place group = find_group(args, blockIdx.x / CLUSTER_BLOCKS);
     unit_words<TYPE, COUNT> held[HELD] = {};
-    float amax = 0.0f;
-#pragma unroll
-    for (int k = 0; k < HELD; k++) {
-        const int64_t i = (k * CLUSTER_BLOCKS + rank) * MOST_THREADS + threadIdx.x;
-        if (i < args.units_of_group) {
-            held[k] = load_of_group<TYPE, COUNT>(args, group, i);
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < HELD; k++) {
-        amax = raise_amax<TYPE, COUNT>(amax, held[k]);
-    }
-    amax = max_of_block(amax);
+    const auto unit_of = [=](int k) {
+        return (k * CLUSTER_BLOCKS + rank) * MOST_THREADS + threadIdx.x;
+    };
+    float amax = max_of_block(load_held(args, group, unit_of, held));
     if (threadIdx.x == 0) {
         block_maximum = amax;
     }
@@ -53,13 +44,7 @@ __cluster_dims__(CLUSTER_BLOCKS) __launch_bounds__(MOST_THREADS)
     if (rank == 0 && threadIdx.x == 0) {
         store_descale(args.p, group.row_group, group.column_group, amax);
     }
-#pragma unroll
-    for (int k = 0; k < HELD; k++) {
-        const int64_t i = (k * CLUSTER_BLOCKS + rank) * MOST_THREADS + threadIdx.x;
-        if (i < args.units_of_group) {
-            store_of_group<TYPE, COUNT>(args, group, i, held[k], factor);
-        }
-    }
+    store_held(args, group, unit_of, held, factor);
     ptx_cluster_wait(); /* the blocks' maxima are read */
 }
 

@@ -171,7 +171,15 @@ smla_turn_words(int column, uint32_t words[4])
     }
 }
 
-/* ---- Scales -------------------------------------------------------------------------------- */
+/* ---- Values -------------------------------------------------------------------------------- */
+
+/* Element `at` of a read-only array of int64 or int32. */
+static __device__ __forceinline__ int64_t
+smla_read_integer(const void *array, bool are_int64, int64_t at)
+{
+    return are_int64 ? (int64_t)__ldg((const long long *)array + at)
+                     : (int64_t)__ldg((const int32_t *)array + at);
+}
 
 /* Loads a scale that the caller gave as a number or as an address on the device. */
 static __device__ __forceinline__ float

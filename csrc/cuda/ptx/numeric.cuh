@@ -91,6 +91,14 @@ smla_high_bf16(uint32_t pair)
     return smla_bits_float(pair & 0xFFFF0000u);
 }
 
+/* Element `at` of a read-only array of bf16 or fp32. */
+static __device__ __forceinline__ float
+smla_read_float(const void *array, bool are_bf16, int64_t at)
+{
+    return are_bf16 ? smla_bf16_to_float(__ldg((const uint16_t *)array + at))
+                    : __ldg((const float *)array + at);
+}
+
 /* Number `i` of values of bf16, two per word. */
 static __device__ __forceinline__ float
 smla_bf16_of_pairs(const uint32_t *pairs, int i)

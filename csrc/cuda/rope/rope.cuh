@@ -19,9 +19,8 @@ struct rope_angles {
 static __device__ __forceinline__ int64_t
 rope_position(const smla_rope &rope, int64_t token)
 {
-    const int64_t at = token * rope.positions_stride;
-    return rope.positions_are_int64 ? (int64_t)__ldg((const long long *)rope.positions + at)
-                                    : (int64_t)__ldg((const int32_t *)rope.positions + at);
+    return smla_read_integer(rope.positions, rope.positions_are_int64,
+                             token * rope.positions_stride);
 }
 
 /* Whether every row of the table begins at a multiple of 16 bytes. */

@@ -190,9 +190,7 @@ load_table(const apply_args &args, int64_t at, int64_t count, float *to)
     } else {
 #pragma unroll
         for (int i = 0; i < ROPE_PAIRS; i++) {
-            to[i] = i >= count ? 0.0f
-                    : is_bf16  ? smla_low_bf16(__ldg((const uint16_t *)table + at + i))
-                               : __ldg((const float *)table + at + i);
+            to[i] = i >= count ? 0.0f : smla_read_float(table, is_bf16, at + i);
         }
     }
 }

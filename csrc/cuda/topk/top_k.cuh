@@ -93,7 +93,7 @@ load_row(const row_part &part, uint32_t *counts)
 
 /* Counts a later digit of keys that begin with `prefix`. Elements without a logit have the smallest
  * key and may be counted with prefix 0; this changes no digit that is found. */
-template <bool IS_BF16, int DIGIT>
+template <int DIGIT>
 __device__ __forceinline__ void
 count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
 {
@@ -148,7 +148,7 @@ count_and_list(const row_part &part, uint32_t digit, uint32_t *counts, uint16_t 
         for (int i = 0; i < BATCH; i++) {
 #pragma unroll
             for (int j = 0; j < (int)ELEMENTS; j++) {
-                count_digit<IS_BF16, 1>(logit_vector<IS_BF16>::key(words[i], j), digit, counts);
+                count_digit<1>(logit_vector<IS_BF16>::key(words[i], j), digit, counts);
             }
             if (length <= LIST_ENTRIES && step + i < part.num_steps) {
                 length = list_step<IS_BF16>(words[i], step + i, digit, list, length);
@@ -170,16 +170,17 @@ read_candidate(const row_part &part, const candidates &found, const uint16_t *li
     return i < found.count ? read_key<IS_BF16>(part, *element) : 0;
 }
 
-/* Counts digit 2 of the warp's candidates. */
-template <bool IS_BF16>
+/* Calls use(key) for all of the warp's candidates. */
+template <bool IS_BF16, typename Use>
 __device__ __forceinline__ void
-count_last_digit(const row_part &part, const candidates &found, const uint16_t *list,
-                 uint32_t prefix, uint32_t *counts)
+visit_candidates(const row_part &part, const candidates &found, const uint16_t *list,
+                 const Use &use)
 {
     if (found.are_listed) {
         for (uint32_t i = threadIdx.x % SMLA_WARP_LANES; i < found.count; i += SMLA_WARP_LANES) {
-            count_digit<IS_BF16, 2>(read_key<IS_BF16>(part, list[i]), prefix, counts);
+            use(read_key<IS_BF16>(part, list[i]));
         }
+        __syncwarp();
         return;
     }
 #pragma unroll 1
@@ -190,7 +191,7 @@ count_last_digit(const row_part &part, const candidates &found, const uint16_t *
         for (int i = 0; i < BATCH; i++) {
 #pragma unroll
             for (int j = 0; j < (int)logit_vector<IS_BF16>::ELEMENTS; j++) {
-                count_digit<IS_BF16, 2>(logit_vector<IS_BF16>::key(words[i], j), prefix, counts);
+                use(logit_vector<IS_BF16>::key(words[i], j));
             }
         }
     }
@@ -204,29 +205,10 @@ count_taken(const row_part &part, const candidates &found, const uint16_t *list,
 {
     uint32_t above = 0;
     uint32_t equal = 0;
-    if (found.are_listed) {
-        for (uint32_t i = threadIdx.x % SMLA_WARP_LANES; i < found.count; i += SMLA_WARP_LANES) {
-            const uint32_t candidate = read_key<IS_BF16>(part, list[i]);
-            above += candidate > key;
-            equal += candidate == key;
-        }
-        __syncwarp();
-    } else {
-#pragma unroll 1
-        for (uint32_t step = 0; step < part.num_steps; step += BATCH) {
-            uint32_t words[BATCH][4];
-            read_batch<IS_BF16>(part, step, words);
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-#pragma unroll
-                for (int j = 0; j < (int)logit_vector<IS_BF16>::ELEMENTS; j++) {
-                    const uint32_t candidate = logit_vector<IS_BF16>::key(words[i], j);
-                    above += candidate > key;
-                    equal += candidate == key;
-                }
-            }
-        }
-    }
+    visit_candidates<IS_BF16>(part, found, list, [&](uint32_t candidate) {
+        above += candidate > key;
+        equal += candidate == key;
+    });
     taken[0] = __reduce_add_sync(ALL_LANES, above);
     taken[1] = __reduce_add_sync(ALL_LANES, equal);
 }
@@ -258,7 +240,9 @@ find_threshold(const row_part &part, uint32_t k, select_memory *shared, candidat
     if constexpr (IS_BF16) {
         return {prefix << 10, num_left};
     }
-    count_last_digit<IS_BF16>(part, *found, list, prefix, shared->counts[0]);
+    visit_candidates<IS_BF16>(part, *found, list, [=](uint32_t key) {
+        count_digit<2>(key, prefix, shared->counts[0]);
+    });
     find_digit<CTAS>(shared, 0, num_left);
     return {prefix << 10 | shared->digit, shared->num_left};
 }
