@@ -85,9 +85,9 @@ cudaError_t
 smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p, const smla_cuda_device *)
 {
     const int64_t element_bytes = p->out_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    const bool is_aligned = has_aligned_rows(p->kv) &&
-                            smla_is_multiple(p->out, p->out_stride_token * element_bytes, 16) &&
-                            p->out_stride_page * element_bytes % 16 == 0;
+    const bool is_aligned =
+        has_aligned_rows(p->kv) &&
+        smla_are_rows_aligned(p->out, p->out_stride_page, p->out_stride_token, 16, element_bytes);
     const dequantize_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv)};
     const int64_t num_slots = p->kv.num_pages * p->kv.block_size;
     const int choice = 2 * (p->out_type == SMLA_FLOAT_FP32) + is_aligned;

@@ -14,8 +14,6 @@ enum {
     FEW_BLOCKS_PER_SM = 2, /* blocks per SM of kernels that need many registers */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 __device__ __forceinline__ int
 lane_idx()
 {

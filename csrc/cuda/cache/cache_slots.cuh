@@ -71,15 +71,19 @@ find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
     return is_written ? slot : -1;
 }
 
-/* Returns the addresses of a slot's row and of its scales; both are null for a negative slot. */
+/* Returns the addresses of a slot's row and of its scales. */
+__device__ __forceinline__ smla_kv_token
+row_of_slot(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
+{
+    const int64_t page = smla_divide(slot, block_size);
+    return smla_kv_token_at(&kv, page, slot - page * kv.block_size);
+}
+
+/* row_of_slot, whose addresses are null for a negative slot. */
 __device__ __forceinline__ smla_kv_token
 find_slot_row(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
 {
-    if (slot < 0) {
-        return {nullptr, nullptr};
-    }
-    const int64_t page = smla_divide(slot, block_size);
-    return smla_kv_token_at(&kv, page, slot - page * kv.block_size);
+    return slot < 0 ? smla_kv_token{nullptr, nullptr} : row_of_slot(kv, block_size, slot);
 }
 
 /* How many tokens a warp writes, one after another. */

@@ -128,6 +128,22 @@ load_row(const uint8_t *row, const uint8_t *scales, const row_offsets &offsets,
     }
 }
 
+/* Converts COUNT products, none of which is NaN, to words of out. */
+template <int OUT, int COUNT>
+__device__ __forceinline__ void
+pack_products(const float *products, uint32_t *words)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 2) {
+        if constexpr (OUT == SMLA_FLOAT_FP32) {
+            words[i] = smla_float_bits(products[i]);
+            words[i + 1] = smla_float_bits(products[i + 1]);
+        } else {
+            words[i / 2] = smla_cvt_bf16x2(products[i], products[i + 1]);
+        }
+    }
+}
+
 /* Converts the e4m3 values of one step to words of out. */
 template <int OUT, int COUNT, bool PLAIN>
 __device__ __forceinline__ void
@@ -142,15 +158,7 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
             } else {
                 smla_spread_vector(smla_scale_rare_e4m3x4(bytes[i], scale), products);
             }
-            if constexpr (OUT == SMLA_FLOAT_FP32) {
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    words[k] = smla_float_bits(products[k]);
-                }
-            } else {
-                words[2 * i] = smla_cvt_bf16x2(products[0], products[1]);
-                words[2 * i + 1] = smla_cvt_bf16x2(products[2], products[3]);
-            }
+            pack_products<OUT, 4>(products, words + (OUT == SMLA_FLOAT_FP32 ? 4 : 2) * i);
         } else {
             const uint2 rare = smla_scale_rare_e4m3x4_to_bf16(bytes[i], scale);
             words[2 * i] = rare.x;
@@ -182,15 +190,7 @@ upconvert_e2m1(uint32_t codes, float scale, uint32_t *words)
     const bool is_plain = smla_is_plain_e2m1_scale(scale);
     float products[8];
     smla_scale_plain_e2m1x8(codes, scale, products);
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 2) {
-        if constexpr (OUT == SMLA_FLOAT_FP32) {
-            words[i] = smla_float_bits(products[i]);
-            words[i + 1] = smla_float_bits(products[i + 1]);
-        } else {
-            words[i / 2] = smla_cvt_bf16x2(products[i], products[i + 1]);
-        }
-    }
+    pack_products<OUT, COUNT>(products, words);
     if (is_plain) {
         return;
     }

@@ -83,8 +83,8 @@ find_state(const compress_args &args, const group &of, int64_t j)
         return 0;
     }
     const bool is_new = SAVES && is_token_of(args.p, of.token - back, of.req, position, slot);
-    const float *const row = row_of_slot(args.p.states.rows.kv, slot, args.state_block_size);
-    return (unsigned long long)row | (is_new ? 1 : 0);
+    const smla_kv_token row = row_of_slot(args.p.states.rows.kv, args.state_block_size, slot);
+    return (unsigned long long)row.row | (is_new ? 1 : 0);
 }
 
 /* Starts the loads of four channels of a state; `code` is what find_state returned. A state that

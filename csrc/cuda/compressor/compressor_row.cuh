@@ -125,10 +125,8 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
     using layout = key_part<ROW>;
     constexpr int COUNT = layout::COUNT;
     const smla_compress_params &p = args.p;
-    const int64_t slot = read_slot(p.insert, of.token);
-    const int64_t page = smla_divide(slot, args.block_size);
-    const int64_t offset = slot - page * p.insert.kv.block_size;
-    const smla_kv_token to = smla_kv_token_at(&p.insert.kv, page, offset);
+    const smla_kv_token to =
+        row_of_slot(p.insert.kv, args.block_size, read_slot(p.insert, of.token));
     const float inverse = 1.0f / smla_load_given_scale(p.insert.kv_scale);
     const int at = lane_idx() * COUNT;
     float x[layout::STEPS][COUNT];

@@ -31,12 +31,6 @@ read_token(const smla_compress_params &p, int64_t token)
             read_slot(p.insert, token)};
 }
 
-__device__ __forceinline__ bool
-is_slot(const smla_kv_view &kv, int64_t slot)
-{
-    return slot >= 0 && slot < kv.num_pages * kv.block_size;
-}
-
 /* The slot that the block table gives a position, which is not negative; -1 if there is none. */
 __device__ __forceinline__ int64_t
 find_slot(const compress_args &args, int64_t req, int64_t position)
@@ -154,7 +148,8 @@ save_lonely(const compress_args &args, channel_range channels, int64_t first, ui
         for (; piece < num_pieces; piece += num_warps) {
             const int64_t index = index_in_group(position_of(p, token), args.ratio);
             float *const row =
-                row_of_slot(p.rows.kv, read_slot(p.rows, token), args.state_block_size);
+                (float *)row_of_slot(p.rows.kv, args.state_block_size, read_slot(p.rows, token))
+                    .row;
             const int channel = channels.first + piece * PIECE + lane_idx() * CHANNELS;
             save_channels<ALIGNED>(p, token, index, row, channel);
         }

@@ -42,7 +42,7 @@ __launch_bounds__(SAVE_THREADS) save_kernel(const __grid_constant__ save_args ar
         const int64_t slot = valid_slot(p.rows, token);
         if (slot >= 0 && position >= 0) {
             save_channels<ALIGNED>(p, token, index_in_group(position, args.ratio),
-                                   row_of_slot(p.rows.kv, slot, args.block_size),
+                                   (float *)row_of_slot(p.rows.kv, args.block_size, slot).row,
                                    piece * PIECE + lane_idx() * CHANNELS);
         }
     }

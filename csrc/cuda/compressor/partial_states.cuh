@@ -159,19 +159,18 @@ index_in_group(int64_t position, const smla_divisor &ratio)
     return position - smla_divide(position, ratio) * ratio.divisor;
 }
 
+__device__ __forceinline__ bool
+is_slot(const smla_kv_view &kv, int64_t slot)
+{
+    return slot >= 0 && slot < kv.num_pages * kv.block_size;
+}
+
 /* The slot of a token; -1 or less if the token is not written. */
 __device__ __forceinline__ int64_t
 valid_slot(const smla_cache_write_params &p, int64_t token)
 {
     const int64_t slot = read_slot(p, token);
     return slot < p.kv.num_pages * p.kv.block_size ? slot : -1;
-}
-
-__device__ __forceinline__ float *
-row_of_slot(const smla_kv_view &state, int64_t slot, const smla_divisor &block_size)
-{
-    const int64_t page = smla_divide(slot, block_size);
-    return (float *)smla_kv_token_at(&state, page, slot - page * state.block_size).row;
 }
 
 /* Whether all vectors of four channels are aligned: to 16 bytes, or to 8 bytes of bf16. */

@@ -34,8 +34,6 @@ enum {
     PASS_ENTRIES = LANE_ENTRIES * SMLA_WARP_LANES,
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 struct global_topk_args {
     smla_topk_slots_params p;
     page_table pages;

@@ -37,8 +37,6 @@ enum {
     MAX_STAGED_PAGES = 1 << 13, /* most pages that are staged: 32 KiB of table entries */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 struct convert_args {
     smla_convert_params p;
     smla_divisor block_size;

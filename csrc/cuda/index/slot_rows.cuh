@@ -58,7 +58,6 @@ template <int THREADS>
 static __device__ __forceinline__ int32_t
 append_slots(const int32_t *slots, int32_t *counts, int32_t *out)
 {
-    constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
     constexpr int WARPS = THREADS / SMLA_WARP_LANES;
     constexpr int UNROLL = SLOT_COUNTS / WARPS;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;

@@ -44,8 +44,6 @@ enum {
     PASS_PIECES = 2, /* pieces of a row that a thread has per pass */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* Returns the index if int32 can hold it, else -1. */
 __device__ __forceinline__ int32_t
 fit_index(int64_t index)

@@ -53,8 +53,6 @@ struct query_args {
     bool angles_are_aligned;
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 __device__ __forceinline__ int
 lane_idx(void)
 {
@@ -215,7 +213,7 @@ is_aligned(const smla_index_query_params *p)
 {
     const int64_t bytes = p->out_scale == NULL ? VECTOR : VECTOR / 2;
     return smla_are_rows_aligned(p->q, p->q_stride_token, p->q_stride_head, 16) &&
-           smla_is_multiple(p->out, p->out_stride_token, bytes) && p->out_stride_head % bytes == 0;
+           smla_are_rows_aligned(p->out, p->out_stride_token, p->out_stride_head, bytes, 1);
 }
 
 } /* namespace */

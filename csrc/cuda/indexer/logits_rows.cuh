@@ -10,8 +10,6 @@ namespace {
 
 enum { K_STEPS = SMLA_INDEX_HEAD_DIM / 16 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 __device__ __forceinline__ int
 lane_idx(void)
 {

@@ -31,8 +31,6 @@ enum {
     MIX_ROWS = 4, /* rows that hold a token's mix (logits_queries.cuh) */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* A shape: how warpgroups share the work. */
 template <int HEADS_, int TOKENS_, int GROUPS_, bool HAS_MAPS_, bool IS_EVEN_> struct logits_shape {
     static constexpr int HEADS = HEADS_;

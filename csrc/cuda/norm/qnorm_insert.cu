@@ -244,8 +244,8 @@ is_aligned(const smla_qnorm_insert_params *p)
     const int64_t out_bytes = p->q_out_type == SMLA_FLOAT_BF16 ? 2 : 1;
     const int64_t vector_bytes = NORM_VECTOR * out_bytes;
     return smla_are_rows_aligned(p->q, p->q_stride_token, p->q_stride_head, 16) &&
-           smla_is_multiple(p->q_out, p->q_out_stride_token * out_bytes, vector_bytes) &&
-           p->q_out_stride_head * out_bytes % vector_bytes == 0 &&
+           smla_are_rows_aligned(p->q_out, p->q_out_stride_token, p->q_out_stride_head,
+                                 vector_bytes, out_bytes) &&
            smla_is_multiple(p->insert.kv_c, p->insert.kv_c_stride_token * 2, 16) &&
            (p->insert.kv.format->nope_type != SMLA_NOPE_BF16 || has_aligned_rows(p->insert.kv));
 }

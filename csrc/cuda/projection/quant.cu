@@ -37,8 +37,6 @@ enum {
     QUANTIZE_UNROLL = 2,
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* ---- Units --------------------------------------------------------------------------------- */
 
 /* x and out as units of COUNT elements, which are contiguous in both. The last dimension counts

@@ -10,8 +10,6 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 enum {
     MOST_THREADS = 512, /* threads of a block with a large group */
     MOST_WARPS = MOST_THREADS / SMLA_WARP_LANES,

@@ -113,6 +113,8 @@ smla_launch_large(const Args &args, int64_t num_blocks, int block_threads, int s
 
 enum { SMLA_QUAD_LANES = 4 }; /* neighbouring lanes that have a row of a tensor core's fragment */
 
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
 /* Returns the sum of the values of this lane and of all lower lanes, for the first LANES lanes of a
  * warp. All lanes call this; other lanes get an arbitrary result. */
 template <int LANES = SMLA_WARP_LANES, typename T>
@@ -122,7 +124,7 @@ smla_scan_lanes(T value, int lane)
     T sum = value;
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) {
-        const T below = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+        const T below = __shfl_up_sync(ALL_LANES, sum, distance);
         sum += lane >= distance ? below : 0;
     }
     return sum;
@@ -164,7 +166,7 @@ smla_turn_words(int column, uint32_t words[4])
         for (int i = 0; i < 2; i++) {
             const int low = step == 1 ? 2 * i : i;
             const uint32_t give = is_upper ? words[low] : words[low + step];
-            const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, step);
+            const uint32_t take = __shfl_xor_sync(ALL_LANES, give, step);
             words[low] = is_upper ? take : words[low];
             words[low + step] = is_upper ? words[low + step] : take;
         }
@@ -203,12 +205,13 @@ smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)
     return (uintptr_t)address % (uintptr_t)bytes == 0 && stride_bytes % bytes == 0;
 }
 
-/* Whether every row of an array [tokens][heads] of 2-byte elements begins at a multiple of
- * `bytes`. */
+/* Whether every row of an array [tokens][heads] begins at a multiple of `bytes`. */
 static inline bool
-smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes)
+smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes,
+                      int64_t element_bytes = 2)
 {
-    return smla_is_multiple(rows, stride_token * 2, bytes) && stride_head * 2 % bytes == 0;
+    return smla_is_multiple(rows, stride_token * element_bytes, bytes) &&
+           stride_head * element_bytes % bytes == 0;
 }
 
 /* ---- Division ------------------------------------------------------------------------------ */
@@ -247,6 +250,19 @@ static __device__ __forceinline__ int64_t
 smla_divide(int64_t n, const smla_divisor &by)
 {
     return n >> 32 == 0 ? smla_divide_uint32((uint32_t)n, by) : smla_divide_large(n, by.divisor);
+}
+
+/* n / by.divisor for n >= 0, and what the division leaves. */
+typedef struct smla_quotient {
+    int64_t quotient;
+    int64_t rest;
+} smla_quotient;
+
+static __device__ __forceinline__ smla_quotient
+smla_divide_with_rest(int64_t n, const smla_divisor &by)
+{
+    const int64_t quotient = smla_divide(n, by);
+    return smla_quotient{quotient, n - quotient * by.divisor};
 }
 
 /* ---- Vectors ------------------------------------------------------------------------------- */
@@ -350,11 +366,12 @@ smla_load_words(const void *from, uint32_t *words)
 #pragma unroll
         for (int i = 0; i < BYTES / 4; i++) {
             const unit *const units = (const unit *)from + 4 / UNIT * i;
-            words[i] = __ldg(units);
+            uint32_t word = __ldg(units);
 #pragma unroll
             for (int k = 1; k < 4 / UNIT; k++) {
-                words[i] |= (uint32_t)__ldg(units + k) << 8 * UNIT * k;
+                word |= (uint32_t)__ldg(units + k) << 8 * UNIT * k;
             }
+            words[i] = word;
         }
     }
 }
@@ -376,8 +393,11 @@ smla_store_words(void *to, const uint32_t *words)
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < BYTES / UNIT; i++) {
-            ((unit *)to)[i] = (unit)(words[i * UNIT / 4] >> 8 * UNIT * (i % (4 / UNIT)));
+        for (int i = 0; i < BYTES / 4; i++) {
+#pragma unroll
+            for (int k = 0; k < 4 / UNIT; k++) {
+                ((unit *)to)[4 / UNIT * i + k] = (unit)(words[i] >> 8 * UNIT * k);
+            }
         }
     }
 }

@@ -46,8 +46,6 @@ enum {
 static_assert(HEAD_VECTORS == 2 && TILE_LANES == 16, "a warp has two tiles per vector");
 static_assert(VECTOR == 2 * ROPE_PAIRS, "a lane turns its vector");
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 struct inverse_args {
     smla_inverse_rope_params p;
     smla_divisor group_heads;
@@ -303,8 +301,8 @@ is_aligned(const smla_inverse_rope_params *p)
     const int64_t element_bytes = p->out_scale == NULL ? 2 : 1;
     const int64_t vector_bytes = VECTOR * element_bytes;
     return smla_are_rows_aligned(p->o, p->o_stride_token, p->o_stride_head, 16) &&
-           smla_is_multiple(p->out, p->out_stride_token * element_bytes, vector_bytes) &&
-           p->out_stride_group * element_bytes % vector_bytes == 0;
+           smla_are_rows_aligned(p->out, p->out_stride_token, p->out_stride_group, vector_bytes,
+                                 element_bytes);
 }
 
 /* The number of rows: the tokens, and the rows of scales behind them up to the next multiple of

@@ -280,10 +280,10 @@ rotate_part(const apply_args &args, int64_t i)
 bool
 are_heads_aligned(const smla_rope_heads &heads, int64_t element_bytes, int64_t bytes)
 {
-    return smla_is_multiple(heads.x, heads.stride_token * element_bytes, bytes) &&
-           smla_is_multiple(heads.out, heads.out_stride_token * element_bytes, bytes) &&
-           heads.stride_head * element_bytes % bytes == 0 &&
-           heads.out_stride_head * element_bytes % bytes == 0;
+    return smla_are_rows_aligned(heads.x, heads.stride_token, heads.stride_head, bytes,
+                                 element_bytes) &&
+           smla_are_rows_aligned(heads.out, heads.out_stride_token, heads.out_stride_head, bytes,
+                                 element_bytes);
 }
 
 /* Whether the kernel for whole vectors may run. */

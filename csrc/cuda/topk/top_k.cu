@@ -111,7 +111,6 @@ choose_resident_plan(const smla_top_k_params *p, const smla_cuda_device *device,
 cudaError_t
 smla_cuda_launch_top_k_per_row(const smla_top_k_params *p, const smla_cuda_device *device)
 {
-    static uint64_t allowed[2];
     const bool is_hopper = smla_cuda_is_hopper(device);
     const int ctas = is_hopper ? choose_ctas(p, device) : 1;
     smla_resident_plan plan;
@@ -121,6 +120,6 @@ smla_cuda_launch_top_k_per_row(const smla_top_k_params *p, const smla_cuda_devic
     if (ctas > 1) {
         return smla_cuda_launch_top_k_clusters(p, ctas);
     }
-    return p->is_bf16 ? launch_top_k(top_k_kernel<true>, p, 1, &allowed[1])
-                      : launch_top_k(top_k_kernel<false>, p, 1, &allowed[0]);
+    return p->is_bf16 ? launch_top_k<top_k_kernel<true>>(p, 1)
+                      : launch_top_k<top_k_kernel<false>>(p, 1);
 }

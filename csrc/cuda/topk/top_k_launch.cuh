@@ -43,16 +43,18 @@ choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, 
 }
 
 /* Starts a kernel whose clusters have `ctas` CTAs. */
-static inline cudaError_t
-launch_top_k(void (*kernel)(top_k_args), const smla_top_k_params *p, int ctas, uint64_t *allowed)
+template <auto KERNEL>
+static cudaError_t
+launch_top_k(const smla_top_k_params *p, int ctas)
 {
+    static uint64_t allowed;
     const smla_cuda_device *const device = smla_cuda_find_device(p->call.stream.device_id);
     const int64_t steps = choose_memory_steps(p, device, ctas);
     const int64_t most = MAX_LAUNCH_ROWS;
     const int64_t rows = p->num_tokens < most ? p->num_tokens : most;
-    return smla_launch_large(kernel, make_top_k_args(p, (uint32_t)steps), rows * ctas,
+    return smla_launch_large(KERNEL, make_top_k_args(p, (uint32_t)steps), rows * ctas,
                              BLOCK_THREADS, select_memory_bytes(steps), device->max_shared_bytes,
-                             p->call.stream, allowed, ctas > 1);
+                             p->call.stream, &allowed, ctas > 1);
 }
 
 } // namespace

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* ---- The cluster --------------------------------------------------------------------------- */
 
 template <int CTAS>

@@ -19,9 +19,8 @@ template <int CTAS>
 cudaError_t
 launch_clusters(const smla_top_k_params *p)
 {
-    static uint64_t allowed[2];
-    return p->is_bf16 ? launch_top_k(top_k_cluster_kernel<true, CTAS>, p, CTAS, &allowed[1])
-                      : launch_top_k(top_k_cluster_kernel<false, CTAS>, p, CTAS, &allowed[0]);
+    return p->is_bf16 ? launch_top_k<top_k_cluster_kernel<true, CTAS>>(p, CTAS)
+                      : launch_top_k<top_k_cluster_kernel<false, CTAS>>(p, CTAS);
 }
 
 } // namespace

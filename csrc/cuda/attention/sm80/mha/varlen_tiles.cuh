@@ -19,8 +19,6 @@ enum {
     COPY_ROWS = CTA_THREADS / SEGMENT_CHUNKS, /* rows that all threads copy at once */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* D, DV: dims of a query and of a value, padded. A warp has WARP_ROWS rows of the tile. The warps
  * that share rows have a part of the values each. A block has KEYS keys. */
 template <int D_, int DV_, int WARP_ROWS_, int WARPS_ALONG_ROWS_, int KEYS_> struct varlen_shape {

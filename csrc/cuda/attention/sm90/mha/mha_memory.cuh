@@ -29,8 +29,6 @@ enum {
     SLOTS = 4,  /* tiles that the scheduler may be ahead */
 };
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
 /* Named barriers; the number of the group is added. */
 enum {
     VALUES_CLEARED = 1, /* the group's threads | the same */
