@@ -15,7 +15,6 @@
  * Source       quantize_and_insert_k_cache and indexer_k_quant_and_cache of vLLM, for the formats.
  */
 #include "cuda/cache/cache_slots.cuh"
-#include "cuda/cache/insert_keys.h"
 #include "cuda/cache/row_encoder.cuh"
 
 namespace {

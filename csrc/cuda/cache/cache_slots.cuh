@@ -5,6 +5,10 @@
 #include "core/params_cache.h"
 #include "cuda/cache/cache_rows.cuh"
 
+/* cache_insert.cu: writes keys that are quantised whole. SMLA_NO_KERNEL says that the format is
+ * none of these. */
+extern "C" cudaError_t smla_cuda_insert_keys(const smla_cache_write_params *params);
+
 namespace {
 
 enum {

@@ -23,7 +23,6 @@
  *              such tokens are farther apart, their row may hold parts of both.
  * Source       concat_and_cache_mla of vLLM, for the format.
  */
-#include "cuda/cache/insert_keys.h"
 #include "cuda/cache/write_token.cuh"
 
 namespace {

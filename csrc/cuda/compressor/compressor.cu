@@ -2,7 +2,6 @@
  * seven headings are in compressor.cuh.
  */
 #include "cuda/compressor/compressor.cuh"
-#include "cuda/compressor/compressor_parts.h"
 
 namespace {
 

@@ -46,6 +46,11 @@
 #include "cuda/compressor/compressor_tokens.cuh"
 #include "cuda/compressor/state_pool.cuh"
 
+/* compressor_sm90.cu: compresses long groups of 512 channels, each by two CTAs. */
+extern "C" cudaError_t smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
+                                                          const smla_cuda_device *device,
+                                                          bool is_aligned);
+
 namespace {
 
 enum {

@@ -2,7 +2,6 @@
  * the channels of a group. The kernels and their seven headings are in compressor.cuh.
  */
 #include "cuda/compressor/compressor.cuh"
-#include "cuda/compressor/compressor_parts.h"
 
 namespace {
 

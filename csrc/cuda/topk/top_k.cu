@@ -1,7 +1,6 @@
 /* top_k.cu: top_k_per_row with one CTA per row, for every GPU, and the choice of clusters. The
  * kernel and its seven headings are in top_k.cuh.
  */
-#include "cuda/topk/top_k_clusters.h"
 #include "cuda/topk/top_k_launch.cuh"
 
 namespace {

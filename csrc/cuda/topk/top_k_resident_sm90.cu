@@ -1,7 +1,6 @@
 /* top_k_resident_sm90.cu: top_k_per_row on Hopper, of rows whose keys are resident in a cluster.
  * The kernel and its seven headings are in resident_select.cuh. */
 #include "cuda/topk/resident_select.cuh"
-#include "cuda/topk/top_k_clusters.h"
 
 namespace {
 

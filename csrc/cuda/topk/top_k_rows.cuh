@@ -5,6 +5,28 @@
 #include "core/params_topk.h"
 #include "cuda/index/slot_rows.cuh"
 
+enum {
+    SMLA_MAX_ROW_CTAS = 8,   /* the largest cluster that every Hopper GPU can start */
+    SMLA_RESIDENT_KEYS = 32, /* keys that a thread has of one part of a row */
+};
+
+/* How a row is resident: in a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or in one CTA of 512,
+ * in one or two parts. With three parts, two are resident in 8 CTAs, which read the third again and
+ * again. */
+typedef struct smla_resident_plan {
+    int ctas;
+    int threads;
+    int parts;
+} smla_resident_plan;
+
+/* top_k_sm90.cu: runs rows on clusters of 2, 4 or 8 CTAs. */
+extern "C" cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int ctas);
+
+/* top_k_resident_sm90.cu: runs rows of at most SMLA_RESIDENT_KEYS keys per thread and part, or rows
+ * of any length in three parts. */
+extern "C" cudaError_t smla_cuda_launch_top_k_resident(const smla_top_k_params *params,
+                                                       smla_resident_plan plan);
+
 namespace {
 
 /* ---- The cluster --------------------------------------------------------------------------- */

@@ -1,7 +1,6 @@
 /* top_k_sm90.cu: top_k_per_row on Hopper, with clusters of CTAs that share a row. The kernel and
  * its seven headings are in top_k.cuh.
  */
-#include "cuda/topk/top_k_clusters.h"
 #include "cuda/topk/top_k_launch.cuh"
 
 namespace {
