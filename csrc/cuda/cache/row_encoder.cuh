@@ -152,29 +152,29 @@ encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scale
     using layout = key_part<ROW>;
     constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
     static_assert(INFO.rope_dim == 0 || layout::COUNT == 8, "a lane has 16 bytes of RoPE values");
+    constexpr bool HAS_SCALES = INFO.num_scales != 0;
+    constexpr int TILE_LANES = HAS_SCALES ? INFO.scale_tile / layout::COUNT : 1;
     uint32_t codes[layout::COUNT / 4];
-    if constexpr (INFO.num_scales == 0) {
-#pragma unroll
-        for (int s = 0; s < layout::STEPS; s++) {
-            smla_quantize_products<layout::COUNT>(key.pairs[s], inverse, codes);
-            store_codes<ROW>(codes, key.pairs[s], s, row);
-        }
-    } else {
-        constexpr int TILE_LANES = INFO.scale_tile / layout::COUNT;
-        float amax[layout::STEPS];
+    float amax[layout::STEPS];
+    if constexpr (HAS_SCALES) {
         find_tile_amax<ROW, TILE_LANES>(key, amax);
+    }
 #pragma unroll
-        for (int s = 0; s < layout::STEPS; s++) {
-            const tile_scale scale = choose_scale<ROW>(amax[s]);
+    for (int s = 0; s < layout::STEPS; s++) {
+        tile_scale scale = {0, inverse};
+        if constexpr (HAS_SCALES) {
+            scale = choose_scale<ROW>(amax[s]);
+        }
+        if constexpr (!smla_row<ROW>::IS_E4M3) {
+            encode_e2m1<ROW>(key.pairs[s], scale.factor, codes);
+        } else if constexpr (!HAS_SCALES || INFO.least_amax != 0) {
+            smla_quantize_products<layout::COUNT>(key.pairs[s], scale.factor, codes);
+        } else {
+            encode_quotients<ROW>(key.pairs[s], scale.factor, codes);
+        }
+        store_codes<ROW>(codes, key.pairs[s], s, row);
+        if constexpr (HAS_SCALES) {
             const bool is_rope = s * layout::STEP + lane_idx() * layout::COUNT >= INFO.nope_dim;
-            if constexpr (!smla_row<ROW>::IS_E4M3) {
-                encode_e2m1<ROW>(key.pairs[s], scale.factor, codes);
-            } else if constexpr (INFO.least_amax != 0) {
-                smla_quantize_products<layout::COUNT>(key.pairs[s], scale.factor, codes);
-            } else {
-                encode_quotients<ROW>(key.pairs[s], scale.factor, codes);
-            }
-            store_codes<ROW>(codes, key.pairs[s], s, row);
             store_tile_scales<ROW, TILE_LANES>(is_rope ? 0 : scale.bits, s, scales);
         }
     }
