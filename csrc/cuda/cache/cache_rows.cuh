@@ -44,7 +44,7 @@ has_aligned_rows(const smla_kv_view &kv)
  * aligned. */
 template <typename Args, int CHOICES> struct format_kernels {
     smla_kv_row_number format;
-    void (*kernels[CHOICES])(Args);
+    smla_kernel<Args> kernels[CHOICES];
 };
 
 /* The format whose kernels serve `format`. Kernels get the addresses of a token's data and scales,
@@ -59,9 +59,8 @@ format_of_kernels(smla_kv_row_number format)
 
 /* The kernel for a cache and a choice; NULL if the table does not have the format. */
 template <typename Args, int CHOICES, int ROWS>
-auto
+smla_kernel<Args>
 find_kernel(const format_kernels<Args, CHOICES> (&table)[ROWS], const smla_kv_view &kv, int choice)
-    -> void (*)(Args)
 {
     for (const format_kernels<Args, CHOICES> &row : table) {
         if (row.format == format_of_kernels(kv.format->number)) {

@@ -31,6 +31,12 @@ read_token(const smla_compress_params &p, int64_t token)
             read_slot(p.insert, token)};
 }
 
+__device__ __forceinline__ bool
+is_slot(const smla_kv_view &kv, int64_t slot)
+{
+    return slot >= 0 && slot < kv.num_pages * kv.block_size;
+}
+
 /* The slot that the block table gives a position, which is not negative; -1 if there is none. */
 __device__ __forceinline__ int64_t
 find_slot(const compress_args &args, int64_t req, int64_t position)

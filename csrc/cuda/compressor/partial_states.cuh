@@ -159,12 +159,6 @@ index_in_group(int64_t position, const smla_divisor &ratio)
     return position - smla_divide(position, ratio) * ratio.divisor;
 }
 
-__device__ __forceinline__ bool
-is_slot(const smla_kv_view &kv, int64_t slot)
-{
-    return slot >= 0 && slot < kv.num_pages * kv.block_size;
-}
-
 /* The slot of a token; -1 or less if the token is not written. */
 __device__ __forceinline__ int64_t
 valid_slot(const smla_cache_write_params &p, int64_t token)

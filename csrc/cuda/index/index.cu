@@ -249,9 +249,10 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p,
      * look-ups do. */
     const bool is_staged = p->num_blocks <= MAX_STAGED_PAGES && p->num_blocks / 4 <= p->topk;
     const convert_args args = {*p, smla_make_divisor(p->block_size), tokens_per_block};
-    static void (*const kernels[2][2])(
-        convert_args) = {{convert_kernel<1, false>, convert_kernel<1, true>},
-                         {convert_kernel<4, false>, convert_kernel<4, true>}};
+    static const smla_kernel<convert_args> kernels[2][2] = {
+        {convert_kernel<1, false>, convert_kernel<1, true>},
+        {convert_kernel<4, false>, convert_kernel<4, true>},
+    };
     return smla_launch(kernels[is_aligned][is_staged], args,
                        smla_count_parts(p->num_tokens, tokens_per_block), BLOCK_THREADS,
                        is_staged ? (int)(p->num_blocks + 1) * 4 : 0, p->call.stream);

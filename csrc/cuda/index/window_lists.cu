@@ -119,7 +119,7 @@ has_pieces(const int32_t *rows, int64_t stride_token, int64_t columns)
  * such pieces. */
 template <typename Args>
 cudaError_t
-launch_lists(void (*const kernels[3])(Args), const Args &args, bool is_aligned)
+launch_lists(const smla_kernel<Args> kernels[3], const Args &args, bool is_aligned)
 {
     const int64_t num_tokens = args.p.num_tokens;
     const smla_stream stream = args.p.call.stream;
@@ -431,9 +431,9 @@ cudaError_t
 smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *p,
                                           const smla_cuda_device *)
 {
-    static void (*const kernels[])(combine_args) = {combine_lists_kernel<cta>,
-                                                    combine_lists_kernel<aligned_cta>,
-                                                    combine_lists_kernel<aligned_warp>};
+    static const smla_kernel<combine_args> kernels[] = {combine_lists_kernel<cta>,
+                                                        combine_lists_kernel<aligned_cta>,
+                                                        combine_lists_kernel<aligned_warp>};
     const combine_args args = {*p, smla_make_divisor(p->ratio)};
     const bool is_aligned = has_pieces(p->topk_indices, p->topk_indices_stride_token, p->topk) &&
                             has_pieces(p->out, p->out_stride_token, p->width);
@@ -444,9 +444,9 @@ cudaError_t
 smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *p,
                                             const smla_cuda_device *)
 {
-    static void (*const kernels[])(mixed_args) = {mixed_lists_kernel<cta>,
-                                                  mixed_lists_kernel<aligned_cta>,
-                                                  mixed_lists_kernel<aligned_warp>};
+    static const smla_kernel<mixed_args> kernels[] = {mixed_lists_kernel<cta>,
+                                                      mixed_lists_kernel<aligned_cta>,
+                                                      mixed_lists_kernel<aligned_warp>};
     const mixed_args args = {*p, page_table_of(p->swa_pages), page_table_of(p->compressed_pages),
                              smla_make_divisor(p->ratio)};
     const bool is_aligned =

@@ -227,11 +227,11 @@ smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *param
     args.head_work_items = smla_make_divisor(smla_count_parts(params->num_heads, WARP_HEADS));
     args.num_work_items = params->num_tokens * args.head_work_items.divisor;
     args.angles_are_aligned = rope_is_aligned(params->rope);
-    const bool aligned = is_aligned(params);
-    void (*const kernel)(query_args) =
-        params->out_scale == NULL
-            ? (aligned ? query_kernel<false, true> : query_kernel<false, false>)
-            : (aligned ? query_kernel<true, true> : query_kernel<true, false>);
-    return smla_launch(kernel, args, smla_count_parts(args.num_work_items, BLOCK_WARPS),
-                       BLOCK_THREADS, 0, params->call.stream);
+    static const smla_kernel<query_args> kernels[2][2] = {
+        {query_kernel<false, false>, query_kernel<false, true>},
+        {query_kernel<true, false>, query_kernel<true, true>},
+    };
+    return smla_launch(kernels[params->out_scale != NULL][is_aligned(params)], args,
+                       smla_count_parts(args.num_work_items, BLOCK_WARPS), BLOCK_THREADS, 0,
+                       params->call.stream);
 }

@@ -485,8 +485,8 @@ __launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits
     }
 }
 
-/* The kernel for the alignment of all keys: 0 for whole vectors (8 bytes of FP4), 1 for words, 2 for
- * bytes. Pages have words at least. */
+/* The kernel for the alignment of all keys: 0 for whole vectors (8 bytes of FP4), 1 for words, 2
+ * for bytes. Pages have words at least. */
 int
 kernel_of_keys(const smla_kv_view &kv, bool is_fp4)
 {
@@ -534,13 +534,14 @@ smla_cuda_launch_indexer_logits(const smla_logits_params *params, const smla_cud
     const bool is_fp4 = params->kv.format->number == SMLA_ROW_MXFP4_INDEX;
     const int kind = is_fp4 ? 2 : params->q_scale != NULL ? 1 : 0;
     const int column = kernel_of_keys(params->kv, is_fp4);
-    static void (*const kernels[3][3])(
-        logits_args) = {{logits_kernel<true, false, 16>, logits_kernel<true, false, 4>,
-                         logits_kernel<true, false, 1>},
-                        {logits_kernel<false, false, 16>, logits_kernel<false, false, 4>,
-                         logits_kernel<false, false, 1>},
-                        {logits_kernel<false, true, 16>, logits_kernel<false, true, 4>,
-                         logits_kernel<false, true, 1>}};
+    static const smla_kernel<logits_args> kernels[3][3] = {
+        {logits_kernel<true, false, 16>, logits_kernel<true, false, 4>,
+         logits_kernel<true, false, 1>},
+        {logits_kernel<false, false, 16>, logits_kernel<false, false, 4>,
+         logits_kernel<false, false, 1>},
+        {logits_kernel<false, true, 16>, logits_kernel<false, true, 4>,
+         logits_kernel<false, true, 1>},
+    };
     return smla_launch_large(kernels[kind][column], args, args.num_work_items, BLOCK_THREADS, bytes,
                              shared_bytes_of(MOST_GROUPS), params->call.stream,
                              &allowed[kind][column]);

@@ -418,32 +418,28 @@ enum { MOST_COLUMNS = 1 << 29, FILL_COLUMNS = 512, MOST_FILL_COLUMNS = 4096 };
 
 template <typename Shape>
 cudaError_t
-launch_shape(const smla_logits_params *p, const smla_logits_plan *plan, int64_t num_sms,
-             sm90_args *all)
+launch_shape(const sm90_args &all, int64_t num_sms)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(logits_memory<Shape>);
-    const bool is_short = plan->num_work_items < num_sms && !plan->is_even;
-    return smla_launch_large(logits_sm90<Shape>, *all, is_short ? plan->num_work_items : num_sms,
-                             CONSUMERS + COPIERS, bytes, bytes, p->call.stream, &allowed);
+    const bool is_short = all.plan.num_work_items < num_sms && !all.plan.is_even;
+    return smla_launch_large(logits_sm90<Shape>, all, is_short ? all.plan.num_work_items : num_sms,
+                             CONSUMERS + COPIERS, bytes, bytes, all.args.p.call.stream, &allowed);
 }
 
 template <int HEADS, int TOKENS, int GROUPS>
 cudaError_t
-launch_groups(const smla_logits_params *p, const smla_logits_plan *plan, int64_t num_sms,
-              bool has_maps, sm90_args *all)
+launch_groups(const sm90_args &all, int64_t num_sms, bool has_maps)
 {
     if (!has_maps) {
-        return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, false, false>>(p, plan, num_sms,
-                                                                               all);
+        return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, false, false>>(all, num_sms);
     }
     if constexpr (TOKENS * GROUPS <= SMLA_LOGITS_MOST_EVEN_TOKENS) {
-        if (plan->is_even) {
-            return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, true>>(p, plan, num_sms,
-                                                                                 all);
+        if (all.plan.is_even) {
+            return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, true>>(all, num_sms);
         }
     }
-    return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, false>>(p, plan, num_sms, all);
+    return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, false>>(all, num_sms);
 }
 
 template <int HEADS>
@@ -477,16 +473,15 @@ launch_heads(const smla_logits_params *p)
     all.column_tiles = (int32_t)smla_count_parts(p->num_columns, TILE_KEYS);
     all.thread_blocks = (int32_t)smla_count_parts(plan.token_blocks, CONSUMERS + COPIERS);
     if (plan.num_groups == 1) {
-        return plan.group_tokens == 1
-                   ? launch_groups<HEADS, 1, 1>(p, &plan, num_sms, has_maps, &all)
-                   : launch_groups<HEADS, TOKENS, 1>(p, &plan, num_sms, has_maps, &all);
+        return plan.group_tokens == 1 ? launch_groups<HEADS, 1, 1>(all, num_sms, has_maps)
+                                      : launch_groups<HEADS, TOKENS, 1>(all, num_sms, has_maps);
     }
     if constexpr (HEADS == 64) {
         if (plan.group_tokens == 1) {
-            return launch_groups<HEADS, 1, 3>(p, &plan, num_sms, has_maps, &all);
+            return launch_groups<HEADS, 1, 3>(all, num_sms, has_maps);
         }
     }
-    return launch_groups<HEADS, TOKENS, 3>(p, &plan, num_sms, has_maps, &all);
+    return launch_groups<HEADS, TOKENS, 3>(all, num_sms, has_maps);
 }
 
 } // namespace

@@ -256,23 +256,20 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
     if (cleared != cudaSuccess) {
         return cleared;
     }
-    for (const quant_row &row : quant_rows) {
-        if (row.type != params->type || row.count != count) {
-            continue;
-        }
-        smla_cuda_deferred deferred;
-        smla_cuda_begin_deferred(&deferred);
-        /* Start at least one block: it writes the scale of an empty x, and handles the tail. */
-        const cudaError_t found =
-            smla_launch(row.find_amax, args,
-                        amax_blocks < 1             ? 1
-                        : amax_blocks < most_blocks ? amax_blocks
-                                                    : most_blocks,
-                        BLOCK_THREADS, 0, params->call.stream, false, &deferred);
-        return found != cudaSuccess
-                   ? found
-                   : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
-                                 0, params->call.stream, false, &deferred);
+    const quant_row *const row = find_row(quant_rows, params->type, count);
+    if (row == NULL) {
+        return SMLA_NO_KERNEL;
     }
-    return SMLA_NO_KERNEL;
+    smla_cuda_deferred deferred;
+    smla_cuda_begin_deferred(&deferred);
+    /* Start at least one block: it writes the scale of an empty x, and handles the tail. */
+    const cudaError_t found = smla_launch(row->find_amax, args,
+                                          amax_blocks < 1             ? 1
+                                          : amax_blocks < most_blocks ? amax_blocks
+                                                                      : most_blocks,
+                                          BLOCK_THREADS, 0, params->call.stream, false, &deferred);
+    return found != cudaSuccess
+               ? found
+               : smla_launch(row->quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS, 0,
+                             params->call.stream, false, &deferred);
 }

@@ -74,3 +74,16 @@ store_codes(uint8_t *to, const uint32_t *bytes)
         smla_store_words<COUNT, true>(to, bytes);
     }
 }
+
+/* The row of a table for a type and a number of elements per unit. */
+template <typename Row, int ROWS>
+static const Row *
+find_row(const Row (&table)[ROWS], smla_float_type type, int32_t count)
+{
+    for (const Row &row : table) {
+        if (row.type == type && row.count == count) {
+            return &row;
+        }
+    }
+    return NULL;
+}

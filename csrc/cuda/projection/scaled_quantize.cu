@@ -12,7 +12,7 @@
  *              quantize_columns  single columns: a thread has a unit's columns of every eighth row,
  *                                in one launch, or in two where few groups are cut into slabs
  *              quantize_group    other groups: a block has one
- *              find_amax, quantize_parts, finish_groups: groups that are large and few are cut into
+ *              find_amax, quantize_parts, set_groups: groups that are large and few are cut into
  *                                parts. A part's maximum goes into descale by atomicMax. On Hopper
  *                                scaled_quantize_sm90.cu serves those that a cluster can hold.
  *              Barriers (__syncthreads): maxima or factors are written; they are read.
@@ -199,15 +199,24 @@ __launch_bounds__(BLOCK_THREADS, COLUMN_BLOCKS)
 
 /* ---- Large groups, in parts ---------------------------------------------------------------- */
 
-/* descale = 0, for the maxima. */
+/* Before the maxima, descale = 0; once no part needs them any more, descale = amax / 448. */
+template <bool IS_END>
 __global__ void
-__launch_bounds__(BLOCK_THREADS) clear_groups(const __grid_constant__ scaled_args args)
+__launch_bounds__(BLOCK_THREADS) set_groups(const __grid_constant__ scaled_args args)
 {
+    if constexpr (IS_END) {
+        ptx_let_next_grid_start();
+    }
     ptx_wait_for_grids();
     for (int64_t number = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
          number < args.num_groups; number += (int64_t)gridDim.x * BLOCK_THREADS) {
         const group_place group = find_group(args, number);
-        *descale_of(args.p, group.row_group, group.column_group) = 0.0f;
+        float *const descale = descale_of(args.p, group.row_group, group.column_group);
+        if constexpr (IS_END) {
+            store_descale(args.p, group.row_group, group.column_group, *descale);
+        } else {
+            *descale = 0.0f;
+        }
     }
 }
 
@@ -267,20 +276,6 @@ __launch_bounds__(BLOCK_THREADS) quantize_parts(const __grid_constant__ scaled_a
     }
 }
 
-/* descale = amax / 448, once no part needs amax any more. */
-__global__ void
-__launch_bounds__(BLOCK_THREADS) finish_groups(const __grid_constant__ scaled_args args)
-{
-    ptx_let_next_grid_start();
-    ptx_wait_for_grids();
-    for (int64_t number = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x;
-         number < args.num_groups; number += (int64_t)gridDim.x * BLOCK_THREADS) {
-        const group_place group = find_group(args, number);
-        store_descale(args.p, group.row_group, group.column_group,
-                      *descale_of(args.p, group.row_group, group.column_group));
-    }
-}
-
 /* ---- The table ----------------------------------------------------------------------------- */
 
 typedef void (*scaled_kernel)(scaled_args);
@@ -326,19 +321,6 @@ has_units(const smla_scaled_quantize_params *p, int32_t count)
            smla_is_multiple(p->out, p->out_stride_row, count);
 }
 
-const scaled_row *
-find_row(const smla_scaled_quantize_params *p)
-{
-    const int32_t vector = p->type == SMLA_FLOAT_FP32 ? 4 : 8;
-    const int32_t count = has_units(p, vector) ? vector : 1;
-    for (const scaled_row &row : scaled_rows) {
-        if (row.type == p->type && row.count == count) {
-            return &row;
-        }
-    }
-    return NULL;
-}
-
 /* Into how many slabs quantize_columns cuts the rows of a group, to give every SM some blocks. */
 int64_t
 count_slabs(const smla_scaled_quantize_params *p, int64_t tiles, int64_t num_sms)
@@ -379,8 +361,7 @@ make_args(const smla_scaled_quantize_params *p, int32_t count, int64_t num_sms)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Groups that several blocks share: maxima, then the rest, between clear_groups and
- * finish_groups. */
+/* Groups that several blocks share: maxima, then the rest, between set_groups and set_groups. */
 cudaError_t
 launch_shared(scaled_kernel maxima, scaled_kernel rest, const scaled_args &args, int64_t num_blocks)
 {
@@ -389,10 +370,10 @@ launch_shared(scaled_kernel maxima, scaled_kernel rest, const scaled_args &args,
     const struct {
         scaled_kernel kernel;
         int64_t num_blocks;
-    } launches[] = {{clear_groups, few},
+    } launches[] = {{set_groups<false>, few},
                     {maxima, num_blocks},
                     {rest, num_blocks},
-                    {finish_groups, few}};
+                    {set_groups<true>, few}};
     cudaError_t code = cudaSuccess;
     for (int i = 0; code == cudaSuccess && i < 4; i++) {
         code =
@@ -435,7 +416,8 @@ cudaError_t
 smla_cuda_launch_scaled_quantize(const smla_scaled_quantize_params *p,
                                  const smla_cuda_device *device)
 {
-    const scaled_row *const row = find_row(p);
+    const int32_t vector = p->type == SMLA_FLOAT_FP32 ? 4 : 8;
+    const scaled_row *const row = find_row(scaled_rows, p->type, has_units(p, vector) ? vector : 1);
     const smla_stream stream = p->call.stream;
     if (row == NULL) {
         return SMLA_NO_KERNEL;

@@ -48,22 +48,17 @@ __cluster_dims__(CLUSTER_BLOCKS) __launch_bounds__(MOST_THREADS)
     ptx_cluster_wait(); /* the blocks' maxima are read */
 }
 
-template <int TYPE, int COUNT>
-cudaError_t
-launch(const scaled_args &args)
-{
-    return smla_launch(quantize_cluster<TYPE, COUNT>, args, args.num_groups * CLUSTER_BLOCKS,
-                       MOST_THREADS, 0, args.p.call.stream, true);
-}
-
 } /* namespace */
 
 cudaError_t
 smla_cuda_launch_scaled_quantize_sm90(const scaled_args *args)
 {
-    switch (args->p.type) {
-    case SMLA_FLOAT_BF16: return launch<SMLA_FLOAT_BF16, 8>(*args);
-    case SMLA_FLOAT_FP16: return launch<SMLA_FLOAT_FP16, 8>(*args);
-    default: return launch<SMLA_FLOAT_FP32, 4>(*args);
-    }
+    static const smla_kernel<scaled_args> kernels[] = {
+        quantize_cluster<SMLA_FLOAT_BF16, 8>,
+        quantize_cluster<SMLA_FLOAT_FP16, 8>,
+        quantize_cluster<SMLA_FLOAT_FP32, 4>,
+    };
+    return smla_launch(kernels[args->p.type - SMLA_FLOAT_BF16], *args,
+                       args->num_groups * CLUSTER_BLOCKS, MOST_THREADS, 0, args->p.call.stream,
+                       true);
 }

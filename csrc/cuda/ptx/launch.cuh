@@ -26,9 +26,12 @@ can_start_early(int32_t compute_capability)
     return can;
 }
 
-/* Starts a kernel that takes one struct by value; NULL is no kernel. The grid has at most as many blocks as the
- * hardware can number; kernels loop over the others. With no blocks nothing is launched. `deferred`
- * is as in smla_cuda_launch.
+/* A kernel that takes one struct by value. */
+template <typename Args> using smla_kernel = void (*)(Args);
+
+/* Starts a kernel that takes one struct by value; NULL is no kernel. The grid has at most as many
+ * blocks as the hardware can number; kernels loop over the others. With no blocks nothing is
+ * launched. `deferred` is as in smla_cuda_launch.
  *
  * Where the device can, the grid starts before the one in front of it in the stream is done. So
  * every thread of every kernel must pass ptx_wait_for_grids before it reads what other grids wrote,
@@ -250,19 +253,6 @@ static __device__ __forceinline__ int64_t
 smla_divide(int64_t n, const smla_divisor &by)
 {
     return n >> 32 == 0 ? smla_divide_uint32((uint32_t)n, by) : smla_divide_large(n, by.divisor);
-}
-
-/* n / by.divisor for n >= 0, and what the division leaves. */
-typedef struct smla_quotient {
-    int64_t quotient;
-    int64_t rest;
-} smla_quotient;
-
-static __device__ __forceinline__ smla_quotient
-smla_divide_with_rest(int64_t n, const smla_divisor &by)
-{
-    const int64_t quotient = smla_divide(n, by);
-    return smla_quotient{quotient, n - quotient * by.divisor};
 }
 
 /* ---- Vectors ------------------------------------------------------------------------------- */

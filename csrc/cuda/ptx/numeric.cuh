@@ -390,7 +390,8 @@ smla_quantize_products(const uint32_t *pairs, float factor, uint32_t *codes)
     }
 }
 
-/* The largest magnitudes of a lane's COUNT bf16: of even values, and of odd ones. NaN is left out. */
+/* The largest magnitudes of a lane's COUNT bf16: of even values, and of odd ones. NaN is left
+ * out. */
 template <int COUNT>
 static __device__ __forceinline__ uint32_t
 smla_find_largest(const uint32_t *pairs)

@@ -34,24 +34,20 @@ __launch_bounds__(BLOCK_THREADS) apply_kernel(const __grid_constant__ apply_args
     }
 }
 
-template <int TYPE, bool IS_NEOX> void (*choose_kernel(bool is_aligned))(apply_args)
-{
-    return is_aligned ? apply_kernel<TYPE, IS_NEOX, true> : apply_kernel<TYPE, IS_NEOX, false>;
-}
-
 } /* namespace */
 
 cudaError_t
 smla_cuda_launch_apply_rope(const smla_apply_rope_params *params, const smla_cuda_device *)
 {
-    const bool is_bf16 = params->type == SMLA_FLOAT_BF16;
-    const bool is_aligned = are_vectors(*params);
     const apply_args args = make_apply_args(*params);
-    void (*const kernel)(apply_args) =
-        params->is_neox ? (is_bf16 ? choose_kernel<SMLA_FLOAT_BF16, true>(is_aligned)
-                                   : choose_kernel<SMLA_FLOAT_FP32, true>(is_aligned))
-                        : (is_bf16 ? choose_kernel<SMLA_FLOAT_BF16, false>(is_aligned)
-                                   : choose_kernel<SMLA_FLOAT_FP32, false>(is_aligned));
-    return smla_launch(kernel, args, smla_count_parts(args.num_threads, BLOCK_THREADS),
-                       BLOCK_THREADS, 0, params->call.stream);
+    /* [is bf16][is neox][is aligned] */
+    static const smla_kernel<apply_args> kernels[2][2][2] = {
+        {{apply_kernel<SMLA_FLOAT_FP32, false, false>, apply_kernel<SMLA_FLOAT_FP32, false, true>},
+         {apply_kernel<SMLA_FLOAT_FP32, true, false>, apply_kernel<SMLA_FLOAT_FP32, true, true>}},
+        {{apply_kernel<SMLA_FLOAT_BF16, false, false>, apply_kernel<SMLA_FLOAT_BF16, false, true>},
+         {apply_kernel<SMLA_FLOAT_BF16, true, false>, apply_kernel<SMLA_FLOAT_BF16, true, true>}},
+    };
+    return smla_launch(
+        kernels[params->type == SMLA_FLOAT_BF16][params->is_neox][are_vectors(*params)], args,
+        smla_count_parts(args.num_threads, BLOCK_THREADS), BLOCK_THREADS, 0, params->call.stream);
 }

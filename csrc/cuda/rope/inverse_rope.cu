@@ -334,10 +334,10 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
     args.head_blocks = smla_make_divisor(smla_count_parts(params->num_heads, block_heads));
     args.num_blocks =
         smla_count_parts(args.num_rows, (int64_t)1 << args.token_shift) * args.head_blocks.divisor;
-    const bool aligned = is_aligned(params);
-    void (*const kernel)(inverse_args) =
-        params->out_scale == NULL
-            ? (aligned ? inverse_kernel<false, true> : inverse_kernel<false, false>)
-            : (aligned ? inverse_kernel<true, true> : inverse_kernel<true, false>);
-    return smla_launch(kernel, args, args.num_blocks, BLOCK_THREADS, 0, params->call.stream);
+    static const smla_kernel<inverse_args> kernels[2][2] = {
+        {inverse_kernel<false, false>, inverse_kernel<false, true>},
+        {inverse_kernel<true, false>, inverse_kernel<true, true>},
+    };
+    return smla_launch(kernels[params->out_scale != NULL][is_aligned(params)], args,
+                       args.num_blocks, BLOCK_THREADS, 0, params->call.stream);
 }

@@ -150,11 +150,12 @@ smla_cuda_launch_rope_and_cache_mla(const smla_rope_and_cache_params *p, const s
     const bool is_aligned = are_vectors(p->queries) && has_aligned_tokens(p->insert);
     const int64_t num_blocks =
         args.key_blocks + smla_count_parts(args.queries.num_threads, BLOCK_THREADS);
-    void (*const kernel)(rope_and_cache_args) =
-        p->queries.type == SMLA_FLOAT_BF16
-            ? (is_aligned ? rope_and_cache_kernel<SMLA_FLOAT_BF16, true>
-                          : rope_and_cache_kernel<SMLA_FLOAT_BF16, false>)
-            : (is_aligned ? rope_and_cache_kernel<SMLA_FLOAT_FP32, true>
-                          : rope_and_cache_kernel<SMLA_FLOAT_FP32, false>);
-    return smla_launch(kernel, args, num_blocks, BLOCK_THREADS, 0, p->call.stream);
+    static const smla_kernel<rope_and_cache_args> kernels[2][2] = {
+        {rope_and_cache_kernel<SMLA_FLOAT_FP32, false>,
+         rope_and_cache_kernel<SMLA_FLOAT_FP32, true>},
+        {rope_and_cache_kernel<SMLA_FLOAT_BF16, false>,
+         rope_and_cache_kernel<SMLA_FLOAT_BF16, true>},
+    };
+    return smla_launch(kernels[p->queries.type == SMLA_FLOAT_BF16][is_aligned], args, num_blocks,
+                       BLOCK_THREADS, 0, p->call.stream);
 }
