@@ -102,23 +102,17 @@ find_page(const logits_args &args, int64_t source, int64_t column)
                : -1;
 }
 
-/* Where a column's key is in its page, or in the array of flat keys. */
-static __device__ __forceinline__ int64_t
-offset_in_page(const logits_args &args, int64_t source, int64_t column)
-{
-    return args.p.has_pages
-               ? (uint32_t)column - smla_divide_uint32((uint32_t)column, args.page_keys) *
-                                        (uint32_t)args.page_keys.divisor
-               : source + column;
-}
-
 /* The key of a column in the page that find_page gave. Its row is NULL if the key does not
  * exist. */
 static __device__ __forceinline__ smla_kv_token
 key_in_page(const logits_args &args, int64_t source, int64_t column, int32_t page)
 {
     const smla_logits_params &p = args.p;
-    const int64_t offset = offset_in_page(args, source, column);
+    int64_t offset = source + column;
+    if (p.has_pages) {
+        offset = (uint32_t)column - smla_divide_uint32((uint32_t)column, args.page_keys) *
+                                        (uint32_t)args.page_keys.divisor;
+    }
     if (page < 0 || page >= p.kv.num_pages || offset < 0 || offset >= p.kv.block_size) {
         return smla_kv_token{NULL, NULL};
     }

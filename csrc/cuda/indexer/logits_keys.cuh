@@ -22,7 +22,10 @@ __device__ __forceinline__ tile_position
 find_tile_position(const logits_args &args, int64_t source, int64_t column, int32_t page)
 {
     const smla_kv_view &kv = args.p.kv;
-    const int64_t row = offset_in_page(args, source, column);
+    const int64_t row =
+        args.p.has_pages ? (uint32_t)column - smla_divide_uint32((uint32_t)column, args.page_keys) *
+                                                  (uint32_t)args.page_keys.divisor
+                         : source + column;
     const int64_t left = kv.block_size - row;
     if (page < 0 || page >= kv.num_pages || left <= 0 || row <= -TILE_KEYS) {
         return tile_position{0, (int32_t)kv.block_size, 0};

@@ -326,17 +326,6 @@ smla_store_vector_1(void *to, const uint32_t *words)
     asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(words[0]) : "memory");
 }
 
-/* An integer of `BYTES` bytes. */
-template <int BYTES> struct smla_unit {
-    typedef uint32_t type;
-};
-template <> struct smla_unit<2> {
-    typedef uint16_t type;
-};
-template <> struct smla_unit<1> {
-    typedef uint8_t type;
-};
-
 /* Load and store BYTES bytes as 32-bit words. If ALIGNED, this is one instruction of 4, 8 or 16
  * bytes. Otherwise it moves units of UNIT bytes, 1, 2 or 4, and the address must be a multiple of
  * UNIT. */
@@ -344,7 +333,6 @@ template <int BYTES, bool ALIGNED, int UNIT = 2>
 static __device__ __forceinline__ void
 smla_load_words(const void *from, uint32_t *words)
 {
-    typedef typename smla_unit<UNIT>::type unit;
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "a vector is 4, 8 or 16 bytes");
     if constexpr (ALIGNED && BYTES == 16) {
         smla_load_vector_4(from, words);
@@ -352,16 +340,26 @@ smla_load_words(const void *from, uint32_t *words)
         smla_load_vector_2(from, words);
     } else if constexpr (ALIGNED) {
         smla_load_vector_1(from, words);
+    } else if constexpr (UNIT == 4) {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            words[i] = __ldg((const uint32_t *)from + i);
+        }
+    } else if constexpr (UNIT == 2) {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            const uint32_t low = __ldg((const uint16_t *)from + 2 * i);
+            const uint32_t high = __ldg((const uint16_t *)from + 2 * i + 1);
+            words[i] = low | high << 16;
+        }
     } else {
 #pragma unroll
         for (int i = 0; i < BYTES / 4; i++) {
-            const unit *const units = (const unit *)from + 4 / UNIT * i;
-            uint32_t word = __ldg(units);
+            words[i] = 0;
 #pragma unroll
-            for (int k = 1; k < 4 / UNIT; k++) {
-                word |= (uint32_t)__ldg(units + k) << 8 * UNIT * k;
+            for (int k = 0; k < 4; k++) {
+                words[i] |= (uint32_t)__ldg((const uint8_t *)from + 4 * i + k) << 8 * k;
             }
-            words[i] = word;
         }
     }
 }
@@ -370,7 +368,6 @@ template <int BYTES, bool ALIGNED, int UNIT = 2>
 static __device__ __forceinline__ void
 smla_store_words(void *to, const uint32_t *words)
 {
-    typedef typename smla_unit<UNIT>::type unit;
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "a vector is 4, 8 or 16 bytes");
     if constexpr (ALIGNED && BYTES == 16) {
         smla_store_vector_4(to, words);
@@ -381,13 +378,16 @@ smla_store_words(void *to, const uint32_t *words)
         for (int i = 0; i < BYTES / 4; i++) {
             smla_store_vector_1((uint32_t *)to + i, words + i);
         }
-    } else {
+    } else if constexpr (UNIT == 2) {
 #pragma unroll
         for (int i = 0; i < BYTES / 4; i++) {
+            ((uint16_t *)to)[2 * i] = (uint16_t)words[i];
+            ((uint16_t *)to)[2 * i + 1] = (uint16_t)(words[i] >> 16);
+        }
+    } else {
 #pragma unroll
-            for (int k = 0; k < 4 / UNIT; k++) {
-                ((unit *)to)[4 / UNIT * i + k] = (unit)(words[i] >> 8 * UNIT * k);
-            }
+        for (int i = 0; i < BYTES; i++) {
+            ((uint8_t *)to)[i] = (uint8_t)(words[i / 4] >> 8 * (i % 4));
         }
     }
 }
