@@ -83,7 +83,7 @@ find_hidden(const kv_pages &pages, const int32_t *entries, uint32_t position)
         const int key = first + (int)threadIdx.x % SMLA_WARP_LANES;
         const bool is_hidden =
             key < KEYS && find_place(pages, entries[key], position + key).page < 0;
-        hidden |= (uint64_t)__ballot_sync(0xFFFFFFFFu, is_hidden) << first;
+        hidden |= (uint64_t)__ballot_sync(ALL_LANES, is_hidden) << first;
     }
     return hidden;
 }

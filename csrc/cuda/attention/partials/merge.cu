@@ -52,8 +52,6 @@ enum {
     UNROLL = 2,        /* vectors per part at a time */
 };
 
-enum { ALL_LANES = 0xFFFFFFFF };
-
 template <int MOST_PARTS> constexpr int block_threads = MOST_PARTS == 2 ? 256 : 128;
 
 /* TYPE, OUT_TYPE: smla_float_type. COUNT: elements per vector. STATES: there are two parts. */
@@ -331,7 +329,7 @@ store_values(void *array, int64_t index, const float *values)
 #pragma unroll
         for (int i = 0; i < COUNT / 2; i++) {
             words[i] = TYPE == SMLA_FLOAT_FP16
-                           ? smla_cvt_f16x2(values[2 * i], values[2 * i + 1])
+                           ? ptx_cvt_f16x2(values[2 * i], values[2 * i + 1])
                            : smla_floats_to_bf16x2(values[2 * i], values[2 * i + 1]);
         }
         smla_store_words<COUNT * 2, true>((uint16_t *)array + index, words);
