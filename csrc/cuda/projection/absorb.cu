@@ -130,7 +130,8 @@ read_own(const float (&row)[ROW], int first, float (&own)[OWN])
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        smla_spread_vector(*(const float4 *)&row[first + half * TILE / 2], own + 4 * half);
+        const float4 four = *(const float4 *)&row[first + half * TILE / 2];
+        smla_spread_vector(four, own + 4 * half);
     }
 }
 

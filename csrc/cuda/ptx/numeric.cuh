@@ -119,7 +119,7 @@ smla_widen_bf16(const uint32_t *pairs, float *x)
 
 /* The four floats of a vector. */
 static __device__ __forceinline__ void
-smla_spread_vector(float4 vector, float *x)
+smla_spread_vector(const float4 &vector, float *x)
 {
     x[0] = vector.x;
     x[1] = vector.y;
