@@ -89,7 +89,7 @@ EPSILON = two_to(round(float(UNITS[0, 0]) * 2.0**60) / 2.0**60)
 (MOST_K,) = (most for *_, name, _, most in sparse_mla.top_k_per_row.limits if name == "k")
 DIGIT = round(np.log2(constant("csrc/cpu/topk/select.h", "SMLA_DIGIT_VALUES")))
 GPU_DIGIT = 32 - int(matched("csrc/cuda/topk/resident_digits.cuh", r"\(key >> (\d+)\)")[0])
-DIGITS, CLUSTERS = "csrc/cuda/topk/resident_digits.cuh", "csrc/cuda/topk/top_k_clusters.h"
+DIGITS, CLUSTERS = "csrc/cuda/topk/resident_digits.cuh", "csrc/cuda/topk/top_k_rows.cuh"
 RESIDENT = 32 * constant(CLUSTERS, "SMLA_MAX_ROW_CTAS") * constant(CLUSTERS, "SMLA_RESIDENT_KEYS")
 RESIDENT *= constant(DIGITS, "RESIDENT_PARTS") * constant(DIGITS, "MOST_WARPS")
 ARCHS = matched("buildtools/graph.py", r'_ARCHS", ""\)\.split\(\) or \["(\w+)", "(\w+)"\]')
@@ -199,7 +199,7 @@ STATED = {
         f"The digits are of {GPU_DIGIT}, {GPU_DIGIT} and {32 - 2 * GPU_DIGIT} bits there.",
         f"Of a row of more than {RESIDENT:,} columns it holds the beginning",
         "On Hopper a cluster of up to "
-        f"{constant('csrc/cuda/topk/top_k_clusters.h', 'SMLA_MAX_ROW_CTAS')} CTAs",
+        f"{constant('csrc/cuda/topk/top_k_rows.cuh', 'SMLA_MAX_ROW_CTAS')} CTAs",
     ),
     "docs/install.md": (f'The default of `SPARSE_MLA_CUDA_ARCHS` is `"{" ".join(ARCHS)}"`',),
     "docs/coming_from.md": (
