@@ -362,8 +362,9 @@ launch_shape(const smla_attention_params &p)
 {
     static_assert(sizeof(memory_of<Shape, Args>) <= 99 << 10, "sm_86, 89 and 120 have 99 KiB");
     const Args args = make_args<Shape, Args>(p);
-    return smla_launch_large<attend_varlen<Shape, HALF, Args>>(
-        args, args.num_items, CTA_THREADS, (int)sizeof(memory_of<Shape, Args>), p.call.stream);
+    return smla_launch_large<attend_varlen<Shape, HALF, Args>>(args, args.num_items, CTA_THREADS,
+                                                               (int)sizeof(memory_of<Shape, Args>),
+                                                               p.call.stream);
 }
 
 /* Kernels in order of size; the first one whose dims suffice. */
