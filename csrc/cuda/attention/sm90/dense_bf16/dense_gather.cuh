@@ -17,17 +17,10 @@ typedef struct tile_query {
 } tile_query;
 
 static __device__ __forceinline__ const uint16_t *
-find_nope(const tile_query &query, int row)
+find_query_row(const tile_query &query, int part, int row)
 {
     const row_place place = find_place(query.launch, query.token, query.first_row + row);
-    return smla_row16(&query.launch.base.params.queries.parts[SMLA_NOPE], place.token, place.head);
-}
-
-static __device__ __forceinline__ const uint16_t *
-find_rope(const tile_query &query, int row)
-{
-    const row_place place = find_place(query.launch, query.token, query.first_row + row);
-    return smla_row16(&query.launch.base.params.queries.parts[SMLA_PE], place.token, place.head);
+    return smla_row16(&query.launch.base.params.queries.parts[part], place.token, place.head);
 }
 
 /* Copies the query of an item. Not inlined, so that it takes no registers from the copies of

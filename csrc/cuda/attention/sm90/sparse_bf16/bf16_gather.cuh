@@ -110,36 +110,29 @@ announce_copies(uint32_t barrier)
 
 /* Where an item's query lies. */
 typedef struct query_source {
-    const uint16_t *nope;
-    const uint16_t *rope;
-    int64_t nope_stride; /* elements from a head to the next */
-    int64_t rope_stride;
+    const uint16_t *parts[2];
+    int64_t strides[2]; /* elements from a head to the next */
     int32_t num_rows;
 } query_source;
 
-/* Where the NoPE part of a row of the tile begins. */
+/* Where a part of a row of the tile begins. */
 static __device__ __forceinline__ const uint16_t *
-find_nope(const query_source &query, int row)
+find_query_row(const query_source &query, int part, int row)
 {
-    return query.nope + row * query.nope_stride;
-}
-
-static __device__ __forceinline__ const uint16_t *
-find_rope(const query_source &query, int row)
-{
-    return query.rope + row * query.rope_stride;
+    return query.parts[part] + row * query.strides[part];
 }
 
 static __device__ __forceinline__ query_source
 find_query(const smla_queries &queries, const work_item &item)
 {
-    return query_source{smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head),
-                        smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head),
-                        queries.parts[SMLA_NOPE].stride_head, queries.parts[SMLA_PE].stride_head,
+    const smla_head_rows &nope = queries.parts[SMLA_NOPE], &pe = queries.parts[SMLA_PE];
+    return query_source{{smla_row16(&nope, item.token, item.first_head),
+                         smla_row16(&pe, item.token, item.first_head)},
+                        {nope.stride_head, pe.stride_head},
                         item.num_heads};
 }
 
-/* Copies the query of an item, from where find_nope and find_rope say; `warp` is the number of the
+/* Copies the query of an item, from where find_query_row says; `warp` is the number of the
  * calling warp among four. Group 1 brings the CTA's first query, because it is idle while the
  * gather warps read the first indices. The gather warps bring the others. */
 template <bool ROPE, bool ALIGNED, typename Query>
@@ -149,8 +142,8 @@ copy_query(const Query &query, uint32_t base, int warp)
 #pragma unroll 1
     for (int load_wave = 0; load_wave < ROW_LOAD_WAVES; load_wave++) {
         const int head = warp * WARP_ROWS + load_wave * LOAD_WAVE_ROWS + gather_lane() / 8;
-        const uint16_t *const nope = find_nope(query, head);
-        const uint16_t *const rope = find_rope(query, head);
+        const uint16_t *const nope = find_query_row(query, SMLA_NOPE, head);
+        const uint16_t *const rope = find_query_row(query, SMLA_PE, head);
         const uint32_t to =
             BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), load_wave);
 #pragma unroll

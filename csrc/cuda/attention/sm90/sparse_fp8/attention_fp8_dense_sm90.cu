@@ -26,17 +26,6 @@
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-template <int HEADS>
-static cudaError_t
-launch_ranges(const smla_attention_params *params, const smla_attention_start *start)
-{
-    row_span spans[2];
-    return find_spans(params, spans)
-               ? launch_fp8<fp8_shape<SMLA_ROW_FP8_DS_MLA, HEADS, false, true>>(params, start,
-                                                                                spans)
-               : launch_portable<SMLA_ROW_FP8_DS_MLA, HEADS>(params, start);
-}
-
-LAUNCHER(smla_attend_sm90_fp8_dense_64, launch_ranges<64>)
-LAUNCHER(smla_attend_sm90_fp8_dense_32, launch_ranges<32>)
-LAUNCHER(smla_attend_sm90_fp8_dense_16, launch_ranges<16>)
+LAUNCHER(smla_attend_sm90_fp8_dense_64, launch_rows<SMLA_ROW_FP8_DS_MLA, 64, true>)
+LAUNCHER(smla_attend_sm90_fp8_dense_32, launch_rows<SMLA_ROW_FP8_DS_MLA, 32, true>)
+LAUNCHER(smla_attend_sm90_fp8_dense_16, launch_rows<SMLA_ROW_FP8_DS_MLA, 16, true>)

@@ -88,22 +88,9 @@
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-template <int ROW, int HEADS>
-static cudaError_t
-launch_tile(const smla_attention_params *params, const smla_attention_start *start)
-{
-    row_span spans[2];
-    if (!find_spans(params, spans)) {
-        return launch_portable<ROW, HEADS>(params, start);
-    }
-    return params->results.max_logits == NULL
-               ? launch_fp8<fp8_shape<ROW, HEADS, false>>(params, start, spans)
-               : launch_fp8<fp8_shape<ROW, HEADS, true>>(params, start, spans);
-}
-
-LAUNCHER(smla_attend_sm90_fp8_64, launch_tile<SMLA_ROW_FP8_DS_MLA, 64>)
-LAUNCHER(smla_attend_sm90_fp8_32, launch_tile<SMLA_ROW_FP8_DS_MLA, 32>)
-LAUNCHER(smla_attend_sm90_fp8_16, launch_tile<SMLA_ROW_FP8_DS_MLA, 16>)
-LAUNCHER(smla_attend_sm90_v4_64, launch_tile<SMLA_ROW_FP8_V4, 64>)
-LAUNCHER(smla_attend_sm90_v4_32, launch_tile<SMLA_ROW_FP8_V4, 32>)
-LAUNCHER(smla_attend_sm90_v4_16, launch_tile<SMLA_ROW_FP8_V4, 16>)
+LAUNCHER(smla_attend_sm90_fp8_64, launch_rows<SMLA_ROW_FP8_DS_MLA, 64, false>)
+LAUNCHER(smla_attend_sm90_fp8_32, launch_rows<SMLA_ROW_FP8_DS_MLA, 32, false>)
+LAUNCHER(smla_attend_sm90_fp8_16, launch_rows<SMLA_ROW_FP8_DS_MLA, 16, false>)
+LAUNCHER(smla_attend_sm90_v4_64, launch_rows<SMLA_ROW_FP8_V4, 64, false>)
+LAUNCHER(smla_attend_sm90_v4_32, launch_rows<SMLA_ROW_FP8_V4, 32, false>)
+LAUNCHER(smla_attend_sm90_v4_16, launch_rows<SMLA_ROW_FP8_V4, 16, false>)

@@ -415,3 +415,21 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     return smla_launch_large<attend_fp8<Shape>>(launch, num_ctas, FP8_THREADS, SHARED_BYTES,
                                                 params->call.stream, false, start->deferred);
 }
+
+/* Launches the kernel, or the portable one where this one cannot read the rows. Calls over tables
+ * want no max_logits. */
+template <int ROW, int HEADS, bool RANGED>
+static cudaError_t
+launch_rows(const smla_attention_params *params, const smla_attention_start *start)
+{
+    row_span spans[2];
+    if (!find_spans(params, spans)) {
+        return launch_portable<ROW, HEADS>(params, start);
+    }
+    if constexpr (!RANGED) {
+        if (params->results.max_logits != NULL) {
+            return launch_fp8<fp8_shape<ROW, HEADS, true>>(params, start, spans);
+        }
+    }
+    return launch_fp8<fp8_shape<ROW, HEADS, false, RANGED>>(params, start, spans);
+}
