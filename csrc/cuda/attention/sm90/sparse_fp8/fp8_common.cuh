@@ -426,7 +426,23 @@ flip_of_key(int key)
     return HEADS == 64 ? key & 7 : HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
 }
 
-/* ---- The query's power of two -------------------------------------------------------------- */
+/* ---- The query ------------------------------------------------------------------------------ */
+
+/* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
+ * eight becomes word `column` of chunk i of a tile's row: score_block has bytes in this order.
+ * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Column c of RoPE's tile, and of
+ * a tile without a twin before it, has dimensions 16c + 0...15. */
+template <typename Memory>
+static __device__ __forceinline__ void
+store_query_words(Memory *shared, int tile, int head, int first, int column,
+                  const uint32_t words[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        *(uint32_t *)&shared->query[tile][head][((first + i) ^ (head & 7)) * 16 + 4 * column] =
+            words[i];
+    }
+}
 
 /* The exponent of a query whose largest value has these bf16 bits. needs_fallback: none fits. */
 static __device__ __forceinline__ int

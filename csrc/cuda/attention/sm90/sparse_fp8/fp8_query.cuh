@@ -96,22 +96,6 @@ find_head_max(const uint32_t (&words)[TILES][4])
     return value;
 }
 
-/* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
- * eight becomes word `column` of chunk i of a tile's row: score_block has bytes in this order.
- * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Column c of RoPE's tile, and of
- * a tile without a twin before it, has dimensions 16c + 0...15. */
-template <typename Shape>
-static __device__ __forceinline__ void
-store_query_words(fp8_memory<Shape> *shared, int tile, int head, int first, int column,
-                  const uint32_t words[4])
-{
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        *(uint32_t *)&shared->query[tile][head][((first + i) ^ (head & 7)) * 16 + 4 * column] =
-            words[i];
-    }
-}
-
 template <typename Shape>
 static __device__ __forceinline__ void
 store_nope(fp8_memory<Shape> *shared, int head, int piece,

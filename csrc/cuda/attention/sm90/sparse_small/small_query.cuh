@@ -147,20 +147,6 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
     }
 }
 
-/* Stores 8 dimensions of a head in a 64-dimension tile. Word i of 16 dimensions goes to chunk i of
- * 8, and there to word `column`: score_keys has the bytes of rows in this order. */
-template <typename Shape>
-static __device__ __forceinline__ void
-store_words(small_memory<Shape> *shared, int tile, int head, int column, int piece,
-            const uint32_t words[4])
-{
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int chunk = (4 * piece + i) ^ (head & 7);
-        *(uint32_t *)&shared->query[tile][head][16 * chunk + 4 * column] = words[i];
-    }
-}
-
 /* The query's power of two, from the maxima of all heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -212,9 +198,9 @@ store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const
                 words[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
                 words[i] = is_rope ? pair : words[i];
             }
-            store_words(shared, has_both ? Row::NOPE_TILES - 1 + is_rope : 2 * at.tile + half,
-                        at.head + PART_HEADS * part,
-                        has_both ? 2 * (at.column % 2) + half : at.column, at.piece, words);
+            store_query_words(shared, has_both ? Row::NOPE_TILES - 1 + is_rope : 2 * at.tile + half,
+                              at.head + PART_HEADS * part, 4 * at.piece,
+                              has_both ? 2 * (at.column % 2) + half : at.column, words);
         }
     }
 #pragma unroll
@@ -225,7 +211,7 @@ store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const
             for (int i = 0; i < 4; i++) {
                 words[i] = ptx_mul_bf16x2(query.rope[set][i], factor);
             }
-            store_words(shared, Row::NOPE_TILES, head, at.column, at.piece, words);
+            store_query_words(shared, Row::NOPE_TILES, head, 4 * at.piece, at.column, words);
         }
     }
 }
