@@ -25,6 +25,7 @@ from sparse_mla._bench.cpu import (
     dense,
     layer,
     memory,
+    paged,
     projection,
     sizes,
     subnormal,
@@ -38,6 +39,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "v4": v4.measure,
     "dense": dense.measure,
     "varlen": varlen.measure,
+    "paged": paged.measure,
     "layer": layer.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
@@ -61,6 +63,7 @@ CUDA_TABLES = (
     "v4",
     "dense",
     "varlen",
+    "paged",
     "dense_prefill",
     "prefill_layer",
     "layer",
@@ -274,6 +277,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import linear as cuda_linear
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
+    from sparse_mla._bench.cuda import paged as cuda_paged
     from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
@@ -292,6 +296,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
         "varlen": lambda: cuda_varlen.measure_varlen(effort),
+        "paged": lambda: cuda_paged.measure_paged(effort),
         "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
         "prefill_layer": lambda: cuda_prefill_layer.measure_prefill_layer(effort),
         "layer": lambda: cuda_layer.measure_layer(effort),

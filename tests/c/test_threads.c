@@ -180,6 +180,28 @@ add_varlen(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
 }
 
 static void
+add_paged(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
+{
+    array *const out = ARRAY(bf16, tokens, heads, 32);
+    array *const lse = ARRAY(fp32, tokens, heads);
+    array *const table = ARRAY(int32, 2, 3);
+    memcpy(table->data, (int32_t[]){6, 0, 2, 5, -1, 3}, table->bytes);
+    const any_args args = {.paged = {.struct_size = sizeof(smla_paged_attention_args),
+                                     .q = normal(ARRAY(bf16, tokens, heads, 64)),
+                                     .k_cache = normal(ARRAY(bf16, 7, 40, 1, 64)),
+                                     .v_cache = normal(ARRAY(bf16, 7, 40, 1, 32)),
+                                     .block_table = &table->tensor,
+                                     .cache_seqlens = &VECTOR(int32, 90, 115)->tensor,
+                                     .cu_seqlens_q = &VECTOR(int32, 0, tokens / 3, tokens)->tensor,
+                                     .out = &out->tensor,
+                                     .lse = &lse->tensor,
+                                     .softmax_scale = 0.1}};
+    job *const added = add_job(jobs, num_jobs, "paged_attention", call_paged, args);
+    added->outs[0] = out;
+    added->outs[1] = lse;
+}
+
+static void
 add_merge(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
 {
     array *const out = ARRAY(bf16, tokens, heads, 512);
@@ -230,6 +252,7 @@ make_jobs(job *jobs)
     add_lightning(jobs, &num_jobs, 24, 2000);
     add_projection(jobs, &num_jobs, 130, 6);
     add_varlen(jobs, &num_jobs, 1000, 3);
+    add_paged(jobs, &num_jobs, 700, 4);
     add_merge(jobs, &num_jobs, 90, 3);
     add_quant(jobs, &num_jobs, 40, 5000);
     return num_jobs;

@@ -93,6 +93,36 @@ class V4Composition(Composition):
         return torch.cat([gather_v4(cache, x, self.dtype) for cache, x in parts], dim=1)
 
 
+class PagedComposition(Composition):
+    """Attention of q [B, H, D] bf16 over k_cache and v_cache [P, ps, Hk, D] bf16, a token of each
+    request over all pages of its row of `table` [B, W]."""
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        k_cache: np.ndarray,
+        v_cache: np.ndarray,
+        table: np.ndarray,
+        softmax_scale: float,
+        dtype: Any,
+    ) -> None:
+        super().__init__(q, k_cache, table, softmax_scale, dtype)
+        self.values = from_numpy(v_cache)
+
+    def _attend(self, q: TorchTensor, indices: TorchTensor) -> tuple[TorchTensor, TorchTensor]:
+        keys, values = (self._gather_pages(cache, indices) for cache in (self.kv, self.values))
+        by_group = q.view(len(q), keys.shape[1], -1, q.shape[-1])
+        logits = torch.matmul(by_group, keys.transpose(2, 3)).float().mul_(self.softmax_scale)
+        lse = torch.logsumexp(logits, dim=-1)
+        p = logits.sub_(lse[..., None]).exp_().to(self.dtype)
+        return torch.matmul(p, values).to(torch.bfloat16).flatten(1, 2), lse.flatten(1)
+
+    def _gather_pages(self, cache: TorchTensor, table: TorchTensor) -> TorchTensor:
+        """The rows of requests, [B, Hk, n, D]."""
+        rows = cache.index_select(0, table.reshape(-1)).to(self.dtype)
+        return rows.view(len(table), -1, *cache.shape[2:]).transpose(1, 2)
+
+
 def prepare(num_threads: int) -> Any:
     """Sets PyTorch's threads, and returns the dtype for products. None without PyTorch."""
     if torch is None:
