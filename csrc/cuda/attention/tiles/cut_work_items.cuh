@@ -260,16 +260,18 @@ find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int hel
 }
 
 /* The word that describes the nth part of an item whose head has `budget` of the `length` segments
- * that were planned for it. In a list these are its own NUM_SEGMENTS; in a dense call they become
- * as many. */
+ * that were planned for it. In a dense call these become the item's own NUM_SEGMENTS. */
+template <bool RANGED>
 static __device__ __forceinline__ int
 describe_part(int idx, int nth, const piece_range &range, int first_piece, int budget, int length)
 {
+    const auto own = [&](int segments) {
+        return RANGED ? segments * NUM_SEGMENTS / length : segments;
+    };
     const int begin = nth == 0 ? 0 : budget + range.before;
-    const int end = budget + range.before + range.size;
-    return make_part(idx, begin * NUM_SEGMENTS / length,
-                     nth == range.count ? (int)NUM_SEGMENTS : end * NUM_SEGMENTS / length, nth,
-                     range.count + 1, first_piece);
+    const int end =
+        nth == range.count ? (int)NUM_SEGMENTS : own(budget + range.before + range.size);
+    return make_part(idx, own(begin), end, nth, range.count + 1, first_piece);
 }
 
 /* The rank of CTA number `thread`, from 0 for the most load. CTAs of one level keep their order. */
@@ -340,9 +342,8 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
             const int idx = cta_of_rank(scratch, rank);
             const int first_piece = rank * teams.num_helpers;
             order->items[has_head ? 0 : 1] =
-                describe_part(idx, 1 + helper, range, first_piece, budget,
-                              RANGED ? load_of_rank(scratch, rank) - problem.cost
-                                     : (int)NUM_SEGMENTS);
+                describe_part<RANGED>(idx, 1 + helper, range, first_piece, budget,
+                                      load_of_rank(scratch, rank) - problem.cost);
         }
     }
     ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch memory any more */
