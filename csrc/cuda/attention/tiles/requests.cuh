@@ -1,5 +1,7 @@
 /* requests.cuh: which request has a tile. Only the device knows how long requests are, so a warp
- * counts the tiles of 32 requests at a time until it has found the one that it looks for.
+ * counts the tiles of 32 requests at a time until it has found the one that it looks for. The
+ * portable kernel of multi-head attention has a search of its own (varlen_tiles.cuh), because it
+ * spills with this one.
  */
 #pragma once
 
