@@ -36,7 +36,7 @@ def test_rows_are_judged(torch, factor, failures, monkeypatch):
     table = paged.measure_paged(CudaEffort())
     assert len(table.failures) == failures
     assert table.rows[0][:5] == ["bfloat16", "8/2", "3 × 50", "16", "1000.0"]
-    assert table.rows[1][6:] == ["400.0", "2000.0", "2.00"]
+    assert table.rows[1][6:] == ["400.0", "2000.0", "2.00×"]
     assert table.records[0]["peer_us"] == 2000
     for found in results:
         ours, theirs = found["ours"][0] / factor, found["peer"][:, :, 0]
