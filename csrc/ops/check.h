@@ -40,6 +40,13 @@ typedef struct smla_linear_args {
 smla_status smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
                               const smla_backend **backend, smla_error *error);
 
+/* Checks that the scales of fp8_linear's weight and the groups of its input are those of a scheme. */
+smla_status smla_require_fp8_scheme(const smla_checker *checker, const smla_fp8_linear_args *args);
+
+/* Fills the params of fp8_linear, whose arrays are checked. */
+smla_status smla_fill_fp8_linear(const smla_checker *checker, const smla_fp8_linear_args *args,
+                                 smla_fp8_linear_params *params);
+
 /* Checks the args, and finds the bytes that the workspace needs. */
 smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,
                                            int64_t *bytes, smla_error *error);

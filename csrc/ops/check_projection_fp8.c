@@ -135,6 +135,7 @@ static const struct scheme {
 
 enum { NUM_SCHEMES = sizeof schemes / sizeof schemes[0] };
 
+/* Finds the scheme of a weight and its scales. */
 static smla_status
 find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scales *kind)
 {
@@ -196,20 +197,34 @@ place_quantized(const smla_checker *c, const DLTensor *workspace, smla_scaled_qu
     return SMLA_OK;
 }
 
-/* Checks the arrays that are read, and finds the weight's scales. */
 static smla_status
-require_operands(smla_checker *c, const smla_fp8_linear_args *args, weight_scales *kind)
+require_tiles(const smla_checker *c, int64_t columns)
+{
+    return columns % SMLA_SCALE_TILE == 0
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `x` must have a multiple of %d values per token, got %lld", c->op,
+                           SMLA_SCALE_TILE, (long long)columns);
+}
+
+smla_status
+smla_require_fp8_scheme(const smla_checker *c, const smla_fp8_linear_args *args)
+{
+    weight_scales kind;
+    SMLA_TRY(require_tiles(c, smla_size(args->weight, 1)));
+    return find_scheme(c, args, &kind);
+}
+
+/* Checks the arrays that are read. */
+static smla_status
+require_operands(smla_checker *c, const smla_fp8_linear_args *args)
 {
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "x",
                                           .tensor = args->x,
                                           .dtypes = SMLA_DTYPE_BF16,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    if (smla_size(args->x, 1) % SMLA_SCALE_TILE != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `x` must have a multiple of %d values per token, got %lld", c->op,
-                         SMLA_SCALE_TILE, (long long)smla_size(args->x, 1));
-    }
+    SMLA_TRY(require_tiles(c, smla_size(args->x, 1)));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "weight",
                                           .tensor = args->weight,
                                           .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
@@ -221,7 +236,8 @@ require_operands(smla_checker *c, const smla_fp8_linear_args *args, weight_scale
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
                                           .ndim = SMLA_ANY}));
-    return find_scheme(c, args, kind);
+    weight_scales kind;
+    return find_scheme(c, args, &kind);
 }
 
 static smla_status
@@ -242,16 +258,24 @@ smla_check_fp8_linear(const smla_fp8_linear_args *args, smla_fp8_linear_params *
                       const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
+    smla_open_checker(&c, "fp8_linear", error);
+    SMLA_TRY(require_operands(&c, args));
+    SMLA_TRY(require_results(&c, args));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    return smla_fill_fp8_linear(&c, args, params);
+}
+
+smla_status
+smla_fill_fp8_linear(const smla_checker *c, const smla_fp8_linear_args *args,
+                     smla_fp8_linear_params *params)
+{
     weight_scales kind = SCALE_OF_TENSOR;
     smla_scaled_quantize_params *const quantize = &params->quantize;
-    smla_open_checker(&c, "fp8_linear", error);
-    SMLA_TRY(require_operands(&c, args, &kind));
-    SMLA_TRY(require_results(&c, args));
-    SMLA_TRY(read_groups(&c, "input_group", args->x, args->input_group_rows,
+    SMLA_TRY(find_scheme(c, args, &kind));
+    SMLA_TRY(read_groups(c, "input_group", args->x, args->input_group_rows,
                          args->input_group_columns, quantize));
-    SMLA_TRY(place_quantized(&c, args->workspace, quantize));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    params->call = smla_call_of(&c, args->stream, NULL);
+    SMLA_TRY(place_quantized(c, args->workspace, quantize));
+    params->call = smla_call_of(c, args->stream, NULL);
     quantize->call = params->call;
     params->project = (smla_projection_params){
         .call = params->call,

@@ -17,6 +17,9 @@
 
 static const char op[] = "dense.forward";
 
+/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
+enum { LEAST_SPLIT_COLUMNS = 256 };
+
 /* ---- Checks -------------------------------------------------------------------------------- */
 
 /* Checks the cache that the new tokens are written to. */
@@ -77,60 +80,70 @@ require_shared(smla_checker *c, dense_layer *d)
          .shape = {tokens, rope},
          .hint = "a row per token of the step"},
         {.name = "rope_table",
-         .tensor = a->rope_table,
+         .tensor = rope == 0 ? NULL : a->rope_table, /* see require_cache */
          .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
          .flags = SMLA_RULE_OPTIONAL,
          .ndim = 2,
          .shape = {SMLA_ANY, rope},
          .hint = "cosines, then sines, per position"},
+        {.name = "lse",
+         .tensor = a->lse,
+         .dtypes = SMLA_DTYPE_FP32,
+         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE |
+                  SMLA_RULE_OPTIONAL,
+         .ndim = 2,
+         .shape = {tokens, config->num_heads}},
     };
-    SMLA_TRY(smla_require_arrays(c, rules, 2));
+    SMLA_TRY(smla_require_arrays(c, rules, sizeof rules / sizeof rules[0]));
     SMLA_TRY(require_cache(c, d));
-    SMLA_TRY(smla_require_arrays(c, &rules[2], 1));
-    SMLA_TRY(smla_require_state(c, "lse", a->lse, tokens, config->num_heads,
-                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_OPTIONAL));
     return smla_require_logit_factor(op, "softmax_scale", a->softmax_scale, c->error);
 }
 
-/* Lets the workspaces be disjoint from all other arrays. */
+/* Checks the weight of prefills, and that nothing which is written is an array of the step. */
+static smla_status
+require_kept(smla_checker *c, const dense_layer *d, bool has_prefills)
+{
+    const smla_dense_builder *const b = d->builder;
+    const smla_dense_config *const config = &b->config;
+    const DLTensor *const slots = &b->slot_mapping.tensor;
+    const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
+    const smla_rule rules[] = {
+        {.name = "block_table",
+         .tensor = &b->block_table.tensor,
+         .dtypes = SMLA_DTYPE_INT32,
+         .flags = SMLA_RULE_ANY_LAST_STRIDE,
+         .ndim = 2,
+         .shape = {SMLA_ANY, SMLA_ANY}},
+        {.name = "slot_mapping",
+         .tensor = slots,
+         .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+         .flags = SMLA_RULE_ANY_LAST_STRIDE,
+         .ndim = 1,
+         .shape = {SMLA_ANY}},
+        {.name = "kv_b_proj",
+         .tensor = d->args->kv_b_proj,
+         .dtypes = SMLA_DTYPE_BF16,
+         .flags = SMLA_RULE_ANY_LAST_STRIDE,
+         .ndim = 2,
+         .shape = {SMLA_KV_LORA_RANK, columns},
+         .hint = "the weight that W_UK and W_UV are parts of"},
+    };
+    return smla_require_arrays(c, rules, has_prefills ? 3 : 2);
+}
+
+/* Lets the workspaces of prefills be disjoint from all other arrays. */
 static smla_status
 require_workspaces(smla_checker *c, const dense_layer *d)
 {
-    static const char *const names[] = {"workspace", "up_workspace"};
+    smla_rule rules[SMLA_NUM_WORKSPACES] = {{.name = "workspace"}, {.name = "up_workspace"}};
     for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
-        SMLA_TRY(smla_require(c, &(smla_rule){.name = names[i],
-                                              .tensor = &d->layer.step->workspaces[i].tensor,
-                                              .dtypes = SMLA_DTYPE_BF16,
-                                              .flags = SMLA_RULE_OUTPUT,
-                                              .ndim = 2,
-                                              .shape = {SMLA_ANY, SMLA_ANY}}));
+        rules[i].tensor = &d->layer.step->workspaces[i].tensor;
+        rules[i].dtypes = SMLA_DTYPE_BF16;
+        rules[i].flags = SMLA_RULE_OUTPUT;
+        rules[i].ndim = 2;
+        rules[i].shape[0] = rules[i].shape[1] = SMLA_ANY;
     }
-    return SMLA_OK;
-}
-
-/* Checks the weight of prefills. */
-static smla_status
-require_kv_b_proj(smla_checker *c, const dense_layer *d)
-{
-    const smla_dense_config *const config = &d->builder->config;
-    const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
-    return smla_require(c, &(smla_rule){.name = "kv_b_proj",
-                                        .tensor = d->args->kv_b_proj,
-                                        .dtypes = SMLA_DTYPE_BF16,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {SMLA_KV_LORA_RANK, columns},
-                                        .hint = "the weight that W_UK and W_UV are parts of"});
-}
-
-/* Checks that what is written is no array that the step keeps. */
-static smla_status
-require_kept(smla_checker *c, const dense_layer *d)
-{
-    const DLTensor *const table = &d->builder->block_table.tensor;
-    const DLTensor *const slots = &d->builder->slot_mapping.tensor;
-    SMLA_TRY(smla_require_block_table(c, table));
-    return smla_require_slots(c, "slot_mapping", slots, smla_size(slots, 0), 0);
+    return smla_require_arrays(c, rules, SMLA_NUM_WORKSPACES);
 }
 
 /* Makes room in a checker that has no place for all arrays of a layer with absorbed weights. Those
@@ -161,15 +174,34 @@ check_arrays(dense_layer *d)
     SMLA_TRY(require_shared(&c, d));
     SMLA_TRY(has_prefills ? require_workspaces(&c, d) : SMLA_OK);
     SMLA_TRY(forget_inputs(&c));
-    SMLA_TRY(has_prefills ? require_kv_b_proj(&c, d) : SMLA_OK);
     SMLA_TRY(
         smla_require_kv_scale(&c, "kv_scale", &d->args->kv_scale, d->cache.format, &d->kv_scale));
-    SMLA_TRY(require_kept(&c, d));
+    SMLA_TRY(require_kept(&c, d, has_prefills));
     SMLA_TRY(smla_require_step_device(d->layer.step, op, first, c.device, c.error));
     return smla_require_disjoint(&c);
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
+
+static smla_logits
+logits_of(const dense_layer *d)
+{
+    const smla_given_scale one = {.value = 1.0f};
+    return (smla_logits){.softmax_scale = d->args->softmax_scale,
+                         .q_scale = one,
+                         .divisor = one,
+                         .kv_scale = {d->kv_scale, d->kv_scale}};
+}
+
+/* Checks that the scales of the absorbed part make finite logits. */
+static smla_status
+check_logits(const dense_layer *d)
+{
+    static const smla_attention_rules names = {.op = "mla_attention",
+                                               .lists = {{.kv_scale = "kv_scale"}}};
+    const smla_attention_params params = {.keys.num_lists = 1, .logits = logits_of(d)};
+    return smla_require_logit_scale(&names, d->layer.step->device, &params, d->layer.error);
+}
 
 /* Sets the rows of the step's tokens. */
 static void
@@ -232,16 +264,14 @@ fill_table(const dense_layer *d, smla_key_list *list, smla_requests *reqs)
     }
 }
 
-/* Fills the attention of the absorbed part: the first num_absorbed tokens, the first requests. */
+/* Attends of the absorbed tokens, which come first, to the keys of their requests. */
 static smla_status
-fill_attention(dense_layer *d)
+attend(const dense_layer *d)
 {
     const smla_dense_builder *const b = d->builder;
     const int64_t tokens = d->num_absorbed;
-    const smla_given_scale one = {.value = 1.0f};
-    smla_attention_params *const p = &d->attention;
-    *p = (smla_attention_params){
-        .call = smla_call_of_layer(&d->layer, "mla_attention", d->cache.format),
+    smla_attention_params params = {
+        .call = smla_call_of_layer(&d->layer, "mla_attention", NULL),
         .queries = {.num_tokens = tokens,
                     .num_heads = b->config.num_heads,
                     .type = SMLA_FLOAT_BF16,
@@ -249,27 +279,16 @@ fill_attention(dense_layer *d)
                     .parts = {smla_take_rows(d->queries, 0, tokens, sizeof(uint16_t)),
                               smla_take_rows(d->q_pe, 0, tokens, sizeof(uint16_t))}},
         .source = SMLA_KEYS_TABLE,
-        .keys = {.entry_tokens = d->cache.block_size == 0 ? 1 : (int32_t)d->cache.block_size,
-                 .num_lists = 1},
+        .keys = {.entry_tokens = (int32_t)d->cache.block_size, .num_lists = 1},
         .results = smla_results_of_layer(smla_take_rows(d->results, 0, tokens, sizeof(uint16_t)),
                                          smla_take_rows(d->lse, 0, tokens, sizeof(float))),
-        .logits = {.softmax_scale = d->args->softmax_scale,
-                   .q_scale = one,
-                   .divisor = one,
-                   .kv_scale = {d->kv_scale, d->kv_scale}},
-        .visible = {.rule = {.left = -1, .right = 0}},
+        .logits = logits_of(d),
+        .visible = {.rule = {.left = -1, .right = 0}, .least_split_columns = LEAST_SPLIT_COLUMNS},
     };
-    fill_table(d, &p->keys.lists[0], &p->visible.reqs);
-    p->results.fills_padding = b->ranges.absent_req >= 0;
-    return smla_plan_layer(&d->layer, p);
-}
-
-/* Fills what the absorbed part calls. */
-static smla_status
-fill_absorbed(dense_layer *d)
-{
-    SMLA_TRY(smla_dense_fill_products(d));
-    return fill_attention(d);
+    fill_table(d, &params.keys.lists[0], &params.visible.reqs);
+    params.results.fills_padding = b->ranges.absent_req >= 0;
+    smla_plan_layer(&d->layer, &params);
+    return smla_run_attention(&d->layer, &params);
 }
 
 /* ---- New tokens ---------------------------------------------------------------------------- */
@@ -344,15 +363,18 @@ write_cache(const dense_layer *d)
 static smla_status
 run_absorbed(const dense_layer *d)
 {
-    SMLA_TRY(smla_dense_run_product(d, &d->absorb));
-    SMLA_TRY(smla_run_attention(&d->layer, &d->attention));
-    return smla_dense_run_product(d, &d->values);
+    SMLA_TRY(smla_dense_run_absorb(d));
+    SMLA_TRY(attend(d));
+    return smla_dense_run_values(d);
 }
 
 static smla_status
 run(void *call)
 {
-    const dense_layer *const d = call;
+    dense_layer *const d = call;
+    SMLA_TRY(d->num_absorbed > 0 ? check_logits(d) : SMLA_OK);
+    SMLA_TRY(smla_dense_check_context(d));
+    place_rows(d);
     SMLA_TRY(smla_dense_run_rope_queries(d));
     SMLA_TRY(d->args->rope_table != NULL ? turn_rows(d) : SMLA_OK);
     SMLA_TRY(d->cache.num_pages > 0 ? write_cache(d) : SMLA_OK);
@@ -372,9 +394,6 @@ forward(dense_layer *d, smla_error *error)
                           ? facts->split.num_decode_tokens
                           : facts->num_actual_tokens;
     SMLA_TRY(check_arrays(d));
-    place_rows(d);
-    SMLA_TRY(d->num_absorbed > 0 ? fill_absorbed(d) : SMLA_OK);
-    SMLA_TRY(smla_dense_check_context(d));
     return smla_run_layer(&d->layer, run, d);
 }
 

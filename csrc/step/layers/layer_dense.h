@@ -8,13 +8,6 @@
 #include "step/layers/layer.h"
 #include "step/plans/plan_dense.h"
 
-/* A product of tokens and a weight, which is bf16 or e4m3. */
-typedef struct dense_product {
-    bool is_fp8;
-    smla_projection_params bf16;
-    smla_fp8_linear_params fp8;
-} dense_product;
-
 /* A layer whose arrays are checked. Rows are those of the step's tokens, in bf16. */
 typedef struct dense_layer {
     smla_layer layer;
@@ -36,12 +29,9 @@ typedef struct dense_layer {
     smla_head_rows out;         /* [T, H, Pv] */
     smla_head_rows lse;         /* [T, H] fp32: the caller's, or scratch */
 
-    /* The absorbed part, unless num_absorbed is 0. */
+    /* The absorbed part. */
     smla_head_rows queries; /* [T, H, 512], scratch, as the next one */
     smla_head_rows results;
-    smla_attention_params attention;
-    dense_product absorb; /* q_nope or q_c to queries */
-    dense_product values; /* results to out */
 } dense_layer;
 
 /* ---- layer_dense_prefill.c ----------------------------------------------------------------- */
@@ -61,10 +51,10 @@ smla_status smla_dense_require_absorbed(smla_checker *checker, const dense_layer
 /* Sets the rows of queries, in front of RoPE, and of results. */
 void smla_dense_place_queries(dense_layer *d);
 
-/* Fills the products before and behind the attention of the absorbed part. */
-smla_status smla_dense_fill_products(dense_layer *d);
-
-smla_status smla_dense_run_product(const dense_layer *d, const dense_product *product);
+/* Run the products before and behind the attention of the absorbed part: q_nope or q_c to queries,
+ * and results to out. */
+smla_status smla_dense_run_absorb(const dense_layer *d);
+smla_status smla_dense_run_values(const dense_layer *d);
 
 /* A product of bf16: rows of `x` from token `start` on times `weight` [inputs, outputs] to those of
  * `out`. */

@@ -109,6 +109,20 @@ weight_scale(const char *name, const DLTensor *descale)
                        .ndim = SMLA_ANY};
 }
 
+/* What fp8_linear says of the scales of a weight. */
+static smla_status
+require_scheme(const smla_checker *c, const dense_layer *d, const DLTensor *weight,
+               const DLTensor *descale)
+{
+    const smla_fp8_linear_args args = {.weight = weight,
+                                       .descale = descale,
+                                       .input_group_rows = d->absorbed->input_group_rows,
+                                       .input_group_columns = d->absorbed->input_group_columns};
+    smla_checker linear = {.op = "fp8_linear", .error = c->error};
+    return descale == NULL || d->num_absorbed == 0 ? SMLA_OK
+                                                   : smla_require_fp8_scheme(&linear, &args);
+}
+
 smla_status
 smla_dense_require_absorbed(smla_checker *c, const dense_layer *d)
 {
@@ -145,7 +159,9 @@ smla_dense_require_absorbed(smla_checker *c, const dense_layer *d)
     };
     const int count = d->num_absorbed < tokens ? COUNT(weights) : COUNT(weights) - 2;
     SMLA_TRY(smla_require_arrays(c, weights, count));
-    return a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK;
+    SMLA_TRY(a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK);
+    SMLA_TRY(require_scheme(c, d, a->W_Q_UK, a->W_Q_UK_descale));
+    return require_scheme(c, d, a->W_UV_O, a->W_UV_O_descale);
 }
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
@@ -208,94 +224,91 @@ smla_dense_product(const dense_layer *d, const char *name, smla_head_rows x, con
     };
 }
 
-/* The product of an up projection, head by head: `inner` is the dimension of the weight [512, H,
- * values] that is summed. */
-static void
-fill_up_projection(const dense_layer *d, const char *name, smla_head_rows x, const DLTensor *weight,
-                   int inner, smla_head_rows out, dense_product *product)
+/* An up projection of the absorbed tokens, head by head: `inner` is the dimension of the weight
+ * [512, H, values] that is summed. */
+static smla_status
+run_up_projection(const dense_layer *d, const char *name, smla_head_rows x, const DLTensor *weight,
+                  int inner, smla_head_rows out)
 {
-    product->is_fp8 = false;
-    product->bf16 = smla_dense_product(d, name, smla_take_rows(x, 0, d->num_absorbed, 2), weight,
-                                       smla_take_rows(out, 0, d->num_absorbed, 2), d->num_absorbed);
-    smla_projection_params *const p = &product->bf16;
-    p->num_heads = d->builder->config.num_heads;
-    p->inner_dim = smla_size(weight, inner);
-    p->outer_dim = smla_size(weight, 2 - inner);
-    p->x_stride_head = x.stride_head;
-    p->w_stride_inner = smla_stride(weight, inner);
-    p->w_stride_head = smla_stride(weight, 1);
-    p->w_stride_outer = smla_stride(weight, 2 - inner);
-    p->out_stride_head = out.stride_head;
+    const int64_t tokens = d->num_absorbed;
+    smla_projection_params p =
+        smla_dense_product(d, name, smla_take_rows(x, 0, tokens, sizeof(uint16_t)), weight,
+                           smla_take_rows(out, 0, tokens, sizeof(uint16_t)), tokens);
+    p.num_heads = d->builder->config.num_heads;
+    p.inner_dim = smla_size(weight, inner);
+    p.outer_dim = smla_size(weight, 2 - inner);
+    p.x_stride_head = x.stride_head;
+    p.w_stride_inner = smla_stride(weight, inner);
+    p.w_stride_head = smla_stride(weight, 1);
+    p.w_stride_outer = smla_stride(weight, 2 - inner);
+    p.out_stride_head = out.stride_head;
+    return smla_run_projection(&d->layer, &p);
 }
 
-/* A view of rows of bf16, or of bytes, for the check of fp8_linear. */
+/* Views rows of bf16 as fp8_linear takes them. */
 static const DLTensor *
-view(const dense_layer *d, smla_view *view, smla_head_rows rows, uint8_t bits, int64_t count,
-     int64_t values)
+view_rows(const dense_layer *d, smla_view *view, smla_head_rows rows, int64_t values)
 {
-    const int64_t shape[2] = {count, values};
-    const DLDataType dtype = {bits == 16 ? kDLBfloat : kDLUInt, bits, 1};
-    smla_make_view(view, (void *)(uintptr_t)rows.data, dtype, d->layer.step->device,
-                   bits == 16 ? 2 : 1, shape);
-    if (bits == 16) {
-        view->strides[0] = rows.stride_token;
-    }
+    const int64_t shape[2] = {d->num_absorbed, values};
+    const DLDataType bf16 = {.code = kDLBfloat, .bits = 16, .lanes = 1};
+    smla_make_view(view, (void *)(uintptr_t)rows.data, bf16, d->layer.step->device, 2, shape);
+    view->strides[0] = rows.stride_token;
     return &view->tensor;
 }
 
-/* A product with an absorbed weight. An input of e4m3 is quantised to `scratch`, of which the rows
- * have so many values. Which scales a weight may have is a rule of fp8_linear. */
+/* Multiplies the absorbed tokens by an absorbed weight. An input of e4m3 is quantised to `scratch`,
+ * whose rows have so many values. */
 static smla_status
-fill_product(const dense_layer *d, smla_head_rows x, int64_t inputs, const DLTensor *weight,
-             const DLTensor *descale, smla_head_rows out, int64_t outputs, smla_head_rows scratch,
-             int64_t scratch_values, dense_product *product)
+run_product(const dense_layer *d, smla_head_rows x, const DLTensor *weight, const DLTensor *descale,
+            smla_head_rows out, smla_head_rows scratch, int64_t scratch_values)
 {
-    const smla_head_rows from = smla_take_rows(x, 0, d->num_absorbed, sizeof(uint16_t));
-    const smla_head_rows to = smla_take_rows(out, 0, d->num_absorbed, sizeof(uint16_t));
-    product->is_fp8 = descale != NULL;
-    if (!product->is_fp8) {
-        product->bf16 = smla_dense_product(d, op, from, weight, to, d->num_absorbed);
-        return SMLA_OK;
+    const int64_t tokens = d->num_absorbed;
+    const smla_head_rows from = smla_take_rows(x, 0, tokens, sizeof(uint16_t));
+    const smla_head_rows to = smla_take_rows(out, 0, tokens, sizeof(uint16_t));
+    if (descale == NULL) {
+        const smla_projection_params params = smla_dense_product(d, op, from, weight, to, tokens);
+        return smla_run_projection(&d->layer, &params);
     }
+    const int64_t bytes =
+        (int64_t)sizeof(uint16_t) * d->layer.step->limits.max_num_batched_tokens * scratch_values;
+    const DLDataType byte = {.code = kDLUInt, .bits = 8, .lanes = 1};
     smla_view views[3];
-    const int64_t bytes = 2 * d->layer.step->limits.max_num_batched_tokens * scratch_values;
-    const smla_fp8_linear_args args = {.struct_size = sizeof args,
-                                       .x = view(d, &views[0], from, 16, d->num_absorbed, inputs),
+    smla_make_view(&views[2], (void *)(uintptr_t)scratch.data, byte, d->layer.step->device, 1,
+                   &bytes);
+    const smla_fp8_linear_args args = {.x = view_rows(d, &views[0], from, smla_size(weight, 1)),
                                        .weight = weight,
                                        .descale = descale,
-                                       .out = view(d, &views[1], to, 16, d->num_absorbed, outputs),
-                                       .workspace = view(d, &views[2], scratch, 8, bytes, 0),
+                                       .out = view_rows(d, &views[1], to, smla_size(weight, 0)),
+                                       .workspace = &views[2].tensor,
                                        .input_group_rows = d->absorbed->input_group_rows,
                                        .input_group_columns = d->absorbed->input_group_columns,
                                        .stream = d->layer.stream};
-    const smla_backend *backend;
-    return smla_check_fp8_linear(&args, &product->fp8, &backend, d->layer.error);
+    const smla_checker linear = {.op = "fp8_linear",
+                                 .error = d->layer.error,
+                                 .device = d->layer.step->device};
+    smla_fp8_linear_params params;
+    SMLA_TRY(smla_fill_fp8_linear(&linear, &args, &params));
+    return smla_run_fp8_linear(&d->layer, &params);
 }
 
 smla_status
-smla_dense_fill_products(dense_layer *d)
+smla_dense_run_absorb(const dense_layer *d)
 {
     const smla_dense_absorbed_forward_args *const a = d->absorbed;
-    const int64_t heads = d->builder->config.num_heads;
-    const int64_t latents = heads * SMLA_KV_LORA_RANK;
-    if (a == NULL) {
-        fill_up_projection(d, "k_up_proj", d->q_nope, d->args->W_UK, 2, d->queries, &d->absorb);
-        fill_up_projection(d, "v_up_proj", d->results, d->args->W_UV, 0, d->out, &d->values);
-        return SMLA_OK;
-    }
-    SMLA_TRY(fill_product(d, smla_view_part(a->q_c, 0), smla_size(a->q_c, 1), a->W_Q_UK,
-                          a->W_Q_UK_descale, d->queries, latents, d->results,
-                          smla_dense_result_values(heads), &d->absorb));
-    return fill_product(d, d->results, latents, a->W_UV_O, a->W_UV_O_descale,
-                        smla_view_part(a->out, 0), smla_size(a->out, 1), d->queries, latents,
-                        &d->values);
+    return a == NULL
+               ? run_up_projection(d, "k_up_proj", d->q_nope, d->args->W_UK, 2, d->queries)
+               : run_product(d, smla_view_part(a->q_c, 0), a->W_Q_UK, a->W_Q_UK_descale, d->queries,
+                             d->results, smla_dense_result_values(d->builder->config.num_heads));
 }
 
 smla_status
-smla_dense_run_product(const dense_layer *d, const dense_product *product)
+smla_dense_run_values(const dense_layer *d)
 {
-    return product->is_fp8 ? smla_run_fp8_linear(&d->layer, &product->fp8)
-                           : smla_run_projection(&d->layer, &product->bf16);
+    const smla_dense_absorbed_forward_args *const a = d->absorbed;
+    return a == NULL
+               ? run_up_projection(d, "v_up_proj", d->results, d->args->W_UV, 0, d->out)
+               : run_product(d, d->results, a->W_UV_O, a->W_UV_O_descale, smla_view_part(a->out, 0),
+                             d->queries, d->builder->config.num_heads * SMLA_KV_LORA_RANK);
 }
 
 /* ---- Products of bf16 alone ---------------------------------------------------------------- */
