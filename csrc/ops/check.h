@@ -40,7 +40,7 @@ typedef struct smla_linear_args {
 smla_status smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
                               const smla_backend **backend, smla_error *error);
 
-/* Checks that the scales of fp8_linear's weight and the groups of its input are those of a scheme. */
+/* Checks that the scales of fp8_linear's weight and the groups of its input make a scheme. */
 smla_status smla_require_fp8_scheme(const smla_checker *checker, const smla_fp8_linear_args *args);
 
 /* Fills the params of fp8_linear, whose arrays are checked. */

@@ -131,7 +131,7 @@ smla_status
 smla_check_sparse_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                             const smla_backend **backend, smla_error *error)
 {
-    smla_attention_inputs in = SMLA_INPUTS_OF(args, args->q_pe);
+    smla_attention_inputs in = SMLA_INPUTS_OF(args);
     in.max_logits = args->max_logits;
     in.q_scale = (smla_named_scale)SMLA_NAMED(args, q_scale);
     in.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
@@ -160,26 +160,4 @@ smla_check_sparse_attention(const smla_sparse_attention_args *args, smla_attenti
     smla_rule out = smla_latent_out(params);
     SMLA_TRY(smla_finish_attention(&c, &in, &out, params, backend));
     return smla_require_logit_scale(&c, &in, lists, params);
-}
-
-void
-smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                    smla_stream stream, const smla_backend *backend, smla_attention_params *params)
-{
-    const smla_attention_inputs in = SMLA_INPUTS_OF(args, args->q_pe);
-    const smla_given_scale one = {.value = 1.0f};
-    *params = (smla_attention_params){
-        .keys = {.lists[0].kv = *kv, .num_lists = 1},
-        .logits = {.sinks = smla_sinks_of(in.sinks.tensor),
-                   .softmax_scale = in.softmax_scale.value,
-                   .q_scale = one,
-                   .divisor = one,
-                   .kv_scale = {one, one}},
-    };
-    smla_fill_queries(&in, SMLA_KV_LORA_RANK, kv->format->head_dim - SMLA_KV_LORA_RANK,
-                      &params->queries);
-    fill_list(args->indices, args->topk_length, &params->keys.lists[0]);
-    const smla_call call = {.op = "sparse_attention", .stream = stream, .kv_format = kv->format};
-    smla_plan_attention(&in, call, backend, params);
-    params->workspace = smla_workspace_of(&in.workspace);
 }

@@ -48,11 +48,10 @@ typedef struct smla_attention_inputs {
 
 #define SMLA_SINKS_OF(args) SMLA_NAMED(args, attn_sink)
 
-/* The inputs of any attention that calls them by their usual names. `pe` is the second array of a
- * query that is a pair. */
-#define SMLA_INPUTS_OF(args, pe)                       \
+/* The inputs of any attention that calls them by their usual names. */
+#define SMLA_INPUTS_OF(args)                           \
     {.q = SMLA_NAMED(args, q),                         \
-     .q_pe = (pe),                                     \
+     .q_pe = (args)->q_pe,                             \
      .sinks = SMLA_SINKS_OF(args),                     \
      .out = (args)->out,                               \
      .lse = (args)->lse,                               \
@@ -104,8 +103,8 @@ typedef struct smla_heads_args {
     int32_t fills_padding;
 } smla_heads_args;
 
-#define SMLA_HEADS_OF(args, pe, k_name, k_array, v_name, v_array)           \
-    {.in = SMLA_INPUTS_OF(args, pe),                                        \
+#define SMLA_HEADS_OF(args, k_name, k_array, v_name, v_array)               \
+    {.in = SMLA_INPUTS_OF(args),                                            \
      .k = {(k_name), (k_array)},                                            \
      .v = {(v_name), (v_array)},                                            \
      .descales = {SMLA_NAMED(args, q_descale), SMLA_NAMED(args, k_descale), \
@@ -156,7 +155,7 @@ smla_sinks_of(const DLTensor *tensor)
     return (smla_sinks){smla_data(tensor), smla_stride(tensor, 0)};
 }
 
-/* Checks sinks [>= H], which may be absent. `hint` says what H is. */
+/* Checks sinks, which may be absent: [>= H], where `hint` says what H is; without a hint [H]. */
 smla_status smla_require_sinks(smla_checker *checker, const smla_named_array *given,
                                const char *hint, int64_t num_heads, smla_sinks *sinks);
 
@@ -219,12 +218,6 @@ smla_status smla_require_logit_scale(const smla_checker *checker, const smla_att
                                      const smla_list_args *lists,
                                      const smla_attention_params *params);
 
-/* Plans a call with one list whose arrays and numbers are checked already, and fills `params`. `kv`
- * is the cache, whose format has no scale of the whole cache. The caller's scales are not read. */
-void smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,
-                         smla_stream stream, const smla_backend *backend,
-                         smla_attention_params *params);
-
 /* ---- Results and plans ---------------------------------------------------------------------- */
 
 /* What `out` has in attention over latents, beside the tokens and heads of the query. */
@@ -244,7 +237,7 @@ smla_status smla_require_splits(const smla_checker *checker, const smla_attentio
 /* A workspace that was checked. */
 smla_workspace smla_workspace_of(const smla_named_array *given);
 
-/* Plans a call over lists or a table whose other values are filled: plan_attention.c. */
+/* Fills the plan of a call over lists or a table, when all but its workspace is filled. */
 void smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params);
 
 /* Fills the call, its results and its plan, when all other values are filled: plan_attention.c. */

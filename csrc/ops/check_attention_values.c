@@ -124,7 +124,7 @@ smla_require_sinks(smla_checker *c, const smla_named_array *given, const char *h
                                           .tensor = given->tensor,
                                           .dtypes = SMLA_DTYPE_FP32,
                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
-                                                   SMLA_RULE_MORE_ROWS,
+                                                   (hint == NULL ? 0 : SMLA_RULE_MORE_ROWS),
                                           .ndim = 1,
                                           .shape = {num_heads},
                                           .hint = hint}));

@@ -51,13 +51,6 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
     const bool more = arrays->may_have_more_heads;
     const bool has_workspace = s->facts.path == SMLA_PATH_SEPARATE && s->facts.num_chunks > 0;
     const smla_rule rules[] = {
-        {.name = arrays->sinks_name,
-         .tensor = arrays->sinks,
-         .dtypes = SMLA_DTYPE_FP32,
-         .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE | (more ? SMLA_RULE_MORE_ROWS : 0),
-         .ndim = 1,
-         .shape = {s->num_heads},
-         .hint = more ? "at least a sink per head" : NULL},
         {.name = "out",
          .tensor = arrays->out,
          .dtypes = SMLA_DTYPE_BF16,
@@ -77,6 +70,9 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
          .ndim = 2,
          .shape = {SMLA_ANY, SMLA_ANY}},
     };
+    smla_sinks sinks;
+    SMLA_TRY(smla_require_sinks(c, &arrays->sinks, more ? "at least a sink per head" : NULL,
+                                s->num_heads, &sinks));
     SMLA_TRY(smla_require_arrays(c, rules, sizeof rules / sizeof rules[0]));
     SMLA_TRY(smla_require_block_table(c, arrays->block_table));
     SMLA_TRY(smla_require_step_device(s, layer->op, "q", c->device, layer->error));
@@ -107,7 +103,7 @@ smla_fill_layer(const smla_layer *layer, const smla_layer_arrays *arrays, int64_
                                          (smla_head_rows){smla_data(arrays->lse),
                                                           smla_stride(arrays->lse, 0),
                                                           smla_stride(arrays->lse, 1)}),
-        .logits = {.sinks = {smla_data(arrays->sinks), smla_stride(arrays->sinks, 0)},
+        .logits = {.sinks = smla_sinks_of(arrays->sinks.tensor),
                    .softmax_scale = softmax_scale,
                    .q_scale = one,
                    .divisor = one,
@@ -171,19 +167,12 @@ smla_gathered_rows(const smla_layer *layer, int64_t num_rows)
                           .scale_token_stride_bytes = stride};
 }
 
-smla_status
+void
 smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
 {
-    const smla_attention_inputs in = {.q_scale.name = "q_scale"};
-    const smla_list_args lists[] = {{.kv_scale.name = "kv_scale"},
-                                    {.kv_scale.name = "extra_kv_scale"}};
-    smla_checker c;
-    smla_open_checker(&c, params->call.op, layer->error);
-    c.device = layer->step->device;
     params->call.kv_format = params->keys.lists[0].kv.format;
     smla_plan_lists(0, layer->step->backend, params);
     params->workspace = smla_layer_workspace(layer);
-    return smla_require_logit_scale(&c, &in, lists, params);
 }
 
 smla_gather_params

@@ -14,6 +14,7 @@
 #include "core/params_projection.h"
 #include "core/params_rope.h"
 #include "core/rule.h"
+#include "ops/check_attention.h"
 #include "ops/dispatch.h"
 #include "step/engine.h"
 
@@ -41,8 +42,7 @@ smla_status smla_require_topk(const smla_layer *layer, smla_checker *checker, co
 typedef struct smla_layer_arrays {
     const DLTensor *q;
     const DLTensor *q_pe;
-    const char *sinks_name;
-    const DLTensor *sinks;       /* [H], optional */
+    smla_named_array sinks;      /* [H], optional */
     const DLTensor *out;         /* [>= T, H, 512] */
     const DLTensor *lse;         /* [>= T, H] */
     const DLTensor *block_table; /* the step's, which its layers read */
@@ -50,9 +50,8 @@ typedef struct smla_layer_arrays {
 } smla_layer_arrays;
 
 /* Those that args call by their usual names. */
-#define SMLA_LAYER_ARRAYS_OF(args)                                                             \
-    .q = (args)->q, .sinks_name = "attn_sink", .sinks = (args)->attn_sink, .out = (args)->out, \
-    .lse = (args)->lse
+#define SMLA_LAYER_ARRAYS_OF(args) \
+    .q = (args)->q, .sinks = SMLA_SINKS_OF(args), .out = (args)->out, .lse = (args)->lse
 
 /* The end of a layer's check: sinks, results, the step's own arrays, the device, and that nothing
  * which is written shares memory with another array. */
@@ -79,6 +78,14 @@ smla_take_rows(smla_head_rows rows, int64_t start, int64_t count, int64_t bytes)
     const uint8_t *const data = rows.data;
     return (smla_head_rows){data == NULL ? NULL : data + start * rows.stride_token * bytes,
                             count > 1 ? rows.stride_token : 0, rows.stride_head};
+}
+
+/* Opens a checker for rules of the layer's operator `op` that are not about arrays. */
+static inline void
+smla_open_part(smla_checker *checker, const smla_layer *layer, const char *op)
+{
+    smla_open_checker(checker, op, layer->error);
+    checker->device = layer->step->device;
 }
 
 /* The call of an operator of the layer, whose cache has `format`; NULL: it has none. */

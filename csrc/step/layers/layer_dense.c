@@ -13,12 +13,8 @@
 #include "step/layers/layer_dense.h"
 
 #include "ops/check.h"
-#include "ops/check_attention.h"
 
 static const char op[] = "dense.forward";
-
-/* Splits that the plan chooses have at least so many keys: each packs the whole query. */
-enum { LEAST_SPLIT_COLUMNS = 256 };
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
@@ -197,10 +193,12 @@ logits_of(const dense_layer *d)
 static smla_status
 check_logits(const dense_layer *d)
 {
-    static const smla_attention_rules names = {.op = "mla_attention",
-                                               .lists = {{.kv_scale = "kv_scale"}}};
+    const smla_list_args list = {.kv_scale.name = "kv_scale"};
+    const smla_attention_inputs none = {.stream = d->layer.stream};
     const smla_attention_params params = {.keys.num_lists = 1, .logits = logits_of(d)};
-    return smla_require_logit_scale(&names, d->layer.step->device, &params, d->layer.error);
+    smla_checker c;
+    smla_open_part(&c, &d->layer, "mla_attention");
+    return smla_require_logit_scale(&c, &none, &list, &params);
 }
 
 /* Sets the rows of the step's tokens. */
@@ -283,7 +281,7 @@ attend(const dense_layer *d)
         .results = smla_results_of_layer(smla_take_rows(d->results, 0, tokens, sizeof(uint16_t)),
                                          smla_take_rows(d->lse, 0, tokens, sizeof(float))),
         .logits = logits_of(d),
-        .visible = {.rule = {.left = -1, .right = 0}, .least_split_columns = LEAST_SPLIT_COLUMNS},
+        .visible.rule = {.left = -1, .right = 0},
     };
     fill_table(d, &params.keys.lists[0], &params.visible.reqs);
     params.results.fills_padding = b->ranges.absent_req >= 0;

@@ -11,7 +11,6 @@
  * their input to the one of the two that is not in use.
  */
 #include "ops/check.h"
-#include "ops/check_attention.h"
 #include "step/layers/layer_dense.h"
 
 static const char op[] = "dense.forward";
@@ -111,14 +110,14 @@ weight_scale(const char *name, const DLTensor *descale)
 
 /* What fp8_linear says of the scales of a weight. */
 static smla_status
-require_scheme(const smla_checker *c, const dense_layer *d, const DLTensor *weight,
-               const DLTensor *descale)
+require_scheme(const dense_layer *d, const DLTensor *weight, const DLTensor *descale)
 {
     const smla_fp8_linear_args args = {.weight = weight,
                                        .descale = descale,
                                        .input_group_rows = d->absorbed->input_group_rows,
                                        .input_group_columns = d->absorbed->input_group_columns};
-    smla_checker linear = {.op = "fp8_linear", .error = c->error};
+    smla_checker linear;
+    smla_open_part(&linear, &d->layer, "fp8_linear");
     return descale == NULL || d->num_absorbed == 0 ? SMLA_OK
                                                    : smla_require_fp8_scheme(&linear, &args);
 }
@@ -160,8 +159,8 @@ smla_dense_require_absorbed(smla_checker *c, const dense_layer *d)
     const int count = d->num_absorbed < tokens ? COUNT(weights) : COUNT(weights) - 2;
     SMLA_TRY(smla_require_arrays(c, weights, count));
     SMLA_TRY(a->W_Q_UK_descale != NULL ? require_short_latent(c, inputs, heads) : SMLA_OK);
-    SMLA_TRY(require_scheme(c, d, a->W_Q_UK, a->W_Q_UK_descale));
-    return require_scheme(c, d, a->W_UV_O, a->W_UV_O_descale);
+    SMLA_TRY(require_scheme(d, a->W_Q_UK, a->W_Q_UK_descale));
+    return require_scheme(d, a->W_UV_O, a->W_UV_O_descale);
 }
 
 /* ---- Rows ---------------------------------------------------------------------------------- */

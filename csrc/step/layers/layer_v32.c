@@ -8,7 +8,6 @@
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
-#include "ops/check_attention.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v32.h"
 
