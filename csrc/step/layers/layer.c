@@ -30,12 +30,9 @@ smla_require_topk(const smla_layer *layer, smla_checker *c, const char *name, co
                   int64_t topk_tokens)
 {
     SMLA_TRY(
-        smla_require(c, &(smla_rule){.name = name,
-                                     .tensor = topk,
-                                     .dtypes = SMLA_DTYPE_INT32,
-                                     .flags = SMLA_RULE_MORE_ROWS,
-                                     .ndim = 2,
-                                     .shape = {layer->step->facts.num_actual_tokens, SMLA_ANY}}));
+        smla_require(c,
+                     &(smla_rule)SMLA_ARRAY(name, topk, SMLA_DTYPE_INT32, SMLA_RULE_MORE_ROWS, NULL,
+                                            2, layer->step->facts.num_actual_tokens, SMLA_ANY)));
     return smla_size(topk, 1) <= topk_tokens
                ? SMLA_OK
                : smla_fail(layer->error, SMLA_ERROR_VALUE,
@@ -51,24 +48,15 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
     const bool more = arrays->may_have_more_heads;
     const bool has_workspace = s->facts.path == SMLA_PATH_SEPARATE && s->facts.num_chunks > 0;
     const smla_rule rules[] = {
-        {.name = "out",
-         .tensor = arrays->out,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | (more ? SMLA_RULE_MORE_HEADS : 0),
-         .ndim = 3,
-         .shape = {num_tokens, s->num_heads, SMLA_KV_LORA_RANK}},
-        {.name = "lse",
-         .tensor = arrays->lse,
-         .dtypes = SMLA_DTYPE_FP32,
-         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-         .ndim = 2,
-         .shape = {num_tokens, s->num_heads}},
-        {.name = "workspace",
-         .tensor = has_workspace ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-         .ndim = 2,
-         .shape = {SMLA_ANY, SMLA_ANY}},
+        SMLA_ARRAY("out", arrays->out, SMLA_DTYPE_BF16,
+                   SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | (more ? SMLA_RULE_MORE_HEADS : 0), NULL,
+                   3, num_tokens, s->num_heads, SMLA_KV_LORA_RANK),
+        SMLA_ARRAY("lse", arrays->lse, SMLA_DTYPE_FP32,
+                   SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE, NULL, 2,
+                   num_tokens, s->num_heads),
+        SMLA_ARRAY("workspace", has_workspace ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
+                   SMLA_DTYPE_BF16, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL, 2, SMLA_ANY,
+                   SMLA_ANY),
     };
     smla_sinks sinks;
     SMLA_TRY(smla_require_sinks(c, &arrays->sinks, more ? "at least a sink per head" : NULL,

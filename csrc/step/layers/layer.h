@@ -58,6 +58,16 @@ typedef struct smla_layer_arrays {
 smla_status smla_require_results(const smla_layer *layer, smla_checker *checker,
                                  const smla_layer_arrays *arrays);
 
+/* The rule of an array as a row of a table: the last arguments are its shape. */
+#define SMLA_ARRAY(name_, tensor_, dtypes_, flags_, hint_, ndim_, ...) \
+    {.name = (name_),                                                  \
+     .tensor = (tensor_),                                              \
+     .dtypes = (dtypes_),                                              \
+     .flags = (flags_),                                                \
+     .ndim = (ndim_),                                                  \
+     .shape = {__VA_ARGS__},                                           \
+     .hint = (hint_)}
+
 /* Checks arrays one behind the other. */
 smla_status smla_require_arrays(smla_checker *checker, const smla_rule *rules, int count);
 

@@ -61,34 +61,18 @@ require_shared(smla_checker *c, dense_layer *d)
     const int64_t tokens = d->layer.step->facts.num_actual_tokens;
     const int64_t rope = config->qk_rope_head_dim;
     const smla_rule rules[] = {
-        {.name = "kv_c",
-         .tensor = a->kv_c,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_MORE_ROWS,
-         .ndim = 2,
-         .shape = {tokens, SMLA_KV_LORA_RANK},
-         .hint = "a row per token of the step"},
-        {.name = "k_pe",
-         .tensor = a->k_pe,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_MORE_ROWS | (rope == 0 ? SMLA_RULE_OPTIONAL : 0),
-         .ndim = 2,
-         .shape = {tokens, rope},
-         .hint = "a row per token of the step"},
-        {.name = "rope_table",
-         .tensor = rope == 0 ? NULL : a->rope_table, /* see require_cache */
-         .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_OPTIONAL,
-         .ndim = 2,
-         .shape = {SMLA_ANY, rope},
-         .hint = "cosines, then sines, per position"},
-        {.name = "lse",
-         .tensor = a->lse,
-         .dtypes = SMLA_DTYPE_FP32,
-         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE |
-                  SMLA_RULE_OPTIONAL,
-         .ndim = 2,
-         .shape = {tokens, config->num_heads}},
+        SMLA_ARRAY("kv_c", a->kv_c, SMLA_DTYPE_BF16, SMLA_RULE_MORE_ROWS,
+                   "a row per token of the step", 2, tokens, SMLA_KV_LORA_RANK),
+        SMLA_ARRAY("k_pe", a->k_pe, SMLA_DTYPE_BF16,
+                   SMLA_RULE_MORE_ROWS | (rope == 0 ? SMLA_RULE_OPTIONAL : 0),
+                   "a row per token of the step", 2, tokens, rope),
+        SMLA_ARRAY("rope_table", rope == 0 ? NULL : a->rope_table,
+                   SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16, SMLA_RULE_OPTIONAL,
+                   "cosines, then sines, per position", 2, SMLA_ANY, rope),
+        SMLA_ARRAY("lse", a->lse, SMLA_DTYPE_FP32,
+                   SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE |
+                       SMLA_RULE_OPTIONAL,
+                   NULL, 2, tokens, config->num_heads),
     };
     SMLA_TRY(smla_require_arrays(c, rules, sizeof rules / sizeof rules[0]));
     SMLA_TRY(require_cache(c, d));
@@ -104,25 +88,12 @@ require_kept(smla_checker *c, const dense_layer *d, bool has_prefills)
     const DLTensor *const slots = &b->slot_mapping.tensor;
     const int64_t columns = config->num_heads * (config->qk_nope_head_dim + config->v_head_dim);
     const smla_rule rules[] = {
-        {.name = "block_table",
-         .tensor = &b->block_table.tensor,
-         .dtypes = SMLA_DTYPE_INT32,
-         .flags = SMLA_RULE_ANY_LAST_STRIDE,
-         .ndim = 2,
-         .shape = {SMLA_ANY, SMLA_ANY}},
-        {.name = "slot_mapping",
-         .tensor = slots,
-         .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-         .flags = SMLA_RULE_ANY_LAST_STRIDE,
-         .ndim = 1,
-         .shape = {SMLA_ANY}},
-        {.name = "kv_b_proj",
-         .tensor = d->args->kv_b_proj,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_ANY_LAST_STRIDE,
-         .ndim = 2,
-         .shape = {SMLA_KV_LORA_RANK, columns},
-         .hint = "the weight that W_UK and W_UV are parts of"},
+        SMLA_ARRAY("block_table", &b->block_table.tensor, SMLA_DTYPE_INT32,
+                   SMLA_RULE_ANY_LAST_STRIDE, NULL, 2, SMLA_ANY, SMLA_ANY),
+        SMLA_ARRAY("slot_mapping", slots, SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                   SMLA_RULE_ANY_LAST_STRIDE, NULL, 1, SMLA_ANY),
+        SMLA_ARRAY("kv_b_proj", d->args->kv_b_proj, SMLA_DTYPE_BF16, SMLA_RULE_ANY_LAST_STRIDE,
+                   "the weight that W_UK and W_UV are parts of", 2, SMLA_KV_LORA_RANK, columns),
     };
     return smla_require_arrays(c, rules, has_prefills ? 3 : 2);
 }

@@ -20,14 +20,9 @@ static const char op[] = "dense.forward";
 #define COUNT(rules) ((int)(sizeof(rules) / sizeof(rules)[0]))
 
 /* An array of bf16 with a row per token. */
-#define ROWS(name_, tensor_, flags_, ...)         \
-    {.name = (name_),                             \
-     .tensor = (tensor_),                         \
-     .dtypes = SMLA_DTYPE_BF16,                   \
-     .flags = SMLA_RULE_MORE_ROWS | (flags_),     \
-     .ndim = 3,                                   \
-     .shape = {num_tokens, heads, (__VA_ARGS__)}, \
-     .hint = "a row per token of the step"}
+#define ROWS(name, tensor, flags, values)                                    \
+    SMLA_ARRAY(name, tensor, SMLA_DTYPE_BF16, SMLA_RULE_MORE_ROWS | (flags), \
+               "a row per token of the step", 3, num_tokens, heads, values)
 
 smla_status
 smla_dense_require_plain(smla_checker *c, const dense_layer *d)
@@ -41,16 +36,8 @@ smla_dense_require_plain(smla_checker *c, const dense_layer *d)
     const smla_rule rules[] = {
         ROWS(is_pair ? "q[0]" : "q", a->q, 0, is_pair ? nope : nope + rope),
         ROWS("q[1]", a->q_pe, SMLA_RULE_OPTIONAL, rope),
-        {.name = "W_UK",
-         .tensor = a->W_UK,
-         .dtypes = SMLA_DTYPE_BF16,
-         .ndim = 3,
-         .shape = {SMLA_KV_LORA_RANK, heads, nope}},
-        {.name = "W_UV",
-         .tensor = a->W_UV,
-         .dtypes = SMLA_DTYPE_BF16,
-         .ndim = 3,
-         .shape = {SMLA_KV_LORA_RANK, heads, values}},
+        SMLA_ARRAY("W_UK", a->W_UK, SMLA_DTYPE_BF16, 0, NULL, 3, SMLA_KV_LORA_RANK, heads, nope),
+        SMLA_ARRAY("W_UV", a->W_UV, SMLA_DTYPE_BF16, 0, NULL, 3, SMLA_KV_LORA_RANK, heads, values),
         ROWS("out", a->out, SMLA_RULE_OUTPUT, values),
     };
     return smla_require_arrays(c, rules, COUNT(rules));
@@ -75,13 +62,9 @@ static smla_rule
 bf16_weight(const char *name, const DLTensor *tensor, int64_t inputs, int64_t outputs,
             bool is_optional)
 {
-    return (smla_rule){.name = name,
-                       .tensor = tensor,
-                       .dtypes = SMLA_DTYPE_BF16,
-                       .flags = SMLA_RULE_ANY_LAST_STRIDE | (is_optional ? SMLA_RULE_OPTIONAL : 0),
-                       .ndim = 2,
-                       .shape = {inputs, outputs},
-                       .hint = "inputs, and outputs"};
+    return (smla_rule)SMLA_ARRAY(name, tensor, SMLA_DTYPE_BF16,
+                                 SMLA_RULE_ANY_LAST_STRIDE | (is_optional ? SMLA_RULE_OPTIONAL : 0),
+                                 "inputs, and outputs", 2, inputs, outputs);
 }
 
 /* That of one of either kind. An e4m3 weight lies transposed, and has a descale. */
@@ -90,12 +73,8 @@ absorbed_weight(const char *name, const DLTensor *tensor, const DLTensor *descal
                 int64_t outputs)
 {
     return descale == NULL ? bf16_weight(name, tensor, inputs, outputs, false)
-                           : (smla_rule){.name = name,
-                                         .tensor = tensor,
-                                         .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                         .ndim = 2,
-                                         .shape = {outputs, inputs},
-                                         .hint = "outputs, and inputs"};
+                           : (smla_rule)SMLA_ARRAY(name, tensor, SMLA_DTYPE_E4M3_OR_BYTES, 0,
+                                                   "outputs, and inputs", 2, outputs, inputs);
 }
 
 static smla_rule
@@ -130,20 +109,10 @@ smla_dense_require_absorbed(smla_checker *c, const dense_layer *d)
     const int64_t tokens = d->layer.step->facts.num_actual_tokens, heads = config->num_heads;
     const int64_t latents = heads * SMLA_KV_LORA_RANK, rope = config->qk_rope_head_dim;
     smla_rule rows[] = {
-        {.name = "q_c",
-         .tensor = a->q_c,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_MORE_ROWS,
-         .ndim = 2,
-         .shape = {tokens, SMLA_ANY},
-         .hint = "a row per token of the step"},
-        {.name = "out",
-         .tensor = a->out,
-         .dtypes = SMLA_DTYPE_BF16,
-         .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_OUTPUT,
-         .ndim = 2,
-         .shape = {tokens, SMLA_ANY},
-         .hint = "a row per token of the step"},
+        SMLA_ARRAY("q_c", a->q_c, SMLA_DTYPE_BF16, SMLA_RULE_MORE_ROWS,
+                   "a row per token of the step", 2, tokens, SMLA_ANY),
+        SMLA_ARRAY("out", a->out, SMLA_DTYPE_BF16, SMLA_RULE_MORE_ROWS | SMLA_RULE_OUTPUT,
+                   "a row per token of the step", 2, tokens, SMLA_ANY),
     };
     SMLA_TRY(smla_require_arrays(c, rows, COUNT(rows)));
     const int64_t inputs = smla_size(a->q_c, 1), outputs = smla_size(a->out, 1);
