@@ -131,7 +131,7 @@ smla_status
 smla_check_sparse_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                             const smla_backend **backend, smla_error *error)
 {
-    smla_attention_inputs in = SMLA_INPUTS_OF(args);
+    smla_attention_inputs in = SMLA_INPUTS_OF(args, args->q_pe);
     in.max_logits = args->max_logits;
     in.q_scale = (smla_named_scale)SMLA_NAMED(args, q_scale);
     in.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;

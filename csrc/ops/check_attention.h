@@ -48,10 +48,11 @@ typedef struct smla_attention_inputs {
 
 #define SMLA_SINKS_OF(args) SMLA_NAMED(args, attn_sink)
 
-/* The inputs of any attention that calls them by their usual names. */
-#define SMLA_INPUTS_OF(args)                           \
+/* The inputs of any attention that calls them by their usual names. `pe` is the second array of a
+ * query that is a pair. */
+#define SMLA_INPUTS_OF(args, pe)                       \
     {.q = SMLA_NAMED(args, q),                         \
-     .q_pe = (args)->q_pe,                             \
+     .q_pe = (pe),                                     \
      .sinks = SMLA_SINKS_OF(args),                     \
      .out = (args)->out,                               \
      .lse = (args)->lse,                               \
@@ -103,8 +104,8 @@ typedef struct smla_heads_args {
     int32_t fills_padding;
 } smla_heads_args;
 
-#define SMLA_HEADS_OF(args, k_name, k_array, v_name, v_array)               \
-    {.in = SMLA_INPUTS_OF(args),                                            \
+#define SMLA_HEADS_OF(args, pe, k_name, k_array, v_name, v_array)           \
+    {.in = SMLA_INPUTS_OF(args, pe),                                        \
      .k = {(k_name), (k_array)},                                            \
      .v = {(v_name), (v_array)},                                            \
      .descales = {SMLA_NAMED(args, q_descale), SMLA_NAMED(args, k_descale), \
@@ -237,7 +238,7 @@ smla_status smla_require_splits(const smla_checker *checker, const smla_attentio
 /* A workspace that was checked. */
 smla_workspace smla_workspace_of(const smla_named_array *given);
 
-/* Fills the plan of a call over lists or a table, when all but its workspace is filled. */
+/* Plans a call over lists or a table whose other values are filled: plan_attention.c. */
 void smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params);
 
 /* Fills the call, its results and its plan, when all other values are filled: plan_attention.c. */

@@ -155,12 +155,18 @@ smla_gathered_rows(const smla_layer *layer, int64_t num_rows)
                           .scale_token_stride_bytes = stride};
 }
 
-void
+smla_status
 smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
 {
+    static const smla_attention_inputs in = {.q_scale.name = "q_scale"};
+    static const smla_list_args lists[] = {{.kv_scale.name = "kv_scale"},
+                                           {.kv_scale.name = "extra_kv_scale"}};
+    smla_checker c;
+    smla_open_part(&c, layer, params->call.op);
     params->call.kv_format = params->keys.lists[0].kv.format;
     smla_plan_lists(0, layer->step->backend, params);
     params->workspace = smla_layer_workspace(layer);
+    return smla_require_logit_scale(&c, &in, lists, params);
 }
 
 smla_gather_params

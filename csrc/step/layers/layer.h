@@ -122,7 +122,7 @@ smla_workspace smla_layer_workspace(const smla_layer *layer);
 /* The first rows of the workspace of gathered rows, as a cache of bf16 that is one page. */
 smla_kv_view smla_gathered_rows(const smla_layer *layer, int64_t num_rows);
 
-/* Plans a call over lists or a table, of which all else is filled, and checks that its scales make
+/* Plans a call over lists or a table, all else of which is filled, and checks that its scales make
  * finite logits. */
 smla_status smla_plan_layer(const smla_layer *layer, smla_attention_params *params);
 

@@ -150,28 +150,6 @@ check_arrays(dense_layer *d)
 
 /* ---- Values -------------------------------------------------------------------------------- */
 
-static smla_logits
-logits_of(const dense_layer *d)
-{
-    const smla_given_scale one = {.value = 1.0f};
-    return (smla_logits){.softmax_scale = d->args->softmax_scale,
-                         .q_scale = one,
-                         .divisor = one,
-                         .kv_scale = {d->kv_scale, d->kv_scale}};
-}
-
-/* Checks that the scales of the absorbed part make finite logits. */
-static smla_status
-check_logits(const dense_layer *d)
-{
-    const smla_list_args list = {.kv_scale.name = "kv_scale"};
-    const smla_attention_inputs none = {.stream = d->layer.stream};
-    const smla_attention_params params = {.keys.num_lists = 1, .logits = logits_of(d)};
-    smla_checker c;
-    smla_open_part(&c, &d->layer, "mla_attention");
-    return smla_require_logit_scale(&c, &none, &list, &params);
-}
-
 /* Sets the rows of the step's tokens. */
 static void
 place_rows(dense_layer *d)
@@ -233,13 +211,14 @@ fill_table(const dense_layer *d, smla_key_list *list, smla_requests *reqs)
     }
 }
 
-/* Attends of the absorbed tokens, which come first, to the keys of their requests. */
+/* Plans the attention of the absorbed tokens, which come first, to the keys of their requests. */
 static smla_status
-attend(const dense_layer *d)
+plan_attention(dense_layer *d)
 {
     const smla_dense_builder *const b = d->builder;
     const int64_t tokens = d->num_absorbed;
-    smla_attention_params params = {
+    const smla_given_scale one = {.value = 1.0f};
+    d->attention = (smla_attention_params){
         .call = smla_call_of_layer(&d->layer, "mla_attention", NULL),
         .queries = {.num_tokens = tokens,
                     .num_heads = b->config.num_heads,
@@ -251,13 +230,15 @@ attend(const dense_layer *d)
         .keys = {.entry_tokens = (int32_t)d->cache.block_size, .num_lists = 1},
         .results = smla_results_of_layer(smla_take_rows(d->results, 0, tokens, sizeof(uint16_t)),
                                          smla_take_rows(d->lse, 0, tokens, sizeof(float))),
-        .logits = logits_of(d),
+        .logits = {.softmax_scale = d->args->softmax_scale,
+                   .q_scale = one,
+                   .divisor = one,
+                   .kv_scale = {d->kv_scale, d->kv_scale}},
         .visible.rule = {.left = -1, .right = 0},
     };
-    fill_table(d, &params.keys.lists[0], &params.visible.reqs);
-    params.results.fills_padding = b->ranges.absent_req >= 0;
-    smla_plan_layer(&d->layer, &params);
-    return smla_run_attention(&d->layer, &params);
+    fill_table(d, &d->attention.keys.lists[0], &d->attention.visible.reqs);
+    d->attention.results.fills_padding = b->ranges.absent_req >= 0;
+    return smla_plan_layer(&d->layer, &d->attention);
 }
 
 /* ---- New tokens ---------------------------------------------------------------------------- */
@@ -333,7 +314,7 @@ static smla_status
 run_absorbed(const dense_layer *d)
 {
     SMLA_TRY(smla_dense_run_absorb(d));
-    SMLA_TRY(attend(d));
+    SMLA_TRY(smla_run_attention(&d->layer, &d->attention));
     return smla_dense_run_values(d);
 }
 
@@ -341,9 +322,9 @@ static smla_status
 run(void *call)
 {
     dense_layer *const d = call;
-    SMLA_TRY(d->num_absorbed > 0 ? check_logits(d) : SMLA_OK);
     SMLA_TRY(smla_dense_check_context(d));
     place_rows(d);
+    SMLA_TRY(d->num_absorbed > 0 ? plan_attention(d) : SMLA_OK);
     SMLA_TRY(smla_dense_run_rope_queries(d));
     SMLA_TRY(d->args->rope_table != NULL ? turn_rows(d) : SMLA_OK);
     SMLA_TRY(d->cache.num_pages > 0 ? write_cache(d) : SMLA_OK);

@@ -32,6 +32,7 @@ typedef struct dense_layer {
     /* The absorbed part. */
     smla_head_rows queries; /* [T, H, 512], scratch, as the next one */
     smla_head_rows results;
+    smla_attention_params attention;
 } dense_layer;
 
 /* ---- layer_dense_prefill.c ----------------------------------------------------------------- */

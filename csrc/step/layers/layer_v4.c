@@ -216,18 +216,12 @@ static smla_status
 attend(const attend_call *call, int64_t start, int64_t count, const smla_key_list *lists,
        int num_lists)
 {
-    static const smla_list_args names[] = {{.kv_scale.name = "kv_scale"},
-                                           {.kv_scale.name = "extra_kv_scale"}};
-    static const smla_attention_inputs in = {.q_scale.name = "q_scale"};
-    smla_checker c;
-    smla_open_part(&c, &call->layer, "sparse_attention");
     smla_attention_params part = smla_take_tokens(&call->attention, start, count);
     part.keys = (smla_key_lists){.lists = {lists[0], lists[num_lists - 1]}, .num_lists = num_lists};
     for (int i = 0; i < 2; i++) {
         part.logits.kv_scale[i] = scale_of(call, &part.keys.lists[i].kv);
     }
-    SMLA_TRY(smla_require_logit_scale(&c, &in, names, &part));
-    smla_plan_layer(&call->layer, &part);
+    SMLA_TRY(smla_plan_layer(&call->layer, &part));
     return smla_run_attention(&call->layer, &part);
 }
 
