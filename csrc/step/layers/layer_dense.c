@@ -113,8 +113,8 @@ require_workspaces(smla_checker *c, const dense_layer *d)
     return smla_require_arrays(c, rules, SMLA_NUM_WORKSPACES);
 }
 
-/* Makes room in a checker that has no place for all arrays of a layer with absorbed weights. Those
- * that follow must be disjoint from the outputs alone. */
+/* Makes room in a checker, which has no place for all arrays of a layer with absorbed weights and
+ * prefills. Those that follow must be disjoint from the outputs alone. */
 static smla_status
 forget_inputs(smla_checker *c)
 {
@@ -140,7 +140,7 @@ check_arrays(dense_layer *d)
                                  : smla_dense_require_plain(&c, d));
     SMLA_TRY(require_shared(&c, d));
     SMLA_TRY(has_prefills ? require_workspaces(&c, d) : SMLA_OK);
-    SMLA_TRY(forget_inputs(&c));
+    SMLA_TRY(d->absorbed != NULL && has_prefills ? forget_inputs(&c) : SMLA_OK);
     SMLA_TRY(
         smla_require_kv_scale(&c, "kv_scale", &d->args->kv_scale, d->cache.format, &d->kv_scale));
     SMLA_TRY(require_kept(&c, d, has_prefills));
