@@ -134,7 +134,8 @@ def test_dense_steps_without_tokens_or_metadata():
 @pytest.mark.parametrize("path", ["mixed", "separate"])
 def test_lse_that_is_refused(path):
     case = Case([1, 7], [50, 20])
-    layer, arrays = layer_of(case, path, False, travel())
+    trip = travel()
+    layer, arrays = layer_of(case, path, False, trip)
     zeros = np.zeros((8, 5), np.float32)
     shared = np.zeros((8, 5, 48), ref.BF16)
     for lse, error, rule in (
@@ -146,11 +147,7 @@ def test_lse_that_is_refused(path):
         (shared.view(np.float32)[:, :, 0], ValueError, "`(lse|out)` must not overlap `(out|lse)`"),
     ):
         with pytest.raises(error, match=rf"^dense\.forward: {rule}"):
-            layer.forward(*arrays, case.metadata, lse=device_put(lse), out=device_put(shared))
-
-
-def device_put(x: np.ndarray) -> np.ndarray:
-    return travel().put(x)
+            layer.forward(*arrays, case.metadata, lse=trip.put(lse), out=trip.put(shared))
 
 
 # --- DeepSeek-V3.2 and V4 ------------------------------------------------------------------------
