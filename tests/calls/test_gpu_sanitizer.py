@@ -5,6 +5,8 @@ tiles or do not, odd page sizes, and rows that are not aligned to 16 bytes. Inpu
 because compute-sanitizer runs kernels a hundred times slower.
 """
 
+import dataclasses
+
 import cases
 import engine
 import gpu
@@ -17,12 +19,14 @@ from compressor_steps import Case as Compressor
 from dense_cases import Dense, Mask
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
+from paged_cases import Paged as Pages
 from test_gpu_growth import check as check_large
 from test_gpu_outlier_keys import make as make_large
 from test_gpu_v4_forward import filled, new_streams
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
 from test_mla_attention import check as check_dense
+from test_paged import check as check_pages
 from test_qnorm_insert import Case, check_all
 from test_top_k import check as check_top_k
 from test_top_k import make as top_k_rows
@@ -247,6 +251,23 @@ def test_ragged_prefills(dims, q_type, kv_type):
     check_varlen(case)
     case.is_spread = True
     check_varlen(case)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (320, 264)])
+@pytest.mark.parametrize(("q_type", "kv_type"), [("bf16", "bf16"), ("fp16", "e4m3")])
+def test_pages(dims, q_type, kv_type):
+    """Rows that are copied and rows that are loaded, hidden keys, a short table, slots."""
+    case = Pages([70, 0, 3], [150, 9, 0], 4, 2, dims, q_type, kv_type, padding=2, page_size=3,
+                 mask=Mask(causal=True), holes=0.2, missing=2, leftpad=[5, 0, 0])  # fmt: skip
+    check_pages(case)
+    check_pages(dataclasses.replace(case, is_spread=True, has_slots=True, layout="row"))
+
+
+@pytest.mark.parametrize("kv_type", ["bf16", "e4m3"])
+def test_pages_of_latents(kv_type):
+    """Both parts of a query, with a scale each."""
+    check_pages(Pages([1, 1, 1], [70, 9, 0], 16, 1, (64, 512), "bf16", kv_type, has_qv=True,
+                      is_decode=True, descales="rows"))  # fmt: skip
 
 
 def test_more_prefills_than_ctas():
