@@ -143,12 +143,13 @@ smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs, int64_
 
 smla_status
 smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req, int64_t num_reqs,
-                   int64_t workspace_tokens, int64_t *ends, int64_t *num_chunks, smla_error *error)
+                   int64_t most_each, int64_t workspace_tokens, int64_t *ends, int64_t *num_chunks,
+                   smla_error *error)
 {
     int64_t count = 0;
     int64_t used = 0;
     for (int64_t req = 0; req < num_reqs; req++) {
-        const int64_t len = seq_lens[req];
+        const int64_t len = seq_lens[req] < most_each ? seq_lens[req] : most_each;
         if (len < 0) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `seq_lens` must be >= 0, got %lld at request "
@@ -190,7 +191,8 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
                          "%s: `workspace_tokens` must be at least 0, got %lld", op,
                          (long long)workspace_tokens);
     }
-    return smla_pack_prefills(op, seq_lens, 0, num_reqs, workspace_tokens, ends, num_chunks, error);
+    return smla_pack_prefills(op, seq_lens, 0, num_reqs, INT32_MAX, workspace_tokens, ends,
+                              num_chunks, error);
 }
 
 int64_t

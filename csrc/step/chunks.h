@@ -22,10 +22,11 @@ smla_batch_split smla_split_batch(const int32_t *query_start_loc, int64_t num_re
                                   int64_t num_actual_tokens, int64_t decode_threshold,
                                   bool require_uniform);
 
-/* smla_split_prefill_chunks for the caller `op`, whose request `first_req` is entry 0. */
+/* smla_split_prefill_chunks for the caller `op`, whose request `first_req` is entry 0. A request
+ * counts as `most_each` tokens at most: with 1, chunks have so many requests with tokens. */
 smla_status smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req,
-                               int64_t num_reqs, int64_t workspace_tokens, int64_t *ends,
-                               int64_t *num_chunks, smla_error *error);
+                               int64_t num_reqs, int64_t most_each, int64_t workspace_tokens,
+                               int64_t *ends, int64_t *num_chunks, smla_error *error);
 
 /* smla_split_context_chunks of checked args, for the caller `op`. `query_start_loc`
  * [num_prefills + 1] says which prefills have no query tokens, and thus no context to gather: they

@@ -200,7 +200,7 @@ cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, 
         return SMLA_OK;
     }
     SMLA_TRY(smla_pack_prefills(smla_build_op, batch->seq_lens + split->num_decodes,
-                                split->num_decodes, split->num_prefills,
+                                split->num_decodes, split->num_prefills, INT32_MAX,
                                 smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0), s->chunk_ends,
                                 &facts->num_chunks, error));
     if (((const smla_builder *)s)->plans_path && prefers_direct(s, batch, facts)) {

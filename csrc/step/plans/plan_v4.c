@@ -380,9 +380,7 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
-    (void)error;
-    smla_v4_cut_chunks(s, batch, facts);
-    return SMLA_OK;
+    return smla_v4_cut_chunks(s, batch, facts, error);
 }
 
 /* ---- Building a step ----------------------------------------------------------------------- */

@@ -91,7 +91,8 @@ void smla_v4_list_chunks(smla_step *step);
 
 /* Sets chunk_ends and the numbers of chunks. A chunk has prefill_chunk_size prefills with query
  * tokens, the last one maybe fewer. Prefills without belong to the chunk in front of them. */
-void smla_v4_cut_chunks(const smla_step *step, const smla_batch *batch, smla_step_facts *facts);
+smla_status smla_v4_cut_chunks(const smla_step *step, const smla_batch *batch,
+                               smla_step_facts *facts, smla_error *error);
 
 /* Fills the arrays of path "separate", after those of all requests. */
 void smla_v4_fill_chunks(const smla_step *step, const smla_batch *batch, const smla_v4_sent *host);

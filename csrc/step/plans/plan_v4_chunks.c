@@ -19,24 +19,19 @@ smla_v4_list_chunks(smla_step *s)
     smla_add_array(&s->kept, offsetof(smla_v4_kept, prefills), reqs);
 }
 
-void
-smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts)
+smla_status
+smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
+                   smla_error *error)
 {
     const int64_t size = ((const smla_v4_builder *)s)->config.prefill_chunk_size;
     const int64_t first = facts->split.num_decodes, num_prefills = facts->split.num_prefills;
-    int64_t count = 0;
     for (int64_t i = 0; i < num_prefills; i++) {
-        if (smla_query_len(batch->query_start_loc, first + i) > 0) {
-            if (count > 0 && count % size == 0) {
-                s->chunk_ends[facts->num_chunks++] = i;
-            }
-            count++;
-        }
+        facts->num_gathered += smla_query_len(batch->query_start_loc, first + i) > 0;
     }
-    if (count > 0) {
-        s->chunk_ends[facts->num_chunks++] = num_prefills;
-    }
-    facts->num_gathered = count;
+    return facts->num_gathered == 0
+               ? SMLA_OK
+               : smla_pack_prefills(smla_build_op, batch->seq_lens + first, first, num_prefills, 1,
+                                    size, s->chunk_ends, &facts->num_chunks, error);
 }
 
 void
