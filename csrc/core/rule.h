@@ -62,6 +62,46 @@ smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
 /* Checks one array and remembers it. */
 smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 
+/* The same for an array of one, two or three dimensions. `hint` may be NULL. */
+static inline smla_status
+smla_require_1d(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtypes,
+                int64_t size, unsigned flags, const char *hint)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = dtypes,
+                                        .flags = flags,
+                                        .ndim = 1,
+                                        .shape = {size},
+                                        .hint = hint});
+}
+
+static inline smla_status
+smla_require_2d(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtypes,
+                int64_t rows, int64_t columns, unsigned flags, const char *hint)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = dtypes,
+                                        .flags = flags,
+                                        .ndim = 2,
+                                        .shape = {rows, columns},
+                                        .hint = hint});
+}
+
+static inline smla_status
+smla_require_3d(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtypes,
+                int64_t tokens, int64_t heads, int64_t values, unsigned flags, const char *hint)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = dtypes,
+                                        .flags = flags,
+                                        .ndim = 3,
+                                        .shape = {tokens, heads, values},
+                                        .hint = hint});
+}
+
 /* ---- Caches: kv_rule.c --------------------------------------------------------------------- */
 
 typedef struct smla_cache_rule {

@@ -24,12 +24,8 @@ static smla_status
 require_indices(smla_checker *c, const smla_list_args *args, int64_t num_tokens,
                 smla_key_list *list)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = args->indices.name,
-                                          .tensor = args->indices.tensor,
-                                          .dtypes = SMLA_DTYPE_INT32,
-                                          .ndim = 2,
-                                          .shape = {num_tokens, SMLA_ANY},
-                                          .hint = "a row per token of the query"}));
+    SMLA_TRY(smla_require_2d(c, args->indices.name, args->indices.tensor, SMLA_DTYPE_INT32,
+                             num_tokens, SMLA_ANY, 0, "a row per token of the query"));
     SMLA_TRY(smla_require_vector(c, args->topk_length.name, args->topk_length.tensor, num_tokens,
                                  SMLA_RULE_OPTIONAL, "a length per token of the query"));
     fill_list(args->indices.tensor, args->topk_length.tensor, list);

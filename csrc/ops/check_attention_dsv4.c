@@ -19,19 +19,12 @@ require_lists(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, op_name, error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "query",
-                                           .tensor = args->query,
-                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM},
-                                           .hint = "tokens, heads, values of a key"}));
+    SMLA_TRY(smla_require_3d(&c, "query", args->query, SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
+                             SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM, 0,
+                             "tokens, heads, values of a key"));
     const int64_t num_tokens = smla_size(args->query, 0);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "sparse_indices",
-                                           .tensor = args->sparse_indices,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, SMLA_ANY},
-                                           .hint = "a row per token of the query"}));
+    SMLA_TRY(smla_require_2d(&c, "sparse_indices", args->sparse_indices, SMLA_DTYPE_INT32,
+                             num_tokens, SMLA_ANY, 0, "a row per token of the query"));
     SMLA_TRY(smla_require_vector(&c, "sparse_topk_lens", args->sparse_topk_lens, num_tokens, 0,
                                  "a length per token of the query"));
     SMLA_TRY(smla_require_pointer(c.op, "swa_kv_cache", args->swa_kv_cache, error));

@@ -120,14 +120,10 @@ smla_status
 smla_require_sinks(smla_checker *c, const smla_named_array *given, const char *hint,
                    int64_t num_heads, smla_sinks *sinks)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = given->name,
-                                          .tensor = given->tensor,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
-                                                   (hint == NULL ? 0 : SMLA_RULE_MORE_ROWS),
-                                          .ndim = 1,
-                                          .shape = {num_heads},
-                                          .hint = hint}));
+    SMLA_TRY(smla_require_1d(c, given->name, given->tensor, SMLA_DTYPE_FP32, num_heads,
+                             SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
+                                 (hint == NULL ? 0 : SMLA_RULE_MORE_ROWS),
+                             hint));
     *sinks = smla_sinks_of(given->tensor);
     return SMLA_OK;
 }

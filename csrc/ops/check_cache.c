@@ -32,12 +32,8 @@ require_rows(const smla_checker *c, const DLTensor *slot_mapping, const char *na
 smla_status
 smla_require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
 {
-    return smla_require(c, &(smla_rule){.name = "slot_mapping",
-                                        .tensor = slot_mapping,
-                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {SMLA_ANY}});
+    return smla_require_1d(c, "slot_mapping", slot_mapping, SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                           SMLA_ANY, SMLA_RULE_ANY_LAST_STRIDE, NULL);
 }
 
 smla_status
@@ -53,12 +49,8 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
                                    .flags = SMLA_RULE_OUTPUT};
     const smla_kv_format_info *format = NULL;
     SMLA_TRY(smla_find_format(c, &cache, &format));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "kv_c",
-                                          .tensor = args->kv_c,
-                                          .dtypes = dtypes,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, format->nope_dim},
-                                          .hint = "tokens, and the values of their latents"}));
+    SMLA_TRY(smla_require_2d(c, "kv_c", args->kv_c, dtypes, SMLA_ANY, format->nope_dim, 0,
+                             "tokens, and the values of their latents"));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_pe",
                                           .tensor = args->k_pe,
                                           .dtypes = smla_dtype(args->kv_c),
@@ -128,12 +120,8 @@ check_insert(const char *op, const insert_args *args, int32_t width,
     cache.formats = smla_formats_of_size(width);
     cache.flags = SMLA_RULE_OUTPUT;
     SMLA_TRY(smla_find_format(&c, &cache, &format));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k",
-                                           .tensor = args->k,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, width},
-                                           .hint = "tokens, and the values of their keys"}));
+    SMLA_TRY(smla_require_2d(&c, "k", args->k, SMLA_DTYPE_FLOATS, SMLA_ANY, width, 0,
+                             "tokens, and the values of their keys"));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
@@ -213,12 +201,8 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
         smla_require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
     SMLA_TRY(smla_require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL,
                                  NULL));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, kv.format->head_dim}}));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_BF16, SMLA_ANY, kv.format->head_dim,
+                             SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_gather_params){
@@ -259,13 +243,9 @@ smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
     smla_open_checker(&c, "dequantize_and_gather_k_cache", error);
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, SMLA_ANY, kv.format->head_dim},
-                                           .hint = "requests, rows, values of a key"}));
+    SMLA_TRY(smla_require_3d(&c, "out", args->out, SMLA_DTYPE_BF16, SMLA_ANY, SMLA_ANY,
+                             kv.format->head_dim, SMLA_RULE_OUTPUT,
+                             "requests, rows, values of a key"));
     const int64_t num_reqs = smla_size(args->out, 0);
     SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
     SMLA_TRY(smla_require_vector(&c, "gather_lens", args->gather_lens, num_reqs, SMLA_RULE_OPTIONAL,

@@ -16,12 +16,8 @@ width_of(int64_t dim, int64_t ratio)
 static smla_status
 require_ape(smla_checker *c, const DLTensor *ape, int64_t ratio, int64_t width)
 {
-    return smla_require(c, &(smla_rule){.name = "ape",
-                                        .tensor = ape,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .ndim = 2,
-                                        .shape = {ratio, width},
-                                        .hint = "a row per position of a group"});
+    return smla_require_2d(c, "ape", ape, SMLA_DTYPE_FP32, ratio, width, 0,
+                           "a row per position of a group");
 }
 
 /* Checks kv and score. */
@@ -46,13 +42,8 @@ require_given(smla_checker *c, const DLTensor *kv, const DLTensor *score, int64_
 static smla_status
 require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned flags)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "state",
-                                          .tensor = state,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = flags,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, 2 * width},
-                                          .hint = "pages, their rows, values and scores"}));
+    SMLA_TRY(smla_require_3d(c, "state", state, SMLA_DTYPE_FP32, SMLA_ANY, SMLA_ANY, 2 * width,
+                             flags, "pages, their rows, values and scores"));
     if (smla_size(state, 1) < 1) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `state` must have pages of at least 1 row, got 0", c->op);
@@ -146,11 +137,8 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
 static smla_status
 require_norm_weight(smla_checker *c, const DLTensor *weight)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "norm_weight",
-                                          .tensor = weight,
-                                          .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
-                                          .ndim = 1,
-                                          .shape = {SMLA_ANY}}));
+    SMLA_TRY(smla_require_1d(c, "norm_weight", weight, SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32, SMLA_ANY,
+                             0, NULL));
     const int64_t dim = smla_size(weight, 0);
     if (dim != SMLA_V4_HEAD_DIM && dim != SMLA_INDEX_HEAD_DIM) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,

@@ -6,20 +6,6 @@
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
-/* Checks an int32 array [rows, columns], whose last dimension is contiguous. */
-static smla_status
-require_lists(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_rows,
-              int64_t num_columns, unsigned flags, const char *hint)
-{
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = flags,
-                                        .ndim = 2,
-                                        .shape = {num_rows, num_columns},
-                                        .hint = hint});
-}
-
 /* Checks query_start_loc [R + 1] and seq_lens [R]. */
 static smla_status
 require_batch(smla_checker *c, const DLTensor *query_start_loc, const DLTensor *seq_lens,
@@ -74,7 +60,8 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
 {
     smla_checker c;
     smla_open_checker(&c, "compute_global_topk_indices_and_lens", error);
-    SMLA_TRY(require_lists(&c, "topk_indices", args->topk_indices, SMLA_ANY, SMLA_ANY, 0, NULL));
+    SMLA_TRY(smla_require_2d(&c, "topk_indices", args->topk_indices, SMLA_DTYPE_INT32, SMLA_ANY,
+                             SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->topk_indices, 0);
     const int64_t topk = smla_size(args->topk_indices, 1);
     SMLA_TRY(smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, num_tokens,
@@ -82,7 +69,8 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     SMLA_TRY(smla_require_number(&c, "block_size", args->block_size, 1));
     SMLA_TRY(smla_require_is_valid(&c, args->is_valid, num_tokens));
-    SMLA_TRY(require_lists(&c, "out", args->out, num_tokens, topk, SMLA_RULE_OUTPUT, NULL));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, topk,
+                             SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_topk_slots_params){
@@ -117,24 +105,16 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
         smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
-                                           .tensor = args->topk_indices,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, SMLA_ANY},
-                                           .hint = "a row per entry of `req_id_per_token`"}));
+    SMLA_TRY(smla_require_2d(&c, "topk_indices", args->topk_indices, SMLA_DTYPE_INT32, num_tokens,
+                             SMLA_ANY, 0, "a row per entry of `req_id_per_token`"));
     const int64_t topk = smla_size(args->topk_indices, 1);
     SMLA_TRY(smla_require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
                                  SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(smla_require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
                                  SMLA_ANY,
                                  args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0, NULL));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, topk}}));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, topk,
+                             SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_require_vector(&c, "counts", args->counts, num_tokens,
                                  SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
@@ -176,7 +156,8 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
     smla_checker c;
     smla_query_batch batch = {.num_reqs = 0};
     smla_open_checker(&c, "combine_topk_swa_indices", error);
-    SMLA_TRY(require_lists(&c, "topk_indices", args->topk_indices, SMLA_ANY, SMLA_ANY, 0, NULL));
+    SMLA_TRY(smla_require_2d(&c, "topk_indices", args->topk_indices, SMLA_DTYPE_INT32, SMLA_ANY,
+                             SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->topk_indices, 0);
     SMLA_TRY(require_batch(&c, args->query_start_loc, args->seq_lens, &batch));
     SMLA_TRY(smla_require_vector(&c, "gather_lens", args->gather_lens, batch.num_reqs, 0, NULL));
@@ -188,8 +169,8 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
     SMLA_TRY(smla_require_number(&c, "align", args->align, 1));
     SMLA_TRY(require_columns(&c, "topk_indices", args->topk_indices, args->topk));
     const int64_t width = round_up(args->topk + args->window, args->align);
-    SMLA_TRY(require_lists(&c, "out", args->out, num_tokens, width, SMLA_RULE_OUTPUT,
-                           "`topk` + `window` columns, rounded up to `align`"));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, width,
+                             SMLA_RULE_OUTPUT, "`topk` + `window` columns, rounded up to `align`"));
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_combine_topk_swa_params){
@@ -226,11 +207,12 @@ require_decode_lists(smla_checker *c, const smla_mixed_indices_args *args, mixed
 {
     const DLTensor *const swa = args->decode_swa_indices;
     const DLTensor *const compressed = args->decode_compressed_indices;
-    SMLA_TRY(require_lists(c, "decode_swa_indices", swa, SMLA_ANY, SMLA_ANY, SMLA_RULE_OPTIONAL,
-                           "`window` slots per decode token"));
+    SMLA_TRY(smla_require_2d(c, "decode_swa_indices", swa, SMLA_DTYPE_INT32, SMLA_ANY, SMLA_ANY,
+                             SMLA_RULE_OPTIONAL, "`window` slots per decode token"));
     sizes->num_decode_tokens = swa == NULL ? 0 : smla_size(swa, 0);
-    SMLA_TRY(require_lists(c, "decode_compressed_indices", compressed, sizes->num_decode_tokens,
-                           SMLA_ANY, SMLA_RULE_OPTIONAL, "a row per row of `decode_swa_indices`"));
+    SMLA_TRY(smla_require_2d(c, "decode_compressed_indices", compressed, SMLA_DTYPE_INT32,
+                             sizes->num_decode_tokens, SMLA_ANY, SMLA_RULE_OPTIONAL,
+                             "a row per row of `decode_swa_indices`"));
     sizes->decode_topk = compressed == NULL ? 0 : smla_size(compressed, 1);
     return smla_require_vector(c, "decode_compressed_lens", args->decode_compressed_lens,
                                sizes->num_decode_tokens, SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS,
@@ -267,8 +249,8 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
     smla_query_batch batch = {.num_reqs = 0};
     smla_open_checker(&c, "build_mixed_sparse_indices", error);
     SMLA_TRY(require_decode_lists(&c, args, &sizes));
-    SMLA_TRY(require_lists(&c, "prefill_topk_indices", args->prefill_topk_indices, SMLA_ANY,
-                           SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_2d(&c, "prefill_topk_indices", args->prefill_topk_indices,
+                             SMLA_DTYPE_INT32, SMLA_ANY, SMLA_ANY, SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(require_batch(&c, args->query_start_loc, args->seq_lens, &batch));
     SMLA_TRY(require_request_ids(&c, args, &sizes));
     SMLA_TRY(smla_require_table(&c, "swa_block_table", args->swa_block_table, batch.num_reqs, 0));
@@ -296,8 +278,9 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
     SMLA_TRY(smla_require_is_valid(&c, args->is_valid, sizes.num_decode_tokens));
     const int64_t topk = args->topk > sizes.decode_topk ? args->topk : sizes.decode_topk;
     const int64_t width = args->window + round_up(topk, 4);
-    SMLA_TRY(require_lists(&c, "out", args->out, sizes.num_tokens, width, SMLA_RULE_OUTPUT,
-                           "`window` columns, and compressed ones rounded up to 4"));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_INT32, sizes.num_tokens, width,
+                             SMLA_RULE_OUTPUT,
+                             "`window` columns, and compressed ones rounded up to 4"));
     SMLA_TRY(smla_require_vector(&c, "lens", args->lens, sizes.num_tokens, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_mixed_indices_params){

@@ -52,46 +52,25 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
     smla_checker c;
     smla_rope rope;
     smla_open_checker(&c, "fused_indexer_q_rope_quant", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "q",
-                                           .tensor = args->q,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_INDEX_HEAD_DIM},
-                                           .hint = "tokens, heads, and the values of a head"}));
+    SMLA_TRY(smla_require_3d(&c, "q", args->q, SMLA_DTYPE_BF16, SMLA_ANY, SMLA_ANY,
+                             SMLA_INDEX_HEAD_DIM, 0, "tokens, heads, and the values of a head"));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_index_heads(&c, num_heads));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weights",
-                                           .tensor = args->weights,
-                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, num_heads},
-                                           .hint = "a weight per head of `q`"}));
+    SMLA_TRY(smla_require_2d(&c, "weights", args->weights, SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                             num_tokens, num_heads, 0, "a weight per head of `q`"));
     SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     const bool is_fp4 = args->out_scale != NULL;
     const int64_t num_bytes = is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM;
-    SMLA_TRY(smla_require(
-        &c, &(smla_rule){.name = "out",
-                         .tensor = args->out,
-                         .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES,
-                         .flags = SMLA_RULE_OUTPUT,
-                         .ndim = 3,
-                         .shape = {num_tokens, num_heads, num_bytes},
-                         .hint = is_fp4 ? "two FP4 values per byte" : "tokens, heads, bytes"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out_weights",
-                                           .tensor = args->out_weights,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, num_heads},
-                                           .hint = "a weight per head of `q`"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out_scale",
-                                           .tensor = args->out_scale,
-                                           .dtypes = SMLA_DTYPE_UINT8,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
-                                           .ndim = 3,
-                                           .shape = {num_tokens, num_heads, 4},
-                                           .hint = "a scale per 32 values of a head"}));
+    SMLA_TRY(smla_require_3d(&c, "out", args->out,
+                             is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES, num_tokens,
+                             num_heads, num_bytes, SMLA_RULE_OUTPUT,
+                             is_fp4 ? "two FP4 values per byte" : "tokens, heads, bytes"));
+    SMLA_TRY(smla_require_2d(&c, "out_weights", args->out_weights, SMLA_DTYPE_FP32, num_tokens,
+                             num_heads, SMLA_RULE_OUTPUT, "a weight per head of `q`"));
+    SMLA_TRY(smla_require_3d(&c, "out_scale", args->out_scale, SMLA_DTYPE_UINT8, num_tokens,
+                             num_heads, 4, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                             "a scale per 32 values of a head"));
     SMLA_TRY(require_weight_scale(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_index_query_params){
@@ -125,31 +104,18 @@ static smla_status
 require_queries(smla_checker *c, const smla_indexer_logits_args *args)
 {
     const bool is_fp4 = args->q_scale != NULL;
-    SMLA_TRY(smla_require(
-        c, &(smla_rule){.name = "q",
-                        .tensor = args->q,
-                        .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES,
-                        .ndim = 3,
-                        .shape = {SMLA_ANY, SMLA_ANY,
-                                  is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM},
-                        .hint = is_fp4 ? "`q_scale` is given, so a byte has two FP4 values"
-                                       : "without `q_scale` a byte is an e4m3 value"}));
+    SMLA_TRY(smla_require_3d(c, "q", args->q, is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES,
+                             SMLA_ANY, SMLA_ANY,
+                             is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM, 0,
+                             is_fp4 ? "`q_scale` is given, so a byte has two FP4 values"
+                                    : "without `q_scale` a byte is an e4m3 value"));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_index_heads(c, num_heads));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "weights",
-                                          .tensor = args->weights,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .ndim = 2,
-                                          .shape = {num_tokens, num_heads},
-                                          .hint = "a weight per head of `q`"}));
-    return smla_require(c, &(smla_rule){.name = "q_scale",
-                                        .tensor = args->q_scale,
-                                        .dtypes = SMLA_DTYPE_UINT8,
-                                        .flags = SMLA_RULE_OPTIONAL,
-                                        .ndim = 3,
-                                        .shape = {num_tokens, num_heads, 4},
-                                        .hint = "a scale per 32 values of a head"});
+    SMLA_TRY(smla_require_2d(c, "weights", args->weights, SMLA_DTYPE_FP32, num_tokens, num_heads, 0,
+                             "a weight per head of `q`"));
+    return smla_require_3d(c, "q_scale", args->q_scale, SMLA_DTYPE_UINT8, num_tokens, num_heads, 4,
+                           SMLA_RULE_OPTIONAL, "a scale per 32 values of a head");
 }
 
 /* An argument that belongs to the other kind of keys. */
@@ -167,11 +133,8 @@ static smla_status
 require_flat_keys(smla_checker *c, const smla_indexer_logits_args *args, smla_kv_view *view)
 {
     const DLTensor *const keys = args->k_cache;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache[0]",
-                                          .tensor = keys,
-                                          .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_2d(c, "k_cache[0]", keys, SMLA_DTYPE_E4M3_OR_BYTES, SMLA_ANY, SMLA_ANY, 0,
+                             NULL));
     const bool is_fp4 = smla_size(keys, 1) == SMLA_INDEX_HEAD_DIM / 2;
     const smla_kv_format_info *const format =
         &smla_kv_formats[is_fp4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX];
@@ -281,13 +244,9 @@ smla_check_indexer_logits(const smla_indexer_logits_args *args, smla_logits_para
     smla_checker c;
     smla_open_checker(&c, "indexer_logits", error);
     SMLA_TRY(smla_require_scored(&c, args, params));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {params->num_tokens, SMLA_ANY},
-                                           .hint = "a row of logits per token"}));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                             params->num_tokens, SMLA_ANY, SMLA_RULE_OUTPUT,
+                             "a row of logits per token"));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->num_columns = smla_size(args->out, 1);
     params->out = smla_data(args->out);

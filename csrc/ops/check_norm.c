@@ -29,12 +29,8 @@ smla_require_eps(const smla_checker *c, double eps)
 static smla_status
 require_weight(smla_checker *c, const char *name, const DLTensor *weight, int64_t size)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = weight,
-                                        .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
-                                        .ndim = 1,
-                                        .shape = {size},
-                                        .hint = "a weight per value of a row"});
+    return smla_require_1d(c, name, weight, SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32, size, 0,
+                           "a weight per value of a row");
 }
 
 static smla_norm_rows

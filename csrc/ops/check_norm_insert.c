@@ -9,13 +9,9 @@ static smla_status
 require_queries(smla_checker *c, const smla_qnorm_insert_args *args, bool quantizes)
 {
     const bool is_in_place = args->q_out == NULL && !quantizes;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "q",
-                                          .tensor = args->q,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = is_in_place ? SMLA_RULE_OUTPUT : 0,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM},
-                                          .hint = "tokens, heads, and the values of a head"}));
+    SMLA_TRY(smla_require_3d(c, "q", args->q, SMLA_DTYPE_BF16, SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM,
+                             is_in_place ? SMLA_RULE_OUTPUT : 0,
+                             "tokens, heads, and the values of a head"));
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(smla_require_num_heads(c, "q", num_heads));
     if (is_in_place) {
@@ -91,13 +87,8 @@ smla_check_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_args *args,
     SMLA_TRY(require_queries(&c, args, quantizes));
     const DLTensor *const q_out = args->q_out == NULL ? args->q : args->q_out;
     const int64_t num_tokens = smla_size(q_out, 0);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv",
-                                           .tensor = args->kv,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_MORE_ROWS,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, SMLA_V4_HEAD_DIM},
-                                           .hint = "at least a row per token"}));
+    SMLA_TRY(smla_require_2d(&c, "kv", args->kv, SMLA_DTYPE_BF16, num_tokens, SMLA_V4_HEAD_DIM,
+                             SMLA_RULE_MORE_ROWS, "at least a row per token"));
     SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     smla_cache_write_params insert;
     SMLA_TRY(require_insert(&c, args, num_tokens, &insert));

@@ -31,25 +31,15 @@ smla_status
 smla_require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
                     unsigned flags, const char *hint)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {count},
-                                        .hint = hint});
+    return smla_require_1d(c, name, tensor, SMLA_DTYPE_INT32, count,
+                           flags | SMLA_RULE_ANY_LAST_STRIDE, hint);
 }
 
 smla_status
 smla_require_block_table(smla_checker *c, const DLTensor *tensor)
 {
-    return smla_require(c, &(smla_rule){.name = "block_table",
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {SMLA_ANY, SMLA_ANY},
-                                        .hint = "a row of page numbers per request"});
+    return smla_require_2d(c, "block_table", tensor, SMLA_DTYPE_INT32, SMLA_ANY, SMLA_ANY,
+                           SMLA_RULE_ANY_LAST_STRIDE, "a row of page numbers per request");
 }
 
 smla_page_table
@@ -78,62 +68,40 @@ smla_status
 smla_require_state(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
                    int64_t num_heads, unsigned flags)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {num_tokens, num_heads}});
+    return smla_require_2d(c, name, tensor, SMLA_DTYPE_FP32, num_tokens, num_heads,
+                           flags | SMLA_RULE_ANY_LAST_STRIDE, NULL);
 }
 
 smla_status
 smla_require_workspace(smla_checker *c, const char *name, const DLTensor *tensor, unsigned flags)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                        .flags = flags | SMLA_RULE_OUTPUT,
-                                        .ndim = 1,
-                                        .shape = {SMLA_ANY}});
+    return smla_require_1d(c, name, tensor, SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8, SMLA_ANY,
+                           flags | SMLA_RULE_OUTPUT, NULL);
 }
 
 smla_status
 smla_require_table(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_reqs,
                    unsigned flags)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags =
-                                            flags | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {num_reqs, SMLA_ANY},
-                                        .hint = "a row of page numbers per request"});
+    return smla_require_2d(c, name, tensor, SMLA_DTYPE_INT32, num_reqs, SMLA_ANY,
+                           flags | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                           "a row of page numbers per request");
 }
 
 smla_status
 smla_require_slots(smla_checker *c, const char *name, const DLTensor *slots, int64_t num_tokens,
                    unsigned flags)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = slots,
-                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_tokens},
-                                        .hint = "a slot per token"});
+    return smla_require_1d(c, name, slots, SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32, num_tokens,
+                           flags | SMLA_RULE_ANY_LAST_STRIDE, "a slot per token");
 }
 
 smla_status
 smla_require_is_valid(smla_checker *c, const DLTensor *tensor, int64_t num_tokens)
 {
-    return smla_require(c, &(smla_rule){.name = "is_valid",
-                                        .tensor = tensor,
-                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_BOOL,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                                 SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_tokens}});
+    return smla_require_1d(c, "is_valid", tensor, SMLA_DTYPE_UINT8 | SMLA_DTYPE_BOOL, num_tokens,
+                           SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                           NULL);
 }
 
 smla_status

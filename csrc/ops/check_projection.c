@@ -28,12 +28,8 @@ check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char
                                  latent_is_inner ? SMLA_ANY : smla_size(x, 2)}};
     SMLA_TRY(smla_require(c, &rule));
     const int64_t outer_dim = latent_is_inner ? smla_size(w, 2) : SMLA_KV_LORA_RANK;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = out,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 3,
-                                          .shape = {num_tokens, num_heads, outer_dim}}));
+    SMLA_TRY(smla_require_3d(c, "out", out, SMLA_DTYPE_BF16, num_tokens, num_heads, outer_dim,
+                             SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(c, backend));
     *params = (smla_projection_params){
         .call = smla_call_of(c, stream, NULL),
@@ -83,25 +79,13 @@ smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
 {
     smla_checker c;
     smla_open_checker(&c, args->op, error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->x_name,
-                                           .tensor = args->x,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, args->inner_dim}}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = args->w_name,
-                                           .tensor = args->w,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {args->inner_dim, SMLA_ANY},
-                                           .hint = "a layer's weight is given as its transpose"}));
-    SMLA_TRY(
-        smla_require(&c, &(smla_rule){.name = "out",
-                                      .tensor = args->out,
-                                      .dtypes = SMLA_DTYPE_BF16,
-                                      .flags = SMLA_RULE_OUTPUT,
-                                      .ndim = 2,
-                                      .shape = {smla_size(args->x, 0), smla_size(args->w, 1)}}));
+    SMLA_TRY(smla_require_2d(&c, args->x_name, args->x, SMLA_DTYPE_BF16, SMLA_ANY, args->inner_dim,
+                             0, NULL));
+    SMLA_TRY(smla_require_2d(&c, args->w_name, args->w, SMLA_DTYPE_BF16, args->inner_dim, SMLA_ANY,
+                             SMLA_RULE_ANY_LAST_STRIDE,
+                             "a layer's weight is given as its transpose"));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_BF16, smla_size(args->x, 0),
+                             smla_size(args->w, 1), SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_projection_params){
         .call = smla_call_of(&c, args->stream, NULL),
@@ -161,14 +145,10 @@ check_o_scale(smla_checker *c, const DLTensor *o, const DLTensor *scale, bool is
                          "%s: `o` must have a multiple of %lld values per group, got %lld", c->op,
                          (long long)tile, (long long)smla_size(o, 2));
     }
-    return smla_require(
-        c, &(smla_rule){.name = "o_scale",
-                        .tensor = scale,
-                        .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_INT32,
-                        .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                        .ndim = 3,
-                        .shape = {smla_size(o, 0), smla_size(o, 1), smla_size(o, 2) / tile},
-                        .hint = "a scale per 128 values of `o`, or four of them per int32"});
+    return smla_require_3d(c, "o_scale", scale, SMLA_DTYPE_FP32 | SMLA_DTYPE_INT32, smla_size(o, 0),
+                           smla_size(o, 1), smla_size(o, 2) / tile,
+                           SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                           "a scale per 128 values of `o`, or four of them per int32");
 }
 
 static smla_status
@@ -176,16 +156,11 @@ check_grouped_weight_scale(smla_checker *c, const DLTensor *weight, const DLTens
                            bool is_e4m3)
 {
     SMLA_TRY(check_scale_is_given(c, "weight_scale", scale, is_e4m3));
-    return smla_require(c, &(smla_rule){.name = "weight_scale",
-                                        .tensor = scale,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 3,
-                                        .shape = {smla_size(weight, 0),
-                                                  (smla_size(weight, 1) + SMLA_SCALE_TILE - 1) /
-                                                      SMLA_SCALE_TILE,
-                                                  smla_size(weight, 2) / SMLA_SCALE_TILE},
-                                        .hint = "a scale per block of 128 x 128 weights"});
+    return smla_require_3d(c, "weight_scale", scale, SMLA_DTYPE_FP32, smla_size(weight, 0),
+                           (smla_size(weight, 1) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE,
+                           smla_size(weight, 2) / SMLA_SCALE_TILE,
+                           SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                           "a scale per block of 128 x 128 weights");
 }
 
 smla_status
@@ -196,12 +171,8 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
     const unsigned e4m3 = SMLA_DTYPE_E4M3_OR_BYTES;
     smla_checker c;
     smla_open_checker(&c, "grouped_output_projection", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "o",
-                                           .tensor = args->o,
-                                           .dtypes = SMLA_DTYPE_BF16 | e4m3,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
-                                           .hint = "tokens, groups, and the values of a group"}));
+    SMLA_TRY(smla_require_3d(&c, "o", args->o, SMLA_DTYPE_BF16 | e4m3, SMLA_ANY, SMLA_ANY, SMLA_ANY,
+                             0, "tokens, groups, and the values of a group"));
     const int64_t num_tokens = smla_size(args->o, 0);
     const int64_t num_groups = smla_size(args->o, 1);
     if (num_groups < 1 || num_groups > SMLA_MAX_HEADS) {
@@ -210,20 +181,13 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
     }
     const bool is_e4m3 = (smla_dtype(args->o) & e4m3) != 0;
     SMLA_TRY(check_o_scale(&c, args->o, args->o_scale, is_e4m3));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
-                                           .tensor = args->weight,
-                                           .dtypes = is_e4m3 ? e4m3 : SMLA_DTYPE_BF16,
-                                           .ndim = 3,
-                                           .shape = {num_groups, SMLA_ANY, smla_size(args->o, 2)},
-                                           .hint = "groups, outputs, and the values of a group"}));
+    SMLA_TRY(smla_require_3d(&c, "weight", args->weight, is_e4m3 ? e4m3 : SMLA_DTYPE_BF16,
+                             num_groups, SMLA_ANY, smla_size(args->o, 2), 0,
+                             "groups, outputs, and the values of a group"));
     SMLA_TRY(check_grouped_weight_scale(&c, args->weight, args->weight_scale, is_e4m3));
     const int64_t outer_dim = smla_size(args->weight, 1);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 3,
-                                           .shape = {num_tokens, num_groups, outer_dim}}));
+    SMLA_TRY(smla_require_3d(&c, "out", args->out, SMLA_DTYPE_BF16, num_tokens, num_groups,
+                             outer_dim, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_projection_params){
         .call = smla_call_of(&c, args->stream, NULL),

@@ -68,26 +68,13 @@ smla_check_scaled_quantize(const smla_scaled_quantize_args *args,
 {
     smla_checker c;
     smla_open_checker(&c, "scaled_quantize", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
-                                           .tensor = args->x,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_2d(&c, "x", args->x, SMLA_DTYPE_FLOATS, SMLA_ANY, SMLA_ANY, 0, NULL));
     SMLA_TRY(read_groups(&c, "group", args->x, args->group_rows, args->group_columns, params));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {params->num_rows, params->num_columns}}));
-    SMLA_TRY(
-        smla_require(&c, &(smla_rule){.name = "descale",
-                                      .tensor = args->descale,
-                                      .dtypes = SMLA_DTYPE_FP32,
-                                      .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                      .ndim = 2,
-                                      .shape = {params->num_row_groups, params->num_column_groups},
-                                      .hint = "a scale per group"}));
+    SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_E4M3_OR_BYTES, params->num_rows,
+                             params->num_columns, SMLA_RULE_OUTPUT, NULL));
+    SMLA_TRY(smla_require_2d(&c, "descale", args->descale, SMLA_DTYPE_FP32, params->num_row_groups,
+                             params->num_column_groups,
+                             SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE, "a scale per group"));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->call = smla_call_of(&c, args->stream, NULL);
     params->out = smla_data(args->out);
@@ -219,18 +206,10 @@ smla_require_fp8_scheme(const smla_checker *c, const smla_fp8_linear_args *args)
 static smla_status
 require_operands(smla_checker *c, const smla_fp8_linear_args *args)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "x",
-                                          .tensor = args->x,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_2d(c, "x", args->x, SMLA_DTYPE_BF16, SMLA_ANY, SMLA_ANY, 0, NULL));
     SMLA_TRY(require_tiles(c, smla_size(args->x, 1)));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "weight",
-                                          .tensor = args->weight,
-                                          .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, smla_size(args->x, 1)},
-                                          .hint = "outputs, and the values of a token"}));
+    SMLA_TRY(smla_require_2d(c, "weight", args->weight, SMLA_DTYPE_E4M3_OR_BYTES, SMLA_ANY,
+                             smla_size(args->x, 1), 0, "outputs, and the values of a token"));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "descale",
                                           .tensor = args->descale,
                                           .dtypes = SMLA_DTYPE_FP32,
@@ -243,13 +222,8 @@ require_operands(smla_checker *c, const smla_fp8_linear_args *args)
 static smla_status
 require_results(smla_checker *c, const smla_fp8_linear_args *args)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = args->out,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 2,
-                                          .shape = {smla_size(args->x, 0),
-                                                    smla_size(args->weight, 0)}}));
+    SMLA_TRY(smla_require_2d(c, "out", args->out, SMLA_DTYPE_BF16, smla_size(args->x, 0),
+                             smla_size(args->weight, 0), SMLA_RULE_OUTPUT, NULL));
     return smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL);
 }
 

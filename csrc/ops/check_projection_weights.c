@@ -79,12 +79,8 @@ describe_scale(const weight_rule *rule, int row_dim, int out_dim, smla_weight *w
 static smla_status
 require_values(smla_checker *c, const weight_rule *rule)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = rule->name,
-                                          .tensor = rule->tensor,
-                                          .dtypes = WEIGHT_DTYPES,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_2d(c, rule->name, rule->tensor, WEIGHT_DTYPES, SMLA_ANY, SMLA_ANY,
+                             SMLA_RULE_ANY_LAST_STRIDE, NULL));
     SMLA_TRY(smla_require_count(c->op, "storage", rule->storage, SMLA_STORED_EITHER,
                                 SMLA_STORED_TRANSPOSED, c->error));
     const bool is_e4m3 = (smla_dtype(rule->tensor) & SMLA_DTYPE_FLOATS) == 0;
@@ -248,12 +244,8 @@ check_absorb(smla_checker *c, const absorb_args *a, smla_absorb_params *params,
              const smla_backend **backend)
 {
     SMLA_TRY(require_values(c, &a->x));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = a->w_name,
-                                          .tensor = a->w,
-                                          .dtypes = SMLA_DTYPE_FLOATS,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_3d(c, a->w_name, a->w, SMLA_DTYPE_FLOATS, SMLA_ANY, SMLA_ANY, SMLA_ANY,
+                             SMLA_RULE_ANY_LAST_STRIDE, NULL));
     const int64_t latents = smla_size(a->w, 0), heads = smla_size(a->w, 1);
     SMLA_TRY(smla_require_num_heads(c, a->w_name, heads));
     const int inner_dim = a->x.rows_are_outputs ? 1 : 0; /* the result's dimension of inputs */

@@ -7,13 +7,9 @@
 static smla_status
 require_positions(smla_checker *c, const DLTensor *positions, int64_t num_tokens)
 {
-    return smla_require(c, &(smla_rule){.name = "positions",
-                                        .tensor = positions,
-                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                        .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 1,
-                                        .shape = {num_tokens},
-                                        .hint = "at least a position per token"});
+    return smla_require_1d(c, "positions", positions, SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                           num_tokens, SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                           "at least a position per token");
 }
 
 /* Positions and a table that have been checked. */
@@ -35,12 +31,8 @@ smla_require_rope(smla_checker *c, const DLTensor *positions, const DLTensor *ro
                   int64_t num_tokens, smla_rope *rope)
 {
     SMLA_TRY(require_positions(c, positions, num_tokens));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "rope_table",
-                                          .tensor = rope_table,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
-                                          .hint = "32 cosines, then 32 sines per position"}));
+    SMLA_TRY(smla_require_2d(c, "rope_table", rope_table, SMLA_DTYPE_FP32, SMLA_ANY,
+                             SMLA_QK_ROPE_HEAD_DIM, 0, "32 cosines, then 32 sines per position"));
     *rope = rope_of(positions, rope_table);
     return SMLA_OK;
 }
@@ -128,12 +120,8 @@ require_rotation(smla_checker *c, const smla_apply_rope_args *args, bool caches_
                          .hint = "the tokens and the values of `q_pe`"};
     SMLA_TRY(require_positions(c, args->positions, num_tokens));
     SMLA_TRY(smla_require(c, &k));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "rope_table",
-                                          .tensor = args->rope_table,
-                                          .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                          .ndim = 2,
-                                          .shape = {SMLA_ANY, num_values},
-                                          .hint = "cosines, then sines, per position"}));
+    SMLA_TRY(smla_require_2d(c, "rope_table", args->rope_table, SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                             SMLA_ANY, num_values, 0, "cosines, then sines, per position"));
     SMLA_TRY(require_rotated(c, "q_out", args->q_out, &q));
     if (!caches_key) {
         SMLA_TRY(args->k_pe == NULL ? require_no_k_out(c, args->k_out)
@@ -226,12 +214,8 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
     smla_checker c;
     smla_rope rope;
     smla_open_checker(&c, "fused_inv_rope_fp8_quant", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "o",
-                                           .tensor = args->o,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM},
-                                           .hint = "tokens, heads, and the values of a head"}));
+    SMLA_TRY(smla_require_3d(&c, "o", args->o, SMLA_DTYPE_BF16, SMLA_ANY, SMLA_ANY,
+                             SMLA_V4_HEAD_DIM, 0, "tokens, heads, and the values of a head"));
     const int64_t num_tokens = smla_size(args->o, 0);
     const int64_t num_heads = smla_size(args->o, 1);
     SMLA_TRY(smla_require_num_heads(&c, "o", num_heads));
@@ -239,14 +223,10 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
     SMLA_TRY(smla_require_rope(&c, args->positions, args->rope_table, num_tokens, &rope));
     const int64_t group_heads = num_heads / args->groups;
     const bool quantizes = args->out_scale != NULL;
-    SMLA_TRY(smla_require(
-        &c, &(smla_rule){.name = "out",
-                         .tensor = args->out,
-                         .dtypes = quantizes ? SMLA_DTYPE_E4M3_OR_BYTES : SMLA_DTYPE_BF16,
-                         .flags = SMLA_RULE_OUTPUT,
-                         .ndim = 3,
-                         .shape = {num_tokens, args->groups, group_heads * SMLA_V4_HEAD_DIM},
-                         .hint = "tokens, groups, and the values of a group's heads"}));
+    SMLA_TRY(smla_require_3d(&c, "out", args->out,
+                             quantizes ? SMLA_DTYPE_E4M3_OR_BYTES : SMLA_DTYPE_BF16, num_tokens,
+                             args->groups, group_heads * SMLA_V4_HEAD_DIM, SMLA_RULE_OUTPUT,
+                             "tokens, groups, and the values of a group's heads"));
     const unsigned scale_dtypes = dtypes_of_layout(args->scale_layout);
     if (scale_dtypes == 0) {
         return smla_fail(error, SMLA_ERROR_VALUE,
@@ -254,16 +234,12 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
                          c.op, (int)args->scale_layout);
     }
     const bool is_packed = quantizes && smla_dtype(args->out_scale) == SMLA_DTYPE_INT32;
-    SMLA_TRY(smla_require(
-        &c, &(smla_rule){.name = "out_scale",
-                         .tensor = args->out_scale,
-                         .dtypes = scale_dtypes,
-                         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
-                                  SMLA_RULE_ANY_LAST_STRIDE,
-                         .ndim = 3,
-                         .shape = {num_tokens, args->groups,
-                                   is_packed ? group_heads : group_heads * SMLA_OUTPUT_SCALES},
-                         .hint = "tokens, groups, and the scales of a group's heads"}));
+    SMLA_TRY(smla_require_3d(&c, "out_scale", args->out_scale, scale_dtypes, num_tokens,
+                             args->groups,
+                             is_packed ? group_heads : group_heads * SMLA_OUTPUT_SCALES,
+                             SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
+                                 SMLA_RULE_ANY_LAST_STRIDE,
+                             "tokens, groups, and the scales of a group's heads"));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_inverse_rope_params){
         .call = smla_call_of(&c, args->stream, NULL),

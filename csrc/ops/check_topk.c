@@ -46,13 +46,8 @@ static smla_status
 require_chosen(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtype,
                int64_t num_tokens, int64_t k, unsigned flags)
 {
-    return smla_require(c, &(smla_rule){.name = name,
-                                        .tensor = tensor,
-                                        .dtypes = dtype,
-                                        .flags = flags | SMLA_RULE_OUTPUT,
-                                        .ndim = 2,
-                                        .shape = {num_tokens, k},
-                                        .hint = "`k` columns per token"});
+    return smla_require_2d(c, name, tensor, dtype, num_tokens, k, flags | SMLA_RULE_OUTPUT,
+                           "`k` columns per token");
 }
 
 smla_status
@@ -110,11 +105,8 @@ smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
     static const char hint[] = "an entry per row of `logits`";
     smla_checker c;
     smla_open_checker(&c, "top_k_per_row", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "logits",
-                                           .tensor = args->logits,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_2d(&c, "logits", args->logits, SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                             SMLA_ANY, SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->logits, 0);
     const int64_t num_columns = smla_size(args->logits, 1);
     if (num_columns > INT32_MAX) {

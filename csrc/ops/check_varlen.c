@@ -29,33 +29,21 @@ require_keys(smla_checker *c, const smla_varlen_attention_args *args)
 {
     const bool is_pair = args->k_pe != NULL;
     const char *const name = is_pair ? "k[0]" : "k";
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
-                                          .tensor = args->k,
-                                          .dtypes = smla_key_dtypes(args->q),
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
-                                          .hint = "tokens, KV heads, values"}));
+    SMLA_TRY(smla_require_3d(c, name, args->k, smla_key_dtypes(args->q), SMLA_ANY, SMLA_ANY,
+                             SMLA_ANY, 0, "tokens, KV heads, values"));
     const int64_t num_keys = smla_size(args->k, 0);
     const int64_t num_kv_heads = smla_size(args->k, 1);
     SMLA_TRY(smla_require_num_kv_heads(c, name, num_kv_heads, smla_size(args->q, 1)));
     SMLA_TRY(smla_require_head_dim(c, name, smla_size(args->k, 2), SMLA_HEAD_DIM));
     if (is_pair) {
-        SMLA_TRY(smla_require(c, &(smla_rule){.name = "k[1]",
-                                              .tensor = args->k_pe,
-                                              .dtypes = smla_same_dtypes(args->k),
-                                              .ndim = 2,
-                                              .shape = {num_keys, SMLA_ANY},
-                                              .hint = "a row per key, which all heads share"}));
+        SMLA_TRY(smla_require_2d(c, "k[1]", args->k_pe, smla_same_dtypes(args->k), num_keys,
+                                 SMLA_ANY, 0, "a row per key, which all heads share"));
         SMLA_TRY(smla_require_head_dim(c, "k[1]", smla_size(args->k_pe, 1),
                                        SMLA_HEAD_DIM - smla_size(args->k, 2)));
     }
     SMLA_TRY(require_equal_dims(c, args));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "v",
-                                          .tensor = args->v,
-                                          .dtypes = smla_same_dtypes(args->k),
-                                          .ndim = 3,
-                                          .shape = {num_keys, num_kv_heads, SMLA_ANY},
-                                          .hint = "the keys and heads of `k`"}));
+    SMLA_TRY(smla_require_3d(c, "v", args->v, smla_same_dtypes(args->k), num_keys, num_kv_heads,
+                             SMLA_ANY, 0, "the keys and heads of `k`"));
     return smla_require_head_dim(c, "v", smla_size(args->v, 2), SMLA_KV_LORA_RANK);
 }
 

@@ -117,6 +117,10 @@ typedef struct smla_py_limit {
 #define SMLA_PY_MAKES_INT32 {SMLA_PY_FIXED_DTYPE, 0, {kDLInt, 32, 1}}
 #define SMLA_PY_MAKES_UINT8 {SMLA_PY_FIXED_DTYPE, 0, {kDLUInt, 8, 1}}
 
+/* A result of a fixed dtype. */
+#define SMLA_PY_MAKES(row, type, ...) \
+    .result = (row), .dtype = SMLA_PY_MAKES_##type, .dims = {__VA_ARGS__}
+
 #define SMLA_PY_TERM(kind, number_kind, row, number) {kind, number_kind, row, number}
 
 /* Dimensions of one term; the last stands for all dimensions of a result. */

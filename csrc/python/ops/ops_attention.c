@@ -48,16 +48,12 @@ static const smla_py_param attention_params[] = {
 };
 
 static const smla_py_result_row attention_results[] = {
-    {.result = ATTENTION_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1),
-              SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
-    {.result = ATTENTION_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1)}},
-    {.result = ATTENTION_MAX_LOGITS,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1)}},
+    {SMLA_PY_MAKES(ATTENTION_OUT, BF16, SMLA_PY_SIZE(ATTENTION_Q, 0), SMLA_PY_SIZE(ATTENTION_Q, 1),
+                   SMLA_PY_NUMBER(SMLA_KV_LORA_RANK))},
+    {SMLA_PY_MAKES(ATTENTION_LSE, FP32, SMLA_PY_SIZE(ATTENTION_Q, 0),
+                   SMLA_PY_SIZE(ATTENTION_Q, 1))},
+    {SMLA_PY_MAKES(ATTENTION_MAX_LOGITS, FP32, SMLA_PY_SIZE(ATTENTION_Q, 0),
+                   SMLA_PY_SIZE(ATTENTION_Q, 1))},
 };
 
 static const smla_py_limit attention_limits[] = {
@@ -125,10 +121,8 @@ static const smla_py_param dsv4_params[] = {
 };
 
 static const smla_py_result_row dsv4_results[] = {
-    {.result = DSV4_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(DSV4_QUERY, 0), SMLA_PY_SIZE(DSV4_QUERY, 1),
-              SMLA_PY_NUMBER(SMLA_V4_HEAD_DIM)}},
+    {SMLA_PY_MAKES(DSV4_OUT, BF16, SMLA_PY_SIZE(DSV4_QUERY, 0), SMLA_PY_SIZE(DSV4_QUERY, 1),
+                   SMLA_PY_NUMBER(SMLA_V4_HEAD_DIM))},
 };
 
 static const smla_py_limit dsv4_limits[] = {
@@ -204,27 +198,17 @@ _Static_assert(offsetof(smla_mla_attention_args, window_right) ==
 
 /* Results have the dimensions of the query, [T, H, ...] or [B, n, H, ...]. */
 static const smla_py_result_row mla_results[] = {
-    {.result = MLA_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4},
-     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_SIZE(MLA_Q, 2),
-              SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)},
-     .fills = SMLA_FILLS_OUT},
-    {.result = MLA_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3},
-     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)},
-     .fills = SMLA_FILLS_OUT},
-    {.result = MLA_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4},
-     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1), SMLA_PY_SIZE(MLA_Q, 2)},
-     .fills = SMLA_FILLS_LSE},
-    {.result = MLA_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3},
-     .dims = {SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1)},
-     .fills = SMLA_FILLS_LSE},
+    {SMLA_PY_MAKES(MLA_OUT, BF16, SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1),
+                   SMLA_PY_SIZE(MLA_Q, 2), SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)),
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4}, .fills = SMLA_FILLS_OUT},
+    {SMLA_PY_MAKES(MLA_OUT, BF16, SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1),
+                   SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)),
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3}, .fills = SMLA_FILLS_OUT},
+    {SMLA_PY_MAKES(MLA_LSE, FP32, SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1),
+                   SMLA_PY_SIZE(MLA_Q, 2)),
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 4}, .fills = SMLA_FILLS_LSE},
+    {SMLA_PY_MAKES(MLA_LSE, FP32, SMLA_PY_SIZE(MLA_Q, 0), SMLA_PY_SIZE(MLA_Q, 1)),
+     .when = {SMLA_PY_IF_NDIM, MLA_Q, 3}, .fills = SMLA_FILLS_LSE},
 };
 
 static const smla_py_limit mla_limits[] = {{SMLA_PY_LIMIT_NDIM, MLA_Q, 3, 4}};
@@ -352,9 +336,7 @@ static const smla_py_result_row merge_results[] = {
     {.result = MERGE_OUT,
      .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = MERGE_OUT_A},
      .dims = {SMLA_PY_ALL_SIZES(MERGE_OUT_A)}},
-    {.result = MERGE_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(MERGE_OUT_A, 0), SMLA_PY_SIZE(MERGE_OUT_A, 1)}},
+    {SMLA_PY_MAKES(MERGE_LSE, FP32, SMLA_PY_SIZE(MERGE_OUT_A, 0), SMLA_PY_SIZE(MERGE_OUT_A, 1))},
 };
 
 static const smla_py_limit merge_limits[] = {{SMLA_PY_LIMIT_NDIM, MERGE_OUT_A, 3, 3}};
@@ -385,14 +367,12 @@ static const smla_py_result_row partials_results[] = {
      .dtype = {.source = SMLA_PY_FLOATS_OF_ARRAY, .row = PARTIALS_OUTS},
      .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 3},
      .dims = {SMLA_PY_ALL_SIZES(PARTIALS_OUTS)}},
-    {.result = PARTIALS_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 4},
-     .dims = {SMLA_PY_SIZE(PARTIALS_OUTS, 1), SMLA_PY_SIZE(PARTIALS_OUTS, 2)}},
-    {.result = PARTIALS_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 3},
-     .dims = {SMLA_PY_SIZE(PARTIALS_OUTS, 0), SMLA_PY_SIZE(PARTIALS_OUTS, 1)}},
+    {SMLA_PY_MAKES(PARTIALS_LSE, FP32, SMLA_PY_SIZE(PARTIALS_OUTS, 1),
+                   SMLA_PY_SIZE(PARTIALS_OUTS, 2)),
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 4}},
+    {SMLA_PY_MAKES(PARTIALS_LSE, FP32, SMLA_PY_SIZE(PARTIALS_OUTS, 0),
+                   SMLA_PY_SIZE(PARTIALS_OUTS, 1)),
+     .when = {SMLA_PY_IF_NDIM, PARTIALS_OUTS, 3}},
 };
 
 static const smla_py_limit partials_limits[] = {{SMLA_PY_LIMIT_NDIM, PARTIALS_OUTS, 3, 4}};
@@ -400,11 +380,7 @@ static const smla_py_limit partials_limits[] = {{SMLA_PY_LIMIT_NDIM, PARTIALS_OU
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_attention_operators[] = {
-    {.name = "sparse_attention",
-     SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
-     .compute = compute_sparse_attention,
-     SMLA_PY_RESULTS(attention_results),
-     SMLA_PY_LIMITS(attention_limits),
+    {SMLA_PY_OPERATOR(sparse_attention, attention, smla_sparse_attention_args),
      .workspace_bytes = attention_workspace_bytes},
     {.name = "_attention_plus_inf",
      .title = "sparse_attention",
@@ -413,17 +389,9 @@ const smla_py_operator smla_py_attention_operators[] = {
      SMLA_PY_RESULTS(attention_results),
      SMLA_PY_LIMITS(attention_limits),
      .workspace_bytes = attention_workspace_bytes},
-    {.name = "sparse_mla_dsv4",
-     SMLA_PY_TABLE(dsv4_params, smla_sparse_mla_dsv4_args, smla_sparse_mla_dsv4_args),
-     .compute = compute_sparse_mla_dsv4,
-     SMLA_PY_RESULTS(dsv4_results),
-     SMLA_PY_LIMITS(dsv4_limits),
+    {SMLA_PY_OPERATOR(sparse_mla_dsv4, dsv4, smla_sparse_mla_dsv4_args),
      .workspace_bytes = dsv4_workspace_bytes},
-    {.name = "mla_attention",
-     SMLA_PY_TABLE(mla_params, smla_mla_attention_args, smla_mla_attention_args),
-     .compute = compute_mla_attention,
-     SMLA_PY_RESULTS(mla_results),
-     SMLA_PY_LIMITS(mla_limits),
+    {SMLA_PY_OPERATOR(mla_attention, mla, smla_mla_attention_args),
      .fills_offset = offsetof(smla_mla_attention_args, fills_padding),
      .workspace_bytes = mla_workspace_bytes},
     {.name = "_mla_attention_plus_inf",
@@ -443,15 +411,7 @@ const smla_py_operator smla_py_attention_operators[] = {
      SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
                    smla_attention_workspace_args),
      .answer = answer_plans},
-    {.name = "merge_attn_states",
-     SMLA_PY_TABLE(merge_params, smla_merge_attn_states_args, smla_merge_attn_states_args),
-     .compute = compute_merge_attn_states,
-     SMLA_PY_RESULTS(merge_results),
-     SMLA_PY_LIMITS(merge_limits)},
-    {.name = "merge_attn_partials",
-     SMLA_PY_TABLE(partials_params, smla_merge_attn_partials_args, smla_merge_attn_partials_args),
-     .compute = compute_merge_attn_partials,
-     SMLA_PY_RESULTS(partials_results),
-     SMLA_PY_LIMITS(partials_limits)},
+    {SMLA_PY_OPERATOR(merge_attn_states, merge, smla_merge_attn_states_args)},
+    {SMLA_PY_OPERATOR(merge_attn_partials, partials, smla_merge_attn_partials_args)},
     {.name = NULL},
 };

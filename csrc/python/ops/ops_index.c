@@ -25,12 +25,8 @@ static const smla_py_param convert_params[] = {
 };
 
 static const smla_py_result_row convert_results[] = {
-    {.result = CONVERT_OUT,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_ALL_SIZES(CONVERT_TOPK)}},
-    {.result = CONVERT_COUNTS,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(CONVERT_TOPK, 0)}},
+    {SMLA_PY_MAKES(CONVERT_OUT, INT32, SMLA_PY_ALL_SIZES(CONVERT_TOPK))},
+    {SMLA_PY_MAKES(CONVERT_COUNTS, INT32, SMLA_PY_SIZE(CONVERT_TOPK, 0))},
 };
 
 static const smla_py_limit convert_limits[] = {{SMLA_PY_LIMIT_NDIM, CONVERT_TOPK, 2, 2}};
@@ -53,8 +49,8 @@ static const smla_py_param global_topk_params[] = {
 };
 
 static const smla_py_result_row global_topk_results[] = {
-    {.result = GLOBAL_OUT, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_ALL_SIZES(GLOBAL_TOPK)}},
-    {.result = GLOBAL_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(GLOBAL_TOPK, 0)}},
+    {SMLA_PY_MAKES(GLOBAL_OUT, INT32, SMLA_PY_ALL_SIZES(GLOBAL_TOPK))},
+    {SMLA_PY_MAKES(GLOBAL_LENS, INT32, SMLA_PY_SIZE(GLOBAL_TOPK, 0))},
 };
 
 static const smla_py_limit global_topk_limits[] = {{SMLA_PY_LIMIT_NDIM, GLOBAL_TOPK, 2, 2}};
@@ -90,13 +86,11 @@ static const smla_py_param combine_params[] = {
 };
 
 static const smla_py_result_row combine_results[] = {
-    {.result = COMBINE_OUT,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(COMBINE_TOPK, 0),
-              {{SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_COLUMNS, 0},
-               {SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_WINDOW, 0},
-               {SMLA_PY_ROUND_UP, SMLA_PY_VALUE_OF, COMBINE_ALIGN, 0}}}},
-    {.result = COMBINE_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(COMBINE_TOPK, 0)}},
+    {SMLA_PY_MAKES(COMBINE_OUT, INT32, SMLA_PY_SIZE(COMBINE_TOPK, 0),
+                   {{SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_COLUMNS, 0},
+                    {SMLA_PY_ADD, SMLA_PY_VALUE_OF, COMBINE_WINDOW, 0},
+                    {SMLA_PY_ROUND_UP, SMLA_PY_VALUE_OF, COMBINE_ALIGN, 0}})},
+    {SMLA_PY_MAKES(COMBINE_LENS, INT32, SMLA_PY_SIZE(COMBINE_TOPK, 0))},
 };
 
 static const smla_py_limit combine_limits[] = {
@@ -163,18 +157,11 @@ static const smla_py_param mixed_params[] = {
      {SMLA_PY_ADD, SMLA_PY_VALUE_OF, MIXED_WINDOW, 0}}
 
 static const smla_py_result_row mixed_results[] = {
-    {.result = MIXED_OUT,
-     .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0},
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {MIXED_BOTH, MIXED_COLUMNS}},
-    {.result = MIXED_OUT,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(MIXED_REQ_IDS, 0), MIXED_COLUMNS}},
-    {.result = MIXED_LENS,
-     .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0},
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {MIXED_BOTH}},
-    {.result = MIXED_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(MIXED_REQ_IDS, 0)}},
+    {SMLA_PY_MAKES(MIXED_OUT, INT32, MIXED_BOTH, MIXED_COLUMNS),
+     .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0}},
+    {SMLA_PY_MAKES(MIXED_OUT, INT32, SMLA_PY_SIZE(MIXED_REQ_IDS, 0), MIXED_COLUMNS)},
+    {SMLA_PY_MAKES(MIXED_LENS, INT32, MIXED_BOTH), .when = {SMLA_PY_IF_GIVEN, MIXED_PREFILL, 0}},
+    {SMLA_PY_MAKES(MIXED_LENS, INT32, SMLA_PY_SIZE(MIXED_REQ_IDS, 0))},
 };
 
 static const smla_py_limit mixed_limits[] = {
@@ -189,25 +176,9 @@ static const smla_py_limit mixed_limits[] = {
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_index_operators[] = {
-    {.name = "convert_req_index_to_global_index",
-     SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
-     .compute = compute_convert_req_index_to_global_index,
-     SMLA_PY_RESULTS(convert_results),
-     SMLA_PY_LIMITS(convert_limits)},
-    {.name = "compute_global_topk_indices_and_lens",
-     SMLA_PY_TABLE(global_topk_params, smla_topk_slots_args, smla_topk_slots_args),
-     .compute = compute_compute_global_topk_indices_and_lens,
-     SMLA_PY_RESULTS(global_topk_results),
-     SMLA_PY_LIMITS(global_topk_limits)},
-    {.name = "combine_topk_swa_indices",
-     SMLA_PY_TABLE(combine_params, smla_combine_topk_swa_args, smla_combine_topk_swa_args),
-     .compute = compute_combine_topk_swa_indices,
-     SMLA_PY_RESULTS(combine_results),
-     SMLA_PY_LIMITS(combine_limits)},
-    {.name = "build_mixed_sparse_indices",
-     SMLA_PY_TABLE(mixed_params, smla_mixed_indices_args, smla_mixed_indices_args),
-     .compute = compute_build_mixed_sparse_indices,
-     SMLA_PY_RESULTS(mixed_results),
-     SMLA_PY_LIMITS(mixed_limits)},
+    {SMLA_PY_OPERATOR(convert_req_index_to_global_index, convert, smla_convert_req_index_args)},
+    {SMLA_PY_OPERATOR(compute_global_topk_indices_and_lens, global_topk, smla_topk_slots_args)},
+    {SMLA_PY_OPERATOR(combine_topk_swa_indices, combine, smla_combine_topk_swa_args)},
+    {SMLA_PY_OPERATOR(build_mixed_sparse_indices, mixed, smla_mixed_indices_args)},
     {.name = NULL},
 };

@@ -25,21 +25,14 @@ static const smla_py_param query_params[] = {
 
 /* FP4, two values per byte, for a call that asks for the scales of its blocks. */
 static const smla_py_result_row query_results[] = {
-    {.result = QUERY_OUT,
-     .when = {.kind = SMLA_PY_IF_ASKED},
-     .dtype = SMLA_PY_MAKES_UINT8,
-     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
-              SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM / 2)}},
-    {.result = QUERY_OUT,
-     .dtype = SMLA_PY_MAKES_E4M3,
-     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
-              SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM)}},
-    {.result = QUERY_WEIGHTS,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1)}},
-    {.result = QUERY_SCALE,
-     .dtype = SMLA_PY_MAKES_UINT8,
-     .dims = {SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1), SMLA_PY_NUMBER(4)}},
+    {SMLA_PY_MAKES(QUERY_OUT, UINT8, SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
+                   SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM / 2)),
+     .when = {.kind = SMLA_PY_IF_ASKED}},
+    {SMLA_PY_MAKES(QUERY_OUT, E4M3, SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
+                   SMLA_PY_NUMBER(SMLA_INDEX_HEAD_DIM))},
+    {SMLA_PY_MAKES(QUERY_WEIGHTS, FP32, SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1))},
+    {SMLA_PY_MAKES(QUERY_SCALE, UINT8, SMLA_PY_SIZE(QUERY_Q, 0), SMLA_PY_SIZE(QUERY_Q, 1),
+                   SMLA_PY_NUMBER(4))},
 };
 
 static const smla_py_limit query_limits[] = {{SMLA_PY_LIMIT_NDIM, QUERY_Q, 3, 3}};
@@ -152,15 +145,11 @@ static const smla_py_param lightning_params[] = {
 };
 
 static const smla_py_result_row lightning_results[] = {
-    {.result = LIGHTNING_OUT,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0), SMLA_PY_VALUE(LIGHTNING_TOP_K)}},
-    {.result = LIGHTNING_SLOTS,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0), SMLA_PY_VALUE(LIGHTNING_TOP_K)}},
-    {.result = LIGHTNING_LENS,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(LIGHTNING_Q, 0)}},
+    {SMLA_PY_MAKES(LIGHTNING_OUT, INT32, SMLA_PY_SIZE(LIGHTNING_Q, 0),
+                   SMLA_PY_VALUE(LIGHTNING_TOP_K))},
+    {SMLA_PY_MAKES(LIGHTNING_SLOTS, INT32, SMLA_PY_SIZE(LIGHTNING_Q, 0),
+                   SMLA_PY_VALUE(LIGHTNING_TOP_K))},
+    {SMLA_PY_MAKES(LIGHTNING_LENS, INT32, SMLA_PY_SIZE(LIGHTNING_Q, 0))},
 };
 
 static const smla_py_limit lightning_limits[] = {
@@ -233,21 +222,13 @@ answer_lightning_size(const void *args)
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_indexer_operators[] = {
-    {.name = "fused_indexer_q_rope_quant",
-     SMLA_PY_TABLE(query_params, smla_index_query_args, smla_index_query_args),
-     .compute = compute_fused_indexer_q_rope_quant,
-     SMLA_PY_RESULTS(query_results),
-     SMLA_PY_LIMITS(query_limits)},
+    {SMLA_PY_OPERATOR(fused_indexer_q_rope_quant, query, smla_index_query_args)},
     {.name = "indexer_logits",
      SMLA_PY_TABLE(logits_params, smla_indexer_logits_args, logits_args),
      .compute = compute_indexer_logits,
      SMLA_PY_RESULTS(logits_results),
      SMLA_PY_LIMITS(logits_limits)},
-    {.name = "lightning_indexer",
-     SMLA_PY_TABLE(lightning_params, smla_lightning_indexer_args, smla_lightning_indexer_args),
-     .compute = compute_lightning_indexer,
-     SMLA_PY_RESULTS(lightning_results),
-     SMLA_PY_LIMITS(lightning_limits),
+    {SMLA_PY_OPERATOR(lightning_indexer, lightning, smla_lightning_indexer_args),
      .workspace_bytes = lightning_workspace_bytes},
     {.name = "lightning_indexer_workspace_size",
      SMLA_PY_TABLE(lightning_size_params, smla_lightning_workspace_args,

@@ -20,8 +20,8 @@ static const smla_py_param norm_params[] = {
 };
 
 static const smla_py_result_row norm_results[] = {
-    {.result = NORM_Q_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(NORM_Q)}},
-    {.result = NORM_KV_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(NORM_KV)}},
+    {SMLA_PY_MAKES(NORM_Q_OUT, BF16, SMLA_PY_ALL_SIZES(NORM_Q))},
+    {SMLA_PY_MAKES(NORM_KV_OUT, BF16, SMLA_PY_ALL_SIZES(NORM_KV))},
 };
 
 static const smla_py_limit norm_limits[] = {
@@ -60,11 +60,9 @@ writes_queries(PyObject *const *values)
 
 /* q_out is new where it is quantised. */
 static const smla_py_result_row qnorm_results[] = {
-    {.result = QNORM_Q_OUT,
-     .when = {SMLA_PY_IF_GIVEN, QNORM_SCALE_INV, 0},
-     .dtype = SMLA_PY_MAKES_E4M3,
-     .dims = {SMLA_PY_ALL_SIZES(QNORM_Q)}},
-    {.result = QNORM_Q_OUT, .dtype = SMLA_PY_MAKES_BF16, .dims = {SMLA_PY_ALL_SIZES(QNORM_Q)}},
+    {SMLA_PY_MAKES(QNORM_Q_OUT, E4M3, SMLA_PY_ALL_SIZES(QNORM_Q)),
+     .when = {SMLA_PY_IF_GIVEN, QNORM_SCALE_INV, 0}},
+    {SMLA_PY_MAKES(QNORM_Q_OUT, BF16, SMLA_PY_ALL_SIZES(QNORM_Q))},
 };
 
 static const smla_py_limit qnorm_limits[] = {{SMLA_PY_LIMIT_NDIM, QNORM_Q, 3, 3}};
@@ -72,11 +70,7 @@ static const smla_py_limit qnorm_limits[] = {{SMLA_PY_LIMIT_NDIM, QNORM_Q, 3, 3}
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_norm_operators[] = {
-    {.name = "fused_q_kv_rmsnorm",
-     SMLA_PY_TABLE(norm_params, smla_fused_q_kv_rmsnorm_args, smla_fused_q_kv_rmsnorm_args),
-     .compute = compute_fused_q_kv_rmsnorm,
-     SMLA_PY_RESULTS(norm_results),
-     SMLA_PY_LIMITS(norm_limits)},
+    {SMLA_PY_OPERATOR(fused_q_kv_rmsnorm, norm, smla_fused_q_kv_rmsnorm_args)},
     {.name = "fused_qnorm_rope_kv_insert",
      SMLA_PY_TABLE(qnorm_params, smla_qnorm_insert_args, smla_qnorm_insert_args),
      .compute = compute_fused_qnorm_rope_kv_insert,

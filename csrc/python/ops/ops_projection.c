@@ -64,14 +64,10 @@ check_weight_shape(const smla_py_call *call, const void *args)
 }
 
 static const smla_py_result_row split_results[] = {
-    {.result = SPLIT_W_UK,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
-              SMLA_PY_VALUE(SPLIT_NOPE_DIM)}},
-    {.result = SPLIT_W_UV,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
-              SMLA_PY_VALUE(SPLIT_VALUE_DIM)}},
+    {SMLA_PY_MAKES(SPLIT_W_UK, BF16, SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
+                   SMLA_PY_VALUE(SPLIT_NOPE_DIM))},
+    {SMLA_PY_MAKES(SPLIT_W_UV, BF16, SMLA_PY_NUMBER(SMLA_KV_LORA_RANK), SMLA_PY_VALUE(SPLIT_HEADS),
+                   SMLA_PY_VALUE(SPLIT_VALUE_DIM))},
 };
 
 static const smla_py_limit split_limits[] = {{SMLA_PY_LIMIT_NDIM, SPLIT_WEIGHT, 2, 2}};
@@ -219,15 +215,13 @@ static const smla_py_param v_up_params[] = {
 };
 
 static const smla_py_result_row k_up_results[] = {
-    {.result = UP_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1), SMLA_PY_NUMBER(SMLA_KV_LORA_RANK)}},
+    {SMLA_PY_MAKES(UP_OUT, BF16, SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1),
+                   SMLA_PY_NUMBER(SMLA_KV_LORA_RANK))},
 };
 
 static const smla_py_result_row v_up_results[] = {
-    {.result = UP_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1), SMLA_PY_SIZE(UP_W, 2)}},
+    {SMLA_PY_MAKES(UP_OUT, BF16, SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_X, 1),
+                   SMLA_PY_SIZE(UP_W, 2))},
 };
 
 SMLA_PY_COMPUTE(kv_up_proj)
@@ -240,9 +234,7 @@ static const smla_py_param kv_up_params[] = {
 };
 
 static const smla_py_result_row kv_up_results[] = {
-    {.result = UP_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_W, 1)}},
+    {SMLA_PY_MAKES(UP_OUT, BF16, SMLA_PY_SIZE(UP_X, 0), SMLA_PY_SIZE(UP_W, 1))},
 };
 
 static const smla_py_limit kv_up_limits[] = {
@@ -273,10 +265,8 @@ static const smla_py_param grouped_params[] = {
 };
 
 static const smla_py_result_row grouped_results[] = {
-    {.result = GROUPED_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(GROUPED_O, 0), SMLA_PY_SIZE(GROUPED_O, 1),
-              SMLA_PY_SIZE(GROUPED_WEIGHT, 1)}},
+    {SMLA_PY_MAKES(GROUPED_OUT, BF16, SMLA_PY_SIZE(GROUPED_O, 0), SMLA_PY_SIZE(GROUPED_O, 1),
+                   SMLA_PY_SIZE(GROUPED_WEIGHT, 1))},
 };
 
 static const smla_py_limit grouped_limits[] = {
@@ -299,7 +289,7 @@ static const smla_py_param quant_params[] = {
 };
 
 static const smla_py_result_row quant_results[] = {
-    {.result = QUANT_OUT, .dtype = SMLA_PY_MAKES_E4M3, .dims = {SMLA_PY_ALL_SIZES(QUANT_X)}},
+    {SMLA_PY_MAKES(QUANT_OUT, E4M3, SMLA_PY_ALL_SIZES(QUANT_X))},
     {.result = QUANT_SCALE, .dtype = SMLA_PY_MAKES_FP32}, /* no dimension */
 };
 
@@ -316,12 +306,9 @@ static const smla_py_param scaled_params[] = {
 };
 
 static const smla_py_result_row scaled_results[] = {
-    {.result = SCALED_OUT,
-     .dtype = SMLA_PY_MAKES_E4M3,
-     .dims = {SMLA_PY_SIZE(SCALED_X, 0), SMLA_PY_SIZE(SCALED_X, 1)}},
-    {.result = SCALED_DESCALE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_GROUPS(SCALED_GROUP, 0), SMLA_PY_GROUPS(SCALED_GROUP, 1)}},
+    {SMLA_PY_MAKES(SCALED_OUT, E4M3, SMLA_PY_SIZE(SCALED_X, 0), SMLA_PY_SIZE(SCALED_X, 1))},
+    {SMLA_PY_MAKES(SCALED_DESCALE, FP32, SMLA_PY_GROUPS(SCALED_GROUP, 0),
+                   SMLA_PY_GROUPS(SCALED_GROUP, 1))},
 };
 
 static const smla_py_limit scaled_limits[] = {{SMLA_PY_LIMIT_NDIM, SCALED_X, 2, 2}};
@@ -343,9 +330,7 @@ static const smla_py_param linear_params[] = {
 };
 
 static const smla_py_result_row linear_results[] = {
-    {.result = LINEAR_OUT,
-     .dtype = SMLA_PY_MAKES_BF16,
-     .dims = {SMLA_PY_SIZE(LINEAR_X, 0), SMLA_PY_SIZE(LINEAR_WEIGHT, 0)}},
+    {SMLA_PY_MAKES(LINEAR_OUT, BF16, SMLA_PY_SIZE(LINEAR_X, 0), SMLA_PY_SIZE(LINEAR_WEIGHT, 0))},
 };
 
 static const smla_py_limit linear_limits[] = {
@@ -409,32 +394,15 @@ const smla_py_operator smla_py_projection_operators[] = {
      .compute = compute_v_up_proj,
      SMLA_PY_RESULTS(v_up_results),
      SMLA_PY_LIMITS(up_limits)},
-    {.name = "kv_up_proj",
-     SMLA_PY_TABLE(kv_up_params, smla_kv_up_proj_args, smla_kv_up_proj_args),
-     .compute = compute_kv_up_proj,
-     SMLA_PY_RESULTS(kv_up_results),
-     SMLA_PY_LIMITS(kv_up_limits)},
-    {.name = "grouped_output_projection",
-     SMLA_PY_TABLE(grouped_params, smla_grouped_output_projection_args,
-                   smla_grouped_output_projection_args),
-     .compute = compute_grouped_output_projection,
-     SMLA_PY_RESULTS(grouped_results),
-     SMLA_PY_LIMITS(grouped_limits)},
+    {SMLA_PY_OPERATOR(kv_up_proj, kv_up, smla_kv_up_proj_args)},
+    {SMLA_PY_OPERATOR(grouped_output_projection, grouped, smla_grouped_output_projection_args)},
     {.name = "dynamic_per_tensor_quant",
      SMLA_PY_TABLE(quant_params, smla_dynamic_per_tensor_quant_args,
                    smla_dynamic_per_tensor_quant_args),
      .compute = compute_dynamic_per_tensor_quant,
      SMLA_PY_RESULTS(quant_results)},
-    {.name = "scaled_quantize",
-     SMLA_PY_TABLE(scaled_params, smla_scaled_quantize_args, smla_scaled_quantize_args),
-     .compute = compute_scaled_quantize,
-     SMLA_PY_RESULTS(scaled_results),
-     SMLA_PY_LIMITS(scaled_limits)},
-    {.name = "fp8_linear",
-     SMLA_PY_TABLE(linear_params, smla_fp8_linear_args, smla_fp8_linear_args),
-     .compute = compute_fp8_linear,
-     SMLA_PY_RESULTS(linear_results),
-     SMLA_PY_LIMITS(linear_limits),
+    {SMLA_PY_OPERATOR(scaled_quantize, scaled, smla_scaled_quantize_args)},
+    {SMLA_PY_OPERATOR(fp8_linear, linear, smla_fp8_linear_args),
      .workspace_bytes = linear_workspace_bytes},
     {.name = NULL},
 };

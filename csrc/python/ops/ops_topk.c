@@ -24,13 +24,9 @@ static const smla_py_param top_k_params[] = {
 };
 
 static const smla_py_result_row top_k_results[] = {
-    {.result = TOP_K_OUT,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(TOP_K_LOGITS, 0), SMLA_PY_VALUE(TOP_K_K)}},
-    {.result = TOP_K_SLOTS,
-     .dtype = SMLA_PY_MAKES_INT32,
-     .dims = {SMLA_PY_SIZE(TOP_K_LOGITS, 0), SMLA_PY_VALUE(TOP_K_K)}},
-    {.result = TOP_K_LENS, .dtype = SMLA_PY_MAKES_INT32, .dims = {SMLA_PY_SIZE(TOP_K_LOGITS, 0)}},
+    {SMLA_PY_MAKES(TOP_K_OUT, INT32, SMLA_PY_SIZE(TOP_K_LOGITS, 0), SMLA_PY_VALUE(TOP_K_K))},
+    {SMLA_PY_MAKES(TOP_K_SLOTS, INT32, SMLA_PY_SIZE(TOP_K_LOGITS, 0), SMLA_PY_VALUE(TOP_K_K))},
+    {SMLA_PY_MAKES(TOP_K_LENS, INT32, SMLA_PY_SIZE(TOP_K_LOGITS, 0))},
 };
 
 static const smla_py_limit top_k_limits[] = {
@@ -41,10 +37,6 @@ static const smla_py_limit top_k_limits[] = {
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_topk_operators[] = {
-    {.name = "top_k_per_row",
-     SMLA_PY_TABLE(top_k_params, smla_top_k_args, smla_top_k_args),
-     .compute = compute_top_k_per_row,
-     SMLA_PY_RESULTS(top_k_results),
-     SMLA_PY_LIMITS(top_k_limits)},
+    {SMLA_PY_OPERATOR(top_k_per_row, top_k, smla_top_k_args)},
     {.name = NULL},
 };

@@ -65,9 +65,7 @@ static const smla_py_result_row varlen_results[] = {
      .dtype = {.source = SMLA_PY_HALVES_OF_ARRAY, .row = VARLEN_Q},
      .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1), SMLA_PY_SIZE(VARLEN_V, 2)},
      .fills = SMLA_FILLS_OUT},
-    {.result = VARLEN_LSE,
-     .dtype = SMLA_PY_MAKES_FP32,
-     .dims = {SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1)},
+    {SMLA_PY_MAKES(VARLEN_LSE, FP32, SMLA_PY_SIZE(VARLEN_Q, 0), SMLA_PY_SIZE(VARLEN_Q, 1)),
      .fills = SMLA_FILLS_LSE},
 };
 
@@ -132,11 +130,7 @@ static const smla_py_limit paged_limits[] = {
 };
 
 const smla_py_operator smla_py_varlen_operators[] = {
-    {.name = "varlen_attention",
-     SMLA_PY_TABLE(varlen_params, smla_varlen_attention_args, smla_varlen_attention_args),
-     .compute = compute_varlen_attention,
-     SMLA_PY_RESULTS(varlen_results),
-     SMLA_PY_LIMITS(varlen_limits),
+    {SMLA_PY_OPERATOR(varlen_attention, varlen, smla_varlen_attention_args),
      .fills_offset = offsetof(smla_varlen_attention_args, fills_padding),
      .workspace_bytes = varlen_workspace_bytes},
     {.name = "paged_attention",
