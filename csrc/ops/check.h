@@ -102,6 +102,20 @@ smla_status smla_require_state(smla_checker *checker, const char *name, const DL
 smla_status smla_require_workspace(smla_checker *checker, const char *name, const DLTensor *tensor,
                                    unsigned flags);
 
+/* The rule of a cache that the args call `field`. */
+#define SMLA_CACHE_OF(args, field, served, flag) \
+    {.name = #field,                             \
+     .tensor = (args)->field,                    \
+     .kv_format = (args)->kv_format,             \
+     .block_size = (args)->block_size,           \
+     .formats = (served),                        \
+     .flags = (flag)}
+
+/* A write to the cache `kv` at `slots`, without rows. Both are checked, and named so in errors. */
+smla_cache_write_params smla_cache_write_of(smla_call call, const char *cache_name,
+                                            const smla_kv_view *kv, const char *slots_name,
+                                            const DLTensor *slots);
+
 /* Checks slot_mapping [any] of int64 or int32. */
 smla_status smla_require_slot_mapping(smla_checker *checker, const DLTensor *slot_mapping);
 

@@ -36,12 +36,40 @@ smla_require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
                            SMLA_ANY, SMLA_RULE_ANY_LAST_STRIDE, NULL);
 }
 
+smla_cache_write_params
+smla_cache_write_of(smla_call call, const char *cache_name, const smla_kv_view *kv,
+                    const char *slots_name, const DLTensor *slots)
+{
+    return (smla_cache_write_params){
+        .call = call,
+        .cache_name = cache_name,
+        .slots_name = slots_name,
+        .num_tokens = smla_size(slots, 0),
+        .input_type = SMLA_FLOAT_BF16,
+        .slot_mapping = smla_data(slots),
+        .slot_stride = smla_stride(slots, 0),
+        .slots_are_int64 = smla_dtype(slots) == SMLA_DTYPE_INT64,
+        .kv = *kv,
+    };
+}
+
+/* Fills the rows of a write: two parts of an array's rows, or of two arrays'. */
+static void
+fill_rows(const DLTensor *kv_c, const void *k_pe, int64_t k_pe_stride_token,
+          smla_cache_write_params *params)
+{
+    params->kv_c = smla_data(kv_c);
+    params->kv_c_stride_token = smla_stride(kv_c, 0);
+    params->k_pe = k_pe;
+    params->k_pe_stride_token = k_pe_stride_token;
+    params->input_type = smla_float_type_of(kv_c);
+}
+
 smla_status
 smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
                     smla_kv_set formats, unsigned dtypes, smla_cache_write_params *params)
 {
     smla_kv_view kv;
-    smla_given_scale kv_scale;
     const smla_cache_rule cache = {.name = "kv_cache",
                                    .tensor = args->kv_cache,
                                    .kv_format = args->kv_format,
@@ -66,24 +94,10 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
     } else if (kv.format->rope_dim > 0) {
         return smla_require_pointer(c->op, "k_pe", NULL, c->error);
     }
-    SMLA_TRY(smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
-    *params = (smla_cache_write_params){
-        .call = smla_call_of(c, args->stream, kv.format),
-        .cache_name = cache.name,
-        .slots_name = "slot_mapping",
-        .num_tokens = smla_size(args->slot_mapping, 0),
-        .kv_c = smla_data(args->kv_c),
-        .k_pe = smla_data(args->k_pe),
-        .kv_c_stride_token = smla_stride(args->kv_c, 0),
-        .k_pe_stride_token = smla_stride(args->k_pe, 0),
-        .input_type = smla_float_type_of(args->kv_c),
-        .slot_mapping = smla_data(args->slot_mapping),
-        .slot_stride = smla_stride(args->slot_mapping, 0),
-        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
-        .kv = kv,
-        .kv_scale = kv_scale,
-    };
-    return SMLA_OK;
+    *params = smla_cache_write_of(smla_call_of(c, args->stream, kv.format), cache.name, &kv,
+                                  "slot_mapping", args->slot_mapping);
+    fill_rows(args->kv_c, smla_data(args->k_pe), smla_stride(args->k_pe, 0), params);
+    return smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &params->kv_scale);
 }
 
 smla_status
@@ -97,53 +111,29 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
     return smla_finish_check(&c, backend);
 }
 
-/* The operators that write whole rows. Their args differ in names only. */
-typedef struct insert_args {
-    const DLTensor *k;
-    const DLTensor *slot_mapping;
-    smla_cache_rule cache;
-    smla_scale_arg kv_scale;
-    void *stream;
-} insert_args;
-
+/* Checks an operator that writes whole rows of `width` values. */
 static smla_status
-check_insert(const char *op, const insert_args *args, int32_t width,
+check_insert(const char *op, const smla_insert_k_cache_args *args, int32_t width,
              smla_cache_write_params *params, const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
     smla_kv_view kv;
-    smla_given_scale kv_scale;
-    smla_cache_rule cache = args->cache;
+    const smla_cache_rule cache =
+        SMLA_CACHE_OF(args, k_cache, smla_formats_of_size(width), SMLA_RULE_OUTPUT);
     const smla_kv_format_info *format = NULL;
     smla_open_checker(&c, op, error);
-    cache.name = "k_cache";
-    cache.formats = smla_formats_of_size(width);
-    cache.flags = SMLA_RULE_OUTPUT;
     SMLA_TRY(smla_find_format(&c, &cache, &format));
     SMLA_TRY(smla_require_2d(&c, "k", args->k, SMLA_DTYPE_FLOATS, SMLA_ANY, width, 0,
                              "tokens, and the values of their keys"));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
-    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_cache_write_params){
-        .call = smla_call_of(&c, args->stream, kv.format),
-        .cache_name = cache.name,
-        .slots_name = "slot_mapping",
-        .num_tokens = smla_size(args->slot_mapping, 0),
-        .kv_c = smla_data(args->k),
-        .k_pe = smla_data_at(args->k, kv.format->nope_dim * smla_element_bytes(args->k)),
-        .kv_c_stride_token = smla_stride(args->k, 0),
-        .k_pe_stride_token = smla_stride(args->k, 0),
-        .input_type = smla_float_type_of(args->k),
-        .slot_mapping = smla_data(args->slot_mapping),
-        .slot_stride = smla_stride(args->slot_mapping, 0),
-        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
-        .kv = kv,
-        .kv_scale = kv_scale,
-    };
-    return SMLA_OK;
+    *params = smla_cache_write_of(smla_call_of(&c, args->stream, kv.format), cache.name, &kv,
+                                  "slot_mapping", args->slot_mapping);
+    fill_rows(args->k, smla_data_at(args->k, kv.format->nope_dim * smla_element_bytes(args->k)),
+              smla_stride(args->k, 0), params);
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &params->kv_scale));
+    return smla_finish_check(&c, backend);
 }
 
 smla_status
@@ -151,14 +141,7 @@ smla_check_quantize_and_insert_k_cache(const smla_insert_k_cache_args *args,
                                        smla_cache_write_params *params,
                                        const smla_backend **backend, smla_error *error)
 {
-    const insert_args insert = {.k = args->k,
-                                .slot_mapping = args->slot_mapping,
-                                .cache = {.tensor = args->k_cache,
-                                          .kv_format = args->kv_format,
-                                          .block_size = args->block_size},
-                                .kv_scale = args->kv_scale,
-                                .stream = args->stream};
-    return check_insert("quantize_and_insert_k_cache", &insert, SMLA_KV_LORA_RANK, params, backend,
+    return check_insert("quantize_and_insert_k_cache", args, SMLA_KV_LORA_RANK, params, backend,
                         error);
 }
 
@@ -167,12 +150,12 @@ smla_check_indexer_k_quant_and_cache(const smla_indexer_k_cache_args *args,
                                      smla_cache_write_params *params, const smla_backend **backend,
                                      smla_error *error)
 {
-    const insert_args insert = {.k = args->k,
-                                .slot_mapping = args->slot_mapping,
-                                .cache = {.tensor = args->k_cache,
-                                          .kv_format = args->kv_format,
-                                          .block_size = args->block_size},
-                                .stream = args->stream};
+    const smla_insert_k_cache_args insert = {.k = args->k,
+                                             .k_cache = args->k_cache,
+                                             .slot_mapping = args->slot_mapping,
+                                             .kv_format = args->kv_format,
+                                             .block_size = args->block_size,
+                                             .stream = args->stream};
     return check_insert("indexer_k_quant_and_cache", &insert, SMLA_INDEX_HEAD_DIM, params, backend,
                         error);
 }
@@ -186,14 +169,9 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
     smla_checker c;
     smla_kv_view kv;
     smla_given_scale kv_scale;
+    const smla_cache_rule cache = SMLA_CACHE_OF(args, kv_cache, SMLA_KV_ALL, 0);
     smla_open_checker(&c, "gather_kv_cache", error);
-    SMLA_TRY(smla_require_kv(&c,
-                             &(smla_cache_rule){.name = "kv_cache",
-                                                .tensor = args->kv_cache,
-                                                .kv_format = args->kv_format,
-                                                .block_size = args->block_size,
-                                                .formats = SMLA_KV_ALL},
-                             &kv));
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     const int64_t num_reqs = smla_size(args->block_table, 0);
     SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
@@ -235,11 +213,7 @@ smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
     smla_checker c;
     smla_kv_view kv;
     smla_given_scale kv_scale;
-    const smla_cache_rule cache = {.name = "k_cache",
-                                   .tensor = args->k_cache,
-                                   .kv_format = args->kv_format,
-                                   .block_size = args->block_size,
-                                   .formats = SMLA_KV_ALL};
+    const smla_cache_rule cache = SMLA_CACHE_OF(args, k_cache, SMLA_KV_ALL, 0);
     smla_open_checker(&c, "dequantize_and_gather_k_cache", error);
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
@@ -289,14 +263,9 @@ smla_check_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
     smla_checker c;
     smla_kv_view kv;
     smla_given_scale kv_scale;
+    const smla_cache_rule cache = SMLA_CACHE_OF(args, kv_cache, SMLA_KV_ALL, 0);
     smla_open_checker(&c, "dequantize_kv_cache", error);
-    SMLA_TRY(smla_require_kv(&c,
-                             &(smla_cache_rule){.name = "kv_cache",
-                                                .tensor = args->kv_cache,
-                                                .kv_format = args->kv_format,
-                                                .block_size = args->block_size,
-                                                .formats = SMLA_KV_ALL},
-                             &kv));
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     const bool is_flat =
         args->kv_cache->ndim == 2 && kv.format->layout == SMLA_PAGE_ROWS; /* not [pages, bytes] */
     smla_rule out = {.name = "out",

@@ -52,28 +52,24 @@ require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned fl
 }
 
 static smla_cache_write_params
-rows_of(const smla_call *call, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
+rows_of(smla_call call, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
         const DLTensor *slot_mapping)
 {
-    return (smla_cache_write_params){
-        .call = *call,
-        .cache_name = "state",
-        .slots_name = "slot_mapping",
-        .num_tokens = smla_size(slot_mapping, 0),
-        .kv_c = smla_data(kv),
-        .k_pe = smla_data(score),
-        .kv_c_stride_token = smla_stride(kv, 0),
-        .k_pe_stride_token = smla_stride(score, 0),
-        .input_type = kv == NULL ? SMLA_FLOAT_FP32 : smla_float_type_of(kv),
-        .slot_mapping = smla_data(slot_mapping),
-        .slot_stride = smla_stride(slot_mapping, 0),
-        .slots_are_int64 = smla_dtype(slot_mapping) == SMLA_DTYPE_INT64,
-        .kv = {.base = smla_data(state),
-               .num_pages = smla_size(state, 0),
-               .block_size = smla_size(state, 1),
-               .page_stride_bytes = smla_stride(state, 0) * (int64_t)sizeof(float),
-               .token_stride_bytes = smla_stride(state, 1) * (int64_t)sizeof(float)},
+    const smla_kv_view pages = {
+        .base = smla_data(state),
+        .num_pages = smla_size(state, 0),
+        .block_size = smla_size(state, 1),
+        .page_stride_bytes = smla_stride(state, 0) * (int64_t)sizeof(float),
+        .token_stride_bytes = smla_stride(state, 1) * (int64_t)sizeof(float),
     };
+    smla_cache_write_params rows =
+        smla_cache_write_of(call, "state", &pages, "slot_mapping", slot_mapping);
+    rows.kv_c = smla_data(kv);
+    rows.k_pe = smla_data(score);
+    rows.kv_c_stride_token = smla_stride(kv, 0);
+    rows.k_pe_stride_token = smla_stride(score, 0);
+    rows.input_type = kv == NULL ? SMLA_FLOAT_FP32 : smla_float_type_of(kv);
+    return rows;
 }
 
 /* ---- save_partial_states ------------------------------------------------------------------- */
@@ -119,7 +115,7 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
     const smla_call call = smla_call_of(&c, args->stream, NULL);
     *params = (smla_partial_states_params){
         .call = call,
-        .rows = rows_of(&call, args->kv, args->score, args->state, args->slot_mapping),
+        .rows = rows_of(call, args->kv, args->score, args->state, args->slot_mapping),
         .width = width,
         .ratio = ratio,
         .ape = smla_data(args->ape),
@@ -173,12 +169,8 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     SMLA_TRY(smla_require_count(c.op, "ratio", args->ratio, 1, INT32_MAX, error));
     const int64_t dim = smla_size(args->norm_weight, 0);
     const int64_t width = width_of(dim, args->ratio);
-    const smla_cache_rule cache = {.name = "kv_cache",
-                                   .tensor = args->kv_cache,
-                                   .kv_format = args->kv_format,
-                                   .block_size = args->block_size,
-                                   .formats = smla_formats_of_size((int32_t)dim),
-                                   .flags = SMLA_RULE_OUTPUT};
+    const smla_cache_rule cache =
+        SMLA_CACHE_OF(args, kv_cache, smla_formats_of_size((int32_t)dim), SMLA_RULE_OUTPUT);
     SMLA_TRY(require_state(&c, args->state, width, args->kv == NULL ? 0 : SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     SMLA_TRY(smla_require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
@@ -197,7 +189,7 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     *params = (smla_compress_params){
         .call = call,
         .states = {.call = call,
-                   .rows = rows_of(&call, args->kv, args->score, args->state, args->slot_mapping),
+                   .rows = rows_of(call, args->kv, args->score, args->state, args->slot_mapping),
                    .width = width,
                    .ratio = args->ratio,
                    .ape = smla_data(args->ape),
@@ -218,16 +210,10 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
         .weight_type = smla_float_type_of(args->norm_weight),
         .eps = (float)args->eps,
         .rope = rope,
-        .insert = {.call = call,
-                   .cache_name = cache.name,
-                   .slots_name = "kv_slot_mapping",
-                   .num_tokens = num_tokens,
-                   .input_type = SMLA_FLOAT_BF16,
-                   .slot_mapping = smla_data(args->kv_slot_mapping),
-                   .slot_stride = smla_stride(args->kv_slot_mapping, 0),
-                   .slots_are_int64 = smla_dtype(args->kv_slot_mapping) == SMLA_DTYPE_INT64,
-                   .kv = kv,
-                   .kv_scale = kv_scale},
+        .insert =
+            smla_cache_write_of(call, cache.name, &kv, "kv_slot_mapping", args->kv_slot_mapping),
     };
+    params->insert.num_tokens = num_tokens;
+    params->insert.kv_scale = kv_scale;
     return SMLA_OK;
 }

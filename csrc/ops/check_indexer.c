@@ -183,11 +183,8 @@ require_keys(smla_checker *c, const smla_indexer_logits_args *args, int64_t num_
         SMLA_TRY(require_none(c, "req_id_per_token", args->req_id_per_token != NULL, keys));
         SMLA_TRY(require_none(c, "block_size", args->block_size != 0, keys));
     } else {
-        const smla_cache_rule cache = {.name = "k_cache",
-                                       .tensor = args->k_cache,
-                                       .kv_format = args->kv_format,
-                                       .block_size = args->block_size,
-                                       .formats = smla_formats_of_size(SMLA_INDEX_HEAD_DIM)};
+        const smla_cache_rule cache =
+            SMLA_CACHE_OF(args, k_cache, smla_formats_of_size(SMLA_INDEX_HEAD_DIM), 0);
         SMLA_TRY(smla_require_kv(c, &cache, view));
         SMLA_TRY(require_none(c, "starts", args->starts != NULL, "keys in pages"));
     }

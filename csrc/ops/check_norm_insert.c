@@ -42,13 +42,8 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
                smla_cache_write_params *insert)
 {
     smla_kv_view kv;
-    smla_given_scale kv_scale;
-    const smla_cache_rule cache = {.name = "kv_cache",
-                                   .tensor = args->kv_cache,
-                                   .kv_format = args->kv_format,
-                                   .block_size = args->block_size,
-                                   .formats = smla_formats_of_size(SMLA_V4_HEAD_DIM),
-                                   .flags = SMLA_RULE_OUTPUT};
+    const smla_cache_rule cache =
+        SMLA_CACHE_OF(args, kv_cache, smla_formats_of_size(SMLA_V4_HEAD_DIM), SMLA_RULE_OUTPUT);
     SMLA_TRY(smla_require_kv(c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(c, args->slot_mapping));
     if (smla_size(args->slot_mapping, 0) > num_tokens) {
@@ -56,22 +51,11 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
                          "%s: `slot_mapping` must have at most an entry per token (%lld), got %lld",
                          c->op, (long long)num_tokens, (long long)smla_size(args->slot_mapping, 0));
     }
-    SMLA_TRY(smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
-    *insert = (smla_cache_write_params){
-        .call = smla_call_of(c, args->stream, kv.format),
-        .cache_name = cache.name,
-        .slots_name = "slot_mapping",
-        .num_tokens = smla_size(args->slot_mapping, 0),
-        .kv_c = smla_data(args->kv),
-        .kv_c_stride_token = smla_stride(args->kv, 0),
-        .input_type = SMLA_FLOAT_BF16,
-        .slot_mapping = smla_data(args->slot_mapping),
-        .slot_stride = smla_stride(args->slot_mapping, 0),
-        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
-        .kv = kv,
-        .kv_scale = kv_scale,
-    };
-    return SMLA_OK;
+    *insert = smla_cache_write_of(smla_call_of(c, args->stream, kv.format), cache.name, &kv,
+                                  "slot_mapping", args->slot_mapping);
+    insert->kv_c = smla_data(args->kv);
+    insert->kv_c_stride_token = smla_stride(args->kv, 0);
+    return smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &insert->kv_scale);
 }
 
 smla_status

@@ -48,13 +48,50 @@ typedef struct device_array {
     void *memory; /* the copy on the host, which free_arrays frees */
 } device_array;
 
+/* An array of `count` elements. */
+static device_array
+vector_of(void *pointer, int64_t element_bytes, int64_t count, int64_t stride)
+{
+    return (device_array){.pointer = pointer,
+                          .element_bytes = element_bytes,
+                          .counts = {count, 1},
+                          .strides = {stride, 0}};
+}
+
 static device_array
 int32_vector(const int32_t **pointer, int64_t count, int64_t stride)
 {
+    return vector_of((void *)pointer, sizeof **pointer, count, stride);
+}
+
+static device_array
+byte_vector(const uint8_t **pointer, int64_t count, int64_t stride)
+{
+    return vector_of((void *)pointer, 1, count, stride);
+}
+
+static device_array
+int32_table(const int32_t **pointer, int64_t rows, int64_t columns, int64_t stride_row,
+            int64_t stride_column)
+{
     return (device_array){.pointer = (void *)pointer,
                           .element_bytes = sizeof **pointer,
-                          .counts = {count, 1},
-                          .strides = {stride, 0}};
+                          .counts = {rows, columns},
+                          .strides = {stride_row, stride_column}};
+}
+
+/* The slots of a write. */
+static device_array
+slot_vector(smla_cache_write_params *p)
+{
+    return vector_of((void *)&p->slot_mapping, p->slots_are_int64 ? 8 : 4, p->num_tokens,
+                     p->slot_stride);
+}
+
+static device_array
+position_vector(const void **pointer, bool are_int64, int64_t count, int64_t stride)
+{
+    return vector_of((void *)pointer, are_int64 ? 8 : 4, count, stride);
 }
 
 /* Copies an array to the host, from its lowest element to its highest, so that strides stay
@@ -92,35 +129,6 @@ read_array(const char *op, smla_stream stream, device_array *a, smla_error *erro
                             cudaStreamSynchronize((cudaStream_t)stream.handle), error);
 }
 
-static device_array
-byte_vector(const uint8_t **pointer, int64_t count, int64_t stride)
-{
-    return (device_array){.pointer = (void *)pointer,
-                          .element_bytes = 1,
-                          .counts = {count, 1},
-                          .strides = {stride, 0}};
-}
-
-/* The slots of a write as a device array; read_array replaces their pointer. */
-static device_array
-slot_vector(smla_cache_write_params *p)
-{
-    return (device_array){.pointer = (void *)&p->slot_mapping,
-                          .element_bytes = p->slots_are_int64 ? 8 : 4,
-                          .counts = {p->num_tokens, 1},
-                          .strides = {p->slot_stride, 0}};
-}
-
-/* Positions as a device array; read_array replaces the pointer at `pointer`. */
-static device_array
-position_vector(const void **pointer, bool are_int64, int64_t count, int64_t stride)
-{
-    return (device_array){.pointer = (void *)pointer,
-                          .element_bytes = are_int64 ? 8 : 4,
-                          .counts = {count, 1},
-                          .strides = {stride, 0}};
-}
-
 static smla_status
 read_arrays(const char *op, smla_stream stream, device_array *arrays, int count, smla_error *error)
 {
@@ -140,59 +148,68 @@ free_arrays(const device_array *arrays, int count)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-smla_status
-smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
-{
-    smla_cache_write_params host = *p;
-    device_array slots = slot_vector(&host);
-    smla_status status = read_array(p->call.op, p->call.stream, &slots, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_cache_write(&host, error);
+/* Defines smla_cuda_check_<name>, the CPU's check on copies of the arrays whose pointers in `host`
+ * the list has. */
+#define CHECK(name, params_type, ...)                                                       \
+    smla_status smla_cuda_check_##name(const params_type *p, smla_error *error)             \
+    {                                                                                       \
+        params_type host = *p;                                                              \
+        device_array arrays[] = {__VA_ARGS__};                                              \
+        const int count = (int)(sizeof arrays / sizeof arrays[0]);                          \
+        smla_status status = read_arrays(p->call.op, p->call.stream, arrays, count, error); \
+        if (status == SMLA_OK) {                                                            \
+            status = smla_cpu_check_##name(&host, error);                                   \
+        }                                                                                   \
+        free_arrays(arrays, count);                                                         \
+        return status;                                                                      \
     }
-    free_arrays(&slots, 1);
-    return status;
-}
 
-smla_status
-smla_cuda_check_gather(const smla_gather_params *p, smla_error *error)
-{
-    smla_gather_params host = *p;
-    device_array arrays[] = {
-        {.pointer = (void *)&host.block_table,
-         .element_bytes = sizeof *p->block_table,
-         .counts = {p->num_reqs, p->num_blocks},
-         .strides = {p->block_table_stride_req, p->block_table_stride_block}},
-        int32_vector(&host.seq_lens, p->num_reqs, p->seq_lens_stride),
-        int32_vector(&host.workspace_starts, p->num_reqs, p->workspace_starts_stride),
-        int32_vector(&host.seq_starts, p->num_reqs, p->seq_starts_stride),
-        int32_vector(&host.gather_lens, p->num_reqs, p->gather_lens_stride),
-    };
-    const int count = (int)(sizeof arrays / sizeof arrays[0]);
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, count, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_gather(&host, error);
-    }
-    free_arrays(arrays, count);
-    return status;
-}
+CHECK(cache_write, smla_cache_write_params, slot_vector(&host))
 
-smla_status
-smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
-{
-    smla_convert_params host = *p;
-    device_array arrays[] = {
-        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
-        int32_vector(&host.prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride),
-        int32_vector(&host.prefill_workspace_starts, p->num_prefills,
-                     p->prefill_workspace_starts_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_convert(&host, error);
-    }
-    free_arrays(arrays, 3);
-    return status;
-}
+CHECK(gather, smla_gather_params,
+      int32_table(&host.block_table, p->num_reqs, p->num_blocks, p->block_table_stride_req,
+                  p->block_table_stride_block),
+      int32_vector(&host.seq_lens, p->num_reqs, p->seq_lens_stride),
+      int32_vector(&host.workspace_starts, p->num_reqs, p->workspace_starts_stride),
+      int32_vector(&host.seq_starts, p->num_reqs, p->seq_starts_stride),
+      int32_vector(&host.gather_lens, p->num_reqs, p->gather_lens_stride))
+
+CHECK(convert, smla_convert_params,
+      int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+      int32_vector(&host.prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride),
+      int32_vector(&host.prefill_workspace_starts, p->num_prefills,
+                   p->prefill_workspace_starts_stride))
+
+CHECK(logits, smla_logits_params,
+      int32_vector(&host.context_lens, p->num_tokens, p->context_lens_stride),
+      int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride))
+
+CHECK(partial_states, smla_partial_states_params, slot_vector(&host.rows),
+      position_vector(&host.positions, p->positions_are_int64, p->rows.num_tokens,
+                      p->positions_stride))
+
+CHECK(compress, smla_compress_params, slot_vector(&host.states.rows), slot_vector(&host.insert),
+      position_vector(&host.rope.positions, p->rope.positions_are_int64, p->insert.num_tokens,
+                      p->rope.positions_stride),
+      int32_vector(&host.req_id_per_token, p->insert.num_tokens, p->req_id_stride),
+      int32_table(&host.table.block_table, p->num_reqs, p->table.num_blocks, p->table.stride_req,
+                  p->table.stride_block))
+
+CHECK(global_topk, smla_topk_slots_params,
+      int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+      byte_vector(&host.is_valid, p->num_tokens, p->is_valid_stride))
+
+CHECK(combine_topk_swa, smla_combine_topk_swa_params,
+      int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
+                   p->batch.query_start_loc_stride),
+      int32_vector(&host.batch.seq_lens, p->batch.num_reqs, p->batch.seq_lens_stride),
+      int32_vector(&host.gather_lens, p->batch.num_reqs, p->gather_lens_stride))
+
+CHECK(mixed_indices, smla_mixed_indices_params,
+      int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
+                   p->batch.query_start_loc_stride),
+      int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+      byte_vector(&host.is_valid, p->num_decode_tokens, p->is_valid_stride))
 
 smla_status
 smla_cuda_check_positions(const smla_call *call, const smla_rope *rope, int64_t num_tokens,
@@ -206,115 +223,5 @@ smla_cuda_check_positions(const smla_call *call, const smla_rope *rope, int64_t 
         status = smla_cpu_check_positions(call->op, &host, num_tokens, error);
     }
     free_arrays(&positions, 1);
-    return status;
-}
-
-smla_status
-smla_cuda_check_logits(const smla_logits_params *p, smla_error *error)
-{
-    smla_logits_params host = *p;
-    device_array arrays[] = {
-        int32_vector(&host.context_lens, p->num_tokens, p->context_lens_stride),
-        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_logits(&host, error);
-    }
-    free_arrays(arrays, 2);
-    return status;
-}
-
-smla_status
-smla_cuda_check_partial_states(const smla_partial_states_params *p, smla_error *error)
-{
-    smla_partial_states_params host = *p;
-    device_array arrays[] = {
-        slot_vector(&host.rows),
-        position_vector(&host.positions, p->positions_are_int64, p->rows.num_tokens,
-                        p->positions_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_partial_states(&host, error);
-    }
-    free_arrays(arrays, 2);
-    return status;
-}
-
-smla_status
-smla_cuda_check_compress(const smla_compress_params *p, smla_error *error)
-{
-    const int64_t num_tokens = p->insert.num_tokens;
-    smla_compress_params host = *p;
-    device_array arrays[] = {
-        slot_vector(&host.states.rows),
-        slot_vector(&host.insert),
-        position_vector(&host.rope.positions, p->rope.positions_are_int64, num_tokens,
-                        p->rope.positions_stride),
-        int32_vector(&host.req_id_per_token, num_tokens, p->req_id_stride),
-        {.pointer = (void *)&host.table.block_table,
-         .element_bytes = sizeof *p->table.block_table,
-         .counts = {p->num_reqs, p->table.num_blocks},
-         .strides = {p->table.stride_req, p->table.stride_block}},
-    };
-    const int count = (int)(sizeof arrays / sizeof arrays[0]);
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, count, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_compress(&host, error);
-    }
-    free_arrays(arrays, count);
-    return status;
-}
-
-smla_status
-smla_cuda_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
-{
-    smla_topk_slots_params host = *p;
-    device_array arrays[] = {
-        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
-        byte_vector(&host.is_valid, p->num_tokens, p->is_valid_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 2, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_global_topk(&host, error);
-    }
-    free_arrays(arrays, 2);
-    return status;
-}
-
-smla_status
-smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
-{
-    smla_combine_topk_swa_params host = *p;
-    device_array arrays[] = {
-        int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
-                     p->batch.query_start_loc_stride),
-        int32_vector(&host.batch.seq_lens, p->batch.num_reqs, p->batch.seq_lens_stride),
-        int32_vector(&host.gather_lens, p->batch.num_reqs, p->gather_lens_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_combine_topk_swa(&host, error);
-    }
-    free_arrays(arrays, 3);
-    return status;
-}
-
-smla_status
-smla_cuda_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *error)
-{
-    smla_mixed_indices_params host = *p;
-    device_array arrays[] = {
-        int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
-                     p->batch.query_start_loc_stride),
-        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
-        byte_vector(&host.is_valid, p->num_decode_tokens, p->is_valid_stride),
-    };
-    smla_status status = read_arrays(p->call.op, p->call.stream, arrays, 3, error);
-    if (status == SMLA_OK) {
-        status = smla_cpu_check_mixed_indices(&host, error);
-    }
-    free_arrays(arrays, 3);
     return status;
 }
