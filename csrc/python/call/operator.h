@@ -121,10 +121,14 @@ typedef struct smla_py_operator {
 #define SMLA_PY_RESULTS(rows) .results = (rows), .num_results = SMLA_PY_COUNT(rows)
 #define SMLA_PY_LIMITS(rows)  .limits = (rows), .num_limits = SMLA_PY_COUNT(rows)
 
-/* The fields of an operator that takes the core's args as they are, whose rows are named by `stem`. */
-#define SMLA_PY_OPERATOR(op, stem, core)                                            \
-    .name = #op, SMLA_PY_TABLE(stem##_params, core, core), .compute = compute_##op, \
-    SMLA_PY_RESULTS(stem##_results), SMLA_PY_LIMITS(stem##_limits)
+/* The fields of an operator that takes the core's args as they are, and whose table is named by
+ * `stem`; of one that makes results, too; and of one whose results have limits. */
+#define SMLA_PY_PLAIN_OPERATOR(op, stem, core) \
+    .name = #op, SMLA_PY_TABLE(stem##_params, core, core), .compute = compute_##op
+#define SMLA_PY_MAKING_OPERATOR(op, stem, core) \
+    SMLA_PY_PLAIN_OPERATOR(op, stem, core), SMLA_PY_RESULTS(stem##_results)
+#define SMLA_PY_OPERATOR(op, stem, core) \
+    SMLA_PY_MAKING_OPERATOR(op, stem, core), SMLA_PY_LIMITS(stem##_limits)
 
 /* Defines compute_<name>, the core's operator as smla_py_operator.compute. */
 #define SMLA_PY_COMPUTE(name)                                              \

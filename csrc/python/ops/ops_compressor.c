@@ -51,12 +51,8 @@ saves_states(PyObject *const *values)
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_compressor_operators[] = {
-    {.name = "save_partial_states",
-     SMLA_PY_TABLE(save_params, smla_partial_states_args, smla_partial_states_args),
-     .compute = compute_save_partial_states},
-    {.name = "compress_norm_rope_store",
-     SMLA_PY_TABLE(compress_params, smla_compress_args, smla_compress_args),
-     .compute = compute_compress_norm_rope_store,
+    {SMLA_PY_PLAIN_OPERATOR(save_partial_states, save, smla_partial_states_args)},
+    {SMLA_PY_PLAIN_OPERATOR(compress_norm_rope_store, compress, smla_compress_args),
      .maybe_writes = saves_states},
     {.name = NULL},
 };

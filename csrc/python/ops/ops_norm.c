@@ -71,11 +71,7 @@ static const smla_py_limit qnorm_limits[] = {{SMLA_PY_LIMIT_NDIM, QNORM_Q, 3, 3}
 
 const smla_py_operator smla_py_norm_operators[] = {
     {SMLA_PY_OPERATOR(fused_q_kv_rmsnorm, norm, smla_fused_q_kv_rmsnorm_args)},
-    {.name = "fused_qnorm_rope_kv_insert",
-     SMLA_PY_TABLE(qnorm_params, smla_qnorm_insert_args, smla_qnorm_insert_args),
-     .compute = compute_fused_qnorm_rope_kv_insert,
-     .writes_first = writes_queries,
-     SMLA_PY_RESULTS(qnorm_results),
-     SMLA_PY_LIMITS(qnorm_limits)},
+    {SMLA_PY_PLAIN_OPERATOR(fused_qnorm_rope_kv_insert, qnorm, smla_qnorm_insert_args),
+     .writes_first = writes_queries, SMLA_PY_RESULTS(qnorm_results), SMLA_PY_LIMITS(qnorm_limits)},
     {.name = NULL},
 };

@@ -115,14 +115,8 @@ static const smla_py_limit inverse_limits[] = {
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_rope_operators[] = {
-    {.name = "apply_rope",
-     SMLA_PY_TABLE(apply_params, smla_apply_rope_args, smla_apply_rope_args),
-     .compute = compute_apply_rope,
-     SMLA_PY_RESULTS(apply_results)},
-    {.name = "rope_and_cache_mla",
-     SMLA_PY_TABLE(cached_params, smla_rope_and_cache_mla_args, smla_rope_and_cache_mla_args),
-     .compute = compute_rope_and_cache_mla,
-     SMLA_PY_RESULTS(cached_results)},
+    {SMLA_PY_MAKING_OPERATOR(apply_rope, apply, smla_apply_rope_args)},
+    {SMLA_PY_MAKING_OPERATOR(rope_and_cache_mla, cached, smla_rope_and_cache_mla_args)},
     {SMLA_PY_OPERATOR(fused_inv_rope_fp8_quant, inverse, smla_fused_inv_rope_fp8_quant_args)},
     {.name = NULL},
 };
