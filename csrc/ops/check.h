@@ -111,11 +111,6 @@ smla_status smla_require_workspace(smla_checker *checker, const char *name, cons
      .formats = (served),                        \
      .flags = (flag)}
 
-/* A write to the cache `kv` at `slots`, without rows. Both are checked, and named so in errors. */
-smla_cache_write_params smla_cache_write_of(smla_call call, const char *cache_name,
-                                            const smla_kv_view *kv, const char *slots_name,
-                                            const DLTensor *slots);
-
 /* Checks slot_mapping [any] of int64 or int32. */
 smla_status smla_require_slot_mapping(smla_checker *checker, const DLTensor *slot_mapping);
 

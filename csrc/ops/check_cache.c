@@ -1,7 +1,5 @@
 /* check_cache.c: the argument rules of operators that write cache rows or read them back. */
-#include "core/params_cache.h"
-#include "core/rule.h"
-#include "ops/check.h"
+#include "ops/check_cache.h"
 
 smla_kv_set
 smla_formats_of_size(int32_t head_dim)
@@ -34,23 +32,6 @@ smla_require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
 {
     return smla_require_1d(c, "slot_mapping", slot_mapping, SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
                            SMLA_ANY, SMLA_RULE_ANY_LAST_STRIDE, NULL);
-}
-
-smla_cache_write_params
-smla_cache_write_of(smla_call call, const char *cache_name, const smla_kv_view *kv,
-                    const char *slots_name, const DLTensor *slots)
-{
-    return (smla_cache_write_params){
-        .call = call,
-        .cache_name = cache_name,
-        .slots_name = slots_name,
-        .num_tokens = smla_size(slots, 0),
-        .input_type = SMLA_FLOAT_BF16,
-        .slot_mapping = smla_data(slots),
-        .slot_stride = smla_stride(slots, 0),
-        .slots_are_int64 = smla_dtype(slots) == SMLA_DTYPE_INT64,
-        .kv = *kv,
-    };
 }
 
 /* Fills the rows of a write: two parts of an array's rows, or of two arrays'. */
@@ -94,8 +75,8 @@ smla_require_concat(smla_checker *c, const smla_concat_and_cache_mla_args *args,
     } else if (kv.format->rope_dim > 0) {
         return smla_require_pointer(c->op, "k_pe", NULL, c->error);
     }
-    *params = smla_cache_write_of(smla_call_of(c, args->stream, kv.format), cache.name, &kv,
-                                  "slot_mapping", args->slot_mapping);
+    const smla_call call = smla_call_of(c, args->stream, kv.format);
+    smla_fill_cache_write(&call, cache.name, &kv, "slot_mapping", args->slot_mapping, params);
     fill_rows(args->kv_c, smla_data(args->k_pe), smla_stride(args->k_pe, 0), params);
     return smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &params->kv_scale);
 }
@@ -128,8 +109,8 @@ check_insert(const char *op, const smla_insert_k_cache_args *args, int32_t width
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
-    *params = smla_cache_write_of(smla_call_of(&c, args->stream, kv.format), cache.name, &kv,
-                                  "slot_mapping", args->slot_mapping);
+    const smla_call call = smla_call_of(&c, args->stream, kv.format);
+    smla_fill_cache_write(&call, cache.name, &kv, "slot_mapping", args->slot_mapping, params);
     fill_rows(args->k, smla_data_at(args->k, kv.format->nope_dim * smla_element_bytes(args->k)),
               smla_stride(args->k, 0), params);
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &params->kv_scale));

@@ -1,8 +1,7 @@
 /* check_compressor.c: the argument rules of save_partial_states and compress_norm_rope_store. */
-#include "core/params_cache.h"
 #include "core/params_compressor.h"
 #include "core/params_rope.h"
-#include "ops/check.h"
+#include "ops/check_cache.h"
 
 /* ---- Parts --------------------------------------------------------------------------------- */
 
@@ -51,9 +50,9 @@ require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned fl
     return SMLA_OK;
 }
 
-static smla_cache_write_params
-rows_of(smla_call call, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
-        const DLTensor *slot_mapping)
+static void
+fill_rows(const smla_call *call, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
+          const DLTensor *slot_mapping, smla_cache_write_params *rows)
 {
     const smla_kv_view pages = {
         .base = smla_data(state),
@@ -62,14 +61,12 @@ rows_of(smla_call call, const DLTensor *kv, const DLTensor *score, const DLTenso
         .page_stride_bytes = smla_stride(state, 0) * (int64_t)sizeof(float),
         .token_stride_bytes = smla_stride(state, 1) * (int64_t)sizeof(float),
     };
-    smla_cache_write_params rows =
-        smla_cache_write_of(call, "state", &pages, "slot_mapping", slot_mapping);
-    rows.kv_c = smla_data(kv);
-    rows.k_pe = smla_data(score);
-    rows.kv_c_stride_token = smla_stride(kv, 0);
-    rows.k_pe_stride_token = smla_stride(score, 0);
-    rows.input_type = kv == NULL ? SMLA_FLOAT_FP32 : smla_float_type_of(kv);
-    return rows;
+    smla_fill_cache_write(call, "state", &pages, "slot_mapping", slot_mapping, rows);
+    rows->kv_c = smla_data(kv);
+    rows->k_pe = smla_data(score);
+    rows->kv_c_stride_token = smla_stride(kv, 0);
+    rows->k_pe_stride_token = smla_stride(score, 0);
+    rows->input_type = kv == NULL ? SMLA_FLOAT_FP32 : smla_float_type_of(kv);
 }
 
 /* ---- save_partial_states ------------------------------------------------------------------- */
@@ -115,7 +112,6 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
     const smla_call call = smla_call_of(&c, args->stream, NULL);
     *params = (smla_partial_states_params){
         .call = call,
-        .rows = rows_of(call, args->kv, args->score, args->state, args->slot_mapping),
         .width = width,
         .ratio = ratio,
         .ape = smla_data(args->ape),
@@ -124,6 +120,7 @@ smla_check_save_partial_states(const smla_partial_states_args *args,
         .positions_stride = smla_stride(args->positions, 0),
         .positions_are_int64 = smla_dtype(args->positions) == SMLA_DTYPE_INT64,
     };
+    fill_rows(&call, args->kv, args->score, args->state, args->slot_mapping, &params->rows);
     return SMLA_OK;
 }
 
@@ -189,7 +186,6 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
     *params = (smla_compress_params){
         .call = call,
         .states = {.call = call,
-                   .rows = rows_of(call, args->kv, args->score, args->state, args->slot_mapping),
                    .width = width,
                    .ratio = args->ratio,
                    .ape = smla_data(args->ape),
@@ -210,9 +206,10 @@ smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compres
         .weight_type = smla_float_type_of(args->norm_weight),
         .eps = (float)args->eps,
         .rope = rope,
-        .insert =
-            smla_cache_write_of(call, cache.name, &kv, "kv_slot_mapping", args->kv_slot_mapping),
     };
+    fill_rows(&call, args->kv, args->score, args->state, args->slot_mapping, &params->states.rows);
+    smla_fill_cache_write(&call, cache.name, &kv, "kv_slot_mapping", args->kv_slot_mapping,
+                          &params->insert);
     params->insert.num_tokens = num_tokens;
     params->insert.kv_scale = kv_scale;
     return SMLA_OK;

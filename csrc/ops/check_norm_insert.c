@@ -2,7 +2,7 @@
  * check_cache.c have those of its two halves.
  */
 #include "core/params_norm.h"
-#include "ops/check.h"
+#include "ops/check_cache.h"
 
 /* Checks q and q_out, of which one is written. T is the number of rows of the written one. */
 static smla_status
@@ -51,8 +51,8 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
                          "%s: `slot_mapping` must have at most an entry per token (%lld), got %lld",
                          c->op, (long long)num_tokens, (long long)smla_size(args->slot_mapping, 0));
     }
-    *insert = smla_cache_write_of(smla_call_of(c, args->stream, kv.format), cache.name, &kv,
-                                  "slot_mapping", args->slot_mapping);
+    const smla_call call = smla_call_of(c, args->stream, kv.format);
+    smla_fill_cache_write(&call, cache.name, &kv, "slot_mapping", args->slot_mapping, insert);
     insert->kv_c = smla_data(args->kv);
     insert->kv_c_stride_token = smla_stride(args->kv, 0);
     return smla_require_kv_scale(c, "kv_scale", &args->kv_scale, kv.format, &insert->kv_scale);

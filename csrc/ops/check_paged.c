@@ -7,15 +7,9 @@ static smla_status
 require_query(smla_checker *c, const smla_paged_attention_args *args)
 {
     SMLA_TRY(smla_require_head_query(c, "q", args->q, NULL));
-    return smla_require(c, &(smla_rule){.name = "qv",
-                                        .tensor = args->qv,
-                                        .dtypes = smla_same_dtypes(args->q),
-                                        .flags = SMLA_RULE_OPTIONAL,
-                                        .ndim = 3,
-                                        .shape = {smla_size(args->q, 0), smla_size(args->q, 1),
-                                                  SMLA_ANY},
-                                        .hint = "the tokens and heads of `q`, the values of "
-                                                "`v_cache`"});
+    return smla_require_3d(c, "qv", args->qv, smla_same_dtypes(args->q), smla_size(args->q, 0),
+                           smla_size(args->q, 1), SMLA_ANY, SMLA_RULE_OPTIONAL,
+                           "the tokens and heads of `q`, the values of `v_cache`");
 }
 
 /* Checks the pages of both caches. */
