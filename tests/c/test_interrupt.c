@@ -82,22 +82,14 @@ call_until(int question, smla_status (*call)(const any_args *, smla_error *), co
 
 /* Operators whose calls may be long. */
 static const bool may_end[NUM_OPERATORS] = {
-    [OP_top_k_per_row] = true,
-    [OP_sparse_attention] = true,
-    [OP_sparse_mla_dsv4] = true,
-    [OP_mla_attention] = true,
-    [OP_varlen_attention] = true,
-    [OP_paged_attention] = true,
-    [OP_absorb_q_proj] = true,
-    [OP_absorb_o_proj] = true,
-    [OP_k_up_proj] = true,
-    [OP_v_up_proj] = true,
-    [OP_kv_up_proj] = true,
-    [OP_scaled_quantize] = true,
-    [OP_fp8_linear] = true,
-    [OP_indexer_logits] = true,
-    [OP_lightning_indexer] = true,
-    [OP_grouped_output_projection] = true,
+    [OP_top_k_per_row] = true,     [OP_sparse_attention] = true,
+    [OP_sparse_mla_dsv4] = true,   [OP_mla_attention] = true,
+    [OP_varlen_attention] = true,  [OP_paged_attention] = true,
+    [OP_absorb_q_proj] = true,     [OP_absorb_o_proj] = true,
+    [OP_k_up_proj] = true,         [OP_v_up_proj] = true,
+    [OP_kv_up_proj] = true,        [OP_scaled_quantize] = true,
+    [OP_fp8_linear] = true,        [OP_indexer_logits] = true,
+    [OP_lightning_indexer] = true, [OP_grouped_output_projection] = true,
 };
 
 /* Bytes of the arrays that a call writes, one behind the other. */

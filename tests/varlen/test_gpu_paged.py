@@ -7,8 +7,11 @@ import ctypes
 import gpu
 import numpy as np
 import pytest
+from device import import_quietly
 
 import sparse_mla
+
+cupy = import_quietly("cupy")
 
 PAGE, HEADS, DIM = 64, 2, 128
 PAGE_BYTES = PAGE * HEADS * DIM * 2
@@ -72,8 +75,6 @@ class HalfMemory:
 
     def array(self, num_pages: int):
         """Pages of keys, of which those in the second half do not exist."""
-        import cupy
-
         memory = cupy.cuda.UnownedMemory(self.address.value, 2 * self.bytes, self)
         shape = (num_pages, PAGE, HEADS, DIM)
         return cupy.ndarray(shape, np.float16, cupy.cuda.MemoryPointer(memory, 0))
@@ -87,7 +88,6 @@ class HalfMemory:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_pages_that_nobody_sees_are_no_memory(mask):
-    cupy = pytest.importorskip("cupy")
     memories = [HalfMemory(), HalfMemory()]
     half = memories[0].bytes // PAGE_BYTES
     caches = [memory.array(2 * half) for memory in memories]
@@ -97,8 +97,8 @@ def test_pages_that_nobody_sees_are_no_memory(mask):
         x[:half] = rng.normal(0, 1, (half, PAGE, HEADS, DIM))
         cache[:half] = cupy.asarray(x[:half])
     table = rng.permutation(half)[: NUM_REQS * 8].reshape(NUM_REQS, 8).astype(np.int32)
-    table[:, :4] += half  # in front of what is seen
-    table[:, 6:] += half  # behind the last key
+    table[:, :4] += half  # pages in front of what is seen
+    table[:, 6:] += half  # pages behind the last key
     q = rng.normal(0, 1, (NUM_REQS, 8, DIM)).astype(np.float16)
     lens = np.full(NUM_REQS, LENGTH, np.int32)
     options = {key: np.array(x, np.int32) if isinstance(x, list) else x for key, x in mask.items()}
