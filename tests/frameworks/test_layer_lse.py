@@ -1,7 +1,9 @@
-"""Layers that are asked for lse give it in the framework of their queries."""
+"""Layers that are asked for lse give it in the framework of their queries. All arrays are the
+host's, on a machine with a GPU, too."""
 
 from __future__ import annotations
 
+import device
 import engine
 import numpy as np
 import pytest
@@ -21,7 +23,8 @@ def to_torch(x: np.ndarray):
 
 
 def to_jax(x: np.ndarray):
-    return require("jax.numpy").asarray(x)
+    jax = require("jax")
+    return jax.device_put(x, jax.devices("cpu")[0])
 
 
 @pytest.mark.torch
@@ -30,7 +33,7 @@ def to_jax(x: np.ndarray):
 def test_dense_layer(path, given):
     torch = require("torch")
     case = Case([1, 1, 7, 2, 30], [50, 0, 200, 0, 33], padding=2)
-    config = case.config(path=path, prefill_workspace_tokens=64)
+    config = case.config(path=path, prefill_workspace_tokens=64, device="cpu")
     case.metadata = package.dense.MetadataBuilder(config).build(case.batch.common(package))
     weight, table = to_torch(case.weight), to_torch(case.table)
     layer = package.dense.DenseMLA(config, kv_b_proj=weight, rope_table=table)
@@ -71,6 +74,7 @@ def test_v32_layer(put):
 
 
 @pytest.mark.torch
+@pytest.mark.skipif(device.ON_CUDA, reason="the case's config is the GPU's, and its caches NumPy's")
 def test_v4_attention():
     torch = require("torch")
     case = v4_attend_cases.make_case(4, "separate")
