@@ -210,7 +210,7 @@ typedef struct smla_list_args {
 /* Checks the queries, one or two lists with their caches, scales and sinks. Fills them, and clears
  * all other values. A second list without columns is none. */
 smla_status smla_require_lists(smla_checker *checker, const smla_attention_inputs *in,
-                               const smla_list_args *lists, int num_lists,
+                               const smla_list_args *args, int num_lists,
                                smla_attention_params *params);
 
 /* Checks the products of the scales of logits, those on a device excepted:

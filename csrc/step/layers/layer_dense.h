@@ -59,7 +59,7 @@ smla_status smla_dense_run_values(const dense_layer *d);
 
 /* A product of bf16: rows of `x` from token `start` on times `weight` [inputs, outputs] to those of
  * `out`. */
-smla_projection_params smla_dense_product(const dense_layer *d, const char *op, smla_head_rows x,
+smla_projection_params smla_dense_product(const dense_layer *d, const char *name, smla_head_rows x,
                                           const DLTensor *weight, smla_head_rows out,
                                           int64_t num_tokens);
 

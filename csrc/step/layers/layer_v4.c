@@ -411,6 +411,7 @@ combine_rows(const attend_call *call, int64_t chunk_idx, const row_lists *number
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
+    const int64_t first = numbers->indices == NULL ? 0 : chunk->token_start * numbers->stride;
     const smla_combine_topk_swa_params params = {
         .call = smla_call_of_layer(&call->layer, "combine_topk_swa_indices", NULL),
         .num_tokens = chunk->token_end - chunk->token_start,
@@ -427,7 +428,7 @@ combine_rows(const attend_call *call, int64_t chunk_idx, const row_lists *number
                   .seq_lens_stride = 1},
         .gather_lens = b->sent.chunk_gather_lens + entries.start,
         .gather_lens_stride = 1,
-        .topk_indices = numbers->indices + chunk->token_start * numbers->stride,
+        .topk_indices = numbers->indices + first,
         .topk_indices_stride_token = numbers->stride,
         .out = b->made.indices,
         .out_stride_token = to->stride,

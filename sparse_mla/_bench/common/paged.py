@@ -50,6 +50,7 @@ def judge_request(
     v: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    *,
     units: int,
 ) -> Fractions:
     """Judges some heads of a request's token: q and out [H, D], k and v [n, Hk, D], lse [H]; all
