@@ -8,8 +8,6 @@
  */
 #pragma once
 
-#include <math.h>
-
 #include "cpu/attention/attention.h"
 
 enum {
@@ -151,7 +149,9 @@ smla_mha_key_scale(const smla_attention_params *params, const smla_mha_tile *til
 static inline float
 smla_mha_keys_scale(const smla_attention_params *params, const smla_mha_tile *tile)
 {
-    return fmaxf(smla_mha_key_scale(params, tile, 0), smla_mha_key_scale(params, tile, 1));
+    const float first = smla_mha_key_scale(params, tile, 0);
+    const float second = smla_mha_key_scale(params, tile, 1);
+    return first > second ? first : second;
 }
 
 /* The factor of a part of q . k: 1, but where the two scales differ. */
@@ -164,7 +164,8 @@ smla_mha_part_factor(const smla_attention_params *params, const smla_mha_tile *t
 static inline bool
 smla_has_part_factors(const smla_attention_params *params, const smla_mha_tile *tile)
 {
-    return smla_mha_key_scale(params, tile, 0) != smla_mha_key_scale(params, tile, 1);
+    return params->kv.has_value_part &&
+           smla_mha_key_scale(params, tile, 0) != smla_mha_key_scale(params, tile, 1);
 }
 
 /* What q . k is multiplied with. */
