@@ -199,6 +199,11 @@ smla_status smla_check_heads(smla_checker *checker, const smla_heads_args *args,
 
 /* ---- Lists ---------------------------------------------------------------------------------- */
 
+/* Makes the main list, whose cache is filled, a table of what the requests see: theirs are the rows
+ * of `table`, whose block_size is the tokens per entry. */
+void smla_fill_table(const smla_page_table *table, DLDeviceType device,
+                     smla_attention_params *params);
+
 /* A cache, with the list of its keys. */
 typedef struct smla_list_args {
     smla_cache_rule cache;

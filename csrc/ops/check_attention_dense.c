@@ -92,6 +92,31 @@ find_longest(const smla_requests *reqs, const smla_rank_share *share)
     return longest;
 }
 
+void
+smla_fill_table(const smla_page_table *table, DLDeviceType device, smla_attention_params *params)
+{
+    const smla_requests *const reqs = &params->visible.reqs;
+    smla_key_list *const list = &params->keys.lists[0];
+    const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
+    const bool overflows =
+        __builtin_mul_overflow(table->num_blocks, table->block_size, &list->topk);
+    params->source = SMLA_KEYS_TABLE;
+    params->keys.entry_tokens = (int32_t)table->block_size;
+    list->map = (smla_index_map){
+        .block_table = table->block_table,
+        .block_table_stride_req = table->stride_req,
+        .block_table_stride_block = table->stride_block,
+        .num_reqs = reqs->num_reqs,
+        .num_blocks = table->num_blocks,
+    };
+    list->begin_stride = list->end_stride = 1;
+    list->topk = overflows || list->topk > most ? most : list->topk;
+    if (device == kDLCPU) {
+        list->topk =
+            smla_clamp_int64(find_longest(reqs, &params->visible.rule.share), 0, list->topk);
+    }
+}
+
 /* Fills the main list's keys, and what finds their ranges. */
 static smla_status
 require_keys(smla_checker *c, const smla_mla_attention_args *args, smla_attention_params *params)
@@ -99,31 +124,15 @@ require_keys(smla_checker *c, const smla_mla_attention_args *args, smla_attentio
     const smla_table_args tables = SMLA_TABLE_OF(args);
     const smla_mask_args mask = SMLA_MASK_OF(args);
     smla_requests *const reqs = &params->visible.reqs;
-    smla_key_list *const list = &params->keys.lists[0];
+    const smla_key_list *const list = &params->keys.lists[0];
     const DLTensor *table = NULL;
-    params->source = SMLA_KEYS_TABLE;
     SMLA_TRY(smla_require_requests(c, &tables, args->q, params->queries.num_tokens, reqs, &table));
     SMLA_TRY(smla_require_mask(c, &mask, params));
     SMLA_TRY(smla_require_share(c, args->cp_rank, args->cp_size, args->cp_interleave,
                                 &params->visible.rule.share));
-    params->keys.entry_tokens =
-        table == args->slot_table || list->kv.block_size == 0 ? 1 : (int32_t)list->kv.block_size;
-    list->map = (smla_index_map){
-        .block_table = smla_data(table),
-        .block_table_stride_req = smla_stride(table, 0),
-        .block_table_stride_block = smla_stride(table, 1),
-        .num_reqs = reqs->num_reqs,
-        .num_blocks = smla_size(table, 1),
-    };
-    list->begin_stride = list->end_stride = 1;
-    const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
-    const bool overflows =
-        __builtin_mul_overflow(list->map.num_blocks, params->keys.entry_tokens, &list->topk);
-    list->topk = overflows || list->topk > most ? most : list->topk;
-    if (c->device.device_type == kDLCPU) {
-        list->topk =
-            smla_clamp_int64(find_longest(reqs, &params->visible.rule.share), 0, list->topk);
-    }
+    const bool has_pages = table == args->block_table && list->kv.block_size > 0;
+    const smla_page_table rows = smla_page_table_of(table, has_pages ? list->kv.block_size : 1);
+    smla_fill_table(&rows, c->device.device_type, params);
     return SMLA_OK;
 }
 

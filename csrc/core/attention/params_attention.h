@@ -91,16 +91,24 @@ smla_has_lists(const smla_attention_params *params)
     return params->source == SMLA_KEYS_LISTS || params->source == SMLA_KEYS_TABLE;
 }
 
-/* The part of a call that one of its plan's runs computes, from token `start` on. */
+/* The part of a call over lists for `count` tokens from token `start` on. */
+static inline smla_attention_params
+smla_params_of_tokens(const smla_attention_params *params, int64_t start, int64_t count)
+{
+    smla_attention_params part = *params;
+    part.queries.num_tokens = count;
+    smla_skip_queries(&part.queries, start);
+    smla_skip_key_rows(&part.keys, start);
+    smla_skip_results(&part.results, start);
+    return part;
+}
+
+/* The part that one of the plan's runs computes. */
 static inline smla_attention_params
 smla_params_of_run(const smla_attention_params *params, const smla_attention_run *run,
                    int64_t start)
 {
-    smla_attention_params part = *params;
-    part.queries.num_tokens = run->num_tokens;
-    smla_skip_queries(&part.queries, start);
-    smla_skip_key_rows(&part.keys, start);
-    smla_skip_results(&part.results, start);
+    smla_attention_params part = smla_params_of_tokens(params, start, run->num_tokens);
     part.results.num_splits = run->num_splits;
     return part;
 }

@@ -103,11 +103,7 @@ smla_fill_layer(const smla_layer *layer, const smla_layer_arrays *arrays, int64_
 smla_attention_params
 smla_take_tokens(const smla_attention_params *all, int64_t start, int64_t count)
 {
-    smla_attention_params part = *all;
-    part.queries.num_tokens = count;
-    smla_skip_queries(&part.queries, start);
-    smla_skip_key_rows(&part.keys, start);
-    smla_skip_results(&part.results, start);
+    smla_attention_params part = smla_params_of_tokens(all, start, count);
     if (count <= 1) { /* one row has no stride */
         part.queries.parts[SMLA_NOPE].stride_token = part.queries.parts[SMLA_PE].stride_token = 0;
         part.keys.lists[0].indices_stride_token = 0;

@@ -171,44 +171,23 @@ place_rows(dense_layer *d)
                                                smla_stride(a->lse, 1)};
 }
 
-/* The most keys of a request, so that the CPU's plan follows lengths, not the table's width. */
-static int64_t
-find_longest(const smla_requests *reqs)
-{
-    int64_t longest = 0;
-    for (int64_t req = 0; req < reqs->num_reqs; req++) {
-        const int64_t keys = smla_seq_len(reqs, req);
-        longest = keys > longest ? keys : longest;
-    }
-    return longest;
-}
-
 /* The keys of the absorbed part: those of the first requests, whose ranges the build has found. */
 static void
-fill_table(const dense_layer *d, smla_key_list *list, smla_requests *reqs)
+fill_keys(const dense_layer *d, smla_attention_params *params)
 {
     const smla_dense_builder *const b = d->builder;
     const smla_step_facts *const facts = &d->layer.step->facts;
     const smla_page_table pages = smla_page_table_of(&b->block_table.tensor, d->cache.block_size);
-    const int64_t most = INT32_MAX - SMLA_SPLIT_ALIGN; /* columns that a launch can have */
+    smla_requests *const reqs = &params->visible.reqs;
     *reqs = b->ranges.reqs;
     reqs->num_tokens = d->num_absorbed;
     reqs->num_reqs =
         d->num_absorbed == facts->num_actual_tokens ? facts->num_reqs : facts->split.num_decodes;
     reqs->query_len = 1;
-    list->kv = d->cache;
-    list->begin_stride = list->end_stride = 1;
-    list->map = (smla_index_map){.block_table = pages.block_table,
-                                 .block_table_stride_req = pages.stride_req,
-                                 .block_table_stride_block = pages.stride_block,
-                                 .num_reqs = reqs->num_reqs,
-                                 .num_blocks = pages.num_blocks};
-    smla_take_ranges(&b->ranges.to, list);
-    const bool overflows = __builtin_mul_overflow(pages.num_blocks, pages.block_size, &list->topk);
-    list->topk = overflows || list->topk > most ? most : list->topk;
-    if (d->layer.step->device.device_type == kDLCPU) {
-        list->topk = smla_clamp_int64(find_longest(reqs), 0, list->topk);
-    }
+    params->keys.num_lists = 1;
+    params->keys.lists[0].kv = d->cache;
+    smla_fill_table(&pages, d->layer.step->device.device_type, params);
+    smla_take_ranges(&b->ranges.to, &params->keys.lists[0]);
 }
 
 /* Plans the attention of the absorbed tokens, which come first, to the keys of their requests. */
@@ -226,8 +205,6 @@ plan_attention(dense_layer *d)
                     .dims = {SMLA_KV_LORA_RANK, (int16_t)b->config.qk_rope_head_dim},
                     .parts = {smla_take_rows(d->queries, 0, tokens, sizeof(uint16_t)),
                               smla_take_rows(d->q_pe, 0, tokens, sizeof(uint16_t))}},
-        .source = SMLA_KEYS_TABLE,
-        .keys = {.entry_tokens = (int32_t)d->cache.block_size, .num_lists = 1},
         .results = smla_results_of_layer(smla_take_rows(d->results, 0, tokens, sizeof(uint16_t)),
                                          smla_take_rows(d->lse, 0, tokens, sizeof(float))),
         .logits = {.softmax_scale = d->args->softmax_scale,
@@ -236,7 +213,7 @@ plan_attention(dense_layer *d)
                    .kv_scale = {d->kv_scale, d->kv_scale}},
         .visible.rule = {.left = -1, .right = 0},
     };
-    fill_table(d, &d->attention.keys.lists[0], &d->attention.visible.reqs);
+    fill_keys(d, &d->attention);
     d->attention.results.fills_padding = b->ranges.absent_req >= 0;
     return smla_plan_layer(&d->layer, &d->attention);
 }
