@@ -68,18 +68,12 @@ fill_rows(const smla_paged_attention_args *args, smla_attention_params *params)
 {
     /* q . k + qv . v: a query in two parts, whose keys are rows of both caches */
     const bool is_pair = args->qv != NULL;
-    const DLTensor *const queries[] = {is_pair ? args->qv : args->q, args->q};
+    const smla_attention_inputs in = {.q.tensor = is_pair ? args->qv : args->q,
+                                      .q_pe = is_pair ? args->q : NULL};
     const DLTensor *const keys[] = {is_pair ? args->v_cache : args->k_cache, args->k_cache,
                                     args->v_cache};
-    params->queries = (smla_queries){
-        .num_tokens = smla_size(args->q, 0),
-        .num_heads = smla_size(args->q, 1),
-        .type = smla_float_type_of(args->q),
-    };
-    for (int i = 0; i < (is_pair ? 2 : 1); i++) {
-        params->queries.parts[i] = smla_view_part(queries[i], 0);
-        params->queries.dims[i] = (int16_t)smla_size(queries[i], 2);
-    }
+    smla_fill_queries(&in, smla_size(in.q.tensor, 2), is_pair ? smla_size(args->q, 2) : 0,
+                      &params->queries);
     params->kv = (smla_kv_heads){
         .num_keys = smla_size(args->k_cache, 0) * smla_size(args->k_cache, 1),
         .num_kv_heads = smla_size(args->k_cache, 2),
@@ -138,13 +132,9 @@ require_requests(smla_checker *c, const smla_paged_attention_args *args,
     smla_requests *const reqs = &params->visible.reqs;
     smla_kv_pages *const pages = &params->pages;
     SMLA_TRY(smla_require_requests(c, &tables, args->q, params->queries.num_tokens, reqs, &table));
-    pages->table = smla_data(table);
-    pages->table_stride_req = smla_stride(table, 0);
-    pages->table_stride_entry = smla_stride(table, 1);
-    pages->num_entries = smla_size(table, 1);
     pages->num_pages = smla_size(args->k_cache, 0);
     pages->page_size = (int32_t)smla_size(args->k_cache, 1);
-    pages->entry_tokens = table == args->slot_table ? 1 : pages->page_size;
+    pages->table = smla_page_table_of(table, table == args->slot_table ? 1 : pages->page_size);
     return require_leftpad(c, args, reqs, pages);
 }
 

@@ -125,16 +125,12 @@ typedef struct smla_kv_heads {
 /* The pages in which keys and values lie. An entry of the table that names no page hides its keys.
  */
 typedef struct smla_kv_pages {
-    const int32_t *table; /* [R, W]: the page or the slot of each position of a request */
-    int64_t table_stride_req;
-    int64_t table_stride_entry;
-    int64_t num_entries;                  /* W */
-    int64_t num_pages;                    /* P */
+    smla_page_table table; /* pages or slots; its block_size is the positions per entry */
+    int64_t num_pages;     /* P */
     int64_t strides_page[SMLA_KV_ARRAYS]; /* elements */
     const int32_t *leftpad;               /* [R]: positions in front of key 0; NULL: none */
     int64_t leftpad_stride;
     int32_t page_size;
-    int32_t entry_tokens; /* positions per entry: page_size, or 1 in a table of slots */
 } smla_kv_pages;
 
 /* The query tokens and keys of one request: numbers in the arrays of all requests. Key j of a paged

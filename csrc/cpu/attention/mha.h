@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cpu/attention/attention.h"
+#include "cpu/index/slot.h"
 
 enum {
     SMLA_MHA_ROWS = 512,
@@ -64,13 +65,9 @@ smla_find_kv_place(const smla_attention_params *params, int64_t req, int64_t pos
     if (params->source != SMLA_KEYS_PAGED) {
         return (smla_kv_place){0, position};
     }
-    const int64_t column = position / pages->entry_tokens;
-    if (column >= pages->num_entries) {
-        return hidden;
-    }
-    const int64_t entry =
-        pages->table[req * pages->table_stride_req + column * pages->table_stride_entry];
-    const int64_t slot = entry * pages->entry_tokens + position % pages->entry_tokens;
+    const smla_page_row row = smla_page_row_of(&pages->table, req);
+    const int64_t entry = smla_find_page(&row, position);
+    const int64_t slot = entry * row.block_size + position % row.block_size;
     const smla_kv_place place = {slot / pages->page_size, slot % pages->page_size};
     return entry < 0 || place.page >= pages->num_pages ? hidden : place;
 }

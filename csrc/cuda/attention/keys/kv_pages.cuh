@@ -22,7 +22,7 @@ kv_pages_of(const smla_kv_pages &pages, smla_float_type type)
     kv_pages facts = {};
     facts.of = pages;
     facts.page_size = smla_make_divisor(pages.page_size);
-    facts.has_slots = pages.entry_tokens != pages.page_size;
+    facts.has_slots = pages.table.block_size != pages.page_size;
     for (int i = 0; i < SMLA_KV_ARRAYS; i++) {
         facts.page_bytes[i] = pages.strides_page[i] * smla_float_bytes(type);
     }
@@ -52,9 +52,9 @@ bring_entries(const kv_pages &pages, int64_t req, uint32_t position, uint32_t to
     const uint32_t column = find_entry_column(pages, position + key);
     if (key < KEYS) {
         ptx_cp_async_4_or_zero(to + key * 4,
-                               pages.of.table + req * pages.of.table_stride_req +
-                                   column * pages.of.table_stride_entry,
-                               column < pages.of.num_entries);
+                               pages.of.table.block_table + req * pages.of.table.stride_req +
+                                   column * pages.of.table.stride_block,
+                               column < pages.of.table.num_blocks);
     }
 }
 
@@ -68,7 +68,7 @@ find_place(const kv_pages &pages, int32_t entry, uint32_t position)
     const uint32_t column = pages.has_slots ? position : quotient;
     const int32_t page = pages.has_slots ? (int32_t)quotient : entry;
     const bool is_hidden =
-        entry < 0 || page >= pages.of.num_pages || column >= pages.of.num_entries;
+        entry < 0 || page >= pages.of.num_pages || column >= pages.of.table.num_blocks;
     return kv_place{is_hidden ? -1 : page, number - quotient * page_size};
 }
 

@@ -315,9 +315,9 @@ int64_t
 count_keys(const smla_attention_params &p)
 {
     const smla_kv_pages &pages = p.pages;
-    const int64_t entries = p.visible.reqs.num_reqs * pages.num_entries;
-    return p.source == SMLA_KEYS_PAGED && entries < p.kv.num_keys / pages.entry_tokens
-               ? entries * pages.entry_tokens
+    const int64_t entries = p.visible.reqs.num_reqs * pages.table.num_blocks;
+    return p.source == SMLA_KEYS_PAGED && entries < p.kv.num_keys / pages.table.block_size
+               ? entries * pages.table.block_size
                : p.kv.num_keys;
 }
 
