@@ -137,6 +137,15 @@ typedef struct smla_py_operator {
         return smla_##name(args, error);                                   \
     }
 
+/* The same of args with a window, which is a pair in Python, each side of which may be open. */
+#define SMLA_PY_COMPUTE_WINDOW(name, args_type)                            \
+    static smla_status compute_##name(const void *args, smla_error *error) \
+    {                                                                      \
+        args_type a = *(const args_type *)args;                            \
+        a.has_window = true;                                               \
+        return smla_##name(&a, error);                                     \
+    }
+
 /* The operators of each ops_*.c file. Each list ends with a row without a name. */
 extern const smla_py_operator smla_py_cache_operators[];
 extern const smla_py_operator smla_py_attention_operators[];

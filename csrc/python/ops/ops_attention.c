@@ -143,14 +143,7 @@ dsv4_workspace_bytes(const void *args)
 
 /* ---- Attention to a paged cache ------------------------------------------------------------ */
 
-/* Python's window is a pair of which each side may be open. */
-static smla_status
-compute_mla_attention(const void *args, smla_error *error)
-{
-    smla_mla_attention_args a = *(const smla_mla_attention_args *)args;
-    a.has_window = true;
-    return smla_mla_attention(&a, error);
-}
+SMLA_PY_COMPUTE_WINDOW(mla_attention, smla_mla_attention_args)
 
 /* The same for flash_mla.py: lse is +inf for a query without keys. */
 static smla_status

@@ -3,22 +3,9 @@
 #include "python/call/operator.h"
 #include "sparse_mla.h"
 
-/* Python's window is a pair of which each side may be open. */
-static smla_status
-compute_varlen_attention(const void *args, smla_error *error)
-{
-    smla_varlen_attention_args a = *(const smla_varlen_attention_args *)args;
-    a.has_window = true;
-    return smla_varlen_attention(&a, error);
-}
+SMLA_PY_COMPUTE_WINDOW(varlen_attention, smla_varlen_attention_args)
 
-static smla_status
-compute_paged_attention(const void *args, smla_error *error)
-{
-    smla_paged_attention_args a = *(const smla_paged_attention_args *)args;
-    a.has_window = true;
-    return smla_paged_attention(&a, error);
-}
+SMLA_PY_COMPUTE_WINDOW(paged_attention, smla_paged_attention_args)
 
 /* A GPU's kernels divide their work better with the workspace; no result depends on it. */
 static int64_t
