@@ -15,8 +15,8 @@ smla_read_args(const char *op, void *known, size_t known_size, const void *args,
         memcpy(&size, args, sizeof size);
     }
     if (size < sizeof size || size > MAX_ARGS_BYTES) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `struct_size` must be set to sizeof args, got %zu", op, size);
+        return smla_fail_value(error, op, "`struct_size` must be set to sizeof args, got %zu",
+                               size);
     }
     const unsigned char *bytes = args;
     for (size_t i = known_size; i < size; i++) {

@@ -1,5 +1,5 @@
 /* dltensor.c: implements dltensor.h. It is integer arithmetic on shapes and strides only. */
-#include "core/byte_range.h"
+#include "core/dltensor.h"
 
 const smla_dtype_info smla_dtypes[] = {
     {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
@@ -35,8 +35,9 @@ smla_dtype(const DLTensor *tensor)
 
 /* Counts bytes below the first element's address, and from it on. False if they exceed memory. */
 static bool
-count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
+count_strided_bytes(const DLTensor *tensor, int64_t *below, int64_t *above)
 {
+    const int64_t element_bytes = smla_element_bytes(tensor);
     const int64_t most = INT64_C(1) << SMLA_MOST_BYTES_LOG2;
     const bool empty = smla_is_empty(tensor);
     int64_t total = element_bytes;
@@ -64,23 +65,13 @@ count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *belo
     return true;
 }
 
-/* Not inlined, because the registers that it takes cost a compact array as much as its bytes. */
-__attribute__((noinline)) static bool
-find_strided_range(const DLTensor *tensor, smla_byte_range *range)
+bool
+smla_find_strided_range(const DLTensor *tensor, smla_byte_range *range)
 {
-    const int64_t element_bytes = smla_element_bytes(tensor);
     int64_t below = 0;
     int64_t above = 0;
-    return count_strided_bytes(tensor, element_bytes, &below, &above) &&
+    return count_strided_bytes(tensor, &below, &above) &&
            smla_place_bytes(tensor, below, above, false, range);
-}
-
-bool
-smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
-{
-    const int64_t compact = smla_compact_bytes(tensor);
-    return compact != 0 ? smla_place_bytes(tensor, 0, compact, true, range)
-                        : find_strided_range(tensor, range);
 }
 
 /* ---- Views --------------------------------------------------------------------------------- */

@@ -17,6 +17,27 @@ smla_fail(smla_error *error, smla_status status, const char *format, ...)
     return status;
 }
 
+smla_status
+smla_fail_with(smla_error *error, const char *op, const char *format, va_list values)
+{
+    if (error == NULL) {
+        return SMLA_ERROR_VALUE;
+    }
+    char rule[sizeof error->text];
+    vsnprintf(rule, sizeof rule, format, values);
+    return smla_fail(error, SMLA_ERROR_VALUE, "%s: %s", op, rule);
+}
+
+smla_status
+smla_fail_value(smla_error *error, const char *op, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    const smla_status status = smla_fail_with(error, op, format, values);
+    va_end(values);
+    return status;
+}
+
 int
 smla_version(void)
 {

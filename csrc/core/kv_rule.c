@@ -1,4 +1,7 @@
 /* kv_rule.c: enforces the rules of caches (rule.h): finds a cache's format, and reads its pages. */
+#include <stdarg.h>
+#include <stdio.h>
+
 #include "core/rule_parts.h"
 
 /* ---- Wording ------------------------------------------------------------------------------- */
@@ -85,12 +88,13 @@ find_rows_of(const DLTensor *tensor, int32_t kv_format)
         tensor->ndim > SMLA_MAX_RANK) {
         return 0;
     }
+    const bool is_whole = has_whole_pages(tensor, kv_format);
     const int64_t size = smla_size(tensor, tensor->ndim - 1);
     const unsigned dtype = smla_dtype(tensor);
     /* vLLM calls the rows of 584 bytes by the name of those of 656 bytes. */
     const bool is_v4 =
         kv_format == SMLA_KV_FP8_DS_MLA && size == smla_kv_formats[SMLA_ROW_FP8_V4].row_elements;
-    if (has_whole_pages(tensor, kv_format)) {
+    if (is_whole) {
         return find_rows(kv_format, dtype, 0);
     }
     return size == 0 ? 0 : find_rows(is_v4 ? SMLA_KV_FP8_V4 : kv_format, dtype, size);
@@ -114,6 +118,19 @@ smla_has_kv_format(const DLTensor *tensor, int32_t kv_format)
     return find_rows_of(tensor, kv_format) != 0;
 }
 
+/* Refuses a cache by a text that ends with the array's shape. */
+__attribute__((cold, format(printf, 3, 4))) static smla_status
+refuse_shape(const smla_checker *c, const smla_cache_rule *rule, const char *format, ...)
+{
+    smla_text text = {""};
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text.text, sizeof text.text, format, values);
+    va_end(values);
+    return smla_refuse(c, "`%s` %s %s", rule->name, text.text,
+                       smla_describe_shape(rule->tensor).text);
+}
+
 /* Names of the options that belong to a cache. A call may have two caches. */
 static const char *
 format_option(const smla_cache_rule *rule)
@@ -131,13 +148,11 @@ static smla_status
 fail_dtype(const smla_checker *c, const smla_cache_rule *rule)
 {
     const smla_kv_format_info *const row = smla_find_kv_format(rule->kv_format);
-    const smla_text got = smla_describe_dtype(rule->tensor);
-    if (rule->kv_format == SMLA_KV_INFER) {
-        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op,
-                         rule->name, describe_rows(rule->formats).text, got.text);
-    }
-    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s", c->op,
-                     rule->name, smla_describe_dtypes(row->dtypes).text, row->name, got.text);
+    const smla_text wanted =
+        row == NULL ? describe_rows(rule->formats) : smla_describe_dtypes(row->dtypes);
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s%s%s, got %s", c->op,
+                     rule->name, wanted.text, row == NULL ? "" : " for format ",
+                     row == NULL ? "" : row->name, smla_describe_dtype(rule->tensor).text);
 }
 
 /* Reports a last dimension that fits none of the table entries `rows`, which fit the dtype. */
@@ -153,41 +168,35 @@ fail_size(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
                         row->row_elements, is_last ? " for format " : "", is_last ? row->name : "");
         }
     }
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, rule->name,
-                     wanted.text, smla_describe_shape(rule->tensor).text);
+    return refuse_shape(c, rule, "must have a last dimension of %s, got shape", wanted.text);
 }
 
 /* Reports a dtype and a last dimension that fit several table entries. */
 static smla_status
 fail_ambiguous(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
 {
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must come with %s=%s, got none for shape %s", c->op, rule->name,
-                     format_option(rule), describe_names(rows, "\"").text,
-                     smla_describe_shape(rule->tensor).text);
+    return refuse_shape(c, rule, "must come with %s=%s, got none for shape", format_option(rule),
+                        describe_names(rows, "\"").text);
 }
 
 /* Reports a dtype and a last dimension that fit no table entry. */
 static smla_status
 fail_format(const smla_checker *c, const smla_cache_rule *rule)
 {
+    const unsigned dtype = smla_dtype(rule->tensor);
     if (rule->kv_format != SMLA_KV_INFER && smla_find_kv_format(rule->kv_format) == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be a known cache format, got number %d", c->op,
-                         format_option(rule), (int)rule->kv_format);
+        return smla_refuse(c, "`%s` must be a known cache format, got number %d",
+                           format_option(rule), (int)rule->kv_format);
     }
-    const smla_kv_set rows = find_rows(rule->kv_format, smla_dtype(rule->tensor), 0);
+    const smla_kv_set rows = find_rows(rule->kv_format, dtype, 0);
     if (rows == 0) {
         return fail_dtype(c, rule);
     }
-    const bool may_be_pages = rule->tensor->ndim == 2 && rule->block_size != 0 &&
-                              (smla_dtype(rule->tensor) & SMLA_DTYPE_BYTES) != 0;
+    const bool may_be_pages =
+        rule->tensor->ndim == 2 && rule->block_size != 0 && (dtype & SMLA_DTYPE_BYTES) != 0;
     if (rule->kv_format == SMLA_KV_INFER && may_be_pages) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must come with %s= as [pages, bytes], got none for shape %s",
-                         c->op, rule->name, format_option(rule),
-                         smla_describe_shape(rule->tensor).text);
+        return refuse_shape(c, rule, "must come with %s= as [pages, bytes], got none for shape",
+                            format_option(rule));
     }
     return fail_size(c, rule, rows & rule->formats ? rows & rule->formats : rows);
 }
@@ -196,10 +205,9 @@ fail_format(const smla_checker *c, const smla_cache_rule *rule)
 static smla_status
 fail_unserved(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
 {
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must be of a format that this operator takes (%s), got %s", c->op,
-                     rule->name, describe_names(rule->formats, "").text,
-                     describe_names(rows, "").text);
+    return smla_refuse(c, "`%s` must be of a format that this operator takes (%s), got %s",
+                       rule->name, describe_names(rule->formats, "").text,
+                       describe_names(rows, "").text);
 }
 
 smla_status
@@ -241,19 +249,15 @@ read_whole_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_vie
 {
     const DLTensor *const tensor = rule->tensor;
     if (rule->block_size == 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must come with %s= for pages of %s as [pages, bytes], got none "
-                         "for shape %s",
-                         c->op, rule->name, size_option(rule), view->format->name,
-                         smla_describe_shape(tensor).text);
+        return refuse_shape(
+            c, rule, "must come with %s= for pages of %s as [pages, bytes], got none for shape",
+            size_option(rule), view->format->name);
     }
     if (tensor->shape[1] < rule->block_size * view->format->row_bytes) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes per page of %lld tokens of %s, "
-                         "got shape %s",
-                         c->op, rule->name, (long long)(rule->block_size * view->format->row_bytes),
-                         (long long)rule->block_size, view->format->name,
-                         smla_describe_shape(tensor).text);
+        return refuse_shape(
+            c, rule, "must have at least %lld bytes per page of %lld tokens of %s, got shape",
+            (long long)(rule->block_size * view->format->row_bytes), (long long)rule->block_size,
+            view->format->name);
     }
     view->num_pages = tensor->shape[0];
     view->block_size = rule->block_size;
@@ -290,22 +294,19 @@ read_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_view *vie
         } else {
             smla_append(&flat, "[tokens, %d]", row);
         }
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, "
-                         "%d] or %s, got %s",
-                         c->op, rule->name, row, row, flat.text, smla_describe_shape(tensor).text);
+        return refuse_shape(
+            c, rule,
+            "must have shape [pages, block_size, %d], [pages, block_size, 1, %d] or %s, got", row,
+            row, flat.text);
     }
     if (view->block_size < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least one token per page, got shape %s", c->op,
-                         rule->name, smla_describe_shape(tensor).text);
+        return refuse_shape(c, rule, "must have at least one token per page, got shape");
     }
     const bool is_no_page = tensor->ndim == 2 && view->num_pages == 0;
     if (rule->block_size != 0 && rule->block_size != view->block_size && !is_no_page) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have pages of %s = %lld tokens, got %lld", c->op,
-                         rule->name, size_option(rule), (long long)rule->block_size,
-                         (long long)view->block_size);
+        return smla_refuse(c, "`%s` must have pages of %s = %lld tokens, got %lld", rule->name,
+                           size_option(rule), (long long)rule->block_size,
+                           (long long)view->block_size);
     }
     return SMLA_OK;
 }
@@ -315,21 +316,16 @@ static smla_status
 require_split_pages(const smla_checker *c, const smla_cache_rule *rule, const smla_kv_view *view)
 {
     const int64_t row_bytes = view->format->row_bytes;
-    if (smla_is_empty(rule->tensor)) {
-        return SMLA_OK;
-    }
     if (view->block_size > 1 && view->token_stride_bytes != row_bytes) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have contiguous pages (a token stride of %lld bytes), got "
-                         "a stride of %lld",
-                         c->op, rule->name, (long long)row_bytes,
-                         (long long)view->token_stride_bytes);
+        return smla_refuse(
+            c,
+            "`%s` must have contiguous pages (a token stride of %lld bytes), got a stride of %lld",
+            rule->name, (long long)row_bytes, (long long)view->token_stride_bytes);
     }
     if (view->num_pages > 1 && view->page_stride_bytes < view->block_size * row_bytes) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have a page stride of at least %lld bytes, got %lld", c->op,
-                         rule->name, (long long)(view->block_size * row_bytes),
-                         (long long)view->page_stride_bytes);
+        return smla_refuse(c, "`%s` must have a page stride of at least %lld bytes, got %lld",
+                           rule->name, (long long)(view->block_size * row_bytes),
+                           (long long)view->page_stride_bytes);
     }
     return SMLA_OK;
 }
@@ -354,7 +350,6 @@ smla_status
 smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view)
 {
     const char *const name = rule->name;
-    SMLA_TRY(smla_require_pointer(c->op, name, rule->tensor, c->error));
     smla_byte_range range;
     SMLA_TRY(smla_require_sane(c, name, rule->tensor, &range));
     SMLA_TRY(find_kv_format(c, rule, &view->format));
@@ -366,17 +361,15 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
     }
     SMLA_TRY(has_whole_pages(rule->tensor, rule->kv_format) ? read_whole_pages(c, rule, view)
                                                             : read_pages(c, rule, view));
-    if (!range.is_compact) {
-        SMLA_TRY(smla_require_last_stride(c, name, rule->tensor));
+    SMLA_TRY(smla_require_layout(c, name, rule->tensor, &range, alignment, rule->flags));
+    if (is_split && range.low != NULL) { /* not for an empty one, which has no strides */
+        SMLA_TRY(require_split_pages(c, rule, view));
     }
-    SMLA_TRY(smla_require_alignment(c, name, rule->tensor, alignment));
-    SMLA_TRY(is_split ? require_split_pages(c, rule, view) : SMLA_OK);
     if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have page and token strides in multiples of %lld bytes, got "
-            "%lld and %lld",
-            c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
+        return smla_refuse(
+            c,
+            "`%s` must have page and token strides in multiples of %lld bytes, got %lld and %lld",
+            name, (long long)alignment, (long long)view->page_stride_bytes,
             (long long)view->token_stride_bytes);
     }
     place_rows(view, rule->tensor);
@@ -390,28 +383,13 @@ smla_read_scale_number(smla_checker *c, const char *name, const smla_scale_arg *
 {
     *value = 1.0f;
     if (given->tensor != NULL) {
-        return smla_require(c, &(smla_rule){.name = name,
-                                            .tensor = given->tensor,
-                                            .dtypes = SMLA_DTYPE_FP32,
-                                            .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                            .ndim = SMLA_ANY});
+        return smla_require_any(c, name, given->tensor, SMLA_DTYPE_FP32, SMLA_RULE_ANY_LAST_STRIDE);
     }
     if (given->value != 0) {
         SMLA_TRY(smla_require_positive(c->op, name, given->value, c->error));
         *value = (float)given->value;
     }
     return SMLA_OK;
-}
-
-bool
-smla_has_one_value(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] != 1) {
-            return false;
-        }
-    }
-    return true;
 }
 
 smla_status
@@ -425,9 +403,8 @@ smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *give
         return SMLA_OK;
     }
     if (!smla_has_one_value(tensor)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have one value, or be a float, got shape %s", c->op, name,
-                         smla_describe_shape(tensor).text);
+        return smla_refuse(c, "`%s` must have one value, or be a float, got shape %s", name,
+                           smla_describe_shape(tensor).text);
     }
     scale->pointer = smla_data(tensor);
     return c->device.device_type == kDLCPU
@@ -444,16 +421,15 @@ smla_require_kv_scale(smla_checker *c, const char *name, const smla_scale_arg *g
         return smla_require_scale(c, name, given, scale);
     }
     if (given->tensor != NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be left out for format %s, which has no scale of the whole "
-                         "cache, got an array",
-                         c->op, name, format->name);
+        return smla_refuse(c,
+                           "`%s` must be left out for format %s, which has no scale of the whole "
+                           "cache, got an array",
+                           name, format->name);
     }
     if (given->value != 0 && given->value != 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be 1 for format %s, which has no scale of the whole cache, "
-                         "got %g",
-                         c->op, name, format->name, given->value);
+        return smla_refuse(
+            c, "`%s` must be 1 for format %s, which has no scale of the whole cache, got %g", name,
+            format->name, given->value);
     }
     return SMLA_OK;
 }

@@ -218,7 +218,7 @@ smla_overlap
 smla_find_own_overlap(const DLTensor *tensor)
 {
     smla_overlap found = SMLA_OVERLAP_NONE;
-    if (smla_is_empty(tensor) || is_nested(tensor)) {
+    if (is_nested(tensor)) {
         return found;
     }
     for (int i = 0; i < tensor->ndim && found != SMLA_OVERLAP_SOME; i++) {

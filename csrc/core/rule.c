@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/byte_range.h"
 #include "core/log.h"
 #include "core/overlap.h"
 
@@ -138,13 +137,23 @@ smla_normal_device(DLDevice device)
     return device;
 }
 
+smla_status
+smla_refuse(const smla_checker *c, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    const smla_status status = smla_fail_with(c->error, c->op, format, values);
+    va_end(values);
+    return status;
+}
+
 /* ---- What is no array ---------------------------------------------------------------------- */
 
 smla_status
 smla_require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)
 {
     if (pointer == NULL) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
+        return smla_fail_value(error, op, "`%s` must be given, got none", name);
     }
     return SMLA_OK;
 }
@@ -153,12 +162,11 @@ smla_status
 smla_require_logit_factor(const char *op, const char *name, double value, smla_error *error)
 {
     if (!isfinite((float)value)) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", op, name,
-                         value);
+        return smla_fail_value(error, op, "`%s` must be finite, got %g", name, value);
     }
     if (fabsf((float)value) > SMLA_LOGIT_FACTOR_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be at most %g in size, got %g", op,
-                         name, (double)SMLA_LOGIT_FACTOR_MAX, value);
+        return smla_fail_value(error, op, "`%s` must be at most %g in size, got %g", name,
+                               (double)SMLA_LOGIT_FACTOR_MAX, value);
     }
     return SMLA_OK;
 }
@@ -170,8 +178,17 @@ smla_require_positive(const char *op, const char *name, double value, smla_error
     if (number >= FLT_MIN && number <= FLT_MAX) {
         return SMLA_OK;
     }
-    return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be a positive normal float32, got %g",
-                     op, name, value);
+    return smla_fail_value(error, op, "`%s` must be a positive normal float32, got %g", name,
+                           value);
+}
+
+smla_status
+smla_require_least(const char *op, const char *name, int64_t value, int64_t least,
+                   smla_error *error)
+{
+    return value >= least ? SMLA_OK
+                          : smla_fail_value(error, op, "`%s` must be at least %lld, got %lld", name,
+                                            (long long)least, (long long)value);
 }
 
 smla_status
@@ -179,8 +196,8 @@ smla_require_count(const char *op, const char *name, int64_t value, int64_t leas
                    smla_error *error)
 {
     if (value < least || value > most) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be %lld to %lld, got %lld", op,
-                         name, (long long)least, (long long)most, (long long)value);
+        return smla_fail_value(error, op, "`%s` must be %lld to %lld, got %lld", name,
+                               (long long)least, (long long)most, (long long)value);
     }
     return SMLA_OK;
 }
@@ -214,31 +231,28 @@ require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
              smla_byte_range *range)
 {
     *range = (smla_byte_range){.is_compact = false};
+    if (tensor == NULL) {
+        return smla_require_pointer(c->op, name, tensor, c->error);
+    }
     if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at most %d dimensions, got %d", c->op, name,
-                         SMLA_MAX_RANK, (int)tensor->ndim);
+        return smla_refuse(c, "`%s` must have at most %d dimensions, got %d", name, SMLA_MAX_RANK,
+                           (int)tensor->ndim);
     }
     if (tensor->ndim > 0 && tensor->shape == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have a shape, got a null pointer", c->op, name);
+        return smla_refuse(c, "`%s` must have a shape, got a null pointer", name);
     }
-    const bool fits = smla_find_byte_range(tensor, range);
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must have sizes >= 0, got shape %s", c->op, name,
-                             smla_describe_shape(tensor).text);
+            return smla_refuse(c, "`%s` must have sizes >= 0, got shape %s", name,
+                               smla_describe_shape(tensor).text);
         }
     }
     if (tensor->data == NULL && !smla_is_empty(tensor)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have memory, got a null pointer", c->op, name);
+        return smla_refuse(c, "`%s` must have memory, got a null pointer", name);
     }
-    if (!fits) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must fit in the address space with its strides, got shape %s",
-                         c->op, name, smla_describe_shape(tensor).text);
+    if (!smla_find_byte_range(tensor, range)) {
+        return smla_refuse(c, "`%s` must fit in the address space with its strides, got shape %s",
+                           name, smla_describe_shape(tensor).text);
     }
     return SMLA_OK;
 }
@@ -247,8 +261,8 @@ require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
 static inline bool
 is_usual(const DLTensor *tensor, smla_byte_range *range)
 {
-    if (tensor->ndim < 1 || tensor->ndim > SMLA_MAX_RANK || tensor->shape == NULL ||
-        tensor->data == NULL) {
+    if (tensor == NULL || tensor->ndim < 1 || tensor->ndim > SMLA_MAX_RANK ||
+        tensor->shape == NULL || tensor->data == NULL) {
         return false;
     }
     const int64_t bytes = smla_compact_bytes(tensor);
@@ -284,41 +298,30 @@ fail_shape(const smla_checker *c, const smla_rule *rule)
 {
     const DLTensor *tensor = rule->tensor;
     const bool has_hint = rule->hint != NULL;
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
-                     rule->name, describe_rule_shape(rule).text, smla_describe_shape(tensor).text,
-                     has_hint ? ": " : "", has_hint ? rule->hint : "");
+    return smla_refuse(c, "`%s` must have shape %s, got %s%s%s", rule->name,
+                       describe_rule_shape(rule).text, smla_describe_shape(tensor).text,
+                       has_hint ? ": " : "", has_hint ? rule->hint : "");
 }
 
 smla_status
-smla_require_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
+smla_require_layout(const smla_checker *c, const char *name, const DLTensor *tensor,
+                    const smla_byte_range *range, int64_t alignment, unsigned flags)
 {
     const int last = tensor->ndim - 1;
-    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 1;
-    if (stride != 1 && tensor->shape[last] > 1 && !smla_is_empty(tensor)) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
-            name, (long long)stride);
+    if (range->low == NULL) { /* an empty array has any stride and any address */
+        return SMLA_OK;
     }
-    return SMLA_OK;
-}
-
-static inline uintptr_t
-count_bytes_off(const DLTensor *tensor, int64_t alignment)
-{
-    return (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
-}
-
-smla_status
-smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
-                       int64_t alignment)
-{
-    const uintptr_t offset = count_bytes_off(tensor, alignment);
-    if (offset != 0 && !smla_is_empty(tensor)) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must be aligned to %lld bytes, got an address that is %lld byte%s off", c->op,
-            name, (long long)alignment, (long long)offset, offset == 1 ? "" : "s");
+    if (!range->is_compact && !(flags & SMLA_RULE_ANY_LAST_STRIDE) && last >= 0 &&
+        tensor->shape[last] > 1 && smla_stride(tensor, last) != 1) {
+        return smla_refuse(c,
+                           "`%s` must have a contiguous last dimension (stride 1), got stride %lld",
+                           name, (long long)smla_stride(tensor, last));
+    }
+    const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
+    if (offset != 0) {
+        return smla_refuse(
+            c, "`%s` must be aligned to %lld bytes, got an address that is %lld byte%s off", name,
+            (long long)alignment, (long long)offset, offset == 1 ? "" : "s");
     }
     return SMLA_OK;
 }
@@ -341,30 +344,25 @@ resolve_device(smla_checker *c, const char *name, const DLTensor *tensor)
     if (is_same_device(device, c->device)) {
         return SMLA_OK;
     }
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be on %s like `%s`, got %s", c->op,
-                     name, describe_device(c->device).text, c->arrays[0].name,
-                     describe_device(device).text);
+    return smla_refuse(c, "`%s` must be on %s like `%s`, got %s", name,
+                       describe_device(c->device).text, c->arrays[0].name,
+                       describe_device(device).text);
 }
 
 static smla_status
 check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
-    if (smla_is_empty(tensor)) {
-        return SMLA_OK;
-    }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] > 1 && smla_stride(tensor, i) <= 0) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must have positive strides (it is written), got %lld in "
-                             "dimension %d",
-                             c->op, name, (long long)smla_stride(tensor, i), i);
+            return smla_refuse(
+                c, "`%s` must have positive strides (it is written), got %lld in dimension %d",
+                name, (long long)smla_stride(tensor, i), i);
         }
     }
     const smla_overlap found = smla_find_own_overlap(tensor);
     if (found != SMLA_OVERLAP_NONE) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have elements that do not overlap (it is written), got %s",
-                         c->op, name, smla_describe_overlap(found, "strides that reach back"));
+        return smla_refuse(c, "`%s` must have elements that do not overlap (it is written), got %s",
+                           name, smla_describe_overlap(found, "strides that reach back"));
     }
     return SMLA_OK;
 }
@@ -376,7 +374,7 @@ remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_b
     if (c->num_arrays == 0 || !is_same_device(tensor->device, c->device)) {
         SMLA_TRY(resolve_device(c, name, tensor));
     }
-    if (!range->is_compact && (flags & SMLA_RULE_OUTPUT)) {
+    if (!range->is_compact && range->low != NULL && (flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, name, tensor));
     }
     if (c->num_arrays == SMLA_MAX_ARRAYS) { /* only if an operator's check is wrong */
@@ -404,28 +402,19 @@ smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_by
 smla_status
 smla_require(smla_checker *c, const smla_rule *rule)
 {
-    if (rule->tensor == NULL) {
-        return rule->flags & SMLA_RULE_OPTIONAL
-                   ? SMLA_OK
-                   : smla_require_pointer(c->op, rule->name, NULL, c->error);
+    if (rule->tensor == NULL && (rule->flags & SMLA_RULE_OPTIONAL)) {
+        return SMLA_OK;
     }
     smla_byte_range range;
-    if (!is_usual(rule->tensor, &range)) {
-        SMLA_TRY(require_sane(c, rule->name, rule->tensor, &range));
-    }
+    SMLA_TRY(smla_require_sane(c, rule->name, rule->tensor, &range));
     if ((smla_dtype(rule->tensor) & rule->dtypes) == 0) {
         return fail_dtype(c, rule);
     }
     if (!has_shape(rule)) {
         return fail_shape(c, rule);
     }
-    if (!range.is_compact && !(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
-        SMLA_TRY(smla_require_last_stride(c, rule->name, rule->tensor));
-    }
-    const int64_t alignment = smla_element_bytes(rule->tensor);
-    if (count_bytes_off(rule->tensor, alignment) != 0) {
-        SMLA_TRY(smla_require_alignment(c, rule->name, rule->tensor, alignment));
-    }
+    SMLA_TRY(smla_require_layout(c, rule->name, rule->tensor, &range,
+                                 smla_element_bytes(rule->tensor), rule->flags));
     return remember(c, rule->name, rule->tensor, &range, rule->flags, rule->may_be);
 }
 
@@ -490,11 +479,9 @@ smla_require_disjoint(const smla_checker *c)
             }
             const smla_overlap found = smla_find_overlap(c->arrays[i].tensor, c->arrays[j].tensor);
             if (found != SMLA_OVERLAP_NONE) {
-                return smla_fail(c->error, SMLA_ERROR_VALUE,
-                                 "%s: `%s` must %snot overlap `%s`, got %s", c->op,
-                                 c->arrays[i].name, may_be ? "be the whole of or " : "",
-                                 c->arrays[j].name,
-                                 smla_describe_overlap(found, "arrays that share memory"));
+                return smla_refuse(c, "`%s` must %snot overlap `%s`, got %s", c->arrays[i].name,
+                                   may_be ? "be the whole of or " : "", c->arrays[j].name,
+                                   smla_describe_overlap(found, "arrays that share memory"));
             }
         }
     }

@@ -59,10 +59,25 @@ smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
     checker->num_arrays = 0;
 }
 
+/* Refuses a value of the checker's call, as smla_fail_value (error.h) does. */
+__attribute__((cold, format(printf, 2, 3))) smla_status smla_refuse(const smla_checker *checker,
+                                                                    const char *format, ...);
+
 /* Checks one array and remembers it. */
 smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 
-/* The same for an array of one, two or three dimensions. `hint` may be NULL. */
+/* The same for an array of any shape, or of one, two or three dimensions. `hint` may be NULL. */
+static inline smla_status
+smla_require_any(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtypes,
+                 unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = dtypes,
+                                        .flags = flags,
+                                        .ndim = SMLA_ANY});
+}
+
 static inline smla_status
 smla_require_1d(smla_checker *c, const char *name, const DLTensor *tensor, unsigned dtypes,
                 int64_t size, unsigned flags, const char *hint)
@@ -163,6 +178,10 @@ smla_status smla_require_logit_factor(const char *op, const char *name, double v
 /* Checks that a scale is a positive normal float. */
 smla_status smla_require_positive(const char *op, const char *name, double value,
                                   smla_error *error);
+
+/* Checks that a number is at least `least`. */
+smla_status smla_require_least(const char *op, const char *name, int64_t value, int64_t least,
+                               smla_error *error);
 
 /* Checks that a number is in least...most. */
 smla_status smla_require_count(const char *op, const char *name, int64_t value, int64_t least,

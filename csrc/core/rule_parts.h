@@ -17,17 +17,14 @@ smla_text smla_describe_dtype(const DLTensor *tensor);
 smla_text smla_describe_dtypes(unsigned dtypes);
 smla_text smla_describe_shape(const DLTensor *tensor);
 
-/* Checks what every later step relies on: a rank of at most SMLA_MAX_RANK, no negative sizes, and
- * addresses that exist. */
+/* The start of every array's check, and what all later steps rely on: an array, a rank of at most
+ * SMLA_MAX_RANK, no negative sizes, and addresses that exist. */
 smla_status smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
                               smla_byte_range *range);
 
-smla_status smla_require_last_stride(const smla_checker *c, const char *name,
-                                     const DLTensor *tensor);
-
-/* `alignment` is a power of two. */
-smla_status smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
-                                   int64_t alignment);
+/* Checks the last stride, and that the address is a multiple of `alignment`, a power of two. */
+smla_status smla_require_layout(const smla_checker *c, const char *name, const DLTensor *tensor,
+                                const smla_byte_range *range, int64_t alignment, unsigned flags);
 
 /* The end of every array's check: the device, and the rules of outputs. */
 smla_status smla_remember(smla_checker *c, const char *name, const DLTensor *tensor,
@@ -37,5 +34,3 @@ smla_status smla_remember(smla_checker *c, const char *name, const DLTensor *ten
  * array is fp32 of any shape. */
 smla_status smla_read_scale_number(smla_checker *checker, const char *name,
                                    const smla_scale_arg *given, float *value);
-
-bool smla_has_one_value(const DLTensor *tensor);

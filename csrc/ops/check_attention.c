@@ -51,9 +51,8 @@ require_same_head_size(const smla_checker *c, const smla_list_args *lists,
     const int32_t wanted = params->keys.lists[0].kv.format->head_dim;
     const int32_t got = params->keys.lists[1].kv.format->head_dim;
     return wanted == got ? SMLA_OK
-                         : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                     "%s: `%s` must have keys of %d values, as `%s` has, got %d",
-                                     c->op, lists[1].cache.name, wanted, lists[0].cache.name, got);
+                         : smla_refuse(c, "`%s` must have keys of %d values, as `%s` has, got %d",
+                                       lists[1].cache.name, wanted, lists[0].cache.name, got);
 }
 
 /* Checks the scale of a query. Usually only an e4m3 query has one. */
@@ -67,14 +66,12 @@ require_query_scale(smla_checker *c, const smla_attention_inputs *in, smla_given
         return smla_require_scale(c, in->q_scale.name, given, scale);
     }
     if (given->tensor != NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be left out for a bfloat16 query, got an array", c->op,
-                         in->q_scale.name);
+        return smla_refuse(c, "`%s` must be left out for a bfloat16 query, got an array",
+                           in->q_scale.name);
     }
     if (given->value != 0 && given->value != 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be 1 for a bfloat16 query, got %g", c->op, in->q_scale.name,
-                         given->value);
+        return smla_refuse(c, "`%s` must be 1 for a bfloat16 query, got %g", in->q_scale.name,
+                           given->value);
     }
     return SMLA_OK;
 }

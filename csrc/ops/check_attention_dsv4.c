@@ -31,10 +31,9 @@ require_lists(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     SMLA_TRY(smla_require_pointer(c.op, "compressed_kv_cache", args->compressed_kv_cache, error));
     SMLA_TRY(smla_require_count(c.op, "window", args->window, 1, INT32_MAX, error));
     if (smla_size(args->sparse_indices, 1) < args->window) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `sparse_indices` must have at least %lld columns (`window`), got %lld", c.op,
-            (long long)args->window, (long long)smla_size(args->sparse_indices, 1));
+        return smla_refuse(&c,
+                           "`sparse_indices` must have at least %lld columns (`window`), got %lld",
+                           (long long)args->window, (long long)smla_size(args->sparse_indices, 1));
     }
     return SMLA_OK;
 }
@@ -56,8 +55,7 @@ require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     smla_given_scale values;
     smla_open_checker(&c, op_name, error);
     if (args->bmm1_scale.tensor == NULL && args->bmm1_scale.value == 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `bmm1_scale` must be a positive normal float32, got none", c.op);
+        return smla_refuse(&c, "`bmm1_scale` must be a positive normal float32, got none");
     }
     SMLA_TRY(smla_require_scale(&c, "bmm1_scale", &args->bmm1_scale, &logits));
     SMLA_TRY(smla_require_scale(&c, "bmm2_scale", &args->bmm2_scale, &values));
@@ -69,11 +67,10 @@ require_scales(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     SMLA_TRY(smla_require_logit_factor(c.op, "bmm1_scale", (double)logit_scale, error));
     const float quotient = logit_scale / value_scale;
     if (!(quotient >= FLT_MIN && quotient <= SMLA_LOGIT_FACTOR_MAX)) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `bmm1_scale` must make %g to %g of bmm1_scale / bmm2_scale, got %g / "
-                         "%g",
-                         c.op, (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX, (double)logit_scale,
-                         (double)value_scale);
+        return smla_refuse(
+            &c, "`bmm1_scale` must make %g to %g of bmm1_scale / bmm2_scale, got %g / %g",
+            (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX, (double)logit_scale,
+            (double)value_scale);
     }
     return SMLA_OK;
 }

@@ -74,11 +74,10 @@ require_tokens_with_context(const smla_checker *c, int64_t num_tokens, int64_t a
     }
     const uint64_t got = (uint64_t)num_tokens - (uint64_t)alone; /* int64 has no 2^63 */
     const bool is_negative = alone > num_tokens;
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `prefill_tokens_with_context` must be 0 to the %lld tokens of `out_a`, "
-                     "got %s%llu",
-                     c->op, (long long)num_tokens, is_negative ? "-" : "",
-                     (unsigned long long)(is_negative ? 0 - got : got));
+    return smla_refuse(
+        c, "`prefill_tokens_with_context` must be 0 to the %lld tokens of `out_a`, got %s%llu",
+        (long long)num_tokens, is_negative ? "-" : "",
+        (unsigned long long)(is_negative ? 0 - got : got));
 }
 
 smla_status
@@ -146,15 +145,13 @@ take_part(const smla_parts_arg *given, int64_t i)
 static smla_status
 require_stacked(smla_checker *c, const DLTensor *outs)
 {
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "outs",
-                                          .tensor = outs,
-                                          .dtypes = SMLA_DTYPE_FLOATS,
-                                          .ndim = SMLA_ANY}));
-    return outs->ndim == 4 ? SMLA_OK
-                           : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                       "%s: `outs` must have shape [any, any, any, any] or be a "
-                                       "list of arrays, got %s",
-                                       c->op, smla_describe_shape(outs).text);
+    SMLA_TRY(smla_require_any(c, "outs", outs, SMLA_DTYPE_FLOATS, 0));
+    return outs->ndim == 4
+               ? SMLA_OK
+               : smla_refuse(
+                     c,
+                     "`outs` must have shape [any, any, any, any] or be a list of arrays, got %s",
+                     smla_describe_shape(outs).text);
 }
 
 static smla_status
@@ -162,8 +159,8 @@ require_num_parts(const smla_checker *c, const smla_parts_arg *outs, int64_t *nu
 {
     *num_parts = outs->stacked != NULL ? smla_size(outs->stacked, 0) : outs->count;
     if (*num_parts < 1 || *num_parts > SMLA_MAX_PARTS) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `outs` must have 1 to %d parts, got %lld",
-                         c->op, SMLA_MAX_PARTS, (long long)*num_parts);
+        return smla_refuse(c, "`outs` must have 1 to %d parts, got %lld", SMLA_MAX_PARTS,
+                           (long long)*num_parts);
     }
     return SMLA_OK;
 }
@@ -226,9 +223,8 @@ require_lses(smla_checker *c, const smla_parts_arg *lses, int64_t num_parts,
         return smla_require(c, &rule);
     }
     if (lses->count != num_parts) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `lses` must have the %lld parts of `outs`, got %lld", c->op,
-                         (long long)num_parts, (long long)lses->count);
+        return smla_refuse(c, "`lses` must have the %lld parts of `outs`, got %lld",
+                           (long long)num_parts, (long long)lses->count);
     }
     rule.ndim = 2;
     rule.shape[0] = sizes->num_tokens;
@@ -244,10 +240,9 @@ require_apart(const smla_checker *c, const char *name, const DLTensor *output, c
     for (int64_t i = 0; given->stacked == NULL && i < given->count; i++) {
         const smla_overlap found = smla_find_overlap(output, given->list[i]);
         if (found != SMLA_OVERLAP_NONE) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must not overlap `%s[%lld]`, got %s", c->op, name, argument,
-                             (long long)i,
-                             smla_describe_overlap(found, "arrays that share memory"));
+            return smla_refuse(c, "`%s` must not overlap `%s[%lld]`, got %s", name, argument,
+                               (long long)i,
+                               smla_describe_overlap(found, "arrays that share memory"));
         }
     }
     return SMLA_OK;

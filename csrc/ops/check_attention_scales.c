@@ -17,19 +17,18 @@ smla_require_logit_scale(const smla_checker *c, const smla_attention_inputs *in,
     const float scale = softmax_scale * q_scale;
     const bool has_factors = q_scale != 1.0f && softmax_scale != 0;
     if (has_factors && !(fabsf(scale) >= FLT_MIN && fabsf(scale) <= SMLA_LOGIT_FACTOR_MAX)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must make 0 or %g to %g of softmax_scale * q_scale, got %g * %g",
-                         c->op, in->q_scale.name, (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX,
-                         (double)softmax_scale, (double)q_scale);
+        return smla_refuse(c,
+                           "`%s` must make 0 or %g to %g of softmax_scale * q_scale, got %g * %g",
+                           in->q_scale.name, (double)FLT_MIN, (double)SMLA_LOGIT_FACTOR_MAX,
+                           (double)softmax_scale, (double)q_scale);
     }
     for (int i = 0; i < params->keys.num_lists; i++) {
         const smla_given_scale *const given = &params->logits.kv_scale[i];
         const bool is_known = is_on_cpu || given->pointer == NULL;
         if (is_known && !(fabsf(scale * smla_read_scale(given)) <= SMLA_LOGIT_FACTOR_MAX)) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must make at most %g of all scales of logits, got %g * %g",
-                             c->op, lists[i].kv_scale.name, (double)SMLA_LOGIT_FACTOR_MAX,
-                             (double)scale, (double)smla_read_scale(given));
+            return smla_refuse(c, "`%s` must make at most %g of all scales of logits, got %g * %g",
+                               lists[i].kv_scale.name, (double)SMLA_LOGIT_FACTOR_MAX, (double)scale,
+                               (double)smla_read_scale(given));
         }
     }
     return SMLA_OK;

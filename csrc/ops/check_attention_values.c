@@ -52,10 +52,9 @@ smla_require_head_dim(const smla_checker *c, const char *name, int64_t dim, int6
     enum { DIM_MULTIPLE = 8 };
     return dim >= DIM_MULTIPLE && dim <= most && dim % DIM_MULTIPLE == 0
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have a multiple of %d values per head, at most %lld, got "
-                           "%lld",
-                           c->op, name, DIM_MULTIPLE, (long long)most, (long long)dim);
+               : smla_refuse(
+                     c, "`%s` must have a multiple of %d values per head, at most %lld, got %lld",
+                     name, DIM_MULTIPLE, (long long)most, (long long)dim);
 }
 
 smla_status
@@ -95,10 +94,9 @@ smla_require_query(smla_checker *c, const char *name, const smla_kv_format_info 
     const bool is_pair = q_pe != NULL;
     const int32_t rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
     if (is_pair && rope_dim == 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q` must be one array [tokens, heads, %d] for keys of %d values, got "
-                         "a pair",
-                         c->op, format->head_dim, format->head_dim);
+        return smla_refuse(
+            c, "`q` must be one array [tokens, heads, %d] for keys of %d values, got a pair",
+            format->head_dim, format->head_dim);
     }
     static const char pair_hint[] = "a pair has 512 latent values, then 64 of RoPE";
     smla_rule rule = {
@@ -150,9 +148,8 @@ static smla_status
 require_workspace(smla_checker *c, const smla_named_array *workspace, int64_t bytes_needed)
 {
     if (workspace->tensor == NULL && bytes_needed != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes, got none", c->op, workspace->name,
-                         (long long)bytes_needed);
+        return smla_refuse(c, "`%s` must have at least %lld bytes, got none", workspace->name,
+                           (long long)bytes_needed);
     }
     return smla_require_workspace(c, workspace->name, workspace->tensor, SMLA_RULE_OPTIONAL);
 }

@@ -19,10 +19,9 @@ require_rows(const smla_checker *c, const DLTensor *slot_mapping, const char *na
              const DLTensor *rows)
 {
     if (smla_size(slot_mapping, 0) > smla_size(rows, 0)) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld",
-            c->op, name, (long long)smla_size(slot_mapping, 0), (long long)smla_size(rows, 0));
+        return smla_refuse(
+            c, "`%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld", name,
+            (long long)smla_size(slot_mapping, 0), (long long)smla_size(rows, 0));
     }
     return SMLA_OK;
 }
@@ -207,9 +206,9 @@ smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
                                  NULL));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     if (smla_size(args->block_table, 0) != num_reqs) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `block_table` must have a row per request of `out` (%lld), got %lld",
-                         c.op, (long long)num_reqs, (long long)smla_size(args->block_table, 0));
+        return smla_refuse(&c,
+                           "`block_table` must have a row per request of `out` (%lld), got %lld",
+                           (long long)num_reqs, (long long)smla_size(args->block_table, 0));
     }
     SMLA_TRY(smla_require_count(c.op, "offset", args->offset, 0, smla_size(args->out, 1), error));
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));

@@ -44,8 +44,7 @@ require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned fl
     SMLA_TRY(smla_require_3d(c, "state", state, SMLA_DTYPE_FP32, SMLA_ANY, SMLA_ANY, 2 * width,
                              flags, "pages, their rows, values and scores"));
     if (smla_size(state, 1) < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `state` must have pages of at least 1 row, got 0", c->op);
+        return smla_refuse(c, "`state` must have pages of at least 1 row, got 0");
     }
     return SMLA_OK;
 }
@@ -76,18 +75,15 @@ static smla_status
 require_sizes(const smla_checker *c, int64_t ratio, int64_t width)
 {
     if (ratio < 1 || ratio > INT32_MAX) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `ape` must have 1 to %d rows, one per position of a group, got %lld",
-                         c->op, INT32_MAX, (long long)ratio);
+        return smla_refuse(c, "`ape` must have 1 to %d rows, one per position of a group, got %lld",
+                           INT32_MAX, (long long)ratio);
     }
     const int64_t small = width_of(SMLA_INDEX_HEAD_DIM, ratio);
     const int64_t large = width_of(SMLA_V4_HEAD_DIM, ratio);
     if (width != small && width != large) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `ape` must have %lld or %lld columns for a ratio of %lld (its rows), "
-                         "got %lld",
-                         c->op, (long long)small, (long long)large, (long long)ratio,
-                         (long long)width);
+        return smla_refuse(
+            c, "`ape` must have %lld or %lld columns for a ratio of %lld (its rows), got %lld",
+            (long long)small, (long long)large, (long long)ratio, (long long)width);
     }
     return SMLA_OK;
 }
@@ -134,10 +130,9 @@ require_norm_weight(smla_checker *c, const DLTensor *weight)
                              0, NULL));
     const int64_t dim = smla_size(weight, 0);
     if (dim != SMLA_V4_HEAD_DIM && dim != SMLA_INDEX_HEAD_DIM) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `norm_weight` must have 512 weights, or 128 for rows of an indexer, "
-                         "got %lld",
-                         c->op, (long long)dim);
+        return smla_refuse(
+            c, "`norm_weight` must have 512 weights, or 128 for rows of an indexer, got %lld",
+            (long long)dim);
     }
     return SMLA_OK;
 }

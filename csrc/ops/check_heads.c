@@ -10,10 +10,9 @@ smla_require_num_kv_heads(const smla_checker *c, const char *name, int64_t num_k
 {
     return num_kv_heads >= 1 && num_heads % num_kv_heads == 0
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have a number of heads that divides the %lld of `q`, got "
-                           "%lld",
-                           c->op, name, (long long)num_heads, (long long)num_kv_heads);
+               : smla_refuse(
+                     c, "`%s` must have a number of heads that divides the %lld of `q`, got %lld",
+                     name, (long long)num_heads, (long long)num_kv_heads);
 }
 
 /* Keys are of the query's type or e4m3. An e4m3 query takes keys of any type. */
@@ -67,9 +66,8 @@ require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_a
     if (!(smla_dtype(of->tensor) & SMLA_DTYPE_E4M3_OR_BYTES)) {
         return tensor == NULL && (given->value == 0 || given->value == 1)
                    ? SMLA_OK
-                   : smla_fail(c->error, SMLA_ERROR_VALUE,
-                               "%s: `%s` must be left out unless `%s` is e4m3, got %s", c->op, name,
-                               of->name, smla_describe_dtype(of->tensor).text);
+                   : smla_refuse(c, "`%s` must be left out unless `%s` is e4m3, got %s", name,
+                                 of->name, smla_describe_dtype(of->tensor).text);
     }
     SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
     if (tensor == NULL) {
@@ -79,11 +77,11 @@ require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_a
     const bool has_rows = tensor->ndim == 2 && tensor->shape[1] == num_kv_heads &&
                           (num_rows == 0 ? num_reqs == 0 : num_reqs % num_rows == 0);
     if (!has_rows && !smla_has_one_value(tensor)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have one value or shape [n, %lld], where n divides the "
-                         "%lld requests, or be a float, got shape %s",
-                         c->op, name, (long long)num_kv_heads, (long long)num_reqs,
-                         smla_describe_shape(tensor).text);
+        return smla_refuse(c,
+                           "`%s` must have one value or shape [n, %lld], where n divides the %lld "
+                           "requests, or be a float, got shape %s",
+                           name, (long long)num_kv_heads, (long long)num_reqs,
+                           smla_describe_shape(tensor).text);
     }
     scale->pointer = smla_data(tensor);
     scale->reqs_per_row = num_reqs > num_rows && has_rows ? (int32_t)(num_reqs / num_rows) : 1;

@@ -15,10 +15,9 @@ require_batch(smla_checker *c, const DLTensor *query_start_loc, const DLTensor *
     SMLA_TRY(smla_require_vector(c, "seq_lens", seq_lens, SMLA_ANY, 0, NULL));
     const int64_t num_reqs = smla_size(seq_lens, 0);
     if (smla_size(query_start_loc, 0) != num_reqs + 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `query_start_loc` must have one entry more than `seq_lens` (%lld), "
-                         "got %lld",
-                         c->op, (long long)num_reqs, (long long)smla_size(query_start_loc, 0));
+        return smla_refuse(
+            c, "`query_start_loc` must have one entry more than `seq_lens` (%lld), got %lld",
+            (long long)num_reqs, (long long)smla_size(query_start_loc, 0));
     }
     *batch = (smla_query_batch){
         .num_reqs = num_reqs,
@@ -36,9 +35,8 @@ require_columns(const smla_checker *c, const char *name, const DLTensor *tensor,
 {
     const int64_t columns = tensor == NULL ? 0 : smla_size(tensor, 1);
     if (columns < topk) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least `topk` (%lld) columns, got %lld", c->op, name,
-                         (long long)topk, (long long)columns);
+        return smla_refuse(c, "`%s` must have at least `topk` (%lld) columns, got %lld", name,
+                           (long long)topk, (long long)columns);
     }
     return SMLA_OK;
 }
@@ -229,11 +227,11 @@ require_request_ids(smla_checker *c, const smla_mixed_indices_args *args, mixed_
     const int64_t num_prefills = has_prefills ? smla_size(args->prefill_topk_indices, 0) : 0;
     const int64_t least = sizes->num_decode_tokens + num_prefills;
     if (num_ids < least) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `req_id_per_token` must have an entry for each of %lld decode tokens "
-                         "and %lld prefill tokens, got %lld",
-                         c->op, (long long)sizes->num_decode_tokens, (long long)num_prefills,
-                         (long long)num_ids);
+        return smla_refuse(c,
+                           "`req_id_per_token` must have an entry for each of %lld decode tokens "
+                           "and %lld prefill tokens, got %lld",
+                           (long long)sizes->num_decode_tokens, (long long)num_prefills,
+                           (long long)num_ids);
     }
     sizes->num_tokens = has_prefills ? least : num_ids;
     return SMLA_OK;
@@ -266,10 +264,9 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
     SMLA_TRY(smla_require_number(&c, "ratio", args->ratio, 1));
     SMLA_TRY(smla_require_number(&c, "topk", args->topk, 0));
     if (sizes.num_decode_tokens > 0 && smla_size(args->decode_swa_indices, 1) != args->window) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `decode_swa_indices` must have `window` (%lld) columns, got %lld",
-                         c.op, (long long)args->window,
-                         (long long)smla_size(args->decode_swa_indices, 1));
+        return smla_refuse(&c, "`decode_swa_indices` must have `window` (%lld) columns, got %lld",
+                           (long long)args->window,
+                           (long long)smla_size(args->decode_swa_indices, 1));
     }
     if (has_prefills) {
         SMLA_TRY(

@@ -12,9 +12,7 @@ static smla_status
 require_index_heads(const smla_checker *c, int64_t num_heads)
 {
     if (num_heads < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q` must have at least one head, got %lld", c->op,
-                         (long long)num_heads);
+        return smla_refuse(c, "`q` must have at least one head, got %lld", (long long)num_heads);
     }
     return SMLA_OK;
 }
@@ -31,15 +29,15 @@ require_weight_scale(const smla_checker *c, const smla_index_query_args *args)
     const bool is_zero = args->softmax_scale == 0 || args->head_scale == 0;
     if (!isfinite(args->softmax_scale) || !isfinite(args->head_scale)) {
         const bool is_first = !isfinite(args->softmax_scale);
-        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c->op,
-                         is_first ? "softmax_scale" : "head_scale",
-                         is_first ? args->softmax_scale : args->head_scale);
+        return smla_refuse(c, "`%s` must be finite, got %g",
+                           is_first ? "softmax_scale" : "head_scale",
+                           is_first ? args->softmax_scale : args->head_scale);
     }
     if (!is_zero && (!isfinite(scale) || fabsf(scale) < FLT_MIN)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `head_scale` must make 0 or a normal float32 of softmax_scale * "
-                         "head_scale, got %g * %g",
-                         c->op, args->softmax_scale, args->head_scale);
+        return smla_refuse(c,
+                           "`head_scale` must make 0 or a normal float32 of softmax_scale * "
+                           "head_scale, got %g * %g",
+                           args->softmax_scale, args->head_scale);
     }
     return SMLA_OK;
 }
@@ -122,10 +120,8 @@ require_queries(smla_checker *c, const smla_indexer_logits_args *args)
 static smla_status
 require_none(const smla_checker *c, const char *name, bool is_given, const char *keys)
 {
-    return !is_given
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be None for %s, got another value", c->op, name, keys);
+    return !is_given ? SMLA_OK
+                     : smla_refuse(c, "`%s` must be None for %s, got another value", name, keys);
 }
 
 /* Checks flat keys and their scales, and makes them one page. */
@@ -139,9 +135,9 @@ require_flat_keys(smla_checker *c, const smla_indexer_logits_args *args, smla_kv
     const smla_kv_format_info *const format =
         &smla_kv_formats[is_fp4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX];
     if (smla_size(keys, 1) != format->data_bytes) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `k_cache[0]` must have 128 bytes (FP8) or 64 (FP4) per key, got %lld",
-                         c->op, (long long)smla_size(keys, 1));
+        return smla_refuse(c,
+                           "`k_cache[0]` must have 128 bytes (FP8) or 64 (FP4) per key, got %lld",
+                           (long long)smla_size(keys, 1));
     }
     const int64_t num_keys = smla_size(keys, 0);
     SMLA_TRY(
@@ -153,9 +149,8 @@ require_flat_keys(smla_checker *c, const smla_indexer_logits_args *args, smla_kv
                                      .shape = {num_keys, 4},
                                      .hint = is_fp4 ? "four scales per key" : "a scale per key"}));
     if (args->kv_format != SMLA_KV_INFER && args->kv_format != (int32_t)format->format) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be \"%s\" for keys of %d bytes, got another format",
-                         c->op, format->name, (int)format->data_bytes);
+        return smla_refuse(c, "`kv_format` must be \"%s\" for keys of %d bytes, got another format",
+                           format->name, (int)format->data_bytes);
     }
     *view = (smla_kv_view){
         .base = smla_data(keys),

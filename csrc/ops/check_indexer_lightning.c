@@ -30,9 +30,9 @@ read_dtype(const char *op, DLDataType given, unsigned *dtype, smla_error *error)
     *dtype = is_clear ? SMLA_DTYPE_FP32 : smla_dtype(&(DLTensor){.dtype = given});
     return *dtype == SMLA_DTYPE_FP32 || *dtype == SMLA_DTYPE_BF16
                ? SMLA_OK
-               : smla_fail(error, SMLA_ERROR_VALUE,
-                           "%s: `dtype` must be float32 or bfloat16, got type %d of %d bits", op,
-                           given.code, given.bits);
+               : smla_fail_value(error, op,
+                                 "`dtype` must be float32 or bfloat16, got type %d of %d bits",
+                                 given.code, given.bits);
 }
 
 static smla_status
@@ -45,10 +45,10 @@ find_sizes(const char *op, int64_t num_columns, unsigned dtype, int64_t max_logi
     const int64_t wanted =
         backend->chunk_logits_bytes > unit_bytes ? backend->chunk_logits_bytes : unit_bytes;
     if (max_logits_bytes < row_bytes) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `max_logits_bytes` must be at least %lld, for the logits of a token, "
-                         "got %lld",
-                         op, (long long)row_bytes, (long long)max_logits_bytes);
+        return smla_fail_value(
+            error, op,
+            "`max_logits_bytes` must be at least %lld, for the logits of a token, got %lld",
+            (long long)row_bytes, (long long)max_logits_bytes);
     }
     *sizes =
         (matrix_sizes){.row_bytes = row_bytes, .most_bytes = smaller_of(max_logits_bytes, wanted)};
@@ -96,10 +96,9 @@ place_matrix(const smla_checker *c, const smla_lightning_indexer_args *args, uns
     const int64_t padding = (int64_t)(-(uintptr_t)workspace % ROW_ALIGNMENT);
     const int64_t room = smaller_of(given - padding, sizes.most_bytes);
     if (room < sizes.row_bytes) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `workspace` must have at least %lld bytes, for the logits of a "
-                         "token, got %lld",
-                         c->op, (long long)(padding + sizes.row_bytes), (long long)given);
+        return smla_refuse(
+            c, "`workspace` must have at least %lld bytes, for the logits of a token, got %lld",
+            (long long)(padding + sizes.row_bytes), (long long)given);
     }
     assert(sizes.row_bytes > 0); /* there are columns, more than k */
     const int64_t stride = sizes.row_bytes / (dtype == SMLA_DTYPE_BF16 ? 2 : 4);
@@ -133,11 +132,10 @@ count_columns(const smla_checker *c, const smla_logits_params *logits, int64_t *
 {
     const int64_t pages = logits->has_pages ? logits->pages.num_blocks : 1;
     if (pages > 0 && logits->kv.block_size > INT32_MAX / pages) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at most %d keys%s, got %lld times %lld", c->op,
-                         logits->has_pages ? "block_table" : "k_cache", INT32_MAX,
-                         logits->has_pages ? " per request" : "", (long long)pages,
-                         (long long)logits->kv.block_size);
+        return smla_refuse(c, "`%s` must have at most %d keys%s, got %lld times %lld",
+                           logits->has_pages ? "block_table" : "k_cache", INT32_MAX,
+                           logits->has_pages ? " per request" : "", (long long)pages,
+                           (long long)logits->kv.block_size);
     }
     *num_columns = pages * logits->kv.block_size;
     return SMLA_OK;

@@ -10,10 +10,9 @@ require_window(const smla_checker *c, const char *side, int64_t keys)
 {
     return keys >= -1 && keys <= INT32_MAX
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `window_size` must have -1 (open) or a number of keys on its %s, "
-                           "got %lld",
-                           c->op, side, (long long)keys);
+               : smla_refuse(
+                     c, "`window_size` must have -1 (open) or a number of keys on its %s, got %lld",
+                     side, (long long)keys);
 }
 
 smla_status
@@ -29,9 +28,8 @@ smla_require_mask(const smla_checker *c, const smla_mask_args *args, smla_attent
     SMLA_TRY(smla_require_logit_factor(c->op, "softcap", args->softcap, c->error));
     /* Kernels take a subnormal number as 0, and a softcap of 0 is none. */
     if (args->softcap != 0 && !((float)args->softcap >= FLT_MIN)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `softcap` must be 0 (none) or a positive normal float32, got %g",
-                         c->op, args->softcap);
+        return smla_refuse(c, "`softcap` must be 0 (none) or a positive normal float32, got %g",
+                           args->softcap);
     }
     params->logits.softcap = (float)args->softcap;
     smla_range_rule *const rule = &params->visible.rule;
@@ -50,10 +48,10 @@ smla_require_share(const smla_checker *c, int64_t rank, int64_t size, int64_t in
     const bool is_right = size >= 1 && size <= INT32_MAX && rank >= 0 && rank < size &&
                           interleave >= 1 && interleave <= INT32_MAX;
     if (!has_none && !is_right) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and "
-                         "interleave >= 1, got (%lld, %lld, %lld)",
-                         c->op, (long long)rank, (long long)size, (long long)interleave);
+        return smla_refuse(c,
+                           "`cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and "
+                           "interleave >= 1, got (%lld, %lld, %lld)",
+                           (long long)rank, (long long)size, (long long)interleave);
     }
     *share = (smla_rank_share){(int32_t)rank, (int32_t)size, (int32_t)interleave};
     return SMLA_OK;
@@ -72,16 +70,14 @@ smla_require_starts(const smla_checker *c, const char *name, const DLTensor *ten
     for (int64_t i = 0; i < smla_size(tensor, 0); i++) {
         const int64_t start = starts[i * stride];
         if (i == 0 ? start != 0 : start < before) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must begin with 0 and never fall, got %lld at %lld", c->op,
-                             name, (long long)start, (long long)i);
+            return smla_refuse(c, "`%s` must begin with 0 and never fall, got %lld at %lld", name,
+                               (long long)start, (long long)i);
         }
         before = start;
     }
     return before <= most ? SMLA_OK
-                          : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                      "%s: `%s` must end at most at the %lld %s, got %lld", c->op,
-                                      name, (long long)most, rows, (long long)before);
+                          : smla_refuse(c, "`%s` must end at most at the %lld %s, got %lld", name,
+                                        (long long)most, rows, (long long)before);
 }
 
 static smla_status
@@ -89,9 +85,8 @@ require_query_starts(smla_checker *c, const DLTensor *starts, const DLTensor *q,
                      smla_requests *reqs)
 {
     if (q->ndim == 4) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `cu_seqlens_q` must be left out for a query [B, n, H, D], got an array", c->op);
+        return smla_refuse(
+            c, "`cu_seqlens_q` must be left out for a query [B, n, H, D], got an array");
     }
     SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, reqs->num_reqs + 1, 0,
                                  "one entry more than `cache_seqlens`"));
@@ -109,9 +104,8 @@ smla_require_requests(smla_checker *c, const smla_table_args *args, const DLTens
     const bool has_slots = args->slot_table != NULL;
     const bool has_rows = q->ndim == 4; /* a row of tokens per request */
     if ((args->block_table == NULL) != has_slots) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `block_table` must be given, or `slot_table` in its place, got %s",
-                         c->op, args->block_table == NULL ? "neither" : "both");
+        return smla_refuse(c, "`block_table` must be given, or `slot_table` in its place, got %s",
+                           args->block_table == NULL ? "neither" : "both");
     }
     SMLA_TRY(smla_require_vector(c, "cache_seqlens", lens,
                                  starts != NULL && !has_rows ? SMLA_ANY : smla_size(q, 0), 0,
@@ -136,10 +130,9 @@ smla_require_padding(const char *op, int32_t fills_padding, const DLTensor *out,
 {
     const int32_t all = SMLA_FILLS_OUT | SMLA_FILLS_LSE;
     if ((fills_padding & ~all) != 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `fills_padding` must be a sum of SMLA_FILLS_OUT and SMLA_FILLS_LSE, "
-                         "got %d",
-                         op, (int)fills_padding);
+        return smla_fail_value(
+            error, op, "`fills_padding` must be a sum of SMLA_FILLS_OUT and SMLA_FILLS_LSE, got %d",
+            (int)fills_padding);
     }
     const int64_t value_bytes = smla_element_bytes(out);
     *rows = (smla_padding_rows){

@@ -13,13 +13,11 @@ smla_status
 smla_require_eps(const smla_checker *c, double eps)
 {
     if (!(eps >= 0.0) || !isfinite((float)eps)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `eps` must be finite and at least 0, got %g", c->op, eps);
+        return smla_refuse(c, "`eps` must be finite and at least 0, got %g", eps);
     }
     if (eps > 0 && (float)eps < FLT_MIN) { /* it would be 0, or count as 0 */
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `eps` must be 0 or a normal float32 (at least %g), got %g", c->op,
-                         (double)FLT_MIN, eps);
+        return smla_refuse(c, "`eps` must be 0 or a normal float32 (at least %g), got %g",
+                           (double)FLT_MIN, eps);
     }
     return SMLA_OK;
 }

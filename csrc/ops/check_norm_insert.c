@@ -28,10 +28,8 @@ require_queries(smla_checker *c, const smla_qnorm_insert_args *args, bool quanti
                                   .hint = "tokens, the heads of `q` or more, values of a head",
                                   .may_be = {args->q}}));
     if (smla_size(args->q_out, 0) > smla_size(args->q, 0)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q_out` must have at most as many tokens as `q` (%lld), got %lld",
-                         c->op, (long long)smla_size(args->q, 0),
-                         (long long)smla_size(args->q_out, 0));
+        return smla_refuse(c, "`q_out` must have at most as many tokens as `q` (%lld), got %lld",
+                           (long long)smla_size(args->q, 0), (long long)smla_size(args->q_out, 0));
     }
     return SMLA_OK;
 }
@@ -47,9 +45,9 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
     SMLA_TRY(smla_require_kv(c, &cache, &kv));
     SMLA_TRY(smla_require_slot_mapping(c, args->slot_mapping));
     if (smla_size(args->slot_mapping, 0) > num_tokens) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `slot_mapping` must have at most an entry per token (%lld), got %lld",
-                         c->op, (long long)num_tokens, (long long)smla_size(args->slot_mapping, 0));
+        return smla_refuse(c,
+                           "`slot_mapping` must have at most an entry per token (%lld), got %lld",
+                           (long long)num_tokens, (long long)smla_size(args->slot_mapping, 0));
     }
     const smla_call call = smla_call_of(c, args->stream, kv.format);
     smla_fill_cache_write(&call, cache.name, &kv, "slot_mapping", args->slot_mapping, insert);

@@ -18,15 +18,13 @@ require_pages(const smla_checker *c, const DLTensor *k_cache)
 {
     const int64_t num_pages = smla_size(k_cache, 0), page_size = smla_size(k_cache, 1);
     if (page_size < 1 || page_size > INT32_MAX) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `k_cache` must have 1 or more tokens per page, got %lld", c->op,
-                         (long long)page_size);
+        return smla_refuse(c, "`k_cache` must have 1 or more tokens per page, got %lld",
+                           (long long)page_size);
     }
     return num_pages <= INT32_MAX / page_size
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `k_cache` must have at most %d tokens, got %lld pages of %lld",
-                           c->op, INT32_MAX, (long long)num_pages, (long long)page_size);
+               : smla_refuse(c, "`k_cache` must have at most %d tokens, got %lld pages of %lld",
+                             INT32_MAX, (long long)num_pages, (long long)page_size);
 }
 
 /* Checks the caches beside the query. */
@@ -56,9 +54,8 @@ require_caches(smla_checker *c, const smla_paged_attention_args *args)
         return SMLA_OK;
     }
     if (smla_size(args->qv, 2) != value_dim) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `qv` must have %lld values per head, as `v_cache` has, got %lld",
-                         c->op, (long long)value_dim, (long long)smla_size(args->qv, 2));
+        return smla_refuse(c, "`qv` must have %lld values per head, as `v_cache` has, got %lld",
+                           (long long)value_dim, (long long)smla_size(args->qv, 2));
     }
     return smla_require_head_dim(c, "qv", value_dim, SMLA_HEAD_DIM - dim);
 }
@@ -103,8 +100,7 @@ require_leftpad(smla_checker *c, const smla_paged_attention_args *args, const sm
         return SMLA_OK;
     }
     if (args->cp_size != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `cache_leftpad` must be left out beside `cp`, got an array", c->op);
+        return smla_refuse(c, "`cache_leftpad` must be left out beside `cp`, got an array");
     }
     SMLA_TRY(smla_require_vector(c, "cache_leftpad", leftpad, reqs->num_reqs, 0,
                                  "an entry per request"));
@@ -113,11 +109,10 @@ require_leftpad(smla_checker *c, const smla_paged_attention_args *args, const sm
     for (int64_t req = 0; c->device.device_type == kDLCPU && req < reqs->num_reqs; req++) {
         const int64_t pad = pages->leftpad[req * pages->leftpad_stride];
         if (pad < 0 || pad > smla_seq_len(reqs, req)) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `cache_leftpad` must be between 0 and the %lld of "
-                             "`cache_seqlens`, got %lld at %lld",
-                             c->op, (long long)smla_seq_len(reqs, req), (long long)pad,
-                             (long long)req);
+            return smla_refuse(c,
+                               "`cache_leftpad` must be between 0 and the %lld of `cache_seqlens`, "
+                               "got %lld at %lld",
+                               (long long)smla_seq_len(reqs, req), (long long)pad, (long long)req);
         }
     }
     return SMLA_OK;

@@ -58,8 +58,8 @@ smla_status
 smla_require_num_heads(const smla_checker *c, const char *name, int64_t num_heads)
 {
     if (num_heads < 1 || num_heads > SMLA_MAX_HEADS) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have 1 to %d heads, got %lld",
-                         c->op, name, SMLA_MAX_HEADS, (long long)num_heads);
+        return smla_refuse(c, "`%s` must have 1 to %d heads, got %lld", name, SMLA_MAX_HEADS,
+                           (long long)num_heads);
     }
     return SMLA_OK;
 }

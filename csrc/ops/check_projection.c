@@ -126,9 +126,9 @@ check_scale_is_given(const smla_checker *c, const char *name, const DLTensor *sc
     if ((scale != NULL) == is_e4m3) {
         return SMLA_OK;
     }
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be %s: %s", c->op, name,
-                     is_e4m3 ? "given, got none" : "None, got an array",
-                     is_e4m3 ? "an e4m3 `o` has scales" : "a bf16 `o` has no scales");
+    return smla_refuse(c, "`%s` must be %s: %s", name,
+                       is_e4m3 ? "given, got none" : "None, got an array",
+                       is_e4m3 ? "an e4m3 `o` has scales" : "a bf16 `o` has no scales");
 }
 
 /* Checks the scales of `o`, which are given for e4m3 values only. */
@@ -141,9 +141,8 @@ check_o_scale(smla_checker *c, const DLTensor *o, const DLTensor *scale, bool is
     }
     const int64_t tile = SMLA_SCALE_TILE * (smla_dtype(scale) == SMLA_DTYPE_INT32 ? 4 : 1);
     if (smla_size(o, 2) % tile != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `o` must have a multiple of %lld values per group, got %lld", c->op,
-                         (long long)tile, (long long)smla_size(o, 2));
+        return smla_refuse(c, "`o` must have a multiple of %lld values per group, got %lld",
+                           (long long)tile, (long long)smla_size(o, 2));
     }
     return smla_require_3d(c, "o_scale", scale, SMLA_DTYPE_FP32 | SMLA_DTYPE_INT32, smla_size(o, 0),
                            smla_size(o, 1), smla_size(o, 2) / tile,
@@ -176,8 +175,8 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
     const int64_t num_tokens = smla_size(args->o, 0);
     const int64_t num_groups = smla_size(args->o, 1);
     if (num_groups < 1 || num_groups > SMLA_MAX_HEADS) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `o` must have 1 to %d groups, got %lld",
-                         c.op, SMLA_MAX_HEADS, (long long)num_groups);
+        return smla_refuse(&c, "`o` must have 1 to %d groups, got %lld", SMLA_MAX_HEADS,
+                           (long long)num_groups);
     }
     const bool is_e4m3 = (smla_dtype(args->o) & e4m3) != 0;
     SMLA_TRY(check_o_scale(&c, args->o, args->o_scale, is_e4m3));
@@ -226,43 +225,31 @@ smla_check_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *ar
 {
     smla_checker c;
     smla_open_checker(&c, "dynamic_per_tensor_quant", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
-                                           .tensor = args->x,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
+    SMLA_TRY(smla_require_any(&c, "x", args->x, SMLA_DTYPE_FLOATS, SMLA_RULE_ANY_LAST_STRIDE));
+    SMLA_TRY(smla_require_any(&c, "out", args->out, SMLA_DTYPE_E4M3_OR_BYTES,
+                              SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE));
     smla_quant_params p = {.ndim = args->x->ndim};
     if (args->out->ndim != p.ndim) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `out` must have the %d dimensions of `x`, got %d", c.op, p.ndim,
-                         args->out->ndim);
+        return smla_refuse(&c, "`out` must have the %d dimensions of `x`, got %d", p.ndim,
+                           args->out->ndim);
     }
     for (int i = 0; i < p.ndim; i++) {
         p.shape[i] = args->x->shape[i];
         p.x_strides[i] = smla_stride(args->x, i);
         p.out_strides[i] = smla_stride(args->out, i);
         if (args->out->shape[i] != p.shape[i]) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `out` must have the shape of `x`, %lld in dimension %d, got %lld",
-                             c.op, (long long)p.shape[i], i, (long long)args->out->shape[i]);
+            return smla_refuse(&c,
+                               "`out` must have the shape of `x`, %lld in dimension %d, got %lld",
+                               (long long)p.shape[i], i, (long long)args->out->shape[i]);
         }
     }
     /* A scale is one value, of any rank, because frameworks differ in the rank of a scalar. */
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "scale",
-                                           .tensor = args->scale,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
+    SMLA_TRY(smla_require_any(&c, "scale", args->scale, SMLA_DTYPE_FP32,
+                              SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE));
     for (int i = 0; i < args->scale->ndim; i++) {
         if (args->scale->shape[i] != 1) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `scale` must hold one value, got a dimension of %lld", c.op,
-                             (long long)args->scale->shape[i]);
+            return smla_refuse(&c, "`scale` must hold one value, got a dimension of %lld",
+                               (long long)args->scale->shape[i]);
         }
     }
     SMLA_TRY(smla_finish_check(&c, backend));

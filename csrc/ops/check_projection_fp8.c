@@ -24,14 +24,13 @@ read_group(const smla_checker *c, const char *name, int i, int64_t size, const D
         return SMLA_OK;
     }
     if (size < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have sizes of at least 1, or -1 for a whole axis, got %lld",
-                         c->op, name, (long long)size);
+        return smla_refuse(c,
+                           "`%s` must have sizes of at least 1, or -1 for a whole axis, got %lld",
+                           name, (long long)size);
     }
     if (axis % size != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `x` must have a multiple of %lld %s (`%s`), got %lld", c->op,
-                         (long long)size, i == 0 ? "rows" : "columns", name, (long long)axis);
+        return smla_refuse(c, "`x` must have a multiple of %lld %s (`%s`), got %lld",
+                           (long long)size, i == 0 ? "rows" : "columns", name, (long long)axis);
     }
     *groups = (axis_groups){.size = size, .count = axis / size};
     return SMLA_OK;
@@ -136,16 +135,14 @@ find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scal
             return SMLA_OK;
         }
     }
-    return smla_fail(
-        c->error, SMLA_ERROR_VALUE,
-        "%s: `descale` must have the form of one of four schemes, with their `input_group`: "
-        "tensor, one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value "
-        "and (1, -1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, "
-        "%lld)",
-        c->op, (long long)smla_count_scale_tiles(outer_dim),
-        (long long)(inner_dim / SMLA_SCALE_TILE), (long long)outer_dim, (long long)outer_dim,
-        smla_describe_shape(args->descale).text, (long long)args->input_group_rows,
-        (long long)args->input_group_columns);
+    return smla_refuse(
+        c,
+        "`descale` must have the form of one of four schemes, with their `input_group`: tensor, "
+        "one value and (-1, -1); block, [%lld, %lld] and (1, 128); token_tensor, one value and (1, "
+        "-1); token_channel, [%lld] or [%lld, 1] and (1, -1), got shape %s and (%lld, %lld)",
+        (long long)smla_count_scale_tiles(outer_dim), (long long)(inner_dim / SMLA_SCALE_TILE),
+        (long long)outer_dim, (long long)outer_dim, smla_describe_shape(args->descale).text,
+        (long long)args->input_group_rows, (long long)args->input_group_columns);
 }
 
 /* The strides of the weight's scales: 0 where one scale serves an axis. */
@@ -172,9 +169,8 @@ place_quantized(const smla_checker *c, const DLTensor *workspace, smla_scaled_qu
     const int64_t padding = (int64_t)(-(uintptr_t)memory % QUANTIZED_ALIGN);
     const int64_t needed = padding + num_values + num_scales * (int64_t)sizeof(float);
     if (q->num_rows > 0 && given < needed) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `workspace` must have at least %lld bytes, got %lld", c->op,
-                         (long long)needed, (long long)given);
+        return smla_refuse(c, "`workspace` must have at least %lld bytes, got %lld",
+                           (long long)needed, (long long)given);
     }
     q->out = memory + padding;
     q->out_stride_row = q->num_columns;
@@ -189,9 +185,8 @@ require_tiles(const smla_checker *c, int64_t columns)
 {
     return columns % SMLA_SCALE_TILE == 0
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `x` must have a multiple of %d values per token, got %lld", c->op,
-                           SMLA_SCALE_TILE, (long long)columns);
+               : smla_refuse(c, "`x` must have a multiple of %d values per token, got %lld",
+                             SMLA_SCALE_TILE, (long long)columns);
 }
 
 smla_status
@@ -210,11 +205,8 @@ require_operands(smla_checker *c, const smla_fp8_linear_args *args)
     SMLA_TRY(require_tiles(c, smla_size(args->x, 1)));
     SMLA_TRY(smla_require_2d(c, "weight", args->weight, SMLA_DTYPE_E4M3_OR_BYTES, SMLA_ANY,
                              smla_size(args->x, 1), 0, "outputs, and the values of a token"));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "descale",
-                                          .tensor = args->descale,
-                                          .dtypes = SMLA_DTYPE_FP32,
-                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                          .ndim = SMLA_ANY}));
+    SMLA_TRY(
+        smla_require_any(c, "descale", args->descale, SMLA_DTYPE_FP32, SMLA_RULE_ANY_LAST_STRIDE));
     weight_scales kind;
     return find_scheme(c, args, &kind);
 }

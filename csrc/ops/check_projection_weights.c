@@ -27,9 +27,8 @@ typedef struct weight_rule {
 static smla_status
 refuse_scale(const smla_checker *c, const weight_rule *rule, int64_t rows, int64_t columns)
 {
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape [%lld, %lld], got %s",
-                     c->op, rule->scale_name, (long long)rows, (long long)columns,
-                     smla_describe_shape(rule->scale).text);
+    return smla_refuse(c, "`%s` must have shape [%lld, %lld], got %s", rule->scale_name,
+                       (long long)rows, (long long)columns, smla_describe_shape(rule->scale).text);
 }
 
 /* Checks that a scale has the shape of a kind: one value, one per output, or one per block.
@@ -85,15 +84,10 @@ require_values(smla_checker *c, const weight_rule *rule)
                                 SMLA_STORED_TRANSPOSED, c->error));
     const bool is_e4m3 = (smla_dtype(rule->tensor) & SMLA_DTYPE_FLOATS) == 0;
     if (is_e4m3 && rule->scale == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be given for an e4m3 weight, got none", c->op,
-                         rule->scale_name);
+        return smla_refuse(c, "`%s` must be given for an e4m3 weight, got none", rule->scale_name);
     }
-    return smla_require(c, &(smla_rule){.name = rule->scale_name,
-                                        .tensor = rule->scale,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = SMLA_ANY});
+    return smla_require_any(c, rule->scale_name, rule->scale, SMLA_DTYPE_FP32,
+                            SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE);
 }
 
 /* Finds which dimension of a stored weight has its rows. Returns false where neither order fits. */
@@ -136,11 +130,10 @@ require_parts(smla_checker *c, const smla_split_kv_b_proj_args *args)
     const int64_t rows = smla_size(args->w_uk, 0);
     if (rows != SMLA_KV_LORA_RANK && rows != smla_size(args->weight, 0) &&
         rows != smla_size(args->weight, 1)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `w_uk` must have %d rows, or %lld or %lld like the weight, got %s",
-                         c->op, SMLA_KV_LORA_RANK, (long long)smla_size(args->weight, 0),
-                         (long long)smla_size(args->weight, 1),
-                         smla_describe_shape(args->w_uk).text);
+        return smla_refuse(c, "`w_uk` must have %d rows, or %lld or %lld like the weight, got %s",
+                           SMLA_KV_LORA_RANK, (long long)smla_size(args->weight, 0),
+                           (long long)smla_size(args->weight, 1),
+                           smla_describe_shape(args->w_uk).text);
     }
     SMLA_TRY(smla_require_num_heads(c, "w_uk", smla_size(args->w_uk, 1)));
     rule.name = "w_uv";
@@ -155,14 +148,13 @@ static smla_status
 refuse_weight(const smla_checker *c, const smla_split_kv_b_proj_args *args, int64_t rows,
               int64_t columns)
 {
-    return smla_fail(
-        c->error, SMLA_ERROR_VALUE,
-        "%s: `weight` must have shape [%lld, %lld] or [%lld, %lld] (%lld heads x (%lld + %lld)), "
-        "got [%lld, %lld]",
-        c->op, (long long)rows, (long long)columns, (long long)columns, (long long)rows,
-        (long long)smla_size(args->w_uk, 1), (long long)smla_size(args->w_uk, 2),
-        (long long)smla_size(args->w_uv, 2), (long long)smla_size(args->weight, 0),
-        (long long)smla_size(args->weight, 1));
+    return smla_refuse(c,
+                       "`weight` must have shape [%lld, %lld] or [%lld, %lld] (%lld heads x (%lld "
+                       "+ %lld)), got [%lld, %lld]",
+                       (long long)rows, (long long)columns, (long long)columns, (long long)rows,
+                       (long long)smla_size(args->w_uk, 1), (long long)smla_size(args->w_uk, 2),
+                       (long long)smla_size(args->w_uv, 2), (long long)smla_size(args->weight, 0),
+                       (long long)smla_size(args->weight, 1));
 }
 
 smla_status
@@ -261,13 +253,13 @@ check_absorb(smla_checker *c, const absorb_args *a, smla_absorb_params *params,
     int64_t head_columns;
     int row_dim;
     if (!find_columns(a, rows, &head_columns, &row_dim)) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have shape [%lld, n] or [n, %lld], where n is %lld heads x %s%lld "
-            "values, got [%lld, %lld]",
-            c->op, a->x.name, (long long)rows, (long long)rows, (long long)heads,
-            a->x.rows_are_outputs ? "" : "at least ", (long long)values,
-            (long long)smla_size(a->x.tensor, 0), (long long)smla_size(a->x.tensor, 1));
+        return smla_refuse(c,
+                           "`%s` must have shape [%lld, n] or [n, %lld], where n is %lld heads x "
+                           "%s%lld values, got [%lld, %lld]",
+                           a->x.name, (long long)rows, (long long)rows, (long long)heads,
+                           a->x.rows_are_outputs ? "" : "at least ", (long long)values,
+                           (long long)smla_size(a->x.tensor, 0),
+                           (long long)smla_size(a->x.tensor, 1));
     }
     if (a->x.scale != NULL) {
         SMLA_TRY(require_scale_shape(c, &a->x, a->x.rows_are_outputs ? row_dim : 1 - row_dim));

@@ -44,10 +44,9 @@ require_pairs(const smla_checker *c, const DLTensor *q_pe)
 {
     const int64_t size = smla_size(q_pe, 2);
     if (size < 2 || size % 2 != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q_pe` must have an even number of values per head, at least 2, got "
-                         "%lld",
-                         c->op, (long long)size);
+        return smla_refuse(
+            c, "`q_pe` must have an even number of values per head, at least 2, got %lld",
+            (long long)size);
     }
     return SMLA_OK;
 }
@@ -71,10 +70,8 @@ require_rotated(smla_checker *c, const char *name, const DLTensor *tensor, const
 static smla_status
 require_no_k_out(const smla_checker *c, const DLTensor *k_out)
 {
-    return k_out == NULL
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `k_out` must be absent without `k_pe`, got an array", c->op);
+    return k_out == NULL ? SMLA_OK
+                         : smla_refuse(c, "`k_out` must be absent without `k_pe`, got an array");
 }
 
 /* Arrays [T, H, R], or [T, R] of one head, that have been checked; no heads for NULL. */
@@ -187,9 +184,8 @@ check_groups(const smla_checker *c, int64_t num_heads, int64_t groups)
 {
     SMLA_TRY(smla_require_count(c->op, "groups", groups, 1, SMLA_MAX_HEADS, c->error));
     if (num_heads % groups != 0) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `o` must have a multiple of %lld heads (`groups`), got %lld", c->op,
-                         (long long)groups, (long long)num_heads);
+        return smla_refuse(c, "`o` must have a multiple of %lld heads (`groups`), got %lld",
+                           (long long)groups, (long long)num_heads);
     }
     return SMLA_OK;
 }
@@ -229,9 +225,9 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
                              "tokens, groups, and the values of a group's heads"));
     const unsigned scale_dtypes = dtypes_of_layout(args->scale_layout);
     if (scale_dtypes == 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `scale_layout` must be \"fp32\" (1) or \"ue8m0x4\" (2), or 0, got %d",
-                         c.op, (int)args->scale_layout);
+        return smla_refuse(&c,
+                           "`scale_layout` must be \"fp32\" (1) or \"ue8m0x4\" (2), or 0, got %d",
+                           (int)args->scale_layout);
     }
     const bool is_packed = quantizes && smla_dtype(args->out_scale) == SMLA_DTYPE_INT32;
     SMLA_TRY(smla_require_3d(&c, "out_scale", args->out_scale, scale_dtypes, num_tokens,

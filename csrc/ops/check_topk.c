@@ -18,9 +18,9 @@ require_slot_arguments(const smla_checker *c, const smla_top_k_args *args)
     const bool has_table = args->slots_block_table != NULL;
     for (int i = 0; i < 5; i++) {
         if (has_table ? parts[i].is_needed && !parts[i].is_given : parts[i].is_given) {
-            return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must %s `slots_block_table`, %s",
-                             c->op, parts[i].name, has_table ? "come with" : "be left out without",
-                             has_table ? "got none" : "got one");
+            return smla_refuse(c, "`%s` must %s `slots_block_table`, %s", parts[i].name,
+                               has_table ? "come with" : "be left out without",
+                               has_table ? "got none" : "got one");
         }
     }
     return SMLA_OK;
@@ -110,9 +110,8 @@ smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
     const int64_t num_tokens = smla_size(args->logits, 0);
     const int64_t num_columns = smla_size(args->logits, 1);
     if (num_columns > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `logits` must have at most %d columns, got %lld", c.op, INT32_MAX,
-                         (long long)num_columns);
+        return smla_refuse(&c, "`logits` must have at most %d columns, got %lld", INT32_MAX,
+                           (long long)num_columns);
     }
     SMLA_TRY(
         smla_require_vector(&c, "starts", args->starts, num_tokens, SMLA_RULE_MORE_ROWS, hint));

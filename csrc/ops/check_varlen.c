@@ -13,15 +13,13 @@ require_equal_dims(const smla_checker *c, const smla_varlen_attention_args *args
     const int64_t wanted = smla_size(args->q, 2) + q_pe_dim;
     const int64_t got = smla_size(args->k, 2) + k_pe_dim;
     if (wanted != got) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `k` must have %lld values per head, as `q` has, got %lld", c->op,
-                         (long long)wanted, (long long)got);
+        return smla_refuse(c, "`k` must have %lld values per head, as `q` has, got %lld",
+                           (long long)wanted, (long long)got);
     }
     return !has_parts || q_pe_dim == k_pe_dim
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `k[1]` must have %lld values, as `q[1]` has, got %lld", c->op,
-                           (long long)q_pe_dim, (long long)k_pe_dim);
+               : smla_refuse(c, "`k[1]` must have %lld values, as `q[1]` has, got %lld",
+                             (long long)q_pe_dim, (long long)k_pe_dim);
 }
 
 static smla_status
@@ -55,10 +53,8 @@ require_requests(smla_checker *c, const smla_varlen_attention_args *args)
     const DLTensor *const starts = args->cu_seqlens_q;
     SMLA_TRY(smla_require_vector(c, "cu_seqlens_q", starts, SMLA_ANY, 0, NULL));
     if (smla_size(starts, 0) < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `cu_seqlens_q` must have an entry more than there are requests, got "
-                         "none",
-                         c->op);
+        return smla_refuse(
+            c, "`cu_seqlens_q` must have an entry more than there are requests, got none");
     }
     SMLA_TRY(smla_require_vector(c, "cu_seqlens_k", args->cu_seqlens_k, smla_size(starts, 0), 0,
                                  "as many entries as `cu_seqlens_q`"));

@@ -21,9 +21,9 @@ require_num_splits(const char *op, int64_t num_splits, smla_error *error)
 {
     return num_splits >= 0 && num_splits <= SMLA_MAX_SPLITS
                ? SMLA_OK
-               : smla_fail(error, SMLA_ERROR_VALUE,
-                           "%s: `num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld", op,
-                           SMLA_MAX_SPLITS, (long long)num_splits);
+               : smla_fail_value(error, op,
+                                 "`num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
+                                 SMLA_MAX_SPLITS, (long long)num_splits);
 }
 
 smla_status
@@ -32,9 +32,8 @@ smla_require_splits(const smla_checker *c, const smla_attention_inputs *in, smla
     SMLA_TRY(require_num_splits(c->op, in->num_splits, c->error));
     return source != SMLA_KEYS_PAGED || in->num_splits <= 1
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `num_splits` must be 0 or 1, because keys are not split, got %d",
-                           c->op, in->num_splits);
+               : smla_refuse(c, "`num_splits` must be 0 or 1, because keys are not split, got %d",
+                             in->num_splits);
 }
 
 void

@@ -11,20 +11,18 @@ check_counts(const char *op, const smla_batch_limits *limits, const smla_batch *
              smla_error *error)
 {
     if (batch->num_reqs < 0 || batch->num_reqs > limits->max_num_seqs) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `num_reqs` must be 0 to max_num_seqs = %lld, got %lld", op,
-                         (long long)limits->max_num_seqs, (long long)batch->num_reqs);
+        return smla_fail_value(error, op, "`num_reqs` must be 0 to max_num_seqs = %lld, got %lld",
+                               (long long)limits->max_num_seqs, (long long)batch->num_reqs);
     }
     if (batch->num_actual_tokens < 0 || batch->num_actual_tokens > limits->max_num_batched_tokens) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `num_actual_tokens` must be 0 to max_num_batched_tokens = %lld, got %lld", op,
+        return smla_fail_value(
+            error, op, "`num_actual_tokens` must be 0 to max_num_batched_tokens = %lld, got %lld",
             (long long)limits->max_num_batched_tokens, (long long)batch->num_actual_tokens);
     }
     if (batch->num_reqs == 0 && batch->num_actual_tokens > 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `num_actual_tokens` must be 0 without requests, got %lld", op,
-                         (long long)batch->num_actual_tokens);
+        return smla_fail_value(error, op,
+                               "`num_actual_tokens` must be 0 without requests, got %lld",
+                               (long long)batch->num_actual_tokens);
     }
     return SMLA_OK;
 }
@@ -40,12 +38,11 @@ check_seq_lens(const char *op, const smla_batch_limits *limits, const smla_batch
         const int64_t seq_len = batch->seq_lens[req];
         const int64_t len = smla_query_len(batch->query_start_loc, req);
         if (seq_len < len || seq_len > limits->max_model_len) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `seq_lens` must be query length to max_model_len (%lld to %lld) at "
-                "request %lld, got %lld: context and query together",
-                op, (long long)len, (long long)limits->max_model_len, (long long)req,
-                (long long)seq_len);
+            return smla_fail_value(error, op,
+                                   "`seq_lens` must be query length to max_model_len (%lld to "
+                                   "%lld) at request %lld, got %lld: context and query together",
+                                   (long long)len, (long long)limits->max_model_len, (long long)req,
+                                   (long long)seq_len);
         }
     }
     return SMLA_OK;
@@ -79,11 +76,11 @@ smla_check_batch_order(const char *op, const smla_batch_limits *limits, const sm
     for (int64_t req = 0; req < batch->num_reqs; req++) {
         const int32_t len = smla_query_len(batch->query_start_loc, req);
         if (seen_prefill && len > 0 && len <= limits->decode_threshold) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `query_start_loc` must have decodes (at most %lld tokens) before "
-                             "prefills, got %d tokens at request %lld behind a prefill: sort the "
-                             "batch by query length",
-                             op, (long long)limits->decode_threshold, len, (long long)req);
+            return smla_fail_value(
+                error, op,
+                "`query_start_loc` must have decodes (at most %lld tokens) before prefills, got %d "
+                "tokens at request %lld behind a prefill: sort the batch by query length",
+                (long long)limits->decode_threshold, len, (long long)req);
         }
         seen_prefill = seen_prefill || len > limits->decode_threshold;
     }
@@ -99,11 +96,11 @@ smla_check_table_width(const char *op, const DLTensor *block_table, int64_t bloc
     if (blocks <= num_blocks) {
         return SMLA_OK;
     }
-    return smla_fail(error, SMLA_ERROR_VALUE,
-                     "%s: `block_table` must have at least %lld columns for the %lld tokens of "
-                     "request %lld, got %lld",
-                     op, (long long)blocks, (long long)seq_len, (long long)req,
-                     (long long)num_blocks);
+    return smla_fail_value(error, op,
+                           "`block_table` must have at least %lld columns for the %lld tokens of "
+                           "request %lld, got %lld",
+                           (long long)blocks, (long long)seq_len, (long long)req,
+                           (long long)num_blocks);
 }
 
 void

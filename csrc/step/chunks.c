@@ -14,38 +14,24 @@ smla_status
 smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
                            int64_t num_actual_tokens, smla_error *error)
 {
-    if (num_reqs < 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `num_reqs` must be at least 0, got %lld", op,
-                         (long long)num_reqs);
-    }
+    SMLA_TRY(smla_require_least(op, "num_reqs", num_reqs, 0, error));
     if (query_start_loc == NULL || query_start_loc[0] != 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `query_start_loc` must start with 0, got %d",
-                         op, query_start_loc == NULL ? -1 : query_start_loc[0]);
+        return smla_fail_value(error, op, "`query_start_loc` must start with 0, got %d",
+                               query_start_loc == NULL ? -1 : query_start_loc[0]);
     }
     for (int64_t req = 0; req < num_reqs; req++) {
         if (query_start_loc[req + 1] < query_start_loc[req]) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `query_start_loc` must not decrease, got %d after %d at request %lld", op,
+            return smla_fail_value(
+                error, op, "`query_start_loc` must not decrease, got %d after %d at request %lld",
                 query_start_loc[req + 1], query_start_loc[req], (long long)req);
         }
     }
     if (num_actual_tokens < query_start_loc[num_reqs]) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `num_actual_tokens` must be at least query_start_loc[-1] = %d, got %lld", op,
+        return smla_fail_value(
+            error, op, "`num_actual_tokens` must be at least query_start_loc[-1] = %d, got %lld",
             query_start_loc[num_reqs], (long long)num_actual_tokens);
     }
     return SMLA_OK;
-}
-
-static smla_status
-check_threshold(const char *op, int64_t decode_threshold, smla_error *error)
-{
-    return decode_threshold >= 1 ? SMLA_OK
-                                 : smla_fail(error, SMLA_ERROR_VALUE,
-                                             "%s: `decode_threshold` must be at least 1, got %lld",
-                                             op, (long long)decode_threshold);
 }
 
 smla_batch_split
@@ -78,7 +64,7 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
                                 int require_uniform, smla_batch_split *split, smla_error *error)
 {
     static const char op[] = "split_decodes_and_prefills";
-    SMLA_TRY(check_threshold(op, decode_threshold, error));
+    SMLA_TRY(smla_require_least(op, "decode_threshold", decode_threshold, 1, error));
     SMLA_TRY(smla_check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
     SMLA_TRY(smla_require_pointer(op, "split", split, error));
     *split = smla_split_batch(query_start_loc, num_reqs, num_actual_tokens, decode_threshold,
@@ -98,9 +84,9 @@ count_requests(const char *op, const int32_t *num_tokens, int64_t num_reqs,
         const int32_t count = num_tokens[req];
         const bool is_decode = count <= decode_threshold;
         if (count < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `num_scheduled_tokens` must be >= 0, got %d at request %lld", op,
-                             count, (long long)req);
+            return smla_fail_value(error, op,
+                                   "`num_scheduled_tokens` must be >= 0, got %d at request %lld",
+                                   count, (long long)req);
         }
         *(is_decode ? &split->num_decodes : &split->num_prefills) += 1;
         *(is_decode ? &split->num_decode_tokens : &split->num_prefill_tokens) += count;
@@ -117,7 +103,7 @@ smla_reorder_batch(const int32_t *num_scheduled_tokens, int64_t num_reqs, int64_
     static const char op[] = "reorder_batch";
     int64_t count = 0;
     int64_t prefill = 0;
-    SMLA_TRY(check_threshold(op, decode_threshold, error));
+    SMLA_TRY(smla_require_least(op, "decode_threshold", decode_threshold, 1, error));
     if (num_reqs > 0) {
         SMLA_TRY(smla_require_pointer(op, "num_scheduled_tokens", num_scheduled_tokens, error));
         SMLA_TRY(smla_require_pointer(op, "swaps", swaps, error));
@@ -151,17 +137,15 @@ smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req, i
     for (int64_t req = 0; req < num_reqs; req++) {
         const int64_t len = seq_lens[req] < most_each ? seq_lens[req] : most_each;
         if (len < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `seq_lens` must be >= 0, got %lld at request "
-                             "%lld",
-                             op, (long long)len, (long long)(first_req + req));
+            return smla_fail_value(error, op, "`seq_lens` must be >= 0, got %lld at request %lld",
+                                   (long long)len, (long long)(first_req + req));
         }
         if (len > workspace_tokens) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `seq_lens` must fit the workspace of %lld tokens one by one, got %lld "
-                "at request %lld (raise prefill_workspace_tokens)",
-                op, (long long)workspace_tokens, (long long)len, (long long)(first_req + req));
+            return smla_fail_value(error, op,
+                                   "`seq_lens` must fit the workspace of %lld tokens one by one, "
+                                   "got %lld at request %lld (raise prefill_workspace_tokens)",
+                                   (long long)workspace_tokens, (long long)len,
+                                   (long long)(first_req + req));
         }
         if (req > 0 && used + len > workspace_tokens) {
             ends[count++] = req;
@@ -186,11 +170,7 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
         SMLA_TRY(smla_require_pointer(op, "ends", ends, error));
     }
     SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
-    if (workspace_tokens < 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `workspace_tokens` must be at least 0, got %lld", op,
-                         (long long)workspace_tokens);
-    }
+    SMLA_TRY(smla_require_least(op, "workspace_tokens", workspace_tokens, 0, error));
     return smla_pack_prefills(op, seq_lens, 0, num_reqs, INT32_MAX, workspace_tokens, ends,
                               num_chunks, error);
 }

@@ -81,11 +81,11 @@ split_equally(const char *op, const smla_context_args *args, context_writer *w, 
     }
     const int64_t size = args->workspace_tokens / count / args->block_size * args->block_size;
     if (size == 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `workspace_tokens` must have a page of %lld tokens for each of %lld "
-                         "prefills with context, got %lld",
-                         op, (long long)args->block_size, (long long)count,
-                         (long long)args->workspace_tokens);
+        return smla_fail_value(error, op,
+                               "`workspace_tokens` must have a page of %lld tokens for each of "
+                               "%lld prefills with context, got %lld",
+                               (long long)args->block_size, (long long)count,
+                               (long long)args->workspace_tokens);
     }
     for (int64_t start = 0; start < longest; start += size) {
         open_chunk(w, 0);
@@ -112,9 +112,9 @@ pack(const char *op, const smla_context_args *args, const int32_t *query_start_l
 {
     const int64_t page = args->block_size;
     if (args->workspace_tokens < page) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `workspace_tokens` must be at least a page of %lld tokens, got %lld",
-                         op, (long long)page, (long long)args->workspace_tokens);
+        return smla_fail_value(
+            error, op, "`workspace_tokens` must be at least a page of %lld tokens, got %lld",
+            (long long)page, (long long)args->workspace_tokens);
     }
     open_chunk(w, 0);
     for (int64_t req = 0; req < args->num_prefills; req++) {
@@ -153,24 +153,16 @@ check_context(const char *op, const smla_context_args *args, smla_error *error)
     if (args->num_prefills > 0) {
         SMLA_TRY(smla_require_pointer(op, "context_lens", args->context_lens, error));
     }
-    if (args->block_size < 1) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be at least 1, got %lld",
-                         op, (long long)args->block_size);
-    }
-    if (args->workspace_tokens < 0 || args->workspace_tokens > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `workspace_tokens` must be 0 to %d, got %lld", op, INT32_MAX,
-                         (long long)args->workspace_tokens);
-    }
+    SMLA_TRY(smla_require_least(op, "block_size", args->block_size, 1, error));
+    SMLA_TRY(
+        smla_require_count(op, "workspace_tokens", args->workspace_tokens, 0, INT32_MAX, error));
     if (args->plan != SMLA_CONTEXT_EQUAL && args->plan != SMLA_CONTEXT_PACKED) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `plan` must be 0 or 1, got %d", op,
-                         (int)args->plan);
+        return smla_fail_value(error, op, "`plan` must be 0 or 1, got %d", (int)args->plan);
     }
     for (int64_t req = 0; req < args->num_prefills; req++) {
         if (args->context_lens[req] < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `context_lens` must be >= 0, got %d at request %lld", op,
-                             args->context_lens[req], (long long)req);
+            return smla_fail_value(error, op, "`context_lens` must be >= 0, got %d at request %lld",
+                                   args->context_lens[req], (long long)req);
         }
     }
     return SMLA_OK;

@@ -34,9 +34,8 @@ smla_require_step_device(const smla_step *s, const char *op, const char *name, D
     SMLA_TRY(smla_find_backend(op, device, &backend, error));
     return backend == s->backend && device.device_id == s->device.device_id
                ? SMLA_OK
-               : smla_fail(error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be on the device of the config, got another one", op,
-                           name);
+               : smla_fail_value(error, op,
+                                 "`%s` must be on the device of the config, got another one", name);
 }
 
 /* ---- Workspace ----------------------------------------------------------------------------- */
@@ -71,13 +70,8 @@ adopt_workspace(smla_step *s, int which, const smla_workspace_rule *rule, smla_e
         rule->may_be_pages ? flatten_rows(&flat, rule->given) : rule->given;
     smla_checker c;
     smla_open_checker(&c, smla_create_op, error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = names[which],
-                                           .tensor = tensor,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
-                                           .ndim = 2,
-                                           .shape = {rule->least, rule->columns},
-                                           .hint = rule->hint}));
+    SMLA_TRY(smla_require_2d(&c, names[which], tensor, SMLA_DTYPE_BF16, rule->least, rule->columns,
+                             SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS, rule->hint));
     SMLA_TRY(smla_require_step_device(s, smla_create_op, names[which], c.device, error));
     const int64_t rows = rule->rows == SMLA_ANY ? smla_size(tensor, 0) : rule->rows;
     smla_slice_rows(&s->workspaces[which], tensor, 0, rows);

@@ -66,16 +66,13 @@ cut_request(batch_writer *w, int64_t req)
 static smla_status
 check_sizes(const smla_local_attention_args *a, smla_error *error)
 {
-    if (a->block_size < 1) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be at least 1, got %lld",
-                         op, (long long)a->block_size);
-    }
+    SMLA_TRY(smla_require_least(op, "block_size", a->block_size, 1, error));
     if (a->attention_chunk < 1 || a->attention_chunk > INT32_MAX ||
         a->attention_chunk % a->block_size != 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `attention_chunk` must be a multiple of block_size = %lld, 1 to %d, "
-                         "got %lld",
-                         op, (long long)a->block_size, INT32_MAX, (long long)a->attention_chunk);
+        return smla_fail_value(
+            error, op,
+            "`attention_chunk` must be a multiple of block_size = %lld, 1 to %d, got %lld",
+            (long long)a->block_size, INT32_MAX, (long long)a->attention_chunk);
     }
     return SMLA_OK;
 }
@@ -93,17 +90,16 @@ check_requests(const smla_local_attention_args *a, smla_error *error)
     for (int64_t req = 0; req < a->num_reqs; req++) {
         const int64_t len = a->seq_lens[req];
         if (len < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `seq_lens` must be >= 0, got %lld at request %lld", op,
-                             (long long)len, (long long)req);
+            return smla_fail_value(error, op, "`seq_lens` must be >= 0, got %lld at request %lld",
+                                   (long long)len, (long long)req);
         }
         const int64_t pages = (len + a->block_size - 1) / a->block_size;
         if (pages > a->table_width) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `block_table` must have %lld columns for the %lld tokens of "
-                             "request %lld, got %lld",
-                             op, (long long)pages, (long long)len, (long long)req,
-                             (long long)a->table_width);
+            return smla_fail_value(error, op,
+                                   "`block_table` must have %lld columns for the %lld tokens of "
+                                   "request %lld, got %lld",
+                                   (long long)pages, (long long)len, (long long)req,
+                                   (long long)a->table_width);
         }
     }
     return SMLA_OK;

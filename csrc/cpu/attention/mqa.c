@@ -315,11 +315,10 @@ smla_attend_mqa(const smla_attention_params *given, const smla_cpu_isa *isa, sml
         (int64_t)(-(uintptr_t)params->workspace.memory % SMLA_WORKSPACE_ALIGN);
     const int64_t least = misalignment + part_bytes + scratch_bytes;
     if (params->workspace.memory == NULL || params->workspace.bytes < least) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes, got %lld", params->call.op,
-                         params->workspace.name, (long long)least,
-                         (long long)(params->workspace.memory == NULL ? 0
-                                                                      : params->workspace.bytes));
+        return smla_fail_value(
+            error, params->call.op, "`%s` must have at least %lld bytes, got %lld",
+            params->workspace.name, (long long)least,
+            (long long)(params->workspace.memory == NULL ? 0 : params->workspace.bytes));
     }
     uint8_t *const memory = (uint8_t *)params->workspace.memory + misalignment;
     const int64_t room = (params->workspace.bytes - misalignment - part_bytes) / scratch_bytes;

@@ -25,11 +25,10 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
         if (slot >= num_slots) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `%s` must be below the %lld slots of `%s`, got %lld at token %lld", p->call.op,
-                p->slots_name, (long long)num_slots, p->cache_name, (long long)slot,
-                (long long)token);
+            return smla_fail_value(
+                error, p->call.op,
+                "`%s` must be below the %lld slots of `%s`, got %lld at token %lld", p->slots_name,
+                (long long)num_slots, p->cache_name, (long long)slot, (long long)token);
         }
     }
     return SMLA_OK;
@@ -216,29 +215,29 @@ check_request(const smla_gather_params *p, int64_t req, smla_error *error)
                              p->workspace_starts == NULL ? "offset" : "workspace_starts"};
     const gather_request r = read_request(p, req);
     if (r.count < 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be >= 0, got %lld at request %lld",
-                         op, names.count, (long long)r.count, (long long)req);
+        return smla_fail_value(error, op, "`%s` must be >= 0, got %lld at request %lld",
+                               names.count, (long long)r.count, (long long)req);
     }
     if (r.count == 0) {
         return SMLA_OK;
     }
     if (r.seq_start < 0) {
         return p->gather_lens != NULL
-                   ? smla_fail(error, SMLA_ERROR_VALUE,
-                               "%s: `gather_lens` must be at most `seq_lens`, got %lld more at "
-                               "request %lld",
-                               op, (long long)-r.seq_start, (long long)req)
-                   : smla_fail(error, SMLA_ERROR_VALUE,
-                               "%s: `seq_starts` must be >= 0, got %lld at request %lld", op,
-                               (long long)r.seq_start, (long long)req);
+                   ? smla_fail_value(
+                         error, op,
+                         "`gather_lens` must be at most `seq_lens`, got %lld more at request %lld",
+                         (long long)-r.seq_start, (long long)req)
+                   : smla_fail_value(error, op,
+                                     "`seq_starts` must be >= 0, got %lld at request %lld",
+                                     (long long)r.seq_start, (long long)req);
     }
     if (r.workspace_start < 0 || r.workspace_start + r.count > p->out_tokens) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must keep every row inside the %lld rows of `out`, got "
-                         "rows %lld to %lld for request %lld",
-                         op, names.workspace_start, (long long)p->out_tokens,
-                         (long long)r.workspace_start, (long long)(r.workspace_start + r.count),
-                         (long long)req);
+        return smla_fail_value(error, op,
+                               "`%s` must keep every row inside the %lld rows of `out`, got rows "
+                               "%lld to %lld for request %lld",
+                               names.workspace_start, (long long)p->out_tokens,
+                               (long long)r.workspace_start,
+                               (long long)(r.workspace_start + r.count), (long long)req);
     }
     const int64_t first_block = r.seq_start / p->kv.block_size;
     const int64_t last = r.seq_start + r.count - 1 - first_block * p->kv.block_size;
@@ -246,19 +245,18 @@ check_request(const smla_gather_params *p, int64_t req, smla_error *error)
     const int64_t end_block =
         first_block + (last < p->kv.block_size ? 0 : last / p->kv.block_size) + 1;
     if (end_block > p->num_blocks) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `block_table` must have at least %lld columns for request %lld, got %lld", op,
+        return smla_fail_value(
+            error, op, "`block_table` must have at least %lld columns for request %lld, got %lld",
             (long long)end_block, (long long)req, (long long)p->num_blocks);
     }
     for (int64_t block = first_block; block < end_block; block++) {
         const int32_t page = read_page(p, req, block);
         if (page < 0 || page >= p->kv.num_pages) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `block_table` must name pages of the cache (0 to %lld), got %d for "
-                "request %lld, block %lld",
-                op, (long long)p->kv.num_pages - 1, page, (long long)req, (long long)block);
+            return smla_fail_value(error, op,
+                                   "`block_table` must name pages of the cache (0 to %lld), got "
+                                   "%d for request %lld, block %lld",
+                                   (long long)p->kv.num_pages - 1, page, (long long)req,
+                                   (long long)block);
         }
     }
     return SMLA_OK;

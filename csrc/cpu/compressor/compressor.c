@@ -31,9 +31,9 @@ smla_cpu_check_partial_states(const smla_partial_states_params *p, smla_error *e
     for (int64_t token = 0; token < p->rows.num_tokens; token++) {
         const int64_t position = read_position_of(p, token);
         if (position < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `positions` must be >= 0, got %lld for token %lld", p->call.op,
-                             (long long)position, (long long)token);
+            return smla_fail_value(error, p->call.op,
+                                   "`positions` must be >= 0, got %lld for token %lld",
+                                   (long long)position, (long long)token);
         }
     }
     return smla_cpu_check_cache_write(&p->rows, error);
@@ -115,11 +115,11 @@ check_pages(const smla_compress_params *p, int64_t token, smla_error *error)
          block <= position / table->block_size && block < table->num_blocks; block++) {
         const int32_t page = read_page(table, req, block);
         if (page >= num_pages) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `block_table` must name pages of `state` (0 to %lld) or be "
-                             "negative, got %d for request %lld, block %lld",
-                             p->call.op, (long long)num_pages - 1, page, (long long)req,
-                             (long long)block);
+            return smla_fail_value(error, p->call.op,
+                                   "`block_table` must name pages of `state` (0 to %lld) or be "
+                                   "negative, got %d for request %lld, block %lld",
+                                   (long long)num_pages - 1, page, (long long)req,
+                                   (long long)block);
         }
     }
     return SMLA_OK;
@@ -139,10 +139,10 @@ smla_cpu_check_compress(const smla_compress_params *p, smla_error *error)
         }
         const int64_t req = p->req_id_per_token[token * p->req_id_stride];
         if (req < 0 || req >= p->num_reqs) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `req_id_per_token` must name a row of `block_table` (0 to %lld), "
-                             "got %lld at token %lld",
-                             op, (long long)p->num_reqs - 1, (long long)req, (long long)token);
+            return smla_fail_value(error, op,
+                                   "`req_id_per_token` must name a row of `block_table` (0 to "
+                                   "%lld), got %lld at token %lld",
+                                   (long long)p->num_reqs - 1, (long long)req, (long long)token);
         }
         SMLA_TRY(check_pages(p, token, error));
     }

@@ -15,30 +15,29 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int32_t req = p->req_id_per_token[token * p->req_id_stride];
         if (req < 0 || req >= p->num_reqs) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `req_id_per_token` must name a row of `block_table` (0 to %lld), got %d "
-                "at token %lld",
-                op, (long long)p->num_reqs - 1, req, (long long)token);
+            return smla_fail_value(error, op,
+                                   "`req_id_per_token` must name a row of `block_table` (0 to "
+                                   "%lld), got %d at token %lld",
+                                   (long long)p->num_reqs - 1, req, (long long)token);
         }
         if (p->prefill_request_ids == NULL) {
             continue;
         }
         const int32_t prefill = p->prefill_request_ids[token * p->prefill_request_ids_stride];
         if (prefill >= p->num_prefills) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `prefill_request_ids` must name an entry of `prefill_workspace_starts` "
-                "(0 to %lld) or be -1, got %d at token %lld",
-                op, (long long)p->num_prefills - 1, prefill, (long long)token);
+            return smla_fail_value(
+                error, op,
+                "`prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to "
+                "%lld) or be -1, got %d at token %lld",
+                (long long)p->num_prefills - 1, prefill, (long long)token);
         }
         const int32_t start =
             prefill < 0 ? 0
                         : p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
         if (start < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `prefill_workspace_starts` must be >= 0, got %d at entry %d", op,
-                             start, prefill);
+            return smla_fail_value(error, op,
+                                   "`prefill_workspace_starts` must be >= 0, got %d at entry %d",
+                                   start, prefill);
         }
     }
     return SMLA_OK;

@@ -81,9 +81,8 @@ check_request_id(const char *op, const char *table, int64_t req, int64_t num_req
     if (req >= 0 && req < num_reqs) {
         return SMLA_OK;
     }
-    return smla_fail(
-        error, SMLA_ERROR_VALUE,
-        "%s: `req_id_per_token` must name a row of `%s` (0 to %lld), got %lld at token %lld", op,
+    return smla_fail_value(
+        error, op, "`req_id_per_token` must name a row of `%s` (0 to %lld), got %lld at token %lld",
         table, (long long)num_reqs - 1, (long long)req, (long long)token);
 }
 
@@ -94,10 +93,10 @@ check_starts(const char *op, const smla_query_batch *batch, smla_error *error)
         const int64_t start = read_start(batch, req);
         const int64_t end = read_start(batch, req + 1);
         if (end < start) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `query_start_loc` must not decrease, got %lld after %lld at "
-                             "request %lld",
-                             op, (long long)end, (long long)start, (long long)req);
+            return smla_fail_value(
+                error, op,
+                "`query_start_loc` must not decrease, got %lld after %lld at request %lld",
+                (long long)end, (long long)start, (long long)req);
         }
     }
     return SMLA_OK;
@@ -133,11 +132,11 @@ check_gather_len(const char *op, const smla_combine_topk_swa_params *p, int64_t 
     const int64_t room = p->request_rows - p->window_start;
     const int64_t most = seq_len < room ? seq_len : room;
     if (gather_len < least || gather_len > most) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `gather_lens` must hold the windows of request %lld (at least %lld) "
-                         "and fit its sequence and its rows (at most %lld), got %lld",
-                         op, (long long)req, (long long)least, (long long)most,
-                         (long long)gather_len);
+        return smla_fail_value(error, op,
+                               "`gather_lens` must hold the windows of request %lld (at least "
+                               "%lld) and fit its sequence and its rows (at most %lld), got %lld",
+                               (long long)req, (long long)least, (long long)most,
+                               (long long)gather_len);
     }
     return SMLA_OK;
 }
@@ -149,10 +148,10 @@ smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_erro
     SMLA_TRY(check_starts(op, &p->batch, error));
     const int64_t num_queries = read_start(&p->batch, p->batch.num_reqs) - read_start(&p->batch, 0);
     if (num_queries > p->num_tokens) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `query_start_loc` must have at most the %lld tokens of "
-                         "`topk_indices`, got %lld",
-                         op, (long long)p->num_tokens, (long long)num_queries);
+        return smla_fail_value(
+            error, op,
+            "`query_start_loc` must have at most the %lld tokens of `topk_indices`, got %lld",
+            (long long)p->num_tokens, (long long)num_queries);
     }
     for (int64_t req = 0; req < p->batch.num_reqs; req++) {
         SMLA_TRY(check_gather_len(op, p, req, error));

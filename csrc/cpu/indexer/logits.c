@@ -65,11 +65,11 @@ smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
         const int64_t request = source_of(p, token);
         const bool has_keys = p->context_lens[token * p->context_lens_stride] > 0;
         if (has_keys && (request < 0 || request >= p->num_reqs)) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `req_id_per_token` must be 0 to %lld (rows of `block_table`), "
-                             "got %lld at token %lld",
-                             p->call.op, (long long)p->num_reqs - 1, (long long)request,
-                             (long long)token);
+            return smla_fail_value(error, p->call.op,
+                                   "`req_id_per_token` must be 0 to %lld (rows of `block_table`), "
+                                   "got %lld at token %lld",
+                                   (long long)p->num_reqs - 1, (long long)request,
+                                   (long long)token);
         }
     }
     return SMLA_OK;

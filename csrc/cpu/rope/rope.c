@@ -21,11 +21,10 @@ smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_toke
     for (int64_t token = 0; token < num_tokens; token++) {
         const int64_t position = read_position(rope, token);
         if (position < 0 || position >= rope->max_pos) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `positions` must be rows of `rope_table`, which has %lld, got %lld for "
-                "token %lld",
-                op, (long long)rope->max_pos, (long long)position, (long long)token);
+            return smla_fail_value(
+                error, op,
+                "`positions` must be rows of `rope_table`, which has %lld, got %lld for token %lld",
+                (long long)rope->max_pos, (long long)position, (long long)token);
         }
     }
     return SMLA_OK;

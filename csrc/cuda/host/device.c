@@ -409,10 +409,10 @@ smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
     smla_cuda_restore_captures(former);
     SMLA_TRY(smla_cuda_status(op, "cudaStreamGetDevice", code, error));
     if (device_id != stream.device_id) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `stream` must be a stream of the arrays' device, cuda:%d, got one of "
-                         "cuda:%d",
-                         op, stream.device_id, device_id);
+        return smla_fail_value(
+            error, op,
+            "`stream` must be a stream of the arrays' device, cuda:%d, got one of cuda:%d",
+            stream.device_id, device_id);
     }
     return SMLA_OK;
 }

@@ -279,11 +279,10 @@ refuse_capture(const char *op, smla_stream stream, smla_error *error)
     bool is_capturing = false;
     SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
     if (is_capturing) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `stream` must not be capturing a CUDA graph, got one that is: build before the "
-            "capture, and again before each replay, which reads what the last build wrote",
-            op);
+        return smla_fail_value(
+            error, op,
+            "`stream` must not be capturing a CUDA graph, got one that is: build before the "
+            "capture, and again before each replay, which reads what the last build wrote");
     }
     return SMLA_OK;
 }

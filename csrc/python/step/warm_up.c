@@ -36,26 +36,15 @@ check_warm_up(const smla_py_call *call, int64_t num_heads, smla_error *error)
     smla_checker c;
     smla_open_checker(&c, call->op, error);
     const DLTensor *const q = smla_py_view(&call->arrays[WARM_Q]);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "q",
-                                           .tensor = q,
-                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
-                                           .ndim = 3,
-                                           .shape = {SMLA_ANY, num_heads, SMLA_V4_HEAD_DIM}}));
-    SMLA_TRY(
-        smla_require(&c, &(smla_rule){.name = "out",
-                                      .tensor = smla_py_view(&call->arrays[WARM_OUT]),
-                                      .dtypes = SMLA_DTYPE_BF16,
-                                      .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
-                                               SMLA_RULE_MORE_HEADS,
-                                      .ndim = 3,
-                                      .shape = {smla_size(q, 0), num_heads, SMLA_V4_HEAD_DIM}}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
-                                           .tensor = smla_py_view(&call->arrays[WARM_LSE]),
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
-                                                    SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {smla_size(q, 0), num_heads}}));
+    SMLA_TRY(smla_require_3d(&c, "q", q, SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES, SMLA_ANY,
+                             num_heads, SMLA_V4_HEAD_DIM, 0, NULL));
+    SMLA_TRY(smla_require_3d(&c, "out", smla_py_view(&call->arrays[WARM_OUT]), SMLA_DTYPE_BF16,
+                             smla_size(q, 0), num_heads, SMLA_V4_HEAD_DIM,
+                             SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_MORE_HEADS, NULL));
+    SMLA_TRY(smla_require_2d(&c, "lse", smla_py_view(&call->arrays[WARM_LSE]), SMLA_DTYPE_FP32,
+                             smla_size(q, 0), num_heads,
+                             SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                             NULL));
     return smla_require_disjoint(&c);
 }
 

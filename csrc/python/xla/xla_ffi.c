@@ -54,8 +54,8 @@ read_scalar(const xla_call *call, const char *name, int type, void *value, size_
 {
     const smla_xla_scalar *scalar = find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR);
     if (scalar == NULL || scalar->type != type) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be a 64-bit scalar attribute, got none", call->op, name);
+        return smla_fail_value(call->error, call->op,
+                               "`%s` must be a 64-bit scalar attribute, got none", name);
     }
     memcpy(value, scalar->value, bytes);
     return SMLA_OK;
@@ -73,10 +73,9 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
     int64_t wide = 0;
     SMLA_TRY(read_int(call, name, &wide));
     *value = (int32_t)wide;
-    return *value == wide
-               ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must fit int32, got %lld",
-                           call->op, name, (long long)wide);
+    return *value == wide ? SMLA_OK
+                          : smla_fail_value(call->error, call->op, "`%s` must fit int32, got %lld",
+                                            name, (long long)wide);
 }
 
 /* Reads a size that may be left out. The core reads 0 as "left out", so a 0 given by the caller is
@@ -89,10 +88,10 @@ read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
         return SMLA_OK;
     }
     SMLA_TRY(read_int(call, name, value));
-    return *value >= least ? SMLA_OK
-                           : smla_fail(call->error, SMLA_ERROR_VALUE,
-                                       "%s: `%s` must be at least %lld, got %lld", call->op, name,
-                                       (long long)least, (long long)*value);
+    return *value >= least
+               ? SMLA_OK
+               : smla_fail_value(call->error, call->op, "`%s` must be at least %lld, got %lld",
+                                 name, (long long)least, (long long)*value);
 }
 
 /* Reads a size for which 0 means the same as leaving it out. */
@@ -132,8 +131,8 @@ read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
     SMLA_TRY(read_scalar(call, name, SMLA_XLA_F64, &scale->value, sizeof scale->value));
     return scale->value != 0.0
                ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be a positive normal float32, got 0", call->op, name);
+               : smla_fail_value(call->error, call->op,
+                                 "`%s` must be a positive normal float32, got 0", name);
 }
 
 static smla_status
@@ -147,8 +146,8 @@ read_kv_format(const xla_call *call, const char *name, int32_t *format)
     if (*format == SMLA_KV_INFER) {
         char names[SMLA_PY_FORMATS_TEXT];
         smla_py_describe_kv_formats(names);
-        return smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be %s, got \"%.*s\"",
-                         call->op, name, names, (int)span->length, span->text);
+        return smla_fail_value(call->error, call->op, "`%s` must be %s, got \"%.*s\"", name, names,
+                               (int)span->length, span->text);
     }
     return SMLA_OK;
 }
@@ -161,9 +160,9 @@ read_scales(const xla_call *call, const char *name, int32_t *layout)
         span == NULL ? SMLA_SCALES_INFER : smla_py_find_scale_layout(span->text, span->length);
     return span == NULL || *layout != SMLA_SCALES_INFER
                ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be " SMLA_PY_SCALE_LAYOUT_NAMES ", got \"%.*s\"",
-                           call->op, name, (int)span->length, span->text);
+               : smla_fail_value(call->error, call->op,
+                                 "`%s` must be " SMLA_PY_SCALE_LAYOUT_NAMES ", got \"%.*s\"", name,
+                                 (int)span->length, span->text);
 }
 
 static smla_status
@@ -172,9 +171,9 @@ read_floats(const xla_call *call, const char *name, DLDataType *dtype)
     const smla_xla_span *span = find_attribute(call->frame, name, SMLA_XLA_IS_STRING);
     return span == NULL || smla_py_find_floats(span->text, span->length, dtype)
                ? SMLA_OK
-               : smla_fail(call->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be " SMLA_PY_FLOATS_NAMES ", got \"%.*s\"", call->op,
-                           name, (int)span->length, span->text);
+               : smla_fail_value(call->error, call->op,
+                                 "`%s` must be " SMLA_PY_FLOATS_NAMES ", got \"%.*s\"", name,
+                                 (int)span->length, span->text);
 }
 
 /* ---- Arrays ---------------------------------------------------------------------------------- */
@@ -221,9 +220,9 @@ count_given(const xla_call *call)
 static smla_status
 fail_present(const xla_call *call, int64_t present)
 {
-    return smla_fail(call->error, SMLA_ERROR_VALUE,
-                     "%s: `present` must name the %lld arrays of the call, got bits %#llx",
-                     call->op, (long long)count_given(call), (unsigned long long)present);
+    return smla_fail_value(call->error, call->op,
+                           "`present` must name the %lld arrays of the call, got bits %#llx",
+                           (long long)count_given(call), (unsigned long long)present);
 }
 
 /* The state of a walk over the arrays of an operator. */

@@ -21,8 +21,8 @@ smla_require_step(const smla_layer *layer)
 {
     return layer->step != NULL && layer->step->is_built
                ? SMLA_OK
-               : smla_fail(layer->error, SMLA_ERROR_VALUE,
-                           "%s: `builder` must have built a step, got none", layer->op);
+               : smla_fail_value(layer->error, layer->op,
+                                 "`builder` must have built a step, got none");
 }
 
 smla_status
@@ -35,9 +35,9 @@ smla_require_topk(const smla_layer *layer, smla_checker *c, const char *name, co
                                             2, layer->step->facts.num_actual_tokens, SMLA_ANY)));
     return smla_size(topk, 1) <= topk_tokens
                ? SMLA_OK
-               : smla_fail(layer->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have at most topk_tokens = %lld columns, got %lld",
-                           layer->op, name, (long long)topk_tokens, (long long)smla_size(topk, 1));
+               : smla_fail_value(layer->error, layer->op,
+                                 "`%s` must have at most topk_tokens = %lld columns, got %lld",
+                                 name, (long long)topk_tokens, (long long)smla_size(topk, 1));
 }
 
 smla_status

@@ -35,21 +35,19 @@ require_cache(smla_checker *c, dense_layer *d)
                                                 .flags = SMLA_RULE_OUTPUT},
                              kv));
     if (kv->format->head_dim != SMLA_KV_LORA_RANK + rope) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_cache` must have keys of %lld values, got %d", op,
-                         (long long)(SMLA_KV_LORA_RANK + rope), (int)kv->format->head_dim);
+        return smla_fail_value(c->error, op, "`kv_cache` must have keys of %lld values, got %d",
+                               (long long)(SMLA_KV_LORA_RANK + rope), (int)kv->format->head_dim);
     }
     if (rope == 0 && (is_pair || a->rope_table != NULL)) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be %s where qk_rope_head_dim is 0, got %s", op,
-                         is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
-                         is_pair ? "a pair" : "one");
+        return smla_fail_value(c->error, op, "`%s` must be %s where qk_rope_head_dim is 0, got %s",
+                               is_pair ? "q" : "rope_table", is_pair ? "one array" : "left out",
+                               is_pair ? "a pair" : "one");
     }
     return kv->block_size == config->block_size
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld",
-                           op, (long long)config->block_size, (long long)kv->block_size);
+               : smla_fail_value(c->error, op,
+                                 "`kv_cache` must have pages of block_size = %lld tokens, got %lld",
+                                 (long long)config->block_size, (long long)kv->block_size);
 }
 
 /* Checks latents, keys, and what else both kinds of layers have. */

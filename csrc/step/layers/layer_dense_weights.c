@@ -49,12 +49,11 @@ static smla_status
 require_short_latent(const smla_checker *c, int64_t inputs, int64_t heads)
 {
     const int64_t most = smla_dense_most_quantized(heads);
-    return inputs <= most
-               ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `q_c` must have at most %lld values per token if W_Q_UK is e4m3 "
-                           "(with %lld heads), got %lld",
-                           op, (long long)most, (long long)heads, (long long)inputs);
+    return inputs <= most ? SMLA_OK
+                          : smla_fail_value(c->error, op,
+                                            "`q_c` must have at most %lld values per token if "
+                                            "W_Q_UK is e4m3 (with %lld heads), got %lld",
+                                            (long long)most, (long long)heads, (long long)inputs);
 }
 
 /* The rule of a weight of bf16, [inputs, outputs] in any storage. */

@@ -35,14 +35,13 @@ check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *
                              kv));
     const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
     if (kv->format->number != format->number) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_cache` must have a last dimension of %d, got %d", op,
-                         format->row_elements, kv->format->row_elements);
+        return smla_fail_value(c->error, op, "`kv_cache` must have a last dimension of %d, got %d",
+                               format->row_elements, kv->format->row_elements);
     }
     if (kv->block_size != b->config.block_size) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
-                         (long long)b->config.block_size, (long long)kv->block_size);
+        return smla_fail_value(c->error, op,
+                               "`kv_cache` must have pages of block_size = %lld tokens, got %lld",
+                               (long long)b->config.block_size, (long long)kv->block_size);
     }
     return SMLA_OK;
 }

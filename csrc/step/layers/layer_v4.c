@@ -53,15 +53,15 @@ check_layer(attend_call *call)
     call->group =
         args->compress_ratio == 1 ? -1 : smla_v4_find_ratio(&b->config, args->compress_ratio);
     if (args->compress_ratio != 1 && call->group < 0) {
-        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
-                         "%s: `compress_ratio` must be 1 or one of the config, got %lld", op,
-                         (long long)args->compress_ratio);
+        return smla_fail_value(call->layer.error, op,
+                               "`compress_ratio` must be 1 or one of the config, got %lld",
+                               (long long)args->compress_ratio);
     }
     if (call->group >= 0 && b->metadata.groups[call->group].ratio == 0) {
-        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
-                         "%s: `metadata` must have a compressed block table of ratio %lld, got "
-                         "none: give it to MetadataBuilder.build",
-                         op, (long long)args->compress_ratio);
+        return smla_fail_value(call->layer.error, op,
+                               "`metadata` must have a compressed block table of ratio %lld, got "
+                               "none: give it to MetadataBuilder.build",
+                               (long long)args->compress_ratio);
     }
     call->is_indexed = args->compress_ratio == SMLA_V4_INDEXED_RATIO;
     return SMLA_OK;
@@ -73,9 +73,8 @@ check_cache(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *kv)
     SMLA_TRY(smla_require_kv(c, rule, kv));
     return kv->format->head_dim == SMLA_V4_HEAD_DIM
                ? SMLA_OK
-               : smla_fail(c->error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must have keys of %d values, got %d", op, rule->name,
-                           SMLA_V4_HEAD_DIM, kv->format->head_dim);
+               : smla_fail_value(c->error, op, "`%s` must have keys of %d values, got %d",
+                                 rule->name, SMLA_V4_HEAD_DIM, kv->format->head_dim);
 }
 
 static smla_status
@@ -113,10 +112,10 @@ static smla_status
 refuse_choice(const attend_call *call, const char *name, const DLTensor *given)
 {
     return given == NULL ? SMLA_OK
-                         : smla_fail(call->layer.error, SMLA_ERROR_VALUE,
-                                     "%s: `%s` must be None for a layer without an indexer "
-                                     "(compress ratio %lld), got an array",
-                                     op, name, (long long)call->args->compress_ratio);
+                         : smla_fail_value(call->layer.error, op,
+                                           "`%s` must be None for a layer without an indexer "
+                                           "(compress ratio %lld), got an array",
+                                           name, (long long)call->args->compress_ratio);
 }
 
 static smla_status
@@ -125,13 +124,8 @@ check_slots(smla_checker *c, const attend_call *call)
     const int64_t num_tokens = call->b->metadata.num_actual_tokens;
     SMLA_TRY(smla_require_topk(&call->layer, c, "slots", call->args->slots,
                                call->b->config.topk_tokens));
-    return smla_require(c, &(smla_rule){.name = "lens",
-                                        .tensor = call->args->lens,
-                                        .dtypes = SMLA_DTYPE_INT32,
-                                        .flags = SMLA_RULE_MORE_ROWS,
-                                        .ndim = 1,
-                                        .shape = {num_tokens},
-                                        .hint = "the number of each token's slots"});
+    return smla_require_1d(c, "lens", call->args->lens, SMLA_DTYPE_INT32, num_tokens,
+                           SMLA_RULE_MORE_ROWS, "the number of each token's slots");
 }
 
 static smla_status
@@ -147,10 +141,9 @@ check_choice(smla_checker *c, const attend_call *call)
         SMLA_TRY(check_slots(c, call));
     }
     if (args->topk_indices == NULL && args->slots != NULL && has_chunks(call)) {
-        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
-                         "%s: `topk_indices` must be given beside slots for the prefills of path "
-                         "\"separate\", got none",
-                         op);
+        return smla_fail_value(call->layer.error, op,
+                               "`topk_indices` must be given beside slots for the prefills of "
+                               "path \"separate\", got none");
     }
     return args->topk_indices == NULL && args->slots != NULL
                ? SMLA_OK
@@ -170,10 +163,10 @@ check_attend(attend_call *call)
                                 call->b->metadata.num_actual_tokens, config->num_heads,
                                 SMLA_RULE_MORE_ROWS));
     if (smla_dtype(q) == SMLA_DTYPE_BF16 && config->q_scale != 1) {
-        return smla_fail(call->layer.error, SMLA_ERROR_VALUE,
-                         "%s: `q` must be float8_e4m3fn for a config with q_scale = %g, got "
-                         "bfloat16",
-                         op, config->q_scale);
+        return smla_fail_value(
+            call->layer.error, op,
+            "`q` must be float8_e4m3fn for a config with q_scale = %g, got bfloat16",
+            config->q_scale);
     }
     SMLA_TRY(check_caches(&c, call));
     SMLA_TRY(check_choice(&c, call));

@@ -79,16 +79,16 @@ choose_path(smla_dense_config *config, smla_error *error)
     case SMLA_PATH_SEPARATE:
         return can_separate(config)
                    ? SMLA_OK
-                   : smla_fail(
-                         error, SMLA_ERROR_VALUE,
-                         "%s: `path` must be \"mixed\" unless qk_nope_head_dim and v_head_dim "
-                         "are multiples of 8, at most %d, got \"separate\" with %lld and %lld",
-                         smla_create_op, SMLA_KV_LORA_RANK, (long long)config->qk_nope_head_dim,
+                   : smla_fail_value(
+                         error, smla_create_op,
+                         "`path` must be \"mixed\" unless qk_nope_head_dim and v_head_dim are "
+                         "multiples of 8, at most %d, got \"separate\" with %lld and %lld",
+                         SMLA_KV_LORA_RANK, (long long)config->qk_nope_head_dim,
                          (long long)config->v_head_dim);
     default:
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `path` must be \"separate\" or \"mixed\", got \"%s\"", smla_create_op,
-                         name == NULL ? "an unknown one" : name);
+        return smla_fail_value(error, smla_create_op,
+                               "`path` must be \"separate\" or \"mixed\", got \"%s\"",
+                               name == NULL ? "an unknown one" : name);
     }
 }
 
@@ -109,12 +109,12 @@ find_workspace_tokens(smla_dense_builder *b, smla_error *error)
     b->workspace_tokens = config->path == SMLA_PATH_MIXED ? 0 : tokens;
     return config->path == SMLA_PATH_MIXED || tokens >= config->block_size
                ? SMLA_OK
-               : smla_fail(error, SMLA_ERROR_VALUE,
-                           "%s: `%s` must be at least a page of block_size = %lld tokens, got %lld",
-                           smla_create_op,
-                           config->prefill_workspace_tokens == 0 ? "workspace"
-                                                                 : "prefill_workspace_tokens",
-                           (long long)config->block_size, (long long)tokens);
+               : smla_fail_value(
+                     error, smla_create_op,
+                     "`%s` must be at least a page of block_size = %lld tokens, got %lld",
+                     config->prefill_workspace_tokens == 0 ? "workspace"
+                                                           : "prefill_workspace_tokens",
+                     (long long)config->block_size, (long long)tokens);
 }
 
 static smla_status
@@ -123,9 +123,9 @@ check(smla_step *s, smla_error *error)
     smla_dense_builder *const b = (smla_dense_builder *)s;
     smla_dense_config *const config = &b->config;
     if (config->qk_rope_head_dim != SMLA_QK_ROPE_HEAD_DIM && config->qk_rope_head_dim != NO_ROPE) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `qk_rope_head_dim` must be %d or %d, got %lld", smla_create_op,
-                         SMLA_QK_ROPE_HEAD_DIM, NO_ROPE, (long long)config->qk_rope_head_dim);
+        return smla_fail_value(error, smla_create_op,
+                               "`qk_rope_head_dim` must be %d or %d, got %lld",
+                               SMLA_QK_ROPE_HEAD_DIM, NO_ROPE, (long long)config->qk_rope_head_dim);
     }
     if (config->qk_rope_head_dim == NO_ROPE) {
         config->qk_rope_head_dim = 0;
@@ -133,10 +133,10 @@ check(smla_step *s, smla_error *error)
     const int64_t head_dim = SMLA_KV_LORA_RANK + config->qk_rope_head_dim;
     if (find_rows(config->kv_format, head_dim) == NULL) {
         const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be one of keys of %lld values, got %s",
-                         smla_create_op, (long long)head_dim,
-                         format == NULL ? "an unknown one" : format->name);
+        return smla_fail_value(error, smla_create_op,
+                               "`kv_format` must be one of keys of %lld values, got %s",
+                               (long long)head_dim,
+                               format == NULL ? "an unknown one" : format->name);
     }
     SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);

@@ -51,14 +51,14 @@ choose_path(smla_builder_config *config, smla_error *error)
     }
     const char *name = smla_path_name((smla_path)config->path);
     if (name == NULL) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `path` must be a smla_path, got %d",
-                         smla_create_op, config->path);
+        return smla_fail_value(error, smla_create_op, "`path` must be a smla_path, got %d",
+                               config->path);
     }
     if ((config->path == SMLA_PATH_BF16) == is_fp8) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `path` must serve a %s cache (%s), got \"%s\"", smla_create_op,
-                         is_fp8 ? "fp8_ds_mla" : "bfloat16",
-                         is_fp8 ? "\"mixed\", \"separate\" or \"direct\"" : "\"bf16\"", name);
+        return smla_fail_value(error, smla_create_op,
+                               "`path` must serve a %s cache (%s), got \"%s\"",
+                               is_fp8 ? "fp8_ds_mla" : "bfloat16",
+                               is_fp8 ? "\"mixed\", \"separate\" or \"direct\"" : "\"bf16\"", name);
     }
     return SMLA_OK;
 }
@@ -70,14 +70,14 @@ check(smla_step *s, smla_error *error)
     smla_builder_config *const config = &b->config;
     const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
     if (format == NULL) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be a known cache format, got %d", smla_create_op,
-                         config->kv_format);
+        return smla_fail_value(error, smla_create_op,
+                               "`kv_format` must be a known cache format, got %d",
+                               config->kv_format);
     }
     if (format->head_dim != SMLA_HEAD_DIM) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be one of keys of %d values, got %s", smla_create_op,
-                         SMLA_HEAD_DIM, format->name);
+        return smla_fail_value(error, smla_create_op,
+                               "`kv_format` must be one of keys of %d values, got %s",
+                               SMLA_HEAD_DIM, format->name);
     }
     if (config->workspace == NULL && config->prefill_workspace_tokens == 0) {
         const int64_t tokens = smla_prefill_workspace_size(config->max_model_len);

@@ -51,15 +51,15 @@ check_ratios(const smla_v4_config *config, smla_error *error)
     for (int i = 0; i < config->num_ratios; i++) {
         const int64_t ratio = config->compress_ratios[i];
         if (smla_v4_find_ratio(config, ratio) != i) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `compress_ratios` must be different, got %lld twice",
-                             smla_create_op, (long long)ratio);
+            return smla_fail_value(error, smla_create_op,
+                                   "`compress_ratios` must be different, got %lld twice",
+                                   (long long)ratio);
         }
         if (config->block_size % ratio != 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `block_size` must be a multiple of each compress ratio (%lld), "
-                             "got %lld",
-                             smla_create_op, (long long)ratio, (long long)config->block_size);
+            return smla_fail_value(
+                error, smla_create_op,
+                "`block_size` must be a multiple of each compress ratio (%lld), got %lld",
+                (long long)ratio, (long long)config->block_size);
         }
     }
     return SMLA_OK;
@@ -77,10 +77,10 @@ check_format(const char *name, int32_t number, bool is_extra, smla_error *error)
             return SMLA_OK;
         }
     }
-    return smla_fail(error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must be a format of keys of %d values that attention takes, got %s",
-                     smla_create_op, name, SMLA_V4_HEAD_DIM,
-                     format == NULL ? "an unknown one" : format->name);
+    return smla_fail_value(
+        error, smla_create_op,
+        "`%s` must be a format of keys of %d values that attention takes, got %s", name,
+        SMLA_V4_HEAD_DIM, format == NULL ? "an unknown one" : format->name);
 }
 
 int
@@ -195,9 +195,8 @@ check(smla_step *s, smla_error *error)
         config->path = SMLA_PATH_DIRECT;
     }
     if (config->path != SMLA_PATH_DIRECT && config->path != SMLA_PATH_SEPARATE) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `path` must be \"direct\" or \"separate\", got %d", smla_create_op,
-                         config->path);
+        return smla_fail_value(error, smla_create_op,
+                               "`path` must be \"direct\" or \"separate\", got %d", config->path);
     }
     SMLA_TAKE_CONFIG(s, config);
     set_columns(b);
@@ -269,10 +268,11 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
     const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
     const int64_t rows = workspace_size(config);
     if (rows > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `prefill_chunk_size` must make a workspace of less than 2^31 rows, "
-                         "got %lld rows: lower it, max_model_len or max_num_batched_tokens",
-                         smla_create_op, (long long)rows);
+        return smla_fail_value(
+            error, smla_create_op,
+            "`prefill_chunk_size` must make a workspace of less than 2^31 rows, got %lld rows: "
+            "lower it, max_model_len or max_num_batched_tokens",
+            (long long)rows);
     }
     rules[SMLA_GATHERED] =
         (smla_workspace_rule){.given = config->workspace,
@@ -346,10 +346,10 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     const smla_v4_build_args *const args = given;
     for (int64_t req = 0; req < args->num_reqs; req++) {
         if (batch->seq_lens[req] > args->max_seq_len) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `max_seq_len` must be at least the longest request (%d), got "
-                             "%lld",
-                             smla_build_op, batch->seq_lens[req], (long long)args->max_seq_len);
+            return smla_fail_value(
+                error, smla_build_op,
+                "`max_seq_len` must be at least the longest request (%d), got %lld",
+                batch->seq_lens[req], (long long)args->max_seq_len);
         }
     }
     smla_checker c;
@@ -359,19 +359,19 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     const DLTensor *const index_tables[] = {args->index_table, args->index_state_table};
     for (int i = 0; i < 2; i++) {
         if (index_tables[i] != NULL && smla_v4_find_ratio(config, SMLA_V4_INDEXED_RATIO) < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `index` must be absent for a config without compress ratio %d, "
-                             "got an array",
-                             smla_build_op, SMLA_V4_INDEXED_RATIO);
+            return smla_fail_value(
+                error, smla_build_op,
+                "`index` must be absent for a config without compress ratio %d, got an array",
+                SMLA_V4_INDEXED_RATIO);
         }
     }
     for (int i = 0; i < num_groups(config); i++) {
         const group_source source = find_source(config, args, i);
         if (source.compressed == NULL && source.state != NULL) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `compressed` must have a table of each ratio in `states`, got "
-                             "none of ratio %lld",
-                             smla_build_op, (long long)group_ratio(config, i));
+            return smla_fail_value(
+                error, smla_build_op,
+                "`compressed` must have a table of each ratio in `states`, got none of ratio %lld",
+                (long long)group_ratio(config, i));
         }
     }
     return SMLA_OK;

@@ -33,9 +33,9 @@ require_workspace(const smla_attention_params *params, smla_error *error)
                           smla_partial_bytes(smla_partial_num_rows(params));
     const int64_t given = params->workspace.memory == NULL ? 0 : params->workspace.bytes;
     if (given < least) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least %lld bytes, got %lld", params->call.op,
-                         params->workspace.name, (long long)least, (long long)given);
+        return smla_fail_value(error, params->call.op,
+                               "`%s` must have at least %lld bytes, got %lld",
+                               params->workspace.name, (long long)least, (long long)given);
     }
     return SMLA_OK;
 }
