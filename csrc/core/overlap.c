@@ -183,12 +183,13 @@ smla_find_overlap(const DLTensor *a, const DLTensor *b)
     return find_sum(&list, (intptr_t)range_a.high - 1 - (intptr_t)range_b.low);
 }
 
-/* Whether no stride reaches back: each is longer than the way over all later dimensions. */
+/* Whether no stride reaches back: each is longer than the way over all later dimensions. An empty
+ * array has no way. */
 static bool
 is_nested(const DLTensor *tensor)
 {
     int64_t reach = 0;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
+    for (int i = tensor->ndim - 1; i >= 0 && !smla_is_empty(tensor); i--) {
         const int64_t stride = smla_stride(tensor, i);
         if (tensor->shape[i] > 1 && stride <= reach) {
             return false;

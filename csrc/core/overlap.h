@@ -17,8 +17,7 @@ typedef enum smla_overlap {
 /* Whether two arrays share a byte. */
 smla_overlap smla_find_overlap(const DLTensor *a, const DLTensor *b);
 
-/* Whether two different index tuples name the same element. The array is not empty, and fits
- * in memory. */
+/* Whether two different index tuples name the same element. The array must fit in memory. */
 smla_overlap smla_find_own_overlap(const DLTensor *tensor);
 
 /* What an error says that it got: `some`, or that nobody knows. */
