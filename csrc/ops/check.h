@@ -53,6 +53,15 @@ smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *
 
 /* ---- Parts that several operators share ---------------------------------------------------- */
 
+/* Initializers of params: the memory and the strides of a checked array [n], [tokens, values] or
+ * [tokens, heads, values]. */
+#define SMLA_SET_VECTOR(field, tensor) \
+    .field = smla_data(tensor), .field##_stride = smla_stride(tensor, 0)
+#define SMLA_SET_ROWS(field, tensor) \
+    .field = smla_data(tensor), .field##_stride_token = smla_stride(tensor, 0)
+#define SMLA_SET_HEADS(field, tensor) \
+    SMLA_SET_ROWS(field, tensor), .field##_stride_head = smla_stride(tensor, 1)
+
 /* The element type of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);
 

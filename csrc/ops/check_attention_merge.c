@@ -42,12 +42,8 @@ rows_of(const merge_sizes *sizes, smla_float_type type, const smla_sinks *sinks,
         .type = type,
         .out_type = smla_float_type_of(out),
         .sinks = *sinks,
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
-        .out_stride_head = smla_stride(out, 1),
-        .lse = smla_data(lse),
-        .lse_stride_token = smla_stride(lse, 0),
-        .lse_stride_head = smla_stride(lse, 1),
+        SMLA_SET_HEADS(out, out),
+        SMLA_SET_HEADS(lse, lse),
     };
 }
 
@@ -55,12 +51,8 @@ static smla_merge_part
 part_of(const DLTensor *out, const DLTensor *lse)
 {
     return (smla_merge_part){
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
-        .out_stride_head = smla_stride(out, 1),
-        .lse = smla_data(lse),
-        .lse_stride_token = smla_stride(lse, 0),
-        .lse_stride_head = smla_stride(lse, 1),
+        SMLA_SET_HEADS(out, out),
+        SMLA_SET_HEADS(lse, lse),
     };
 }
 

@@ -21,10 +21,8 @@ require_batch(smla_checker *c, const DLTensor *query_start_loc, const DLTensor *
     }
     *batch = (smla_query_batch){
         .num_reqs = num_reqs,
-        .query_start_loc = smla_data(query_start_loc),
-        .query_start_loc_stride = smla_stride(query_start_loc, 0),
-        .seq_lens = smla_data(seq_lens),
-        .seq_lens_stride = smla_stride(seq_lens, 0),
+        SMLA_SET_VECTOR(query_start_loc, query_start_loc),
+        SMLA_SET_VECTOR(seq_lens, seq_lens),
     };
     return SMLA_OK;
 }
@@ -77,17 +75,13 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
         .num_tokens = num_tokens,
         .topk = topk,
         .num_reqs = smla_size(args->block_table, 0),
-        .topk_indices = smla_data(args->topk_indices),
-        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
+        SMLA_SET_ROWS(topk_indices, args->topk_indices),
         .req_id_per_token = smla_data(args->req_id_per_token),
         .req_id_stride = smla_stride(args->req_id_per_token, 0),
         .pages = smla_page_table_of(args->block_table, args->block_size),
-        .is_valid = smla_data(args->is_valid),
-        .is_valid_stride = smla_stride(args->is_valid, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .lens = smla_data(args->lens),
-        .lens_stride = smla_stride(args->lens, 0),
+        SMLA_SET_VECTOR(is_valid, args->is_valid),
+        SMLA_SET_ROWS(out, args->out),
+        SMLA_SET_VECTOR(lens, args->lens),
     };
     return SMLA_OK;
 }
@@ -132,16 +126,11 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
         .block_table = smla_data(args->block_table),
         .block_table_stride_req = smla_stride(args->block_table, 0),
         .block_table_stride_block = smla_stride(args->block_table, 1),
-        .topk_indices = smla_data(args->topk_indices),
-        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
-        .prefill_request_ids = smla_data(args->prefill_request_ids),
-        .prefill_request_ids_stride = smla_stride(args->prefill_request_ids, 0),
-        .prefill_workspace_starts = smla_data(args->prefill_workspace_starts),
-        .prefill_workspace_starts_stride = smla_stride(args->prefill_workspace_starts, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .counts = smla_data(args->counts),
-        .counts_stride = smla_stride(args->counts, 0),
+        SMLA_SET_ROWS(topk_indices, args->topk_indices),
+        SMLA_SET_VECTOR(prefill_request_ids, args->prefill_request_ids),
+        SMLA_SET_VECTOR(prefill_workspace_starts, args->prefill_workspace_starts),
+        SMLA_SET_ROWS(out, args->out),
+        SMLA_SET_VECTOR(counts, args->counts),
     };
     return SMLA_OK;
 }
@@ -181,14 +170,10 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
         .window_start = args->N,
         .width = width,
         .batch = batch,
-        .gather_lens = smla_data(args->gather_lens),
-        .gather_lens_stride = smla_stride(args->gather_lens, 0),
-        .topk_indices = smla_data(args->topk_indices),
-        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .lens = smla_data(args->lens),
-        .lens_stride = smla_stride(args->lens, 0),
+        SMLA_SET_VECTOR(gather_lens, args->gather_lens),
+        SMLA_SET_ROWS(topk_indices, args->topk_indices),
+        SMLA_SET_ROWS(out, args->out),
+        SMLA_SET_VECTOR(lens, args->lens),
     };
     return SMLA_OK;
 }
@@ -298,18 +283,12 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
             smla_page_table_of(args->compressed_block_table, args->compressed_block_size),
         .decode_swa_indices = smla_data(args->decode_swa_indices),
         .decode_swa_stride_token = smla_stride(args->decode_swa_indices, 0),
-        .decode_indices = smla_data(args->decode_compressed_indices),
-        .decode_indices_stride_token = smla_stride(args->decode_compressed_indices, 0),
-        .decode_lens = smla_data(args->decode_compressed_lens),
-        .decode_lens_stride = smla_stride(args->decode_compressed_lens, 0),
-        .prefill_indices = smla_data(args->prefill_topk_indices),
-        .prefill_indices_stride_token = smla_stride(args->prefill_topk_indices, 0),
-        .is_valid = smla_data(args->is_valid),
-        .is_valid_stride = smla_stride(args->is_valid, 0),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .lens = smla_data(args->lens),
-        .lens_stride = smla_stride(args->lens, 0),
+        SMLA_SET_ROWS(decode_indices, args->decode_compressed_indices),
+        SMLA_SET_VECTOR(decode_lens, args->decode_compressed_lens),
+        SMLA_SET_ROWS(prefill_indices, args->prefill_topk_indices),
+        SMLA_SET_VECTOR(is_valid, args->is_valid),
+        SMLA_SET_ROWS(out, args->out),
+        SMLA_SET_VECTOR(lens, args->lens),
     };
     return SMLA_OK;
 }

@@ -114,8 +114,7 @@ smla_require_requests(smla_checker *c, const smla_table_args *args, const DLTens
         .num_tokens = num_tokens,
         .num_reqs = smla_size(lens, 0),
         .query_len = has_rows ? smla_size(q, 1) : 1,
-        .seq_lens = smla_data(lens),
-        .seq_lens_stride = smla_stride(lens, 0),
+        SMLA_SET_VECTOR(seq_lens, lens),
     };
     SMLA_TRY(starts == NULL ? SMLA_OK : require_query_starts(c, starts, q, reqs));
     *table = has_slots ? args->slot_table : args->block_table;

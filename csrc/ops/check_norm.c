@@ -36,12 +36,10 @@ make_rows(const DLTensor *x, const DLTensor *weight, const DLTensor *out)
 {
     return (smla_norm_rows){
         .size = smla_size(x, 1),
-        .x = smla_data(x),
-        .x_stride_token = smla_stride(x, 0),
+        SMLA_SET_ROWS(x, x),
         .weight = smla_data(weight),
         .weight_type = smla_float_type_of(weight),
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
+        SMLA_SET_ROWS(out, out),
     };
 }
 

@@ -37,16 +37,12 @@ check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char
         .num_heads = num_heads,
         .inner_dim = smla_size(x, 2),
         .outer_dim = outer_dim,
-        .x = smla_data(x),
-        .x_stride_token = smla_stride(x, 0),
-        .x_stride_head = smla_stride(x, 1),
+        SMLA_SET_HEADS(x, x),
         .w = smla_data(w),
         .w_stride_inner = smla_stride(w, latent_is_inner ? 0 : 2),
         .w_stride_head = smla_stride(w, 1),
         .w_stride_outer = smla_stride(w, latent_is_inner ? 2 : 0),
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
-        .out_stride_head = smla_stride(out, 1),
+        SMLA_SET_HEADS(out, out),
     };
     return SMLA_OK;
 }
@@ -93,13 +89,11 @@ smla_check_linear(const smla_linear_args *args, smla_projection_params *params,
         .num_heads = 1,
         .inner_dim = args->inner_dim,
         .outer_dim = smla_size(args->w, 1),
-        .x = smla_data(args->x),
-        .x_stride_token = smla_stride(args->x, 0),
+        SMLA_SET_ROWS(x, args->x),
         .w = smla_data(args->w),
         .w_stride_inner = smla_stride(args->w, 0),
         .w_stride_outer = smla_stride(args->w, 1),
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
+        SMLA_SET_ROWS(out, args->out),
     };
     return SMLA_OK;
 }
@@ -195,9 +189,7 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
         .inner_dim = smla_size(args->o, 2),
         .outer_dim = outer_dim,
         .is_e4m3 = is_e4m3,
-        .x = smla_data(args->o),
-        .x_stride_token = smla_stride(args->o, 0),
-        .x_stride_head = smla_stride(args->o, 1),
+        SMLA_SET_HEADS(x, args->o),
         .w = smla_data(args->weight),
         .w_stride_inner = 1,
         .w_stride_head = smla_stride(args->weight, 0),
@@ -211,9 +203,7 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
                    .w_stride_head = smla_stride(args->weight_scale, 0),
                    .w_stride_outer = smla_stride(args->weight_scale, 1),
                    .w_stride_inner = smla_stride(args->weight_scale, 2)},
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .out_stride_head = smla_stride(args->out, 1),
+        SMLA_SET_HEADS(out, args->out),
     };
     return SMLA_OK;
 }

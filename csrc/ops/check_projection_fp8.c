@@ -259,8 +259,7 @@ smla_fill_fp8_linear(const smla_checker *c, const smla_fp8_linear_args *args,
                    .x_stride_token =
                        quantize->num_row_groups == 1 ? 0 : quantize->descale_stride_row,
                    .x_stride_column = quantize->num_column_groups == 1 ? 0 : 1},
-        .out = smla_data(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
+        SMLA_SET_ROWS(out, args->out),
     };
     fill_weight_scales(args->descale, kind, &params->project.scales);
     return SMLA_OK;

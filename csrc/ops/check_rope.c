@@ -17,8 +17,7 @@ static smla_rope
 rope_of(const DLTensor *positions, const DLTensor *table)
 {
     return (smla_rope){
-        .positions = smla_data(positions),
-        .positions_stride = smla_stride(positions, 0),
+        SMLA_SET_VECTOR(positions, positions),
         .positions_are_int64 = smla_dtype(positions) == SMLA_DTYPE_INT64,
         .max_pos = smla_size(table, 0),
         .cos_sin = smla_data(table),
@@ -242,9 +241,7 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .group_heads = group_heads,
-        .o = smla_data(args->o),
-        .o_stride_token = smla_stride(args->o, 0),
-        .o_stride_head = smla_stride(args->o, 1),
+        SMLA_SET_HEADS(o, args->o),
         .rope = rope,
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),

@@ -68,15 +68,9 @@ smla_plan_attention(const smla_attention_inputs *in, smla_call call, const smla_
 {
     params->call = call;
     params->results = (smla_results){
-        .out = smla_data(in->out),
-        .out_stride_token = smla_stride(in->out, 0),
-        .out_stride_head = smla_stride(in->out, 1),
-        .lse = smla_data(in->lse),
-        .lse_stride_token = smla_stride(in->lse, 0),
-        .lse_stride_head = smla_stride(in->lse, 1),
-        .max_logits = smla_data(in->max_logits),
-        .max_logits_stride_token = smla_stride(in->max_logits, 0),
-        .max_logits_stride_head = smla_stride(in->max_logits, 1),
+        SMLA_SET_HEADS(out, in->out),
+        SMLA_SET_HEADS(lse, in->lse),
+        SMLA_SET_HEADS(max_logits, in->max_logits),
         .out_type = smla_float_type_of(in->out),
         .empty_lse_is_plus_inf = in->empty_lse_is_plus_inf,
         .num_splits = 1,

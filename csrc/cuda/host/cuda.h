@@ -14,6 +14,15 @@
 extern "C" {
 #endif
 
+/* Parts of at most `part` that a size is cut into. Sizes of 32 bits are divided as such, which is
+ * quicker. */
+static inline int64_t
+smla_count_parts(int64_t size, int64_t part)
+{
+    return (size | part) >> 31 == 0 ? ((uint32_t)size + (uint32_t)part - 1) / (uint32_t)part
+                                    : size / part + (size % part != 0);
+}
+
 /* ---- Devices, errors, captures: device.c --------------------------------------------------- */
 
 enum { SMLA_CUDA_MAX_DEVICES = 64 };

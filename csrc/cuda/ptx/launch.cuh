@@ -195,12 +195,6 @@ smla_load_given_scale(const smla_given_scale &scale)
 
 /* ---- Counts -------------------------------------------------------------------------------- */
 
-static inline int64_t
-smla_count_parts(int64_t size, int64_t part)
-{
-    return size / part + (size % part != 0);
-}
-
 /* Whether an address and a stride in bytes are multiples of `bytes`. */
 static inline bool
 smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)

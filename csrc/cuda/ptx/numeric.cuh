@@ -23,39 +23,15 @@ smla_cvt_bf16x2(float low, float high)
 }
 
 /* Converts exactly, but for the sign of a NaN. */
-static __device__ __forceinline__ float
-smla_cvt_float(uint16_t half)
-{
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
-    return x;
-}
+PTX_UNARY(smla_cvt_float, "cvt.f32.f16", f, h)
 
-static __device__ __forceinline__ uint32_t
-smla_abs_bf16x2(uint32_t x)
-{
-    uint32_t pair;
-    asm("abs.bf16x2 %0, %1;" : "=r"(pair) : "r"(x));
-    return pair;
-}
+PTX_UNARY(smla_abs_bf16x2, "abs.bf16x2", r, r)
 
 /* The larger value in each half. A number is chosen over a NaN; two NaN give a NaN. */
-static __device__ __forceinline__ uint32_t
-smla_max_bf16x2(uint32_t a, uint32_t b)
-{
-    uint32_t pair;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-}
+PTX_BINARY(smla_max_bf16x2, "max.bf16x2", r, r)
 
 /* Returns 1 / x, off by at most a unit in the last place. */
-static __device__ __forceinline__ float
-smla_rcp(float x)
-{
-    float reciprocal;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-    return reciprocal;
-}
+PTX_UNARY(smla_rcp, "rcp.approx.ftz.f32", f, f)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 /* Rounds to nearest even and saturates at +-448, infinities included; the sign of a NaN is lost. */
@@ -68,13 +44,7 @@ smla_cvt_e4m3x2(float low, float high)
 }
 
 /* Converts exactly, but for the sign of a NaN. */
-static __device__ __forceinline__ uint32_t
-smla_cvt_halves(uint16_t e4m3x2)
-{
-    uint32_t pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(e4m3x2));
-    return pair;
-}
+PTX_UNARY(smla_cvt_halves, "cvt.rn.f16x2.e4m3x2", r, h)
 #endif
 
 /* ---- From bf16 and fp16 -------------------------------------------------------------------- */

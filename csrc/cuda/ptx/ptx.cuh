@@ -28,6 +28,28 @@
 #define PTX_ZEROS_2 "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
 #define PTX_ZEROS_4 PTX_ZEROS_2 "mov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
 
+/* Functions of one instruction, of one operand or two of one type. Types are those of asm. */
+#define PTX_TYPE_r uint32_t
+#define PTX_TYPE_h uint16_t
+#define PTX_TYPE_f float
+
+#define PTX_UNARY(name, instruction, result, operand)                              \
+    static __device__ __forceinline__ PTX_TYPE_##result name(PTX_TYPE_##operand a) \
+    {                                                                              \
+        PTX_TYPE_##result d;                                                       \
+        asm(instruction " %0, %1;" : "=" #result(d) : #operand(a));                \
+        return d;                                                                  \
+    }
+
+#define PTX_BINARY(name, instruction, result, operand)                               \
+    static __device__ __forceinline__ PTX_TYPE_##result name(PTX_TYPE_##operand a,   \
+                                                             PTX_TYPE_##operand b)   \
+    {                                                                                \
+        PTX_TYPE_##result d;                                                         \
+        asm(instruction " %0, %1, %2;" : "=" #result(d) : #operand(a), #operand(b)); \
+        return d;                                                                    \
+    }
+
 /* The address in the shared memory window, which the instructions below take. */
 static __device__ __forceinline__ uint32_t
 ptx_shared_address(const void *pointer)
@@ -71,25 +93,19 @@ ptx_ldmatrix_x4_trans(uint32_t address, uint32_t r[4])
                  : "memory");
 }
 
-/* d += a * b: products of bf16, subnormals included; sums in fp32. */
-static __device__ __forceinline__ void
-ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+/* d += a * b: products of bf16 or of f16, subnormals included; sums in fp32. */
+#define PTX_MMA(name, type)                                                      \
+    static __device__ __forceinline__ void name(float d[4], const uint32_t a[4], \
+                                                const uint32_t b[2])             \
+    {                                                                            \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "       \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"    \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
+    }
 
-/* ptx_mma_bf16 for f16; subnormals are included, too. */
-static __device__ __forceinline__ void
-ptx_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+PTX_MMA(ptx_mma_bf16, "bf16")
+PTX_MMA(ptx_mma_f16, "f16")
 
 /* Returns a * b + c of two pairs of bf16, rounded once; subnormals are kept. */
 static __device__ __forceinline__ uint32_t
@@ -110,40 +126,16 @@ ptx_cvt_f16x2(float low, float high)
 }
 
 /* Returns the larger of two fp16 in each half. A number is chosen over a NaN. */
-static __device__ __forceinline__ uint32_t
-ptx_max_f16x2(uint32_t a, uint32_t b)
-{
-    uint32_t d;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
+PTX_BINARY(ptx_max_f16x2, "max.f16x2", r, r)
 
 /* The larger absolute value in each half, or NaN. The sign bits mean nothing. */
-static __device__ __forceinline__ uint32_t
-ptx_max_abs_bf16x2(uint32_t a, uint32_t b)
-{
-    uint32_t d;
-    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
+PTX_BINARY(ptx_max_abs_bf16x2, "max.NaN.xorsign.abs.bf16x2", r, r)
 
 /* The larger value, or NaN if either is NaN. */
-static __device__ __forceinline__ float
-ptx_max_nan(float a, float b)
-{
-    float d;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
+PTX_BINARY(ptx_max_nan, "max.NaN.f32", f, f)
 
 /* 2^x, off by at most two units in the last place. Results below 2^-126 are 0, and so is 2^-inf. */
-static __device__ __forceinline__ float
-ptx_exp2(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+PTX_UNARY(ptx_exp2, "ex2.approx.ftz.f32", f, f)
 
 /* Sets x = x * a + b if `is_on` is not 0, without a branch. */
 static __device__ __forceinline__ void

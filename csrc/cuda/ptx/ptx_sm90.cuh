@@ -198,13 +198,7 @@ ptx_cluster_sync(void)
 }
 
 /* The address, for the cluster, of the shared memory at `address` in CTA `rank`. */
-static __device__ __forceinline__ uint32_t
-ptx_cluster_address(uint32_t address, uint32_t rank)
-{
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
+PTX_BINARY(ptx_cluster_address, "mapa.shared::cluster.u32", r, r)
 
 /* Load from shared memory of any CTA of the cluster. */
 static __device__ __forceinline__ uint32_t
@@ -341,13 +335,7 @@ ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
         : "r"(bytes));
 }
 
-static __device__ __forceinline__ uint32_t
-ptx_mul_f16x2(uint32_t a, uint32_t b)
-{
-    uint32_t product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
+PTX_BINARY(ptx_mul_f16x2, "mul.rn.f16x2", r, r)
 
 /* Doubles the low half of a pair, and the high half, for ptx_mul_f16x2. ptxas makes this a modifier
  * of the multiplication, where a byte permutation would be an instruction. */
@@ -382,13 +370,7 @@ ptx_exceeds_f16x2(uint32_t pair, uint32_t limits)
     return is_large != 0;
 }
 
-static __device__ __forceinline__ uint32_t
-ptx_mul_bf16x2(uint32_t a, uint32_t b)
-{
-    uint32_t product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
+PTX_BINARY(ptx_mul_bf16x2, "mul.rn.bf16x2", r, r)
 
 /* Pins a value without an instruction: `word` is computed by here, and nothing that depends on it
  * is moved further up. */

@@ -233,7 +233,7 @@ find_dense_columns(const attention_launch &launch, const work_item &item)
 }
 
 /* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has
- * less than 2^31 columns (is_countable). */
+ * less than 2^31 columns (can_count_items). */
 template <bool RANGED = false>
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const work_item &item, int list)

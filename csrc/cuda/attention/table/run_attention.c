@@ -40,6 +40,19 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
+/* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
+ * calls. */
+static bool
+can_count_items(const smla_attention_params *params, int heads_per_cta)
+{
+    const int64_t tiles = smla_count_parts(params->queries.num_heads, heads_per_cta);
+    bool fits = params->queries.num_tokens <= INT32_MAX / (params->results.num_splits * tiles);
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
+    }
+    return fits;
+}
+
 static smla_status
 run_kernel(const smla_attention_run *run, const smla_attention_params *params, smla_error *error)
 {
@@ -53,7 +66,11 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
                                         run->interleaves};
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_deferred(&deferred);
-    SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));
+    SMLA_TRY(smla_cuda_status(op, call,
+                              can_count_items(params, run->kernel->heads_per_cta)
+                                  ? run->kernel->launch(params, &start)
+                                  : cudaErrorInvalidValue,
+                              error));
     if (!is_split) {
         return SMLA_OK;
     }

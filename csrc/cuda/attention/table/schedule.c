@@ -54,23 +54,13 @@ count_resident_ctas(const smla_cuda_device *device, const smla_attention_kernel 
     return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
 }
 
-/* n / by, rounded up. The schedule divides a hundred times per call, and a 32-bit division takes a
- * third of the time of a 64-bit one. */
-static int64_t
-divide_up(int64_t n, int64_t by)
-{
-    if ((n | by) >> 31 == 0) {
-        return (int64_t)(((uint32_t)n + (uint32_t)by - 1) / (uint32_t)by);
-    }
-    return n / by + (n % by != 0);
-}
-
 /* The columns of a split in both lists together (smla_split_columns). */
 static int64_t
 count_columns(const split_problem *problem, int num_splits)
 {
-    const int64_t units = divide_up(divide_up(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
-                          divide_up(divide_up(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
+    const int64_t units =
+        smla_count_parts(smla_count_parts(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
+        smla_count_parts(smla_count_parts(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
     return units * SMLA_SPLIT_ALIGN;
 }
 
@@ -78,7 +68,7 @@ count_columns(const split_problem *problem, int num_splits)
 static int64_t
 count_tiles(const split_problem *problem, const smla_attention_kernel *kernel)
 {
-    return divide_up(problem->num_heads, kernel->heads_per_cta);
+    return smla_count_parts(problem->num_heads, kernel->heads_per_cta);
 }
 
 /* Splits beyond this number have no columns. */
@@ -87,7 +77,7 @@ max_useful_splits(const split_problem *problem)
 {
     const int64_t columns =
         problem->topk > problem->extra_topk ? problem->topk : problem->extra_topk;
-    const int64_t useful = divide_up(columns, SMLA_SPLIT_ALIGN);
+    const int64_t useful = smla_count_parts(columns, SMLA_SPLIT_ALIGN);
     return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
 }
 
@@ -138,7 +128,7 @@ find_late_cost(const split_problem *problem, const smla_attention_kernel *kernel
 static int64_t
 find_cta_cost(const smla_attention_kernel *kernel, int64_t num_tiles, int64_t columns)
 {
-    const int64_t blocks = divide_up(columns, kernel->block_columns);
+    const int64_t blocks = smla_count_parts(columns, kernel->block_columns);
     const bool is_crowded = kernel->leaves_halves && kernel->max_columns == 0 && num_tiles > 2;
     return blocks * kernel->block_cost + kernel->cta_cost + (is_crowded ? blocks / 16 : 0);
 }
@@ -151,7 +141,7 @@ estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
     const int64_t tiles = count_tiles(problem, kernel);
     const int64_t ctas = num_tokens * tiles * num_splits;
     return kernel->start_cost +
-           divide_up(ctas, resident_ctas) * find_cta_cost(kernel, tiles, columns) +
+           smla_count_parts(ctas, resident_ctas) * find_cta_cost(kernel, tiles, columns) +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
 }

@@ -156,19 +156,6 @@ num_sms_of(const smla_attention_params *params)
     return smla_cuda_find_device(params->call.stream.device_id)->num_sms;
 }
 
-/* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
- * calls. */
-static bool
-is_countable(const smla_attention_params *params, int heads_per_cta)
-{
-    const int64_t tiles = smla_count_parts(params->queries.num_heads, heads_per_cta);
-    bool fits = params->queries.num_tokens <= INT32_MAX / (params->results.num_splits * tiles);
-    for (int i = 0; i < params->keys.num_lists; i++) {
-        fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
-    }
-    return fits;
-}
-
 /* Whether every row of q_nope and q_pe is aligned to 16 bytes. */
 static bool
 is_query_aligned(const smla_attention_params *params)

@@ -87,9 +87,6 @@ launch_attend(const smla_attention_params *params, const smla_attention_start *s
     typedef tile<HEADS, FORMATS, true> Tile;
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
     static_assert(SHARED_BYTES == SMLA_SM80_SHARED_BYTES(HEADS, FORMATS), "kernels.h says so");
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch_large<attend<Tile>>(launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
                                            params->call.stream, false, start->deferred);

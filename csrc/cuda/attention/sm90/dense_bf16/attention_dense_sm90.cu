@@ -135,9 +135,6 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    if (!is_countable(params, TILE_HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     const smla_range_rule *const rule = &params->visible.rule;
     const bool may_cut = start->cut_bytes > 0;
     dense_launch launch = {};

@@ -146,9 +146,6 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    if (!is_countable(params, TILE_HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
     if (start->interleaves) {

@@ -387,9 +387,6 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
     constexpr int HEADS = Shape::HEADS;
     constexpr int SHARED_BYTES = (int)sizeof(fp8_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     fp8_launch launch = {};
     launch.base = make_launch<HEADS>(params);
     if (start->interleaves) {

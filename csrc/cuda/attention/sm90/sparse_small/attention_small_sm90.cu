@@ -365,9 +365,6 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(small_registers<Shape::IS_FULL>::ROOM, 1);
     static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
                   "CTAs of the combine kernel fit beside it");
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     const attention_launch launch = make_launch<HEADS>(params);
     const int64_t num_ctas = Shape::IS_FULL
                                  ? count_items(launch)
