@@ -71,8 +71,8 @@ typedef struct smla_py_param {
 } smla_py_param;
 
 enum {
-    SMLA_PY_MAX_PARAMS = 26,
-    SMLA_PY_MAX_ARGS_BYTES = 288, /* the largest args of an operator */
+    SMLA_PY_MAX_PARAMS = 32,
+    SMLA_PY_MAX_ARGS_BYTES = 320, /* the largest args of an operator */
 };
 
 typedef struct smla_py_operator {
