@@ -1,6 +1,8 @@
-/* batch.h: the batch of a step as a scheduler gives it, and the rules that every builder has for
- * it. Defined in batch.c. */
+/* batch.h: the batch of a step as a scheduler gives it: its order, its split, and the rules that
+ * every builder has for it. Defined in batch.c. */
 #pragma once
+
+#include <stdbool.h>
 
 #include "core/backend.h"
 #include "sparse_mla/step.h"
@@ -11,6 +13,7 @@ typedef struct smla_batch_limits {
     int64_t max_num_batched_tokens;
     int64_t max_model_len;
     int64_t decode_threshold;
+    bool has_uniform_decodes; /* all decodes of a step have the length of the first */
 } smla_batch_limits;
 
 /* The host's view of a batch. */
@@ -29,6 +32,22 @@ typedef struct smla_batch {
                   .num_reqs = (args)->num_reqs,                   \
                   .num_actual_tokens = (args)->num_actual_tokens, \
                   .stream = (args)->stream})
+
+static inline int32_t
+smla_query_len(const int32_t *query_start_loc, int64_t req)
+{
+    return query_start_loc[req + 1] - query_start_loc[req];
+}
+
+/* Checks that it starts with 0, never falls, and ends with at most num_actual_tokens. */
+smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,
+                                       int64_t num_reqs, int64_t num_actual_tokens,
+                                       smla_error *error);
+
+/* smla_split_decodes_and_prefills of arguments that are checked. */
+smla_batch_split smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs,
+                                  int64_t num_actual_tokens, int64_t decode_threshold,
+                                  bool require_uniform);
 
 /* Checks the counts, query_start_loc and seq_lens of a batch. */
 smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,
@@ -50,7 +69,3 @@ smla_status smla_check_table_width(const char *op, const DLTensor *block_table, 
 /* Writes the request of each token, and 0 for the other entries up to max_num_batched_tokens. */
 void smla_fill_req_ids(const smla_batch_limits *limits, const smla_batch *batch,
                        int32_t *req_id_per_token);
-
-/* Describes the chunks of prefills that end at `ends`. The batch's first prefill is first_req. */
-void smla_fill_chunks(const smla_batch *batch, int64_t first_req, const int64_t *ends,
-                      int64_t num_chunks, smla_prefill_chunk *chunks);

@@ -1,37 +1,45 @@
-/* chunks.h: what the engine shares with the public planning functions. Defined in chunks.c. */
+/* chunks.h: prefills in chunks. What the prefills of a chunk need lies in a workspace that all
+ * chunks share: their cache rows, or a part of their context. Defined in chunks.c. */
 #pragma once
 
-#include <stdbool.h>
+#include "step/batch.h"
 
-#include "core/backend.h"
-#include "sparse_mla/step.h"
+/* Prefills, and how they may be cut. Prefill 0 is request `first_req` of the batch. */
+typedef struct smla_prefills {
+    const int32_t *lens; /* [num_prefills]: rows of each */
+    /* [num_prefills + 1]: where their queries start in the batch. NULL: unknown, each has some. */
+    const int32_t *query_start_loc;
+    int64_t first_req;
+    int64_t num_prefills;
+    int64_t workspace_tokens;
+    int64_t block_size;   /* a prefill may be cut at a multiple of it; 0: it stays whole */
+    bool are_cut_equally; /* chunks have the same rows of every prefill; else they are filled */
+    bool counts_requests; /* the workspace has room for so many prefills with rows, not for rows */
+} smla_prefills;
 
-/* Checks that it starts with 0, never falls, and ends with at most num_actual_tokens. */
-smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,
-                                       int64_t num_reqs, int64_t num_actual_tokens,
-                                       smla_error *error);
-
-static inline int32_t
-smla_query_len(const int32_t *query_start_loc, int64_t req)
+/* The prefills of a batch, which are its requests from `first_req` on, with all their tokens. */
+static inline smla_prefills
+smla_prefills_of(const smla_batch *batch, int64_t first_req, int64_t workspace_tokens)
 {
-    return query_start_loc[req + 1] - query_start_loc[req];
+    return (smla_prefills){.lens = batch->seq_lens + first_req,
+                           .query_start_loc = batch->query_start_loc + first_req,
+                           .first_req = first_req,
+                           .num_prefills = batch->num_reqs - first_req,
+                           .workspace_tokens = workspace_tokens};
 }
 
-/* smla_split_decodes_and_prefills of arguments that are checked. */
-smla_batch_split smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs,
-                                  int64_t num_actual_tokens, int64_t decode_threshold,
-                                  bool require_uniform);
+/* Where chunks go. NULL: nowhere. */
+typedef struct smla_chunk_list {
+    int64_t *ends;              /* the end of each chunk, where prefills stay whole */
+    smla_prefill_chunk *chunks; /* needs query_start_loc */
+    smla_context_chunk *parts;  /* the parts of each chunk, whose rows are in the next two */
+    int32_t *starts;
+    int32_t *lens;
+    int64_t num_chunks;
+    int64_t num_parts; /* a prefill without rows is none where requests are counted */
+} smla_chunk_list;
 
-/* smla_split_prefill_chunks for the caller `op`, whose request `first_req` is entry 0. A request
- * counts as `most_each` tokens at most: with 1, chunks have so many requests with tokens. */
-smla_status smla_pack_prefills(const char *op, const int32_t *seq_lens, int64_t first_req,
-                               int64_t num_reqs, int64_t most_each, int64_t workspace_tokens,
-                               int64_t *ends, int64_t *num_chunks, smla_error *error);
-
-/* smla_split_context_chunks of checked args, for the caller `op`. `query_start_loc`
- * [num_prefills + 1] says which prefills have no query tokens, and thus no context to gather: they
- * do not change how the others are cut. NULL: all have some. */
-smla_status smla_cut_context(const char *op, const smla_context_args *args,
-                             const int32_t *query_start_loc, smla_context_chunk *chunks,
-                             int32_t *starts, int32_t *lens, int64_t *num_chunks,
-                             int64_t *num_entries, smla_error *error);
+/* Adds the chunks of prefills, which are checked but for their room in the workspace, to an empty
+ * list. `op` is the caller's. */
+smla_status smla_cut_prefills(const char *op, const smla_prefills *prefills, smla_chunk_list *list,
+                              smla_error *error);

@@ -12,7 +12,6 @@
 #include "core/args.h"
 #include "core/entry.h"
 #include "core/rule.h"
-#include "step/chunks.h"
 #include "step/plans.h"
 
 const char smla_create_op[] = "MetadataBuilder";
@@ -64,15 +63,14 @@ flatten_rows(smla_view *view, const DLTensor *tensor)
 static smla_status
 adopt_workspace(smla_step *s, int which, const smla_workspace_rule *rule, smla_error *error)
 {
-    static const char *const names[] = {"workspace", "up_workspace"};
     smla_view flat;
     const DLTensor *const tensor =
         rule->may_be_pages ? flatten_rows(&flat, rule->given) : rule->given;
     smla_checker c;
     smla_open_checker(&c, smla_create_op, error);
-    SMLA_TRY(smla_require_2d(&c, names[which], tensor, SMLA_DTYPE_BF16, rule->least, rule->columns,
+    SMLA_TRY(smla_require_2d(&c, rule->name, tensor, SMLA_DTYPE_BF16, rule->least, rule->columns,
                              SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS, rule->hint));
-    SMLA_TRY(smla_require_step_device(s, smla_create_op, names[which], c.device, error));
+    SMLA_TRY(smla_require_step_device(s, smla_create_op, rule->name, c.device, error));
     const int64_t rows = rule->rows == SMLA_ANY ? smla_size(tensor, 0) : rule->rows;
     smla_slice_rows(&s->workspaces[which], tensor, 0, rows);
     return SMLA_OK;
@@ -103,9 +101,9 @@ take_workspace(smla_step *s, int which, const smla_workspace_rule *rule, smla_er
 static smla_status
 take_workspaces(smla_step *s, smla_error *error)
 {
-    smla_workspace_rule rules[SMLA_NUM_WORKSPACES] = {{.given = NULL}};
+    smla_workspace_rule rules[SMLA_MAX_WORKSPACES] = {{.given = NULL}};
     SMLA_TRY(s->plan->find_workspaces(s, rules, error));
-    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+    for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         SMLA_TRY(take_workspace(s, i, &rules[i], error));
     }
     return SMLA_OK;
@@ -118,13 +116,11 @@ smla_step_workspace_bytes(const smla_step *s)
     if (s == NULL) {
         return 0;
     }
-    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+    for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         const DLTensor *const rows = &s->workspaces[i].tensor;
         bytes += smla_size(rows, 0) * smla_size(rows, 1) * (int64_t)sizeof *s->own_workspaces[i];
     }
-    return s->plan->counts_all_memory
-               ? bytes + s->mirror->bytes + smla_arena_bytes(&s->made) + s->scratch_bytes
-               : bytes;
+    return s->plan->count_other_bytes == NULL ? bytes : bytes + s->plan->count_other_bytes(s);
 }
 
 /* ---- Creating a step ----------------------------------------------------------------------- */
@@ -144,6 +140,7 @@ allocate_buffers(smla_step *s, smla_error *error)
     const smla_step_plan *const plan = s->plan;
     const smla_backend *const backend = s->backend;
     const int32_t device_id = s->device.device_id;
+    s->max_num_chunks = s->limits.max_num_seqs;
     plan->list_arrays(s);
     const int64_t sent_bytes = smla_arena_bytes(&s->sent);
     const int64_t made_bytes = smla_arena_bytes(&s->made);
@@ -157,11 +154,11 @@ allocate_buffers(smla_step *s, smla_error *error)
     s->lists = made_bytes == 0 ? NULL : backend->allocate(device_id, made_bytes);
     s->scratch = backend->allocate(device_id, s->scratch_bytes);
     s->host = kept_bytes == 0 ? NULL : malloc((size_t)kept_bytes);
-    s->chunks = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunks);
-    s->chunk_ends = malloc((size_t)s->limits.max_num_seqs * sizeof *s->chunk_ends);
+    s->chunks = calloc((size_t)s->max_num_chunks, sizeof *s->chunks);
+    s->next_chunks = calloc((size_t)s->max_num_chunks, sizeof *s->next_chunks);
     s->seq_lens = malloc((size_t)s->limits.max_num_seqs * sizeof *s->seq_lens);
     if (s->mirror == NULL || (s->lists == NULL && made_bytes > 0) || s->scratch == NULL ||
-        (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->chunk_ends == NULL ||
+        (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->next_chunks == NULL ||
         s->seq_lens == NULL) {
         return plan->report_no_memory(s, error);
     }
@@ -215,21 +212,32 @@ smla_destroy_step(smla_step *s)
         return;
     }
     if (s->backend != NULL) {
-        void *const buffers[] = {s->lists, s->scratch, s->own_workspaces[SMLA_GATHERED],
-                                 s->own_workspaces[SMLA_UP_PROJECTED]};
-        for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
-            s->backend->release(s->device.device_id, buffers[i]);
+        for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
+            s->backend->release(s->device.device_id, s->own_workspaces[i]);
         }
+        s->backend->release(s->device.device_id, s->lists);
+        s->backend->release(s->device.device_id, s->scratch);
         s->backend->destroy_mirror(s->mirror);
     }
     free(s->host);
     free(s->chunks);
-    free(s->chunk_ends);
+    free(s->next_chunks);
     free(s->seq_lens);
     free(s);
 }
 
 /* ---- Building a step ----------------------------------------------------------------------- */
+
+smla_status
+smla_cut_chunks(const smla_step *s, const smla_prefills *prefills, smla_step_facts *facts,
+                smla_error *error)
+{
+    smla_chunk_list list = {.chunks = s->next_chunks};
+    SMLA_TRY(smla_cut_prefills(smla_build_op, prefills, &list, error));
+    facts->num_chunks = list.num_chunks;
+    facts->num_parts = list.num_parts;
+    return SMLA_OK;
+}
 
 /* Checks a batch, and finds the facts of its step. */
 static smla_status
@@ -241,12 +249,12 @@ plan_step(const smla_step *s, smla_batch *batch, const void *args, smla_step_fac
     SMLA_TRY(s->plan->check_args(s, batch, args, error));
     facts->split =
         smla_split_batch(batch->query_start_loc, batch->num_reqs, batch->num_actual_tokens,
-                         s->limits.decode_threshold, s->plan->has_uniform_decodes);
-    if (s->path == SMLA_PATH_SEPARATE || s->path == SMLA_PATH_DIRECT) {
+                         s->limits.decode_threshold, s->limits.has_uniform_decodes);
+    if (smla_step_modes[s->path].is_split) {
         SMLA_TRY(smla_check_batch_order(smla_build_op, &s->limits, batch, error));
     }
     SMLA_TRY(s->plan->cut_chunks(s, batch, facts, error));
-    if (facts->path == SMLA_PATH_SEPARATE || facts->path == SMLA_PATH_DIRECT) {
+    if (smla_step_modes[facts->path].is_split) {
         for (int64_t req = 0; req < facts->split.num_decodes; req++) {
             const int64_t len = smla_query_len(batch->query_start_loc, req);
             facts->decode_query_len = len > facts->decode_query_len ? len : facts->decode_query_len;
@@ -287,7 +295,9 @@ run_build(smla_step *s, const void *given, smla_error *error)
     /* From here on the last step is overwritten. */
     s->is_built = false;
     s->facts = facts;
-    smla_fill_chunks(&batch, facts.split.num_decodes, s->chunk_ends, facts.num_chunks, s->chunks);
+    smla_prefill_chunk *const last_chunks = s->chunks;
+    s->chunks = s->next_chunks;
+    s->next_chunks = last_chunks;
     s->plan->fill(s, &batch, memory);
     SMLA_TRY(s->backend->end_write(smla_build_op, s->mirror, stream, error));
     SMLA_TRY(fill_lists(s, args, stream, error));
@@ -297,8 +307,7 @@ run_build(smla_step *s, const void *given, smla_error *error)
         smla_log_device(s->device);
         smla_log_text(" requests %lld, tokens %lld, path %s, chunks %lld,",
                       (long long)facts.num_reqs, (long long)facts.num_actual_tokens,
-                      smla_path_name(facts.path),
-                      (long long)(facts.num_chunks + facts.num_context_chunks));
+                      smla_path_name(facts.path), (long long)facts.num_chunks);
     }
     return SMLA_OK;
 }

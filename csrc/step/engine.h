@@ -11,6 +11,8 @@
 #include "sparse_mla/step.h"
 #include "step/arena.h"
 #include "step/batch.h"
+#include "step/chunks.h"
+#include "step/modes.h"
 #include "step/step_config.h"
 
 /* What every plan says of a step. */
@@ -21,10 +23,16 @@ typedef struct smla_step_facts {
     smla_batch_split split;
     int64_t decode_query_len; /* query tokens of the longest decode; 0 if none has any */
     int64_t num_chunks;
-    int64_t num_gathered;       /* prefills with query tokens, where a plan counts them */
-    int64_t num_context_chunks; /* chunks of prefills' cached context; 0 where none is gathered */
-    int64_t num_context_parts;  /* parts of requests in them */
+    int64_t num_parts; /* parts of prefills in them */
 } smla_step_facts;
+
+/* Tokens of a layer's first attention call, those of decodes in a mode that is split. */
+static inline int64_t
+smla_num_first_tokens(const smla_step_facts *facts)
+{
+    return smla_step_modes[facts->path].is_split ? facts->split.num_decode_tokens
+                                                 : facts->num_actual_tokens;
+}
 
 /* The fields of a plan's metadata that are the engine's facts. */
 #define SMLA_METADATA_OF(facts)                                               \
@@ -36,9 +44,8 @@ typedef struct smla_step_plan smla_step_plan;
 
 /* Memory of bf16 rows that a step's layers share, and that a caller may bring. */
 enum {
-    SMLA_GATHERED,     /* cache rows: `workspace` of configs */
-    SMLA_UP_PROJECTED, /* keys and values of all heads: `up_workspace` */
-    SMLA_NUM_WORKSPACES
+    SMLA_GATHERED, /* cache rows, which every plan has; what the others hold is their plan's */
+    SMLA_MAX_WORKSPACES = 2
 };
 
 typedef struct smla_step {
@@ -49,14 +56,15 @@ typedef struct smla_step {
     DLDevice device;
     int64_t num_heads;
     smla_batch_limits limits;
+    int64_t max_num_chunks; /* max_num_seqs, or what the plan makes of it */
     smla_path path;
 
     /* The last step. */
     bool is_built;
     smla_step_facts facts;
-    smla_prefill_chunk *chunks; /* [max_num_seqs] */
-    int64_t *chunk_ends;        /* [max_num_seqs], of the step that is being built, as is */
-    int32_t *seq_lens;          /* [max_num_seqs], of the requests with query tokens, else 0 */
+    smla_prefill_chunk *chunks;      /* [max_num_chunks] */
+    smla_prefill_chunk *next_chunks; /* as many, of the step that is being built */
+    int32_t *seq_lens;               /* [max_num_seqs], of the requests with query tokens, else 0 */
 
     /* Device buffers, sized for the largest batch. */
     smla_arena sent; /* arrays that a build fills on the host, in `mirror` */
@@ -67,8 +75,8 @@ typedef struct smla_step {
     int32_t *host;
     uint8_t *scratch; /* attention workspace */
     int64_t scratch_bytes;
-    uint16_t *own_workspaces[SMLA_NUM_WORKSPACES]; /* NULL: unused, or the caller's */
-    smla_view workspaces[SMLA_NUM_WORKSPACES];     /* [rows, columns]; without rows if unused */
+    uint16_t *own_workspaces[SMLA_MAX_WORKSPACES]; /* NULL: unused, or the caller's */
+    smla_view workspaces[SMLA_MAX_WORKSPACES];     /* [rows, columns]; without rows if unused */
 } smla_step;
 
 /* Takes from a config what the engine reads of it. The configs of all plans have these fields. */
@@ -83,6 +91,7 @@ typedef struct smla_step {
 
 /* The workspace that a plan wants. */
 typedef struct smla_workspace_rule {
+    const char *name;      /* in the config */
     const DLTensor *given; /* NULL: the engine makes one */
     int64_t columns;
     int64_t rows;      /* rows that steps use; SMLA_ANY: all of those given */
@@ -90,6 +99,9 @@ typedef struct smla_workspace_rule {
     bool may_be_pages; /* a given one may have rows in two dimensions */
     const char *hint;  /* explains a wrong shape, or NULL */
 } smla_workspace_rule;
+
+/* The numbers of a chunk. */
+enum { SMLA_CHUNK_NUMBERS = sizeof(smla_prefill_chunk) / sizeof(int64_t) };
 
 /* A number or an array of the last step, as a binding shows it. */
 typedef struct smla_step_view {
@@ -101,7 +113,7 @@ typedef struct smla_step_view {
     bool is_flag;     /* uint8 0 or 1; else int32, */
     bool is_int64;    /* or int64 */
     bool is_bf16;     /* or bf16 */
-    bool is_list;     /* int64 on the host, shown as a list */
+    bool is_list;     /* int64 on the host, shown as a list: of numbers, or tuples if ndim is 2 */
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 
@@ -120,15 +132,15 @@ smla_show_vector(smla_step_view *view, const char *name, const void *data, int64
         .name = name, .group = -1, .ndim = 1, .shape = {count}, .row_stride = 1, .data = data};
 }
 
-/* `count` numbers of the host, `stride` entries apart. */
+/* `count` numbers of the host, or groups of `columns`, `stride` entries apart. */
 static inline void
 smla_show_list(smla_step_view *view, const char *name, const int64_t *numbers, int64_t count,
-               int64_t stride)
+               int64_t columns, int64_t stride)
 {
     *view = (smla_step_view){.name = name,
                              .group = -1,
-                             .ndim = 1,
-                             .shape = {count},
+                             .ndim = columns > 1 ? 2 : 1,
+                             .shape = {count, columns},
                              .row_stride = stride,
                              .is_list = true,
                              .data = numbers};
@@ -160,11 +172,9 @@ struct smla_step_plan {
     size_t kept;     /* those of `kept`, if the plan lists any, */
     size_t metadata; /* and the public metadata */
     size_t config_bytes;
-    size_t workspaces[SMLA_NUM_WORKSPACES]; /* offsets in the config of its `const DLTensor *`; 0:
+    size_t workspaces[SMLA_MAX_WORKSPACES]; /* offsets in the config of its `const DLTensor *`; 0:
                                              * the plan has no such workspace */
     size_t args_bytes;
-    bool has_uniform_decodes; /* all decodes of a step have the length of the first */
-    bool counts_all_memory;   /* in workspace_bytes; else it counts the workspaces alone */
 
     /* Create. Checks the rules between fields, and takes what the engine reads. */
     smla_status (*check)(smla_step *step, smla_error *error);
@@ -173,8 +183,10 @@ struct smla_step_plan {
     int64_t (*find_scratch_bytes)(const smla_step *step);
     /* Fills the rules of the workspaces that the plan has. Those of others are zeros. */
     smla_status (*find_workspaces)(const smla_step *step,
-                                   smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+                                   smla_workspace_rule rules[SMLA_MAX_WORKSPACES],
                                    smla_error *error);
+    /* What workspace_bytes counts beside the workspaces; NULL: nothing. */
+    int64_t (*count_other_bytes)(const smla_step *step);
     smla_status (*report_no_memory)(const smla_step *step, smla_error *error);
 
     /* Build, in this order. Until `fill` is called, nothing of the last step is written. In the
@@ -182,7 +194,7 @@ struct smla_step_plan {
     smla_batch (*read_batch)(const void *args);
     smla_status (*check_args)(const smla_step *step, const smla_batch *batch, const void *args,
                               smla_error *error);
-    /* Sets chunk_ends and the numbers of chunks, and may change the path of this step. */
+    /* Cuts next_chunks, counts them, and may change the path of this step. */
     smla_status (*cut_chunks)(const smla_step *step, const smla_batch *batch,
                               smla_step_facts *facts, smla_error *error);
     /* Fills the arrays of `sent`, which are in `memory`. The new facts and chunks are set. */
@@ -193,7 +205,7 @@ struct smla_step_plan {
     /* Sets the metadata, and keeps views of the block tables that layers read. */
     void (*commit)(smla_step *step, const void *args);
 
-    /* Lists what a binding shows beside the facts and the chunks; returns how many views. */
+    /* Lists what a binding shows beside the facts; returns how many views. */
     int (*describe)(const smla_step *step, smla_step_view views[SMLA_MAX_STEP_VIEWS]);
 };
 
@@ -208,11 +220,11 @@ struct smla_step_plan {
     .args_bytes = sizeof(args)
 
 /* The functions that every plan has, under the names that all plans' files give them. */
-#define SMLA_PLAN_FUNCTIONS                                                                     \
-    .check = check, .list_arrays = list_arrays, .find_scratch_bytes = find_scratch_bytes,       \
-    .find_workspaces = find_workspaces, .report_no_memory = report_no_memory,                   \
-    .read_batch = read_batch, .check_args = check_args, .cut_chunks = cut_chunks, .fill = fill, \
-    .commit = commit, .describe = describe
+#define SMLA_PLAN_FUNCTIONS                                                               \
+    .check = check, .list_arrays = list_arrays, .find_scratch_bytes = find_scratch_bytes, \
+    .find_workspaces = find_workspaces, .report_no_memory = report_no_memory,             \
+    .read_batch = read_batch, .check_args = check_args, .fill = fill, .commit = commit,   \
+    .describe = describe
 
 /* The names of a creation and of a build in error texts. */
 extern const char smla_create_op[];
@@ -229,9 +241,12 @@ smla_status smla_create_step(const smla_step_plan *plan, const void *config, sml
 /* NULL is allowed. */
 void smla_destroy_step(smla_step *step);
 
+/* Cuts the chunks of a step that is being built, and sets their numbers in the facts. */
+smla_status smla_cut_chunks(const smla_step *step, const smla_prefills *prefills,
+                            smla_step_facts *facts, smla_error *error);
+
 /* Plans a step. If an argument is refused, the last one stays valid. */
 smla_status smla_build_step(smla_step *step, const void *args, smla_error *error);
 
-/* The bytes of the workspaces in use, or of all buffers on the device if the plan counts them. 0
- * for NULL. */
+/* The bytes of the workspaces in use, and of what the plan counts beside them. 0 for NULL. */
 int64_t smla_step_workspace_bytes(const smla_step *step);

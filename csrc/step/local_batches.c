@@ -4,7 +4,7 @@
  */
 #include "core/args.h"
 #include "core/rule.h"
-#include "step/chunks.h"
+#include "step/batch.h"
 
 static const char op[] = "local_attention_batches";
 

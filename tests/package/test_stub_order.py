@@ -15,7 +15,7 @@ SOURCES = "\n".join(
 )
 # What C calls a parameter whose name it cannot have, by the function.
 OTHER_NAMES = {
-    "Step": {"name": "plan", "SMLA_GATHERED": "workspace", "SMLA_UP_PROJECTED": "up_workspace"},
+    "Step": {"name": "plan", "0": "workspace", "1": "up_workspace"},
     "new_array": {"dims": "shape", "dtype_name": "dtype"},
 }
 

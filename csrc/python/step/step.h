@@ -40,7 +40,7 @@ typedef struct smla_py_step {
     smla_py_keywords layers[SMLA_PY_MAX_LAYERS];
     atomic_flag is_busy;
     int64_t generation;                            /* counts successful builds */
-    smla_py_array workspaces[SMLA_NUM_WORKSPACES]; /* absent = the core has its own */
+    smla_py_array workspaces[SMLA_MAX_WORKSPACES]; /* absent = the core has its own */
     struct {
         int num_arrays;
         smla_py_array arrays[SMLA_PY_MAX_STEP_ARRAYS];

@@ -122,29 +122,15 @@ add_item(PyObject *dict, const char *name, PyObject *item)
     return status;
 }
 
-static PyObject *
-list_chunks(const smla_step *core)
-{
-    PyObject *list = PyList_New((Py_ssize_t)core->facts.num_chunks);
-    for (int64_t i = 0; list != NULL && i < core->facts.num_chunks; i++) {
-        const smla_prefill_chunk *const chunk = &core->chunks[i];
-        PyObject *item = Py_BuildValue("(LLLLL)", (long long)chunk->req_start,
-                                       (long long)chunk->req_end, (long long)chunk->token_start,
-                                       (long long)chunk->token_end, (long long)chunk->tot_seqlen);
-        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
+/* New list of the numbers of a view's first column; of two dimensions, of its rows as tuples. */
 static PyObject *
 list_numbers(const smla_step_view *view)
 {
-    const int64_t *const numbers = view->data;
     PyObject *list = PyList_New((Py_ssize_t)view->shape[0]);
     for (int64_t i = 0; list != NULL && i < view->shape[0]; i++) {
-        PyObject *item = PyLong_FromLongLong(numbers[i * view->row_stride]);
+        const int64_t *const row = (const int64_t *)view->data + i * view->row_stride;
+        PyObject *item = view->ndim == 1 ? PyLong_FromLongLong(*row)
+                                         : smla_py_int_tuple(row, (int)view->shape[1]);
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
             Py_CLEAR(list);
         }
@@ -190,14 +176,13 @@ static PyObject *
 describe_step(smla_py_step *step, PyObject *event)
 {
     const smla_step_facts *const facts = &step->core->facts;
-    PyObject *dict =
-        Py_BuildValue("{s:L,s:s,s:L,s:L,s:L,s:L,s:L,s:N}", "generation",
-                      (long long)step->generation, "path", smla_path_name(facts->path),
-                      "num_decodes", (long long)facts->split.num_decodes, "num_prefills",
-                      (long long)facts->split.num_prefills, "num_decode_tokens",
-                      (long long)facts->split.num_decode_tokens, "num_prefill_tokens",
-                      (long long)facts->split.num_prefill_tokens, "decode_query_len",
-                      (long long)facts->decode_query_len, "chunks", list_chunks(step->core));
+    PyObject *dict = Py_BuildValue("{s:L,s:s,s:L,s:L,s:L,s:L,s:L}", "generation",
+                                   (long long)step->generation, "path", smla_path_name(facts->path),
+                                   "num_decodes", (long long)facts->split.num_decodes,
+                                   "num_prefills", (long long)facts->split.num_prefills,
+                                   "num_decode_tokens", (long long)facts->split.num_decode_tokens,
+                                   "num_prefill_tokens", (long long)facts->split.num_prefill_tokens,
+                                   "decode_query_len", (long long)facts->decode_query_len);
     if (dict != NULL && add_views(step, event, dict) < 0) {
         Py_CLEAR(dict);
     }

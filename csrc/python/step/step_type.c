@@ -18,11 +18,11 @@ SMLA_STEP_PLANS(CHECK_CONFIG)
 static int
 take_workspaces(smla_py_step *step, PyObject *const *given, unsigned char *config)
 {
-    static const char *const names[] = {"workspace", "up_workspace"};
+    static const char *const names[SMLA_MAX_WORKSPACES] = {"workspace", "up_workspace"};
     const smla_py_state *const state = smla_py_type_state((PyObject *)step);
     const size_t *const offsets = step->plan->core->workspaces;
     smla_py_stream stream = {.backend = NULL};
-    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+    for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         if (offsets[i] == 0 && given[i] != Py_None) {
             PyErr_Format(PyExc_TypeError, "%s: `%s` must be None, got %R", smla_create_op, names[i],
                          given[i]);
@@ -37,7 +37,7 @@ take_workspaces(smla_py_step *step, PyObject *const *given, unsigned char *confi
             memcpy(config + offsets[i], &view, sizeof(void *));
         }
     }
-    return smla_py_resolve_stream_of(state, smla_create_op, step->workspaces, SMLA_NUM_WORKSPACES,
+    return smla_py_resolve_stream_of(state, smla_create_op, step->workspaces, SMLA_MAX_WORKSPACES,
                                      &stream);
 }
 
@@ -69,13 +69,12 @@ step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const char *name = NULL;
     PyObject *config = NULL;
-    PyObject *workspaces[SMLA_NUM_WORKSPACES] = {Py_None, Py_None};
+    PyObject *workspaces[SMLA_MAX_WORKSPACES] = {Py_None, Py_None};
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
         PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only", smla_create_op);
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "sOO|O:Step", &name, &config, &workspaces[SMLA_GATHERED],
-                          &workspaces[SMLA_UP_PROJECTED])) {
+    if (!PyArg_ParseTuple(args, "sOO|O:Step", &name, &config, &workspaces[0], &workspaces[1])) {
         return NULL;
     }
     const smla_py_plan *const plan = smla_py_find_plan(name);
@@ -104,7 +103,7 @@ step_dealloc(PyObject *self)
     Py_BEGIN_ALLOW_THREADS /* this may wait for the device, and device callbacks for the GIL */
     smla_destroy_step(step->core);
     Py_END_ALLOW_THREADS
-    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+    for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         smla_py_release_array(&step->workspaces[i]);
     }
     for (int k = 0; k < 2; k++) {

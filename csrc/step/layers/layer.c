@@ -46,7 +46,6 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
     const smla_step *const s = layer->step;
     const int64_t num_tokens = s->facts.num_actual_tokens;
     const bool more = arrays->may_have_more_heads;
-    const bool has_workspace = s->facts.path == SMLA_PATH_SEPARATE && s->facts.num_chunks > 0;
     const smla_rule rules[] = {
         SMLA_ARRAY("out", arrays->out, SMLA_DTYPE_BF16,
                    SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | (more ? SMLA_RULE_MORE_HEADS : 0), NULL,
@@ -54,7 +53,8 @@ smla_require_results(const smla_layer *layer, smla_checker *c, const smla_layer_
         SMLA_ARRAY("lse", arrays->lse, SMLA_DTYPE_FP32,
                    SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE, NULL, 2,
                    num_tokens, s->num_heads),
-        SMLA_ARRAY("workspace", has_workspace ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
+        SMLA_ARRAY("workspace",
+                   smla_num_gathers(s) > 0 ? &s->workspaces[SMLA_GATHERED].tensor : NULL,
                    SMLA_DTYPE_BF16, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL, 2, SMLA_ANY,
                    SMLA_ANY),
     };
@@ -166,29 +166,37 @@ smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
 }
 
 smla_gather_params
-smla_gather_of_chunk(const smla_layer *layer, const smla_chunk_rows *rows)
+smla_gather_of_requests(const smla_layer *layer, const char *op, const smla_kv_view *cache,
+                        const DLTensor *block_table, int64_t first_req, int64_t num_reqs)
 {
-    const smla_page_table pages = smla_page_table_of(rows->block_table, 0);
-    const DLTensor *const out = &layer->step->workspaces[SMLA_GATHERED].tensor;
+    const smla_page_table pages = smla_page_table_of(block_table, 0);
     return (smla_gather_params){
-        .call = smla_call_of_layer(layer, "gather_kv_cache", rows->cache->format),
-        .num_reqs = rows->num_reqs,
+        .call = smla_call_of_layer(layer, op, cache->format),
+        .num_reqs = num_reqs,
         .num_blocks = pages.num_blocks,
-        .block_table = pages.block_table + rows->first_req * pages.stride_req,
+        .block_table = pages.block_table + first_req * pages.stride_req,
         .block_table_stride_req = pages.stride_req,
         .block_table_stride_block = pages.stride_block,
-        .seq_lens = rows->lens,
         .seq_lens_stride = 1,
-        .workspace_starts = rows->workspace_starts,
-        .workspace_starts_stride = 1,
-        .seq_starts = rows->starts,
-        .seq_starts_stride = 1,
-        .kv = *rows->cache,
-        .kv_scale = rows->kv_scale,
-        .out = smla_data(out),
-        .out_tokens = rows->num_rows,
-        .out_stride_token = rows->num_rows > 1 ? smla_stride(out, 0) : 0,
+        .kv = *cache,
+        .kv_scale = {.value = 1.0f},
+        .out = smla_data(&layer->step->workspaces[SMLA_GATHERED].tensor),
     };
+}
+
+smla_gather_params
+smla_gather_of_chunk(const smla_layer *layer, const smla_prefill_chunk *chunk,
+                     const smla_kv_view *cache, const DLTensor *block_table)
+{
+    const DLTensor *const out = &layer->step->workspaces[SMLA_GATHERED].tensor;
+    smla_gather_params params =
+        smla_gather_of_requests(layer, "gather_kv_cache", cache, block_table,
+                                layer->step->facts.split.num_decodes + chunk->req_start,
+                                chunk->req_end - chunk->req_start);
+    params.workspace_starts_stride = params.seq_starts_stride = 1;
+    params.out_tokens = chunk->tot_seqlen;
+    params.out_stride_token = chunk->tot_seqlen > 1 ? smla_stride(out, 0) : 0;
+    return params;
 }
 
 smla_status

@@ -126,21 +126,22 @@ smla_kv_view smla_gathered_rows(const smla_layer *layer, int64_t num_rows);
  * finite logits. */
 smla_status smla_plan_layer(const smla_layer *layer, smla_attention_params *params);
 
-/* Rows of neighbouring requests that a layer gathers from the cache, one request behind another. */
-typedef struct smla_chunk_rows {
-    const smla_kv_view *cache;
-    smla_given_scale kv_scale;
-    const DLTensor *block_table; /* the rows of all requests of the step */
-    int64_t first_req;
-    int64_t num_reqs;
-    int64_t num_rows;
-    const int32_t *lens;             /* device [num_reqs], like the next two */
-    const int32_t *starts;           /* the first token of each; NULL: 0 */
-    const int32_t *workspace_starts; /* where its rows begin in the workspace */
-} smla_chunk_rows;
+/* A gather to the workspace from the rows that `num_reqs` requests of a step, from `first_req` on,
+ * have in a cache. Which rows these are, and where they go, is the caller's. */
+smla_gather_params smla_gather_of_requests(const smla_layer *layer, const char *op,
+                                           const smla_kv_view *cache, const DLTensor *block_table,
+                                           int64_t first_req, int64_t num_reqs);
 
-/* The gather to the workspace. */
-smla_gather_params smla_gather_of_chunk(const smla_layer *layer, const smla_chunk_rows *rows);
+/* The gather of a chunk's prefills, one behind another. */
+smla_gather_params smla_gather_of_chunk(const smla_layer *layer, const smla_prefill_chunk *chunk,
+                                        const smla_kv_view *cache, const DLTensor *block_table);
+
+/* The chunks that a layer of the step walks. */
+static inline int64_t
+smla_num_gathers(const smla_step *step)
+{
+    return smla_step_modes[step->facts.path].gathers ? step->facts.num_chunks : 0;
+}
 
 /* ---- Calls --------------------------------------------------------------------------------- */
 

@@ -100,15 +100,15 @@ require_kept(smla_checker *c, const dense_layer *d, bool has_prefills)
 static smla_status
 require_workspaces(smla_checker *c, const dense_layer *d)
 {
-    smla_rule rules[SMLA_NUM_WORKSPACES] = {{.name = "workspace"}, {.name = "up_workspace"}};
-    for (int i = 0; i < SMLA_NUM_WORKSPACES; i++) {
+    smla_rule rules[SMLA_MAX_WORKSPACES] = {{.name = "workspace"}, {.name = "up_workspace"}};
+    for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         rules[i].tensor = &d->layer.step->workspaces[i].tensor;
         rules[i].dtypes = SMLA_DTYPE_BF16;
         rules[i].flags = SMLA_RULE_OUTPUT;
         rules[i].ndim = 2;
         rules[i].shape[0] = rules[i].shape[1] = SMLA_ANY;
     }
-    return smla_require_arrays(c, rules, SMLA_NUM_WORKSPACES);
+    return smla_require_arrays(c, rules, SMLA_MAX_WORKSPACES);
 }
 
 /* Makes room in a checker, which has no place for all arrays of a layer with absorbed weights and
@@ -314,10 +314,7 @@ forward(dense_layer *d, smla_error *error)
 {
     d->layer = (smla_layer){op, (const smla_step *)d->builder, d->args->stream, error};
     SMLA_TRY(smla_require_step(&d->layer));
-    const smla_step_facts *const facts = &d->layer.step->facts;
-    d->num_absorbed = facts->path == SMLA_PATH_SEPARATE && facts->split.num_prefills > 0
-                          ? facts->split.num_decode_tokens
-                          : facts->num_actual_tokens;
+    d->num_absorbed = smla_num_first_tokens(&d->layer.step->facts);
     SMLA_TRY(check_arrays(d));
     return smla_run_layer(&d->layer, run, d);
 }

@@ -81,7 +81,7 @@ attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t c
        bool is_causal)
 {
     const smla_dense_config *const config = &d->builder->config;
-    const DLTensor *const memory = &d->layer.step->workspaces[SMLA_UP_PROJECTED].tensor;
+    const DLTensor *const memory = &d->layer.step->workspaces[SMLA_DENSE_UP_PROJECTED].tensor;
     const int64_t heads = config->num_heads, values = config->v_head_dim;
     const int64_t nope = config->qk_nope_head_dim, rope = config->qk_rope_head_dim;
     const int64_t stride = count > 1 ? smla_stride(memory, 0) : 0;
@@ -144,55 +144,55 @@ static smla_gather_params
 gather_of(const dense_layer *d, int64_t i)
 {
     const smla_dense_builder *const b = d->builder;
-    const smla_context_chunk *const chunk = &b->metadata.context_chunks[i];
-    const smla_chunk_rows rows = {
-        .cache = &d->cache,
-        .kv_scale = d->kv_scale,
-        .block_table = &b->block_table.tensor,
-        .first_req = b->metadata.split.num_decodes + chunk->req_start,
-        .num_reqs = chunk->req_end - chunk->req_start,
-        .num_rows = chunk->num_tokens,
-        .lens = b->sent.context_lens + chunk->first,
-        .starts = b->sent.context_starts + chunk->first,
-        .workspace_starts = b->sent.context_key_starts + chunk->first + i,
-    };
-    return smla_gather_of_chunk(&d->layer, &rows);
+    const int64_t first = b->metadata.context_chunks[i].first;
+    smla_gather_params gather = smla_gather_of_chunk(&d->layer, &d->layer.step->chunks[i],
+                                                     &d->cache, &b->block_table.tensor);
+    gather.kv_scale = d->kv_scale;
+    gather.seq_lens = b->sent.context_lens + first;
+    gather.seq_starts = b->sent.context_starts + first;
+    gather.workspace_starts = b->sent.context_key_starts + first + i;
+    return gather;
 }
 
 /* Gathers a chunk, and attends to its keys. */
 static smla_status
-attend_chunk(const dense_layer *d, int64_t i, int64_t start, const result_rows *to)
+attend_chunk(const dense_layer *d, int64_t i, const result_rows *to)
 {
     const smla_dense_builder *const b = d->builder;
-    const smla_context_chunk *const chunk = &b->metadata.context_chunks[i];
-    const int64_t first = chunk->first + i;
+    const smla_prefill_chunk *const chunk = &d->layer.step->chunks[i];
+    const int64_t first = b->metadata.context_chunks[i].first + i;
     const int32_t *const starts[2] = {b->sent.context_query_starts + first,
                                       b->sent.context_key_starts + first};
     const smla_gather_params gather = gather_of(d, i);
     const smla_head_rows rows = {gather.out, gather.out_stride_token, 0};
     SMLA_TRY(smla_run_gather_kv_cache(&d->layer, &gather));
     return attend(d, rows, (smla_head_rows){gather.out + SMLA_KV_LORA_RANK, rows.stride_token, 0},
-                  chunk->num_tokens, starts, chunk->req_end - chunk->req_start, start, to, false);
+                  chunk->tot_seqlen, starts, chunk->req_end - chunk->req_start, chunk->token_start,
+                  to, false);
 }
 
-/* The first chunk of a run writes partial result 0. Others write partial result 1, which is merged
- * with it. */
+/* Attends to chunk `i`. Chunks whose tokens overlap or are neighbours are a run, which begins at
+ * token `run_start`. The first chunk of a run writes partial result 0. Others write partial result
+ * 1, which is merged with it for the tokens that the chunk before had, too. Behind the last one the
+ * results of the run's context are complete. */
 static smla_status
-run_chunk(const dense_layer *d, int64_t i, const smla_dense_chunk *tokens)
+run_chunk(const dense_layer *d, int64_t i, int64_t *run_start)
 {
-    const int64_t start = tokens->token_start, count = tokens->token_end - start;
-    const result_rows sum = partial_rows(d, 0, start, count);
-    const result_rows own = partial_rows(d, 1, start, count);
-    const bool merges = tokens->merged_tokens > 0;
-    SMLA_TRY(attend_chunk(d, i, start, merges ? &own : &sum));
-    SMLA_TRY(merges ? merge(d, &sum, &own, tokens->merged_tokens, &sum) : SMLA_OK);
-    if (tokens->ends_run) { /* the run's context is complete */
-        const int64_t run_count = tokens->token_end - tokens->run_start;
-        const result_rows context = partial_rows(d, 0, tokens->run_start, run_count);
-        const result_rows out = final_rows(d, tokens->run_start, run_count);
-        return merge(d, &context, &out, run_count, &out);
+    const smla_prefill_chunk *const chunk = &d->layer.step->chunks[i];
+    const int64_t start = chunk->token_start, end = chunk->token_end;
+    const bool goes_on = i > 0 && start <= chunk[-1].token_end;
+    const int64_t merged_tokens = goes_on ? chunk[-1].token_end - start : 0;
+    const result_rows sum = partial_rows(d, 0, start, end - start);
+    const result_rows own = partial_rows(d, 1, start, end - start);
+    *run_start = goes_on ? *run_start : start;
+    SMLA_TRY(attend_chunk(d, i, merged_tokens > 0 ? &own : &sum));
+    SMLA_TRY(merged_tokens > 0 ? merge(d, &sum, &own, merged_tokens, &sum) : SMLA_OK);
+    if (i + 1 < d->layer.step->facts.num_chunks && chunk[1].token_start <= end) {
+        return SMLA_OK;
     }
-    return SMLA_OK;
+    const result_rows context = partial_rows(d, 0, *run_start, end - *run_start);
+    const result_rows out = final_rows(d, *run_start, end - *run_start);
+    return merge(d, &context, &out, out.count, &out);
 }
 
 /* ---- Prefills ------------------------------------------------------------------------------ */
@@ -200,7 +200,7 @@ run_chunk(const dense_layer *d, int64_t i, const smla_dense_chunk *tokens)
 smla_status
 smla_dense_check_context(const dense_layer *d)
 {
-    for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
+    for (int64_t i = 0; i < d->layer.step->facts.num_chunks; i++) {
         const smla_gather_params gather = gather_of(d, i);
         SMLA_TRY(d->layer.step->backend->check_gather(&gather, d->layer.error));
     }
@@ -210,11 +210,11 @@ smla_dense_check_context(const dense_layer *d)
 smla_status
 smla_dense_run_prefills(const dense_layer *d)
 {
-    const smla_dense_chunk *const chunks = (const void *)d->builder->kept.chunks;
+    int64_t run_start = 0;
     SMLA_TRY(smla_dense_run_queries(d));
     SMLA_TRY(attend_new_tokens(d));
-    for (int64_t i = 0; i < d->builder->metadata.num_context_chunks; i++) {
-        SMLA_TRY(run_chunk(d, i, &chunks[i]));
+    for (int64_t i = 0; i < d->layer.step->facts.num_chunks; i++) {
+        SMLA_TRY(run_chunk(d, i, &run_start));
     }
     return smla_dense_run_outputs(d);
 }

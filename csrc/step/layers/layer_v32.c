@@ -149,17 +149,11 @@ static smla_gather_params
 gather_of(const forward_call *f, const smla_prefill_chunk *chunk)
 {
     const smla_builder *const b = f->builder;
-    const smla_chunk_rows rows = {
-        .cache = &f->cache,
-        .kv_scale = {.value = 1.0f},
-        .block_table = &b->block_table.tensor,
-        .first_req = f->metadata->split.num_decodes + chunk->req_start,
-        .num_reqs = chunk->req_end - chunk->req_start,
-        .num_rows = chunk->tot_seqlen,
-        .lens = b->sent.prefill_seq_lens + chunk->req_start,
-        .workspace_starts = b->sent.prefill_workspace_starts + chunk->req_start,
-    };
-    return smla_gather_of_chunk(&f->layer, &rows);
+    smla_gather_params gather =
+        smla_gather_of_chunk(&f->layer, chunk, &f->cache, &b->block_table.tensor);
+    gather.seq_lens = b->sent.prefill_seq_lens + chunk->req_start;
+    gather.workspace_starts = b->sent.prefill_workspace_starts + chunk->req_start;
+    return gather;
 }
 
 static smla_status
@@ -190,22 +184,18 @@ run(void *call)
 {
     forward_call *const f = call;
     const smla_metadata *m = f->metadata;
-    const smla_kv_view *const cache = &f->cache;
     if (smla_is_logging) {
         smla_log_text(" path %s, chunks %lld,", smla_path_name(m->path), (long long)m->num_chunks);
     }
     SMLA_TRY(check_chunks(f));
     SMLA_TRY(m->num_chunks > 0 ? convert_indices(f) : SMLA_OK);
-    if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
-        return attend(f, cache, 0, m->num_actual_tokens);
-    }
-    const int64_t num_decode_tokens = m->split.num_decode_tokens;
+    const int64_t num_first = smla_num_first_tokens(&f->layer.step->facts);
     const int64_t end_of_chunks =
-        m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_decode_tokens;
-    SMLA_TRY(attend(f, cache, 0, num_decode_tokens));
+        m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_first;
+    SMLA_TRY(attend(f, &f->cache, 0, num_first));
     SMLA_TRY(attend_chunks(f));
     /* The tokens left are prefills on path "direct", which has no chunks, else padding tokens. */
-    return attend(f, cache, end_of_chunks, m->num_actual_tokens);
+    return attend(f, &f->cache, end_of_chunks, m->num_actual_tokens);
 }
 
 static smla_status

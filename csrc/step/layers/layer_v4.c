@@ -99,14 +99,6 @@ check_caches(smla_checker *c, attend_call *call)
                              &call->compressed);
 }
 
-/* Whether prefills attend to a workspace, whose rows are found by the numbers of the choice. */
-static bool
-has_chunks(const attend_call *call)
-{
-    const smla_v4_metadata *const m = &call->b->metadata;
-    return m->path == SMLA_PATH_SEPARATE && m->num_chunks > 0;
-}
-
 /* A layer without an indexer takes no choice. */
 static smla_status
 refuse_choice(const attend_call *call, const char *name, const DLTensor *given)
@@ -140,7 +132,8 @@ check_choice(smla_checker *c, const attend_call *call)
     if (args->slots != NULL || args->lens != NULL) {
         SMLA_TRY(check_slots(c, call));
     }
-    if (args->topk_indices == NULL && args->slots != NULL && has_chunks(call)) {
+    if (args->topk_indices == NULL && args->slots != NULL &&
+        smla_num_gathers(call->layer.step) > 0) {
         return smla_fail_value(call->layer.error, op,
                                "`topk_indices` must be given beside slots for the prefills of "
                                "path \"separate\", got none");
@@ -336,25 +329,17 @@ gather_of(const attend_call *call, const chunk_part *part, const smla_kv_view *k
     const smla_v4_builder *const b = call->b;
     const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const DLTensor *const memory = &b->step.workspaces[SMLA_GATHERED].tensor;
-    const smla_page_table pages = smla_page_table_of(table, kv->block_size);
-    const int64_t first = b->metadata.split.num_decodes + b->kept.prefills[part->start];
-    const int64_t stride_req = memory->strides[0] * rows.request_rows;
-    return (smla_gather_params){
-        .call = smla_call_of_layer(&call->layer, "dequantize_and_gather_k_cache", kv->format),
-        .num_reqs = part->end - part->start,
-        .num_blocks = pages.num_blocks,
-        .block_table = pages.block_table + first * pages.stride_req,
-        .block_table_stride_req = pages.stride_req,
-        .block_table_stride_block = pages.stride_block,
-        .seq_lens_stride = 1,
-        .offset = offset,
-        .kv = *kv,
-        .kv_scale = scale_of(call, kv),
-        .out = (uint16_t *)smla_data(memory) + part->place * stride_req,
-        .out_tokens = rows.request_rows,
-        .out_stride_req = stride_req,
-        .out_stride_token = memory->strides[0],
-    };
+    smla_gather_params gather =
+        smla_gather_of_requests(&call->layer, "dequantize_and_gather_k_cache", kv, table,
+                                b->metadata.split.num_decodes + b->kept.prefills[part->start],
+                                part->end - part->start);
+    gather.offset = offset;
+    gather.kv_scale = scale_of(call, kv);
+    gather.out_tokens = rows.request_rows;
+    gather.out_stride_token = memory->strides[0];
+    gather.out_stride_req = memory->strides[0] * rows.request_rows;
+    gather.out += part->place * gather.out_stride_req;
+    return gather;
 }
 
 /* Gathers a chunk part by part. Requests without query tokens are between the parts. */
@@ -458,7 +443,7 @@ run(void *given)
 {
     const attend_call *const call = given;
     const smla_v4_metadata *const m = &call->b->metadata;
-    const int64_t num_chunks = has_chunks(call) ? m->num_chunks : 0;
+    const int64_t num_chunks = smla_num_gathers(call->layer.step);
     for (int64_t i = 0; i < num_chunks; i++) {
         SMLA_TRY(gather_chunk(call, i, check_gather));
     }

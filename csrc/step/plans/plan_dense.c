@@ -106,8 +106,9 @@ find_workspace_tokens(smla_dense_builder *b, smla_error *error)
                                              config->block_size);
     }
     tokens = tokens < INT32_MAX ? tokens : INT32_MAX;
-    b->workspace_tokens = config->path == SMLA_PATH_MIXED ? 0 : tokens;
-    return config->path == SMLA_PATH_MIXED || tokens >= config->block_size
+    const bool gathers = smla_step_modes[config->path].gathers;
+    b->workspace_tokens = gathers ? tokens : 0;
+    return !gathers || tokens >= config->block_size
                ? SMLA_OK
                : smla_fail_value(
                      error, smla_create_op,
@@ -176,7 +177,7 @@ list_arrays(smla_step *s)
                        halves(s->limits.max_num_batched_tokens *
                               smla_dense_result_values(s->num_heads)));
     smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
-    const int64_t partial_rows = s->path == SMLA_PATH_MIXED ? 0 : rows;
+    const int64_t partial_rows = smla_step_modes[s->path].gathers ? rows : 0;
     for (size_t i = 0; i < 2; i++) {
         smla_add_array(&s->made, offsetof(smla_dense_made, partial[0]) + i * sizeof(int32_t *),
                        halves(partial_rows * ((const smla_dense_builder *)s)->config.v_head_dim));
@@ -198,7 +199,7 @@ find_scratch_bytes(const smla_step *s)
 }
 
 static smla_status
-find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_MAX_WORKSPACES],
                 smla_error *error)
 {
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
@@ -208,18 +209,27 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
         tokens > config->max_num_batched_tokens ? tokens : config->max_num_batched_tokens;
     (void)error;
     rules[SMLA_GATHERED] =
-        (smla_workspace_rule){.given = config->workspace,
+        (smla_workspace_rule){.name = "workspace",
+                              .given = config->workspace,
                               .columns = SMLA_KV_LORA_RANK + config->qk_rope_head_dim,
                               .rows = tokens,
                               .least = tokens};
-    rules[SMLA_UP_PROJECTED] =
-        (smla_workspace_rule){.given = config->up_workspace,
+    rules[SMLA_DENSE_UP_PROJECTED] =
+        (smla_workspace_rule){.name = "up_workspace",
+                              .given = config->up_workspace,
                               .columns = config->num_heads *
                                          (config->qk_nope_head_dim + config->v_head_dim),
                               .rows = tokens == 0 ? 0 : most,
                               .least = tokens == 0 ? 0 : most,
                               .hint = "a row per token of a chunk, and of a batch"};
     return SMLA_OK;
+}
+
+/* All buffers on the device. */
+static int64_t
+count_other_bytes(const smla_step *s)
+{
+    return s->mirror->bytes + smla_arena_bytes(&s->made) + s->scratch_bytes;
 }
 
 static smla_status
@@ -251,7 +261,8 @@ find_known_tokens(const smla_step *s, const smla_batch *batch, const smla_dense_
         const int32_t *const seq_lens = smla_data(args->seq_lens);
         return seq_lens[req * smla_stride(args->seq_lens, 0)];
     }
-    const bool is_exact = s->path != SMLA_PATH_MIXED && query_len > s->limits.decode_threshold;
+    const bool is_exact =
+        smla_step_modes[s->path].gathers && query_len > s->limits.decode_threshold;
     return is_exact ? batch->seq_lens[req] : 0;
 }
 
@@ -288,10 +299,8 @@ cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, 
     if (s->path == SMLA_PATH_AUTO) {
         facts->path = smla_dense_choose_path(s, batch, facts);
     }
-    if (facts->path != SMLA_PATH_SEPARATE || facts->split.num_prefills == 0) {
-        return SMLA_OK;
-    }
-    return smla_dense_cut_context(s, batch, facts, error);
+    return smla_step_modes[facts->path].gathers ? smla_dense_cut_context(s, batch, facts, error)
+                                                : SMLA_OK;
 }
 
 static void
@@ -311,7 +320,7 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
         host.padded_query_start_loc[i] =
             i <= num_prefills ? end : (int32_t)(batch->num_actual_tokens - starts[first]);
     }
-    if (s->facts.num_context_chunks > 0) {
+    if (s->facts.num_chunks > 0) {
         smla_dense_fill_chunks(s, batch, &host);
     } else { /* arrays of chunks may be megabytes, and are the last ones */
         s->mirror->used_bytes =
@@ -358,8 +367,8 @@ commit(smla_step *s, const void *given)
         .input_positions = b->ranges.positions,
         .prefill_query_start_loc = b->sent.prefill_query_start_loc,
     };
-    if (s->facts.num_context_chunks > 0) {
-        b->metadata.num_context_chunks = s->facts.num_context_chunks;
+    if (s->facts.num_chunks > 0) {
+        b->metadata.num_context_chunks = s->facts.num_chunks;
         b->metadata.context_chunks = (const void *)b->kept.context_chunks;
         b->metadata.context_chunk_starts = b->sent.context_starts;
         b->metadata.context_chunk_lens = b->sent.context_lens;
@@ -394,9 +403,9 @@ smla_dense_value_dim(const smla_dense_builder *b)
 const smla_step_plan smla_dense_plan = {
     SMLA_PLAN_TYPES("dense", smla_dense_builder, smla_dense_build_args, fields),
     SMLA_PLAN_FUNCTIONS,
-    .workspaces[SMLA_UP_PROJECTED] = offsetof(smla_dense_config, up_workspace),
+    .workspaces[SMLA_DENSE_UP_PROJECTED] = offsetof(smla_dense_config, up_workspace),
     .kept = offsetof(smla_dense_builder, kept),
+    .count_other_bytes = count_other_bytes,
+    .cut_chunks = cut_chunks,
     .fill_lists = fill_lists,
-    .has_uniform_decodes = false,
-    .counts_all_memory = true,
 };

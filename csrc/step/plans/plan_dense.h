@@ -20,21 +20,12 @@ typedef struct smla_dense_sent {
     int32_t *context_query_starts;
 } smla_dense_sent;
 
-/* A chunk's prefills as rows of the step's arrays. */
-typedef struct smla_dense_chunk {
-    int64_t token_start;
-    int64_t token_end;
-    int64_t merged_tokens; /* those of the first requests, which earlier chunks hold, too */
-    /* Chunks whose requests are neighbours are a run. Behind the last chunk of a run, the results
-     * of its context are complete, from run_start to token_end. */
-    int64_t run_start;
-    int64_t ends_run; /* 0 or 1 */
-} smla_dense_chunk;
+/* The workspace of keys and values of all heads. */
+enum { SMLA_DENSE_UP_PROJECTED = SMLA_GATHERED + 1 };
 
 /* What only the host reads. */
 typedef struct smla_dense_kept {
-    int32_t *context_chunks; /* smla_context_chunk[] */
-    int32_t *chunks;         /* smla_dense_chunk[] */
+    int32_t *context_chunks; /* smla_context_chunk[]: the parts of the step's chunks */
     int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
 } smla_dense_kept;
 
@@ -100,11 +91,11 @@ void smla_dense_list_chunks(smla_step *step);
 smla_path smla_dense_choose_path(const smla_step *step, const smla_batch *batch,
                                  const smla_step_facts *facts);
 
-/* Counts the chunks of a step on path "separate". */
+/* Cuts the chunks of a step that gathers context. */
 smla_status smla_dense_cut_context(const smla_step *step, const smla_batch *batch,
                                    smla_step_facts *facts, smla_error *error);
 
-/* Fills the arrays of chunks in `kept`, and in what the host is going to send. */
+/* Fills the arrays of their parts in `kept`, and in what the host is going to send. */
 void smla_dense_fill_chunks(const smla_step *step, const smla_batch *batch,
                             const smla_dense_sent *host);
 

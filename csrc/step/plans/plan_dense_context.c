@@ -43,7 +43,6 @@ smla_dense_list_chunks(smla_step *s)
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     const most_chunks most = count_chunks(b);
     enum { CHUNK_INTS = sizeof(smla_context_chunk) / sizeof(int32_t) };
-    _Static_assert(sizeof(smla_context_chunk) == sizeof(smla_dense_chunk), "both have five int64");
     smla_add_array(&s->sent, offsetof(smla_dense_sent, context_starts), most.parts);
     smla_add_array(&s->sent, offsetof(smla_dense_sent, context_lens), most.parts);
     smla_add_array(&s->sent, offsetof(smla_dense_sent, context_key_starts),
@@ -51,9 +50,9 @@ smla_dense_list_chunks(smla_step *s)
     smla_add_array(&s->sent, offsetof(smla_dense_sent, context_query_starts),
                    most.parts + most.chunks);
     smla_add_array(&s->kept, offsetof(smla_dense_kept, context_chunks), most.chunks * CHUNK_INTS);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, chunks), most.chunks * CHUNK_INTS);
     smla_add_array(&s->kept, offsetof(smla_dense_kept, context_lens),
                    b->workspace_tokens == 0 ? 0 : s->limits.max_num_seqs);
+    s->max_num_chunks = most.chunks > s->max_num_chunks ? most.chunks : s->max_num_chunks;
 }
 
 /* ---- Path ---------------------------------------------------------------------------------- */
@@ -166,78 +165,49 @@ smla_dense_choose_path(const smla_step *s, const smla_batch *batch, const smla_s
 
 /* ---- Chunks -------------------------------------------------------------------------------- */
 
-/* What the plan of context reads. Writes the lengths to the builder's host memory. */
-static smla_context_args
+/* The prefills whose context is cut. Writes its lengths to the builder's host memory. */
+static smla_prefills
 read_context(const smla_step *s, const smla_batch *batch, int64_t first)
 {
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     for (int64_t req = first; req < batch->num_reqs; req++) {
         b->kept.context_lens[req - first] = (int32_t)context_of(batch, req);
     }
-    return (smla_context_args){.struct_size = sizeof(smla_context_args),
-                               .context_lens = b->kept.context_lens,
-                               .num_prefills = batch->num_reqs - first,
-                               .workspace_tokens = b->workspace_tokens,
-                               .block_size = b->config.block_size,
-                               .plan = (smla_context_plan)b->config.context_plan};
+    smla_prefills prefills = smla_prefills_of(batch, first, b->workspace_tokens);
+    prefills.lens = b->kept.context_lens;
+    prefills.block_size = b->config.block_size;
+    prefills.are_cut_equally = b->config.context_plan == SMLA_CONTEXT_EQUAL;
+    return prefills;
 }
 
 smla_status
 smla_dense_cut_context(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
                        smla_error *error)
 {
-    const smla_context_args args = read_context(s, batch, facts->split.num_decodes);
-    return smla_cut_context(smla_build_op, &args, batch->query_start_loc + facts->split.num_decodes,
-                            NULL, NULL, NULL, &facts->num_context_chunks, &facts->num_context_parts,
-                            error);
-}
-
-/* Fills what belongs to one chunk. `before` is the chunk in front of it, or NULL. Entry 0 of
- * query_starts is the step's first prefill. */
-static void
-fill_chunk(const smla_context_chunk *chunk, const smla_context_chunk *before, int64_t chunk_idx,
-           const int32_t *query_starts, const smla_dense_sent *host, smla_dense_chunk *tokens)
-{
-    const int64_t num_reqs = chunk->req_end - chunk->req_start;
-    int32_t *const keys = host->context_key_starts + chunk->first + chunk_idx;
-    int32_t *const queries = host->context_query_starts + chunk->first + chunk_idx;
-    const int32_t *const reqs = query_starts + chunk->req_start;
-    int64_t num_merged = 0;
-    keys[0] = 0;
-    for (int64_t i = 0; i < num_reqs; i++) {
-        keys[i + 1] = keys[i] + host->context_lens[chunk->first + i];
-        num_merged += host->context_starts[chunk->first + i] > 0;
-    }
-    for (int64_t i = 0; i <= num_reqs; i++) {
-        queries[i] = reqs[i] - reqs[0];
-    }
-    const bool goes_on = before != NULL && chunk->req_start <= before->req_end;
-    *tokens = (smla_dense_chunk){.token_start = reqs[0],
-                                 .token_end = reqs[num_reqs],
-                                 .merged_tokens = reqs[num_merged] - reqs[0],
-                                 .run_start = goes_on ? tokens[-1].run_start : reqs[0],
-                                 .ends_run = 1};
-    if (goes_on) {
-        tokens[-1].ends_run = 0;
-    }
+    const smla_prefills prefills = read_context(s, batch, facts->split.num_decodes);
+    return smla_cut_chunks(s, &prefills, facts, error);
 }
 
 void
 smla_dense_fill_chunks(const smla_step *s, const smla_batch *batch, const smla_dense_sent *host)
 {
-    const smla_dense_builder *const b = (const smla_dense_builder *)s;
-    const int64_t first = s->facts.split.num_decodes;
-    const smla_context_args args = read_context(s, batch, first);
-    smla_context_chunk *const chunks = (void *)b->kept.context_chunks;
-    smla_dense_chunk *const tokens = (void *)b->kept.chunks;
-    int64_t num_chunks, num_parts;
+    const smla_prefills prefills = read_context(s, batch, s->facts.split.num_decodes);
+    smla_context_chunk *const chunks = (void *)((const smla_dense_builder *)s)->kept.context_chunks;
+    smla_chunk_list list = {.parts = chunks,
+                            .starts = host->context_starts,
+                            .lens = host->context_lens};
     smla_error unused; /* cut_chunks has found all errors */
-    (void)smla_cut_context(smla_build_op, &args, batch->query_start_loc + first, chunks,
-                           host->context_starts, host->context_lens, &num_chunks, &num_parts,
-                           &unused);
-    for (int64_t i = 0; i < s->facts.num_context_chunks; i++) {
-        fill_chunk(&chunks[i], i == 0 ? NULL : &chunks[i - 1], i, batch->query_start_loc + first,
-                   host, &tokens[i]);
+    (void)smla_cut_prefills(smla_build_op, &prefills, &list, &unused);
+    for (int64_t i = 0; i < list.num_chunks; i++) {
+        const int32_t *const starts = prefills.query_start_loc + chunks[i].req_start;
+        const int64_t num_reqs = chunks[i].req_end - chunks[i].req_start;
+        int32_t *const keys = host->context_key_starts + chunks[i].first + i;
+        int32_t *const queries = host->context_query_starts + chunks[i].first + i;
+        keys[0] = queries[0] = 0;
+        for (int64_t k = 0; k < num_reqs; k++) {
+            keys[k + 1] = keys[k] + host->context_lens[chunks[i].first + k];
+            queries[k + 1] = starts[k + 1] - starts[0];
+        }
     }
 }
 
@@ -246,7 +216,7 @@ int
 smla_dense_show_chunks(const smla_step *s, smla_step_view *views)
 {
     const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
-    const int64_t num_chunks = m->num_context_chunks, num_parts = s->facts.num_context_parts;
+    const int64_t num_chunks = m->num_context_chunks, num_parts = s->facts.num_parts;
     const smla_context_chunk *const chunks = m->context_chunks;
     enum { STRIDE = sizeof *chunks / sizeof(int64_t) };
     const DLTensor *const workspace = &s->workspaces[SMLA_GATHERED].tensor;
@@ -254,11 +224,14 @@ smla_dense_show_chunks(const smla_step *s, smla_step_view *views)
     smla_show_rows(&views[n], "chunked_prefill_workspace", smla_data(workspace), 0,
                    smla_size(workspace, 0), smla_size(workspace, 1), smla_stride(workspace, 0));
     views[n++].is_bf16 = true;
-    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, 1,
+                   STRIDE);
+    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, 1, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, 1, STRIDE);
+    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, 1,
+                   STRIDE);
+    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, 1,
+                   STRIDE);
     if (((const smla_dense_builder *)s)->config.context_plan == SMLA_CONTEXT_EQUAL) {
         const int64_t prefills = m->split.num_prefills;
         smla_show_rows(&views[n++], "context_chunk_starts", m->context_chunk_starts, 0, num_chunks,

@@ -86,6 +86,7 @@ check(smla_step *s, smla_error *error)
     b->plans_path = config->path == SMLA_PATH_AUTO;
     SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);
+    s->limits.has_uniform_decodes = true;
     return SMLA_OK;
 }
 
@@ -95,7 +96,7 @@ check(smla_step *s, smla_error *error)
 static void
 list_arrays(smla_step *s)
 {
-    const bool has_workspace = s->path == SMLA_PATH_SEPARATE;
+    const bool has_workspace = smla_step_modes[s->path].gathers;
     const int64_t tokens = s->limits.max_num_batched_tokens;
     const int64_t prefill_tokens = has_workspace ? tokens : 0;
     const int64_t prefills = has_workspace ? s->limits.max_num_seqs : 0;
@@ -128,17 +129,19 @@ find_scratch_bytes(const smla_step *s)
 
 /* A given workspace is used for as many tokens as it has rows, or for the config's number. */
 static smla_status
-find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_MAX_WORKSPACES],
                 smla_error *error)
 {
     const smla_builder_config *const config = &((const smla_builder *)s)->config;
     const int64_t tokens = config->prefill_workspace_tokens;
     const int64_t rows = tokens > 0 ? tokens : SMLA_ANY;
     (void)error;
-    rules[SMLA_GATHERED] = (smla_workspace_rule){.given = config->workspace,
-                                                 .columns = SMLA_HEAD_DIM,
-                                                 .rows = s->path == SMLA_PATH_SEPARATE ? rows : 0,
-                                                 .least = tokens > 0 ? tokens : 1};
+    rules[SMLA_GATHERED] =
+        (smla_workspace_rule){.name = "workspace",
+                              .given = config->workspace,
+                              .columns = SMLA_HEAD_DIM,
+                              .rows = smla_step_modes[s->path].gathers ? rows : 0,
+                              .least = tokens > 0 ? tokens : 1};
     return SMLA_OK;
 }
 
@@ -195,15 +198,15 @@ prefers_direct(const smla_step *s, const smla_batch *batch, const smla_step_fact
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
-    const smla_batch_split *const split = &facts->split;
-    if (s->path != SMLA_PATH_SEPARATE || split->num_prefills == 0) {
+    const smla_prefills prefills =
+        smla_prefills_of(batch, facts->split.num_decodes,
+                         smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0));
+    if (!smla_step_modes[s->path].gathers) {
         return SMLA_OK;
     }
-    SMLA_TRY(smla_pack_prefills(smla_build_op, batch->seq_lens + split->num_decodes,
-                                split->num_decodes, split->num_prefills, INT32_MAX,
-                                smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0), s->chunk_ends,
-                                &facts->num_chunks, error));
-    if (((const smla_builder *)s)->plans_path && prefers_direct(s, batch, facts)) {
+    SMLA_TRY(smla_cut_chunks(s, &prefills, facts, error));
+    if (facts->num_chunks > 0 && ((const smla_builder *)s)->plans_path &&
+        prefers_direct(s, batch, facts)) {
         facts->path = SMLA_PATH_DIRECT;
         facts->num_chunks = 0;
     }
@@ -249,10 +252,8 @@ commit(smla_step *s, const void *given)
     smla_builder *const b = (smla_builder *)s;
     const smla_build_args *const args = given;
     const smla_step_facts *const facts = &s->facts;
-    const bool has_parts = s->path == SMLA_PATH_SEPARATE || s->path == SMLA_PATH_DIRECT;
     const smla_attention_shape decode =
-        shape_of(s, has_parts ? facts->split.num_decode_tokens : facts->num_actual_tokens,
-                 smla_find_kv_format(b->config.kv_format));
+        shape_of(s, smla_num_first_tokens(facts), smla_find_kv_format(b->config.kv_format));
     smla_attention_plan plan;
     s->backend->plan_attention(&decode, &plan);
     b->metadata = (smla_metadata){
@@ -276,6 +277,8 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     const smla_metadata *const m = &((const smla_builder *)s)->metadata;
     const int64_t prefills = m->split.num_prefills;
     int n = 0;
+    smla_show_list(&views[n++], "chunks", &s->chunks->req_start, s->facts.num_chunks,
+                   SMLA_CHUNK_NUMBERS, SMLA_CHUNK_NUMBERS);
     smla_show_number(&views[n++], "decode_num_splits", m->decode_num_splits);
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
     smla_show_vector(&views[n++], "prefill_seq_lens", m->prefill_seq_lens, prefills);
@@ -289,5 +292,5 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 const smla_step_plan smla_v32_plan = {
     SMLA_PLAN_TYPES("v32", smla_builder, smla_build_args, fields),
     SMLA_PLAN_FUNCTIONS,
-    .has_uniform_decodes = true,
+    .cut_chunks = cut_chunks,
 };

@@ -142,7 +142,7 @@ smla_v4_workspace_rows(const smla_v4_config *config, int64_t ratio)
                           .request_rows = start + config->window + config->max_num_batched_tokens};
 }
 
-/* Rows of the workspace that all layers share; 0 on path "direct". */
+/* Rows of the workspace that all layers share. */
 static int64_t
 workspace_size(const smla_v4_config *config)
 {
@@ -152,7 +152,7 @@ workspace_size(const smla_v4_config *config)
             smla_v4_workspace_rows(config, config->compress_ratios[i]).request_rows;
         most = rows > most ? rows : most;
     }
-    return config->path == SMLA_PATH_SEPARATE ? most * config->prefill_chunk_size : 0;
+    return smla_step_modes[config->path].gathers ? most * config->prefill_chunk_size : 0;
 }
 
 /* Sets the widths of the lists. Only layers without an indexer have lists of their groups. */
@@ -166,7 +166,7 @@ set_columns(smla_v4_builder *b)
         b->columns[i] = is_indexed ? 0 : list_columns(config, config->compress_ratios[i]);
         most = b->columns[i] > most ? b->columns[i] : most;
     }
-    if (config->path == SMLA_PATH_SEPARATE) { /* a token's list holds its window, too */
+    if (smla_step_modes[config->path].gathers) { /* a token's list holds its window, too */
         most = round_up(most + config->window, SMLA_V4_LIST_ALIGN);
     }
     b->index_columns = most;
@@ -217,7 +217,7 @@ list_arrays(smla_step *s)
     smla_add_array(&s->sent, offsetof(smla_v4_sent, query_start_loc), reqs + 1);
     smla_add_array(&s->sent, offsetof(smla_v4_sent, seq_lens), reqs);
     smla_add_array(&s->sent, offsetof(smla_v4_sent, gather_lens), reqs);
-    if (s->path == SMLA_PATH_SEPARATE) {
+    if (smla_step_modes[s->path].gathers) {
         smla_v4_list_chunks(s);
     }
     /* Kernels read the lists of a call in vectors, so they begin where the memory does. */
@@ -247,7 +247,7 @@ find_scratch_bytes(const smla_step *s)
     const smla_v4_builder *const b = (const smla_v4_builder *)s;
     const smla_attention_shape shapes[] = {
         {.topk = b->config.window, .extra_topk = b->index_columns},
-        {.topk = s->path == SMLA_PATH_SEPARATE ? b->index_columns : 0},
+        {.topk = smla_step_modes[s->path].gathers ? b->index_columns : 0},
     };
     int64_t most = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -262,7 +262,7 @@ find_scratch_bytes(const smla_step *s)
 }
 
 static smla_status
-find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACES],
+find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_MAX_WORKSPACES],
                 smla_error *error)
 {
     const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
@@ -275,7 +275,8 @@ find_workspaces(const smla_step *s, smla_workspace_rule rules[SMLA_NUM_WORKSPACE
             (long long)rows);
     }
     rules[SMLA_GATHERED] =
-        (smla_workspace_rule){.given = config->workspace,
+        (smla_workspace_rule){.name = "workspace",
+                              .given = config->workspace,
                               .columns = SMLA_V4_HEAD_DIM,
                               .rows = rows,
                               .least = rows,
@@ -377,12 +378,6 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     return SMLA_OK;
 }
 
-static smla_status
-cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
-{
-    return smla_v4_cut_chunks(s, batch, facts, error);
-}
-
 /* ---- Building a step ----------------------------------------------------------------------- */
 
 static void
@@ -418,7 +413,7 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
         host.seq_lens[req] = seq_len;
         host.gather_lens[req] = (int32_t)(query_len + (context < before ? context : before));
     }
-    if (s->path == SMLA_PATH_SEPARATE) {
+    if (smla_step_modes[s->path].gathers) {
         smla_v4_fill_chunks(s, batch, &host);
     }
 }
@@ -554,6 +549,8 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     const int64_t first = m->split.num_decodes;
     const int64_t prefills = m->split.num_prefills;
     int n = 0;
+    smla_show_list(&views[n++], "chunks", &s->chunks->req_start, s->facts.num_chunks,
+                   SMLA_CHUNK_NUMBERS, SMLA_CHUNK_NUMBERS);
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, tokens);
     smla_show_vector(&views[n++], "positions", m->positions, tokens);
     smla_show_vector(&views[n], "is_valid", m->is_valid, tokens);
@@ -572,5 +569,6 @@ const smla_step_plan smla_v4_plan = {
     SMLA_PLAN_TYPES("v4", smla_v4_builder, smla_v4_build_args, fields),
     SMLA_PLAN_FUNCTIONS,
     .kept = offsetof(smla_v4_builder, kept),
+    .cut_chunks = smla_v4_cut_chunks,
     .fill_lists = fill_lists,
 };

@@ -89,7 +89,7 @@ int smla_v4_find_ratio(const smla_v4_config *config, int64_t ratio);
 /* Lists the arrays of path "separate". */
 void smla_v4_list_chunks(smla_step *step);
 
-/* Sets chunk_ends and the numbers of chunks. A chunk has prefill_chunk_size prefills with query
+/* The plan's cut_chunks. A chunk has prefill_chunk_size prefills with query
  * tokens, the last one maybe fewer. Prefills without belong to the chunk in front of them. */
 smla_status smla_v4_cut_chunks(const smla_step *step, const smla_batch *batch,
                                smla_step_facts *facts, smla_error *error);

@@ -23,15 +23,11 @@ smla_status
 smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
                    smla_error *error)
 {
-    const int64_t size = ((const smla_v4_builder *)s)->config.prefill_chunk_size;
-    const int64_t first = facts->split.num_decodes, num_prefills = facts->split.num_prefills;
-    for (int64_t i = 0; i < num_prefills; i++) {
-        facts->num_gathered += smla_query_len(batch->query_start_loc, first + i) > 0;
-    }
-    return facts->num_gathered == 0
-               ? SMLA_OK
-               : smla_pack_prefills(smla_build_op, batch->seq_lens + first, first, num_prefills, 1,
-                                    size, s->chunk_ends, &facts->num_chunks, error);
+    smla_prefills prefills =
+        smla_prefills_of(batch, facts->split.num_decodes,
+                         ((const smla_v4_builder *)s)->config.prefill_chunk_size);
+    prefills.counts_requests = true;
+    return smla_cut_chunks(s, &prefills, facts, error);
 }
 
 void
@@ -61,7 +57,7 @@ smla_v4_fill_chunks(const smla_step *s, const smla_batch *batch, const smla_v4_s
 smla_v4_entries
 smla_v4_chunk_entries(const smla_v4_builder *b, int64_t chunk_idx)
 {
-    const int64_t size = b->config.prefill_chunk_size, count = b->step.facts.num_gathered;
+    const int64_t size = b->config.prefill_chunk_size, count = b->step.facts.num_parts;
     const int64_t start = chunk_idx * size;
     return (smla_v4_entries){start, count - start < size ? count : start + size};
 }
