@@ -43,9 +43,10 @@ smla_status smla_check_linear(const smla_linear_args *args, smla_projection_para
 /* Checks that the scales of fp8_linear's weight and the groups of its input make a scheme. */
 smla_status smla_require_fp8_scheme(const smla_checker *checker, const smla_fp8_linear_args *args);
 
-/* Fills the params of fp8_linear, whose arrays are checked. */
-smla_status smla_fill_fp8_linear(const smla_checker *checker, const smla_fp8_linear_args *args,
-                                 smla_fp8_linear_params *params);
+/* Fills the params of fp8_linear that follow from a checked weight and its scheme: all but where
+ * the rows of x and of the result lie. The input is quantised to `memory`. */
+void smla_fill_fp8_linear(smla_call call, const smla_fp8_linear_args *args, int64_t num_tokens,
+                          void *memory, smla_fp8_linear_params *params);
 
 /* Checks the args, and finds the bytes that the workspace needs. */
 smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,

@@ -7,55 +7,48 @@
 
 /* ---- Groups -------------------------------------------------------------------------------- */
 
-/* An axis in groups. A whole axis is one group, even if it is empty. */
-typedef struct axis_groups {
-    int64_t size; /* at least 1 */
-    int64_t count;
-} axis_groups;
-
-/* Reads item `i` of `group`, -1 for the whole axis of `x`. */
+/* Checks item `i` of `group`, -1 for the whole axis of x. */
 static smla_status
-read_group(const smla_checker *c, const char *name, int i, int64_t size, const DLTensor *x,
-           axis_groups *groups)
+require_group(const smla_checker *c, int i, int64_t size, int64_t axis)
 {
-    const int64_t axis = smla_size(x, i);
-    if (size == -1) {
-        *groups = (axis_groups){.size = axis > 0 ? axis : 1, .count = 1};
-        return SMLA_OK;
-    }
-    if (size < 1) {
-        return smla_refuse(c,
-                           "`%s` must have sizes of at least 1, or -1 for a whole axis, got %lld",
-                           name, (long long)size);
+    if (size < 1 && size != -1) {
+        return smla_refuse(
+            c, "`group` must have sizes of at least 1, or -1 for a whole axis, got %lld",
+            (long long)size);
     }
     if (axis % size != 0) {
-        return smla_refuse(c, "`x` must have a multiple of %lld %s (`%s`), got %lld",
-                           (long long)size, i == 0 ? "rows" : "columns", name, (long long)axis);
+        return smla_refuse(c, "`x` must have a multiple of %lld %s (`group`), got %lld",
+                           (long long)size, i == 0 ? "rows" : "columns", (long long)axis);
     }
-    *groups = (axis_groups){.size = size, .count = axis / size};
     return SMLA_OK;
 }
 
-/* Fills what the sizes of x and of its groups decide. */
-static smla_status
-read_groups(const smla_checker *c, const char *name, const DLTensor *x, int64_t group_rows,
-            int64_t group_columns, smla_scaled_quantize_params *params)
+/* The size of an axis' groups, at least 1. A whole axis is one group, even if it is empty. */
+static int64_t
+group_size(int64_t size, int64_t axis)
 {
-    axis_groups rows, columns;
-    SMLA_TRY(read_group(c, name, 0, group_rows, x, &rows));
-    SMLA_TRY(read_group(c, name, 1, group_columns, x, &columns));
+    return size != -1 ? size : axis > 0 ? axis : 1;
+}
+
+static int64_t
+count_groups(int64_t size, int64_t axis)
+{
+    return size == -1 ? 1 : axis / size;
+}
+
+/* Fills what the sizes of x and the checked sizes of its groups decide. */
+static void
+fill_groups(int64_t num_rows, int64_t num_columns, int64_t group_rows, int64_t group_columns,
+            smla_scaled_quantize_params *params)
+{
     *params = (smla_scaled_quantize_params){
-        .num_rows = smla_size(x, 0),
-        .num_columns = smla_size(x, 1),
-        .group_rows = rows.size,
-        .group_columns = columns.size,
-        .num_row_groups = rows.count,
-        .num_column_groups = columns.count,
-        .x = smla_data(x),
-        .type = smla_float_type_of(x),
-        .x_stride_row = smla_stride(x, 0),
+        .num_rows = num_rows,
+        .num_columns = num_columns,
+        .group_rows = group_size(group_rows, num_rows),
+        .group_columns = group_size(group_columns, num_columns),
+        .num_row_groups = count_groups(group_rows, num_rows),
+        .num_column_groups = count_groups(group_columns, num_columns),
     };
-    return SMLA_OK;
 }
 
 /* ---- scaled_quantize ----------------------------------------------------------------------- */
@@ -68,7 +61,10 @@ smla_check_scaled_quantize(const smla_scaled_quantize_args *args,
     smla_checker c;
     smla_open_checker(&c, "scaled_quantize", error);
     SMLA_TRY(smla_require_2d(&c, "x", args->x, SMLA_DTYPE_FLOATS, SMLA_ANY, SMLA_ANY, 0, NULL));
-    SMLA_TRY(read_groups(&c, "group", args->x, args->group_rows, args->group_columns, params));
+    const int64_t num_rows = smla_size(args->x, 0), num_columns = smla_size(args->x, 1);
+    SMLA_TRY(require_group(&c, 0, args->group_rows, num_rows));
+    SMLA_TRY(require_group(&c, 1, args->group_columns, num_columns));
+    fill_groups(num_rows, num_columns, args->group_rows, args->group_columns, params);
     SMLA_TRY(smla_require_2d(&c, "out", args->out, SMLA_DTYPE_E4M3_OR_BYTES, params->num_rows,
                              params->num_columns, SMLA_RULE_OUTPUT, NULL));
     SMLA_TRY(smla_require_2d(&c, "descale", args->descale, SMLA_DTYPE_FP32, params->num_row_groups,
@@ -76,6 +72,9 @@ smla_check_scaled_quantize(const smla_scaled_quantize_args *args,
                              SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE, "a scale per group"));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->call = smla_call_of(&c, args->stream, NULL);
+    params->x = smla_data(args->x);
+    params->type = smla_float_type_of(args->x);
+    params->x_stride_row = smla_stride(args->x, 0);
     params->out = smla_data(args->out);
     params->out_stride_row = smla_stride(args->out, 0);
     params->descale = smla_data(args->descale);
@@ -121,19 +120,28 @@ static const struct scheme {
 
 enum { NUM_SCHEMES = sizeof schemes / sizeof schemes[0] };
 
-/* Finds the scheme of a weight and its scales. */
-static smla_status
-find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scales *kind)
+/* The scales of a weight in the scheme that they make with the groups of its input; 0: in none. */
+static weight_scales
+find_scales(const smla_fp8_linear_args *args)
 {
-    const int64_t outer_dim = smla_size(args->weight, 0);
-    const int64_t inner_dim = smla_size(args->weight, 1);
     for (int i = 0; i < NUM_SCHEMES; i++) {
         if (schemes[i].group_rows == args->input_group_rows &&
             schemes[i].group_columns == args->input_group_columns &&
-            has_scales(args->descale, schemes[i].kind, outer_dim, inner_dim)) {
-            *kind = schemes[i].kind;
-            return SMLA_OK;
+            has_scales(args->descale, schemes[i].kind, smla_size(args->weight, 0),
+                       smla_size(args->weight, 1))) {
+            return schemes[i].kind;
         }
+    }
+    return (weight_scales)0;
+}
+
+static smla_status
+require_scheme(const smla_checker *c, const smla_fp8_linear_args *args)
+{
+    const int64_t outer_dim = smla_size(args->weight, 0);
+    const int64_t inner_dim = smla_size(args->weight, 1);
+    if (find_scales(args) != 0) {
+        return SMLA_OK;
     }
     return smla_refuse(
         c,
@@ -147,37 +155,27 @@ find_scheme(const smla_checker *c, const smla_fp8_linear_args *args, weight_scal
 
 /* The strides of the weight's scales: 0 where one scale serves an axis. */
 static void
-fill_weight_scales(const DLTensor *descale, weight_scales kind, smla_projection_scales *scales)
+fill_weight_scales(const smla_fp8_linear_args *args, smla_projection_scales *scales)
 {
-    scales->w = smla_data(descale);
+    const weight_scales kind = find_scales(args);
+    scales->w = smla_data(args->descale);
     scales->w_is_per_output = kind == SCALE_OF_OUTPUT;
-    scales->w_stride_outer = kind == SCALE_OF_TENSOR ? 0 : smla_stride(descale, 0);
-    scales->w_stride_inner = kind == SCALE_OF_BLOCK ? smla_stride(descale, 1) : 0;
+    scales->w_stride_outer = kind == SCALE_OF_TENSOR ? 0 : smla_stride(args->descale, 0);
+    scales->w_stride_inner = kind == SCALE_OF_BLOCK ? smla_stride(args->descale, 1) : 0;
 }
 
 /* The alignment that kernels like rows of quantised values to have. */
 enum { QUANTIZED_ALIGN = 16 };
 
-/* Puts the quantised input into the workspace, its scales behind it. */
-static smla_status
-place_quantized(const smla_checker *c, const DLTensor *workspace, smla_scaled_quantize_params *q)
+/* Puts the quantised input into memory, its scales behind it. */
+static void
+place_quantized(uint8_t *memory, smla_scaled_quantize_params *q)
 {
-    const int64_t num_values = q->num_rows * q->num_columns;
-    const int64_t num_scales = q->num_row_groups * q->num_column_groups;
-    uint8_t *const memory = smla_data(workspace);
-    const int64_t given = workspace == NULL ? 0 : smla_size(workspace, 0);
-    const int64_t padding = (int64_t)(-(uintptr_t)memory % QUANTIZED_ALIGN);
-    const int64_t needed = padding + num_values + num_scales * (int64_t)sizeof(float);
-    if (q->num_rows > 0 && given < needed) {
-        return smla_refuse(c, "`workspace` must have at least %lld bytes, got %lld",
-                           (long long)needed, (long long)given);
-    }
-    q->out = memory + padding;
+    q->out = memory + -(uintptr_t)memory % QUANTIZED_ALIGN;
     q->out_stride_row = q->num_columns;
-    q->descale = (float *)(void *)(memory + padding + num_values);
+    q->descale = (float *)(void *)((uint8_t *)q->out + q->num_rows * q->num_columns);
     q->descale_stride_row = q->num_column_groups;
     q->descale_stride_column = 1;
-    return SMLA_OK;
 }
 
 static smla_status
@@ -192,9 +190,8 @@ require_tiles(const smla_checker *c, int64_t columns)
 smla_status
 smla_require_fp8_scheme(const smla_checker *c, const smla_fp8_linear_args *args)
 {
-    weight_scales kind;
     SMLA_TRY(require_tiles(c, smla_size(args->weight, 1)));
-    return find_scheme(c, args, &kind);
+    return require_scheme(c, args);
 }
 
 /* Checks the arrays that are read. */
@@ -207,8 +204,7 @@ require_operands(smla_checker *c, const smla_fp8_linear_args *args)
                              smla_size(args->x, 1), 0, "outputs, and the values of a token"));
     SMLA_TRY(
         smla_require_any(c, "descale", args->descale, SMLA_DTYPE_FP32, SMLA_RULE_ANY_LAST_STRIDE));
-    weight_scales kind;
-    return find_scheme(c, args, &kind);
+    return require_scheme(c, args);
 }
 
 static smla_status
@@ -217,6 +213,22 @@ require_results(smla_checker *c, const smla_fp8_linear_args *args)
     SMLA_TRY(smla_require_2d(c, "out", args->out, SMLA_DTYPE_BF16, smla_size(args->x, 0),
                              smla_size(args->weight, 0), SMLA_RULE_OUTPUT, NULL));
     return smla_require_workspace(c, "workspace", args->workspace, SMLA_RULE_OPTIONAL);
+}
+
+/* Checks that the workspace has room for the quantised input. */
+static smla_status
+require_room(const smla_checker *c, const smla_fp8_linear_args *args)
+{
+    const int64_t num_rows = smla_size(args->x, 0), num_columns = smla_size(args->x, 1);
+    const int64_t num_scales = count_groups(args->input_group_rows, num_rows) *
+                               count_groups(args->input_group_columns, num_columns);
+    const int64_t given = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
+    const int64_t padding = (int64_t)(-(uintptr_t)smla_data(args->workspace) % QUANTIZED_ALIGN);
+    const int64_t needed = padding + num_rows * num_columns + num_scales * (int64_t)sizeof(float);
+    return num_rows == 0 || given >= needed
+               ? SMLA_OK
+               : smla_refuse(c, "`workspace` must have at least %lld bytes, got %lld",
+                             (long long)needed, (long long)given);
 }
 
 smla_status
@@ -228,24 +240,29 @@ smla_check_fp8_linear(const smla_fp8_linear_args *args, smla_fp8_linear_params *
     SMLA_TRY(require_operands(&c, args));
     SMLA_TRY(require_results(&c, args));
     SMLA_TRY(smla_finish_check(&c, backend));
-    return smla_fill_fp8_linear(&c, args, params);
+    SMLA_TRY(require_room(&c, args));
+    smla_fill_fp8_linear(smla_call_of(&c, args->stream, NULL), args, smla_size(args->x, 0),
+                         smla_data(args->workspace), params);
+    params->quantize.x = smla_data(args->x);
+    params->quantize.x_stride_row = smla_stride(args->x, 0);
+    params->project.out = smla_data(args->out);
+    params->project.out_stride_token = smla_stride(args->out, 0);
+    return SMLA_OK;
 }
 
-smla_status
-smla_fill_fp8_linear(const smla_checker *c, const smla_fp8_linear_args *args,
-                     smla_fp8_linear_params *params)
+void
+smla_fill_fp8_linear(smla_call call, const smla_fp8_linear_args *args, int64_t num_tokens,
+                     void *memory, smla_fp8_linear_params *params)
 {
-    weight_scales kind = SCALE_OF_TENSOR;
     smla_scaled_quantize_params *const quantize = &params->quantize;
-    SMLA_TRY(find_scheme(c, args, &kind));
-    SMLA_TRY(read_groups(c, "input_group", args->x, args->input_group_rows,
-                         args->input_group_columns, quantize));
-    SMLA_TRY(place_quantized(c, args->workspace, quantize));
-    params->call = smla_call_of(c, args->stream, NULL);
-    quantize->call = params->call;
+    fill_groups(num_tokens, smla_size(args->weight, 1), args->input_group_rows,
+                args->input_group_columns, quantize);
+    place_quantized(memory, quantize);
+    quantize->type = SMLA_FLOAT_BF16;
+    params->call = quantize->call = call;
     params->project = (smla_projection_params){
-        .call = params->call,
-        .num_tokens = quantize->num_rows,
+        .call = call,
+        .num_tokens = num_tokens,
         .num_heads = 1,
         .inner_dim = quantize->num_columns,
         .outer_dim = smla_size(args->weight, 0),
@@ -259,8 +276,6 @@ smla_fill_fp8_linear(const smla_checker *c, const smla_fp8_linear_args *args,
                    .x_stride_token =
                        quantize->num_row_groups == 1 ? 0 : quantize->descale_stride_row,
                    .x_stride_column = quantize->num_column_groups == 1 ? 0 : 1},
-        SMLA_SET_ROWS(out, args->out),
     };
-    fill_weight_scales(args->descale, kind, &params->project.scales);
-    return SMLA_OK;
+    fill_weight_scales(args, &params->project.scales);
 }

@@ -86,14 +86,21 @@ weight_scale(const char *name, const DLTensor *descale)
                        .ndim = SMLA_ANY};
 }
 
+/* An e4m3 weight with its scales, and the groups of its input. */
+static smla_fp8_linear_args
+fp8_weight(const dense_layer *d, const DLTensor *weight, const DLTensor *descale)
+{
+    return (smla_fp8_linear_args){.weight = weight,
+                                  .descale = descale,
+                                  .input_group_rows = d->absorbed->input_group_rows,
+                                  .input_group_columns = d->absorbed->input_group_columns};
+}
+
 /* What fp8_linear says of the scales of a weight. */
 static smla_status
 require_scheme(const dense_layer *d, const DLTensor *weight, const DLTensor *descale)
 {
-    const smla_fp8_linear_args args = {.weight = weight,
-                                       .descale = descale,
-                                       .input_group_rows = d->absorbed->input_group_rows,
-                                       .input_group_columns = d->absorbed->input_group_columns};
+    const smla_fp8_linear_args args = fp8_weight(d, weight, descale);
     smla_checker linear;
     smla_open_part(&linear, &d->layer, "fp8_linear");
     return descale == NULL || d->num_absorbed == 0 ? SMLA_OK
@@ -212,22 +219,11 @@ run_up_projection(const dense_layer *d, const char *name, smla_head_rows x, cons
     return smla_run_projection(&d->layer, &p);
 }
 
-/* Views rows of bf16 as fp8_linear takes them. */
-static const DLTensor *
-view_rows(const dense_layer *d, smla_view *view, smla_head_rows rows, int64_t values)
-{
-    const int64_t shape[2] = {d->num_absorbed, values};
-    const DLDataType bf16 = {.code = kDLBfloat, .bits = 16, .lanes = 1};
-    smla_make_view(view, (void *)(uintptr_t)rows.data, bf16, d->layer.step->device, 2, shape);
-    view->strides[0] = rows.stride_token;
-    return &view->tensor;
-}
-
-/* Multiplies the absorbed tokens by an absorbed weight. An input of e4m3 is quantised to `scratch`,
- * whose rows have so many values. */
+/* Multiplies the absorbed tokens by an absorbed weight. An input of e4m3 is quantised to `scratch`.
+ */
 static smla_status
 run_product(const dense_layer *d, smla_head_rows x, const DLTensor *weight, const DLTensor *descale,
-            smla_head_rows out, smla_head_rows scratch, int64_t scratch_values)
+            smla_head_rows out, smla_head_rows scratch)
 {
     const int64_t tokens = d->num_absorbed;
     const smla_head_rows from = smla_take_rows(x, 0, tokens, sizeof(uint16_t));
@@ -236,25 +232,14 @@ run_product(const dense_layer *d, smla_head_rows x, const DLTensor *weight, cons
         const smla_projection_params params = smla_dense_product(d, op, from, weight, to, tokens);
         return smla_run_projection(&d->layer, &params);
     }
-    const int64_t bytes =
-        (int64_t)sizeof(uint16_t) * d->layer.step->limits.max_num_batched_tokens * scratch_values;
-    const DLDataType byte = {.code = kDLUInt, .bits = 8, .lanes = 1};
-    smla_view views[3];
-    smla_make_view(&views[2], (void *)(uintptr_t)scratch.data, byte, d->layer.step->device, 1,
-                   &bytes);
-    const smla_fp8_linear_args args = {.x = view_rows(d, &views[0], from, smla_size(weight, 1)),
-                                       .weight = weight,
-                                       .descale = descale,
-                                       .out = view_rows(d, &views[1], to, smla_size(weight, 0)),
-                                       .workspace = &views[2].tensor,
-                                       .input_group_rows = d->absorbed->input_group_rows,
-                                       .input_group_columns = d->absorbed->input_group_columns,
-                                       .stream = d->layer.stream};
-    const smla_checker linear = {.op = "fp8_linear",
-                                 .error = d->layer.error,
-                                 .device = d->layer.step->device};
+    const smla_fp8_linear_args args = fp8_weight(d, weight, descale);
     smla_fp8_linear_params params;
-    SMLA_TRY(smla_fill_fp8_linear(&linear, &args, &params));
+    smla_fill_fp8_linear(smla_call_of_layer(&d->layer, "fp8_linear", NULL), &args, tokens,
+                         (void *)(uintptr_t)scratch.data, &params);
+    params.quantize.x = from.data;
+    params.quantize.x_stride_row = from.stride_token;
+    params.project.out = (uint16_t *)(uintptr_t)to.data;
+    params.project.out_stride_token = to.stride_token;
     return smla_run_fp8_linear(&d->layer, &params);
 }
 
@@ -262,20 +247,18 @@ smla_status
 smla_dense_run_absorb(const dense_layer *d)
 {
     const smla_dense_absorbed_forward_args *const a = d->absorbed;
-    return a == NULL
-               ? run_up_projection(d, "k_up_proj", d->q_nope, d->args->W_UK, 2, d->queries)
-               : run_product(d, smla_view_part(a->q_c, 0), a->W_Q_UK, a->W_Q_UK_descale, d->queries,
-                             d->results, smla_dense_result_values(d->builder->config.num_heads));
+    return a == NULL ? run_up_projection(d, "k_up_proj", d->q_nope, d->args->W_UK, 2, d->queries)
+                     : run_product(d, smla_view_part(a->q_c, 0), a->W_Q_UK, a->W_Q_UK_descale,
+                                   d->queries, d->results);
 }
 
 smla_status
 smla_dense_run_values(const dense_layer *d)
 {
     const smla_dense_absorbed_forward_args *const a = d->absorbed;
-    return a == NULL
-               ? run_up_projection(d, "v_up_proj", d->results, d->args->W_UV, 0, d->out)
-               : run_product(d, d->results, a->W_UV_O, a->W_UV_O_descale, smla_view_part(a->out, 0),
-                             d->queries, d->builder->config.num_heads * SMLA_KV_LORA_RANK);
+    return a == NULL ? run_up_projection(d, "v_up_proj", d->results, d->args->W_UV, 0, d->out)
+                     : run_product(d, d->results, a->W_UV_O, a->W_UV_O_descale,
+                                   smla_view_part(a->out, 0), d->queries);
 }
 
 /* ---- Products of bf16 alone ---------------------------------------------------------------- */
