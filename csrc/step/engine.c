@@ -254,7 +254,9 @@ plan_step(const smla_step *s, smla_batch *batch, const void *args, smla_step_fac
         SMLA_TRY(smla_check_batch_order(smla_build_op, &s->limits, batch, error));
     }
     SMLA_TRY(s->plan->cut_chunks(s, batch, facts, error));
+    facts->num_first_tokens = facts->num_actual_tokens;
     if (smla_step_modes[facts->path].is_split) {
+        facts->num_first_tokens = facts->split.num_decode_tokens;
         for (int64_t req = 0; req < facts->split.num_decodes; req++) {
             const int64_t len = smla_query_len(batch->query_start_loc, req);
             facts->decode_query_len = len > facts->decode_query_len ? len : facts->decode_query_len;

@@ -22,17 +22,10 @@ typedef struct smla_step_facts {
     int64_t num_actual_tokens;
     smla_batch_split split;
     int64_t decode_query_len; /* query tokens of the longest decode; 0 if none has any */
+    int64_t num_first_tokens; /* tokens of a layer's first attention call: decodes, or all */
     int64_t num_chunks;
     int64_t num_parts; /* parts of prefills in them */
 } smla_step_facts;
-
-/* Tokens of a layer's first attention call, those of decodes in a mode that is split. */
-static inline int64_t
-smla_num_first_tokens(const smla_step_facts *facts)
-{
-    return smla_step_modes[facts->path].is_split ? facts->split.num_decode_tokens
-                                                 : facts->num_actual_tokens;
-}
 
 /* The fields of a plan's metadata that are the engine's facts. */
 #define SMLA_METADATA_OF(facts)                                               \

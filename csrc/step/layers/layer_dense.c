@@ -314,7 +314,7 @@ forward(dense_layer *d, smla_error *error)
 {
     d->layer = (smla_layer){op, (const smla_step *)d->builder, d->args->stream, error};
     SMLA_TRY(smla_require_step(&d->layer));
-    d->num_absorbed = smla_num_first_tokens(&d->layer.step->facts);
+    d->num_absorbed = d->layer.step->facts.num_first_tokens;
     SMLA_TRY(check_arrays(d));
     return smla_run_layer(&d->layer, run, d);
 }

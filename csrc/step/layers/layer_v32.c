@@ -189,7 +189,7 @@ run(void *call)
     }
     SMLA_TRY(check_chunks(f));
     SMLA_TRY(m->num_chunks > 0 ? convert_indices(f) : SMLA_OK);
-    const int64_t num_first = smla_num_first_tokens(&f->layer.step->facts);
+    const int64_t num_first = f->layer.step->facts.num_first_tokens;
     const int64_t end_of_chunks =
         m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_first;
     SMLA_TRY(attend(f, &f->cache, 0, num_first));

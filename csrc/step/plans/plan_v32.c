@@ -253,7 +253,7 @@ commit(smla_step *s, const void *given)
     const smla_build_args *const args = given;
     const smla_step_facts *const facts = &s->facts;
     const smla_attention_shape decode =
-        shape_of(s, smla_num_first_tokens(facts), smla_find_kv_format(b->config.kv_format));
+        shape_of(s, facts->num_first_tokens, smla_find_kv_format(b->config.kv_format));
     smla_attention_plan plan;
     s->backend->plan_attention(&decode, &plan);
     b->metadata = (smla_metadata){
