@@ -106,7 +106,9 @@ smla_take_tokens(const smla_attention_params *all, int64_t start, int64_t count)
     smla_attention_params part = smla_params_of_tokens(all, start, count);
     if (count <= 1) { /* one row has no stride */
         part.queries.parts[SMLA_NOPE].stride_token = part.queries.parts[SMLA_PE].stride_token = 0;
-        part.keys.lists[0].indices_stride_token = 0;
+        for (int i = 0; i < 2; i++) {
+            part.keys.lists[i].indices_stride_token = part.keys.lists[i].end_stride = 0;
+        }
         part.results.out_stride_token = part.results.lse_stride_token = 0;
     }
     return part;

@@ -8,6 +8,7 @@
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
+#include "ops/check.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v32.h"
 
@@ -56,8 +57,7 @@ fill_list(forward_call *f)
     f->attention.keys.num_lists = 1;
     f->attention.keys.lists[0] = (smla_key_list){
         .kv = f->cache,
-        .indices = smla_data(topk),
-        .indices_stride_token = smla_stride(topk, 0),
+        SMLA_SET_ROWS(indices, topk),
         .topk = smla_size(topk, 1),
         /* A table without columns may be NULL. The map's must not be, but its memory is not read.
          */

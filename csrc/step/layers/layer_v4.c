@@ -11,6 +11,7 @@
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
+#include "ops/check.h"
 #include "step/layers/layer.h"
 #include "step/plans/plan_v4.h"
 
@@ -26,15 +27,6 @@ typedef struct attend_call {
     smla_kv_view compressed;         /* a layer with a group has it */
     smla_attention_params attention; /* every token, without keys */
 } attend_call;
-
-/* Index lists [T, columns] and their lengths [T]. */
-typedef struct row_lists {
-    const int32_t *indices;
-    int64_t stride;
-    int64_t columns;
-    const int32_t *lens;
-    int64_t lens_stride;
-} row_lists;
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
@@ -185,28 +177,16 @@ scale_of(const attend_call *call, const smla_kv_view *kv)
     return (smla_given_scale){.value = has_scale ? (float)call->b->config.kv_scale : 1.0f};
 }
 
-/* Rows [start, start + count) of lists over a cache. */
-static smla_key_list
-key_list(const smla_kv_view *kv, const row_lists *lists, int64_t start, int64_t count)
-{
-    return (smla_key_list){.kv = *kv,
-                           .indices = lists->indices + start * lists->stride,
-                           .indices_stride_token = count > 1 ? lists->stride : 0,
-                           .topk = lists->columns,
-                           .end = lists->lens + start * lists->lens_stride,
-                           .end_stride = count > 1 ? lists->lens_stride : 0};
-}
-
 /* Attends of `count` tokens from token `start` on to the keys of one list or two. */
 static smla_status
-attend(const attend_call *call, int64_t start, int64_t count, const smla_key_list *lists,
-       int num_lists)
+attend(attend_call *call, int64_t start, int64_t count, const smla_key_list *lists, int num_lists)
 {
-    smla_attention_params part = smla_take_tokens(&call->attention, start, count);
-    part.keys = (smla_key_lists){.lists = {lists[0], lists[num_lists - 1]}, .num_lists = num_lists};
+    smla_key_lists *const keys = &call->attention.keys;
+    *keys = (smla_key_lists){.lists = {lists[0], lists[num_lists - 1]}, .num_lists = num_lists};
     for (int i = 0; i < 2; i++) {
-        part.logits.kv_scale[i] = scale_of(call, &part.keys.lists[i].kv);
+        call->attention.logits.kv_scale[i] = scale_of(call, &keys->lists[i].kv);
     }
+    smla_attention_params part = smla_take_tokens(&call->attention, start, count);
     SMLA_TRY(smla_plan_layer(&call->layer, &part));
     return smla_run_attention(&call->layer, &part);
 }
@@ -214,44 +194,45 @@ attend(const attend_call *call, int64_t start, int64_t count, const smla_key_lis
 /* ---- Lists of compressed rows -------------------------------------------------------------- */
 
 /* An indexer's choice, or other numbers that the caller gives. */
-static row_lists
+static smla_key_list
 given_lists(const DLTensor *indices, const DLTensor *lens)
 {
-    return (row_lists){.indices = smla_data(indices),
-                       .stride = smla_stride(indices, 0),
-                       .columns = smla_size(indices, 1),
-                       .lens = smla_data(lens),
-                       .lens_stride = smla_stride(lens, 0)};
+    return (smla_key_list){SMLA_SET_ROWS(indices, indices), .topk = smla_size(indices, 1),
+                           SMLA_SET_VECTOR(end, lens)};
 }
 
 /* The rows that tokens attend to, by their numbers. Those of decodes are slots already if the layer
  * has no indexer. */
-static row_lists
+static smla_key_list
 find_numbers(const attend_call *call)
 {
     const smla_v4_builder *const b = call->b;
     if (call->group < 0) {
-        return (row_lists){.indices = b->made.swa_indices, .stride = 1};
+        return (smla_key_list){.indices = b->made.swa_indices, .indices_stride_token = 1};
     }
     return call->is_indexed ? given_lists(call->args->topk_indices, NULL)
-                            : (row_lists){.indices = b->made.groups[call->group].indices,
-                                          .stride = b->columns[call->group],
-                                          .columns = b->metadata.groups[call->group].width,
-                                          .lens = b->made.groups[call->group].lens,
-                                          .lens_stride = 1};
+                            : (smla_key_list){.indices = b->made.groups[call->group].indices,
+                                              .indices_stride_token = b->columns[call->group],
+                                              .topk = b->metadata.groups[call->group].width,
+                                              .end = b->made.groups[call->group].lens,
+                                              .end_stride = 1};
 }
 
-/* Lists in the builder's buffer. */
-static row_lists
-made_lists(const attend_call *call, int64_t columns)
+/* Lists in memory of the builder. */
+static smla_key_list
+made_lists(const int32_t *indices, int64_t columns, const int32_t *lens)
 {
-    return (row_lists){call->b->made.indices, columns, columns, call->b->made.index_lens, 1};
+    return (smla_key_list){.indices = indices,
+                           .indices_stride_token = columns,
+                           .topk = columns,
+                           .end = lens,
+                           .end_stride = 1};
 }
 
 /* Turns row numbers of `count` tokens from token `start` on into slots. */
 static smla_status
-find_slots(const attend_call *call, const row_lists *numbers, const row_lists *to, int64_t start,
-           int64_t count)
+find_slots(const attend_call *call, const smla_key_list *numbers, const smla_key_list *to,
+           int64_t start, int64_t count)
 {
     const smla_v4_builder *const b = call->b;
     const DLTensor *const table = &b->compressed_tables[call->group].tensor;
@@ -259,17 +240,17 @@ find_slots(const attend_call *call, const row_lists *numbers, const row_lists *t
         .call = smla_call_of_layer(&call->layer, "compute_global_topk_indices_and_lens", NULL),
         .table = "block_table",
         .num_tokens = count,
-        .topk = numbers->columns,
+        .topk = numbers->topk,
         .num_reqs = smla_size(table, 0),
-        .topk_indices = numbers->indices + start * numbers->stride,
-        .topk_indices_stride_token = numbers->stride,
+        .topk_indices = numbers->indices + start * numbers->indices_stride_token,
+        .topk_indices_stride_token = numbers->indices_stride_token,
         .req_id_per_token = b->sent.req_id_per_token + start,
         .req_id_stride = 1,
         .pages = smla_page_table_of(table, layer_block_size(call)),
         .is_valid = (const uint8_t *)b->made.is_valid + start,
         .is_valid_stride = 1,
-        .out = b->made.indices + start * to->stride,
-        .out_stride_token = to->stride,
+        .out = b->made.indices + start * to->indices_stride_token,
+        .out_stride_token = to->indices_stride_token,
         .lens = b->made.index_lens + start,
         .lens_stride = 1,
     };
@@ -278,37 +259,36 @@ find_slots(const attend_call *call, const row_lists *numbers, const row_lists *t
 
 /* Finds the lists of slots for `count` tokens from token `start` on, all decodes or none. */
 static smla_status
-find_lists(const attend_call *call, int64_t start, int64_t count, row_lists *lists)
+find_lists(const attend_call *call, int64_t start, int64_t count, smla_key_list *lists)
 {
     const bool are_decodes = start + count <= call->b->metadata.split.num_decode_tokens;
     if (call->is_indexed && call->args->slots != NULL) {
         *lists = given_lists(call->args->slots, call->args->lens);
         return SMLA_OK;
     }
-    const row_lists numbers = find_numbers(call);
+    const smla_key_list numbers = find_numbers(call);
     if (!call->is_indexed && are_decodes) {
         *lists = numbers;
         return SMLA_OK;
     }
-    *lists = made_lists(call, numbers.columns);
+    *lists = made_lists(call->b->made.indices, numbers.topk, call->b->made.index_lens);
     return find_slots(call, &numbers, lists, start, count);
 }
 
 /* Attends of `count` tokens from token `start` on, all decodes or none, over the caches. */
 static smla_status
-attend_tokens(const attend_call *call, int64_t start, int64_t count)
+attend_tokens(attend_call *call, int64_t start, int64_t count)
 {
-    const smla_v4_builder *const b = call->b;
-    const int64_t window = b->config.window;
-    const row_lists swa = {b->made.swa_indices, window, window, b->made.swa_lens, 1};
-    row_lists compressed = {.columns = 0};
+    const smla_v4_made *const made = &call->b->made;
+    smla_key_list lists[2] = {made_lists(made->swa_indices, call->b->config.window, made->swa_lens),
+                              {.topk = 0}};
     if (count == 0) {
         return SMLA_OK;
     }
-    SMLA_TRY(call->group < 0 ? SMLA_OK : find_lists(call, start, count, &compressed));
-    const smla_key_list lists[2] = {key_list(&call->swa, &swa, start, count),
-                                    key_list(&call->compressed, &compressed, start, count)};
-    return attend(call, start, count, lists, compressed.columns == 0 ? 1 : 2);
+    SMLA_TRY(call->group < 0 ? SMLA_OK : find_lists(call, start, count, &lists[1]));
+    lists[0].kv = call->swa;
+    lists[1].kv = call->compressed;
+    return attend(call, start, count, lists, lists[1].topk == 0 ? 1 : 2);
 }
 
 /* ---- Path "separate" ----------------------------------------------------------------------- */
@@ -382,23 +362,24 @@ check_gather(const smla_layer *layer, const smla_gather_params *params)
 
 /* Names the workspace rows of a chunk's tokens, in the builder's buffer. */
 static smla_status
-combine_rows(const attend_call *call, int64_t chunk_idx, const row_lists *numbers,
-             const row_lists *to)
+combine_rows(const attend_call *call, int64_t chunk_idx, const smla_key_list *numbers,
+             const smla_key_list *to)
 {
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
-    const int64_t first = numbers->indices == NULL ? 0 : chunk->token_start * numbers->stride;
+    const int64_t first =
+        numbers->indices == NULL ? 0 : chunk->token_start * numbers->indices_stride_token;
     const smla_combine_topk_swa_params params = {
         .call = smla_call_of_layer(&call->layer, "combine_topk_swa_indices", NULL),
         .num_tokens = chunk->token_end - chunk->token_start,
         .window = b->config.window,
         .ratio = call->args->compress_ratio,
-        .topk = numbers->columns,
+        .topk = numbers->topk,
         .request_rows = sizes.request_rows,
         .window_start = sizes.window_start,
-        .width = to->columns,
+        .width = to->topk,
         .batch = {.num_reqs = entries.end - entries.start,
                   .query_start_loc = b->sent.chunk_query_start_loc + entries.start,
                   .query_start_loc_stride = 1,
@@ -407,33 +388,31 @@ combine_rows(const attend_call *call, int64_t chunk_idx, const row_lists *number
         .gather_lens = b->sent.chunk_gather_lens + entries.start,
         .gather_lens_stride = 1,
         .topk_indices = numbers->indices + first,
-        .topk_indices_stride_token = numbers->stride,
-        .out = b->made.indices,
-        .out_stride_token = to->stride,
-        .lens = b->made.index_lens,
+        .topk_indices_stride_token = numbers->indices_stride_token,
+        .out = b->made.indices + chunk->token_start * to->indices_stride_token,
+        .out_stride_token = to->indices_stride_token,
+        .lens = b->made.index_lens + chunk->token_start,
         .lens_stride = 1,
     };
     return smla_run_combine_topk_swa_indices(&call->layer, &params);
 }
 
 static smla_status
-attend_chunk(const attend_call *call, int64_t chunk_idx)
+attend_chunk(attend_call *call, int64_t chunk_idx)
 {
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
-    const int64_t num_tokens = chunk->token_end - chunk->token_start;
     const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
-    const row_lists numbers = find_numbers(call);
-    const int64_t columns = numbers.columns + b->config.window;
-    const row_lists rows = made_lists(call, (columns + SMLA_V4_LIST_ALIGN - 1) /
-                                                SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN);
-    const smla_kv_view page =
-        smla_gathered_rows(&call->layer, (entries.end - entries.start) * sizes.request_rows);
+    const smla_key_list numbers = find_numbers(call);
+    const int64_t columns = numbers.topk + b->config.window + SMLA_V4_LIST_ALIGN - 1;
+    smla_key_list list =
+        made_lists(b->made.indices, columns / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN,
+                   b->made.index_lens);
+    list.kv = smla_gathered_rows(&call->layer, (entries.end - entries.start) * sizes.request_rows);
     SMLA_TRY(gather_chunk(call, chunk_idx, smla_run_dequantize_and_gather_k_cache));
-    SMLA_TRY(combine_rows(call, chunk_idx, &numbers, &rows));
-    const smla_key_list list = key_list(&page, &rows, 0, num_tokens);
-    return attend(call, chunk->token_start, num_tokens, &list, 1);
+    SMLA_TRY(combine_rows(call, chunk_idx, &numbers, &list));
+    return attend(call, chunk->token_start, chunk->token_end - chunk->token_start, &list, 1);
 }
 
 /* ---- A layer ------------------------------------------------------------------------------- */
@@ -441,7 +420,7 @@ attend_chunk(const attend_call *call, int64_t chunk_idx)
 static smla_status
 run(void *given)
 {
-    const attend_call *const call = given;
+    attend_call *const call = given;
     const smla_v4_metadata *const m = &call->b->metadata;
     const int64_t num_chunks = smla_num_gathers(call->layer.step);
     for (int64_t i = 0; i < num_chunks; i++) {
