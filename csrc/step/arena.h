@@ -17,6 +17,10 @@ typedef struct smla_arena {
     } rows[SMLA_MAX_ARENA_ROWS];
 } smla_arena;
 
+/* Adds an array, a field of the struct `arrays`. */
+#define SMLA_ADD_ARRAY(arena, arrays, field, count) \
+    smla_add_array(arena, offsetof(arrays, field), count)
+
 static inline void
 smla_add_array(smla_arena *arena, size_t field, int64_t count)
 {

@@ -93,8 +93,9 @@ typedef struct smla_workspace_rule {
     const char *hint;  /* explains a wrong shape, or NULL */
 } smla_workspace_rule;
 
-/* The numbers of a chunk. */
+/* The numbers of a chunk, and of its parts. */
 enum { SMLA_CHUNK_NUMBERS = sizeof(smla_prefill_chunk) / sizeof(int64_t) };
+_Static_assert(sizeof(smla_context_chunk) == sizeof(smla_prefill_chunk), "both have five int64");
 
 /* A number or an array of the last step, as a binding shows it. */
 typedef struct smla_step_view {
@@ -103,9 +104,7 @@ typedef struct smla_step_view {
     int ndim;  /* 0: a number, shape[0] */
     int64_t shape[2];
     int64_t row_stride;
-    bool is_flag;     /* uint8 0 or 1; else int32, */
-    bool is_int64;    /* or int64 */
-    bool is_bf16;     /* or bf16 */
+    DLDataType dtype; /* what an array has */
     bool is_list;     /* int64 on the host, shown as a list: of numbers, or tuples if ndim is 2 */
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
@@ -121,20 +120,25 @@ smla_show_number(smla_step_view *view, const char *name, int64_t number)
 static inline void
 smla_show_vector(smla_step_view *view, const char *name, const void *data, int64_t count)
 {
-    *view = (smla_step_view){
-        .name = name, .group = -1, .ndim = 1, .shape = {count}, .row_stride = 1, .data = data};
+    *view = (smla_step_view){.name = name,
+                             .group = -1,
+                             .ndim = 1,
+                             .shape = {count},
+                             .row_stride = 1,
+                             .dtype = {kDLInt, 32, 1},
+                             .data = data};
 }
 
-/* `count` numbers of the host, or groups of `columns`, `stride` entries apart. */
+/* A number of each of `count` chunks on the host, or several that are neighbours. */
 static inline void
 smla_show_list(smla_step_view *view, const char *name, const int64_t *numbers, int64_t count,
-               int64_t columns, int64_t stride)
+               int64_t columns)
 {
     *view = (smla_step_view){.name = name,
                              .group = -1,
                              .ndim = columns > 1 ? 2 : 1,
                              .shape = {count, columns},
-                             .row_stride = stride,
+                             .row_stride = SMLA_CHUNK_NUMBERS,
                              .is_list = true,
                              .data = numbers};
 }
@@ -149,6 +153,7 @@ smla_show_rows(smla_step_view *view, const char *name, const int32_t *data, int6
                              .ndim = 2,
                              .shape = {num_rows, columns},
                              .row_stride = row_stride,
+                             .dtype = {kDLInt, 32, 1},
                              .data = data == NULL ? NULL : data + start * row_stride};
 }
 

@@ -138,9 +138,6 @@ smla_py_check_generation(const char *op, const void *step, PyObject *object)
 PyObject *
 smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *view)
 {
-    static const DLDataType int32 = {kDLInt, 32, 1};
-    static const DLDataType int64 = {kDLInt, 64, 1};
-    static const DLDataType boolean = {kDLBool, 8, 1};
     const smla_py_state *const state = smla_py_type_state((PyObject *)step);
     if (view->data == NULL) {
         return Py_NewRef(Py_None);
@@ -150,10 +147,7 @@ smla_py_view_buffer(smla_py_step *step, PyObject *event, const smla_step_view *v
     const DLTensor array = {.data = (void *)(uintptr_t)view->data,
                             .device = step->core->device,
                             .ndim = view->ndim,
-                            .dtype = view->is_flag    ? boolean
-                                     : view->is_int64 ? int64
-                                     : view->is_bf16  ? smla_py_bf16
-                                                      : int32,
+                            .dtype = view->dtype,
                             .shape = sizes,
                             .strides = strides};
     return array.device.device_type == kDLCPU

@@ -40,14 +40,27 @@ allocate_outputs(smla_py_call *call, const void *Py_UNUSED(args))
                : 0;
 }
 
+/* The batch of a build, whose names are the same for all plans. */
+#define BATCH_ROWS(args)                                                              \
+    {"num_reqs", SMLA_PY_INT, offsetof(args, num_reqs)},                              \
+        {"num_actual_tokens", SMLA_PY_INT, offsetof(args, num_actual_tokens)},        \
+        {"query_start_loc_cpu", SMLA_PY_STARTS, offsetof(args, query_start_loc_cpu)}, \
+    {                                                                                 \
+        "seq_lens_cpu", SMLA_PY_LENGTHS, offsetof(args, seq_lens_cpu)                 \
+    }
+
+/* The end of a layer's table: the step, and the number of the build that its metadata is from. */
+#define STEP_ROWS(args)                                                                     \
+    {"step", SMLA_PY_STEP, offsetof(args, builder)}, {"generation", SMLA_PY_GENERATION, 0}, \
+    {                                                                                       \
+        "stream", SMLA_PY_STREAM, offsetof(args, stream)                                    \
+    }
+
 /* ---- DeepSeek-V3.2 ------------------------------------------------------------------------- */
 
 static const smla_py_param build_v32[] = {
     {"block_table", SMLA_PY_RETAINED, offsetof(smla_build_args, block_table)},
-    {"num_reqs", SMLA_PY_INT, offsetof(smla_build_args, num_reqs)},
-    {"num_actual_tokens", SMLA_PY_INT, offsetof(smla_build_args, num_actual_tokens)},
-    {"query_start_loc_cpu", SMLA_PY_STARTS, offsetof(smla_build_args, query_start_loc_cpu)},
-    {"seq_lens_cpu", SMLA_PY_LENGTHS, offsetof(smla_build_args, seq_lens_cpu)},
+    BATCH_ROWS(smla_build_args),
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(smla_build_args, stream)},
 };
 
@@ -62,9 +75,7 @@ static const smla_py_param layer_v32[] = {
     {"out", SMLA_PY_OUTPUT, offsetof(smla_forward_args, out)},
     {"lse", SMLA_PY_OUTPUT, offsetof(smla_forward_args, lse)},
     {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_forward_args, softmax_scale)},
-    {"step", SMLA_PY_STEP, offsetof(smla_forward_args, builder)},
-    {"generation", SMLA_PY_GENERATION, 0},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_forward_args, stream)},
+    STEP_ROWS(smla_forward_args),
 };
 
 /* ---- DeepSeek V4 --------------------------------------------------------------------------- */
@@ -76,10 +87,7 @@ static const smla_py_param build_v4[] = {
     {"index", SMLA_PY_TABLE, offsetof(smla_v4_build_args, index_table)},
     {"states", SMLA_PY_TABLES, offsetof(smla_v4_build_args, state_tables)},
     {"index_states", SMLA_PY_TABLE, offsetof(smla_v4_build_args, index_state_table)},
-    {"num_reqs", SMLA_PY_INT, offsetof(smla_v4_build_args, num_reqs)},
-    {"num_actual_tokens", SMLA_PY_INT, offsetof(smla_v4_build_args, num_actual_tokens)},
-    {"query_start_loc_cpu", SMLA_PY_STARTS, offsetof(smla_v4_build_args, query_start_loc_cpu)},
-    {"seq_lens_cpu", SMLA_PY_LENGTHS, offsetof(smla_v4_build_args, seq_lens_cpu)},
+    BATCH_ROWS(smla_v4_build_args),
     {"max_seq_len", SMLA_PY_INT, offsetof(smla_v4_build_args, max_seq_len)},
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(smla_v4_build_args, stream)},
 };
@@ -97,9 +105,7 @@ static const smla_py_param layer_v4[] = {
     {"out", SMLA_PY_OUTPUT, offsetof(smla_v4_attend_args, out)},
     {"lse", SMLA_PY_OUTPUT, offsetof(smla_v4_attend_args, lse)},
     {"compress_ratio", SMLA_PY_INT, offsetof(smla_v4_attend_args, compress_ratio)},
-    {"step", SMLA_PY_STEP, offsetof(smla_v4_attend_args, builder)},
-    {"generation", SMLA_PY_GENERATION, 0},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_v4_attend_args, stream)},
+    STEP_ROWS(smla_v4_attend_args),
 };
 
 /* ---- Dense MLA ----------------------------------------------------------------------------- */
@@ -108,10 +114,7 @@ static const smla_py_param build_dense[] = {
     {"block_table", SMLA_PY_RETAINED, offsetof(smla_dense_build_args, block_table)},
     {"slot_mapping", SMLA_PY_RETAINED, offsetof(smla_dense_build_args, slot_mapping)},
     {"seq_lens", SMLA_PY_RETAINED, offsetof(smla_dense_build_args, seq_lens)},
-    {"num_reqs", SMLA_PY_INT, offsetof(smla_dense_build_args, num_reqs)},
-    {"num_actual_tokens", SMLA_PY_INT, offsetof(smla_dense_build_args, num_actual_tokens)},
-    {"query_start_loc_cpu", SMLA_PY_STARTS, offsetof(smla_dense_build_args, query_start_loc_cpu)},
-    {"seq_lens_cpu", SMLA_PY_LENGTHS, offsetof(smla_dense_build_args, seq_lens_cpu)},
+    BATCH_ROWS(smla_dense_build_args),
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(smla_dense_build_args, stream)},
 };
 
@@ -133,9 +136,7 @@ static const smla_py_param layer_dense[] = {
     {"return_lse", SMLA_PY_ASK, 0},
     {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_dense_forward_args, softmax_scale)},
     {"interleaved", SMLA_PY_UNLESS, offsetof(smla_dense_forward_args, is_neox)},
-    {"step", SMLA_PY_STEP, offsetof(smla_dense_forward_args, builder)},
-    {"generation", SMLA_PY_GENERATION, 0},
-    {"stream", SMLA_PY_STREAM, offsetof(smla_dense_forward_args, stream)},
+    STEP_ROWS(smla_dense_forward_args),
 };
 
 SMLA_PY_COMPUTE(dense_absorbed_forward)
@@ -163,9 +164,7 @@ static const smla_py_param layer_absorbed[] = {
     {"softmax_scale", SMLA_PY_FLOAT, ABSORBED(softmax_scale)},
     {"interleaved", SMLA_PY_UNLESS, ABSORBED(is_neox)},
     {"input_group", SMLA_PY_TWO_INTS, ABSORBED(input_group_rows)},
-    {"step", SMLA_PY_STEP, ABSORBED(builder)},
-    {"generation", SMLA_PY_GENERATION, 0},
-    {"stream", SMLA_PY_STREAM, ABSORBED(stream)},
+    STEP_ROWS(smla_dense_absorbed_forward_args),
 };
 
 /* ---- List ---------------------------------------------------------------------------------- */

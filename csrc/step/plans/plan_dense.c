@@ -160,29 +160,25 @@ list_arrays(smla_step *s)
     const int64_t tokens = (s->limits.max_num_batched_tokens + 15) / 16 * 16;
     const int64_t rows = s->limits.max_num_batched_tokens * s->num_heads;
     const int64_t rope = ((const smla_dense_builder *)s)->config.qk_rope_head_dim;
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, query_start_loc),
-                   s->limits.max_num_seqs + 1);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, prefill_query_start_loc),
-                   s->limits.max_num_seqs + 2);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, padded_query_start_loc),
-                   s->limits.max_num_seqs + 2);
-    smla_add_array(&s->made, offsetof(smla_dense_made, positions), 2 * tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, req_ids), tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, begin), tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, end), tokens);
-    smla_add_array(&s->made, offsetof(smla_dense_made, q_pe), halves(rows * rope));
-    smla_add_array(&s->made, offsetof(smla_dense_made, k_pe), halves(tokens * rope));
-    smla_add_array(&s->made, offsetof(smla_dense_made, latent),
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, query_start_loc, s->limits.max_num_seqs + 1);
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, prefill_query_start_loc, s->limits.max_num_seqs + 2);
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, padded_query_start_loc, s->limits.max_num_seqs + 2);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, positions, 2 * tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, req_ids, tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, begin, tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, end, tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, q_pe, halves(rows * rope));
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, k_pe, halves(tokens * rope));
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, latent,
                    halves(rows * SMLA_KV_LORA_RANK) +
                        halves(s->limits.max_num_batched_tokens *
                               smla_dense_result_values(s->num_heads)));
-    smla_add_array(&s->made, offsetof(smla_dense_made, lse), (rows + 15) / 16 * 16);
+    SMLA_ADD_ARRAY(&s->made, smla_dense_made, lse, (rows + 15) / 16 * 16);
     const int64_t partial_rows = smla_step_modes[s->path].gathers ? rows : 0;
     for (size_t i = 0; i < 2; i++) {
-        smla_add_array(&s->made, offsetof(smla_dense_made, partial[0]) + i * sizeof(int32_t *),
+        SMLA_ADD_ARRAY(&s->made, smla_dense_made, partial[i],
                        halves(partial_rows * ((const smla_dense_builder *)s)->config.v_head_dim));
-        smla_add_array(&s->made, offsetof(smla_dense_made, partial_lse[0]) + i * sizeof(int32_t *),
-                       (partial_rows + 15) / 16 * 16);
+        SMLA_ADD_ARRAY(&s->made, smla_dense_made, partial_lse[i], (partial_rows + 15) / 16 * 16);
     }
     smla_dense_list_chunks(s);
 }
@@ -390,7 +386,7 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     smla_show_vector(&views[n++], "prefill_query_start_loc", m->prefill_query_start_loc,
                      m->split.num_prefills + 1);
     smla_show_vector(&views[n], "input_positions", m->input_positions, m->num_actual_tokens);
-    views[n++].is_int64 = true;
+    views[n++].dtype.bits = 64;
     return n;
 }
 

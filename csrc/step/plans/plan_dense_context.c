@@ -42,15 +42,12 @@ smla_dense_list_chunks(smla_step *s)
 {
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     const most_chunks most = count_chunks(b);
-    enum { CHUNK_INTS = sizeof(smla_context_chunk) / sizeof(int32_t) };
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_starts), most.parts);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_lens), most.parts);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_key_starts),
-                   most.parts + most.chunks);
-    smla_add_array(&s->sent, offsetof(smla_dense_sent, context_query_starts),
-                   most.parts + most.chunks);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_chunks), most.chunks * CHUNK_INTS);
-    smla_add_array(&s->kept, offsetof(smla_dense_kept, context_lens),
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, context_starts, most.parts);
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, context_lens, most.parts);
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, context_key_starts, most.parts + most.chunks);
+    SMLA_ADD_ARRAY(&s->sent, smla_dense_sent, context_query_starts, most.parts + most.chunks);
+    SMLA_ADD_ARRAY(&s->kept, smla_dense_kept, context_chunks, 2 * SMLA_CHUNK_NUMBERS * most.chunks);
+    SMLA_ADD_ARRAY(&s->kept, smla_dense_kept, context_lens,
                    b->workspace_tokens == 0 ? 0 : s->limits.max_num_seqs);
     s->max_num_chunks = most.chunks > s->max_num_chunks ? most.chunks : s->max_num_chunks;
 }
@@ -218,20 +215,16 @@ smla_dense_show_chunks(const smla_step *s, smla_step_view *views)
     const smla_dense_metadata *const m = &((const smla_dense_builder *)s)->metadata;
     const int64_t num_chunks = m->num_context_chunks, num_parts = s->facts.num_parts;
     const smla_context_chunk *const chunks = m->context_chunks;
-    enum { STRIDE = sizeof *chunks / sizeof(int64_t) };
     const DLTensor *const workspace = &s->workspaces[SMLA_GATHERED].tensor;
     int n = 0;
     smla_show_rows(&views[n], "chunked_prefill_workspace", smla_data(workspace), 0,
                    smla_size(workspace, 0), smla_size(workspace, 1), smla_stride(workspace, 0));
-    views[n++].is_bf16 = true;
-    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, 1,
-                   STRIDE);
-    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, 1, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, 1, STRIDE);
-    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, 1,
-                   STRIDE);
-    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, 1,
-                   STRIDE);
+    views[n++].dtype = workspace->dtype;
+    smla_show_list(&views[n++], "context_chunk_req_start", &chunks->req_start, num_chunks, 1);
+    smla_show_list(&views[n++], "context_chunk_req_end", &chunks->req_end, num_chunks, 1);
+    smla_show_list(&views[n++], "context_chunk_first", &chunks->first, num_chunks, 1);
+    smla_show_list(&views[n++], "context_chunk_seq_tot", &chunks->num_tokens, num_chunks, 1);
+    smla_show_list(&views[n++], "context_chunk_max_seq_lens", &chunks->max_len, num_chunks, 1);
     if (((const smla_dense_builder *)s)->config.context_plan == SMLA_CONTEXT_EQUAL) {
         const int64_t prefills = m->split.num_prefills;
         smla_show_rows(&views[n++], "context_chunk_starts", m->context_chunk_starts, 0, num_chunks,

@@ -100,11 +100,11 @@ list_arrays(smla_step *s)
     const int64_t tokens = s->limits.max_num_batched_tokens;
     const int64_t prefill_tokens = has_workspace ? tokens : 0;
     const int64_t prefills = has_workspace ? s->limits.max_num_seqs : 0;
-    smla_add_array(&s->sent, offsetof(smla_v32_sent, req_id_per_token), tokens);
-    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_request_ids), prefill_tokens);
-    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_seq_lens), prefills);
-    smla_add_array(&s->sent, offsetof(smla_v32_sent, prefill_workspace_starts), prefills);
-    smla_add_array(&s->made, offsetof(smla_v32_made, indices),
+    SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, req_id_per_token, tokens);
+    SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_request_ids, prefill_tokens);
+    SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_seq_lens, prefills);
+    SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_workspace_starts, prefills);
+    SMLA_ADD_ARRAY(&s->made, smla_v32_made, indices,
                    prefill_tokens * ((const smla_builder *)s)->config.topk_tokens);
 }
 
@@ -278,7 +278,7 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     const int64_t prefills = m->split.num_prefills;
     int n = 0;
     smla_show_list(&views[n++], "chunks", &s->chunks->req_start, s->facts.num_chunks,
-                   SMLA_CHUNK_NUMBERS, SMLA_CHUNK_NUMBERS);
+                   SMLA_CHUNK_NUMBERS);
     smla_show_number(&views[n++], "decode_num_splits", m->decode_num_splits);
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, m->num_actual_tokens);
     smla_show_vector(&views[n++], "prefill_seq_lens", m->prefill_seq_lens, prefills);

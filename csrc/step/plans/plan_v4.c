@@ -212,29 +212,27 @@ list_arrays(smla_step *s)
     const smla_v4_builder *const b = (const smla_v4_builder *)s;
     const int64_t tokens = s->limits.max_num_batched_tokens;
     const int64_t reqs = s->limits.max_num_seqs;
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, req_id_per_token), tokens);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, positions), tokens);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, query_start_loc), reqs + 1);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, seq_lens), reqs);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, gather_lens), reqs);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, req_id_per_token, tokens);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, positions, tokens);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, query_start_loc, reqs + 1);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, seq_lens, reqs);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, gather_lens, reqs);
     if (smla_step_modes[s->path].gathers) {
         smla_v4_list_chunks(s);
     }
     /* Kernels read the lists of a call in vectors, so they begin where the memory does. */
-    smla_add_array(&s->made, offsetof(smla_v4_made, indices),
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, indices,
                    round_up(tokens * b->index_columns, SMLA_V4_LIST_ALIGN));
-    smla_add_array(&s->made, offsetof(smla_v4_made, index_lens),
-                   round_up(tokens, SMLA_V4_LIST_ALIGN));
-    smla_add_array(&s->made, offsetof(smla_v4_made, is_valid), (tokens + 3) / 4);
-    smla_add_array(&s->made, offsetof(smla_v4_made, swa_indices), tokens * b->config.window);
-    smla_add_array(&s->made, offsetof(smla_v4_made, swa_lens), tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, index_lens, round_up(tokens, SMLA_V4_LIST_ALIGN));
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, is_valid, (tokens + 3) / 4);
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, swa_indices, tokens * b->config.window);
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, swa_lens, tokens);
     for (int i = 0; i < num_groups(&b->config); i++) {
-        const size_t group = offsetof(smla_v4_made, groups) + (size_t)i * sizeof(smla_v4_lists);
-        smla_add_array(&s->made, group + offsetof(smla_v4_lists, slot_mapping), tokens);
-        smla_add_array(&s->made, group + offsetof(smla_v4_lists, state_slot_mapping), tokens);
-        smla_add_array(&s->made, group + offsetof(smla_v4_lists, context_lens), tokens);
-        smla_add_array(&s->made, group + offsetof(smla_v4_lists, lens), tokens);
-        smla_add_array(&s->made, group + offsetof(smla_v4_lists, indices), tokens * b->columns[i]);
+        SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].slot_mapping, tokens);
+        SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].state_slot_mapping, tokens);
+        SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].context_lens, tokens);
+        SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].lens, tokens);
+        SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].indices, tokens * b->columns[i]);
     }
 }
 
@@ -550,11 +548,11 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     const int64_t prefills = m->split.num_prefills;
     int n = 0;
     smla_show_list(&views[n++], "chunks", &s->chunks->req_start, s->facts.num_chunks,
-                   SMLA_CHUNK_NUMBERS, SMLA_CHUNK_NUMBERS);
+                   SMLA_CHUNK_NUMBERS);
     smla_show_vector(&views[n++], "req_id_per_token", m->req_id_per_token, tokens);
     smla_show_vector(&views[n++], "positions", m->positions, tokens);
     smla_show_vector(&views[n], "is_valid", m->is_valid, tokens);
-    views[n++].is_flag = true;
+    views[n++].dtype = (DLDataType){kDLBool, 8, 1};
     smla_show_rows(&views[n++], "swa_indices", m->swa_indices, 0, tokens, window, window);
     smla_show_vector(&views[n++], "swa_lens", m->swa_lens, tokens);
     smla_show_vector(&views[n++], "seq_lens", m->seq_lens + first, prefills);

@@ -10,13 +10,13 @@ smla_v4_list_chunks(smla_step *s)
 {
     const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
     const int64_t reqs = s->limits.max_num_seqs;
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_query_start_loc), reqs + 1);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_seq_lens), reqs);
-    smla_add_array(&s->sent, offsetof(smla_v4_sent, chunk_gather_lens), reqs);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, chunk_query_start_loc, reqs + 1);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, chunk_seq_lens, reqs);
+    SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, chunk_gather_lens, reqs);
     for (int i = 0; i < config->num_ratios; i++) {
-        smla_add_array(&s->sent, offsetof(smla_v4_sent, compressed_lens[i]), reqs);
+        SMLA_ADD_ARRAY(&s->sent, smla_v4_sent, compressed_lens[i], reqs);
     }
-    smla_add_array(&s->kept, offsetof(smla_v4_kept, prefills), reqs);
+    SMLA_ADD_ARRAY(&s->kept, smla_v4_kept, prefills, reqs);
 }
 
 smla_status
