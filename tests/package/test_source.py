@@ -358,7 +358,7 @@ const smla_py_operator op = {{SMLA_PY_TABLE(params, args, args)}};
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_bytes", "fits"), [(26, 280, True), (27, 8, False), (1, 281, False)]
+    ("rows", "num_bytes", "fits"), [(32, 312, True), (33, 8, False), (1, 313, False)]
 )
 def test_tables_that_are_too_long_do_not_compile(rows, num_bytes, fits):
     command = compiler_of("csrc/python/call/run.c")
