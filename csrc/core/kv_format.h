@@ -483,6 +483,20 @@ template <int NUMBER> struct smla_row {
 };
 #endif
 
+/* The table entry of a format for keys of `head_dim` values, among `rows`; NULL if none is. */
+static inline const smla_kv_format_info *
+smla_find_kv_row(int32_t format, int64_t head_dim, smla_kv_set rows)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((int32_t)row->format == format && row->head_dim == head_dim &&
+            (rows & SMLA_KV_SET(i)) != 0) {
+            return row;
+        }
+    }
+    return NULL;
+}
+
 /* The first table entry of a format; NULL if `format` is not one. */
 static inline const smla_kv_format_info *
 smla_find_kv_format(int32_t format)

@@ -140,15 +140,12 @@ smla_gathered_rows(const smla_layer *layer, int64_t num_rows)
 {
     const DLTensor *const rows = &layer->step->workspaces[SMLA_GATHERED].tensor;
     const int64_t stride = num_rows > 1 ? smla_stride(rows, 0) * (int64_t)sizeof(uint16_t) : 0;
-    const smla_kv_format_info *format = smla_kv_formats;
-    while (format->format != SMLA_KV_BFLOAT16 || format->head_dim != smla_size(rows, 1)) {
-        format++;
-    }
     return (smla_kv_view){.base = smla_data(rows),
                           .num_pages = num_rows == 0 ? 0 : 1,
                           .block_size = num_rows == 0 ? 1 : num_rows,
                           .token_stride_bytes = stride,
-                          .format = format,
+                          .format =
+                              smla_find_kv_row(SMLA_KV_BFLOAT16, smla_size(rows, 1), SMLA_KV_ALL),
                           .scales = smla_data(rows),
                           .scale_token_stride_bytes = stride};
 }

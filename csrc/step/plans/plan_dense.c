@@ -43,20 +43,6 @@ static const smla_config_field fields[] = {
     FIELD(device, DEVICE),
 };
 
-/* The format of cache rows of `head_dim` values that the write of new tokens serves, or NULL. */
-static const smla_kv_format_info *
-find_rows(int32_t kv_format, int64_t head_dim)
-{
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i];
-        if ((int32_t)row->format == kv_format && row->head_dim == head_dim &&
-            (SMLA_KV_CONCAT & SMLA_KV_SET(row->number)) != 0) {
-            return row;
-        }
-    }
-    return NULL;
-}
-
 /* Whether varlen_attention serves heads of these sizes, and a latent's memory holds their values:
  * with absorbed weights, it is the scratch of prefills. */
 static bool
@@ -132,7 +118,7 @@ check(smla_step *s, smla_error *error)
         config->qk_rope_head_dim = 0;
     }
     const int64_t head_dim = SMLA_KV_LORA_RANK + config->qk_rope_head_dim;
-    if (find_rows(config->kv_format, head_dim) == NULL) {
+    if (smla_find_kv_row(config->kv_format, head_dim, SMLA_KV_CONCAT) == NULL) {
         const smla_kv_format_info *const format = smla_find_kv_format(config->kv_format);
         return smla_fail_value(error, smla_create_op,
                                "`kv_format` must be one of keys of %lld values, got %s",

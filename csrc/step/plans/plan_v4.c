@@ -66,16 +66,11 @@ check_ratios(const smla_v4_config *config, smla_error *error)
 }
 
 static smla_status
-check_format(const char *name, int32_t number, bool is_extra, smla_error *error)
+check_format(const char *name, int32_t number, smla_kv_set served, smla_error *error)
 {
     const smla_kv_format_info *const format = smla_find_kv_format(number);
-    const smla_kv_set served = is_extra ? SMLA_KV_EXTRA : SMLA_KV_ATTENTION;
-    for (int i = 0; format != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i]; /* a name may have two rows */
-        if (row->format == format->format && row->head_dim == SMLA_V4_HEAD_DIM &&
-            (served & SMLA_KV_SET(i)) != 0) {
-            return SMLA_OK;
-        }
+    if (smla_find_kv_row(number, SMLA_V4_HEAD_DIM, served) != NULL) {
+        return SMLA_OK;
     }
     return smla_fail_value(
         error, smla_create_op,
@@ -189,8 +184,9 @@ check(smla_step *s, smla_error *error)
     smla_v4_builder *const b = (smla_v4_builder *)s;
     smla_v4_config *const config = &b->config;
     SMLA_TRY(check_ratios(config, error));
-    SMLA_TRY(check_format("kv_format", config->kv_format, false, error));
-    SMLA_TRY(check_format("compressed_kv_format", config->compressed_kv_format, true, error));
+    SMLA_TRY(check_format("kv_format", config->kv_format, SMLA_KV_ATTENTION, error));
+    SMLA_TRY(
+        check_format("compressed_kv_format", config->compressed_kv_format, SMLA_KV_EXTRA, error));
     if (config->path == SMLA_PATH_AUTO) {
         config->path = SMLA_PATH_DIRECT;
     }
