@@ -151,19 +151,21 @@ allocate_buffers(smla_step *s, smla_error *error)
     SMLA_TRY(take_workspaces(s, error));
     s->scratch_bytes = plan->find_scratch_bytes(s);
     s->mirror = backend->create_mirror(device_id, sent_bytes);
-    s->lists = backend->allocate(device_id, made_bytes);
+    s->lists = made_bytes == 0 ? NULL : backend->allocate(device_id, made_bytes);
     s->scratch = backend->allocate(device_id, s->scratch_bytes);
     s->host = kept_bytes == 0 ? NULL : malloc((size_t)kept_bytes);
     s->chunks = calloc((size_t)s->max_num_chunks, sizeof *s->chunks);
     s->next_chunks = calloc((size_t)s->max_num_chunks, sizeof *s->next_chunks);
     s->seq_lens = malloc((size_t)s->limits.max_num_seqs * sizeof *s->seq_lens);
-    if (s->mirror == NULL || s->lists == NULL || s->scratch == NULL ||
+    if (s->mirror == NULL || (s->lists == NULL && made_bytes > 0) || s->scratch == NULL ||
         (s->host == NULL && kept_bytes > 0) || s->chunks == NULL || s->next_chunks == NULL ||
         s->seq_lens == NULL) {
         return plan->report_no_memory(s, error);
     }
     smla_cut_arena(&s->sent, s->mirror->device, (char *)s + plan->sent);
-    smla_cut_arena(&s->made, s->lists, (char *)s + plan->made);
+    if (s->lists != NULL) {
+        smla_cut_arena(&s->made, s->lists, (char *)s + plan->made);
+    }
     if (s->host != NULL) {
         smla_cut_arena(&s->kept, s->host, (char *)s + plan->kept);
     }
