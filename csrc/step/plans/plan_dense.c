@@ -275,16 +275,6 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     return check_table_width(s, batch, args, error);
 }
 
-static smla_status
-cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
-{
-    if (s->path == SMLA_PATH_AUTO) {
-        facts->path = smla_dense_choose_path(s, batch, facts);
-    }
-    return smla_step_modes[facts->path].gathers ? smla_dense_cut_context(s, batch, facts, error)
-                                                : SMLA_OK;
-}
-
 static void
 fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
 {
@@ -388,6 +378,6 @@ const smla_step_plan smla_dense_plan = {
     .workspaces[SMLA_DENSE_UP_PROJECTED] = offsetof(smla_dense_config, up_workspace),
     .kept = offsetof(smla_dense_builder, kept),
     .count_other_bytes = count_other_bytes,
-    .cut_chunks = cut_chunks,
+    .cut_chunks = smla_dense_cut_chunks,
     .fill_lists = fill_lists,
 };

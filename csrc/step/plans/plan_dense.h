@@ -87,15 +87,11 @@ struct smla_dense_builder {
 /* Lists the arrays of chunks. On path "mixed" they are empty. */
 void smla_dense_list_chunks(smla_step *step);
 
-/* The path of a step whose config leaves it open. */
-smla_path smla_dense_choose_path(const smla_step *step, const smla_batch *batch,
-                                 const smla_step_facts *facts);
+/* The plan's cut_chunks. It also chooses the path of a step whose config leaves it open. */
+smla_status smla_dense_cut_chunks(const smla_step *step, const smla_batch *batch,
+                                  smla_step_facts *facts, smla_error *error);
 
-/* Cuts the chunks of a step that gathers context. */
-smla_status smla_dense_cut_context(const smla_step *step, const smla_batch *batch,
-                                   smla_step_facts *facts, smla_error *error);
-
-/* Fills the arrays of their parts in `kept`, and in what the host is going to send. */
+/* Fills the arrays of the chunks' parts in `kept`, and in what the host is going to send. */
 void smla_dense_fill_chunks(const smla_step *step, const smla_batch *batch,
                             const smla_dense_sent *host);
 

@@ -149,8 +149,8 @@ prefers_mixed(const smla_step *s, const smla_batch *batch, int64_t first)
 
 /* A batch that has decodes behind prefills can only be "mixed", and one without prefills is the
  * same on both paths. */
-smla_path
-smla_dense_choose_path(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
+static smla_path
+choose_path(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
 {
     smla_error ignored;
     const bool is_mixed =
@@ -178,9 +178,15 @@ read_context(const smla_step *s, const smla_batch *batch, int64_t first)
 }
 
 smla_status
-smla_dense_cut_context(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
-                       smla_error *error)
+smla_dense_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
+                      smla_error *error)
 {
+    if (s->path == SMLA_PATH_AUTO) {
+        facts->path = choose_path(s, batch, facts);
+    }
+    if (!smla_step_modes[facts->path].gathers) {
+        return SMLA_OK;
+    }
     const smla_prefills prefills = read_context(s, batch, facts->split.num_decodes);
     return smla_cut_chunks(s, &prefills, facts, error);
 }
