@@ -33,26 +33,27 @@ smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64
 }
 
 smla_batch_split
-smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs, int64_t num_actual_tokens,
-                 int64_t decode_threshold, bool require_uniform)
+smla_split_batch(const smla_batch_limits *limits, const smla_batch *batch)
 {
+    const int64_t num_reqs = batch->num_reqs;
     int64_t num_decodes = 0;
     int32_t first_len = 0; /* query tokens of the first request that has any */
     for (; num_decodes < num_reqs; num_decodes++) {
-        const int32_t len = smla_query_len(query_start_loc, num_decodes);
+        const int32_t len = smla_query_len(batch->query_start_loc, num_decodes);
         first_len = first_len == 0 ? len : first_len;
-        if (len > decode_threshold || (require_uniform && len != 0 && len != first_len)) {
+        if (len > limits->decode_threshold ||
+            (limits->has_uniform_decodes && len != 0 && len != first_len)) {
             break;
         }
     }
     /* Padding tokens after the last query belong to the part that ends the batch. */
     const int64_t num_decode_tokens =
-        num_decodes == num_reqs ? num_actual_tokens : query_start_loc[num_decodes];
+        num_decodes == num_reqs ? batch->num_actual_tokens : batch->query_start_loc[num_decodes];
     return (smla_batch_split){
         .num_decodes = num_decodes,
         .num_prefills = num_reqs - num_decodes,
         .num_decode_tokens = num_decode_tokens,
-        .num_prefill_tokens = num_actual_tokens - num_decode_tokens,
+        .num_prefill_tokens = batch->num_actual_tokens - num_decode_tokens,
     };
 }
 
@@ -65,8 +66,10 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
     SMLA_TRY(smla_require_least(op, "decode_threshold", decode_threshold, 1, error));
     SMLA_TRY(smla_check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
     SMLA_TRY(smla_require_pointer(op, "split", split, error));
-    *split = smla_split_batch(query_start_loc, num_reqs, num_actual_tokens, decode_threshold,
-                              require_uniform != 0);
+    *split =
+        smla_split_batch(&(smla_batch_limits){.decode_threshold = decode_threshold,
+                                              .has_uniform_decodes = require_uniform != 0},
+                         &(smla_batch){query_start_loc, NULL, num_reqs, num_actual_tokens, NULL});
     return SMLA_OK;
 }
 

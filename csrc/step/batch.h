@@ -45,9 +45,7 @@ smla_status smla_check_query_start_loc(const char *op, const int32_t *query_star
                                        smla_error *error);
 
 /* smla_split_decodes_and_prefills of arguments that are checked. */
-smla_batch_split smla_split_batch(const int32_t *query_start_loc, int64_t num_reqs,
-                                  int64_t num_actual_tokens, int64_t decode_threshold,
-                                  bool require_uniform);
+smla_batch_split smla_split_batch(const smla_batch_limits *limits, const smla_batch *batch);
 
 /* Checks the counts, query_start_loc and seq_lens of a batch. */
 smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,

@@ -247,9 +247,7 @@ plan_step(const smla_step *s, smla_batch *batch, const void *args, smla_step_fac
     SMLA_TRY(smla_check_batch(smla_build_op, &s->limits, batch, error));
     smla_hide_idle_tokens(batch, s->seq_lens);
     SMLA_TRY(s->plan->check_args(s, batch, args, error));
-    facts->split =
-        smla_split_batch(batch->query_start_loc, batch->num_reqs, batch->num_actual_tokens,
-                         s->limits.decode_threshold, s->limits.has_uniform_decodes);
+    facts->split = smla_split_batch(&s->limits, batch);
     if (smla_step_modes[s->path].is_split) {
         SMLA_TRY(smla_check_batch_order(smla_build_op, &s->limits, batch, error));
     }

@@ -21,8 +21,9 @@ typedef struct attend_call {
     smla_layer layer;
     const smla_v4_attend_args *args;
     const smla_v4_builder *b;
-    int group;       /* the layer's ratio in the config; -1: the sliding window only */
-    bool is_indexed; /* topk_indices choose the compressed rows */
+    int group;         /* the layer's ratio in the config; -1: the sliding window only */
+    bool is_indexed;   /* topk_indices choose the compressed rows */
+    smla_v4_rows rows; /* a request's in the workspace */
     smla_kv_view swa;
     smla_kv_view compressed;         /* a layer with a group has it */
     smla_attention_params attention; /* every token, without keys */
@@ -56,6 +57,7 @@ check_layer(attend_call *call)
                                (long long)args->compress_ratio);
     }
     call->is_indexed = args->compress_ratio == SMLA_V4_INDEXED_RATIO;
+    call->rows = smla_v4_workspace_rows(&b->config, args->compress_ratio);
     return SMLA_OK;
 }
 
@@ -307,7 +309,6 @@ gather_of(const attend_call *call, const chunk_part *part, const smla_kv_view *k
           const DLTensor *table, int64_t offset)
 {
     const smla_v4_builder *const b = call->b;
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const DLTensor *const memory = &b->step.workspaces[SMLA_GATHERED].tensor;
     smla_gather_params gather =
         smla_gather_of_requests(&call->layer, "dequantize_and_gather_k_cache", kv, table,
@@ -315,9 +316,9 @@ gather_of(const attend_call *call, const chunk_part *part, const smla_kv_view *k
                                 part->end - part->start);
     gather.offset = offset;
     gather.kv_scale = scale_of(call, kv);
-    gather.out_tokens = rows.request_rows;
+    gather.out_tokens = call->rows.request_rows;
     gather.out_stride_token = memory->strides[0];
-    gather.out_stride_req = memory->strides[0] * rows.request_rows;
+    gather.out_stride_req = memory->strides[0] * call->rows.request_rows;
     gather.out += part->place * gather.out_stride_req;
     return gather;
 }
@@ -329,7 +330,6 @@ gather_chunk(const attend_call *call, int64_t chunk_idx,
 {
     const smla_v4_builder *const b = call->b;
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
-    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const int32_t *const prefills = b->kept.prefills;
     chunk_part part = {.end = entries.start};
     while (part.end < entries.end) {
@@ -339,7 +339,7 @@ gather_chunk(const attend_call *call, int64_t chunk_idx,
             part.end++;
         }
         smla_gather_params params =
-            gather_of(call, &part, &call->swa, &b->swa_table.tensor, rows.window_start);
+            gather_of(call, &part, &call->swa, &b->swa_table.tensor, call->rows.window_start);
         params.seq_lens = b->sent.chunk_seq_lens + part.start;
         params.gather_lens = b->sent.chunk_gather_lens + part.start;
         params.gather_lens_stride = 1;
@@ -367,7 +367,6 @@ combine_rows(const attend_call *call, int64_t chunk_idx, const smla_key_list *nu
 {
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
-    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
     const int64_t first =
         numbers->indices == NULL ? 0 : chunk->token_start * numbers->indices_stride_token;
@@ -377,8 +376,8 @@ combine_rows(const attend_call *call, int64_t chunk_idx, const smla_key_list *nu
         .window = b->config.window,
         .ratio = call->args->compress_ratio,
         .topk = numbers->topk,
-        .request_rows = sizes.request_rows,
-        .window_start = sizes.window_start,
+        .request_rows = call->rows.request_rows,
+        .window_start = call->rows.window_start,
         .width = to->topk,
         .batch = {.num_reqs = entries.end - entries.start,
                   .query_start_loc = b->sent.chunk_query_start_loc + entries.start,
@@ -403,13 +402,13 @@ attend_chunk(attend_call *call, int64_t chunk_idx)
     const smla_v4_builder *const b = call->b;
     const smla_prefill_chunk *const chunk = &b->metadata.chunks[chunk_idx];
     const smla_v4_entries entries = smla_v4_chunk_entries(b, chunk_idx);
-    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->compress_ratio);
     const smla_key_list numbers = find_numbers(call);
     const int64_t columns = numbers.topk + b->config.window + SMLA_V4_LIST_ALIGN - 1;
     smla_key_list list =
         made_lists(b->made.indices, columns / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN,
                    b->made.index_lens);
-    list.kv = smla_gathered_rows(&call->layer, (entries.end - entries.start) * sizes.request_rows);
+    list.kv =
+        smla_gathered_rows(&call->layer, (entries.end - entries.start) * call->rows.request_rows);
     SMLA_TRY(gather_chunk(call, chunk_idx, smla_run_dequantize_and_gather_k_cache));
     SMLA_TRY(combine_rows(call, chunk_idx, &numbers, &list));
     return attend(call, chunk->token_start, chunk->token_end - chunk->token_start, &list, 1);
