@@ -1,4 +1,4 @@
-"""Splits and chunks: host integers in, host integers out (csrc/step/chunks.c)."""
+"""Splits and chunks: host integers in, host integers out (csrc/step/batch.c, chunks.c)."""
 
 import numpy as np
 import pytest
