@@ -20,6 +20,7 @@ from sparse_mla.backend import *
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention_merge import *
 from sparse_mla.ops.cache import *
+from sparse_mla.ops.cache_read import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *

@@ -38,6 +38,7 @@ from sparse_mla.ops import (
     attention,
     attention_merge,
     cache,
+    cache_read,
     compressor,
     facts,
     index,
@@ -58,6 +59,7 @@ from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
 from sparse_mla.ops.attention import _mla_attention_plus_inf as _mla_attention_plus_inf
 from sparse_mla.ops.attention_merge import *
 from sparse_mla.ops.cache import *
+from sparse_mla.ops.cache_read import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
@@ -80,6 +82,7 @@ __all__ += projection.__all__
 __all__ += projection_weights.__all__
 __all__ += attention.__all__
 __all__ += cache.__all__
+__all__ += cache_read.__all__
 __all__ += compressor.__all__
 __all__ += facts.__all__
 __all__ += projection_fp8.__all__

@@ -203,8 +203,17 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     }
     ours |= {".backend", ".backend.facts", ".backend.layer", ".flash_mla", ".ops", ".steps"}
     ours |= {f".steps.{name}" for name in ("common", "v32")}  # dense and v4: at their first use
-    names = "_declare", "attention", "attention_merge", "cache", "compressor", "facts", "index"
-    names += "indexer", "norm", "planning", "projection", "projection_fp8", "projection_weights"
+    names = "_declare", "attention", "attention_merge", "cache", "cache_read", "compressor"
+    names += (
+        "facts",
+        "index",
+        "indexer",
+        "norm",
+        "planning",
+        "projection",
+        "projection_fp8",
+        "projection_weights",
+    )
     names += "rope", "topk", "varlen"
     ours |= {f".ops.{name}" for name in names}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
