@@ -189,6 +189,19 @@ smla_status smla_require_head_query(smla_checker *checker, const char *name, con
 smla_status smla_require_num_kv_heads(const smla_checker *checker, const char *name,
                                       int64_t num_kv_heads, int64_t num_heads);
 
+/* Checks a cache of keys in pages: [P, ps, num_heads, dim], where SMLA_ANY is any size. */
+smla_status smla_require_k_cache(smla_checker *checker, const DLTensor *k_cache, unsigned dtypes,
+                                 int64_t num_heads, int64_t dim, unsigned flags, const char *hint);
+
+/* Checks the cache of values beside a cache of keys that was checked. */
+smla_status smla_require_v_cache(smla_checker *checker, const DLTensor *v_cache,
+                                 const DLTensor *k_cache, int64_t dim, unsigned flags,
+                                 const char *hint);
+
+/* Checks that values which are not e4m3 have no scale. */
+smla_status smla_require_no_scale(const smla_checker *checker, const smla_named_scale *arg,
+                                  const smla_named_array *of);
+
 /* The element types of keys beside a query. */
 unsigned smla_key_dtypes(const DLTensor *q);
 

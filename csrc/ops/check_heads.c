@@ -15,6 +15,49 @@ smla_require_num_kv_heads(const smla_checker *c, const char *name, int64_t num_k
                      name, (long long)num_heads, (long long)num_kv_heads);
 }
 
+/* Checks the pages of both caches. */
+static smla_status
+require_pages(const smla_checker *c, const DLTensor *k_cache)
+{
+    const int64_t num_pages = smla_size(k_cache, 0), page_size = smla_size(k_cache, 1);
+    if (page_size < 1 || page_size > INT32_MAX) {
+        return smla_refuse(c, "`k_cache` must have 1 or more tokens per page, got %lld",
+                           (long long)page_size);
+    }
+    return num_pages <= INT32_MAX / page_size
+               ? SMLA_OK
+               : smla_refuse(c, "`k_cache` must have at most %d tokens, got %lld pages of %lld",
+                             INT32_MAX, (long long)num_pages, (long long)page_size);
+}
+
+smla_status
+smla_require_k_cache(smla_checker *c, const DLTensor *k_cache, unsigned dtypes, int64_t num_heads,
+                     int64_t dim, unsigned flags, const char *hint)
+{
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache",
+                                          .tensor = k_cache,
+                                          .dtypes = dtypes,
+                                          .flags = flags,
+                                          .ndim = 4,
+                                          .shape = {SMLA_ANY, SMLA_ANY, num_heads, dim},
+                                          .hint = hint}));
+    return require_pages(c, k_cache);
+}
+
+smla_status
+smla_require_v_cache(smla_checker *c, const DLTensor *v_cache, const DLTensor *k_cache, int64_t dim,
+                     unsigned flags, const char *hint)
+{
+    return smla_require(c, &(smla_rule){.name = "v_cache",
+                                        .tensor = v_cache,
+                                        .dtypes = smla_same_dtypes(k_cache),
+                                        .flags = flags,
+                                        .ndim = 4,
+                                        .shape = {smla_size(k_cache, 0), smla_size(k_cache, 1),
+                                                  smla_size(k_cache, 2), dim},
+                                        .hint = hint});
+}
+
 /* Keys are of the query's type or e4m3. An e4m3 query takes keys of any type. */
 unsigned
 smla_key_dtypes(const DLTensor *q)
@@ -54,6 +97,16 @@ require_positive_scales(const smla_checker *c, const char *name, const DLTensor 
     return SMLA_OK;
 }
 
+smla_status
+smla_require_no_scale(const smla_checker *c, const smla_named_scale *arg,
+                      const smla_named_array *of)
+{
+    return arg->given.tensor == NULL && (arg->given.value == 0 || arg->given.value == 1)
+               ? SMLA_OK
+               : smla_refuse(c, "`%s` must be left out unless `%s` is e4m3, got %s", arg->name,
+                             of->name, smla_describe_dtype(of->tensor).text);
+}
+
 /* Checks a scale of e4m3 values, or that values of another type have none. */
 static smla_status
 require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_array *of,
@@ -64,10 +117,7 @@ require_descale(smla_checker *c, const smla_named_scale *arg, const smla_named_a
     const DLTensor *const tensor = given->tensor;
     *scale = (smla_descale){.reqs_per_row = 1, .value = 1.0f};
     if (!(smla_dtype(of->tensor) & SMLA_DTYPE_E4M3_OR_BYTES)) {
-        return tensor == NULL && (given->value == 0 || given->value == 1)
-                   ? SMLA_OK
-                   : smla_refuse(c, "`%s` must be left out unless `%s` is e4m3, got %s", name,
-                                 of->name, smla_describe_dtype(of->tensor).text);
+        return smla_require_no_scale(c, arg, of);
     }
     SMLA_TRY(smla_read_scale_number(c, name, given, &scale->value));
     if (tensor == NULL) {

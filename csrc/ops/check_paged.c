@@ -12,42 +12,17 @@ require_query(smla_checker *c, const smla_paged_attention_args *args)
                            "the tokens and heads of `q`, the values of `v_cache`");
 }
 
-/* Checks the pages of both caches. */
-static smla_status
-require_pages(const smla_checker *c, const DLTensor *k_cache)
-{
-    const int64_t num_pages = smla_size(k_cache, 0), page_size = smla_size(k_cache, 1);
-    if (page_size < 1 || page_size > INT32_MAX) {
-        return smla_refuse(c, "`k_cache` must have 1 or more tokens per page, got %lld",
-                           (long long)page_size);
-    }
-    return num_pages <= INT32_MAX / page_size
-               ? SMLA_OK
-               : smla_refuse(c, "`k_cache` must have at most %d tokens, got %lld pages of %lld",
-                             INT32_MAX, (long long)num_pages, (long long)page_size);
-}
-
 /* Checks the caches beside the query. */
 static smla_status
 require_caches(smla_checker *c, const smla_paged_attention_args *args)
 {
     const DLTensor *const k = args->k_cache, *const v = args->v_cache;
     const int64_t dim = smla_size(args->q, 2);
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache",
-                                          .tensor = k,
-                                          .dtypes = smla_key_dtypes(args->q),
-                                          .ndim = 4,
-                                          .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY, dim},
-                                          .hint = "pages, tokens, KV heads, the values of `q`"}));
-    SMLA_TRY(require_pages(c, k));
+    SMLA_TRY(smla_require_k_cache(c, k, smla_key_dtypes(args->q), SMLA_ANY, dim, 0,
+                                  "pages, tokens, KV heads, the values of `q`"));
     SMLA_TRY(smla_require_num_kv_heads(c, "k_cache", smla_size(k, 2), smla_size(args->q, 1)));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "v_cache",
-                                          .tensor = v,
-                                          .dtypes = smla_same_dtypes(k),
-                                          .ndim = 4,
-                                          .shape = {smla_size(k, 0), smla_size(k, 1),
-                                                    smla_size(k, 2), SMLA_ANY},
-                                          .hint = "the pages, tokens and heads of `k_cache`"}));
+    SMLA_TRY(
+        smla_require_v_cache(c, v, k, SMLA_ANY, 0, "the pages, tokens and heads of `k_cache`"));
     const int64_t value_dim = smla_size(v, 3);
     SMLA_TRY(smla_require_head_dim(c, "v_cache", value_dim, SMLA_KV_LORA_RANK));
     if (args->qv == NULL) {
