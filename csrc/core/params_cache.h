@@ -22,6 +22,39 @@ typedef struct smla_cache_write_params {
     smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
 } smla_cache_write_params;
 
+/* Keys or values of KV heads, and the pages that they go to. Strides are in elements. */
+typedef struct smla_head_write {
+    const void *rows; /* [>= T, Hk, D] */
+    int64_t stride_token;
+    int64_t stride_head;
+    void *cache; /* [P, ps, Hk, D] */
+    int64_t cache_stride_page;
+    int64_t cache_stride_token;
+    int64_t cache_stride_head;
+    int64_t dim;               /* D, a multiple of 8 */
+    smla_given_scale scale;    /* what values are divided by: one, or [Hk]; 1 for copies */
+    int64_t scale_stride_head; /* 0: one for all heads */
+} smla_head_write;
+
+static inline float
+smla_read_head_scale(const smla_head_write *part, int64_t head)
+{
+    return part->scale.pointer == NULL ? part->scale.value
+                                       : part->scale.pointer[head * part->scale_stride_head];
+}
+
+enum { SMLA_WRITTEN_PARTS = 2 };
+
+typedef struct smla_reshape_params {
+    smla_call call;
+    /* The slots, and the pages of both caches, which have no format; its rows are not read. */
+    smla_cache_write_params slots;
+    int64_t num_heads;                         /* Hk */
+    smla_float_type input_type;                /* bf16, fp16 or fp32 */
+    bool quantizes;                            /* the caches are e4m3; else copies of the rows */
+    smla_head_write parts[SMLA_WRITTEN_PARTS]; /* keys, values */
+} smla_reshape_params;
+
 /* gather_kv_cache, whose requests share the rows of out, and dequantize_and_gather_k_cache, where
  * each request has rows of its own. */
 typedef struct smla_gather_params {

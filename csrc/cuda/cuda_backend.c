@@ -152,6 +152,8 @@ OPERATOR(quantize_and_insert_k_cache, smla_cache_write_params, NO_TOKENS,
          smla_cuda_check_cache_write(p, error))
 OPERATOR(indexer_k_quant_and_cache, smla_cache_write_params, NO_TOKENS,
          smla_cuda_check_cache_write(p, error))
+OPERATOR(reshape_and_cache, smla_reshape_params, p->slots.num_tokens == 0,
+         smla_cuda_check_cache_write(&p->slots, error))
 OPERATOR(gather_kv_cache, smla_gather_params, p->num_reqs == 0, smla_cuda_check_gather(p, error))
 OPERATOR(dequantize_and_gather_k_cache, smla_gather_params, p->num_reqs == 0,
          smla_cuda_check_gather(p, error))

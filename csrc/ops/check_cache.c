@@ -1,6 +1,9 @@
 /* check_cache.c: the argument rules of operators that write cache rows or read them back. */
 #include "ops/check_cache.h"
 
+#include "core/rule_parts.h"
+#include "ops/check_attention.h"
+
 smla_kv_set
 smla_formats_of_size(int32_t head_dim)
 {
@@ -138,6 +141,102 @@ smla_check_indexer_k_quant_and_cache(const smla_indexer_k_cache_args *args,
                                              .stream = args->stream};
     return check_insert("indexer_k_quant_and_cache", &insert, SMLA_INDEX_HEAD_DIM, params, backend,
                         error);
+}
+
+/* ---- Keys and values of heads -------------------------------------------------------------- */
+
+/* Checks what goes to both caches. */
+static smla_status
+require_heads(smla_checker *c, const smla_reshape_and_cache_args *args)
+{
+    SMLA_TRY(smla_require_3d(c, "k", args->k, SMLA_DTYPE_FLOATS, SMLA_ANY, SMLA_ANY, SMLA_ANY, 0,
+                             "tokens, KV heads, values"));
+    SMLA_TRY(smla_require_num_heads(c, "k", smla_size(args->k, 1)));
+    SMLA_TRY(smla_require_head_dim(c, "k", smla_size(args->k, 2), SMLA_HEAD_DIM));
+    SMLA_TRY(smla_require_3d(c, "v", args->v, smla_dtype(args->k), SMLA_ANY, smla_size(args->k, 1),
+                             SMLA_ANY, 0, "tokens, the heads of `k`, values"));
+    return smla_require_head_dim(c, "v", smla_size(args->v, 2), SMLA_KV_LORA_RANK);
+}
+
+/* Checks the scale of a cache: a number, one fp32, or one per head. A cache of copies has none. */
+static smla_status
+require_head_scale(smla_checker *c, const smla_named_scale *arg, const smla_named_array *cache,
+                   smla_head_write *part)
+{
+    const DLTensor *const tensor = arg->given.tensor;
+    const int64_t num_heads = smla_size(cache->tensor, 2);
+    part->scale = (smla_given_scale){.value = 1.0f};
+    part->scale_stride_head = 0;
+    if (!(smla_dtype(cache->tensor) & SMLA_DTYPE_E4M3_OR_BYTES)) {
+        return smla_require_no_scale(c, arg, cache);
+    }
+    SMLA_TRY(smla_read_scale_number(c, arg->name, &arg->given, &part->scale.value));
+    if (tensor == NULL) {
+        return SMLA_OK;
+    }
+    const bool has_heads = tensor->ndim == 1 && tensor->shape[0] == num_heads;
+    if (!has_heads && !smla_has_one_value(tensor)) {
+        return smla_refuse(c,
+                           "`%s` must have one value or shape [%lld], or be a float, got shape %s",
+                           arg->name, (long long)num_heads, smla_describe_shape(tensor).text);
+    }
+    part->scale.pointer = smla_data(tensor);
+    part->scale_stride_head = has_heads ? smla_stride(tensor, 0) : 0;
+    for (int64_t head = 0; c->device.device_type == kDLCPU && head < num_heads; head++) {
+        SMLA_TRY(
+            smla_require_positive(c->op, arg->name, smla_read_head_scale(part, head), c->error));
+    }
+    return SMLA_OK;
+}
+
+static void
+fill_part(const DLTensor *rows, const DLTensor *cache, smla_head_write *part)
+{
+    part->rows = smla_data(rows);
+    part->stride_token = smla_stride(rows, 0);
+    part->stride_head = smla_stride(rows, 1);
+    part->cache = smla_data(cache);
+    part->cache_stride_page = smla_stride(cache, 0);
+    part->cache_stride_token = smla_stride(cache, 1);
+    part->cache_stride_head = smla_stride(cache, 2);
+    part->dim = smla_size(rows, 2);
+}
+
+smla_status
+smla_check_reshape_and_cache(const smla_reshape_and_cache_args *args, smla_reshape_params *params,
+                             const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    const DLTensor *const slots = args->slot_mapping;
+    const DLTensor *const rows[SMLA_WRITTEN_PARTS] = {args->k, args->v};
+    const smla_named_array caches[] = {SMLA_NAMED(args, k_cache), SMLA_NAMED(args, v_cache)};
+    const smla_named_scale scales[] = {SMLA_NAMED(args, k_scale), SMLA_NAMED(args, v_scale)};
+    smla_open_checker(&c, "reshape_and_cache", error);
+    SMLA_TRY(require_heads(&c, args));
+    SMLA_TRY(smla_require_k_cache(&c, caches[0].tensor,
+                                  smla_dtype(args->k) | SMLA_DTYPE_E4M3_OR_BYTES,
+                                  smla_size(args->k, 1), smla_size(args->k, 2), SMLA_RULE_OUTPUT,
+                                  "pages, tokens, the heads and values of `k`"));
+    SMLA_TRY(smla_require_v_cache(&c, caches[1].tensor, caches[0].tensor, smla_size(args->v, 2),
+                                  SMLA_RULE_OUTPUT,
+                                  "the pages, tokens and heads of `k_cache`, the values of `v`"));
+    SMLA_TRY(smla_require_slot_mapping(&c, slots));
+    SMLA_TRY(require_rows(&c, slots, "k", args->k));
+    SMLA_TRY(require_rows(&c, slots, "v", args->v));
+    for (int i = 0; i < SMLA_WRITTEN_PARTS; i++) {
+        SMLA_TRY(require_head_scale(&c, &scales[i], &caches[i], &params->parts[i]));
+        fill_part(rows[i], caches[i].tensor, &params->parts[i]);
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    const smla_kv_view pages = {.num_pages = smla_size(args->k_cache, 0),
+                                .block_size = smla_size(args->k_cache, 1)};
+    params->call = smla_call_of(&c, args->stream, NULL);
+    smla_fill_cache_write(&params->call, caches[0].name, &pages, "slot_mapping", slots,
+                          &params->slots);
+    params->num_heads = smla_size(args->k, 1);
+    params->input_type = smla_float_type_of(args->k);
+    params->quantizes = (smla_dtype(args->k_cache) & SMLA_DTYPE_E4M3_OR_BYTES) != 0;
+    return SMLA_OK;
 }
 
 /* ---- Read ---------------------------------------------------------------------------------- */

@@ -130,6 +130,26 @@ typedef struct smla_gather_k_cache_args {
 SMLA_API smla_status smla_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
                                                         smla_error *error);
 
+/* Writes the keys and values of a token to each slot of slot_mapping, in the pages that
+ * paged_attention reads: Hk KV heads, keys of D and values of Dv values. A cache of e4m3 gets
+ * e4m3(x / scale), true division in fp32, saturating; another one has the dtype of k and gets
+ * copies. Both caches may be views of one buffer: side by side in a row, or pages in turn. Slots
+ * are as in concat_and_cache_mla. */
+typedef struct smla_reshape_and_cache_args {
+    size_t struct_size;
+    const DLTensor *k;            /* [>= T, Hk, D] bf16 | fp16 | fp32 */
+    const DLTensor *v;            /* [>= T, Hk, Dv], the dtype of k */
+    const DLTensor *k_cache;      /* out [P, ps, Hk, D], the dtype of k | e4m3 (or uint8) */
+    const DLTensor *v_cache;      /* out [P, ps, Hk, Dv], the dtype of k_cache */
+    const DLTensor *slot_mapping; /* [T] int64 | int32; slot = page * ps + row number */
+    smla_scale_arg k_scale;       /* e4m3 only; its array may have a scale per KV head: [Hk] */
+    smla_scale_arg v_scale;       /* likewise */
+    void *stream;
+} smla_reshape_and_cache_args;
+
+SMLA_API smla_status smla_reshape_and_cache(const smla_reshape_and_cache_args *args,
+                                            smla_error *error);
+
 #ifdef __cplusplus
 }
 #endif

@@ -9,6 +9,7 @@ __all__ = [
     "concat_and_cache_mla",
     "indexer_k_quant_and_cache",
     "quantize_and_insert_k_cache",
+    "reshape_and_cache",
 ]
 
 
@@ -284,4 +285,93 @@ def indexer_k_quant_and_cache(
     >>> cache = smla.indexer_k_quant_and_cache(jnp.ones((1, 128)), cache, jnp.array([64]))
     >>> int(cache[0].sum()), int(cache[1, 0, 0])
     (0, 120)
+    """
+
+
+@operator
+def reshape_and_cache(
+    k: Array,
+    v: Array,
+    k_cache: Written,
+    v_cache: Written,
+    slot_mapping: Array,
+    *,
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
+    stream: Stream = None,
+) -> tuple[Written, Written]:
+    """Write the keys and values of a token per entry of `slot_mapping` into pages.
+
+    The pages are those that `paged_attention` reads, of GQA, MQA and MHA models. A cache of e4m3
+    gets e4m3(x / scale), true division in fp32, saturating; NaN keeps its sign. Another cache gets
+    copies.
+
+    Parameters
+    ----------
+    k : [>= T, Hk, D] bf16, fp16 or fp32
+        Keys of Hk KV heads. T is the length of `slot_mapping`. D is a multiple of 8, at most 576.
+    v : [>= T, Hk, Dv], the dtype of k
+        Values. Dv is a multiple of 8, at most 512.
+    k_cache : [P, ps, Hk, D], the dtype of k, e4m3 or uint8, written
+        Pages of ps tokens, with any strides but for a contiguous last dimension. Multiples of 16
+        bytes, or of 8 in a cache of e4m3, are fast.
+    v_cache : [P, ps, Hk, Dv], the dtype of k_cache, written
+        Both caches may be views of one buffer: side by side in a row, or pages in turn.
+    slot_mapping : [T] int64 or int32
+        The slot of each token, page * ps + its row in the page. A token with a negative slot is
+        skipped. A slot past the end is a ValueError on the CPU, before anything is written; on CUDA
+        its token is skipped.
+    k_scale, v_scale : float, or an array of one fp32 or of [Hk] fp32
+        What the values of all heads, or of each, are divided by; `paged_attention` takes it as
+        `k_descale` or `v_descale`, there [1, Hk]. 1 where the cache is not e4m3.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    k_cache, v_cache, the same objects.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A slot past the end (CPU), caches of other pages, heads or dtypes, a scale where none
+        belongs. `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: reshape_and_cache_flash of vLLM.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> pages = np.zeros((2, 4, 2, 1, 8), np.uint8)  # 4 tokens a page, a key and a value each
+    >>> k, v = np.full((1, 1, 8), 1.5, np.float32), np.full((1, 1, 8), -1e6, np.float32)
+    >>> caches = pages[:, :, 0], pages[:, :, 1]
+    >>> _ = sparse_mla.reshape_and_cache(k, v, *caches, np.array([6]), k_scale=0.5)
+    >>> pages[1, 2, :, 0, 0].tolist(), int((pages != 0).sum())
+    ([68, 254], 16)
+
+    PyTorch
+    -------
+    New keys and values to their slots: `sparse_mla.reshape_and_cache`. Writes both caches.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> pages = torch.zeros((2, 4, 2, 1, 8), dtype=torch.bfloat16)
+    >>> write = torch.compile(smla.reshape_and_cache, backend="aot_eager")
+    >>> k = torch.ones((1, 1, 8), dtype=torch.bfloat16)
+    >>> _ = write(k, k + 1, pages[:, :, 0], pages[:, :, 1], torch.tensor([6]))
+    >>> pages[1, 2, :, 0, 0].tolist(), pages.sum().item()
+    ([1.0, 2.0], 24.0)
+
+    JAX
+    ---
+    The caches after `sparse_mla.reshape_and_cache`, in place of donated ones.
+
+    Returns: New arrays (k_cache, v_cache), the shapes and dtypes of those given.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> write = jax.jit(smla.reshape_and_cache, donate_argnums=(2, 3))
+    >>> k, keys, values = jnp.ones((1, 1, 8)), jnp.zeros((2, 4, 1, 8)), jnp.zeros((2, 4, 1, 8))
+    >>> keys, values = write(k, k + 1, keys, values, jnp.array([6]))
+    >>> float(keys[1, 2, 0, 0]), float(values[1, 2, 0, 0]), float(keys.sum())
+    (1.0, 2.0, 8.0)
     """

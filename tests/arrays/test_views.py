@@ -131,6 +131,22 @@ def write_scaled() -> Example:
     return call("concat_and_cache_mla", arrays, k_pe=None)
 
 
+def write_heads(dtype, cache_dtype, slots) -> Example:
+    rng = np.random.default_rng(28)
+    k, v = (rng.normal(0, 1, (6, 2, n)).astype(np.float32) for n in (24, 16))
+    as_dtype = ref.to_bf16 if dtype == ref.BF16 else lambda x: x.astype(dtype)
+    arrays = {
+        "k": as_dtype(k),
+        "v": as_dtype(v),
+        "k_cache": np.zeros((3, 4, 2, 24), cache_dtype),
+        "v_cache": np.zeros((3, 4, 2, 16), cache_dtype),
+        "slot_mapping": np.array([0, 11, -1, 5, 7], slots),
+    }
+    if np.dtype(cache_dtype).itemsize == 1:
+        arrays |= {name: np.array([0.37, 2], np.float32) for name in HEAD_SCALES}
+    return call("reshape_and_cache", arrays)
+
+
 def insert(op: str, k, cache, *, kv_scale=None, **options) -> Example:
     arrays = {"k": k, "k_cache": cache, "slot_mapping": np.array([0, 11, -1, 5, 7])}
     if kv_scale is not None:
@@ -817,6 +833,9 @@ MIXED = BATCH | {
     "compressed_block_table": "strided",
 }
 WRITE = {"kv_c": "", "k_pe": "", "slot_mapping": "strided"}
+HEADS = {"k": "", "v": "", "slot_mapping": "strided"}
+HEADS |= {"k_cache": "written", "v_cache": "written"}
+HEAD_SCALES = {"k_scale": "strided", "v_scale": "strided"}
 GATHER = {
     "block_table": "strided",
     "seq_lens": "strided",
@@ -906,6 +925,15 @@ TABLE: dict[str, Row] = {
         "concat_and_cache_mla",
         write_scaled,
         {"kv_c": "", "slot_mapping": "strided", "kv_cache": "cache written", "kv_scale": "strided"},
+    ),
+    "write heads, bf16": Row(
+        "reshape_and_cache", lambda: write_heads(ref.BF16, ref.BF16, np.int64), HEADS
+    ),
+    "write heads, e4m3": Row(
+        "reshape_and_cache", lambda: write_heads(F32, ref.E4M3, np.int32), HEADS | HEAD_SCALES
+    ),
+    "write heads, bytes": Row(
+        "reshape_and_cache", lambda: write_heads(F16, U8, np.int64), HEADS | HEAD_SCALES
     ),
     "gather fp8": Row(
         "gather_kv_cache", lambda: gather(rows_of("fp8", 5, 4)), GATHER | {"kv_cache": "cache"}

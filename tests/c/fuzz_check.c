@@ -3,9 +3,8 @@
  *
  * The input's bytes become a good call with any number of faults. Data pointers are arbitrary
  * numbers, which the checkers must not follow; only arrays whose values a checker reads (READ) keep
- * their memory. For any input a checker returns a status of the enum, and with an error a text that
- * begins with the operator's name. `make fuzz` runs this file with libFuzzer, test_fuzz_check.c
- * without.
+ * their memory. For any input a checker returns a status of the enum, and an error's text begins
+ * with the operator's name. `make fuzz` runs this file with libFuzzer, test_fuzz_check.c without.
  */
 #include "core/args.h"
 #include "core/params_all.h"
@@ -325,6 +324,9 @@ set_scalars(reader *r, int number, any_args *a)
             a->paged.slot_table = a->paged.block_table;
             a->paged.block_table = NULL;
         }
+    } else if (number == OP_reshape_and_cache) {
+        a->reshape.k_scale.value = read_double(r);
+        a->reshape.k_scale.tensor = read_count(r, 2) == 0 ? NULL : a->reshape.k_scale.tensor;
     } else if (number == OP_fused_qnorm_rope_kv_insert) {
         a->qnorm.eps = read_double(r);
         a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
@@ -356,11 +358,9 @@ set_scalars(reader *r, int number, any_args *a)
         a->lightning.block_size = read_count(r, 6);
         a->lightning.block_table = read_count(r, 4) == 0 ? a->lightning.starts : NULL;
     } else if (number <= OP_dequantize_kv_cache) {
-        const int32_t format = (int32_t)read_count(r, 4);
-        a->write.kv_format = number == OP_concat_and_cache_mla ? format : a->write.kv_format;
-        a->gather.kv_format = number == OP_gather_kv_cache ? format : a->gather.kv_format;
-        a->dequantize.kv_format =
-            number == OP_dequantize_kv_cache ? format : a->dequantize.kv_format;
+        int32_t *const formats[] = {&a->write.kv_format, &a->gather.kv_format,
+                                    &a->dequantize.kv_format};
+        *formats[number] = (int32_t)read_count(r, 4);
     }
 }
 

@@ -36,6 +36,7 @@ typedef union any_args {
     smla_insert_k_cache_args insert;
     smla_indexer_k_cache_args index_insert;
     smla_gather_k_cache_args gather_last;
+    smla_reshape_and_cache_args reshape;
     smla_convert_req_index_args convert;
     smla_topk_slots_args global_topk;
     smla_top_k_args top_k;
@@ -154,6 +155,30 @@ make_gather_last(void)
                                       .gather_lens = ZEROS(int32, 2),
                                       .block_table = ZEROS(int32, 2, 3),
                                       .block_size = 4}};
+}
+
+/* Scales of two heads. */
+static inline const DLTensor *
+ones_of_heads(void)
+{
+    array *const scales = ARRAY(fp32, 2);
+    for (int head = 0; head < 2; head++) {
+        ((float *)scales->data)[head] = 1.0f;
+    }
+    return &scales->tensor;
+}
+
+static inline any_args
+make_reshape(void)
+{
+    return (any_args){.reshape = {.struct_size = sizeof(smla_reshape_and_cache_args),
+                                  .k = ZEROS(bf16, 3, 2, 16),
+                                  .v = ZEROS(bf16, 3, 2, 8),
+                                  .k_cache = ZEROS(uint8, 2, 4, 2, 16),
+                                  .v_cache = ZEROS(uint8, 2, 4, 2, 8),
+                                  .slot_mapping = ZEROS(int64, 3),
+                                  .k_scale.tensor = ones_of_heads(),
+                                  .v_scale.tensor = ones_of_heads()}};
 }
 
 static inline any_args
@@ -635,6 +660,7 @@ CALL(dequantize, smla_dequantize_kv_cache)
 CALL(insert, smla_quantize_and_insert_k_cache)
 CALL(index_insert, smla_indexer_k_quant_and_cache)
 CALL(gather_last, smla_dequantize_and_gather_k_cache)
+CALL(reshape, smla_reshape_and_cache)
 CALL(convert, smla_convert_req_index_to_global_index)
 CALL(global_topk, smla_compute_global_topk_indices_and_lens)
 CALL(top_k, smla_top_k_per_row)
@@ -697,6 +723,19 @@ static const operator_case operators[NUM_OPERATORS] = {
                                 make_dequantize,
                                 {{"kv_cache", AT_FIELD(dequantize, kv_cache), CACHE, 4},
                                  {"out", AT_FIELD(dequantize, out), OUTPUT, 7}}},
+    [OP_reshape_and_cache] = {"reshape_and_cache",
+                              sizeof(smla_reshape_and_cache_args),
+                              call_reshape,
+                              make_reshape,
+                              {{"k", AT_FIELD(reshape, k), 0, 4},
+                               {"v", AT_FIELD(reshape, v), 0, 6},
+                               {"k_cache", AT_FIELD(reshape, k_cache), OUTPUT, 12},
+                               {"v_cache", AT_FIELD(reshape, v_cache), OUTPUT, 15},
+                               {"slot_mapping", AT_FIELD(reshape, slot_mapping), ANY_STRIDE, 0},
+                               {"k_scale", AT_FIELD(reshape, k_scale.tensor),
+                                ANY_STRIDE | ANY_RANK | OPTIONAL | READ, 1},
+                               {"v_scale", AT_FIELD(reshape, v_scale.tensor),
+                                ANY_STRIDE | ANY_RANK | OPTIONAL | READ, 1}}},
     [OP_convert_req_index_to_global_index] =
         {"convert_req_index_to_global_index",
          sizeof(smla_convert_req_index_args),

@@ -47,6 +47,7 @@ static const int num_reads_of[NUM_CALLS] = {
     [OP_concat_and_cache_mla] = 1,
     [OP_quantize_and_insert_k_cache] = 1,
     [OP_indexer_k_quant_and_cache] = 1,
+    [OP_reshape_and_cache] = 1,
     [OP_gather_kv_cache] = 3,
     [OP_dequantize_and_gather_k_cache] = 3,
     [OP_convert_req_index_to_global_index] = 1,
@@ -146,6 +147,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                                      .num_tokens = count,
                                                      .rope = turn_back.rope,
                                                      .insert = write};
+    const smla_reshape_params reshape = {.call = call, .slots = write};
     const smla_partial_states_params save = {.call = call,
                                              .rows = write,
                                              .positions = device_zeros};
@@ -172,6 +174,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
     case OP_quantize_and_insert_k_cache: return b->quantize_and_insert_k_cache(&write, &error);
     case OP_indexer_k_quant_and_cache: return b->indexer_k_quant_and_cache(&write, &error);
+    case OP_reshape_and_cache: return b->reshape_and_cache(&reshape, &error);
     case OP_gather_kv_cache: return b->gather_kv_cache(&gather, &error);
     case OP_dequantize_and_gather_k_cache: return b->dequantize_and_gather_k_cache(&gather, &error);
     case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);

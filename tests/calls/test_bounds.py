@@ -134,7 +134,7 @@ def error_op(row: Row) -> str:
 
 
 def is_cache(row: Row, name: str) -> bool:
-    return name in CACHES and row.op not in OPS_OF_HEADS
+    return name in CACHES and row.op not in (*OPS_OF_HEADS, "reshape_and_cache")
 
 
 # What operators over keys and values of heads take, beside a query of bf16 or e4m3.
@@ -158,6 +158,11 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return floats if name.startswith("W_") else (*floats, "uint8", "float8_e4m3fn")
     if name == "kv_c" and row.op != "concat_and_cache_mla":
         return tuple(n for n, dtype in NAMED.items() if dtype == row.example.arrays[name].dtype)
+    if row.op == "reshape_and_cache" and name == "k_cache":
+        kinds = (row.example.arrays["k"].dtype, np.dtype(U8), ref.E4M3)
+        return tuple(n for n, dtype in NAMED.items() if dtype in kinds)
+    if row.op == "reshape_and_cache" and name == "v_cache" and "v_scale" in row.rules:
+        return HALVES[name]
     if row.op in OPS_OF_HEADS and name == "k_cache":
         return HALVES["k" if "v_descale" in row.rules else "k[0]"]
     if row.op in OPS_OF_HEADS and name in HALVES:
@@ -272,6 +277,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     other = partners.get(name)
     other = None if name == "kv_c" and row.op != "concat_and_cache_mla" else other
     other = "score" if name == "kv" and "ape" in row.rules else other
+    other = "v" if name == "k" and row.op == "reshape_and_cache" else other
     plain = row.example.arrays
     if name == "outs" and dtype != "float32":  # a sum in fp32 may be stored as bf16
         other = "out"
@@ -279,7 +285,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
-    if row.op in OPS_OF_HEADS:
+    if row.op in OPS_OF_HEADS or (row.op, name) == ("reshape_and_cache", "k_cache"):
         return unlike_half(row, name, dtype)
     if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
         rest = "`q_scale` must be left out for a bfloat16 query, got an array"
@@ -306,7 +312,8 @@ def unlike_half(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
             return None
         return TypeError, f"{row.op}: `{other}` must be {wanted}, got bfloat16"
     if name in ("k", "k_cache") and dtype not in codes:
-        return TypeError, f"{row.op}: `{other}` must be {wanted}, got float8_e4m3fn{hint}"
+        got = next(n for n, known in NAMED.items() if known == row.example.arrays[other].dtype)
+        return TypeError, f"{row.op}: `{other}` must be {wanted}, got {got}{hint}"
     if name == "q" and dtype not in codes:
         rule = "must be left out unless `q` is e4m3"
         return ValueError, f"{row.op}: `q_descale` {rule}, got {dtype}"
@@ -427,6 +434,9 @@ LARGER = {
     ("concat_and_cache_mla", "kv_c"): {0},
     ("concat_and_cache_mla", "k_pe"): {0},
     ("concat_and_cache_mla", "slot_mapping"): {0},  # the example has a row to spare
+    ("reshape_and_cache", "k"): {0},
+    ("reshape_and_cache", "v"): {0},
+    ("reshape_and_cache", "slot_mapping"): {0},
     ("quantize_and_insert_k_cache", "k"): {0},
     ("quantize_and_insert_k_cache", "slot_mapping"): {0},
     ("indexer_k_quant_and_cache", "k"): {0},
@@ -582,6 +592,9 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         if by < 0 and name.endswith("_descale") and d == 0 and shape[0] == 2:
             assert not isinstance(got, Refused), "one row, which both requests share"
             continue
+        if by < 0 and row.op == "reshape_and_cache" and name.endswith("_scale"):
+            assert not isinstance(got, Refused), "one scale, which both heads share"
+            continue
         if by < 0 and (row.op, name) == ("_absorb_q_proj", "W_UK"):
             assert not isinstance(got, Refused), "what q_proj has more is for RoPE"
             continue
@@ -604,6 +617,8 @@ def test_ranks_one_larger_and_one_smaller(row, name):
         is_scale = (row.op, name) == ("fp8_linear", "descale") and plain.ndim == 1
         if is_scale and x.shape in ((*plain.shape, 1), ()):
             continue  # a scale per output has either rank, and one value is a scale, too
+        if row.op == "reshape_and_cache" and name.endswith("_scale") and x.shape == ():
+            continue
         is_paged = x.ndim in (2, 3) or (x.ndim == 4 and x.shape[2] == 1)
         if is_cache(row, name) and is_paged and x.shape[-1] == calls.plain.shape[-1]:
             continue  # a cache of another layout

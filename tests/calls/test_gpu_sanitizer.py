@@ -28,6 +28,8 @@ from test_indexer_logits import Paged, assert_logits, bound_of
 from test_mla_attention import check as check_dense
 from test_paged import check as check_pages
 from test_qnorm_insert import Case, check_all
+from test_reshape import check as check_writes
+from test_reshape import make_caches, make_rows
 from test_top_k import check as check_top_k
 from test_top_k import make as top_k_rows
 from test_top_k import whole
@@ -212,6 +214,18 @@ def test_cache_rows(fmt):
     bits = np.zeros((20, 576), np.uint16)
     ref.gather_kv_cache(cache, table, lens, starts, bits, lens * 0 + 2)
     assert np.array_equal(ref.bits16(out), bits)
+
+
+@pytest.mark.parametrize("stored", [ref.BF16, np.uint8])
+@pytest.mark.parametrize("layout", ["apart", "padded"])
+def test_pages_of_heads_are_written(layout, stored):
+    """Whole vectors and single elements, tokens of one slot, and a slot that is none."""
+    rng = np.random.default_rng(2)
+    k, v = make_rows(rng, 70, 3, (192, 128), ref.BF16)
+    slots = np.append(rng.integers(0, 40, 69), -1)
+    memory, caches = make_caches(layout, 8, 5, 3, (192, 128), stored)
+    check_writes(memory, caches, k, v, slots[:32], k_scale=0.3)
+    check_writes(memory, caches, k, v, np.append(rng.permutation(40), [-1] * 30), v_scale=0.3)
 
 
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct"])

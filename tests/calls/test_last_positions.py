@@ -38,6 +38,7 @@ REFUSED = {
     ("concat_and_cache_mla", "slot_mapping"): SLOTS,
     ("quantize_and_insert_k_cache", "slot_mapping"): SLOTS,
     ("indexer_k_quant_and_cache", "slot_mapping"): SLOTS,
+    ("reshape_and_cache", "slot_mapping"): SLOTS,
     ("save_partial_states", "slot_mapping"): SLOTS,
     ("compress_norm_rope_store", "slot_mapping"): SLOTS,
     ("compress_norm_rope_store", "kv_slot_mapping"): SLOTS,

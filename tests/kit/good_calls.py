@@ -64,6 +64,20 @@ def gather_call() -> Call:
     return Call("gather_kv_cache", args, {"out": out})
 
 
+def reshape_call() -> Call:
+    rng = np.random.default_rng(27)
+    pages = np.zeros((3, 4, 2, 24 + 16), np.uint8)
+    args = {
+        "k": cases.random_bf16(rng, 6, 2, 24),
+        "v": cases.random_bf16(rng, 6, 2, 16),
+        "k_cache": pages[..., :24],
+        "v_cache": pages[..., 24:],
+        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
+    }
+    scales = {"k_scale": np.array([0.5, 0.3], np.float32), "v_scale": np.full(1, 2.0, np.float32)}
+    return Call("reshape_and_cache", args, scales)
+
+
 def index_call() -> Call:
     args = {
         "req_id_per_token": np.array([0, 0, 1], np.int32),

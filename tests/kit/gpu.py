@@ -79,7 +79,7 @@ def moved(call: operators.Call, framework=TORCH, *, keep_results=False) -> opera
 
 def inputs(call: operators.Call) -> dict:
     """The arrays that the call reads."""
-    written = {*RESULTS, operators.WRITTEN.get(call.op)}
+    written = {*RESULTS, *operators.WRITTEN.get(call.op, ())}
     pairs = {**call.args, **call.kwargs}.items()
     return {name: x for name, x in pairs if hasattr(x, "__dlpack__") and name not in written}
 

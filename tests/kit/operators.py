@@ -42,6 +42,7 @@ from good_calls import (
     partials_call,
     qnorm_insert_call,
     quant_call,
+    reshape_call,
     rope_and_cache_call,
     save_states_call,
     scaled_quantize_call,
@@ -59,7 +60,7 @@ class Facts:
     positional: str  # "name=" has the default None, "name=1.0" another one
     keywords: str
     good: Callable[[], Call] | None = None  # None: it takes no arrays
-    written: str | None = None  # the array that is written in place, and is the last result
+    written: tuple[str, ...] = ()  # arrays that are written in place, which are the last results
     num_results: int = 0  # arrays that the good call makes if outputs are left out
     takes_workspace: bool = False  # the good call then makes one on a GPU; attention's has splits
     # An argument that the core refuses in the good call only when the results are made.
@@ -75,7 +76,7 @@ FACTS: dict[str, Facts] = {
         positional="kv_c k_pe kv_cache slot_mapping",
         keywords="kv_scale=1.0 kv_cache_dtype= stream=",
         good=write_call,
-        written="kv_cache",
+        written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -83,8 +84,16 @@ FACTS: dict[str, Facts] = {
         positional="kv_cache block_table seq_lens workspace_starts",
         keywords="out seq_starts= kv_scale=1.0 kv_format= block_size= stream=",
         good=gather_call,
-        written="out",
+        written=("out",),
         is_exact=True,
+    ),
+    "reshape_and_cache": Facts(
+        positional="k v k_cache v_cache slot_mapping",
+        keywords="k_scale=1.0 v_scale=1.0 stream=",
+        good=reshape_call,
+        written=("k_cache", "v_cache"),
+        is_exact=True,
+        slots="slot_mapping",
     ),
     "convert_req_index_to_global_index": Facts(
         positional="req_id_per_token block_table topk_indices",
@@ -319,7 +328,7 @@ FACTS: dict[str, Facts] = {
         positional="positions q_pe k_pe rope_table kv_c kv_cache slot_mapping",
         keywords="interleaved=True kv_scale=1.0 kv_cache_dtype= q_out= stream=",
         good=rope_and_cache_call,
-        written="kv_cache",
+        written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -336,7 +345,7 @@ FACTS: dict[str, Facts] = {
         positional="q kv positions rope_table kv_cache slot_mapping",
         keywords="eps q_out= q_scale_inv= kv_scale=1.0 kv_format= block_size= stream=",
         good=qnorm_insert_call,
-        written="kv_cache",
+        written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -377,7 +386,7 @@ FACTS: dict[str, Facts] = {
         positional="kv score ape positions state slot_mapping",
         keywords="stream=",
         good=save_states_call,
-        written="state",
+        written=("state",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -388,7 +397,7 @@ FACTS: dict[str, Facts] = {
         ),
         keywords="eps ratio kv= score= ape= kv_scale=1.0 kv_format= block_size= stream=",
         good=compress_call,
-        written="kv_cache",
+        written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -396,7 +405,7 @@ FACTS: dict[str, Facts] = {
         positional="k k_cache slot_mapping",
         keywords="kv_scale=1.0 kv_format= block_size= stream=",
         good=insert_call,
-        written="k_cache",
+        written=("k_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -404,7 +413,7 @@ FACTS: dict[str, Facts] = {
         positional="k k_cache slot_mapping",
         keywords="kv_format= block_size= stream=",
         good=insert_index_call,
-        written="k_cache",
+        written=("k_cache",),
         is_exact=True,
         slots="slot_mapping",
     ),
@@ -412,7 +421,7 @@ FACTS: dict[str, Facts] = {
         positional="out k_cache seq_lens gather_lens block_table block_size offset",
         keywords="kv_scale=1.0 kv_format= stream=",
         good=gather_last_call,
-        written="out",
+        written=("out",),
         is_exact=True,
     ),
     "dequantize_kv_cache": Facts(
@@ -439,7 +448,7 @@ GOOD_CALLS = {
     op: make for op, make in FRAMEWORK_CALLS.items() if "stream=" in FACTS[op].keywords.split()
 }
 # Arrays that operators write in place. They are always given.
-WRITTEN = {op: facts.written for op, facts in FACTS.items() if facts.written is not None}
+WRITTEN = {op: facts.written for op, facts in FACTS.items() if facts.written}
 # Arrays that callers may give.
 RESULTS = (
     "out",
@@ -458,5 +467,5 @@ RESULTS = (
 
 def given_results(call: Call) -> list[str]:
     """Names of the given arrays that the call writes and returns, in the order of its results."""
-    written = [WRITTEN[call.op]] if call.op in WRITTEN else []
-    return [name for name in RESULTS if name in call.kwargs and name not in written] + written
+    written = FACTS[call.op].written
+    return [*(name for name in RESULTS if name in call.kwargs and name not in written), *written]

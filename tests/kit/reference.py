@@ -189,6 +189,19 @@ def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping) -> None:
             target[slot // target.shape[1], slot % target.shape[1]] = row
 
 
+def write_heads(rows, cache, slot_mapping, scale=1.0) -> None:
+    """Writes keys, or values, [>= T, Hk, D] to pages [P, ps, Hk, D]; skips slots < 0. A cache of
+    bytes gets e4m3(x / scale), with one scale or one per head. Of a slot's tokens the last wins."""
+    slots = np.asarray(slot_mapping, np.int64)
+    rows = rows[: len(slots)][slots >= 0]
+    slots = slots[slots >= 0]
+    if cache.dtype.itemsize == 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = e4m3_encode(to_f32(rows) / np.asarray(scale, np.float32).reshape(-1, 1))
+        cache = cache.view(np.uint8)
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
+
+
 def gather_kv_cache(
     kv_cache, block_table, seq_lens, workspace_starts, out_bits, seq_starts=None
 ) -> None:

@@ -23,6 +23,8 @@ values = sparse_mla.dequantize_kv_cache(x, dtype=np.dtype("float32")).tolist()
 sparse_mla.sparse_attention(x, x, array.array("i", [1]), softmax_scale=0.1)
 cache: np.ndarray = sparse_mla.concat_and_cache_mla(x, x, x, i, kv_cache_dtype="auto")
 cache = sparse_mla.concat_and_cache_mla(x, x, x, i, kv_format="fp8_ds_mla")
+k_cache, v_cache = sparse_mla.reshape_and_cache(x, x, x, x, i, k_scale=0.5, v_scale=x)
+cache = k_cache if flag else v_cache
 config = sparse_mla.Config(
     16,
     softmax_scale=1.0,

@@ -29,6 +29,7 @@ chosen, lens = sparse_mla.top_k_per_row(  # wrong
 sparse_mla.dequantize_kv_cache(x, dtype="float16")  # wrong
 sparse_mla.concat_and_cache_mla(x, x, x, i, kv_cache_dtype="fp8_v4")  # wrong
 sparse_mla.indexer_k_quant_and_cache(x, x, i, kv_format="fp8_v4")  # wrong
+sparse_mla.reshape_and_cache(x, x, x, x, i, k_scale=None)  # wrong
 sparse_mla.fused_inv_rope_fp8_quant(x, i, x, groups=2, scale_layout="fp16")  # wrong
 sparse_mla.gather_kv_cache(x, i, i, i)  # wrong
 sparse_mla.k_up_proj(x, None)  # wrong

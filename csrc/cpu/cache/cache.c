@@ -1,9 +1,13 @@
-/* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches.
+/* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches; writes
+ * keys and values of heads into their pages.
  *
  * This file checks slots and pages, and divides the rows among threads. cache_kernel.c converts one
  * row.
  */
 #include "cpu/cache/cache.h"
+
+#include <string.h>
+
 #include "core/fp_mode.h"
 #include "cpu/cache/slot_shares.h"
 #include "cpu/cpu.h"
@@ -111,6 +115,12 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     }
 }
 
+static inline bool
+is_moderate(float scale)
+{
+    return scale > 0x1p-60f && scale < 0x1p100f;
+}
+
 /* Rows are written with subnormal values as zero where no byte depends on them: where scales are at
  * least 2^-60, or where row_encoder.h looks after small tiles. mxfp4_index has scales down to
  * 2^-126, and a cache any scale. */
@@ -119,8 +129,7 @@ choose_fp_mode(const smla_cache_write_params *p)
 {
     const smla_kv_format_info *const format = p->kv.format;
     if (format->scale_type == SMLA_SCALE_CACHE) {
-        const float kv_scale = smla_read_scale(&p->kv_scale);
-        return kv_scale > 0x1p-60f && kv_scale < 0x1p100f ? SMLA_FP_FLUSH : SMLA_FP_EXACT;
+        return is_moderate(smla_read_scale(&p->kv_scale)) ? SMLA_FP_FLUSH : SMLA_FP_EXACT;
     }
     return format->number == SMLA_ROW_MXFP4_INDEX ? SMLA_FP_EXACT : SMLA_FP_FLUSH;
 }
@@ -162,6 +171,94 @@ smla_status
 smla_cpu_indexer_k_quant_and_cache(const smla_cache_write_params *p, smla_error *error)
 {
     return write_tokens(p, error);
+}
+
+/* ---- Write keys and values of heads -------------------------------------------------------- */
+
+/* Heads that follow each other in rows and in the cache, with one scale, count as one. */
+static int64_t
+join_heads(smla_head_write *part, int64_t num_heads)
+{
+    if (part->stride_head != part->dim || part->cache_stride_head != part->dim ||
+        part->scale_stride_head != 0) {
+        return num_heads;
+    }
+    part->dim *= num_heads;
+    return 1;
+}
+
+/* Writes the keys, or the values, of one share's tokens in order. */
+static void
+write_part(const smla_cache_isa *cache, const smla_reshape_params *p, smla_head_write part,
+           int share, slot_shares shares)
+{
+    const int64_t num_heads = join_heads(&part, p->num_heads);
+    const int64_t size = smla_float_bytes(p->input_type);
+    const int64_t cache_size = p->quantizes ? 1 : size;
+    const int64_t page_size = p->slots.kv.block_size;
+    const token_range range = range_of_share(&p->slots, share, shares);
+    for (int64_t token = range.first; token < range.end; token++) {
+        const int64_t slot = read_slot(&p->slots, token);
+        if (!is_in_share(slot, share, shares)) {
+            continue;
+        }
+        const int64_t to =
+            slot / page_size * part.cache_stride_page + slot % page_size * part.cache_stride_token;
+        for (int64_t head = 0; head < num_heads; head++) {
+            const int64_t from = token * part.stride_token + head * part.stride_head;
+            uint8_t *const row =
+                (uint8_t *)part.cache + (to + head * part.cache_stride_head) * cache_size;
+            if (p->quantizes) {
+                cache->quantize(part.rows, p->input_type, from, part.dim,
+                                smla_read_head_scale(&part, head), row);
+            } else {
+                memcpy(row, (const uint8_t *)part.rows + from * size, (size_t)(part.dim * size));
+            }
+        }
+    }
+}
+
+static void
+write_heads(const smla_cache_isa *cache, const smla_reshape_params *p, int share,
+            slot_shares shares)
+{
+    for (int i = 0; i < SMLA_WRITTEN_PARTS; i++) {
+        write_part(cache, p, p->parts[i], share, shares);
+    }
+}
+
+/* The mode for the scales of all heads, as in choose_fp_mode. */
+static smla_fp_mode
+choose_mode_of_heads(const smla_reshape_params *p)
+{
+    bool are_moderate = true;
+    for (int i = 0; i < SMLA_WRITTEN_PARTS; i++) {
+        for (int64_t head = 0; head < p->num_heads; head++) {
+            are_moderate &= is_moderate(smla_read_head_scale(&p->parts[i], head));
+        }
+    }
+    return are_moderate ? SMLA_FP_FLUSH : SMLA_FP_EXACT;
+}
+
+smla_status
+smla_cpu_reshape_and_cache(const smla_reshape_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(p->call.op, &isa, error));
+    SMLA_TRY(smla_cpu_check_cache_write(&p->slots, error));
+    const slot_shares shares = smla_cpu_divide_tokens(&p->slots);
+    const smla_fp_mode before = smla_fp_change(choose_mode_of_heads(p));
+    if (shares.count == 1) { /* a parallel region of one thread costs as much as a token */
+        write_heads(isa->cache, p, 0, shares);
+        smla_fp_change(before);
+        return SMLA_OK;
+    }
+#pragma omp parallel for schedule(static)
+    for (int share = 0; share < shares.count; share++) {
+        write_heads(isa->cache, p, share, shares);
+    }
+    smla_fp_change(before);
+    return SMLA_OK;
 }
 
 /* ---- Gather -------------------------------------------------------------------------------- */

@@ -116,6 +116,19 @@ static const smla_py_param gather_k_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_gather_k_cache_args, stream)},
 };
 
+SMLA_PY_COMPUTE(reshape_and_cache)
+
+static const smla_py_param reshape_params[] = {
+    {"k", SMLA_PY_INPUT, offsetof(smla_reshape_and_cache_args, k)},
+    {"v", SMLA_PY_INPUT, offsetof(smla_reshape_and_cache_args, v)},
+    {"k_cache", SMLA_PY_INOUT, offsetof(smla_reshape_and_cache_args, k_cache)},
+    {"v_cache", SMLA_PY_INOUT, offsetof(smla_reshape_and_cache_args, v_cache)},
+    {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_reshape_and_cache_args, slot_mapping)},
+    {"k_scale", SMLA_PY_SCALE, offsetof(smla_reshape_and_cache_args, k_scale)},
+    {"v_scale", SMLA_PY_SCALE, offsetof(smla_reshape_and_cache_args, v_scale)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_reshape_and_cache_args, stream)},
+};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_cache_operators[] = {
@@ -129,5 +142,6 @@ const smla_py_operator smla_py_cache_operators[] = {
     {SMLA_PY_PLAIN_OPERATOR(quantize_and_insert_k_cache, insert, smla_insert_k_cache_args)},
     {SMLA_PY_PLAIN_OPERATOR(indexer_k_quant_and_cache, index, smla_indexer_k_cache_args)},
     {SMLA_PY_PLAIN_OPERATOR(dequantize_and_gather_k_cache, gather_k, smla_gather_k_cache_args)},
+    {SMLA_PY_PLAIN_OPERATOR(reshape_and_cache, reshape, smla_reshape_and_cache_args)},
     {.name = NULL},
 };

@@ -41,6 +41,7 @@ from sparse_mla._rows import KEY_DIM
 SHORT = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)  # columns of a row
 VALUES = (60, 24, 16, 15, 10, 8, 6, 5, 4, 3, 2, 1)  # a group has: fewer make more scales
 EVEN_VALUES = (1, 2, 4, 8, 16, 32, 120)
+DIMS = (8, 16, 24, 32, 40, 64, 80, 128)  # values of a head
 LIMIT = 1.3  # times the quickest call that comes later in a sweep
 
 # --- caches --------------------------------------------------------------------------------------
@@ -80,6 +81,35 @@ def write_sweeps() -> Iterator[Sweep]:
             yield Sweep(op, f"{fmt}, page", PAGES, lambda n, f=rows: f(page=n))
             yield Sweep(op, f"{fmt}, slots", SPARSE, lambda which, f=rows: f(which=which))
             yield Sweep(op, f"{fmt}, place", PLACES, placed(rows, *inputs))
+
+
+def head_sweeps() -> Iterator[Sweep]:
+    def heads(
+        dtype: Any = np.uint8,
+        tokens: int = 128,
+        page: int = 64,
+        which: str = "all",
+        heads: int = 8,
+        dim: int = 64,
+    ) -> Arrays:
+        shape = (SLOTS // page, page, heads, dim)
+        return {
+            "k": normal(tokens, heads, dim),
+            "v": normal(tokens, heads, dim),
+            "k_cache": np.zeros(shape, dtype),
+            "v_cache": np.zeros(shape, dtype),
+            "slot_mapping": slots(which, tokens),
+        }
+
+    for name, dtype in (("bf16", BF16), ("e4m3", np.dtype(np.uint8))):
+        rows = partial(heads, dtype)
+        sweep = partial(Sweep, "reshape_and_cache")
+        yield sweep(f"{name}, tokens", FEW, lambda n, f=rows: f(tokens=n))
+        yield sweep(f"{name}, page", PAGES, lambda n, f=rows: f(page=n))
+        yield sweep(f"{name}, slots", SPARSE, lambda which, f=rows: f(which=which))
+        yield sweep(f"{name}, place", PLACES, placed(rows, "k", "v"))
+        yield sweep(f"{name}, heads", FEW, lambda n, f=rows: f(heads=n))
+        yield sweep(f"{name}, dim", DIMS, lambda n, f=rows: f(dim=n))
 
 
 def read_sweeps() -> Iterator[Sweep]:
@@ -485,8 +515,15 @@ def compressor_sweeps() -> Iterator[Sweep]:
 
 
 def make_sweeps() -> list[Sweep]:
-    families = [*attention_sizes.FAMILIES, write_sweeps, read_sweeps, norm_sweeps, rope_sweeps]
-    families += [quant_sweeps, projection_sweeps, indexer_sweeps, list_sweeps, compressor_sweeps]
+    families = [*attention_sizes.FAMILIES, write_sweeps, head_sweeps, read_sweeps, norm_sweeps]
+    families += [
+        rope_sweeps,
+        quant_sweeps,
+        projection_sweeps,
+        indexer_sweeps,
+        list_sweeps,
+        compressor_sweeps,
+    ]
     return [sweep for family in families for sweep in family()]
 
 
