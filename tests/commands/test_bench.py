@@ -380,7 +380,9 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
     formats = memory.make_format_moves
     monkeypatch.setattr(memory, "make_format_moves", lambda *_: [])
-    monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
+    heads = memory.heads.make_moves
+    for module in (memory.compressor, memory.heads):
+        monkeypatch.setattr(module, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"] * 2
     assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 9
@@ -392,6 +394,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     moves += [turn(interleaved) for interleaved in (True, False)]
     moves += [right(rng, is_prefill) for is_prefill in (False, True)]
     moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
+    moves += heads(128, 2, lambda x: x, lambda x: x.view(np.uint8))
     for move in moves:
         assert not move.is_right(), "nothing is computed before the call"
         move.call()

@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 import sparse_mla
-from sparse_mla._bench.common import compressor
+from sparse_mla._bench.common import compressor, heads
 from sparse_mla._bench.common.index_lists import make_moves
 from sparse_mla._bench.common.moves import Move
 from sparse_mla._bench.common.timing import Table
@@ -24,6 +26,7 @@ from sparse_mla._bench.cuda.timing import (
     synchronize,
     torch,
 )
+from sparse_mla._judge import BF16
 from sparse_mla._rows import (
     BF16_ROW_BYTES,
     FP8_ROW_BYTES,
@@ -43,6 +46,7 @@ PARTIALS_SHAPE = (128, 128, 512)
 QUANT_ELEMENTS = 1 << 28
 NORM_TOKENS = 65536
 TURNED_TOKENS = 8192
+HEAD_TOKENS, HEAD_CALLS = 8192, 8
 NUM_SAMPLES = 512
 CALLS_PER_REPLAY = 3
 
@@ -142,6 +146,19 @@ def move_writes() -> Iterator[Move]:
 
         num_bytes = kv_c.nbytes + k_pe.nbytes + slots.nbytes + cache.nbytes
         yield Move(f"concat_and_cache_mla, bf16 → {name}", call, num_bytes, is_right)
+
+
+def put_bits(x: np.ndarray) -> Array:
+    """An array on the device, to which bf16 goes as its bits."""
+    if x.dtype != BF16:
+        return torch.from_numpy(x).to(DEVICE)
+    return torch.from_numpy(x.view(np.int16)).to(DEVICE).view(torch.bfloat16)
+
+
+def move_heads() -> Iterator[Move]:
+    return heads.make_moves(
+        HEAD_TOKENS, HEAD_CALLS, put_bits, lambda x: x.view(torch.uint8).cpu().numpy()
+    )
 
 
 def split_parts(cache: Array, data_bytes: int) -> Array:
@@ -549,6 +566,7 @@ def move_states() -> Iterator[Move]:
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
+    move_heads,
     move_gathers,
     move_dequantised,
     move_indices,
