@@ -122,6 +122,8 @@ check_shape(const smla_attention_workspace_args *given, smla_attention_shape *sh
     static const char op[] = "attention_workspace_size";
     smla_attention_workspace_args args;
     SMLA_TRY(smla_read_args(op, &args, sizeof args, given, error));
+    const int64_t value_dim = args.head_dim_v == 0 ? SMLA_KV_LORA_RANK : args.head_dim_v;
+    SMLA_TRY(smla_require_count(op, "head_dim_v", value_dim, 1, SMLA_KV_LORA_RANK, error));
     SMLA_TRY(smla_require_count(op, "num_tokens", args.num_tokens, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(op, "topk", args.topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(op, "extra_topk", args.extra_topk, 0, INT32_MAX, error));
@@ -134,7 +136,8 @@ check_shape(const smla_attention_workspace_args *given, smla_attention_shape *sh
                                     .topk = args.topk,
                                     .extra_topk = args.extra_topk,
                                     .num_splits = args.num_splits,
-                                    .device_id = device.device_id};
+                                    .device_id = device.device_id,
+                                    .value_dim = (int32_t)value_dim};
     return SMLA_OK;
 }
 

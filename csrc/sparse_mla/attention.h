@@ -129,8 +129,9 @@ typedef struct smla_mla_attention_args {
 
 SMLA_API smla_status smla_mla_attention(const smla_mla_attention_args *args, smla_error *error);
 
-/* The bytes of workspace that smla_sparse_attention needs, and smla_mla_attention, where K is the
- * longest n_k. They never fall if T, H or K grows. */
+/* The bytes of workspace that smla_sparse_attention needs, and smla_mla_attention and
+ * smla_paged_attention, where K is the longest n_k. They never fall if T, H, K or head_dim_v
+ * grows. */
 typedef struct smla_attention_workspace_args {
     size_t struct_size;
     int64_t num_tokens;
@@ -139,6 +140,7 @@ typedef struct smla_attention_workspace_args {
     int64_t extra_topk; /* 0 without extra_indices */
     int32_t num_splits; /* as in the call of attention */
     DLDevice device;
+    int64_t head_dim_v; /* Dv of smla_paged_attention; 0: 512, which all others have */
 } smla_attention_workspace_args;
 
 SMLA_API smla_status smla_attention_workspace_size(const smla_attention_workspace_args *args,

@@ -480,15 +480,19 @@ def attention_workspace_size(
     *,
     extra_topk: int = 0,
     num_splits: int = 0,
+    head_dim_v: int = 512,
     device: Any,
 ) -> int:
-    """Bytes of workspace that `sparse_attention` and `mla_attention` need, from shapes alone.
+    """Bytes of workspace that attention needs, from shapes alone.
 
     Parameters
     ----------
     num_tokens, num_heads, topk, extra_topk, num_splits : int
-        T, H, K, K' and the `num_splits` of `sparse_attention`. For `mla_attention` K is the longest
-        n_k. The size grows with each of T, H and K, so one workspace serves every smaller batch.
+        T, H, K, K' and the `num_splits` of `sparse_attention`. For `mla_attention` and
+        `paged_attention` K is the longest n_k. The size never falls if T, H, K or `head_dim_v`
+        grows, so one workspace serves every smaller batch, with any KV heads and types.
+    head_dim_v : int
+        Dv of `paged_attention`. All other calls have 512.
     device : "cpu", "cuda" (the first GPU), "cuda:1", or an object whose str() is one of these
 
     Returns
@@ -498,7 +502,8 @@ def attention_workspace_size(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        H outside 1 to 128, `num_splits` outside 0 to 64, a negative size.
+        H outside 1 to 128, `num_splits` outside 0 to 64, `head_dim_v` outside 1 to 512, a negative
+        size.
 
     Examples
     --------

@@ -325,8 +325,7 @@ set_scalars(reader *r, int number, any_args *a)
             a->paged.block_table = NULL;
         }
     } else if (number == OP_reshape_and_cache) {
-        a->reshape.k_scale.value = read_double(r);
-        a->reshape.k_scale.tensor = read_count(r, 2) == 0 ? NULL : a->reshape.k_scale.tensor;
+        a->reshape.k_scale.value = read_double(r); /* read where its array is left out */
     } else if (number == OP_fused_qnorm_rope_kv_insert) {
         a->qnorm.eps = read_double(r);
         a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
@@ -444,6 +443,7 @@ fuzz_workspace_size(reader *r)
         .topk = read_number(r),
         .extra_topk = read_number(r),
         .num_splits = (int32_t)read_count(r, 66),
+        .head_dim_v = read_count(r, 514),
         .device = {.device_type = (DLDeviceType)(1 + read_byte(r) / 250)}};
     int64_t bytes = 0;
     smla_error e;

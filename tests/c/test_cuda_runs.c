@@ -180,6 +180,9 @@ test_workspace(void)
     EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
     shape.num_splits = 2;
     EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 16 + 30 * 8 + 30 * 2048);
+    shape.value_dim = 128;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 16 + 30 * 8 + 30 * 512);
+    shape.value_dim = 0;
     shape.num_splits = 3; /* 45 rows of 8 bytes, rounded up to 16 */
     EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 16 + 368 + 45 * 2048);
     shape.num_splits = 2;

@@ -381,6 +381,10 @@ test_workspace_size_values(void)
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`extra_topk` must be ");
     bad.num_splits = 65;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`num_splits` must be ");
+    bad.head_dim_v = 513;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`head_dim_v` must be 1 to 512, got 513");
+    bad.head_dim_v = -1;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`head_dim_v` must be 1 to 512, got -1");
     bad.device.device_type = kDLMetal;
     EXPECT_REFUSED(SMLA_ERROR_RUNTIME, "arrays must be on a device of this build");
 #undef EXPECT_REFUSED

@@ -1042,6 +1042,12 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         (1, 128),
         {n: f"`num_heads` must be 1 to 128, got {n}" for n in (0, 129)},
     ),
+    "values of a workspace": (
+        "attention_workspace_size",
+        lambda n: workspace_size(head_dim_v=n),
+        (1, 512),
+        {n: f"`head_dim_v` must be 1 to 512, got {n}" for n in (-1, 0, 513, INT32)},
+    ),
     "splits of a workspace": (
         "attention_workspace_size",
         lambda n: workspace_size(num_splits=n),

@@ -1141,6 +1141,7 @@ SIZE = {"num_tokens": 4, "num_heads": 8, "topk": 64}
         ({"topk": -1}, ValueError, "topk"),
         ({"extra_topk": -1}, ValueError, "extra_topk"),
         ({"num_splits": 65}, ValueError, "num_splits"),
+        ({"head_dim_v": 513}, ValueError, "head_dim_v"),
         ({"device": "tpu"}, ValueError, "device"),
         ({"device": 3}, TypeError, "device"),
         ({"num_tokens": "4"}, TypeError, "num_tokens"),

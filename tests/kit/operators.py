@@ -434,7 +434,7 @@ FACTS: dict[str, Facts] = {
     ),
     "attention_workspace_size": Facts(
         positional="num_tokens num_heads topk",
-        keywords="extra_topk=0 num_splits=0 device",
+        keywords="extra_topk=0 num_splits=0 head_dim_v=512 device",
     ),
     "lightning_indexer_workspace_size": Facts(
         positional="num_tokens max_context",

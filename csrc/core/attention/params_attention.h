@@ -17,6 +17,7 @@ typedef struct smla_attention_shape {
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
     int32_t device_id;
+    int32_t value_dim; /* values of a partial row, for the workspace size; 0: those of latents */
     /* The formats of the main and the extra list. The main format is NULL while it is not known:
      * the choice of a split count does not need it, and the workspace size covers all formats. */
     const smla_kv_format_info *formats[2];

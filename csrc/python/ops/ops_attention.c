@@ -1,5 +1,6 @@
 /* ops_attention.c: attention over slots, and the merge of partial results. */
 #include "core/attention/params_attention.h"
+#include "core/rule.h"
 #include "ops/dispatch.h"
 #include "python/call/operator.h"
 
@@ -240,15 +241,25 @@ static const smla_py_param workspace_size_params[] = {
     {"topk", SMLA_PY_INT, offsetof(smla_attention_workspace_args, topk)},
     {"extra_topk", SMLA_PY_INT, offsetof(smla_attention_workspace_args, extra_topk)},
     {"num_splits", SMLA_PY_INT32, offsetof(smla_attention_workspace_args, num_splits)},
+    {"head_dim_v", SMLA_PY_INT, offsetof(smla_attention_workspace_args, head_dim_v)},
     {"device", SMLA_PY_DEVICE, offsetof(smla_attention_workspace_args, device)},
 };
+
+/* A head_dim_v of 0 is left out in C. */
+static smla_status
+find_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes, smla_error *error)
+{
+    SMLA_TRY(smla_require_count("attention_workspace_size", "head_dim_v", args->head_dim_v, 1,
+                                SMLA_KV_LORA_RANK, error));
+    return smla_attention_workspace_size(args, bytes, error);
+}
 
 static PyObject *
 answer_workspace_size(const void *args)
 {
     smla_error error;
     int64_t bytes = 0;
-    if (smla_attention_workspace_size(args, &bytes, &error) != SMLA_OK) {
+    if (find_workspace_size(args, &bytes, &error) != SMLA_OK) {
         return smla_py_raise(&error);
     }
     return PyLong_FromLongLong(bytes);

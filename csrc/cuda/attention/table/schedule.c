@@ -350,6 +350,15 @@ parts_bytes(int64_t parts, int64_t num_heads)
     return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * num_heads);
 }
 
+/* The same where rows have the values that the size was asked for. */
+static int64_t
+asked_bytes(const smla_attention_shape *shape, int64_t parts)
+{
+    const int64_t left_out = shape->value_dim == 0 ? 0 : SMLA_KV_LORA_RANK - shape->value_dim;
+    return parts_bytes(parts, shape->num_heads) -
+           parts * shape->num_heads * left_out * (int64_t)sizeof(float);
+}
+
 /* The most pairs of token and split that plan_batch may choose for this batch or a smaller one. */
 static int64_t
 most_parts(const split_problem *problem, int64_t num_tokens)
@@ -412,7 +421,7 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 {
     if (shape->num_splits != 0) {
         const bool has_parts = shape->num_splits > 1;
-        return parts_bytes(has_parts ? shape->num_tokens * shape->num_splits : 0, shape->num_heads);
+        return asked_bytes(shape, has_parts ? shape->num_tokens * shape->num_splits : 0);
     }
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     int64_t parts = 0;
@@ -431,7 +440,7 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
         }
     }
     const int64_t tiles = device != NULL && shape->covers_tables ? tiles_bytes(device, shape) : 0;
-    const int64_t bytes = parts_bytes(parts, shape->num_heads);
+    const int64_t bytes = asked_bytes(shape, parts);
     return bytes > tiles ? bytes : tiles;
 }
 
