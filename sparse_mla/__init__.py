@@ -14,7 +14,7 @@ Nothing is copied, and no framework is imported.
 5120
 """
 
-from sparse_mla import backend, flash_mla, ops
+from sparse_mla import backend, flash_attn, flash_mla, ops
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import *
 from sparse_mla.ops.attention import *
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sparse_mla import dense, v4
 del TYPE_CHECKING
 
-__all__ = ["Tensor", "__version__", "dense", "flash_mla", "v4"]
+__all__ = ["Tensor", "__version__", "dense", "flash_attn", "flash_mla", "v4"]
 __all__ += backend.__all__
 __all__ += ops.__all__
 

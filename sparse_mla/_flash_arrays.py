@@ -1,8 +1,9 @@
-"""Arrays of the drop-in for `flash_mla`: their shapes, and a result that is written in place."""
+"""Arrays of the drop-ins: shapes, new arrays beside them, and a result that is written in place."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 Array = Any
@@ -26,11 +27,31 @@ def is_array(value: object) -> bool:
     return len(getattr(value, "shape", ())) > 0
 
 
-def find_unserved(q: Array, k_cache: Array) -> str | None:
-    """What only FlashMLA's own kernel of dense decoding takes: fp16 or several KV heads."""
-    dtype, heads = str(q.dtype).rpartition(".")[2], (*k_cache.shape, 1, 1, 1)[2]
-    is_served = dtype != "float16" and (len(k_cache.shape) < 4 or heads == 1)
-    return None if is_served else f"{dtype} and {heads} KV heads"
+def dtype_of(array: Array) -> str:
+    """The name of a dtype, without its module. The core refuses what has none."""
+    return str(getattr(array, "dtype", "")).rpartition(".")[2]
+
+
+def default_scale(*head_dims: int) -> float:
+    """1 / the root of all values that a score multiplies. The core refuses heads without values."""
+    return max(sum(head_dims), 1) ** -0.5
+
+
+def namespace_of(array: Array) -> Any:
+    """The module whose functions make and change arrays of this framework."""
+    if hasattr(array, "new_full"):  # a torch.Tensor, or a subclass of it in any module
+        return sys.modules["torch"]
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def make_int32(like: Array, function: str, *arguments: Any) -> Array:
+    """A new array by `full` or `arange`, on the device of `like`. Cupy's functions take no device:
+    they allocate on the current one."""
+    module = namespace_of(like)
+    place = {} if module.__name__ == "cupy" else {"device": like.device}
+    return getattr(module, function)(*arguments, dtype=module.int32, **place)
 
 
 def join_queries(q: Array) -> Array:
@@ -49,10 +70,10 @@ def check_flag(op: str, name: str, value: object) -> None:
 
 
 def join_out(op: str, out: Array, want: tuple[int, ...]) -> Array:
-    """`out`, which must have this shape, as rows [T, H, 512] without a copy. None as it is."""
+    """`out`, which must have this shape, as rows [T, H, Dv] without a copy. None as it is."""
     if out is None:
         return None
-    shape = shape_of(op, "out", out, "[b, s_q, H, 512]" if len(want) == 4 else "[T, H, 512]")
+    shape = shape_of(op, "out", out, str(list(want)))
     if tuple(shape) != want:
         raise ValueError(f"{op}: `out` must have shape {list(want)}, got {list(shape)}")
     if len(want) == 4 and want[0] > 1 and want[1] > 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparse_mla import ops
 from sparse_mla._compiled import names_integration
-from sparse_mla._flash_arrays import shape_of
+from sparse_mla._flash_arrays import default_scale, shape_of
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.ops.projection import without_grad
@@ -35,7 +35,7 @@ def _attend(
         without_grad(v),
         starts[0],
         starts[1],
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=default_scale(head_dim) if softmax_scale is None else softmax_scale,
         causal=causal,
         max_seqlen_q=longest[0],
         max_seqlen_k=longest[1],

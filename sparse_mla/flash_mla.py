@@ -7,8 +7,7 @@ prefill.
 Signatures, shapes and results are those of FlashMLA: natural logarithms, lse +inf and max_logits
 -inf for a query without keys. Its limits are gone where this library does not need them: there may
 be 1 to 128 heads, any number of indices and any page size, and indices outside the cache count as
--1. A decode without indices attends to all keys of a request. A call that needs FlashMLA's other
-kernels (several KV heads and fp16 in decoding) raises an exception that says so.
+-1. A decode without indices attends to all keys of a request, which may have several KV heads.
 docs/flash_mla.md describes every name.
 
 Arrays are torch tensors, or arrays of any framework that gives them `shape`, `reshape` and
@@ -32,13 +31,13 @@ from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._flash_arrays import (
     check_flag,
-    find_unserved,
     is_array,
     join_out,
     join_queries,
     per_query,
     shape_of,
 )
+from sparse_mla._flash_paged import HEAD_DIM_V, decode_heads, has_heads
 from sparse_mla._flash_varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -72,7 +71,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-HEAD_DIM_V = 512
 # FlashMLA's name of a cache format -> ours. For caches whose `kv_format` is left out, the first
 # format with rows of their size is taken.
 KV_FORMATS = {
@@ -252,10 +250,12 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : [b, s_q, H, 576] or [b, s_q, H, 512] bf16
-        Each head has as many values as a key of the cache.
+        Each head has as many values as a key of the cache. Without `indices` fp16 is taken, too.
     k_cache : [pages, block_size, 1, row] float8_e4m3fn, uint8 or int8
         Rows of 656 bytes for DeepSeek-V3.2, 584 for V4, 528 for V4.1. Pages may be any multiple of
-        16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512] bf16 is taken too.
+        16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512] bf16 is taken too, and
+        without `indices` [pages, block_size, h_k, 576 or 512] of the dtype of q: head h reads key
+        head h // (H / h_k), whose first 512 values are its values.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
         The pages of each request, and its number of tokens with those of q. Not read with
         `indices`, which are slots already.
@@ -294,13 +294,13 @@ def flash_mla_with_kvcache(
         656 bytes are V32, 584 are V4, 528 are V41 and 288 are V41_FP4.
     descale_q, descale_k : None
         Scales of dense FP8 decoding.
-    out : [b, s_q, H, 512] bf16, optional
+    out : [b, s_q, H, 512] of the dtype of q, optional
         Where the result is written. Its first two dimensions must join to one, which they do when
         b or s_q is 1; heads may be any distance apart.
 
     Returns
     -------
-    out : [b, s_q, H, 512] bf16
+    out : [b, s_q, H, 512] of the dtype of q
         The object given as `out`, or a new array.
     lse : [b, H, s_q] fp32
         Natural logarithm; +inf where a query has no keys, and out is 0 there.
@@ -308,8 +308,8 @@ def flash_mla_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        Several KV heads, fp16, scales of dense FP8, other head sizes and cache formats, and the
-        errors of `sparse_mla.sparse_attention` and `sparse_mla.mla_attention`.
+        Scales of dense FP8, other head sizes and cache formats, and the errors of
+        `sparse_mla.sparse_attention`, `sparse_mla.mla_attention` and `sparse_mla.paged_attention`.
 
     Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
 
@@ -332,6 +332,8 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `num_splits` must be None, got {type(num_splits).__name__}")
     check_flag(op, "enable_batch_invariant", enable_batch_invariant)
     check_flag(op, "use_legacy", use_legacy)
+    num_splits = 1 if enable_batch_invariant else 0
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if descale_q is not None or descale_k is not None:
         name = "descale_k" if descale_q is None else "descale_q"
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
@@ -341,24 +343,21 @@ def flash_mla_with_kvcache(
         of_lists = extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
         for name in (name for name, x in zip(names, of_lists, strict=True) if x is not None):
             raise ValueError(f"{op}: `{name}` must be None without `indices`, got an array")
-        if unserved := find_unserved(q, k_cache):
-            raise ValueError(
-                f"{op}: `q` must be bfloat16 without `indices`, and `k_cache` of one KV head "
-                f"(h_k = 1), {_SERVED}, got {unserved}"
-            )
         if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
             tile_scheduler_metadata.have_initialized = True
+        options: dict[str, Any] = {
+            "causal": causal,
+            "attn_sink": without_grad(attn_sink),
+            "softmax_scale": softmax_scale,
+            "num_splits": num_splits,
+            "out": out,
+        }
+        found = _find_formats(op, (row, None), kv_format, use_legacy)[0]
+        if row is not None and has_heads(q, k_cache):
+            return decode_heads(op, q, k_cache, block_table, cache_seqlens, **options)
+        rows = join_queries(without_grad(q))
         result, lse = ops._mla_attention_plus_inf(
-            join_queries(without_grad(q)),
-            k_cache,
-            block_table,
-            cache_seqlens,
-            causal=causal,
-            attn_sink=without_grad(attn_sink),
-            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            num_splits=1 if enable_batch_invariant else 0,
-            kv_format=_find_formats(op, (row, None), kv_format, use_legacy)[0],
-            out=out,
+            rows, k_cache, block_table, cache_seqlens, kv_format=found, **options
         )
         return result, lse.swapaxes(1, 2)
     if causal:
@@ -386,8 +385,8 @@ def flash_mla_with_kvcache(
         extra_kv_cache=extra_k_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        num_splits=1 if enable_batch_invariant else 0,
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
         kv_format=kv_formats[0],
         extra_kv_format=kv_formats[1],
         out=out_rows,

@@ -129,6 +129,8 @@ def test_operators_that_no_integration_has_name_the_module(torch):
         (sparse_mla.v4.MetadataBuilder.build, INTEGRATION),
         (sparse_mla.flash_mla.flash_mla_with_kvcache, f"{INTEGRATION}.sparse_attention"),
         (sparse_mla.flash_mla.flash_mla_sparse_fwd, f"{INTEGRATION}.sparse_attention"),
+        (sparse_mla.flash_attn.flash_attn_with_kvcache, f"{INTEGRATION}.paged_attention"),
+        (sparse_mla.flash_attn.flash_attn_varlen_func, f"{INTEGRATION}.varlen_attention"),
     ],
     ids=lambda x: getattr(x, "__qualname__", ""),
 )

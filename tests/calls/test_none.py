@@ -18,9 +18,9 @@ import pytest
 import reference as ref
 
 import sparse_mla
-from sparse_mla import _C, dense, flash_mla, v4
+from sparse_mla import _C, dense, flash_attn, flash_mla, v4
 
-MODULES = (sparse_mla, flash_mla, dense, v4)
+MODULES = (sparse_mla, flash_attn, flash_mla, dense, v4)
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
 FALSE = (0, 0.0, False, "", (), [], {}, b"", np.int64(0), np.zeros(0, np.int32), np.zeros((0, 0)))
 HEADS = 2
@@ -240,6 +240,23 @@ def varlen(name: str) -> Callable[..., Any]:
     return lambda **changes: getattr(flash_mla, name)(*given[name], **changes)
 
 
+def with_kvcache(**changes: Any) -> Any:
+    """e4m3 keys, whose descales are read. Without a table where an option stands for it."""
+    q, cache = (bf16(n, 4, HEADS, 16).astype(ref.E4M3) for n in (2, 3))
+    good = {"cache_seqlens": int32(3, 4), "return_softmax_lse": True}
+    if not {"page_table", "block_table", "cache_batch_idx"} & changes.keys():
+        good["page_table"] = int32(0, 1, 2, 1).reshape(2, 2)
+    return flash_attn.flash_attn_with_kvcache(q, cache, cache, **(good | changes))
+
+
+def attn_varlen(**changes: Any) -> Any:
+    starts, q, v = int32(0, 1, 3), bf16(3, HEADS, 16), bf16(3, HEADS, 8)
+    q, v = (x.astype(ref.E4M3) for x in (q, v))
+    return flash_attn.flash_attn_varlen_func(
+        **({"q": q, "k": q, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts} | changes)
+    )
+
+
 def planned(*args: Any) -> Callable[..., Any]:
     return lambda **changes: flash_mla.get_mla_decoding_metadata(*args, **changes)
 
@@ -267,6 +284,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "flash_mla.flash_mla_with_kvcache": decode,
     "flash_mla.flash_mla_sparse_fwd": sparse_fwd,
     **{f"flash_mla.{name}": varlen(name) for name in flash_mla.__all__ if "varlen" in name},
+    "flash_attn.flash_attn_with_kvcache": with_kvcache,
+    "flash_attn.flash_attn_varlen_func": attn_varlen,
     "dense.Config": lambda **x: dense.MetadataBuilder(dense_config(**x)),
     "dense.MetadataBuilder": lambda **x: dense.MetadataBuilder(dense_config(), **x),
     "dense.DenseMLA": lambda **x: dense_forward(dense_layer(**x)),
@@ -304,6 +323,22 @@ MEANT: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
         for name in flash_mla.__all__
         if "varlen" in name
     },
+    **{
+        (f"flash_attn.{name}", option): (EVERYTHING, NOT_READ)
+        for name in flash_attn.__all__
+        for option in ("pack_gqa", "scheduler_metadata")
+    },
+    **{
+        ("flash_attn.flash_attn_with_kvcache", option): (EVERYTHING, NOT_READ)
+        for option in ("cu_seqlens_k_new", "rotary_seqlens")
+    },
+    ("flash_attn.flash_attn_with_kvcache", "cache_seqlens"): ((0, False, np.int64(0)), A_VALUE),
+    **{
+        key: ((0, False, np.int64(0)), "a hint: the result is the same")
+        for key in options()
+        if key[0].startswith("flash_attn.") and key[1].startswith("max_seqlen")
+    },
+    **{(f"flash_attn.{name}", "softmax_scale"): (NUMBERS, A_VALUE) for name in flash_attn.__all__},
     **{(name, option): ((0,), DEFAULT_STREAM) for name, option in options() if option == "stream"},
 }
 
@@ -339,7 +374,8 @@ def test_every_option_has_a_call():
     assert len(found) > 60
     assert MEANT.keys() <= set(found)
     assert {module.__name__ for module in MODULES} == {
-        "sparse_mla", "sparse_mla.flash_mla", "sparse_mla.dense", "sparse_mla.v4",
+        "sparse_mla", "sparse_mla.flash_attn", "sparse_mla.flash_mla", "sparse_mla.dense",
+        "sparse_mla.v4",
     }  # fmt: skip
 
 

@@ -8,12 +8,6 @@ from helpers import assert_error_text
 from sparse_mla import flash_mla
 
 REFUSED_DECODES = {
-    "dense, two KV heads": (
-        {"indices": None, "k_cache": zeros(2, 64, 2, 576)}, ValueError, "q",
-    ),
-    "dense, fp16": (
-        {"indices": None, "q": zeros(3, 2, 16, 576, dtype=np.float16)}, ValueError, "q",
-    ),
     "dense, lengths of lists": (
         {"indices": None, "topk_length": zeros(3, dtype=np.int32)}, ValueError, "topk_length",
     ),
@@ -110,10 +104,9 @@ def test_refused_prefill(name):
     assert_error_text(caught.value, PREFILL, [argument])
 
 
-@pytest.mark.parametrize("what", ["two heads", "q", "k_cache", "descale_q"])
+@pytest.mark.parametrize("what", ["q", "k_cache", "descale_q"])
 def test_refusals_say_what_is_served(what):
     names = {
-        "two heads": "dense, two KV heads",
         "q": "V4 queries",
         "k_cache": "no format's cache",
         "descale_q": "dense FP8",

@@ -124,7 +124,8 @@ def defaults() -> dict[str, set[Any]]:
     """Option -> the defaults that configs, operators and public functions give it."""
     found: dict[str, set[Any]] = {}
     things = [*CONFIGS.values(), *(getattr(sparse_mla, name) for name in sparse_mla.__all__)]
-    things += [getattr(sparse_mla.flash_mla, name) for name in sparse_mla.flash_mla.__all__]
+    for module in (sparse_mla.flash_mla, sparse_mla.flash_attn):
+        things += [getattr(module, name) for name in module.__all__]
     things += [v4.SparseMLA, dense.DenseMLA, sparse_mla.SparseMLA]
     for thing in things:
         if not callable(thing):

@@ -27,7 +27,9 @@ import sparse_mla
 
 # A module that needs a framework is tested where that is installed; conftest.py can require it.
 FRAMEWORKS = ("torch", "jax", "transformers")
-MODULES = ["sparse_mla", "sparse_mla.dense", "sparse_mla.flash_mla", "sparse_mla.v4"] + [
+MODULES = ["sparse_mla", "sparse_mla.dense", "sparse_mla.v4"]
+MODULES += ["sparse_mla.flash_attn", "sparse_mla.flash_mla"]
+MODULES += [
     f"sparse_mla.integrations.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name)
 ]
 
