@@ -43,7 +43,6 @@ __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 Array = Any
 
-KVCACHE, VARLEN = "flash_attn_with_kvcache", "flash_attn_varlen_func"
 E4M3 = ("float8_e4m3fn", "uint8")  # their bytes, too
 MAX_LENGTH = 2**31 - 1
 
@@ -109,7 +108,7 @@ def flash_attn_with_kvcache(
     cache_seqlens : int or [B] int32, optional
         The positions of each request in the cache, those of q among them. When left out, all.
     cache_batch_idx : [B] int32, optional
-        Without `page_table`: which request's room in the cache is whose. When left out, in order.
+        Without `page_table`: the page of each request. When left out, they are in order.
     cache_leftpad : [B] int32, optional
         Positions in front of a request's first key.
     page_table, block_table : [B, W] int32, optional
@@ -155,9 +154,9 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        Keys or rotary tables, `cache_batch_idx` beside `page_table`, fewer rooms in the cache than
-        requests, and the errors of `sparse_mla.paged_attention`, where `page_table` is
-        `block_table` and `sinks` is `attn_sink`.
+        Keys or rotary tables, `cache_batch_idx` beside `page_table`, without both fewer pages than
+        requests, and the errors of `sparse_mla.paged_attention`, where `page_table` and
+        `cache_batch_idx` are `block_table`, and `sinks` is `attn_sink`.
 
     Source: the signature is that of FlashAttention-3 with the sinks of sgl-kernel.
 
@@ -174,7 +173,7 @@ def flash_attn_with_kvcache(
     >>> out.shape, lse.shape, np.exp(lse[:, 0, 0] - 1).round(2).tolist()
     ((2, 1, 8, 128), (2, 8, 1), [20.0, 5.0])
     """
-    op = KVCACHE
+    op = "flash_attn_with_kvcache"
     for name, x in {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}.items():
         _require_none(
             op, name, x, ", because keys are turned by sparse_mla.apply_rope and written by "
@@ -327,7 +326,7 @@ def flash_attn_varlen_func(
     >>> out.shape, lse.shape, (lse[0] - 192**0.5).round(3).tolist()
     ((3, 2, 128), (2, 3), [0.0, 0.0, 0.6930000185966492])
     """
-    op = VARLEN
+    op = "flash_attn_varlen_func"
     if dropout_p != 0:
         raise ValueError(f"{op}: `dropout_p` must be 0, there is no dropout here, got {dropout_p}")
     _require_none(op, "seqused_q", seqused_q, ", because queries follow each other without gaps")
@@ -386,7 +385,7 @@ def _own_pages(op: str, q: Array, indices: Array, batch: int, num_pages: int) ->
     if indices is None:
         if num_pages < batch:
             raise ValueError(
-                f"{op}: `k_cache` must have a row for each of the {batch} requests without "
+                f"{op}: `k_cache` must have a page for each of the {batch} requests without "
                 f"`page_table` and `cache_batch_idx`, got {num_pages}"
             )
         indices = make_int32(q, "arange", batch)

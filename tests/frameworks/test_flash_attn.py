@@ -366,10 +366,13 @@ def test_queries_with_gaps_are_copied():
     assert_same(run(NUMPY, q=larger[:, :2]), want)
 
 
-def test_tensors_with_gradients(torch_arrays):
+def test_tensors_of_pytorch(torch_arrays):
     torch = torch_arrays.framework.module
     options = {name: torch_arrays.put(x) for name, x in ones_call().items()}
     want = flash_attn_with_kvcache(**options)
+    windows = torch.tensor([3, 1]), (3, 1)  # FlashAttention-3's own test gives a tensor
+    first, second = (flash_attn_with_kvcache(**options, window_size=x)[0] for x in windows)
+    assert torch.equal(first, second)
     for name in ("q", "k_cache", "v_cache"):
         options[name] = torch.nn.Parameter(options[name])
     options["sinks"] = torch.nn.Parameter(torch.full((4,), -torch.inf, device=options["q"].device))

@@ -65,7 +65,7 @@ ERRORS = [
     (NO_TABLE | {"cache_batch_idx": int32([0], [1])},
      "`cache_batch_idx` must have shape [B], got [2, 1]"),
     (NO_TABLE | {"k_cache": bf16(1, 8, 2, 16), "v_cache": bf16(1, 8, 2, 24)},
-     "`k_cache` must have a row for each of the 2 requests without `page_table` and "
+     "`k_cache` must have a page for each of the 2 requests without `page_table` and "
      "`cache_batch_idx`, got 1"),
     ({"block_table": int32([0])},
      "`page_table` must be None beside `block_table`, its other name, got an array"),
