@@ -1,5 +1,5 @@
-/* test_reshape.c: reshape_and_cache, byte for byte, on every instruction set. Rows and caches end at
- * a guard page.
+/* test_reshape.c: reshape_and_cache, byte for byte, on every instruction set. Rows and caches end
+ * at a guard page.
  */
 #include "instruction_sets.h"
 
