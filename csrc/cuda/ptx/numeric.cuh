@@ -30,6 +30,15 @@ PTX_UNARY(smla_abs_bf16x2, "abs.bf16x2", r, r)
 /* The larger value in each half. A number is chosen over a NaN; two NaN give a NaN. */
 PTX_BINARY(smla_max_bf16x2, "max.bf16x2", r, r)
 
+/* The smaller of |x| and `most`; a NaN stays. */
+static __device__ __forceinline__ float
+smla_bound_magnitude(float x, float most)
+{
+    float bounded;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(bounded) : "f"(fabsf(x)), "f"(most));
+    return bounded;
+}
+
 /* Returns 1 / x, off by at most a unit in the last place. */
 PTX_UNARY(smla_rcp, "rcp.approx.ftz.f32", f, f)
 
@@ -341,6 +350,40 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
                            quotients);
     }
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
+}
+
+/* smla_float_to_e4m3(x / scale) of four bf16 or fp16 of any size, for a moderate scale whose mantissa
+ * is not all ones. Values above 448 scales are bounded first, because infinities leave no remainder.
+ *
+ * x has at most 11 bits, so that 46 bits of the reciprocal are enough. The product could round to
+ * another code than the rounded quotient only next to the middle between an fp32 t that is midway
+ * between two of e4m3, and its neighbour. There X 2^c = S T + S 2^-20, almost, with x, the scale and
+ * t as integers X, S and T of 11, 24 and 5 bits, and c >= 16. So S is k 2^20 + e, where k is 8 to 16
+ * and e is small, and 2^c divides e T + k. That is too small for it, and 0 only if S is all ones. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_halves_x4(const float x[4], uint32_t signs, const smla_scale &by)
+{
+    const float most = SMLA_E4M3_MAX * by.scale;
+    float quotients[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float bounded = smla_bound_magnitude(x[i], most);
+        quotients[i] = fmaf(bounded, by.reciprocal, bounded * by.rest);
+    }
+    return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
+}
+
+/* smla_quantize_x4 of floats of any size. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_floats_x4(const float x[4], const smla_scale &by)
+{
+    const float most = SMLA_E4M3_MAX * by.scale;
+    float bounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        bounded[i] = smla_bound_magnitude(x[i], most);
+    }
+    return smla_quantize_x4(bounded, smla_signs_of_floats(x), by);
 }
 
 /* Rounds products of COUNT bf16 and a factor to e4m3. */
