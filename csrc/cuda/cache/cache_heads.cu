@@ -28,75 +28,156 @@ enum {
     COPY_BLOCKS_PER_SM = 4,
 };
 
+/* How a lane walks through a token's keys, or its values: from a unit to that 32 units behind. All
+ * steps are bytes. */
+struct heads_walk {
+    smla_divisor head_units; /* units of a head */
+    uint32_t num_units;      /* units of all heads */
+    uint32_t step_heads;
+    uint32_t step_units;
+    int64_t from_step; /* in the rows */
+    int64_t to_step;   /* in the cache */
+    int64_t from_wrap; /* the same, on top of it, where the walk enters one head more */
+    int64_t to_wrap;
+};
+
 struct heads_args {
     smla_reshape_params p;
     smla_divisor page_size;
     smla_divisor token_warps; /* warps that write a token: its keys first, then its values */
-    smla_divisor head_units[SMLA_WRITTEN_PARTS];
-    uint32_t part_units[SMLA_WRITTEN_PARTS]; /* units of all heads */
     uint32_t key_warps;
+    heads_walk walks[SMLA_WRITTEN_PARTS];
 };
 
-/* A unit: the offsets of its first element in a token's rows and in its row of the cache. */
-struct head_unit {
-    int64_t from;
-    int64_t to;
+/* Where a lane is. */
+struct lane_unit {
     uint32_t head;
+    uint32_t unit; /* of the head */
 };
 
-template <int COUNT>
-__device__ __forceinline__ head_unit
-find_unit(const smla_head_write &part, const smla_divisor &head_units, uint32_t unit)
+__device__ __forceinline__ lane_unit
+find_unit(const heads_walk &walk, uint32_t number)
 {
-    const uint32_t head = smla_divide_uint32(unit, head_units);
-    const int64_t at = (int64_t)(unit - head * (uint32_t)head_units.divisor) * COUNT;
-    return {head * part.stride_head + at, head * part.cache_stride_head + at, head};
+    const uint32_t head = smla_divide_uint32(number, walk.head_units);
+    return {head, number - head * (uint32_t)walk.head_units.divisor};
 }
 
-/* smla_float_to_e4m3(x / scale) of four values. smla_quantize_x4 takes quotients up to 448; larger
- * ones become 448 here, as they would by rounding. It sets the signs. */
-__device__ __forceinline__ uint32_t
-quantize_any_x4(const float x[4], const smla_scale &by)
+/* Goes 32 units on. Returns whether the walk enters one head more. */
+__device__ __forceinline__ bool
+advance(const heads_walk &walk, lane_unit *at)
 {
-    const float most = SMLA_E4M3_MAX * by.scale;
-    float bounded[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        bounded[i] = fabsf(x[i]) > most ? most : x[i]; /* NaN stays */
-    }
-    return smla_quantize_x4(bounded, smla_signs_of_floats(x), by);
+    const uint32_t head_units = (uint32_t)walk.head_units.divisor;
+    at->unit += walk.step_units;
+    const bool wraps = at->unit >= head_units;
+    at->unit -= wraps ? head_units : 0;
+    at->head += walk.step_heads + wraps;
+    return wraps;
 }
 
-__device__ __forceinline__ float
+/* A scale is not moderate here either if smla_quantize_halves_x4 does not take it. */
+__device__ __forceinline__ smla_scale
 load_head_scale(const smla_head_write &part, uint32_t head)
 {
-    return part.scale.pointer == nullptr
-               ? part.scale.value
-               : __ldg(part.scale.pointer + head * part.scale_stride_head);
+    constexpr uint32_t MANTISSA = 0x007FFFFFu;
+    smla_scale by = smla_make_scale(
+        part.scale.pointer == nullptr ? part.scale.value
+                                      : __ldg(part.scale.pointer + head * part.scale_stride_head));
+    by.is_moderate = by.is_moderate && (smla_float_bits(by.scale) & MANTISSA) != MANTISSA;
+    return by;
 }
 
-/* Stores a unit as it is, or quantised. `to` is its first element in the cache. */
+/* A unit of rows of TYPE, and what becomes of it. */
+template <int TYPE, bool QUANTIZES> struct unit_kind {
+    enum {
+        ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
+        COUNT = UNIT_BYTES / ELEMENT_BYTES,
+        CACHE_BYTES = QUANTIZES ? 1 : ELEMENT_BYTES, /* bytes of an element */
+    };
+};
+
+/* Not inlined, because scales are hardly ever so small or so large. */
+template <int TYPE>
+__device__ __noinline__ void
+store_rare_unit(uint4 words, float scale, uint8_t *to)
+{
+    constexpr int COUNT = unit_kind<TYPE, true>::COUNT;
+    const uint32_t given[] = {words.x, words.y, words.z, words.w};
+    float x[COUNT];
+    widen_unit<TYPE, COUNT>(given, x);
+    for (int i = 0; i < COUNT; i++) {
+        to[i] = smla_float_to_e4m3(x[i] / scale);
+    }
+}
+
+/* Stores a unit as codes, by a moderate scale. */
+template <int TYPE, bool ALIGNED>
+__device__ __forceinline__ void
+store_codes_of_unit(const uint32_t *words, const smla_scale &by, uint8_t *to)
+{
+    constexpr int COUNT = unit_kind<TYPE, true>::COUNT;
+    float x[COUNT];
+    uint32_t codes[COUNT / 4];
+    widen_unit<TYPE, COUNT>(words, x);
+#pragma unroll
+    for (int k = 0; k < COUNT / 4; k++) {
+        if constexpr (TYPE == SMLA_FLOAT_FP32) {
+            codes[k] = smla_quantize_floats_x4(x + 4 * k, by);
+        } else {
+            codes[k] = smla_quantize_halves_x4(x + 4 * k, smla_signs_of_bf16(words + 2 * k), by);
+        }
+    }
+    smla_store_words<COUNT, ALIGNED, 1>(to, codes);
+}
+
+/* A lane's units, from number `first` on, and the address of the first in the cache. */
+struct lane_units {
+    uint32_t first;
+    lane_unit at;
+    uint8_t *to;
+};
+
+template <typename Store>
+__device__ __forceinline__ void
+for_each_unit(const heads_walk &walk, lane_units units, const Store &store)
+{
+#pragma unroll
+    for (int i = 0; i < LANE_UNITS; i++) {
+        if (units.first + i * SMLA_WARP_LANES < walk.num_units) {
+            store(i, units.at.head, units.to);
+        }
+        units.to += walk.to_step + (advance(walk, &units.at) ? walk.to_wrap : 0);
+    }
+}
+
+/* Stores what a lane has loaded. Where one moderate scale serves all heads, no unit looks at it. */
 template <int TYPE, bool QUANTIZES, bool ALIGNED>
 __device__ __forceinline__ void
-store_unit(const smla_head_write &part, uint32_t head, const uint32_t *words, int64_t to)
+store_units(const smla_head_write &part, const heads_walk &walk, const lane_units &units,
+            const uint32_t (*words)[UNIT_BYTES / 4])
 {
-    constexpr int ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2;
-    constexpr int COUNT = UNIT_BYTES / ELEMENT_BYTES;
-    if constexpr (QUANTIZES) {
-        const smla_scale by = smla_make_scale(load_head_scale(part, head));
-        float x[COUNT];
-        uint32_t codes[COUNT / 4];
-        widen_unit<TYPE, COUNT>(words, x);
-#pragma unroll
-        for (int k = 0; k < COUNT / 4; k++) {
-            codes[k] = quantize_any_x4(x + 4 * k, by);
-        }
-        smla_store_words<COUNT, ALIGNED, 1>((uint8_t *)part.cache + to, codes);
-    } else {
-        smla_store_words<UNIT_BYTES, ALIGNED, ELEMENT_BYTES>((uint8_t *)part.cache +
-                                                                 to * ELEMENT_BYTES,
-                                                             words);
+    if constexpr (!QUANTIZES) {
+        constexpr int UNIT = unit_kind<TYPE, false>::ELEMENT_BYTES;
+        for_each_unit(walk, units, [&](int i, uint32_t, uint8_t *to) {
+            smla_store_words<UNIT_BYTES, ALIGNED, UNIT>(to, words[i]);
+        });
+        return;
     }
+    const smla_scale by = load_head_scale(part, 0);
+    if (part.scale_stride_head == 0 && by.is_moderate) {
+        for_each_unit(walk, units, [&](int i, uint32_t, uint8_t *to) {
+            store_codes_of_unit<TYPE, ALIGNED>(words[i], by, to);
+        });
+        return;
+    }
+    for_each_unit(walk, units, [&](int i, uint32_t head, uint8_t *to) {
+        const smla_scale own = load_head_scale(part, head);
+        if (own.is_moderate) {
+            store_codes_of_unit<TYPE, ALIGNED>(words[i], own, to);
+        } else {
+            const uint32_t *const x = words[i];
+            store_rare_unit<TYPE>(make_uint4(x[0], x[1], x[2], x[3]), own.scale, to);
+        }
+    });
 }
 
 template <int TYPE, bool QUANTIZES, bool ALIGNED>
@@ -105,8 +186,7 @@ __launch_bounds__(BLOCK_THREADS, !QUANTIZES && ALIGNED ? COPY_BLOCKS_PER_SM : FE
     write_heads_kernel(const __grid_constant__ heads_args args)
 {
     ptx_wait_for_grids();
-    constexpr int ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2;
-    constexpr int COUNT = UNIT_BYTES / ELEMENT_BYTES;
+    using kind = unit_kind<TYPE, QUANTIZES>;
     const smla_reshape_params &p = args.p;
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
     const int64_t num_works = p.slots.num_tokens * args.token_warps.divisor;
@@ -116,36 +196,34 @@ __launch_bounds__(BLOCK_THREADS, !QUANTIZES && ALIGNED ? COPY_BLOCKS_PER_SM : FE
         const uint32_t number = (uint32_t)(work - token * args.token_warps.divisor);
         const int idx = number >= args.key_warps;
         const smla_head_write &part = p.parts[idx];
-        const uint32_t num_units = args.part_units[idx];
+        const heads_walk &walk = args.walks[idx];
         const uint32_t first = (number - (idx ? args.key_warps : 0)) * WARP_UNITS + lane_idx();
-        const int64_t row = token * part.stride_token;
+        const lane_unit start = find_unit(walk, first);
         /* Read every token, even one that is not written, so that its loads do not wait for the
          * slot. */
-        head_unit units[LANE_UNITS];
         uint32_t words[LANE_UNITS][UNIT_BYTES / 4];
+        lane_unit at = start;
+        const uint8_t *from =
+            (const uint8_t *)part.rows +
+            (token * part.stride_token + at.head * part.stride_head + at.unit * kind::COUNT) *
+                kind::ELEMENT_BYTES;
 #pragma unroll
         for (int i = 0; i < LANE_UNITS; i++) {
-            const uint32_t unit = first + i * SMLA_WARP_LANES;
-            if (unit < num_units) {
-                units[i] = find_unit<COUNT>(part, args.head_units[idx], unit);
-                smla_load_words<UNIT_BYTES, ALIGNED, ELEMENT_BYTES>(
-                    (const uint8_t *)part.rows + (row + units[i].from) * ELEMENT_BYTES, words[i]);
+            if (first + i * SMLA_WARP_LANES < walk.num_units) {
+                smla_load_words<UNIT_BYTES, ALIGNED, kind::ELEMENT_BYTES>(from, words[i]);
             }
+            from += walk.from_step + (advance(walk, &at) ? walk.from_wrap : 0);
         }
         const int64_t slot = __shfl_sync(ALL_LANES, find_slots(p.slots, token, 1), 0);
         if (slot < 0) {
             continue;
         }
         const int64_t page = smla_divide(slot, args.page_size);
-        const int64_t to = page * part.cache_stride_page +
-                           (slot - page * args.page_size.divisor) * part.cache_stride_token;
-#pragma unroll
-        for (int i = 0; i < LANE_UNITS; i++) {
-            if (first + i * SMLA_WARP_LANES < num_units) {
-                store_unit<TYPE, QUANTIZES, ALIGNED>(part, units[i].head, words[i],
-                                                     to + units[i].to);
-            }
-        }
+        const int64_t row = page * part.cache_stride_page +
+                            (slot - page * args.page_size.divisor) * part.cache_stride_token +
+                            start.head * part.cache_stride_head + start.unit * kind::COUNT;
+        const lane_units units = {first, start, (uint8_t *)part.cache + row * kind::CACHE_BYTES};
+        store_units<TYPE, QUANTIZES, ALIGNED>(part, walk, units, words);
     }
 }
 
@@ -190,20 +268,38 @@ is_aligned(const smla_head_write &part, int64_t element_bytes, bool quantizes)
 
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
+static heads_walk
+plan_walk(const smla_head_write &part, int64_t num_heads, int64_t element_bytes, bool quantizes)
+{
+    const int64_t units = part.dim * element_bytes / UNIT_BYTES;
+    const int64_t heads = SMLA_WARP_LANES / units, rest = SMLA_WARP_LANES % units;
+    const int64_t cache_bytes = quantizes ? 1 : element_bytes;
+    const int64_t unit_bytes = UNIT_BYTES / element_bytes * cache_bytes; /* in the cache */
+    return {
+        .head_units = smla_make_divisor(units),
+        .num_units = (uint32_t)(num_heads * units),
+        .step_heads = (uint32_t)heads,
+        .step_units = (uint32_t)rest,
+        .from_step = heads * part.stride_head * element_bytes + rest * UNIT_BYTES,
+        .to_step = heads * part.cache_stride_head * cache_bytes + rest * unit_bytes,
+        .from_wrap = part.stride_head * element_bytes - units * UNIT_BYTES,
+        .to_wrap = part.cache_stride_head * cache_bytes - units * unit_bytes,
+    };
+}
+
 cudaError_t
 smla_cuda_launch_reshape_and_cache(const smla_reshape_params *p, const smla_cuda_device *)
 {
     const int64_t element_bytes = smla_float_bytes(p->input_type);
-    heads_args args = {*p, smla_make_divisor(p->slots.kv.block_size)};
+    heads_args args = {};
+    args.p = *p;
+    args.page_size = smla_make_divisor(p->slots.kv.block_size);
     int64_t warps[SMLA_WRITTEN_PARTS];
     bool are_aligned = true;
     for (int i = 0; i < SMLA_WRITTEN_PARTS; i++) {
-        const smla_head_write &part = p->parts[i];
-        const int64_t head_units = part.dim * element_bytes / UNIT_BYTES;
-        args.head_units[i] = smla_make_divisor(head_units);
-        args.part_units[i] = (uint32_t)(p->num_heads * head_units);
-        warps[i] = smla_count_parts(args.part_units[i], WARP_UNITS);
-        are_aligned = are_aligned && is_aligned(part, element_bytes, p->quantizes);
+        args.walks[i] = plan_walk(p->parts[i], p->num_heads, element_bytes, p->quantizes);
+        warps[i] = smla_count_parts(args.walks[i].num_units, WARP_UNITS);
+        are_aligned = are_aligned && is_aligned(p->parts[i], element_bytes, p->quantizes);
     }
     args.key_warps = (uint32_t)warps[0];
     args.token_warps = smla_make_divisor(warps[0] + warps[1]);
