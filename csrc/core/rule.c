@@ -402,8 +402,10 @@ smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_by
 smla_status
 smla_require(smla_checker *c, const smla_rule *rule)
 {
-    if (rule->tensor == NULL && (rule->flags & SMLA_RULE_OPTIONAL)) {
-        return SMLA_OK;
+    if (rule->tensor == NULL) {
+        return rule->flags & SMLA_RULE_OPTIONAL
+                   ? SMLA_OK
+                   : smla_require_pointer(c->op, rule->name, NULL, c->error);
     }
     smla_byte_range range;
     SMLA_TRY(smla_require_sane(c, rule->name, rule->tensor, &range));

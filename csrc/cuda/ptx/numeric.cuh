@@ -352,8 +352,8 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
 }
 
-/* smla_float_to_e4m3(x / scale) of four bf16 or fp16 of any size, for a moderate scale whose mantissa
- * is not all ones. Values above 448 scales are bounded first, because infinities leave no remainder.
+/* smla_float_to_e4m3(x / scale) of four bf16 or fp16 of any size, for a moderate scale whose
+ * mantissa is not all ones. Values above 448 scales are bounded first, because infinities leave no remainder.
  *
  * x has at most 11 bits, so that 46 bits of the reciprocal are enough. The product could round to
  * another code than the rounded quotient only next to the middle between an fp32 t that is midway
