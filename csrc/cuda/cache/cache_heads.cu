@@ -52,7 +52,7 @@ struct heads_args {
 /* Where a lane is. */
 struct lane_unit {
     uint32_t head;
-    uint32_t unit; /* of the head */
+    uint32_t unit; /* number in the head */
 };
 
 __device__ __forceinline__ lane_unit

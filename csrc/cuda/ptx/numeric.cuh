@@ -353,13 +353,15 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
 }
 
 /* smla_float_to_e4m3(x / scale) of four bf16 or fp16 of any size, for a moderate scale whose
- * mantissa is not all ones. Values above 448 scales are bounded first, because infinities leave no remainder.
+ * mantissa is not all ones. Values above 448 scales are bounded first, because infinities leave no
+ * remainder.
  *
  * x has at most 11 bits, so that 46 bits of the reciprocal are enough. The product could round to
  * another code than the rounded quotient only next to the middle between an fp32 t that is midway
- * between two of e4m3, and its neighbour. There X 2^c = S T + S 2^-20, almost, with x, the scale and
- * t as integers X, S and T of 11, 24 and 5 bits, and c >= 16. So S is k 2^20 + e, where k is 8 to 16
- * and e is small, and 2^c divides e T + k. That is too small for it, and 0 only if S is all ones. */
+ * between two of e4m3, and its neighbour. There X 2^c = S T + S 2^-20, almost, with x, the scale
+ * and t as integers X, S and T of 11, 24 and 5 bits, and c >= 16. So S is k 2^20 + e, where k is 8
+ * to 16 and e is small, and 2^c divides e T + k. That is too small for it, and 0 only if S is all
+ * ones. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_halves_x4(const float x[4], uint32_t signs, const smla_scale &by)
 {
