@@ -43,10 +43,9 @@ require_workspace(const smla_attention_params *params, smla_error *error)
 /* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
  * calls. */
 static bool
-can_count_items(const smla_attention_params *params, int heads_per_cta)
+can_count_items(const smla_attention_params *params)
 {
-    const int64_t tiles = smla_count_parts(params->queries.num_heads, heads_per_cta);
-    bool fits = params->queries.num_tokens <= INT32_MAX / (params->results.num_splits * tiles);
+    bool fits = smla_partial_num_rows(params) <= INT32_MAX;
     for (int i = 0; i < params->keys.num_lists; i++) {
         fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
     }
@@ -67,9 +66,8 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_deferred(&deferred);
     SMLA_TRY(smla_cuda_status(op, call,
-                              can_count_items(params, run->kernel->heads_per_cta)
-                                  ? run->kernel->launch(params, &start)
-                                  : cudaErrorInvalidValue,
+                              can_count_items(params) ? run->kernel->launch(params, &start)
+                                                      : cudaErrorInvalidValue,
                               error));
     if (!is_split) {
         return SMLA_OK;
