@@ -7,7 +7,7 @@
  * Shared mem   none
  * Roles        A warp writes 128 units of a token's keys, or of its values: a lane has one in a row
  *              of 32, four times, so that four loads are in flight. A unit is 16 bytes of the rows.
- *              Every lane finds the slot. No barriers.
+ *              All lanes find the slot together. No barriers.
  * Roofline     Memory. Bytes per token of 8 heads, D = Dv = 128: 4096 + 4096 as bf16, 4096 + 2048
  *              as e4m3, and its slot; 8192 tokens take 15.6 and 11.7 us at 4.3 TB/s
  *              (`python -m sparse_mla bench --device cuda --only bytes` measures it).
@@ -28,16 +28,16 @@ enum {
     COPY_BLOCKS_PER_SM = 4,
 };
 
-/* How a lane walks through a token's keys, or its values: from a unit to that 32 units behind. All
- * steps are bytes. */
+/* How a lane walks through a token's keys, or its values: 32 units at a time, which are some heads
+ * and some units of the next one. Where the units reach its end, the walk enters one head more. */
 struct heads_walk {
     smla_divisor head_units; /* units of a head */
     uint32_t num_units;      /* units of all heads */
     uint32_t step_heads;
     uint32_t step_units;
-    int64_t from_step; /* in the rows */
-    int64_t to_step;   /* in the cache */
-    int64_t from_wrap; /* the same, on top of it, where the walk enters one head more */
+    int64_t from_step; /* bytes of a step in the rows, and in the cache */
+    int64_t to_step;
+    int64_t from_wrap; /* bytes on top of them where it enters one head more */
     int64_t to_wrap;
 };
 
@@ -52,7 +52,7 @@ struct heads_args {
 /* Where a lane is. */
 struct lane_unit {
     uint32_t head;
-    uint32_t unit; /* number in the head */
+    uint32_t unit; /* its number in the head */
 };
 
 __device__ __forceinline__ lane_unit
@@ -62,7 +62,7 @@ find_unit(const heads_walk &walk, uint32_t number)
     return {head, number - head * (uint32_t)walk.head_units.divisor};
 }
 
-/* Goes 32 units on. Returns whether the walk enters one head more. */
+/* Takes a step. Returns whether the walk enters one head more. */
 __device__ __forceinline__ bool
 advance(const heads_walk &walk, lane_unit *at)
 {
@@ -74,7 +74,7 @@ advance(const heads_walk &walk, lane_unit *at)
     return wraps;
 }
 
-/* A scale is not moderate here either if smla_quantize_halves_x4 does not take it. */
+/* Here no scale is moderate that smla_quantize_halves_x4 does not take. */
 __device__ __forceinline__ smla_scale
 load_head_scale(const smla_head_write &part, uint32_t head)
 {
