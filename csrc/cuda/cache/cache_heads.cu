@@ -95,7 +95,8 @@ template <int TYPE, bool QUANTIZES> struct unit_kind {
     };
 };
 
-/* Not inlined, because scales are hardly ever so small or so large. */
+/* Not inlined, because scales are hardly ever so small or so large. A NaN is not divided, because
+ * its quotient would have no sign. */
 template <int TYPE>
 __device__ __noinline__ void
 store_rare_unit(uint4 words, float scale, uint8_t *to)
@@ -105,7 +106,7 @@ store_rare_unit(uint4 words, float scale, uint8_t *to)
     float x[COUNT];
     widen_unit<TYPE, COUNT>(given, x);
     for (int i = 0; i < COUNT; i++) {
-        to[i] = smla_float_to_e4m3(x[i] / scale);
+        to[i] = smla_float_to_e4m3(isnan(x[i]) ? x[i] : x[i] / scale);
     }
 }
 
