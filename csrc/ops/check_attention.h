@@ -249,9 +249,8 @@ smla_status smla_finish_attention(smla_checker *checker, const smla_attention_in
                                   smla_rule *out, smla_attention_params *params,
                                   const smla_backend **backend);
 
-/* Checks the number of splits of keys of this source: plan_attention.c. */
-smla_status smla_require_splits(const smla_checker *checker, const smla_attention_inputs *in,
-                                smla_key_source source);
+/* Checks a number of splits: plan_attention.c. */
+smla_status smla_require_num_splits(const char *op, int64_t num_splits, smla_error *error);
 
 /* A workspace that was checked. */
 smla_workspace smla_workspace_of(const smla_named_array *given);

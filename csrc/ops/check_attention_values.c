@@ -163,7 +163,7 @@ smla_finish_attention(smla_checker *c, const smla_attention_inputs *in, smla_rul
     SMLA_TRY(smla_require_logit_factor(c->op, in->softmax_scale.name, in->softmax_scale.value,
                                        c->error));
     params->logits.softmax_scale = in->softmax_scale.value;
-    SMLA_TRY(smla_require_splits(c, in, params->source));
+    SMLA_TRY(smla_require_num_splits(c->op, in->num_splits, c->error));
     out->name = "out";
     out->tensor = in->out;
     out->flags |= SMLA_RULE_OUTPUT;

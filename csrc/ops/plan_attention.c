@@ -16,24 +16,14 @@ enum { LEAST_PLANNED_COLUMNS = 256 };
 
 /* ---- Plans of calls ------------------------------------------------------------------------- */
 
-static smla_status
-require_num_splits(const char *op, int64_t num_splits, smla_error *error)
+smla_status
+smla_require_num_splits(const char *op, int64_t num_splits, smla_error *error)
 {
     return num_splits >= 0 && num_splits <= SMLA_MAX_SPLITS
                ? SMLA_OK
                : smla_fail_value(error, op,
                                  "`num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
                                  SMLA_MAX_SPLITS, (long long)num_splits);
-}
-
-smla_status
-smla_require_splits(const smla_checker *c, const smla_attention_inputs *in, smla_key_source source)
-{
-    SMLA_TRY(require_num_splits(c->op, in->num_splits, c->error));
-    return source != SMLA_KEYS_PAGED || in->num_splits <= 1
-               ? SMLA_OK
-               : smla_refuse(c, "`num_splits` must be 0 or 1, because keys are not split, got %d",
-                             in->num_splits);
 }
 
 void
@@ -73,7 +63,7 @@ smla_plan_attention(const smla_attention_inputs *in, smla_call call, const smla_
         SMLA_SET_HEADS(max_logits, in->max_logits),
         .out_type = smla_float_type_of(in->out),
         .empty_lse_is_plus_inf = in->empty_lse_is_plus_inf,
-        .num_splits = 1,
+        .num_splits = params->source == SMLA_KEYS_PAGED ? in->num_splits : 1,
     };
     if (smla_has_lists(params)) {
         smla_plan_lists(in->num_splits, backend, params);
@@ -128,7 +118,7 @@ check_shape(const smla_attention_workspace_args *given, smla_attention_shape *sh
     SMLA_TRY(smla_require_count(op, "topk", args.topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(op, "extra_topk", args.extra_topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(op, "num_heads", args.num_heads, 1, SMLA_MAX_HEADS, error));
-    SMLA_TRY(require_num_splits(op, args.num_splits, error));
+    SMLA_TRY(smla_require_num_splits(op, args.num_splits, error));
     const DLDevice device = smla_normal_device(args.device);
     SMLA_TRY(smla_find_backend(op, device, backend, error));
     *shape = (smla_attention_shape){.num_tokens = args.num_tokens,

@@ -106,7 +106,7 @@ def draw(seed: int) -> Paged:
         descales=pick("", "number", "one", "rows", "column"),
         out_type=pick(None, None, np.dtype(np.float32)),
         std=pick(1.0, 1.0, 4.0),
-        num_splits=pick(0, 1),
+        num_splits=pick(0, 0, 1, 2, 3, 64),
         seed=seed,
         page_size=pick(*PAGE_SIZES),
         layout=pick(*LAYOUTS),

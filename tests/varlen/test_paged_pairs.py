@@ -33,7 +33,7 @@ PAGED = MASKS | {
     "descales": ["", "number", "one", "rows", "column", "far"],
     "sink": [False, True],
     "softcap": [0.0, 0.5, 30.0],
-    "num_splits": [0, 1],
+    "num_splits": [0, 1, 3, 64],
     "max_q": BOUNDS,
     "max_k": BOUNDS,
     "scale": [0.4, 1.0],

@@ -9,7 +9,8 @@
 enum { SMLA_RAGGED_WORKSPACE_BYTES = 16 };
 
 typedef struct smla_results {
-    int32_t num_splits;         /* 1...64: parts of a row, which are folded */
+    int32_t num_splits;         /* 1...64: parts of a row, which are folded; 0: the backend chooses
+                                 * (paged keys) */
     uint8_t out_type;           /* smla_float_type: bf16, fp16 or fp32 */
     bool empty_lse_is_plus_inf; /* lse of a row without keys: +inf, not -inf */
     bool fills_padding;         /* tokens of no request get the results of no keys */

@@ -4,15 +4,18 @@
  * see. If splits of a tile run in parallel, a second loop of tasks folds what they leave. A kernel
  * has a file that cuts calls into its tasks:
  *   mqa.c   keys are latents, which all heads share, in lists or in a table; a tile is a token
- *   mha.c   keys and values of each KV head, ragged; a tile is rows of a request and a KV head
+ *   mha.c   keys and values of each KV head, ragged or in pages; a tile is rows of a request and
+ *           a KV head
  * attention.c runs the tasks of both.
  */
 #pragma once
 
 #include "core/attention/params_attention.h"
 #include "core/backend.h"
+#include "core/params_merge.h"
 
 struct smla_cpu_isa;
+struct smla_norm_isa;
 struct smla_thread_scratch;
 
 /* What the tasks of a call share. */
@@ -40,6 +43,11 @@ typedef struct smla_attention_scratch {
     int64_t bytes;        /* a call of any shape takes these */
     int64_t bytes_per[2]; /* and these times two numbers, which the kernel's header tells */
 } smla_attention_scratch;
+
+/* Merges the parts of one row. merge.c */
+void smla_cpu_merge_row(const struct smla_norm_isa *norm, const smla_merge_rows *merged,
+                        const smla_merge_part *parts, int64_t num_parts, int64_t token,
+                        int64_t head);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 

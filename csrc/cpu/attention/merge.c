@@ -7,7 +7,7 @@
 #include <math.h>
 
 #include "core/fp_mode.h"
-#include "core/params_merge.h"
+#include "cpu/attention/attention.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/machine/threads.h"
@@ -85,9 +85,9 @@ weigh_parts(const smla_merge_rows *m, int64_t head, row_parts *taken)
     return lse;
 }
 
-static void
-merge_row(const smla_norm_isa *norm, const smla_merge_rows *m, const smla_merge_part *parts,
-          int64_t num_parts, int64_t token, int64_t head)
+void
+smla_cpu_merge_row(const smla_norm_isa *norm, const smla_merge_rows *m,
+                   const smla_merge_part *parts, int64_t num_parts, int64_t token, int64_t head)
 {
     const int64_t out_bytes = m->out_type == SMLA_FLOAT_FP32 ? 4 : 2;
     uint8_t *const out =
@@ -121,7 +121,8 @@ merge_rows(const char *op, const smla_merge_rows *m, const smla_merge_part *part
     for (int64_t row = 0; row < num_rows; row++) {
         const int64_t token = row / m->num_heads;
         const int64_t skipped = token >= merged_tokens ? 1 : 0;
-        merge_row(isa->norm, m, parts + skipped, num_parts - skipped, token, row % m->num_heads);
+        smla_cpu_merge_row(isa->norm, m, parts + skipped, num_parts - skipped, token,
+                           row % m->num_heads);
     }
     smla_fp_change(before);
     return SMLA_OK;

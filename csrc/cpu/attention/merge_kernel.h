@@ -2,7 +2,7 @@
  *
  * Computes     add_weighted       out = weights[0] * rows[0] + weights[1] * rows[1] + ...
  * Shapes       rows and out [count] of bf16, fp16 or fp32, contiguous, of any alignment; out has
- *              the rows' type, or is bf16 where they are fp32; out may be one of the rows
+ *              the rows' type, or is bf16 or fp16 where they are fp32; out may be one of the rows
  * Roofline     Memory binds.
  * Numerics     fp32, each operation rounded, in the order of the rows, in SMLA_FP_FLUSH: what is
  *              below 2^-126 is zero. Only rows that have no other values are added as they are, in
@@ -143,6 +143,8 @@ add_weighted(const smla_weighted_rows *rows, int64_t count, smla_float_type out_
         add_rows_by(rows, SMLA_FLOAT_FP16, count, SMLA_FLOAT_FP16, out);
     } else if (out_type == SMLA_FLOAT_BF16) {
         add_rows_by(rows, SMLA_FLOAT_FP32, count, SMLA_FLOAT_BF16, out);
+    } else if (out_type == SMLA_FLOAT_FP16) {
+        add_rows_by(rows, SMLA_FLOAT_FP32, count, SMLA_FLOAT_FP16, out);
     } else {
         add_rows_by(rows, SMLA_FLOAT_FP32, count, SMLA_FLOAT_FP32, out);
     }

@@ -1,14 +1,17 @@
-/* mha.c: cuts multi-head attention into tiles, which mha_kernel.c computes. A tile's keys are not
- * split, and one thread computes it, so the number of threads changes no result.
+/* mha.c: cuts multi-head attention into tiles, which mha_kernel.c computes. Requests whose keys are
+ * cut into parts are left to mha_parts.c. The keys of all others are not split, and one thread
+ * computes a tile, so the number of threads changes no result.
  */
 #include "cpu/attention/mha.h"
 #include "cpu/isa.h"
-#include "cpu/machine/thread_scratch.h"
 
 /* Tiles of one KV head of a request, if a tile has so many rows. */
 static int64_t
 count_tiles(const smla_attention_params *params, int64_t req, int64_t tile_rows)
 {
+    if (smla_count_mha_parts(params, req) > 1) {
+        return 0;
+    }
     const int64_t group = smla_mha_group(params);
     const int64_t rows = smla_find_request(params, req).num_queries * group;
     return (rows + tile_rows - 1) / tile_rows;
@@ -78,10 +81,15 @@ count_lanes(const smla_attention_params *params, const smla_kv_request *of)
     return count * smla_mha_group(params);
 }
 
-/* Whether a request's rows find room in the tile. If not, a tile begins with it. */
+/* Whether a request's rows find room in the tile. If not, a tile begins with it. One with several
+ * parts ends the tile, and has none here. */
 static bool
 share_tile(const smla_attention_params *params, int64_t req, int lanes, shared_tile *tile)
 {
+    if (smla_count_mha_parts(params, req) > 1) {
+        *tile = (shared_tile){0};
+        return true;
+    }
     const smla_kv_request of = smla_find_request(params, req);
     const int64_t num_rows = of.num_queries * smla_mha_group(params);
     const int64_t first_key = smla_place_mha_keys(tile->num_keys, of.num_keys);
@@ -143,7 +151,10 @@ find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task
     const int64_t num_tiles = cut->before[req + 1] - first_tile;
     const int64_t number = task - first_tile * params->kv.num_kv_heads;
     const int64_t row = (num_tiles - 1 - number % num_tiles) * cut->tile_rows;
-    const int64_t past = find_owner(params, cut, first_tile + num_tiles);
+    int64_t past = find_owner(params, cut, first_tile + num_tiles);
+    while (smla_count_mha_parts(params, past - 1) > 1) {
+        past--;
+    }
     const smla_kv_request first = smla_find_request(params, req);
     const smla_kv_request last = smla_find_request(params, past - 1);
     const int64_t num_queries = last.first_query + last.num_queries - first.first_query;
@@ -154,15 +165,8 @@ find_tile(const smla_attention_params *params, const tile_cut *cut, int64_t task
         .kv_head = number / num_tiles,
         .row = row,
         .num_rows = left < cut->tile_rows ? (int)left : cut->tile_rows,
+        .keys = {0, INT64_MAX},
     };
-}
-
-/* Whole parts of scratch, behind those of threads, that hold the numbers of tiles. */
-static int
-count_parts(const smla_attention_params *params, int64_t part_bytes)
-{
-    const int64_t bytes = (params->visible.reqs.num_reqs + 1) * (int64_t)sizeof(int64_t);
-    return (int)((bytes + part_bytes - 1) / part_bytes);
 }
 
 static void
@@ -172,26 +176,50 @@ run_tile(const smla_attention_work *work, int64_t task)
     work->isa->mha->run_tile(work->params, &tile, smla_own_scratch(work->scratch));
 }
 
+/* Runs the requests that are not cut into parts. */
+static smla_status
+attend_whole(smla_attention_work *work, tile_cut *cut, smla_error *error)
+{
+    add_tiles(work->params, work->isa->mha->lanes, cut);
+    work->cut = cut;
+    const smla_attention_loop tiles = {cut->num_tasks, smla_count_threads(cut->num_tasks),
+                                       run_tile};
+    return smla_run_attention(work, &tiles, 1, error);
+}
+
+/* Opens the memory of `num_threads` threads, and `bytes` behind it. */
+static smla_status
+open_scratch(const smla_attention_params *params, int num_threads, int64_t bytes,
+             smla_thread_scratch *scratch, smla_error *error)
+{
+    const int64_t counts[2] = {smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]),
+                               smla_pad_mha_dims(params->kv.value_dim)};
+    const int64_t part_bytes = smla_cpu_attention_scratch_bytes(true, counts);
+    const int64_t num_parts = num_threads + (bytes + part_bytes - 1) / part_bytes;
+    const smla_scratch_size size = {(int)num_parts, part_bytes};
+    return smla_open_scratch(scratch, params->call.op, size, error);
+}
+
 smla_status
 smla_attend_mha(const smla_attention_params *params, const smla_cpu_isa *isa, smla_error *error)
 {
     smla_fill_rows_of_none(&params->padding, &params->visible.reqs, 0, 1, 0, 1);
     tile_cut cut = choose_cut(params);
-    if (cut.num_tasks == 0) {
+    const smla_mha_parts parts = smla_plan_mha_parts(params);
+    const int num_threads = smla_count_threads(cut.num_tasks + parts.num_parts);
+    const int64_t numbers = (params->visible.reqs.num_reqs + 1) * (int64_t)sizeof *cut.before;
+    if (cut.num_tasks + parts.num_parts == 0) {
         return SMLA_OK;
     }
-    const int num_threads = smla_count_threads(cut.num_tasks);
-    const int64_t counts[2] = {smla_pad_mha_dims(params->queries.dims[0] + params->queries.dims[1]),
-                               smla_pad_mha_dims(params->kv.value_dim)};
-    const int64_t part_bytes = smla_cpu_attention_scratch_bytes(true, counts);
-    const smla_scratch_size size = {num_threads + count_parts(params, part_bytes), part_bytes};
     smla_thread_scratch scratch;
-    SMLA_TRY(smla_open_scratch(&scratch, params->call.op, size, error));
-    cut.before = smla_scratch_part(&scratch, num_threads);
-    add_tiles(params, isa->mha->lanes, &cut);
-    const smla_attention_work work = {params, isa, &scratch, &cut};
-    const smla_attention_loop tiles = {cut.num_tasks, num_threads, run_tile};
-    const smla_status status = smla_run_attention(&work, &tiles, 1, error);
+    SMLA_TRY(open_scratch(params, num_threads, parts.bytes + numbers, &scratch, error));
+    smla_attention_work work = {params, isa, &scratch, NULL};
+    uint8_t *const memory = smla_scratch_part(&scratch, num_threads);
+    cut.before = (int64_t *)(void *)(memory + parts.bytes);
+    smla_status status = cut.num_tasks > 0 ? attend_whole(&work, &cut, error) : SMLA_OK;
+    if (status == SMLA_OK && parts.num_tiles > 0) {
+        status = smla_attend_mha_parts(&work, &parts, memory, error);
+    }
     smla_close_scratch(&scratch);
     return status;
 }

@@ -10,6 +10,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/index/slot.h"
+#include "cpu/machine/thread_scratch.h"
 
 enum {
     SMLA_MHA_ROWS = 512,
@@ -30,12 +31,17 @@ typedef struct smla_mha_tile {
     int64_t kv_head;
     int64_t row; /* the first one, counted in the request */
     int num_rows;
+    smla_key_range keys; /* no row sees others, counted in the request */
+    int64_t first_token; /* the token and the head whose results come first */
+    int64_t first_head;
 } smla_mha_tile;
 
 /* A row of queries, and the keys that it sees. */
 typedef struct smla_mha_row {
-    int64_t token; /* in all arrays */
+    int64_t token; /* in all arrays but the results */
     int64_t head;
+    int64_t out_at; /* element of `out`, and of `lse` */
+    int64_t lse_at;
     int64_t req;
     int64_t first_key;   /* where key 0 of the tile would lie, counted as the request's keys do */
     smla_key_range keys; /* numbers in the tile */
@@ -216,3 +222,21 @@ double smla_finish_mha_row(const smla_attention_params *params, const smla_mha_t
 /* Cuts and runs a call. mha.c */
 smla_status smla_attend_mha(const smla_attention_params *params, const struct smla_cpu_isa *isa,
                             smla_error *error);
+
+/* ---- Requests whose keys are cut into parts: mha_parts.c ------------------------------------- */
+
+/* The parts that a request's keys are cut into. With 1, its rows are not cut. */
+int smla_count_mha_parts(const smla_attention_params *params, int64_t req);
+
+/* What the requests with several parts are cut into, and the memory that they need. */
+typedef struct smla_mha_parts {
+    int64_t num_tiles;
+    int64_t num_parts; /* of all tiles */
+    int64_t bytes;     /* aligned to 64 bytes */
+} smla_mha_parts;
+
+smla_mha_parts smla_plan_mha_parts(const smla_attention_params *params);
+
+/* Runs these requests. */
+smla_status smla_attend_mha_parts(const smla_attention_work *work, const smla_mha_parts *parts,
+                                  void *memory, smla_error *error);

@@ -15,8 +15,7 @@ double
 smla_finish_mha_row(const smla_attention_params *params, const smla_mha_tile *tile,
                     const smla_mha_row *row, double sum, double lse)
 {
-    params->results.lse[row->token * params->results.lse_stride_token +
-                        row->head * params->results.lse_stride_head] = (float)lse;
+    params->results.lse[row->lse_at] = (float)lse;
     if (sum == 0.0) {
         return 0.0;
     }
@@ -113,11 +112,9 @@ attend(const smla_attention_params *params, const smla_mha_tile *tile, const sml
     }
     const double lse = state.sum == 0.0 ? -INFINITY : state.max + log(state.sum);
     const double factor = smla_finish_mha_row(params, tile, row, state.sum, lse);
-    const int64_t at =
-        row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
     for (int64_t d = 0; d < params->kv.value_dim; d++) {
         const double x = state.sum == 0.0 ? 0.0 : state.out[d] * factor;
-        store_float(params->results.out, params->results.out_type, at + d, (float)x);
+        store_float(params->results.out, params->results.out_type, row->out_at + d, (float)x);
     }
 }
 

@@ -67,11 +67,9 @@ finish_vector(const tile_work *work, int lane)
     finish_rows(work, lane, factor, rows);
     for (int i = 0; i < num_rows; i++) {
         const smla_mha_row *const row = &work->rows[lane + i];
-        const int64_t at = row->token * params->results.out_stride_token +
-                           row->head * params->results.out_stride_head;
         for (int d = 0; d < params->kv.value_dim; d += WIDTH) {
             store_values(*as_vectors(rows + i * work->value_dims + d), params->results.out_type,
-                         at + d, params->kv.value_dim - d, params->results.out);
+                         row->out_at + d, params->kv.value_dim - d, params->results.out);
         }
     }
 }

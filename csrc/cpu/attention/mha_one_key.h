@@ -132,9 +132,7 @@ attend_only_key(const tile_work *work, const smla_mha_row *row, only_key *key)
         round_value(work, factor, key);
     }
     const int64_t bytes = params->results.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
-    const int64_t at =
-        row->token * params->results.out_stride_token + row->head * params->results.out_stride_head;
-    memcpy((uint8_t *)params->results.out + at * bytes, key->out,
+    memcpy((uint8_t *)params->results.out + row->out_at * bytes, key->out,
            (size_t)(params->kv.value_dim * bytes));
     return true;
 }

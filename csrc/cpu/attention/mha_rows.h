@@ -5,24 +5,42 @@
 
 #include <assert.h>
 
+/* The keys that a query of a request sees in the tile. */
+static smla_key_range
+find_keys(const tile_work *work, const smla_kv_request *of, int64_t query)
+{
+    const smla_key_range seen = smla_find_kv_range(&work->params->visible.rule, of, query);
+    const smla_key_range in = work->tile->keys;
+    const int64_t begin = smla_clamp_int64(seen.begin, in.begin, in.end);
+    return (smla_key_range){begin, smla_clamp_int64(seen.end, begin, in.end)};
+}
+
 /* Finds up to `count` rows of a request, from its row `first` on. Its keys begin at `first_key` of
  * the tile. Returns how many there were. */
 static int
 add_rows(const tile_work *work, int64_t req, const smla_kv_request *of, int64_t first, int count,
          int64_t first_key, smla_mha_row *rows)
 {
+    const smla_results *const results = &work->params->results;
+    const smla_mha_tile *const tile = work->tile;
     const int64_t group = smla_mha_group(work->params);
     int64_t head = first % group;
     int added = 0;
     for (int64_t query = first / group; query < of->num_queries; query++, head = 0) {
-        const smla_key_range keys = smla_find_kv_range(&work->params->visible.rule, of, query);
+        const smla_key_range keys = find_keys(work, of, query);
+        const int64_t token = of->first_query + query - tile->first_token;
         for (; head < group; head++) {
+            const int64_t result_head = tile->kv_head * group + head - tile->first_head;
             if (added == count) {
                 return added;
             }
             rows[added++] = (smla_mha_row){
                 .token = of->first_query + query,
-                .head = work->tile->kv_head * group + head,
+                .head = tile->kv_head * group + head,
+                .out_at =
+                    token * results->out_stride_token + result_head * results->out_stride_head,
+                .lse_at =
+                    token * results->lse_stride_token + result_head * results->lse_stride_head,
                 .req = req,
                 .first_key = of->first_key - first_key,
                 .keys = {first_key + keys.begin, first_key + keys.end},
