@@ -21,7 +21,7 @@ typedef struct smla_merge_rows {
     int64_t num_heads;
     int64_t value_dim;
     smla_float_type type;     /* element type of all parts: bf16, fp16 or fp32 */
-    smla_float_type out_type; /* the same, or bf16 or fp16 where parts are fp32 */
+    smla_float_type out_type; /* the same; bf16 or fp16, too, where parts are fp32 */
     smla_sinks sinks;
     void *out; /* [T, H, V] */
     int64_t out_stride_token;

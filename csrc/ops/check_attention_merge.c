@@ -272,8 +272,8 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
     smla_sinks sinks;
     SMLA_TRY(smla_require_sinks(&c, &given, "at least a sink per head of `outs`", sizes.num_heads,
                                 &sinks));
-    SMLA_TRY(require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? dtype | SMLA_DTYPE_BF16 : dtype,
-                            &sizes));
+    SMLA_TRY(
+        require_merged(&c, args, dtype == SMLA_DTYPE_FP32 ? SMLA_DTYPE_FLOATS : dtype, &sizes));
     SMLA_TRY(smla_finish_check(&c, backend));
     params->call = smla_call_of(&c, args->stream, NULL);
     params->rows = rows_of(&sizes, smla_float_type_of(&first), &sinks, args->out, args->lse);

@@ -182,7 +182,7 @@ typedef struct smla_merge_attn_partials_args {
     smla_parts_arg outs;       /* N of [T, H, V] bf16 | fp16 | fp32 */
     smla_parts_arg lses;       /* N of [T, H] fp32, natural log */
     const DLTensor *attn_sink; /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
-    const DLTensor *out;       /* out [T, H, V], the dtype of outs, or bf16 where outs are fp32 */
+    const DLTensor *out;       /* out [T, H, V], the dtype of outs, or bf16 or fp16 of fp32 outs */
     const DLTensor *lse;       /* out [T, H] fp32 */
     void *stream;
 } smla_merge_attn_partials_args;

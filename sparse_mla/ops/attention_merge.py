@@ -122,7 +122,7 @@ def merge_attn_partials(
         Natural logarithms.
     attn_sink : [>= H] fp32, optional
         -inf has no effect, +inf makes out 0.
-    out : [T, H, V], the dtype of outs, or bf16 where outs are fp32, optional
+    out : [T, H, V], the dtype of outs, or bf16 or fp16 of fp32 outs, optional
     lse : [T, H] fp32, optional
     stream : int handle or stream object, optional
 

@@ -146,12 +146,13 @@ def test_sinks(dtype, spread):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("width", [6, 512, 1500])
-def test_bf16_from_fp32(num_parts, width):
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_16_bits_from_fp32(num_parts, width, kind):
     """The sum in fp32 is rounded once."""
     outs, lses = make_parts(DTYPES["fp32"], num_parts, (40, 3), width)
-    out, lse = check(outs, lses, dtype=ref.BF16, row_gap=8)
+    out, lse = check(outs, lses, dtype=DTYPES[kind], row_gap=8)
     exact, exact_lse = merge(outs, lses)
-    assert_same_bits(out, ref.to_bf16(exact))
+    assert_same_bits(out, ref.to_bf16(exact) if kind == "bf16" else exact.astype(DTYPES[kind]))
     assert_same_bits(lse, exact_lse)
 
 

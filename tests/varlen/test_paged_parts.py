@@ -66,7 +66,8 @@ def test_parts_are_ranges_that_are_merged(num_splits, length, sink):
     """ceil(ceil(n_k / n) / 64) * 64 keys each, from key 0 on."""
     case = Paged([2, 1], [length, 9], 4, 2, (64, 64), num_splits=num_splits, sink=sink, page_size=3)
     got = check(case)
-    share = -(-(-(-length // num_splits)) // 64) * 64
+    part = -(-length // num_splits)
+    share = -(-part // 64) * 64
     keys = [range(at, min(at + share, length)) for at in range(0, length, share)]
     parts = [part_of(case, 0, x) for x in keys]
     outs, lses = [x["out"] for x in parts], [x["lse"] for x in parts]

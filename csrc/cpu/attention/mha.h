@@ -231,7 +231,7 @@ int smla_count_mha_parts(const smla_attention_params *params, int64_t req);
 /* What the requests with several parts are cut into, and the memory that they need. */
 typedef struct smla_mha_parts {
     int64_t num_tiles;
-    int64_t num_parts; /* of all tiles */
+    int64_t num_parts; /* those of all tiles */
     int64_t bytes;     /* aligned to 64 bytes */
 } smla_mha_parts;
 

@@ -8,8 +8,8 @@
 
 enum {
     PART_KEYS = 1024, /* a part has so many keys at least, if the plan chooses */
-    MOST_ROWS = 64,   /* of a request and a KV head, if the plan chooses; more make tiles enough */
-    TILE_ROWS = 64,   /* of a tile that has parts, or as many as one token has */
+    MOST_ROWS = 64,   /* a request with more rows per KV head has tiles enough, if it chooses */
+    TILE_ROWS = 64,   /* a tile that has parts has so many rows, or those of one token */
 };
 
 /* Bytes of partial rows that a call holds at once. */

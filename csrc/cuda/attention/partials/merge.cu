@@ -6,9 +6,9 @@
  *              (1 + e^(sink - lse))), without a sink / (1 + lower); out = sum of weight_i out_i. Of
  *              two states, side b is all from token merged_tokens on.
  * Shapes       2 states or 1 to 64 partials: out_i [T, H, V] bf16, fp16 or fp32, lse_i [T, H] fp32;
- *              out [T, H, V] of the parts' type, or bf16 where partials are fp32; lse [T, H] fp32;
- *              tokens and heads any stride apart, in each array its own; attn_sink [H] fp32. out
- *              may be that of a state, and lse may be that of a state.
+ *              out [T, H, V] of the parts' type, and of fp32 partials bf16 or fp16, too; lse
+ *              [T, H] fp32; tokens and heads any stride apart, in each array its own; attn_sink
+ *              [H] fp32. out may be that of a state, and lse may be that of a state.
  * Shared mem   none
  * Roles        Threads of a row have 2 vectors of 16 bytes of each part at a time (2 elements where
  *              rows are not aligned), and load them before the first weight is known.
@@ -445,6 +445,8 @@ const merge_row<SMLA_MAX_PARTS> partial_rows[] = {
     ROWS_OF_ONE_TYPE(false),
     serve<SMLA_FLOAT_FP32, SMLA_FLOAT_BF16, 4, false>(),
     serve<SMLA_FLOAT_FP32, SMLA_FLOAT_BF16, 1, false>(),
+    serve<SMLA_FLOAT_FP32, SMLA_FLOAT_FP16, 4, false>(),
+    serve<SMLA_FLOAT_FP32, SMLA_FLOAT_FP16, 1, false>(),
 };
 
 /* ---- Launcher ------------------------------------------------------------------------------ */
