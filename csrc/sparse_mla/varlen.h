@@ -84,7 +84,8 @@ typedef struct smla_paged_attention_args {
     const DLTensor *attn_sink;     /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
     const DLTensor *out;           /* out [T, H, Dv], the dtype of q | fp32; bf16 | fp32 for e4m3 */
     const DLTensor *lse;           /* out [T, H] fp32, natural log */
-    const DLTensor *workspace;     /* [any] uint8, optional, as in smla_varlen_attention_args */
+    const DLTensor *workspace;     /* [any] uint8, optional: with attention_workspace_size bytes and
+                                    * num_splits 0, a GPU's kernels split keys where this pays */
     smla_scale_arg q_descale;      /* an e4m3 query only, as in smla_varlen_attention_args */
     smla_scale_arg k_descale;      /* e4m3 keys only, likewise */
     smla_scale_arg v_descale;      /* e4m3 values only, likewise */
@@ -100,7 +101,7 @@ typedef struct smla_paged_attention_args {
     int64_t max_seqlen_k;
     int32_t has_window;
     int32_t is_causal;
-    int32_t num_splits; /* 0 or 1: keys are not split */
+    int32_t num_splits; /* 0: the plan chooses; 1: keys are not split */
     void *stream;
     int32_t fills_padding; /* as in smla_mla_attention_args */
 } smla_paged_attention_args;

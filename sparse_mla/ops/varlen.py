@@ -227,12 +227,15 @@ def paged_attention(
     max_seqlen_q, max_seqlen_k : int, optional
         Hints. Results are the same whatever they are.
     num_splits : int
-        0 or 1: a request's keys are not split.
+        0: the plan chooses, from the shapes, the device and the requests' lengths. 1: a request's
+        keys are not split, so that a row's bits do not depend on other requests, nor on the other
+        queries of its own.
     out : [T, H, Dv] of the dtype of q, or fp32, optional
         For an e4m3 query bf16, or fp32.
     lse : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
-        Not needed.
+        Of `attention_workspace_size(T, H, longest n_k)` bytes, with any contents. With a smaller one
+        a GPU's kernels do not split keys.
     stream : int handle or stream object, optional
 
     Returns

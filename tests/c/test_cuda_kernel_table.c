@@ -94,6 +94,7 @@ test_table(void)
          1, 16, 0, 32, 2, 68608},
         {"sm90_mha", "mha_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
         {"sm80_mha", "varlen_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
+        {"sm90_paged", "paged_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
         {"sm80_paged", "paged_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
     };
     enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
@@ -122,6 +123,7 @@ test_table(void)
         EXPECT_EQ(kernel->serves,
                   !is_hopper ? (is_mha || is_512 ? serves_all
                                                  : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
+                  : is_paged ? (unsigned)(SMLA_NEEDS_MASK | SMLA_NEEDS_SOFTCAP)
                   : is_mha || kernel->plans_itself ? 0
                   : is_table ? (unsigned)SMLA_NEEDS_SPLITS
                              : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));

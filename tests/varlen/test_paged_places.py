@@ -47,21 +47,24 @@ def assert_same(got: dict, want: dict) -> None:
 
 # --- the same keys by other ways -----------------------------------------------------------------
 
-# What Hopper's kernel of varlen_attention serves has other bits on CUDA: 192 or 128 values of keys
-# and 128 of values, in bf16 or fp16, without windows, chunks or a softcap.
+# What a Hopper kernel of varlen_attention or paged_attention serves has other bits on CUDA: 192 or
+# 128 values of keys and 128 of values, in bf16 or fp16, without windows, chunks or a softcap; in
+# pages 64, 128 or 256 of both.
 RAGGED = [
-    {"dims": (64, 64), "kv_heads": 2},
     {"dims": (80, 80), "kv_heads": 1},
-    {"dims": (256, 256), "kv_heads": 4, "sink": True},
     {"dims": (40, 24), "kv_heads": 4, "q_type": "fp16", "kv_type": "fp16"},
     {"dims": (576, 512), "heads": 16, "kv_heads": 1},
     {"dims": (64, 64), "kv_heads": 2, "q_type": "e4m3", "kv_type": "e4m3", "descales": "rows"},
     {"dims": (128, 128), "kv_heads": 2, "kv_type": "e4m3", "descales": "number"},
     {"dims": (192, 128), "kv_heads": 4, "softcap": 3.0},
-    {"dims": (128, 128), "kv_heads": 2, "mask": Mask(causal=True, window=(20, 0))},
-    {"dims": (128, 128), "kv_heads": 2, "mask": Mask(chunk=48)},
+    {"dims": (192, 128), "kv_heads": 2, "mask": Mask(causal=True, window=(20, 0))},
+    {"dims": (192, 128), "kv_heads": 2, "mask": Mask(chunk=48)},
 ]
 HOPPER = [
+    {"dims": (64, 64), "kv_heads": 2},
+    {"dims": (256, 256), "kv_heads": 4, "sink": True},
+    {"dims": (128, 128), "kv_heads": 2, "mask": Mask(causal=True, window=(20, 0))},
+    {"dims": (128, 128), "kv_heads": 2, "mask": Mask(chunk=48)},
     {"dims": (128, 128), "kv_heads": 2},
     {"dims": (192, 128), "kv_heads": 4, "q_type": "fp16", "kv_type": "fp16"},
 ]
@@ -106,7 +109,7 @@ def test_qv_is_a_pair(kind):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("fields", [*RAGGED[:4], *HOPPER])
+@pytest.mark.parametrize("fields", [*RAGGED[:3], *HOPPER])
 def test_no_bit_depends_on_the_page_size(fields, mask):
     """Nor on a table of slots, the layout of the caches, and strides."""
     common = {"leftpad": [5, 0, 70], **fields, "mask": MASKS[mask]}
@@ -116,6 +119,8 @@ def test_no_bit_depends_on_the_page_size(fields, mask):
         assert_same(dataclasses.replace(case, page_size=page_size).run(attend), want)
     for layout in LAYOUTS:
         for is_spread in (False, True):
+            if is_spread and ON_CUDA and fields in HOPPER:
+                continue  # strides that are no multiples of 16 bytes are another kernel's
             again = dataclasses.replace(case, layout=layout, is_spread=is_spread)
             assert_same(again.run(attend), want)
             assert_same(dataclasses.replace(again, has_slots=True).run(attend), want)
@@ -164,8 +169,13 @@ def test_requests_may_share_pages():
         keys = [x[table[b]].reshape(48, 2, 64)[: lens[b]] for x in (k, v)]
         starts = int32(0, 1), int32(0, lens[b])
         want = sparse_mla.varlen_attention(q[b : b + 1], *keys, *starts, softmax_scale=0.1)
-        assert_same_bits(out[b : b + 1], want[0])
-        assert_same_bits(lse[b : b + 1], want[1])
+        if ON_CUDA:  # another kernel's bits
+            got, least = (ref.to_f32(x).astype(np.float64) for x in (out[b : b + 1], want[0]))
+            assert np.abs(got - least).max() < 0.02
+            assert np.abs(np.asarray(lse[b : b + 1]) - np.asarray(want[1])).max() < 1e-5
+        else:
+            assert_same_bits(out[b : b + 1], want[0])
+            assert_same_bits(lse[b : b + 1], want[1])
 
 
 # --- batch invariance ----------------------------------------------------------------------------
@@ -192,7 +202,7 @@ def test_a_row_does_not_depend_on_others(kv_heads, mask, leftpad):
     lens = [n + int(x) for n, x in zip(queries, rng.integers(0, 160, 8), strict=True)]
     case = Paged(
         queries, lens, 4, kv_heads, (64, 64), mask=MASKS[mask], sink=True, leftpad=leftpad,
-        page_size=3, holes=0.1,
+        page_size=3, holes=0.1, num_splits=1,
     )  # fmt: skip
     got = check(case)
     for b in (0, 1, 2, 3, 7):

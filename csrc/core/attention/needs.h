@@ -24,16 +24,22 @@
 enum { SMLA_NEEDS(SMLA_NEED_NUMBER) SMLA_NUM_NEEDS };
 enum { SMLA_NEEDS(SMLA_NEED_BIT) SMLA_NEEDS_ALL = (1 << SMLA_NUM_NEEDS) - 1 };
 
-/* The sizes of multi-head attention that need nothing of a kernel: rows of 192 or 128 values, in
- * parts of whole segments, and 128 values. */
+/* The sizes of multi-head attention that need nothing of a kernel. Of ragged keys, they are rows of
+ * 192 or 128 values, in parts of whole segments, and 128 values. Of keys in pages, they are rows of
+ * 64, 128 or 256 values, without a second part, and as many values. */
 enum { SMLA_USUAL_VALUE_DIM = 128, SMLA_USUAL_SEGMENT = 64 };
 
 static inline bool
-smla_has_usual_sizes(const smla_queries *queries, const smla_kv_heads *kv)
+smla_has_usual_sizes(const smla_attention_params *p)
 {
-    const int dim = queries->dims[SMLA_NOPE] + queries->dims[SMLA_PE];
-    return (dim == 192 || dim == 128) && kv->value_dim == SMLA_USUAL_VALUE_DIM &&
-           queries->dims[SMLA_NOPE] % SMLA_USUAL_SEGMENT == 0;
+    const int16_t *const dims = p->queries.dims;
+    const int dim = dims[SMLA_NOPE] + dims[SMLA_PE];
+    if (p->source == SMLA_KEYS_PAGED) {
+        return (dim == 64 || dim == 128 || dim == 256) && p->kv.value_dim == dim &&
+               dims[SMLA_PE] == 0;
+    }
+    return (dim == 192 || dim == 128) && p->kv.value_dim == SMLA_USUAL_VALUE_DIM &&
+           dims[SMLA_NOPE] % SMLA_USUAL_SEGMENT == 0;
 }
 
 /* Whether rows begin at multiples of 16 bytes. Both strides are in elements of so many bytes. */
@@ -75,8 +81,7 @@ smla_find_needs(const smla_attention_params *p)
         const bool is_pure = p->queries.type == p->kv.type && p->kv.type != SMLA_FLOAT_E4M3;
         const bool is_causal_or_open = rule->left < 0 && rule->right <= 0 && rule->chunk == 0;
         const bool is_usual = !has_softcap && p->logits.softmax_scale > 0.0;
-        return (is_pure ? 0 : SMLA_NEEDS_TYPES) |
-               (smla_has_usual_sizes(&p->queries, &p->kv) ? 0 : SMLA_NEEDS_SIZES) |
+        return (is_pure ? 0 : SMLA_NEEDS_TYPES) | (smla_has_usual_sizes(p) ? 0 : SMLA_NEEDS_SIZES) |
                (is_causal_or_open ? 0 : SMLA_NEEDS_MASK) | (is_usual ? 0 : SMLA_NEEDS_SOFTCAP) |
                (is_aligned ? 0 : SMLA_NEEDS_UNALIGNED) |
                (p->kv.num_keys == 0 || p->visible.reqs.num_reqs == 0 ? SMLA_NEEDS_NO_KEYS : 0);

@@ -62,6 +62,27 @@ static const smla_py_limit varlen_limits[] = {
     {SMLA_PY_LIMIT_HEADS, VARLEN_Q, 1, SMLA_MAX_HEADS},
 };
 
+/* Enough for cuts of any kernel, whatever the requests' lengths are; 0 if the call itself words an
+ * error better. */
+static int64_t
+paged_workspace_bytes(const void *args)
+{
+    const smla_paged_attention_args *const a = args;
+    const smla_attention_workspace_args needs = {
+        .struct_size = sizeof needs,
+        .num_tokens = smla_size(a->q, 0),
+        .num_heads = smla_size(a->q, 1),
+        .topk = 1,
+        .num_splits = a->num_splits,
+        .device = a->q->device,
+    };
+    int64_t bytes = 0;
+    return a->q->device.device_type == kDLCUDA &&
+                   smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK
+               ? bytes
+               : 0;
+}
+
 enum { PAGED_Q, PAGED_V_CACHE = 3, PAGED_OUT = 13, PAGED_LSE };
 
 static const smla_py_param paged_params[] = {
@@ -125,6 +146,7 @@ const smla_py_operator smla_py_varlen_operators[] = {
      .compute = compute_paged_attention,
      SMLA_PY_RESULTS(paged_results),
      SMLA_PY_LIMITS(paged_limits),
-     .fills_offset = offsetof(smla_paged_attention_args, fills_padding)},
+     .fills_offset = offsetof(smla_paged_attention_args, fills_padding),
+     .workspace_bytes = paged_workspace_bytes},
     {.name = NULL},
 };

@@ -74,6 +74,7 @@ attend_mha(const smla_attention_params *params)
 
 ATTEND_MHA(sm90_mha)
 ATTEND_MHA(sm80_mha)
+ATTEND_MHA(sm90_paged)
 ATTEND_MHA(sm80_paged)
 
 cudaError_t

@@ -57,6 +57,7 @@ hold_launch(const char *launcher, const smla_attention_params *params,
 EACH_LAUNCHER(LAUNCHER)
 LAUNCHER(sm90_mha)
 LAUNCHER(sm80_mha)
+LAUNCHER(sm90_paged)
 LAUNCHER(sm80_paged)
 
 cudaError_t

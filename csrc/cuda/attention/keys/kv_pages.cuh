@@ -1,6 +1,7 @@
-/* kv_pages.cuh: where a page of a cache with KV heads becomes an address. A kernel copies the
- * table's entries of a block of keys to shared memory while it computes another block, and turns
- * them into places when it copies the keys' rows. Nothing else in a kernel knows of pages.
+/* kv_pages.cuh: where a page of a cache with KV heads becomes an address. The
+ * portable kernel copies the table's entries of a block of keys to shared memory while it computes
+ * another block; gather warps on Hopper load them one block ahead. Both turn them into places when
+ * they copy the keys' rows. Nothing else in a kernel knows of pages.
  */
 #pragma once
 
@@ -58,7 +59,19 @@ bring_entries(const kv_pages &pages, int64_t req, uint32_t position, uint32_t to
     }
 }
 
-/* Where the key at a position lies, whose entry is in shared memory. */
+/* Loads the entry of the key at a position; -1, which hides the key, unless `is_on`. */
+__device__ __forceinline__ int32_t
+load_entry(const kv_pages &pages, int64_t req, uint32_t position, bool is_on)
+{
+    const uint32_t column = find_entry_column(pages, position);
+    uint32_t entry;
+    ptx_load_4_cached(pages.of.table.block_table + req * pages.of.table.stride_req +
+                          column * pages.of.table.stride_block,
+                      is_on && column < pages.of.table.num_blocks, UINT32_MAX, &entry);
+    return (int32_t)entry;
+}
+
+/* Where the key at a position lies, given its entry. */
 __device__ __forceinline__ kv_place
 find_place(const kv_pages &pages, int32_t entry, uint32_t position)
 {

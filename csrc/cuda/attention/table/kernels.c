@@ -104,6 +104,8 @@ enum {
      .launch = smla_attend_##stem,         \
      __VA_ARGS__}
 
+smla_attention_launcher smla_attend_sm90_paged;
+
 const smla_attention_kernel smla_attention_kernels[] = {
     SM90_SMALL(FP8, sm90_small, 17, 32, 8, 32),
     SM90_SMALL(FP8, sm90_small, 1, 16, 9, 22),
@@ -142,6 +144,10 @@ const smla_attention_kernel smla_attention_kernels[] = {
         .arch = 90, .arch_text = "sm_90", .shared_bytes = SMLA_SM90_SHARED_BYTES),
     MHA("varlen_attention.cu", sm80_mha, RAGGED, "up to 576 of any type, 512 values",
         .serves = SMLA_NEEDS_ALL, .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+"),
+    MHA("paged_attention_sm90.cu", sm90_paged, PAGED,
+        "64, 128 or 256 bfloat16 or float16, in pages",
+        .serves = SMLA_NEEDS_MASK | SMLA_NEEDS_SOFTCAP, .arch = 90, .arch_text = "sm_90",
+        .shared_bytes = SMLA_SM90_SHARED_BYTES),
     MHA("paged_attention.cu", sm80_paged, PAGED, "up to 576 of any type, 512 values, in pages",
         .serves = SMLA_NEEDS_ALL, .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+"),
     {.launch = NULL},

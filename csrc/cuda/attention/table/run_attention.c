@@ -102,9 +102,9 @@ smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
-/* ---- Ragged keys --------------------------------------------------------------------------- */
+/* ---- Keys and values of KV heads ----------------------------------------------------------- */
 
-/* Whether the tiles of mha_attention_sm90.cu have int32 numbers, wherever requests begin. */
+/* Whether the tiles of Hopper's kernels have int32 numbers, wherever requests begin. */
 static bool
 can_count_tiles(const smla_attention_params *p)
 {
@@ -117,7 +117,7 @@ can_count_tiles(const smla_attention_params *p)
 cudaError_t
 smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device *device)
 {
-    const smla_attention_start start = {.deferred = NULL};
+    const smla_attention_start start = {.cut_bytes = params->plan.runs[0].cut_bytes};
     smla_kernel_call call = {
         .source = params->source,
         .needs = smla_find_needs(params) | (can_count_tiles(params) ? 0 : SMLA_NEEDS_SIZES),

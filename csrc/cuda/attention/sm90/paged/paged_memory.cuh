@@ -1,0 +1,177 @@
+/* paged_memory.cuh: the argument, the shared memory and the barriers of paged_attention_sm90.cu. */
+#pragma once
+
+#include "cuda/attention/kernel_params.cuh"
+#include "cuda/attention/keys/kv_pages.cuh"
+#include "cuda/attention/table/kernels.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+enum {
+    GROUPS = 2,
+    GROUP_WARPS = 4,
+    GROUP_THREADS = GROUP_WARPS * SMLA_WARP_LANES,
+    CONSUMER_WARPS = GROUPS * GROUP_WARPS,
+    CONSUMER_THREADS = GROUPS * GROUP_THREADS,
+    GATHER_WARPS = 4,
+    GATHER_THREADS = GATHER_WARPS * SMLA_WARP_LANES,
+    PAGED_THREADS = CONSUMER_THREADS + GATHER_THREADS,
+    CONSUMER_REGISTERS = 208,
+    GATHER_REGISTERS = 88,
+
+    WARP_ROWS = 16, /* rows of a tile that a consumer warp has */
+    GROUP_ROWS = GROUP_WARPS * WARP_ROWS,
+    TILE_ROWS = GROUPS * GROUP_ROWS,
+    SEGMENT = 64,        /* elements of a row in 128 bytes, whose 16-byte chunks are swizzled */
+    SEGMENT_BYTES = 128, /* also the bytes between two rows of a segment */
+    SEGMENT_CHUNKS = SEGMENT_BYTES / 16,
+
+    ITEM_SLOTS = 2,     /* items that gather warps may have published and groups not left */
+    MOST_BUFFERS = 13,  /* of 64 dims */
+    OTHER_BYTES = 3072, /* shared memory for what is no row of queries, keys or values */
+};
+
+/* Named barriers; the number of the group is added. */
+enum {
+    GROUP_BARRIER = 1, /* the group's threads | the same */
+    TURN = 3,          /* the other group's threads | the group's */
+};
+
+/* D: dims of a query, a key and a value. */
+template <int D> struct paged_shape {
+    static constexpr int KEYS = D <= 128 ? 128 : 64; /* of a block */
+    static constexpr int SEGMENTS = D / SEGMENT;
+    static constexpr int SEGMENT_STEP = KEYS * SEGMENT_BYTES; /* from a segment to the next */
+    static constexpr int BUFFER_BYTES = KEYS * D * 2;
+    static constexpr int QUERY_BYTES = GROUP_ROWS * D * 2; /* of a group */
+    static constexpr int BUFFERS =
+        (SMLA_SM90_SHARED_BYTES - GROUPS * QUERY_BYTES - OTHER_BYTES) / BUFFER_BYTES;
+    static constexpr int WARP_KEYS = KEYS / GATHER_WARPS; /* that a gather warp copies */
+    static constexpr int HIDDEN_WORDS = KEYS / 32;
+    static_assert(BUFFERS <= MOST_BUFFERS, "barriers of each");
+};
+
+/* Where CTAs leave what they know of tiles that they share: each has two slots of rows. */
+struct paged_partials {
+    unsigned long long *arrivals; /* [CTAs], counters of claims.cuh; NULL: no tile is cut */
+    float *states;                /* [slots][slot_rows][2]: max_log2, sum (softmax.cuh) */
+    float *values;                /* [slots][slot_rows][D] */
+    int32_t slot_rows;
+};
+
+struct paged_args {
+    mha_params p;
+    kv_pages pages;
+    paged_partials partials;
+    smla_divisor group; /* H / Hk */
+    int64_t out_token_bytes;
+    int64_t out_head_bytes;
+    int64_t most_keys;  /* that a table has entries for; positions behind them are hidden */
+    float scale;        /* what makes logits in the log2 domain of scores, or of capped logits */
+    float early_scale;  /* and where `is_early`, what makes logits of scores before that */
+    float cap_log2;     /* 0: logits are not capped */
+    float cap_exponent; /* 2 log2(e) / cap_log2 */
+    bool is_early;      /* masks need capped logits, or scores of another sign */
+};
+
+/* The keys begin...end - 1 of a request. */
+struct paged_limits {
+    int32_t begin;
+    int32_t end;
+};
+
+/* What a CTA computes at a time: rows of a tile, and blocks of their keys. Consumers read this. */
+struct paged_item {
+    int32_t num_rows;    /* 0: there are no more items */
+    int32_t first_row;   /* number in the request: token * group + head of the group */
+    int32_t first_query; /* the first token of the request */
+    int32_t kv_head;
+    int32_t first_key;  /* of the first block, in the request */
+    int32_t num_blocks; /* at least one */
+    int32_t owners;     /* a bit for each group that computes rows of it */
+    int32_t num_parts;  /* CTAs that have blocks of the tile's keys; 1: it is not cut */
+    int32_t part;       /* the CTA's number among them */
+    int32_t first_cta;  /* the first of them */
+};
+
+/* A buffer holds the keys or the values of a block. Blocks take two buffers in turn, so that keys
+ * and values may be in any of them. Row r of a segment has its 16-byte chunk c at c ^ r % 8. */
+template <int D> struct paged_memory {
+    using shape = paged_shape<D>;
+    alignas(1024) uint16_t queries[GROUPS][shape::SEGMENTS][GROUP_ROWS][SEGMENT];
+    alignas(1024) uint16_t buffers[shape::BUFFERS][shape::SEGMENTS][shape::KEYS][SEGMENT];
+    paged_limits limits[ITEM_SLOTS][TILE_ROWS];
+    alignas(16) uint32_t hidden[shape::BUFFERS][shape::HIDDEN_WORDS]; /* a bit per key */
+    paged_item items[ITEM_SLOTS];
+    int32_t is_last[GROUPS];
+    /* mbarriers; paged_attention_sm90.cu lists who arrives and who waits */
+    uint64_t q_full[GROUPS];
+    uint64_t q_empty[GROUPS];
+    uint64_t full[shape::BUFFERS];
+    uint64_t empty[shape::BUFFERS];
+    uint64_t item_full[ITEM_SLOTS];
+    uint64_t item_empty[ITEM_SLOTS];
+};
+
+__device__ __forceinline__ int
+lane_idx(void)
+{
+    return (int)threadIdx.x % SMLA_WARP_LANES;
+}
+
+/* The address of an mbarrier. */
+__device__ __forceinline__ uint32_t
+at(const uint64_t &barrier)
+{
+    return ptx_shared_address(&barrier);
+}
+
+/* Initialises an array of mbarriers. */
+template <int COUNT>
+__device__ __forceinline__ void
+start_barriers(uint64_t (&barriers)[COUNT], int arrivals)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        ptx_mbarrier_init(at(barriers[i]), arrivals);
+    }
+}
+
+/* Called by one thread. */
+template <int D>
+__device__ __forceinline__ void
+start_memory(paged_memory<D> *shared)
+{
+    start_barriers(shared->q_full, GATHER_THREADS);
+    start_barriers(shared->q_empty, GROUP_WARPS);
+    start_barriers(shared->full, GATHER_THREADS + GATHER_WARPS);
+    start_barriers(shared->empty, CONSUMER_WARPS);
+    start_barriers(shared->item_full, GATHER_WARPS);
+    start_barriers(shared->item_empty, CONSUMER_THREADS);
+    ptx_fence_mbarrier_init();
+}
+
+/* Waits until buffer number `count`, counted over all items, has been read. Its next contents may
+ * be written then. A group that has left out blocks waits for this, too, before it waits for the
+ * contents: a barrier tells phases apart only from the ones next to them. */
+template <int D>
+__device__ __forceinline__ void
+await_empty(const paged_memory<D> *shared, uint32_t count)
+{
+    constexpr uint32_t BUFFERS = paged_shape<D>::BUFFERS;
+    ptx_mbarrier_wait(at(shared->empty[count % BUFFERS]), (count / BUFFERS % 2) ^ 1);
+}
+
+/* A query row's place. */
+struct paged_row {
+    int32_t query; /* number in the request */
+    int32_t head;
+};
+
+__device__ __forceinline__ paged_row
+find_row(const paged_args &args, int32_t kv_head, int32_t row)
+{
+    const int32_t query = (int32_t)smla_divide_uint32((uint32_t)row, args.group);
+    const int32_t group = (int32_t)args.group.divisor;
+    return paged_row{query, kv_head * group + row - query * group};
+}

@@ -1,0 +1,283 @@
+/* paged_results.cuh: how a consumer group of paged_attention_sm90.cu finishes the rows of an item:
+ * as results, or as partial rows, which the last CTA of a cut tile folds. There is no division
+ * here, because its rare path is a called function, which makes all products wait (mha_results.cuh).
+ */
+#pragma once
+
+#include "cuda/attention/partials/softmax.cuh"
+#include "cuda/attention/sm90/paged/paged_weights.cuh"
+#include "cuda/attention/tiles/claims.cuh"
+
+/* ---- Results -------------------------------------------------------------------------------- */
+
+/* The token and head of a tile's row. */
+__device__ __forceinline__ paged_row
+find_result(const paged_args &args, const paged_item &item, int row)
+{
+    paged_row place = find_row(args, item.kv_head, item.first_row + row);
+    place.query += item.first_query;
+    return place;
+}
+
+__device__ __forceinline__ uint8_t *
+find_out(const paged_args &args, const paged_row &place)
+{
+    return (uint8_t *)args.p.results.out + place.query * args.out_token_bytes +
+           place.head * args.out_head_bytes;
+}
+
+/* Returns the factor that turns a row's out into its result, given the row's sum of
+ * 2^(logit - reference + top), and writes its lse if `writes`. */
+__device__ __forceinline__ float
+finish_row(const paged_args &args, const paged_row &place, float reference, int top, float sum,
+           bool writes)
+{
+    const mha_params &p = args.p;
+    const float lse = softmax_lse_of_weights(reference, top, sum);
+    if (writes && p.results.lse != NULL) {
+        p.results.lse[place.query * p.results.lse_stride_token +
+                      place.head * p.results.lse_stride_head] = lse;
+    }
+    float factor = sum == 0.0f ? 0.0f : smla_rcp(sum);
+    if (p.logits.sinks.values != NULL && sum != 0.0f) {
+        const float sink = __ldg(p.logits.sinks.values + place.head * p.logits.sinks.stride);
+        factor *= smla_rcp(1.0f + expf(sink - lse));
+    }
+    return factor;
+}
+
+/* A row's value times its factor; 0 where it is 0, whatever the value is. */
+__device__ __forceinline__ float
+finish_value(float value, float factor)
+{
+    return factor == 0.0f ? 0.0f : value * factor;
+}
+
+__device__ __forceinline__ uint32_t
+pack_results(const paged_args &args, float low, float high)
+{
+    return args.p.results.out_type == SMLA_FLOAT_FP16 ? ptx_cvt_f16x2(low, high)
+                                                      : smla_cvt_bf16x2(low, high);
+}
+
+/* Writes a thread's values of a row. */
+template <int D>
+__device__ __forceinline__ void
+write_row(const paged_args &args, uint8_t *to, int i, float factor, bool is_row,
+          const paged_consumer<D> &state)
+{
+    const int column = lane_again() % 4;
+    if (args.p.results.out_type == SMLA_FLOAT_FP32) {
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+            const float *const pair = &state.out[4 * n + 2 * i];
+            const uint32_t words[2] = {smla_float_bits(finish_value(pair[0], factor)),
+                                       smla_float_bits(finish_value(pair[1], factor))};
+            if (is_row) {
+                smla_store_vector_2(to + 32 * n + 8 * column, words);
+            }
+        }
+        return;
+    }
+    /* Four lanes have 8 columns; a lane gets all of them, and other lanes get the next ones. */
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float *const pair = &state.out[4 * (n + k) + 2 * i];
+            words[k] =
+                pack_results(args, finish_value(pair[0], factor), finish_value(pair[1], factor));
+        }
+        smla_turn_words(column, words);
+        smla_store_vector_4_if(to + 16 * (n + column), words, is_row);
+    }
+}
+
+template <int D, bool HALF>
+__device__ __forceinline__ void
+write_results(const paged_args &args, const paged_item &item, int first_row,
+              const paged_consumer<D> &state)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = first_row + lane_again() / 4 + 8 * i;
+        const bool is_row = row < item.num_rows;
+        const paged_row place = find_result(args, item, is_row ? row : 0);
+        const float sum = smla_sum_of_lanes<SMLA_QUAD_LANES>(state.sum[i] + state.rest[i]);
+        const float factor = finish_row(args, place, state.reference[i], (int)TOP_EXPONENT<HALF>,
+                                        sum, is_row && lane_again() % 4 == 0);
+        write_row(args, find_out(args, place), i, factor, is_row, state);
+    }
+}
+
+/* ---- Partial rows --------------------------------------------------------------------------- */
+
+/* The partial row of a tile's row. Each CTA begins one cut tile at most and ends one, so the slots
+ * of a tile's parts are no other tile's. */
+__device__ __forceinline__ int64_t
+find_partial_row(const paged_args &args, const paged_item &item, int part, int row)
+{
+    return (int64_t)(2 * item.first_cta + part) * args.partials.slot_rows + row;
+}
+
+/* Leaves the rows of a part, by the rules of softmax.cuh: the maximum is an integer, to which sums
+ * and values are rescaled. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+write_partial_rows(const paged_args &args, const paged_item &item, int first_row,
+                   const paged_consumer<D> &state)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = first_row + lane_again() / 4 + 8 * i;
+        const float sum = smla_sum_of_lanes<SMLA_QUAD_LANES>(state.sum[i] + state.rest[i]);
+        const float reference = state.reference[i] - TOP_EXPONENT<HALF>;
+        const float factor = sum == 0.0f ? 0.0f : ptx_exp2(reference - ceilf(reference));
+        if (row < item.num_rows) {
+            const int64_t number = find_partial_row(args, item, item.part, row);
+            float *const to = args.partials.values + number * D + lane_again() % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                const float *const pair = &state.out[4 * n + 2 * i];
+                const uint32_t words[2] = {smla_float_bits(finish_value(pair[0], factor)),
+                                           smla_float_bits(finish_value(pair[1], factor))};
+                smla_store_vector_2(to + 8 * n, words);
+            }
+            if (lane_again() % 4 == 0) {
+                const uint32_t words[2] = {smla_float_bits(sum == 0.0f ? -INFINITY
+                                                                       : ceilf(reference)),
+                                           smla_float_bits(sum * factor)};
+                smla_store_vector_2(args.partials.states + 2 * number, words);
+            }
+        }
+    }
+}
+
+/* ---- Folds ---------------------------------------------------------------------------------- */
+
+/* The state of a row's part; one without keys behind the last part. */
+__device__ __forceinline__ float2
+load_part(const paged_args &args, const paged_item &item, int part, int row)
+{
+    return part < item.num_parts ? __ldcg((const float2 *)args.partials.states +
+                                          find_partial_row(args, item, part, row))
+                                 : make_float2(-INFINITY, 0.0f);
+}
+
+/* The maximum and the sum of a whole row. */
+__device__ __forceinline__ float2
+fold_states(const paged_args &args, const paged_item &item, int row)
+{
+    float2 whole = make_float2(-INFINITY, 0.0f);
+#pragma unroll 1
+    for (int first = 0; first < item.num_parts; first += SMLA_WARP_LANES) {
+        whole.x = fmaxf(whole.x, load_part(args, item, first + lane_again(), row).x);
+    }
+    whole.x = smla_max_of_lanes(whole.x);
+#pragma unroll 1
+    for (int first = 0; first < item.num_parts; first += SMLA_WARP_LANES) {
+        const float2 part = load_part(args, item, first + lane_again(), row);
+        whole.y += part.y * softmax_rescale(part.x, softmax_reference(whole.x));
+    }
+    whole.y = smla_sum_of_lanes(whole.y);
+    return whole;
+}
+
+/* Adds a row's values in the order of the parts. A lane has LANE_VALUES of them. */
+template <int LANE_VALUES>
+__device__ __forceinline__ void
+fold_values(const paged_args &args, const paged_item &item, int row, float max_log2,
+            float (&total)[LANE_VALUES])
+{
+    constexpr int D = LANE_VALUES * SMLA_WARP_LANES;
+    constexpr int AT_ONCE = 32 / LANE_VALUES;
+#pragma unroll 1
+    for (int first = 0; first < item.num_parts; first += AT_ONCE) {
+        float2 values[AT_ONCE][LANE_VALUES / 2];
+        float factors[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int part = min(first + k, item.num_parts - 1);
+            const float *const from =
+                args.partials.values + find_partial_row(args, item, part, row) * D;
+            factors[k] = softmax_rescale(load_part(args, item, first + k, row).x,
+                                         softmax_reference(max_log2));
+#pragma unroll
+            for (int j = 0; j < LANE_VALUES / 2; j++) {
+                values[k][j] = __ldcg((const float2 *)from + j * SMLA_WARP_LANES + lane_again());
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+#pragma unroll
+            for (int j = 0; j < LANE_VALUES / 2; j++) {
+                ptx_fma_unless_zero(&total[2 * j], values[k][j].x, factors[k]);
+                ptx_fma_unless_zero(&total[2 * j + 1], values[k][j].y, factors[k]);
+            }
+        }
+    }
+}
+
+/* Folds the rows of a cut tile, of which each warp takes every fourth. */
+template <int D>
+__device__ __forceinline__ void
+fold_tile(const paged_args &args, const paged_item &item, int warp)
+{
+    constexpr int LANE_VALUES = D / SMLA_WARP_LANES;
+#pragma unroll 1
+    for (int row = warp; row < item.num_rows; row += GROUP_WARPS) {
+        const float2 whole = fold_states(args, item, row);
+        float total[LANE_VALUES] = {};
+        fold_values(args, item, row, whole.x, total);
+        const paged_row place = find_result(args, item, row);
+        const float factor =
+            finish_row(args, place, softmax_reference(whole.x), 0, whole.y, lane_again() == 0);
+        uint8_t *const out = find_out(args, place);
+#pragma unroll
+        for (int j = 0; j < LANE_VALUES / 2; j++) {
+            const int pair = j * SMLA_WARP_LANES + lane_again();
+            const float low = finish_value(total[2 * j], factor);
+            const float high = finish_value(total[2 * j + 1], factor);
+            if (args.p.results.out_type == SMLA_FLOAT_FP32) {
+                const uint32_t words[2] = {smla_float_bits(low), smla_float_bits(high)};
+                smla_store_vector_2(out + 8 * pair, words);
+            } else {
+                const uint32_t word = pack_results(args, low, high);
+                smla_store_vector_1(out + 4 * pair, &word);
+            }
+        }
+    }
+}
+
+/* Leaves the group's partial rows, and folds all parts of the tile if these are the last ones. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+finish_part(const paged_args &args, const paged_item &item, const paged_consumer<D> &state,
+            paged_memory<D> *shared)
+{
+    const int barrier = GROUP_BARRIER + state.group;
+    write_partial_rows<D, HALF>(args, item, state.warp * WARP_ROWS, state);
+    ptx_barrier(barrier, GROUP_THREADS); /* all rows of the part are written */
+    if (state.warp == 0 && lane_again() == 0) {
+        shared->is_last[state.group] =
+            count_arrival(&args.partials.arrivals[item.first_cta], (uint32_t)item.num_parts);
+    }
+    ptx_barrier(barrier, GROUP_THREADS);
+    if (shared->is_last[state.group]) {
+        fold_tile<D>(args, item, state.warp);
+    }
+}
+
+/* Finishes the group's rows of an item, of which `first_row` is the warp's first one. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+finish_item(const paged_args &args, const paged_item &item, int first_row,
+            const paged_consumer<D> &state, paged_memory<D> *shared)
+{
+    if (item.num_parts == 1) {
+        write_results<D, HALF>(args, item, first_row, state);
+    } else {
+        finish_part<D, HALF>(args, item, state, shared);
+    }
+}

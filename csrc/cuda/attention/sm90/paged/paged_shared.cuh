@@ -1,0 +1,67 @@
+#pragma once
+#include "cuda/attention/partials/softmax.cuh"
+#include "cuda/attention/table/kernels.h"
+#include "cuda/ptx/logit.cuh"
+#include "cuda/ptx/wgmma.cuh"
+extern "C" smla_attention_launcher smla_attend_sm90_paged;
+/* ln(sum * 2^(reference - top)), for sums that are normal numbers, 0 or NaN, without a call of a
+ * function, which would make products of wgmma wait. The logarithm of the mantissa is off by 2^-23,
+ * and exponents are exact. */
+static __device__ __forceinline__ float
+softmax_lse_of_weights(float reference, int top, float sum)
+{
+    const float ln_2_high = 0x1.62e43p-1f;
+    const float ln_2_low = -0x1.05c61p-29f;
+    const uint32_t least = 0x3F3504F3; /* sqrt(1/2) */
+    const uint32_t bits = smla_float_bits(sum);
+    const int32_t exponent = (int32_t)(bits - least) >> 23;
+    const float log2 = ptx_log2(smla_bits_float(bits - ((uint32_t)exponent << 23)));
+    const float ln = fmaf((float)(exponent - top), ln_2_high, log2 * ln_2_high);
+    const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
+    return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
+}
+
+/* ptx_mbarrier_arrive as `count` of the arrivals. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_times(uint32_t barrier, uint32_t count, bool is_on)
+{
+    asm volatile(PTX_IF("%2", "mbarrier.arrive.shared.b64 _, [%0], %1")
+                 :
+                 : "r"(barrier), "r"(count), "r"((int)is_on)
+                 : "memory");
+}
+
+/* WGMMA of fp16 or bf16, where A and B are both in shared memory, in rows of 16 contiguous values. */
+#define WGMMA_16_TILES(shape, count, operands, sum)                                           \
+    if constexpr (IS_HALF) {                                                                  \
+        WGMMA(shape ".f32.f16.f16", count, d, 0, operands ", sum, 1, 1, 0, 0", sum, "l"(a),   \
+              "l"(b), "r"((int)is_sum));                                                      \
+    } else {                                                                                  \
+        WGMMA(shape ".f32.bf16.bf16", count, d, 0, operands ", sum, 1, 1, 0, 0", sum, "l"(a), \
+              "l"(b), "r"((int)is_sum));                                                      \
+    }
+
+/* D[64][2 COUNT] += A[64][16] * B[16][2 COUNT], or D = A * B unless `is_sum`. */
+template <bool IS_HALF, int COUNT>
+static __device__ __forceinline__ void
+wgmma_16_tiles(float (&d)[COUNT], uint64_t a, uint64_t b, bool is_sum)
+{
+    static_assert(COUNT == 32 || COUNT == 64, "64 or 128 columns");
+    if constexpr (COUNT == 32) {
+        WGMMA_16_TILES("m64n64k16", 32, "%32, %33", "%34")
+    } else {
+        WGMMA_16_TILES("m64n128k16", 64, "%64, %65", "%66")
+    }
+}
+
+template <bool IS_HALF, int COUNT>
+static __device__ __forceinline__ void
+wgmma_16_values(float (&d)[COUNT], const uint32_t *a, uint64_t b)
+{
+    constexpr bool B_ROWS_FIRST = true, is_sum = true;
+    if constexpr (COUNT == 128) {
+        WGMMA_16("m64n256k16", 128, "{%128, %129, %130, %131}, %132, sum, 1, 1, %134", "%133")
+    } else {
+        wgmma_16<IS_HALF, true>(d, a, b, true);
+    }
+}

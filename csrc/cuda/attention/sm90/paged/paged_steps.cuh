@@ -1,0 +1,122 @@
+/* paged_steps.cuh: the order in which a consumer group of paged_attention_sm90.cu works. Of an item,
+ * the scores of a block are started before the weights at hand meet their values, and exponents are
+ * taken while they do. */
+#pragma once
+
+#include "cuda/attention/sm90/paged/paged_results.cuh"
+
+/* The item's first block. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+begin_item(const paged_args &args, const paged_item &item, const paged_view &view,
+           const paged_memory<D> *shared, paged_consumer<D> *state)
+{
+    const uint32_t count = state->num_buffers;
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) {
+        state->out[i] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        state->reference[i] = -INFINITY;
+        state->sum[i] = 0.0f;
+        state->rest[i] = 0.0f;
+    }
+    ptx_mbarrier_wait(at(shared->q_full[state->group]), state->query_turn);
+    await_full(shared, count);
+    take_turn(item, *state);
+    start_scores<D, HALF>(count, state);
+    pass_turn(item, *state);
+    const paged_hidden<D> hidden = load_hidden(shared, count);
+    wgmma_wait<0>();
+    free_buffer(shared, item, count, *state);
+    weigh_block<D, HALF, true>(args, view, item.first_key, hidden, state);
+    pack_weights<D, HALF>(state);
+    state->num_buffers += 2;
+}
+
+/* Scores of the item's next block, and values of the block before. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+step(const paged_args &args, const paged_item &item, const paged_view &view, int32_t first_key,
+     const paged_memory<D> *shared, paged_consumer<D> *state)
+{
+    const uint32_t count = state->num_buffers;
+    await_full(shared, count);
+    take_turn(item, *state);
+    start_scores<D, HALF>(count, state);
+    await_full(shared, count - 1);
+    start_values<D, HALF>(count - 1, state);
+    pass_turn(item, *state);
+    const paged_hidden<D> hidden = load_hidden(shared, count);
+    wgmma_wait<1>(); /* the scores are there */
+    free_buffer(shared, item, count, *state);
+    weigh_block<D, HALF, false>(args, view, first_key, hidden, state);
+    free_buffer(shared, item, count - 1, *state);
+    pack_weights<D, HALF>(state);
+    state->num_buffers += 2;
+}
+
+/* The values of the item's last block. Nobody waits for group 0's turn any more when group 1 is
+ * done. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+end_item(const paged_item &item, const paged_memory<D> *shared, paged_consumer<D> *state)
+{
+    const uint32_t count = state->num_buffers - 1;
+    ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
+    await_full(shared, count);
+    take_turn(item, *state);
+    start_values<D, HALF>(count, state);
+    if (state->group == 0) {
+        pass_turn(item, *state);
+    }
+    wgmma_wait<0>();
+    free_buffer(shared, item, count, *state);
+}
+
+/* Computes the group's rows of an item. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+consume_item(const paged_args &args, const paged_item &item, uint32_t number,
+             paged_memory<D> *shared, paged_consumer<D> *state)
+{
+    const int first_row =
+        (item.owners == 3 ? state->group * GROUP_ROWS : 0) + state->warp * WARP_ROWS;
+    const paged_view view = find_view(shared, number, item, first_row);
+    if (state->group == 1) {
+        pass_turn(item, *state); /* group 0 begins */
+    }
+    begin_item<D, HALF>(args, item, view, shared, state);
+#pragma unroll 1
+    for (int32_t block = 1; block < item.num_blocks; block++) {
+        step<D, HALF>(args, item, view, item.first_key + block * paged_shape<D>::KEYS, shared,
+                      state);
+    }
+    end_item<D, HALF>(item, shared, state);
+    finish_item<D, HALF>(args, item, first_row, *state, shared);
+    state->query_turn ^= 1;
+}
+
+/* What each of the two groups does: its rows of the CTA's items. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+consume_items(const paged_args &args, int group, int warp, paged_memory<D> *shared)
+{
+    paged_consumer<D> state;
+    start_consumer(shared, group, warp, &state);
+    for (uint32_t number = 0;; number++) {
+        const uint32_t slot = number % ITEM_SLOTS;
+        ptx_mbarrier_wait(at(shared->item_full[slot]), number / ITEM_SLOTS % 2);
+        const paged_item item = shared->items[slot];
+        if (item.num_rows == 0) {
+            return;
+        }
+        if (item.owners >> group & 1) {
+            consume_item<D, HALF>(args, item, number, shared, &state);
+        } else {
+            state.num_buffers += 2 * (uint32_t)item.num_blocks;
+        }
+        ptx_mbarrier_arrive(at(shared->item_empty[slot]), true);
+    }
+}
