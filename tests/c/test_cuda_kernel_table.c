@@ -335,7 +335,7 @@ test_listed(void)
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
      * bf16, 576 and 512, and of fp8_ds_mla.
      * sm80: fp8; bf16, 576 and 512; mixed; 512. Ragged keys: sm90, sm80. Paged keys:
-     * sm80 */
+     * sm90, sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
@@ -346,7 +346,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "111",
+                  "1111",
                   "111111"
                   "111111"
                   "111"
@@ -356,7 +356,7 @@ test_listed(void)
                   "000000"
                   "1"
                   "111"
-                  "111");
+                  "1111");
     expect_listed(&a100,
                   "000000"
                   "000000"
@@ -367,7 +367,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "011",
+                  "0101",
                   "000000"
                   "000000"
                   "000"
@@ -377,7 +377,7 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
-                  "011");
+                  "0101");
     expect_listed(&rtx4090,
                   "000000"
                   "000000"
@@ -388,7 +388,7 @@ test_listed(void)
                   "011011"
                   "1"
                   "011"
-                  "011",
+                  "0101",
                   "000000"
                   "000000"
                   "000"
@@ -398,7 +398,7 @@ test_listed(void)
                   "011011"
                   "1"
                   "011"
-                  "011");
+                  "0101");
     expect_listed(NULL,
                   "000000"
                   "000000"
@@ -409,7 +409,7 @@ test_listed(void)
                   "000000"
                   "0"
                   "000"
-                  "000",
+                  "0000",
                   "000000"
                   "000000"
                   "000"
@@ -419,7 +419,7 @@ test_listed(void)
                   "000000"
                   "0"
                   "000"
-                  "000");
+                  "0000");
 }
 
 int

@@ -62,12 +62,13 @@ static const smla_py_limit varlen_limits[] = {
     {SMLA_PY_LIMIT_HEADS, VARLEN_Q, 1, SMLA_MAX_HEADS},
 };
 
-/* Enough for cuts of any kernel, whatever the requests' lengths are; 0 if the call itself words an
- * error better. */
+/* Enough for cuts of any kernel, whatever the requests' lengths are, and at least what claims need;
+ * 0 if the call itself words an error better. */
 static int64_t
 paged_workspace_bytes(const void *args)
 {
     const smla_paged_attention_args *const a = args;
+    const bool is_on_gpu = a->q->device.device_type == kDLCUDA;
     const smla_attention_workspace_args needs = {
         .struct_size = sizeof needs,
         .num_tokens = smla_size(a->q, 0),
@@ -77,10 +78,10 @@ paged_workspace_bytes(const void *args)
         .device = a->q->device,
     };
     int64_t bytes = 0;
-    return a->q->device.device_type == kDLCUDA &&
-                   smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK
-               ? bytes
-               : 0;
+    if (!is_on_gpu || smla_attention_workspace_size(&needs, &bytes, NULL) != SMLA_OK) {
+        return 0;
+    }
+    return bytes > SMLA_RAGGED_WORKSPACE_BYTES ? bytes : SMLA_RAGGED_WORKSPACE_BYTES;
 }
 
 enum { PAGED_Q, PAGED_V_CACHE = 3, PAGED_OUT = 13, PAGED_LSE };

@@ -143,28 +143,46 @@ count_slot_rows(const smla_attention_params &p)
     return smla_clamp_int64(reqs.num_tokens * group, 0, GROUP_ROWS);
 }
 
-/* The partial rows of so many CTAs, if the workspace has room for them. */
+/* Where the workspace has what is aligned to 16 bytes, behind the counters of claims. */
+uint8_t *
+find_partial_memory(const smla_workspace &workspace)
+{
+    return (uint8_t *)workspace.memory + smla_partial_padding(workspace.memory) +
+           SMLA_RAGGED_WORKSPACE_BYTES;
+}
+
+/* The partial rows of so many CTAs, if `bytes` of workspace have room for them. */
 paged_partials
 find_partials(const smla_attention_params &p, int64_t bytes, int64_t num_ctas, int64_t slot_rows)
 {
     paged_partials partials = {};
-    uint8_t *const memory =
-        (uint8_t *)p.workspace.memory + smla_partial_padding(p.workspace.memory);
+    uint8_t *const memory = find_partial_memory(p.workspace);
     const int64_t arrivals_bytes =
         smla_count_parts(num_ctas * (int64_t)sizeof *partials.arrivals, SMLA_PARTIAL_ALIGN) *
         SMLA_PARTIAL_ALIGN;
     const int64_t states_bytes = smla_partial_state_bytes(2 * num_ctas * slot_rows);
     const int64_t values_bytes = 2 * num_ctas * slot_rows * p.kv.value_dim * (int64_t)sizeof(float);
-    if (p.workspace.memory == NULL || slot_rows == 0 ||
-        bytes <
-            memory - (uint8_t *)p.workspace.memory + arrivals_bytes + states_bytes + values_bytes) {
-        return partials;
+    const int64_t front_bytes = memory - (uint8_t *)p.workspace.memory;
+    if (slot_rows > 0 && bytes >= front_bytes + arrivals_bytes + states_bytes + values_bytes) {
+        partials.arrivals = (unsigned long long *)memory;
+        partials.states = (float *)(memory + arrivals_bytes);
+        partials.values = (float *)(memory + arrivals_bytes + states_bytes);
+        partials.slot_rows = (int32_t)slot_rows;
     }
-    partials.arrivals = (unsigned long long *)memory;
-    partials.states = (float *)(memory + arrivals_bytes);
-    partials.values = (float *)(memory + arrivals_bytes + states_bytes);
-    partials.slot_rows = (int32_t)slot_rows;
     return partials;
+}
+
+/* The counters, if there may be something to claim, they can count it, and the workspace has
+ * room. */
+unsigned long long *
+find_counters(const smla_attention_params &p, int64_t most_tiles, int64_t num_ctas)
+{
+    uint8_t *const counters = find_partial_memory(p.workspace) - SMLA_RAGGED_WORKSPACE_BYTES;
+    const int64_t bytes = p.workspace.bytes - (counters - (uint8_t *)p.workspace.memory);
+    const bool has_room = p.workspace.memory != NULL && bytes >= SMLA_RAGGED_WORKSPACE_BYTES;
+    return has_room && most_tiles > num_ctas && most_tiles + num_ctas <= (int64_t)COUNTER_MASK
+               ? (unsigned long long *)counters
+               : NULL;
 }
 
 template <int D, bool HALF>
@@ -173,21 +191,21 @@ launch_paged(const smla_attention_params &p, const smla_attention_start &start)
 {
     static_assert(sizeof(paged_memory<D>) <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     const int64_t num_sms = smla_cuda_find_device(p.call.stream.device_id)->num_sms;
-    const int64_t num_reqs = p.visible.reqs.num_reqs;
     paged_args args = make_args(p);
     const int64_t most_blocks = args.most_keys / paged_shape<D>::KEYS + 1;
     const int64_t most_tiles =
         p.kv.num_kv_heads *
-        (smla_count_parts(p.queries.num_tokens * args.group.divisor, TILE_ROWS) + num_reqs);
-    const int64_t most_units = most_tiles * (TILE_COST + most_blocks);
-    const int64_t slot_rows =
-        start.cut_bytes > 0 && most_units <= INT32_MAX ? count_slot_rows(p) : 0;
+        (smla_count_parts(p.queries.num_tokens * args.group.divisor, TILE_ROWS) +
+         p.visible.reqs.num_reqs);
+    const bool are_units_countable = most_tiles * (TILE_COST + most_blocks) <= INT32_MAX;
+    const int64_t slot_rows = start.cut_bytes > 0 && are_units_countable ? count_slot_rows(p) : 0;
     args.partials = find_partials(p, start.cut_bytes, num_sms, slot_rows);
     /* Where tiles may be cut, bits depend on the number of CTAs, which no size of pages may change. */
     const bool is_small = args.partials.arrivals == NULL && most_tiles < num_sms;
-    return smla_launch_large<attend_paged<D, HALF>>(args, is_small ? most_tiles : num_sms,
-                                                    PAGED_THREADS, (int)sizeof(paged_memory<D>),
-                                                    p.call.stream);
+    const int64_t num_ctas = is_small ? most_tiles : num_sms;
+    args.counters = find_counters(p, most_tiles, num_ctas);
+    return smla_launch_large<attend_paged<D, HALF>>(args, num_ctas, PAGED_THREADS,
+                                                    (int)sizeof(paged_memory<D>), p.call.stream);
 }
 
 template <int D>

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/paged/paged_items.cuh"
+#include "cuda/attention/tiles/claims.cuh"
 
 enum { WAVE_ROWS = SMLA_WARP_LANES / SEGMENT_CHUNKS }; /* rows per copy instruction of a warp */
 
@@ -191,23 +192,59 @@ bring_item(const paged_args &args, const planned_item &planned, paged_gather *st
     }
 }
 
+/* Claims a tile, in one thread, which learns its number. */
+__device__ __forceinline__ uint32_t
+claim_tile(const paged_args &args)
+{
+    return threadIdx.x == 0 && args.counters != NULL
+               ? gridDim.x + add_to_counter(&args.counters[CLAIMS])
+               : 0;
+}
+
+/* Tells all gather threads which tile has been claimed, or which is the next without claims. */
+template <int D>
+__device__ __forceinline__ uint32_t
+share_claim(const paged_args &args, uint32_t claim, uint32_t tile, uint32_t slot,
+            paged_memory<D> *shared)
+{
+    if (args.counters == NULL) {
+        return tile + gridDim.x;
+    }
+    if (threadIdx.x == 0) {
+        shared->claimed[slot] = claim;
+    }
+    ptx_barrier(CLAIM_BARRIER, GATHER_THREADS); /* the number is visible */
+    return shared->claimed[slot];
+}
+
 /* Plans and brings all items of the CTA. An item of one group's rows goes to the groups in turn, so
- * that one group writes results while the other one is at the next item. */
+ * that one group writes results while the other one is at the next item. A claim takes a trip to
+ * memory, so it is made in front of the item before. */
 template <int D>
 __device__ __forceinline__ void
 gather_items(const paged_args &args, paged_memory<D> *shared)
 {
     paged_gather state = {};
+    if (args.counters != NULL && threadIdx.x == 0) {
+        start_claims(args.counters);
+    }
     paged_walk walk = start_walk<D>(args);
     planned_item planned;
     do {
-        find_item<D>(args, &walk, &planned);
+        const bool is_tile = find_item<D>(args, &walk, &planned);
+        const uint32_t claim = is_tile ? claim_tile(args) : 0;
         planned.item.owners =
             planned.item.num_rows > GROUP_ROWS ? 3 : 1 << state.num_items % GROUPS;
         publish_item(args, planned, state.num_items, shared);
-        state.num_items++;
         if (planned.item.num_rows > 0) {
             bring_item(args, planned, &state, shared);
         }
+        if (is_tile) {
+            walk.tile = share_claim(args, claim, walk.tile, state.num_items % ITEM_SLOTS, shared);
+        }
+        state.num_items++;
     } while (planned.item.num_rows > 0);
+    if (args.counters != NULL && threadIdx.x == 0) {
+        end_claims(args.counters);
+    }
 }

@@ -4,9 +4,10 @@
  * group) pairs, token by token. Only the device knows lengths, so every gather warp plans for
  * itself: all of them read the same lengths and come to the same plan.
  *
- * First come the tiles that are not cut: CTA c takes tiles c, c + grid, and so on. Neighbours are
- * tiles of the same keys, which L2 then holds. In a request, a KV head's last rows come first,
- * because causal masks give them the most keys.
+ * First come the tiles that are not cut. CTA c takes tile c, and then claims others from a counter,
+ * so that CTAs with long tiles take fewer, or without a counter every n-th. Neighbours are tiles of
+ * the same keys, which L2 then holds. In a request, a KV head's last rows come first, because causal
+ * masks give them the most keys.
  *
  * Then come the tiles that may be cut, those of requests whose rows of a KV head are one group's at
  * most. They are counted in units: a block of keys, and TILE_COST for beginning and ending a tile.
@@ -205,7 +206,6 @@ take_tile(const paged_args &args, paged_walk *walk, planned_item *planned)
     const uint32_t from_end = in_request - head * head_tiles;
     make_tile<D>(args, found.req, (int32_t)head, (int32_t)(head_tiles - 1 - from_end) * TILE_ROWS,
                  planned);
-    walk->tile += gridDim.x;
 }
 
 /* Reduces a tile, which begins at unit `begin`, to the blocks of the CTA's run, and moves on. Leaves
@@ -249,18 +249,20 @@ take_part(const paged_args &args, paged_walk *walk, planned_item *planned)
     take_blocks<D>(found.first_tile + head * head_units, walk, &planned->item);
 }
 
-/* Finds the CTA's next item; one without rows follows the last one. */
+/* Finds the CTA's next item; one without rows follows the last one. Returns whether it is a tile that
+ * is not cut, behind which walk->tile is to be set. */
 template <int D>
-__device__ __forceinline__ void
+__device__ __forceinline__ bool
 find_item(const paged_args &args, paged_walk *walk, planned_item *planned)
 {
     planned->item.num_rows = 0;
     if (walk->tile < walk->num_tiles) {
         take_tile<D>(args, walk, planned);
-        return;
+        return true;
     }
 #pragma unroll 1
     while (planned->item.num_rows == 0 && walk->unit < walk->past) {
         take_part<D>(args, walk, planned);
     }
+    return false;
 }

@@ -35,6 +35,7 @@ enum {
 enum {
     GROUP_BARRIER = 1, /* the group's threads | the same */
     TURN = 3,          /* the other group's threads | the group's */
+    CLAIM_BARRIER = 5, /* gather threads | the same */
 };
 
 /* D: dims of a query, a key and a value. */
@@ -63,7 +64,8 @@ struct paged_args {
     mha_params p;
     kv_pages pages;
     paged_partials partials;
-    smla_divisor group; /* H / Hk */
+    unsigned long long *counters; /* words of claims.cuh; NULL: no tile is claimed */
+    smla_divisor group;           /* H / Hk */
     int64_t out_token_bytes;
     int64_t out_head_bytes;
     int64_t most_keys;  /* that a table has entries for; positions behind them are hidden */
@@ -104,6 +106,7 @@ template <int D> struct paged_memory {
     alignas(16) uint32_t hidden[shape::BUFFERS][shape::HIDDEN_WORDS]; /* a bit per key */
     paged_item items[ITEM_SLOTS];
     int32_t is_last[GROUPS];
+    uint32_t claimed[ITEM_SLOTS];
     /* mbarriers; paged_attention_sm90.cu lists who arrives and who waits */
     uint64_t q_full[GROUPS];
     uint64_t q_empty[GROUPS];
