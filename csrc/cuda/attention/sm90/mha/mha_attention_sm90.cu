@@ -35,7 +35,7 @@
  *              tile_wanted    warp 0 | the scheduler
  *              named barriers
  *              TURN           the group that passes the turn | the group that takes it
- *              VALUES_CLEARED the group | the same
+ *              GROUP_BARRIER  the group, when values are cleared | the same
  * Roofline     2 (D + 128) FLOP per pair of row and key. A block of 192/128 takes the tensor cores
  *              2560 cycles for both groups, and they bind; from 4096 tokens on, power does.
  *              Measured on an H200, causal, 128 heads of 192/128 (2026-11-28, 807258a, bench --only

@@ -2,37 +2,22 @@
 #pragma once
 
 #include "cuda/attention/kernel_params.cuh"
+#include "cuda/attention/sm90/mha/consumer_groups.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
 enum {
-    GROUPS = 2,
-    GROUP_WARPS = 4,
-    GROUP_THREADS = GROUP_WARPS * SMLA_WARP_LANES,
-    CONSUMER_WARPS = GROUPS * GROUP_WARPS,
-    CONSUMER_THREADS = GROUPS * GROUP_THREADS,
     LOAD_WARPS = 4,
     MHA_THREADS = CONSUMER_THREADS + LOAD_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     LOAD_REGISTERS = 24,
 
-    WARP_ROWS = 16, /* rows of a tile that a consumer warp has */
-    GROUP_ROWS = GROUP_WARPS * WARP_ROWS,
-    TILE_ROWS = GROUPS * GROUP_ROWS,
     BLOCK_KEYS = 128,
     VALUE_DIM = 128,
-    SEGMENT = 64,        /* elements of a row in 128 bytes, whose 16-byte chunks are swizzled */
-    SEGMENT_BYTES = 128, /* also the bytes between two rows of a segment */
 
     STAGES = 2, /* blocks of keys, and of values, in shared memory */
     SLOTS = 4,  /* tiles that the scheduler may be ahead */
-};
-
-/* Named barriers; the number of the group is added. */
-enum {
-    VALUES_CLEARED = 1, /* the group's threads | the same */
-    TURN = 3,           /* the other group's threads | the group's */
 };
 
 /* Arrays of queries, keys or values, for copies by tensor maps: one, or the two of a pair. */
@@ -92,30 +77,6 @@ template <int D> struct mha_memory {
     uint64_t tile_empty[SLOTS];
     uint64_t tile_wanted;
 };
-
-__device__ __forceinline__ int
-lane_idx(void)
-{
-    return (int)threadIdx.x % SMLA_WARP_LANES;
-}
-
-/* The address of an mbarrier. */
-__device__ __forceinline__ uint32_t
-at(const uint64_t &barrier)
-{
-    return ptx_shared_address(&barrier);
-}
-
-/* Initialises an array of mbarriers. */
-template <int COUNT>
-__device__ __forceinline__ void
-start_barriers(uint64_t (&barriers)[COUNT], int arrivals)
-{
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        ptx_mbarrier_init(at(barriers[i]), arrivals);
-    }
-}
 
 /* Called by one thread. */
 template <int D>

@@ -25,14 +25,6 @@ template <int D> struct mha_consumer {
     bool frees; /* whether this lane frees memory for its warp */
 };
 
-/* The lane, read again at each call, so that what depends on it occupies no register across the
- * loop over blocks. */
-__device__ __forceinline__ int
-lane_again(void)
-{
-    return (int)(ptx_thread() % SMLA_WARP_LANES);
-}
-
 template <int D>
 __device__ __forceinline__ void
 start_consumer(const mha_memory<D> *shared, int group, int warp, mha_consumer<D> *state)
@@ -46,27 +38,6 @@ start_consumer(const mha_memory<D> *shared, int group, int warp, mha_consumer<D>
     state->group = group;
     state->warp = warp;
     state->frees = lane_idx() == 0;
-}
-
-/* ---- Turns ----------------------------------------------------------------------------------
- *
- * Only the group whose turn it is starts products: one block's scores and one block's values. So
- * the groups alternate, and one takes exponents while the other one multiplies. Without turns they
- * drift into step, multiply at the same time, and lose a fifth of the speed. Both make the same
- * number of steps, so every turn that is passed is taken. */
-
-template <int D>
-__device__ __forceinline__ void
-take_turn(const mha_consumer<D> &state)
-{
-    ptx_barrier(TURN + state.group, CONSUMER_THREADS);
-}
-
-template <int D>
-__device__ __forceinline__ void
-pass_turn(const mha_consumer<D> &state)
-{
-    ptx_barrier_arrive(TURN + 1 - state.group, CONSUMER_THREADS);
 }
 
 /* ---- Memory --------------------------------------------------------------------------------- */
@@ -140,7 +111,7 @@ clear_values(mha_memory<D> *shared, const mha_consumer<D> &state, int count)
         }
     }
     ptx_fence_async_shared(); /* wgmma sees the zeros */
-    ptx_barrier(VALUES_CLEARED + state.group, GROUP_THREADS);
+    ptx_barrier(GROUP_BARRIER + state.group, GROUP_THREADS);
 }
 
 /* ---- Products ------------------------------------------------------------------------------- */

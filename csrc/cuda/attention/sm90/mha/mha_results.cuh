@@ -3,22 +3,6 @@
 
 #include "cuda/attention/sm90/mha/mha_weights.cuh"
 
-/* ln(sum * 2^(reference - top)), for sums that are normal numbers, 0 or NaN. The logarithm of the
- * mantissa is off by 2^-23, and exponents are exact. */
-__device__ __forceinline__ float
-find_lse(float reference, int top, float sum)
-{
-    const float ln_2_high = 0x1.62e43p-1f;
-    const float ln_2_low = -0x1.05c61p-29f;
-    const uint32_t least = 0x3F3504F3; /* sqrt(1/2) */
-    const uint32_t bits = smla_float_bits(sum);
-    const int32_t exponent = (int32_t)(bits - least) >> 23;
-    const float log2 = ptx_log2(smla_bits_float(bits - ((uint32_t)exponent << 23)));
-    const float ln = fmaf((float)(exponent - top), ln_2_high, log2 * ln_2_high);
-    const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
-    return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
-}
-
 /* The lane's first row in the tile; its other one is 8 rows behind. */
 template <int D>
 __device__ __forceinline__ int

@@ -34,16 +34,16 @@ step(const mha_args &args, bool is_first, int absent_keys, const mha_memory<D> *
      mha_consumer<D> *state)
 {
     await_keys(shared, *state);
-    take_turn(*state);
+    take_turn(state->group);
     start_scores<D, HALF>(state);
     await_values(shared, *state);
     start_values<D, HALF>(state, is_first);
-    pass_turn(*state);
+    pass_turn(state->group);
     wgmma_wait<1>(); /* the scores are there */
     free_keys(shared, state);
     weigh_next<D, HALF>(args, absent_keys, state);
     free_values(shared, state);
-    pack_weights<D, HALF>(state);
+    pack_weights<HALF>(state->scores, state->weights);
 }
 
 /* Takes the turn for the values of a tile's last block. */
@@ -55,7 +55,7 @@ start_last_values(const mha_tile &tile, mha_memory<D> *shared, mha_consumer<D> *
     if (__builtin_expect(tile.absent_keys > 0, false)) {
         clear_values(shared, *state, tile.absent_keys);
     }
-    take_turn(*state);
+    take_turn(state->group);
     start_values<D, HALF>(state, tile.num_blocks == 1);
 }
 
@@ -70,7 +70,7 @@ change_tile(const mha_args &args, const mha_tile &older, const mha_tile &newer, 
     load_group_queries(shared, number + 1, state);
     await_keys(shared, *state);
     start_scores<D, HALF>(state);
-    pass_turn(*state);
+    pass_turn(state->group);
     ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     wgmma_wait<1>(); /* out is complete */
     free_values(shared, state);
@@ -90,7 +90,7 @@ end_tiles(const mha_args &args, const mha_tile &older, mha_memory<D> *shared,
 {
     start_last_values<D, HALF>(older, shared, state);
     if (state->group == 0) {
-        pass_turn(*state);
+        pass_turn(state->group);
     }
     wgmma_wait<0>();
     write_results<D, HALF>(args, older, older.num_blocks, *state, shared);
@@ -108,7 +108,7 @@ consume_tiles(const mha_args &args, int group, int warp, mha_memory<D> *shared)
     mha_consumer<D> state;
     start_consumer(shared, group, warp, &state);
     if (group == 1) {
-        pass_turn(state); /* group 0 begins */
+        pass_turn(group); /* group 0 begins */
     }
     begin_tiles<D, HALF>(args, *tile, shared, &state);
     for (uint32_t number = 0;; number++) {

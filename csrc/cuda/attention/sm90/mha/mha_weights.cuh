@@ -5,17 +5,8 @@
  * depends on its own logits, though all rows of a warp branch alike. */
 #pragma once
 
+#include "cuda/attention/sm90/mha/block_weights.cuh"
 #include "cuda/attention/sm90/mha/mha_products.cuh"
-#include "cuda/ptx/logit.cuh"
-
-/* The exponent of the weight of a logit that is the reference, and the largest one that a weight
- * may have. Between them a logit can rise without a move: by 2^32, so that rows whose first block
- * has but a few keys seldom move. Values may be up to 2^76 then, even if 2^17 keys have the largest
- * weight, and exponents keep 18 bits behind the point. fp16 has no room for more than 2^8 if light
- * weights are to keep their bits. The reference's exponent is above 0, where the order of floats is
- * that of their bits. */
-template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : 2.0f;
-template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 34.0f;
 
 /* The pairs of a row's elements in `scores` (mha_consumer). */
 enum { ROW_PAIRS = BLOCK_KEYS / 8 };
@@ -73,96 +64,15 @@ hide_future(mha_consumer<D> *state)
     }
 }
 
-/* The largest of a row's elements in this lane; a NaN counts as none. */
-__device__ __forceinline__ float
-max_of_lane(int row_piece, const float (&scores)[BLOCK_KEYS / 2])
-{
-    float pair[2] = {scores[2 * row_piece], scores[2 * row_piece + 1]};
-#pragma unroll
-    for (int n = 1; n < ROW_PAIRS; n++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            pair[k] = fmaxf(pair[k], scores[4 * n + 2 * row_piece + k]);
-        }
-    }
-    return fmaxf(pair[0], pair[1]);
-}
-
 /* ---- Weights -------------------------------------------------------------------------------- */
 
-/* What is added to a row's scaled scores, so that they become exponents. */
-template <bool HALF>
-__device__ __forceinline__ float
-find_shift(float reference)
-{
-    return TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
-}
-
-/* scores become exponents of weights. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-find_exponents(float scale_log2, mha_consumer<D> *state)
-{
-    float shift[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        shift[i] = find_shift<HALF>(state->reference[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], scale_log2, shift[i / 2 % 2]);
-    }
-}
-
-/* Exponents become weights, whose sums are added to the rows' sums. */
-template <int D>
-__device__ __forceinline__ void
-find_weights(mha_consumer<D> *state)
-{
-    float terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = ptx_exp2(state->scores[i]);
-        terms[i % 4] += state->scores[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float term = terms[2 * i] + terms[2 * i + 1];
-        const float older = state->sum[i];
-        state->sum[i] = older + term;
-        state->rest[i] += term - (state->sum[i] - older);
-    }
-}
-
-/* Rounds weights, for the product with values. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-pack_weights(mha_consumer<D> *state)
-{
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 4; i++) {
-        const float low = state->scores[2 * i];
-        const float high = state->scores[2 * i + 1];
-        state->weights[i] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
-    }
-}
-
 /* Notes the lane's largest exponents, and says whether a row of the warp may have to move its
- * reference. Floats above a positive one are integers above its bits, and so is NaN. A lane with
- * negative exponents alone, weights below the reference's by 2^2 or more, notes one of these. */
+ * reference. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
 may_move(mha_consumer<D> *state)
 {
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            state->top[k] = __vimax3_s32(state->top[k], __float_as_int(state->scores[i + 2 * k]),
-                                         __float_as_int(state->scores[i + 2 * k + 1]));
-        }
-    }
-    const bool is_above = max(state->top[0], state->top[1]) > __float_as_int(MOST_EXPONENT<HALF>);
+    const bool is_above = find_tops<HALF>(state->scores, state->top);
     const bool is_empty = state->reference[0] == -INFINITY || state->reference[1] == -INFINITY;
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
@@ -187,18 +97,7 @@ move_reference(int i, mha_consumer<D> *state)
     const float factor = is_empty ? 1.0f : ptx_exp2(-rise);
     state->reference[i] = moves ? newer : older;
     state->top[i] = __float_as_int(own - rise);
-    state->sum[i] *= factor;
-    state->rest[i] *= factor;
-#pragma unroll
-    for (int n = 0; n < ROW_PAIRS; n++) {
-        state->scores[4 * n + 2 * i] -= rise;
-        state->scores[4 * n + 2 * i + 1] -= rise;
-    }
-#pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; n++) {
-        state->out[4 * n + 2 * i] *= factor;
-        state->out[4 * n + 2 * i + 1] *= factor;
-    }
+    lower_row(i, rise, factor, state->scores, state->sum, state->rest, state->out);
 }
 
 /* The first block of a tile: masks, references and weights. */
@@ -222,9 +121,9 @@ weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
         state->top[i] =
             __float_as_int(fmaf(highest, args.scale_log2, find_shift<HALF>(state->reference[i])));
     }
-    find_exponents<D, HALF>(args.scale_log2, state);
-    find_weights(state);
-    pack_weights<D, HALF>(state);
+    find_exponents<HALF>(args.scale_log2, state->reference, state->scores);
+    find_weights(state->scores, state->sum, state->rest);
+    pack_weights<HALF>(state->scores, state->weights);
 }
 
 /* A later block, while the values of the block before are added to out. At the end they are. */
@@ -235,7 +134,7 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
     if (__builtin_expect(absent_keys > 0, false)) {
         hide_front(absent_keys, state->scores);
     }
-    find_exponents<D, HALF>(args.scale_log2, state);
+    find_exponents<HALF>(args.scale_log2, state->reference, state->scores);
     if (__builtin_expect(may_move<D, HALF>(state), false)) {
         wgmma_wait<0>(); /* out is complete */
 #pragma unroll
@@ -243,6 +142,6 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
             move_reference<D, HALF>(i, state);
         }
     }
-    find_weights(state);
+    find_weights(state->scores, state->sum, state->rest);
     wgmma_wait<0>();
 }

@@ -3,27 +3,18 @@
 
 #include "cuda/attention/kernel_params.cuh"
 #include "cuda/attention/keys/kv_pages.cuh"
+#include "cuda/attention/sm90/mha/consumer_groups.cuh"
 #include "cuda/attention/table/kernels.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
 enum {
-    GROUPS = 2,
-    GROUP_WARPS = 4,
-    GROUP_THREADS = GROUP_WARPS * SMLA_WARP_LANES,
-    CONSUMER_WARPS = GROUPS * GROUP_WARPS,
-    CONSUMER_THREADS = GROUPS * GROUP_THREADS,
     GATHER_WARPS = 4,
     GATHER_THREADS = GATHER_WARPS * SMLA_WARP_LANES,
     PAGED_THREADS = CONSUMER_THREADS + GATHER_THREADS,
     CONSUMER_REGISTERS = 208,
     GATHER_REGISTERS = 88,
 
-    WARP_ROWS = 16, /* rows of a tile that a consumer warp has */
-    GROUP_ROWS = GROUP_WARPS * WARP_ROWS,
-    TILE_ROWS = GROUPS * GROUP_ROWS,
-    SEGMENT = 64,        /* elements of a row in 128 bytes, whose 16-byte chunks are swizzled */
-    SEGMENT_BYTES = 128, /* also the bytes between two rows of a segment */
     SEGMENT_CHUNKS = SEGMENT_BYTES / 16,
 
     ITEM_SLOTS = 2,     /* items that gather warps may have published and groups not left */
@@ -31,12 +22,7 @@ enum {
     OTHER_BYTES = 3072, /* shared memory for what is no row of queries, keys or values */
 };
 
-/* Named barriers; the number of the group is added. */
-enum {
-    GROUP_BARRIER = 1, /* the group's threads | the same */
-    TURN = 3,          /* the other group's threads | the group's */
-    CLAIM_BARRIER = 5, /* gather threads | the same */
-};
+enum { CLAIM_BARRIER = 5 }; /* a named barrier: gather threads | the same */
 
 /* D: dims of a query, a key and a value. */
 template <int D> struct paged_shape {
@@ -115,30 +101,6 @@ template <int D> struct paged_memory {
     uint64_t item_full[ITEM_SLOTS];
     uint64_t item_empty[ITEM_SLOTS];
 };
-
-__device__ __forceinline__ int
-lane_idx(void)
-{
-    return (int)threadIdx.x % SMLA_WARP_LANES;
-}
-
-/* The address of an mbarrier. */
-__device__ __forceinline__ uint32_t
-at(const uint64_t &barrier)
-{
-    return ptx_shared_address(&barrier);
-}
-
-/* Initialises an array of mbarriers. */
-template <int COUNT>
-__device__ __forceinline__ void
-start_barriers(uint64_t (&barriers)[COUNT], int arrivals)
-{
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        ptx_mbarrier_init(at(barriers[i]), arrivals);
-    }
-}
 
 /* Called by one thread. */
 template <int D>

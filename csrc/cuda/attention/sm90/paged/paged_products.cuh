@@ -25,14 +25,6 @@ template <int D> struct paged_consumer {
     bool frees; /* whether this lane frees memory for its warp */
 };
 
-/* The lane, read again at each call, so that what depends on it occupies no register across the
- * loop over blocks. */
-__device__ __forceinline__ int
-lane_again(void)
-{
-    return (int)(ptx_thread() % SMLA_WARP_LANES);
-}
-
 template <int D>
 __device__ __forceinline__ void
 start_consumer(const paged_memory<D> *shared, int group, int warp, paged_consumer<D> *state)
@@ -49,27 +41,22 @@ start_consumer(const paged_memory<D> *shared, int group, int warp, paged_consume
     state->frees = lane_idx() == 0;
 }
 
-/* ---- Turns ----------------------------------------------------------------------------------
- *
- * Where both groups have rows of an item, only the group whose turn it is starts products, as in
- * mha_products.cuh: one takes exponents while the other one multiplies. Both make the same number
- * of steps, so every turn that is passed is taken. */
-
+/* Where both groups have rows of an item, they take turns. */
 template <int D>
 __device__ __forceinline__ void
-take_turn(const paged_item &item, const paged_consumer<D> &state)
+take_turn_of(const paged_item &item, const paged_consumer<D> &state)
 {
     if (item.owners == 3) {
-        ptx_barrier(TURN + state.group, CONSUMER_THREADS);
+        take_turn(state.group);
     }
 }
 
 template <int D>
 __device__ __forceinline__ void
-pass_turn(const paged_item &item, const paged_consumer<D> &state)
+pass_turn_of(const paged_item &item, const paged_consumer<D> &state)
 {
     if (item.owners == 3) {
-        ptx_barrier_arrive(TURN + 1 - state.group, CONSUMER_THREADS);
+        pass_turn(state.group);
     }
 }
 

@@ -33,7 +33,7 @@ finish_row(const paged_args &args, const paged_row &place, float reference, int 
            bool writes)
 {
     const mha_params &p = args.p;
-    const float lse = softmax_lse_of_weights(reference, top, sum);
+    const float lse = find_lse(reference, top, sum);
     if (writes && p.results.lse != NULL) {
         p.results.lse[place.query * p.results.lse_stride_token +
                       place.head * p.results.lse_stride_head] = lse;

@@ -4,23 +4,6 @@
 #include "cuda/ptx/logit.cuh"
 #include "cuda/ptx/wgmma.cuh"
 extern "C" smla_attention_launcher smla_attend_sm90_paged;
-/* ln(sum * 2^(reference - top)), for sums that are normal numbers, 0 or NaN, without a call of a
- * function, which would make products of wgmma wait. The logarithm of the mantissa is off by 2^-23,
- * and exponents are exact. */
-static __device__ __forceinline__ float
-softmax_lse_of_weights(float reference, int top, float sum)
-{
-    const float ln_2_high = 0x1.62e43p-1f;
-    const float ln_2_low = -0x1.05c61p-29f;
-    const uint32_t least = 0x3F3504F3; /* sqrt(1/2) */
-    const uint32_t bits = smla_float_bits(sum);
-    const int32_t exponent = (int32_t)(bits - least) >> 23;
-    const float log2 = ptx_log2(smla_bits_float(bits - ((uint32_t)exponent << 23)));
-    const float ln = fmaf((float)(exponent - top), ln_2_high, log2 * ln_2_high);
-    const float lse = fmaf(reference, ln_2_high, fmaf(reference, ln_2_low, ln));
-    return sum > 0.0f ? lse : sum == 0.0f ? -INFINITY : sum;
-}
-
 /* ptx_mbarrier_arrive as `count` of the arrivals. */
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive_times(uint32_t barrier, uint32_t count, bool is_on)

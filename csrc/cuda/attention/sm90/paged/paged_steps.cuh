@@ -24,14 +24,14 @@ begin_item(const paged_args &args, const paged_item &item, const paged_view &vie
     }
     ptx_mbarrier_wait(at(shared->q_full[state->group]), state->query_turn);
     await_full(shared, count);
-    take_turn(item, *state);
+    take_turn_of(item, *state);
     start_scores<D, HALF>(count, state);
-    pass_turn(item, *state);
+    pass_turn_of(item, *state);
     const paged_hidden<D> hidden = load_hidden(shared, count);
     wgmma_wait<0>();
     free_buffer(shared, item, count, *state);
     weigh_block<D, HALF, true>(args, view, item.first_key, hidden, state);
-    pack_weights<D, HALF>(state);
+    pack_weights<HALF>(state->scores, state->weights);
     state->num_buffers += 2;
 }
 
@@ -43,17 +43,17 @@ step(const paged_args &args, const paged_item &item, const paged_view &view, int
 {
     const uint32_t count = state->num_buffers;
     await_full(shared, count);
-    take_turn(item, *state);
+    take_turn_of(item, *state);
     start_scores<D, HALF>(count, state);
     await_full(shared, count - 1);
     start_values<D, HALF>(count - 1, state);
-    pass_turn(item, *state);
+    pass_turn_of(item, *state);
     const paged_hidden<D> hidden = load_hidden(shared, count);
     wgmma_wait<1>(); /* the scores are there */
     free_buffer(shared, item, count, *state);
     weigh_block<D, HALF, false>(args, view, first_key, hidden, state);
     free_buffer(shared, item, count - 1, *state);
-    pack_weights<D, HALF>(state);
+    pack_weights<HALF>(state->scores, state->weights);
     state->num_buffers += 2;
 }
 
@@ -66,10 +66,10 @@ end_item(const paged_item &item, const paged_memory<D> *shared, paged_consumer<D
     const uint32_t count = state->num_buffers - 1;
     ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     await_full(shared, count);
-    take_turn(item, *state);
+    take_turn_of(item, *state);
     start_values<D, HALF>(count, state);
     if (state->group == 0) {
-        pass_turn(item, *state);
+        pass_turn_of(item, *state);
     }
     wgmma_wait<0>();
     free_buffer(shared, item, count, *state);
@@ -85,7 +85,7 @@ consume_item(const paged_args &args, const paged_item &item, uint32_t number,
         (item.owners == 3 ? state->group * GROUP_ROWS : 0) + state->warp * WARP_ROWS;
     const paged_view view = find_view(shared, number, item, first_row);
     if (state->group == 1) {
-        pass_turn(item, *state); /* group 0 begins */
+        pass_turn_of(item, *state); /* group 0 begins */
     }
     begin_item<D, HALF>(args, item, view, shared, state);
 #pragma unroll 1

@@ -6,13 +6,8 @@
  * none of its bits. */
 #pragma once
 
+#include "cuda/attention/sm90/mha/block_weights.cuh"
 #include "cuda/attention/sm90/paged/paged_products.cuh"
-#include "cuda/ptx/logit.cuh"
-
-/* The exponent of the weight of a logit that is the reference, and the largest one that a weight
- * may have; mha_weights.cuh tells why these. */
-template <bool HALF> constexpr float TOP_EXPONENT = HALF ? 7.0f : 2.0f;
-template <bool HALF> constexpr float MOST_EXPONENT = HALF ? 15.0f : 34.0f;
 
 /* ---- Capped logits -------------------------------------------------------------------------- */
 
@@ -135,79 +130,6 @@ hide_keys(const paged_hidden<D> &hidden, paged_consumer<D> *state)
 
 /* ---- Weights -------------------------------------------------------------------------------- */
 
-/* The largest of a row's elements in this lane; a NaN counts as none. */
-template <int D>
-__device__ __forceinline__ float
-max_of_lane(int i, const paged_consumer<D> &state)
-{
-    float pair[2] = {state.scores[2 * i], state.scores[2 * i + 1]};
-#pragma unroll
-    for (int n = 1; n < paged_consumer<D>::KEYS / 8; n++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            pair[k] = fmaxf(pair[k], state.scores[4 * n + 2 * i + k]);
-        }
-    }
-    return fmaxf(pair[0], pair[1]);
-}
-
-/* What is added to a row's scaled scores, so that they become exponents. */
-template <bool HALF>
-__device__ __forceinline__ float
-find_shift(float reference)
-{
-    return TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
-}
-
-/* scores become exponents of weights. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-find_exponents(float scale, paged_consumer<D> *state)
-{
-    float shift[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        shift[i] = find_shift<HALF>(state->reference[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < paged_consumer<D>::KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], scale, shift[i / 2 % 2]);
-    }
-}
-
-/* Exponents become weights, whose sums are added to the rows' sums. */
-template <int D>
-__device__ __forceinline__ void
-find_weights(paged_consumer<D> *state)
-{
-    float terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < paged_consumer<D>::KEYS / 2; i++) {
-        state->scores[i] = ptx_exp2(state->scores[i]);
-        terms[i % 4] += state->scores[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float term = terms[2 * i] + terms[2 * i + 1];
-        const float older = state->sum[i];
-        state->sum[i] = older + term;
-        state->rest[i] += term - (state->sum[i] - older);
-    }
-}
-
-/* Rounds weights, for the product with values. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-pack_weights(paged_consumer<D> *state)
-{
-#pragma unroll
-    for (int i = 0; i < paged_consumer<D>::KEYS / 4; i++) {
-        const float low = state->scores[2 * i];
-        const float high = state->scores[2 * i + 1];
-        state->weights[i] = HALF ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
-    }
-}
-
 /* Gives rows without a reference the largest of their logits as one. */
 template <int D>
 __device__ __forceinline__ void
@@ -215,29 +137,21 @@ start_references(float scale, paged_consumer<D> *state)
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(max_of_lane(i, *state));
+        const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(max_of_lane(i, state->scores));
         if (state->reference[i] == -INFINITY) {
             state->reference[i] = __fmul_rn(highest, scale); /* not a part of an FMA */
         }
     }
 }
 
-/* Finds the lane's largest exponents, as bits, and says whether a row of the warp may have to move
- * its reference. Floats above a positive one are integers above its bits, and so is NaN. */
+/* Finds the lane's largest exponents, and says whether a row of the warp may have to move its
+ * reference. */
 template <int D, bool HALF>
 __device__ __forceinline__ bool
-may_move(const paged_consumer<D> &state, int top[2])
+may_move(const paged_consumer<D> &state, int (&top)[2])
 {
     top[0] = top[1] = INT32_MIN;
-#pragma unroll
-    for (int i = 0; i < paged_consumer<D>::KEYS / 2; i += 4) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            top[k] = __vimax3_s32(top[k], __float_as_int(state.scores[i + 2 * k]),
-                                  __float_as_int(state.scores[i + 2 * k + 1]));
-        }
-    }
-    return __any_sync(ALL_LANES, max(top[0], top[1]) > __float_as_int(MOST_EXPONENT<HALF>));
+    return __any_sync(ALL_LANES, find_tops<HALF>(state.scores, top));
 }
 
 /* Moves the reference of a row whose largest exponent is too high, to that logit. Exponents, sums
@@ -254,20 +168,8 @@ move_reference(int i, int top, paged_consumer<D> *state)
     const float older = state->reference[i];
     const float newer = moves ? older + (highest - TOP_EXPONENT<HALF>) : older;
     const float rise = moves ? newer - older : 0.0f; /* as later blocks see it: rounded */
-    const float factor = ptx_exp2(-rise);
     state->reference[i] = newer;
-    state->sum[i] *= factor;
-    state->rest[i] *= factor;
-#pragma unroll
-    for (int n = 0; n < paged_consumer<D>::KEYS / 8; n++) {
-        state->scores[4 * n + 2 * i] -= rise;
-        state->scores[4 * n + 2 * i + 1] -= rise;
-    }
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        state->out[4 * n + 2 * i] *= factor;
-        state->out[4 * n + 2 * i + 1] *= factor;
-    }
+    lower_row(i, rise, ptx_exp2(-rise), state->scores, state->sum, state->rest, state->out);
 }
 
 /* Whether a row of the warp has seen no logit so far. */
@@ -297,7 +199,7 @@ weigh_block(const paged_args &args, const paged_view &view, int32_t first_key,
     if (FIRST || __builtin_expect(lacks_reference(*state), false)) {
         start_references(args.scale, state);
     }
-    find_exponents<D, HALF>(args.scale, state);
+    find_exponents<HALF>(args.scale, state->reference, state->scores);
     int top[2];
     if (!FIRST && __builtin_expect(may_move<D, HALF>(*state, top), false)) {
         wgmma_wait<0>(); /* out is complete */
@@ -306,7 +208,7 @@ weigh_block(const paged_args &args, const paged_view &view, int32_t first_key,
             move_reference<D, HALF>(i, top[i], state);
         }
     }
-    find_weights(state);
+    find_weights(state->scores, state->sum, state->rest);
     if (!FIRST) {
         wgmma_wait<0>();
     }
