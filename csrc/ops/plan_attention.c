@@ -67,8 +67,8 @@ smla_plan_attention(const smla_attention_inputs *in, smla_call call, const smla_
     };
     if (smla_has_lists(params)) {
         smla_plan_lists(in->num_splits, backend, params);
-    } else if (in->num_splits == 0) {
-        params->plan.runs[0].cut_bytes = smla_workspace_of(&in->workspace).bytes;
+    } else {
+        params->plan.runs[0].num_splits = in->num_splits;
     }
 }
 

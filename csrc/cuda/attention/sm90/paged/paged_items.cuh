@@ -25,7 +25,7 @@ enum { TILE_COST = 1 }; /* blocks */
 struct paged_request {
     int32_t first_query;
     int32_t num_queries;
-    int32_t position; /* of key 0 in the request's row of the table */
+    int32_t position; /* where key 0 is in the request's row of the table */
     int32_t num_keys;
 };
 

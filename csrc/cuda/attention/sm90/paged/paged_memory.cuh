@@ -18,7 +18,7 @@ enum {
     SEGMENT_CHUNKS = SEGMENT_BYTES / 16,
 
     ITEM_SLOTS = 2,     /* items that gather warps may have published and groups not left */
-    MOST_BUFFERS = 13,  /* of 64 dims */
+    MOST_BUFFERS = 13,  /* what 64 dims have */
     OTHER_BYTES = 3072, /* shared memory for what is no row of queries, keys or values */
 };
 
@@ -26,14 +26,14 @@ enum { CLAIM_BARRIER = 5 }; /* a named barrier: gather threads | the same */
 
 /* D: dims of a query, a key and a value. */
 template <int D> struct paged_shape {
-    static constexpr int KEYS = D <= 128 ? 128 : 64; /* of a block */
+    static constexpr int KEYS = D <= 128 ? 128 : 64; /* keys of a block */
     static constexpr int SEGMENTS = D / SEGMENT;
-    static constexpr int SEGMENT_STEP = KEYS * SEGMENT_BYTES; /* from a segment to the next */
+    static constexpr int SEGMENT_STEP = KEYS * SEGMENT_BYTES; /* bytes from a segment to the next */
     static constexpr int BUFFER_BYTES = KEYS * D * 2;
-    static constexpr int QUERY_BYTES = GROUP_ROWS * D * 2; /* of a group */
+    static constexpr int QUERY_BYTES = GROUP_ROWS * D * 2; /* a group's */
     static constexpr int BUFFERS =
         (SMLA_SM90_SHARED_BYTES - GROUPS * QUERY_BYTES - OTHER_BYTES) / BUFFER_BYTES;
-    static constexpr int WARP_KEYS = KEYS / GATHER_WARPS; /* that a gather warp copies */
+    static constexpr int WARP_KEYS = KEYS / GATHER_WARPS; /* keys that a gather warp copies */
     static constexpr int HIDDEN_WORDS = KEYS / 32;
     static_assert(BUFFERS <= MOST_BUFFERS, "barriers of each");
 };
@@ -54,7 +54,7 @@ struct paged_args {
     smla_divisor group;           /* H / Hk */
     int64_t out_token_bytes;
     int64_t out_head_bytes;
-    int64_t most_keys;  /* that a table has entries for; positions behind them are hidden */
+    int64_t most_keys;  /* positions with an entry in a table; those behind them are hidden */
     float scale;        /* what makes logits in the log2 domain of scores, or of capped logits */
     float early_scale;  /* and where `is_early`, what makes logits of scores before that */
     float cap_log2;     /* 0: logits are not capped */
@@ -74,7 +74,7 @@ struct paged_item {
     int32_t first_row;   /* number in the request: token * group + head of the group */
     int32_t first_query; /* the first token of the request */
     int32_t kv_head;
-    int32_t first_key;  /* of the first block, in the request */
+    int32_t first_key;  /* where the first block begins, in the request */
     int32_t num_blocks; /* at least one */
     int32_t owners;     /* a bit for each group that computes rows of it */
     int32_t num_parts;  /* CTAs that have blocks of the tile's keys; 1: it is not cut */

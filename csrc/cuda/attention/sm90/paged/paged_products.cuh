@@ -18,7 +18,7 @@ template <int D> struct paged_consumer {
     uint64_t queries;   /* descriptors: of the group's queries, */
     uint64_t keys;      /* and of buffer 0 as keys and as values */
     uint64_t values;
-    uint32_t num_buffers; /* of items in front, and of the item's blocks whose scores are done */
+    uint32_t num_buffers; /* those of items in front, and of blocks whose scores are done */
     uint32_t query_turn;  /* parity of the group's queries */
     int group;
     int warp;   /* in the group */

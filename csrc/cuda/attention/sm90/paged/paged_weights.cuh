@@ -44,7 +44,7 @@ cap_scores(const paged_args &args, paged_consumer<D> *state)
 
 /* The rows' limits, and what all rows of the warp see. */
 struct paged_view {
-    const paged_limits *limits; /* of the warp's rows */
+    const paged_limits *limits; /* those of the warp's rows */
     paged_limits shared;
 };
 
