@@ -1,6 +1,7 @@
 /* block_weights.cuh: how a block's scores become weights 2^(logit - reference), for the kernels of
  * Hopper that take keys and values of KV heads. A thread has two rows i of a block, and of each the
- * elements scores[4 j + 2 i] and scores[4 j + 2 i + 1].
+ * elements scores[4 j + 2 i] and scores[4 j + 2 i + 1]. Functions do for rows ROW to PAST - 1 what
+ * they do.
  */
 #pragma once
 
@@ -41,36 +42,48 @@ find_shift(float reference)
     return TOP_EXPONENT<HALF> - (reference == -INFINITY ? 0.0f : reference);
 }
 
+/* Whether an element is one of rows ROW to PAST - 1. */
+template <int ROW, int PAST>
+__device__ __forceinline__ constexpr bool
+is_of_rows(int element)
+{
+    return element / 2 % 2 >= ROW && element / 2 % 2 < PAST;
+}
+
 /* scores become exponents of weights. */
-template <bool HALF, int COUNT>
+template <bool HALF, int ROW, int PAST, int COUNT>
 __device__ __forceinline__ void
 find_exponents(float scale, const float (&reference)[2], float (&scores)[COUNT])
 {
     float shift[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = ROW; i < PAST; i++) {
         shift[i] = find_shift<HALF>(reference[i]);
     }
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        scores[i] = fmaf(scores[i], scale, shift[i / 2 % 2]);
+        if (is_of_rows<ROW, PAST>(i)) {
+            scores[i] = fmaf(scores[i], scale, shift[i / 2 % 2]);
+        }
     }
 }
 
 /* Exponents become weights, whose sums are added to the rows' sums; `rest` is what roundings of
  * these have lost. */
-template <int COUNT>
+template <int ROW, int PAST, int COUNT>
 __device__ __forceinline__ void
 find_weights(float (&scores)[COUNT], float (&sum)[2], float (&rest)[2])
 {
     float terms[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        scores[i] = ptx_exp2(scores[i]);
-        terms[i % 4] += scores[i];
+        if (is_of_rows<ROW, PAST>(i)) {
+            scores[i] = ptx_exp2(scores[i]);
+            terms[i % 4] += scores[i];
+        }
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = ROW; i < PAST; i++) {
         const float term = terms[2 * i] + terms[2 * i + 1];
         const float older = sum[i];
         sum[i] = older + term;
@@ -94,19 +107,19 @@ pack_weights(const float (&scores)[2 * COUNT], uint32_t (&weights)[COUNT])
 /* Raises the rows' largest exponents, as bits, and says whether one of the lane's is too large.
  * Floats above a positive one are integers above its bits, and so is NaN. Of negative exponents
  * alone, weights below the reference's by 2^2 or more, one is noted. */
-template <bool HALF, int COUNT>
+template <bool HALF, int ROW, int PAST, int COUNT>
 __device__ __forceinline__ bool
 find_tops(const float (&scores)[COUNT], int (&top)[2])
 {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
+        for (int k = ROW; k < PAST; k++) {
             top[k] = __vimax3_s32(top[k], __float_as_int(scores[i + 2 * k]),
                                   __float_as_int(scores[i + 2 * k + 1]));
         }
     }
-    return max(top[0], top[1]) > __float_as_int(MOST_EXPONENT<HALF>);
+    return max(top[ROW], top[PAST - 1]) > __float_as_int(MOST_EXPONENT<HALF>);
 }
 
 /* Lowers a row's exponents by `rise`, and multiplies what the row has by 2^-rise, because its

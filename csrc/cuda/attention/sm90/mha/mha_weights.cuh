@@ -72,7 +72,7 @@ template <int D, bool HALF>
 __device__ __forceinline__ bool
 may_move(mha_consumer<D> *state)
 {
-    const bool is_above = find_tops<HALF>(state->scores, state->top);
+    const bool is_above = find_tops<HALF, 0, 2>(state->scores, state->top);
     const bool is_empty = state->reference[0] == -INFINITY || state->reference[1] == -INFINITY;
     return __any_sync(ALL_LANES, is_above || is_empty);
 }
@@ -121,8 +121,8 @@ weigh_first(const mha_args &args, int absent_keys, mha_consumer<D> *state)
         state->top[i] =
             __float_as_int(fmaf(highest, args.scale_log2, find_shift<HALF>(state->reference[i])));
     }
-    find_exponents<HALF>(args.scale_log2, state->reference, state->scores);
-    find_weights(state->scores, state->sum, state->rest);
+    find_exponents<HALF, 0, 2>(args.scale_log2, state->reference, state->scores);
+    find_weights<0, 2>(state->scores, state->sum, state->rest);
     pack_weights<HALF>(state->scores, state->weights);
 }
 
@@ -134,7 +134,7 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
     if (__builtin_expect(absent_keys > 0, false)) {
         hide_front(absent_keys, state->scores);
     }
-    find_exponents<HALF>(args.scale_log2, state->reference, state->scores);
+    find_exponents<HALF, 0, 2>(args.scale_log2, state->reference, state->scores);
     if (__builtin_expect(may_move<D, HALF>(state), false)) {
         wgmma_wait<0>(); /* out is complete */
 #pragma unroll
@@ -142,6 +142,6 @@ weigh_next(const mha_args &args, int absent_keys, mha_consumer<D> *state)
             move_reference<D, HALF>(i, state);
         }
     }
-    find_weights(state->scores, state->sum, state->rest);
+    find_weights<0, 2>(state->scores, state->sum, state->rest);
     wgmma_wait<0>();
 }

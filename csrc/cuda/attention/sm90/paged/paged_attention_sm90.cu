@@ -110,24 +110,37 @@ count_most_keys(const smla_kv_pages &pages)
     return (pages.table.num_blocks < most ? pages.table.num_blocks : most) * pages.table.block_size;
 }
 
+/* A window's number of keys, in 32 bits: no request has more keys than that. */
+int32_t
+clamp_keys(int64_t keys)
+{
+    return (int32_t)(keys < INT32_MAX - 1 ? keys : INT32_MAX - 1);
+}
+
 paged_args
 make_args(const smla_attention_params &p)
 {
     const int64_t out_bytes = p.results.out_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const double log2_e = 1.4426950408889634074;
     const float scale = (float)(p.logits.softmax_scale * log2_e);
+    const smla_range_rule &rule = p.visible.rule;
     paged_args args = {};
     args.p = mha_params_of(&p);
     args.pages = kv_pages_of(p.pages, p.kv.type);
     args.group = smla_make_divisor(p.queries.num_heads / p.kv.num_kv_heads);
     args.out_token_bytes = p.results.out_stride_token * out_bytes;
     args.out_head_bytes = p.results.out_stride_head * out_bytes;
-    args.most_keys = count_most_keys(p.pages);
+    args.num_reqs = (int32_t)p.visible.reqs.num_reqs;
+    args.most_keys = (int32_t)count_most_keys(p.pages);
+    args.left = clamp_keys(rule.left);
+    args.right = clamp_keys(rule.right);
+    args.has_shares = rule.chunk > 0 || rule.share.size > 0;
     args.is_early = p.logits.softcap != 0.0f || !(scale > 0.0f);
     args.scale = args.is_early ? 1.0f : scale;
     args.early_scale = scale;
     args.cap_log2 = (float)(p.logits.softcap * log2_e);
-    args.cap_exponent = fminf((float)(2.0 * log2_e) / args.cap_log2, FLT_MAX);
+    args.cap_exponent =
+        (float)fmin(fabs(2.0 * log2_e * p.logits.softmax_scale / p.logits.softcap), FLT_MAX);
     return args;
 }
 

@@ -47,8 +47,8 @@ publish_item(const paged_args &args, const planned_item &planned, uint32_t numbe
     const int row = (int)threadIdx.x;
     paged_limits limits = {0, INT32_MAX};
     if (row < planned.item.num_rows) {
-        const int32_t query = find_row(args, 0, planned.item.first_row + row).query;
-        limits = find_limits(args, planned.request, query);
+        limits = find_limits(args, planned.request,
+                             find_row(args, 0, planned.item.first_row + row).query);
     }
     ptx_mbarrier_wait(at(shared->item_empty[slot]), (number / ITEM_SLOTS % 2) ^ 1);
     shared->limits[slot][row] = limits;
@@ -177,41 +177,38 @@ bring_item(const paged_args &args, const planned_item &planned, paged_gather *st
         const kv_place place =
             find_place(args.pages, entry, (uint32_t)(planned.request.position + key));
         const bool is_on = place.page >= 0;
-        const uint8_t *const k_row =
-            is_on ? find_key_row(args, SMLA_NOPE, place, item.kv_head) : NULL;
-        const uint8_t *const v_row =
-            is_on ? find_key_row(args, SMLA_VALUES, place, item.kv_head) : NULL;
         const uint32_t hidden = __ballot_sync(ALL_LANES, !is_on);
         key += shape::KEYS;
         entry = load_key_entry(args, planned, key);
-        bring_rows<D>(k_row, hidden, state, shared);
-        bring_rows<D>(v_row, hidden, state, shared);
+#pragma unroll 1
+        for (int array = SMLA_NOPE; array <= SMLA_VALUES; array += SMLA_VALUES - SMLA_NOPE) {
+            const uint8_t *const row =
+                is_on ? find_key_row(args, array, place, item.kv_head) : NULL;
+            bring_rows<D>(row, hidden, state, shared);
+        }
         if (block == 0) {
             bring_item_queries(args, item, state, shared);
         }
     }
 }
 
-/* Claims a tile, in one thread, which learns its number. */
-__device__ __forceinline__ uint32_t
-claim_tile(const paged_args &args)
+/* Claims a tile, in one thread, which notes its number. */
+template <int D>
+__device__ __forceinline__ void
+claim_tile(const paged_args &args, uint32_t slot, paged_memory<D> *shared)
 {
-    return threadIdx.x == 0 && args.counters != NULL
-               ? gridDim.x + add_to_counter(&args.counters[CLAIMS])
-               : 0;
+    if (threadIdx.x == 0 && args.counters != NULL) {
+        shared->claimed[slot] = gridDim.x + add_to_counter(&args.counters[CLAIMS]);
+    }
 }
 
-/* Tells all gather threads which tile has been claimed, or which is the next without claims. */
+/* The number of the tile that has been claimed, or without claims of the next one. */
 template <int D>
 __device__ __forceinline__ uint32_t
-share_claim(const paged_args &args, uint32_t claim, uint32_t tile, uint32_t slot,
-            paged_memory<D> *shared)
+find_claim(const paged_args &args, uint32_t tile, uint32_t slot, const paged_memory<D> *shared)
 {
     if (args.counters == NULL) {
         return tile + gridDim.x;
-    }
-    if (threadIdx.x == 0) {
-        shared->claimed[slot] = claim;
     }
     ptx_barrier(CLAIM_BARRIER, GATHER_THREADS); /* the number is visible */
     return shared->claimed[slot];
@@ -231,16 +228,18 @@ gather_items(const paged_args &args, paged_memory<D> *shared)
     paged_walk walk = start_walk<D>(args);
     planned_item planned;
     do {
-        const bool is_tile = find_item<D>(args, &walk, &planned);
-        const uint32_t claim = is_tile ? claim_tile(args) : 0;
+        find_item<D>(args, &walk, &planned);
         planned.item.owners =
             planned.item.num_rows > GROUP_ROWS ? 3 : 1 << state.num_items % GROUPS;
         publish_item(args, planned, state.num_items, shared);
+        if (!walk.is_cut) {
+            claim_tile(args, state.num_items % ITEM_SLOTS, shared);
+        }
         if (planned.item.num_rows > 0) {
             bring_item(args, planned, &state, shared);
         }
-        if (is_tile) {
-            walk.tile = share_claim(args, claim, walk.tile, state.num_items % ITEM_SLOTS, shared);
+        if (!walk.is_cut) {
+            walk.next = find_claim(args, walk.next, state.num_items % ITEM_SLOTS, shared);
         }
         state.num_items++;
     } while (planned.item.num_rows > 0);

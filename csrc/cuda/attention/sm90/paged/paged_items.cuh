@@ -20,7 +20,10 @@
 
 enum { TILE_COST = 1 }; /* blocks */
 
-/* ---- Requests ------------------------------------------------------------------------------- */
+/* ---- Requests -------------------------------------------------------------------------------
+ *
+ * A launch begins with this code, whose instructions come from memory, so it is short: it counts in
+ * 32 bits, and what few masks need is a called function. */
 
 struct paged_request {
     int32_t first_query;
@@ -38,33 +41,60 @@ find_request(const paged_args &args, int32_t req)
                          (int32_t)found.first_key, (int32_t)found.num_keys};
 }
 
-/* The keys that a query of a request sees, as far as the table goes. A called function, because
- * chunks and ranks make it divide by 64 bits. */
+/* find_limits for masks of every kind, by the rule that all backends share. */
 __device__ __noinline__ paged_limits
-find_limits(const paged_args &args, paged_request request, int32_t query)
+find_any_limits(const smla_range_rule *rule, int32_t position, int32_t num_keys)
 {
-    const smla_kv_request found = {request.first_query, request.num_queries, request.position,
-                                   request.num_keys};
-    const smla_key_range range = smla_find_kv_range(&args.p.visible.rule, &found, query);
-    const int64_t most = smla_clamp_int64(args.most_keys - request.position, 0, INT32_MAX);
-    return paged_limits{(int32_t)min(range.begin, most), (int32_t)min(range.end, most)};
+    const smla_key_range range = smla_find_key_range(rule, position, num_keys);
+    return paged_limits{(int32_t)range.begin, (int32_t)range.end};
 }
 
-/* What the rows of queries first...last see. Limits grow from one query to the next. */
+/* The keys that query `query` of a request sees, as far as the table goes. */
+__device__ __forceinline__ paged_limits
+find_limits(const paged_args &args, const paged_request &request, int32_t query)
+{
+    const int32_t num_keys = request.num_keys;
+    const int32_t position = num_keys - request.num_queries + query;
+    const int32_t most = max(args.most_keys - request.position, 0);
+    paged_limits limits = {0, num_keys};
+    if (args.has_shares) {
+        limits = find_any_limits(&args.p.visible.rule, position, num_keys);
+    } else {
+        if (args.left >= 0 && position > args.left) {
+            limits.begin = min(position - args.left, num_keys);
+        }
+        if (args.right >= 0 && position < num_keys - 1 - args.right) {
+            limits.end = max(position + args.right + 1, 0);
+        }
+    }
+    return paged_limits{min(limits.begin, most), min(limits.end, most)};
+}
+
+/* The blocks that have a key of a range, and the first key of the first one. Without keys it is one
+ * block, in which all are hidden. */
+struct paged_blocks {
+    int32_t first_key;
+    int32_t count;
+};
+
+template <int D>
+__device__ __forceinline__ paged_blocks
+find_blocks(const paged_limits &seen)
+{
+    constexpr uint32_t KEYS = paged_shape<D>::KEYS;
+    const uint32_t first = (uint32_t)seen.begin / KEYS;
+    return seen.begin < seen.end
+               ? paged_blocks{(int32_t)(first * KEYS),
+                              (int32_t)((uint32_t)(seen.end - 1) / KEYS - first) + 1}
+               : paged_blocks{0, 1};
+}
+
+/* What rows first...last of a request see. Limits grow from one query to the next. */
 __device__ __forceinline__ paged_limits
 find_range(const paged_args &args, const paged_request &request, int32_t first, int32_t last)
 {
-    return paged_limits{find_limits(args, request, first).begin,
-                        find_limits(args, request, last).end};
-}
-
-/* Blocks with keys of a range. Without keys it is one block, in which all are hidden. */
-template <int D>
-__device__ __forceinline__ int32_t
-count_blocks(const paged_limits &seen)
-{
-    constexpr int32_t KEYS = paged_shape<D>::KEYS;
-    return seen.begin < seen.end ? (seen.end - 1) / KEYS - seen.begin / KEYS + 1 : 1;
+    return paged_limits{find_limits(args, request, find_row(args, 0, first).query).begin,
+                        find_limits(args, request, find_row(args, 0, last).query).end};
 }
 
 /* The rows that a request has for each KV head. */
@@ -74,45 +104,32 @@ count_rows(const paged_args &args, const paged_request &request)
     return request.num_queries * (int32_t)args.group.divisor;
 }
 
-__device__ __forceinline__ bool
-may_cut(const paged_args &args, int32_t num_rows)
-{
-    return args.partials.arrivals != NULL && num_rows <= GROUP_ROWS;
-}
-
-/* Tiles of a KV head that are not cut. */
-__device__ __forceinline__ uint32_t
-count_head_tiles(const paged_args &args, const paged_request &request)
-{
-    const int32_t rows = count_rows(args, request);
-    return may_cut(args, rows) ? 0 : (uint32_t)(rows + TILE_ROWS - 1) / TILE_ROWS;
-}
-
-/* Units of a KV head whose tile may be cut. */
+/* What a KV head of a request has of the first kind of work, tiles that are not cut, or with IS_CUT
+ * of the other one, units. */
 template <int D>
 __device__ __forceinline__ uint32_t
-count_head_units(const paged_args &args, const paged_request &request)
+count_work(const paged_args &args, const paged_request &request, bool is_cut)
 {
     const int32_t rows = count_rows(args, request);
-    if (rows == 0 || !may_cut(args, rows)) {
+    const bool may_cut = args.partials.arrivals != NULL && rows <= GROUP_ROWS;
+    if (rows == 0 || may_cut != is_cut) {
         return 0;
     }
-    return TILE_COST +
-           (uint32_t)count_blocks<D>(find_range(args, request, 0, request.num_queries - 1));
+    return is_cut
+               ? TILE_COST + (uint32_t)find_blocks<D>(find_range(args, request, 0, rows - 1)).count
+               : (uint32_t)(rows + TILE_ROWS - 1) / TILE_ROWS;
 }
 
 /* ---- The plan ------------------------------------------------------------------------------- */
 
 /* What is left of a CTA's plan. */
 struct paged_walk {
-    uint32_t tile; /* the next tile that is not cut */
-    uint32_t num_tiles;
-    uint32_t unit; /* the next unit of the CTA's run */
+    uint32_t next; /* the next tile that is not cut, or when is_cut, the next unit */
     uint32_t past;
     uint32_t share; /* units of a CTA's run; the first `rest` CTAs have one more */
     uint32_t rest;
-    request_search<uint32_t> tiles;
-    request_search<uint32_t> units;
+    request_search<uint32_t> requests;
+    bool is_cut;
 };
 
 /* The first unit of a CTA's run. */
@@ -137,21 +154,18 @@ start_walk(const paged_args &args)
     uint32_t tiles = 0;
     uint32_t units = 0;
 #pragma unroll 1
-    for (int32_t req = lane_idx(); req < (int32_t)args.p.visible.reqs.num_reqs;
-         req += SMLA_WARP_LANES) {
+    for (int32_t req = lane_idx(); req < args.num_reqs; req += SMLA_WARP_LANES) {
         const paged_request request = find_request(args, req);
-        tiles += count_head_tiles(args, request);
-        units += count_head_units<D>(args, request);
+        tiles += count_work<D>(args, request, false);
+        units += count_work<D>(args, request, true);
     }
     const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
     paged_walk walk = {};
-    walk.tile = blockIdx.x;
-    walk.num_tiles = __reduce_add_sync(ALL_LANES, tiles) * kv_heads;
+    walk.next = blockIdx.x;
+    walk.past = __reduce_add_sync(ALL_LANES, tiles) * kv_heads;
     units = __reduce_add_sync(ALL_LANES, units) * kv_heads;
     walk.share = units / gridDim.x;
     walk.rest = units - walk.share * gridDim.x;
-    walk.unit = first_unit(walk, blockIdx.x);
-    walk.past = first_unit(walk, blockIdx.x + 1);
     return walk;
 }
 
@@ -163,51 +177,6 @@ struct planned_item {
     int32_t req;
 };
 
-/* Fills in a tile of up to TILE_ROWS rows, from row first_row on. */
-template <int D>
-__device__ __forceinline__ void
-make_tile(const paged_args &args, int32_t req, int32_t kv_head, int32_t first_row,
-          planned_item *planned)
-{
-    paged_item *const item = &planned->item;
-    const paged_request request = find_request(args, req);
-    item->num_rows = min(count_rows(args, request) - first_row, (int32_t)TILE_ROWS);
-    item->first_row = first_row;
-    item->first_query = request.first_query;
-    item->kv_head = kv_head;
-    planned->seen = find_range(args, request, find_row(args, 0, first_row).query,
-                               find_row(args, 0, first_row + item->num_rows - 1).query);
-    item->num_blocks = count_blocks<D>(planned->seen);
-    item->first_key = planned->seen.begin < planned->seen.end
-                          ? planned->seen.begin / paged_shape<D>::KEYS * paged_shape<D>::KEYS
-                          : 0;
-    item->num_parts = 1;
-    item->part = 0;
-    item->first_cta = 0;
-    planned->request = request;
-    planned->req = req;
-}
-
-/* Finds the CTA's next tile that is not cut. */
-template <int D>
-__device__ __forceinline__ void
-take_tile(const paged_args &args, paged_walk *walk, planned_item *planned)
-{
-    const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
-    tile_request<uint32_t> found = {};
-    const auto count = [&](int32_t req) {
-        return count_head_tiles(args, find_request(args, req)) * kv_heads;
-    };
-    find_request_of_tile(walk->tile, (int32_t)args.p.visible.reqs.num_reqs, lane_idx(), count,
-                         &walk->tiles, &found);
-    const uint32_t in_request = walk->tile - found.first_tile;
-    const uint32_t head_tiles = count_head_tiles(args, find_request(args, found.req));
-    const uint32_t head = in_request / head_tiles;
-    const uint32_t from_end = in_request - head * head_tiles;
-    make_tile<D>(args, found.req, (int32_t)head, (int32_t)(head_tiles - 1 - from_end) * TILE_ROWS,
-                 planned);
-}
-
 /* Reduces a tile, which begins at unit `begin`, to the blocks of the CTA's run, and moves on. Leaves
  * no rows where the run has none of its blocks. */
 template <int D>
@@ -216,53 +185,81 @@ take_blocks(uint32_t begin, paged_walk *walk, paged_item *item)
 {
     const uint32_t first_block = begin + TILE_COST;
     const uint32_t end = first_block + (uint32_t)item->num_blocks;
-    const uint32_t first = max(walk->unit, first_block);
-    walk->unit = min(walk->past, end);
-    if (first >= walk->unit) {
+    const uint32_t first = max(walk->next, first_block);
+    walk->next = min(walk->past, end);
+    if (first >= walk->next) {
         item->num_rows = 0;
         return;
     }
-    const uint32_t first_cta = cta_of_unit(*walk, first_block);
     item->first_key += (int32_t)(first - first_block) * paged_shape<D>::KEYS;
-    item->num_blocks = (int32_t)(walk->unit - first);
-    item->num_parts = (int32_t)(cta_of_unit(*walk, end - 1) - first_cta) + 1;
-    item->part = (int32_t)(blockIdx.x - first_cta);
-    item->first_cta = (int32_t)first_cta;
+    item->num_blocks = (int32_t)(walk->next - first);
+    if (first > first_block || walk->next < end) {
+        const uint32_t first_cta = cta_of_unit(*walk, first_block);
+        item->num_parts = (int32_t)(cta_of_unit(*walk, end - 1) - first_cta) + 1;
+        item->part = (int32_t)(blockIdx.x - first_cta);
+        item->first_cta = (int32_t)first_cta;
+    }
 }
 
-/* Finds the CTA's next part of tiles that may be cut. */
+/* Finds the tile, or the part of one, at walk->next, which is not past the last one. */
 template <int D>
 __device__ __forceinline__ void
-take_part(const paged_args &args, paged_walk *walk, planned_item *planned)
+take_item(const paged_args &args, paged_walk *walk, planned_item *planned)
 {
-    const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
+    paged_item *const item = &planned->item;
+    paged_request mine = {};
+    uint32_t work = 0; /* of a KV head of the lane's request */
     tile_request<uint32_t> found = {};
     const auto count = [&](int32_t req) {
-        return count_head_units<D>(args, find_request(args, req)) * kv_heads;
+        mine = find_request(args, req);
+        work = count_work<D>(args, mine, walk->is_cut);
+        return work * (uint32_t)args.p.kv.num_kv_heads;
     };
-    find_request_of_tile(walk->unit, (int32_t)args.p.visible.reqs.num_reqs, lane_idx(), count,
-                         &walk->units, &found);
-    const uint32_t in_request = walk->unit - found.first_tile;
-    const uint32_t head_units = count_head_units<D>(args, find_request(args, found.req));
-    const uint32_t head = in_request / head_units;
-    make_tile<D>(args, found.req, (int32_t)head, 0, planned);
-    take_blocks<D>(found.first_tile + head * head_units, walk, &planned->item);
+    find_request_of_tile(walk->next, args.num_reqs, lane_idx(), count, &walk->requests, &found);
+    const paged_request request = {__shfl_sync(ALL_LANES, mine.first_query, found.lane),
+                                   __shfl_sync(ALL_LANES, mine.num_queries, found.lane),
+                                   __shfl_sync(ALL_LANES, mine.position, found.lane),
+                                   __shfl_sync(ALL_LANES, mine.num_keys, found.lane)};
+    work = __shfl_sync(ALL_LANES, work, found.lane);
+    const uint32_t head = (walk->next - found.first_tile) / work;
+    const uint32_t begin = found.first_tile + head * work;
+    const int32_t from_end = (int32_t)(walk->next - begin);
+    item->first_row = walk->is_cut ? 0 : ((int32_t)work - 1 - from_end) * TILE_ROWS;
+    item->num_rows = min(count_rows(args, request) - item->first_row, (int32_t)TILE_ROWS);
+    item->first_query = request.first_query;
+    item->kv_head = (int32_t)head;
+    item->num_parts = 1;
+    planned->request = request;
+    planned->req = found.req;
+    planned->seen =
+        find_range(args, request, item->first_row, item->first_row + item->num_rows - 1);
+    const paged_blocks blocks = find_blocks<D>(planned->seen);
+    item->first_key = blocks.first_key;
+    item->num_blocks = blocks.count;
+    if (walk->is_cut) {
+        take_blocks<D>(begin, walk, item);
+    }
 }
 
-/* Finds the CTA's next item; one without rows follows the last one. Returns whether it is a tile that
- * is not cut, behind which walk->tile is to be set. */
+/* Finds the CTA's next item; one without rows follows the last one. Behind a tile that is not cut
+ * walk->next is to be set. */
 template <int D>
-__device__ __forceinline__ bool
+__device__ __forceinline__ void
 find_item(const paged_args &args, paged_walk *walk, planned_item *planned)
 {
     planned->item.num_rows = 0;
-    if (walk->tile < walk->num_tiles) {
-        take_tile<D>(args, walk, planned);
-        return true;
-    }
 #pragma unroll 1
-    while (planned->item.num_rows == 0 && walk->unit < walk->past) {
-        take_part<D>(args, walk, planned);
+    while (planned->item.num_rows == 0) {
+        if (walk->next >= walk->past) {
+            if (walk->is_cut) {
+                return;
+            }
+            walk->is_cut = true;
+            walk->requests = {};
+            walk->next = first_unit(*walk, blockIdx.x);
+            walk->past = first_unit(*walk, blockIdx.x + 1);
+        } else {
+            take_item<D>(args, walk, planned);
+        }
     }
-    return false;
 }

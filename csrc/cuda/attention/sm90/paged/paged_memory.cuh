@@ -54,11 +54,15 @@ struct paged_args {
     smla_divisor group;           /* H / Hk */
     int64_t out_token_bytes;
     int64_t out_head_bytes;
-    int64_t most_keys;  /* positions with an entry in a table; those behind them are hidden */
+    int32_t num_reqs;
+    int32_t most_keys;  /* positions with an entry in a table; those behind them are hidden */
+    int32_t left;       /* keys before its own that a query sees; -1: all of them */
+    int32_t right;      /* keys behind its own that it sees; -1: all of them */
+    bool has_shares;    /* the mask also has chunks, or gives each rank its share of the keys */
     float scale;        /* what makes logits in the log2 domain of scores, or of capped logits */
     float early_scale;  /* and where `is_early`, what makes logits of scores before that */
     float cap_log2;     /* 0: logits are not capped */
-    float cap_exponent; /* 2 log2(e) / cap_log2 */
+    float cap_exponent; /* early_scale * 2 log2(e) / cap_log2 */
     bool is_early;      /* masks need capped logits, or scores of another sign */
 };
 

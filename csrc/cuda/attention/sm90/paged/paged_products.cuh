@@ -21,8 +21,9 @@ template <int D> struct paged_consumer {
     uint32_t num_buffers; /* those of items in front, and of blocks whose scores are done */
     uint32_t query_turn;  /* parity of the group's queries */
     int group;
-    int warp;   /* in the group */
-    bool frees; /* whether this lane frees memory for its warp */
+    int warp;       /* in the group */
+    bool frees;     /* whether this lane frees memory for its warp */
+    bool is_shared; /* whether both groups have rows of the item */
 };
 
 template <int D>
@@ -44,18 +45,18 @@ start_consumer(const paged_memory<D> *shared, int group, int warp, paged_consume
 /* Where both groups have rows of an item, they take turns. */
 template <int D>
 __device__ __forceinline__ void
-take_turn_of(const paged_item &item, const paged_consumer<D> &state)
+take_own_turn(const paged_consumer<D> &state)
 {
-    if (item.owners == 3) {
+    if (state.is_shared) {
         take_turn(state.group);
     }
 }
 
 template <int D>
 __device__ __forceinline__ void
-pass_turn_of(const paged_item &item, const paged_consumer<D> &state)
+pass_own_turn(const paged_consumer<D> &state)
 {
-    if (item.owners == 3) {
+    if (state.is_shared) {
         pass_turn(state.group);
     }
 }
@@ -76,12 +77,11 @@ await_full(const paged_memory<D> *shared, uint32_t count)
  */
 template <int D>
 __device__ __forceinline__ void
-free_buffer(const paged_memory<D> *shared, const paged_item &item, uint32_t count,
-            const paged_consumer<D> &state)
+free_buffer(const paged_memory<D> *shared, uint32_t count, const paged_consumer<D> &state)
 {
     __syncwarp();
     ptx_mbarrier_arrive_times(at(shared->empty[count % paged_shape<D>::BUFFERS]),
-                              item.owners == 3 ? 1 : GROUPS, state.frees);
+                              state.is_shared ? 1 : GROUPS, state.frees);
 }
 
 /* ---- Products ------------------------------------------------------------------------------- */

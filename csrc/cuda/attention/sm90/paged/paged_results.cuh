@@ -60,26 +60,54 @@ pack_results(const paged_args &args, float low, float high)
                                                       : smla_cvt_bf16x2(low, high);
 }
 
-/* Writes a thread's values of a row. */
+/* The partial row of a tile's row. Each CTA begins one cut tile at most and ends one, so the slots
+ * of a tile's parts are no other tile's. */
+__device__ __forceinline__ int64_t
+find_partial_row(const paged_args &args, const paged_item &item, int part, int row)
+{
+    return (int64_t)(2 * item.first_cta + part) * args.partials.slot_rows + row;
+}
+
+/* Leaves the state of a part's row, by the rules of softmax.cuh, and returns the factor of its
+ * values: the maximum is an integer, to which sums and values are rescaled. */
+template <bool HALF>
+__device__ __forceinline__ float
+leave_state(const paged_args &args, int64_t number, float reference, float sum, bool writes)
+{
+    const float exponent = reference - TOP_EXPONENT<HALF>;
+    const float factor = sum == 0.0f ? 0.0f : ptx_exp2(exponent - ceilf(exponent));
+    if (writes) {
+        const uint32_t words[2] = {smla_float_bits(sum == 0.0f ? -INFINITY : ceilf(exponent)),
+                                   smla_float_bits(sum * factor)};
+        smla_store_vector_2(args.partials.states + 2 * number, words);
+    }
+    return factor;
+}
+
+/* Writes a thread's values of a row as fp32. Four lanes write 32 neighbouring bytes. */
 template <int D>
 __device__ __forceinline__ void
-write_row(const paged_args &args, uint8_t *to, int i, float factor, bool is_row,
-          const paged_consumer<D> &state)
+write_floats(uint8_t *to, int i, float factor, bool is_row, const paged_consumer<D> &state)
+{
+    to += lane_again() % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        const float *const pair = &state.out[4 * n + 2 * i];
+        const uint32_t words[2] = {smla_float_bits(finish_value(pair[0], factor)),
+                                   smla_float_bits(finish_value(pair[1], factor))};
+        if (is_row) {
+            smla_store_vector_2(to + 32 * n, words);
+        }
+    }
+}
+
+/* Writes them as bf16 or fp16. Four lanes have 8 columns; each lane gets 8 columns of its own. */
+template <int D>
+__device__ __forceinline__ void
+write_halves(const paged_args &args, uint8_t *to, int i, float factor, bool is_row,
+             const paged_consumer<D> &state)
 {
     const int column = lane_again() % 4;
-    if (args.p.results.out_type == SMLA_FLOAT_FP32) {
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            const float *const pair = &state.out[4 * n + 2 * i];
-            const uint32_t words[2] = {smla_float_bits(finish_value(pair[0], factor)),
-                                       smla_float_bits(finish_value(pair[1], factor))};
-            if (is_row) {
-                smla_store_vector_2(to + 32 * n + 8 * column, words);
-            }
-        }
-        return;
-    }
-    /* Four lanes have 8 columns; a lane gets all of them, and other lanes get the next ones. */
 #pragma unroll
     for (int n = 0; n < D / 8; n += 4) {
         uint32_t words[4];
@@ -94,62 +122,38 @@ write_row(const paged_args &args, uint8_t *to, int i, float factor, bool is_row,
     }
 }
 
+/* Writes the warp's rows, whole or as a part. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-write_results(const paged_args &args, const paged_item &item, int first_row,
-              const paged_consumer<D> &state)
+write_rows(const paged_args &args, const paged_item &item, int first_row,
+           const paged_consumer<D> &state)
 {
+    const bool is_part = item.num_parts > 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+        if (first_row + 8 * i >= item.num_rows) {
+            break;
+        }
         const int row = first_row + lane_again() / 4 + 8 * i;
         const bool is_row = row < item.num_rows;
-        const paged_row place = find_result(args, item, is_row ? row : 0);
+        const bool writes = is_row && lane_again() % 4 == 0;
         const float sum = smla_sum_of_lanes<SMLA_QUAD_LANES>(state.sum[i] + state.rest[i]);
-        const float factor = finish_row(args, place, state.reference[i], (int)TOP_EXPONENT<HALF>,
-                                        sum, is_row && lane_again() % 4 == 0);
-        write_row(args, find_out(args, place), i, factor, is_row, state);
-    }
-}
-
-/* ---- Partial rows --------------------------------------------------------------------------- */
-
-/* The partial row of a tile's row. Each CTA begins one cut tile at most and ends one, so the slots
- * of a tile's parts are no other tile's. */
-__device__ __forceinline__ int64_t
-find_partial_row(const paged_args &args, const paged_item &item, int part, int row)
-{
-    return (int64_t)(2 * item.first_cta + part) * args.partials.slot_rows + row;
-}
-
-/* Leaves the rows of a part, by the rules of softmax.cuh: the maximum is an integer, to which sums
- * and values are rescaled. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-write_partial_rows(const paged_args &args, const paged_item &item, int first_row,
-                   const paged_consumer<D> &state)
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = first_row + lane_again() / 4 + 8 * i;
-        const float sum = smla_sum_of_lanes<SMLA_QUAD_LANES>(state.sum[i] + state.rest[i]);
-        const float reference = state.reference[i] - TOP_EXPONENT<HALF>;
-        const float factor = sum == 0.0f ? 0.0f : ptx_exp2(reference - ceilf(reference));
-        if (row < item.num_rows) {
+        uint8_t *to;
+        float factor;
+        if (is_part) {
             const int64_t number = find_partial_row(args, item, item.part, row);
-            float *const to = args.partials.values + number * D + lane_again() % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                const float *const pair = &state.out[4 * n + 2 * i];
-                const uint32_t words[2] = {smla_float_bits(finish_value(pair[0], factor)),
-                                           smla_float_bits(finish_value(pair[1], factor))};
-                smla_store_vector_2(to + 8 * n, words);
-            }
-            if (lane_again() % 4 == 0) {
-                const uint32_t words[2] = {smla_float_bits(sum == 0.0f ? -INFINITY
-                                                                       : ceilf(reference)),
-                                           smla_float_bits(sum * factor)};
-                smla_store_vector_2(args.partials.states + 2 * number, words);
-            }
+            factor = leave_state<HALF>(args, number, state.reference[i], sum, writes);
+            to = (uint8_t *)(args.partials.values + number * D);
+        } else {
+            const paged_row place = find_result(args, item, is_row ? row : 0);
+            factor =
+                finish_row(args, place, state.reference[i], (int)TOP_EXPONENT<HALF>, sum, writes);
+            to = find_out(args, place);
+        }
+        if (is_part || args.p.results.out_type == SMLA_FLOAT_FP32) {
+            write_floats(to, i, factor, is_row, state);
+        } else {
+            write_halves(args, to, i, factor, is_row, state);
         }
     }
 }
@@ -250,14 +254,18 @@ fold_tile(const paged_args &args, const paged_item &item, int warp)
     }
 }
 
-/* Leaves the group's partial rows, and folds all parts of the tile if these are the last ones. */
+/* Finishes the group's rows of an item, of which `first_row` is the warp's first one. If they are
+ * the last ones of a cut tile, its parts are folded. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-finish_part(const paged_args &args, const paged_item &item, const paged_consumer<D> &state,
-            paged_memory<D> *shared)
+finish_item(const paged_args &args, const paged_item &item, int first_row,
+            const paged_consumer<D> &state, paged_memory<D> *shared)
 {
+    write_rows<D, HALF>(args, item, first_row, state);
+    if (item.num_parts == 1) {
+        return;
+    }
     const int barrier = GROUP_BARRIER + state.group;
-    write_partial_rows<D, HALF>(args, item, state.warp * WARP_ROWS, state);
     ptx_barrier(barrier, GROUP_THREADS); /* all rows of the part are written */
     if (state.warp == 0 && lane_again() == 0) {
         shared->is_last[state.group] =
@@ -266,18 +274,5 @@ finish_part(const paged_args &args, const paged_item &item, const paged_consumer
     ptx_barrier(barrier, GROUP_THREADS);
     if (shared->is_last[state.group]) {
         fold_tile<D>(args, item, state.warp);
-    }
-}
-
-/* Finishes the group's rows of an item, of which `first_row` is the warp's first one. */
-template <int D, bool HALF>
-__device__ __forceinline__ void
-finish_item(const paged_args &args, const paged_item &item, int first_row,
-            const paged_consumer<D> &state, paged_memory<D> *shared)
-{
-    if (item.num_parts == 1) {
-        write_results<D, HALF>(args, item, first_row, state);
-    } else {
-        finish_part<D, HALF>(args, item, state, shared);
     }
 }

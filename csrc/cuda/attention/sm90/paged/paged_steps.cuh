@@ -5,13 +5,10 @@
 
 #include "cuda/attention/sm90/paged/paged_results.cuh"
 
-/* The item's first block. */
-template <int D, bool HALF>
+template <int D>
 __device__ __forceinline__ void
-begin_item(const paged_args &args, const paged_item &item, const paged_view &view,
-           const paged_memory<D> *shared, paged_consumer<D> *state)
+clear_rows(paged_consumer<D> *state)
 {
-    const uint32_t count = state->num_buffers;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) {
         state->out[i] = 0.0f;
@@ -22,38 +19,45 @@ begin_item(const paged_args &args, const paged_item &item, const paged_view &vie
         state->sum[i] = 0.0f;
         state->rest[i] = 0.0f;
     }
+}
+
+/* The item's first block. */
+template <int D, bool HALF>
+__device__ __forceinline__ void
+begin_item(const paged_args &args, const paged_view &view, int32_t first_key,
+           const paged_memory<D> *shared, paged_consumer<D> *state)
+{
+    const uint32_t count = state->num_buffers;
     ptx_mbarrier_wait(at(shared->q_full[state->group]), state->query_turn);
     await_full(shared, count);
-    take_turn_of(item, *state);
+    take_own_turn(*state);
     start_scores<D, HALF>(count, state);
-    pass_turn_of(item, *state);
+    pass_own_turn(*state);
     const paged_hidden<D> hidden = load_hidden(shared, count);
     wgmma_wait<0>();
-    free_buffer(shared, item, count, *state);
-    weigh_block<D, HALF, true>(args, view, item.first_key, hidden, state);
-    pack_weights<HALF>(state->scores, state->weights);
+    free_buffer(shared, count, *state);
+    weigh_block<D, HALF, true>(args, view, first_key, hidden, state);
     state->num_buffers += 2;
 }
 
 /* Scores of the item's next block, and values of the block before. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-step(const paged_args &args, const paged_item &item, const paged_view &view, int32_t first_key,
+step(const paged_args &args, const paged_view &view, int32_t first_key,
      const paged_memory<D> *shared, paged_consumer<D> *state)
 {
     const uint32_t count = state->num_buffers;
     await_full(shared, count);
-    take_turn_of(item, *state);
+    take_own_turn(*state);
     start_scores<D, HALF>(count, state);
     await_full(shared, count - 1);
     start_values<D, HALF>(count - 1, state);
-    pass_turn_of(item, *state);
+    pass_own_turn(*state);
     const paged_hidden<D> hidden = load_hidden(shared, count);
     wgmma_wait<1>(); /* the scores are there */
-    free_buffer(shared, item, count, *state);
+    free_buffer(shared, count, *state);
     weigh_block<D, HALF, false>(args, view, first_key, hidden, state);
-    free_buffer(shared, item, count - 1, *state);
-    pack_weights<HALF>(state->scores, state->weights);
+    free_buffer(shared, count - 1, *state);
     state->num_buffers += 2;
 }
 
@@ -61,40 +65,43 @@ step(const paged_args &args, const paged_item &item, const paged_view &view, int
  * done. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
-end_item(const paged_item &item, const paged_memory<D> *shared, paged_consumer<D> *state)
+end_item(const paged_memory<D> *shared, paged_consumer<D> *state)
 {
     const uint32_t count = state->num_buffers - 1;
     ptx_mbarrier_arrive(at(shared->q_empty[state->group]), state->frees);
     await_full(shared, count);
-    take_turn_of(item, *state);
+    take_own_turn(*state);
     start_values<D, HALF>(count, state);
     if (state->group == 0) {
-        pass_turn_of(item, *state);
+        pass_own_turn(*state);
     }
     wgmma_wait<0>();
-    free_buffer(shared, item, count, *state);
+    free_buffer(shared, count, *state);
 }
 
-/* Computes the group's rows of an item. */
+/* Computes the group's rows of an item. What only the end needs is read again then. */
 template <int D, bool HALF>
 __device__ __forceinline__ void
 consume_item(const paged_args &args, const paged_item &item, uint32_t number,
              paged_memory<D> *shared, paged_consumer<D> *state)
 {
+    state->is_shared = item.owners == 3;
     const int first_row =
-        (item.owners == 3 ? state->group * GROUP_ROWS : 0) + state->warp * WARP_ROWS;
+        (state->is_shared ? state->group * GROUP_ROWS : 0) + state->warp * WARP_ROWS;
     const paged_view view = find_view(shared, number, item, first_row);
+    int32_t first_key = item.first_key;
+    const int32_t past_key = first_key + item.num_blocks * paged_shape<D>::KEYS;
     if (state->group == 1) {
-        pass_turn_of(item, *state); /* group 0 begins */
+        pass_own_turn(*state); /* group 0 begins */
     }
-    begin_item<D, HALF>(args, item, view, shared, state);
+    clear_rows(state);
+    begin_item<D, HALF>(args, view, first_key, shared, state);
 #pragma unroll 1
-    for (int32_t block = 1; block < item.num_blocks; block++) {
-        step<D, HALF>(args, item, view, item.first_key + block * paged_shape<D>::KEYS, shared,
-                      state);
+    while ((first_key += paged_shape<D>::KEYS) < past_key) {
+        step<D, HALF>(args, view, first_key, shared, state);
     }
-    end_item<D, HALF>(item, shared, state);
-    finish_item<D, HALF>(args, item, first_row, *state, shared);
+    end_item<D, HALF>(shared, state);
+    finish_item<D, HALF>(args, paged_item(item), first_row, *state, shared);
     state->query_turn ^= 1;
 }
 
@@ -108,7 +115,7 @@ consume_items(const paged_args &args, int group, int warp, paged_memory<D> *shar
     for (uint32_t number = 0;; number++) {
         const uint32_t slot = number % ITEM_SLOTS;
         ptx_mbarrier_wait(at(shared->item_full[slot]), number / ITEM_SLOTS % 2);
-        const paged_item item = shared->items[slot];
+        const paged_item &item = shared->items[slot];
         if (item.num_rows == 0) {
             return;
         }

@@ -11,72 +11,74 @@
 
 /* ---- Capped logits -------------------------------------------------------------------------- */
 
-/* cap * tanh(logit / cap), to 2^-21 of itself; cap_exponent is 2 log2(e) / cap. A small quotient
- * takes a series, because the other form would lose its bits. */
+/* cap * tanh(logit / cap), to 2^-21 of itself, where `exponent` is 2 log2(e) logit / cap but for its
+ * sign. A small one takes a series, because the other form would lose its bits. */
 __device__ __forceinline__ float
-cap_logit(float logit, float cap, float cap_exponent)
+cap_logit(float logit, float exponent, float cap)
 {
-    const float x = logit * (cap_exponent * 0.34657359f);
-    const float power = ptx_exp2(fabsf(logit) * cap_exponent);
-    const float large = copysignf(fmaf(-2.0f, smla_rcp(power + 1.0f), 1.0f), logit) * cap;
-    const float square = x * x;
-    float series = fmaf(square, 0.02186949f, -0.05396825f);
-    series = fmaf(series, square, 0.13333333f);
-    series = fmaf(series, square, -0.33333333f);
+    const float reciprocal = smla_rcp(ptx_exp2(fabsf(exponent)) + 1.0f);
+    const float large = copysignf(fmaf(-2.0f * cap, reciprocal, cap), logit);
+    const float square = exponent * exponent;
+    float series = fmaf(square, 4.55200101e-06f, -9.35214345e-05f);
+    series = fmaf(series, square, 0.00192362582f);
+    series = fmaf(series, square, -0.0400377512f);
     const float small = fmaf(series * square, logit, logit);
-    return square < 0.0625f ? small : large;
+    return square < 0.5f ? small : large;
 }
 
-/* Turns scores into logits, perhaps capped, where masks need that. */
-template <int D>
+/* Turns a row's scores into logits, perhaps capped, where masks need that. */
+template <int ROW, int D>
 __device__ __forceinline__ void
 cap_scores(const paged_args &args, paged_consumer<D> *state)
 {
 #pragma unroll
     for (int i = 0; i < paged_consumer<D>::KEYS / 2; i++) {
-        const float logit = state->scores[i] * args.early_scale;
-        state->scores[i] =
-            args.cap_log2 == 0.0f ? logit : cap_logit(logit, args.cap_log2, args.cap_exponent);
+        if (is_of_rows<ROW, ROW + 1>(i)) {
+            const float score = state->scores[i];
+            const float logit = score * args.early_scale;
+            state->scores[i] = args.cap_log2 == 0.0f
+                                   ? logit
+                                   : cap_logit(logit, score * args.cap_exponent, args.cap_log2);
+        }
     }
 }
 
 /* ---- Masks ---------------------------------------------------------------------------------- */
 
-/* The rows' limits, and what all rows of the warp see. */
+/* The warp's rows: their number, their limits, and what all of them see. */
 struct paged_view {
-    const paged_limits *limits; /* those of the warp's rows */
+    int32_t num_rows; /* 0 or less: there are none */
+    const paged_limits *limits;
     paged_limits shared;
 };
 
-/* Limits grow from row to row. A warp without rows sees all. */
+/* Limits grow from row to row. */
 template <int D>
 __device__ __forceinline__ paged_view
 find_view(const paged_memory<D> *shared, uint32_t number, const paged_item &item, int first_row)
 {
     const paged_limits *const limits = &shared->limits[number % ITEM_SLOTS][first_row];
-    const int last = min(item.num_rows - first_row, (int)WARP_ROWS) - 1;
-    return paged_view{limits, {last < 0 ? 0 : limits[max(last, 0)].begin, limits[0].end}};
+    const int32_t num_rows = item.num_rows - first_row;
+    const int32_t last = max(min(num_rows, (int32_t)WARP_ROWS) - 1, 0);
+    return paged_view{num_rows, limits, {limits[last].begin, limits[0].end}};
 }
 
 /* Hides the keys that a row does not see of the block that begins at key first_key. */
-template <int D>
+template <int ROW, int D>
 __device__ __forceinline__ void
 hide_unseen(const paged_limits *limits, int32_t first_key, paged_consumer<D> *state)
 {
     const int own_key = first_key + lane_again() % 4 * 2;
+    const paged_limits row = limits[lane_again() / 4 + 8 * ROW];
+    const int before = row.begin - own_key - 1;
+    const int end = row.end - own_key;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const paged_limits row = limits[lane_again() / 4 + 8 * i];
-        const int before = row.begin - own_key - 1;
-        const int end = row.end - own_key;
+    for (int n = 0; n < paged_consumer<D>::KEYS / 8; n++) {
 #pragma unroll
-        for (int n = 0; n < paged_consumer<D>::KEYS / 8; n++) {
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                float *const score = &state->scores[4 * n + 2 * i + k];
-                ptx_keep_below(8 * n + k, end, score);
-                ptx_keep_below(before, 8 * n + k, score);
-            }
+        for (int k = 0; k < 2; k++) {
+            float *const score = &state->scores[4 * n + 2 * ROW + k];
+            ptx_keep_below(8 * n + k, end, score);
+            ptx_keep_below(before, 8 * n + k, score);
         }
     }
 }
@@ -112,7 +114,7 @@ hides_any(const paged_hidden<D> &hidden)
     return any != 0;
 }
 
-template <int D>
+template <int ROW, int D>
 __device__ __forceinline__ void
 hide_keys(const paged_hidden<D> &hidden, paged_consumer<D> *state)
 {
@@ -121,95 +123,83 @@ hide_keys(const paged_hidden<D> &hidden, paged_consumer<D> *state)
         const uint32_t own = hidden.words[n / 4] >> (n % 4 * 8 + lane_again() % 4 * 2);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            const int is_hidden = (int)(own >> k & 1);
-            ptx_keep_below(is_hidden, 1, &state->scores[4 * n + k]);
-            ptx_keep_below(is_hidden, 1, &state->scores[4 * n + 2 + k]);
+            ptx_keep_below((int)(own >> k & 1), 1, &state->scores[4 * n + 2 * ROW + k]);
         }
     }
 }
 
 /* ---- Weights -------------------------------------------------------------------------------- */
 
-/* Gives rows without a reference the largest of their logits as one. */
-template <int D>
+/* Gives a row without a reference the largest of its logits as one. */
+template <int ROW, int D>
 __device__ __forceinline__ void
-start_references(float scale, paged_consumer<D> *state)
+start_reference(float scale, paged_consumer<D> *state)
 {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(max_of_lane(i, state->scores));
-        if (state->reference[i] == -INFINITY) {
-            state->reference[i] = __fmul_rn(highest, scale); /* not a part of an FMA */
-        }
+    const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(max_of_lane(ROW, state->scores));
+    if (state->reference[ROW] == -INFINITY) {
+        state->reference[ROW] = __fmul_rn(highest, scale); /* not a part of an FMA */
     }
-}
-
-/* Finds the lane's largest exponents, and says whether a row of the warp may have to move its
- * reference. */
-template <int D, bool HALF>
-__device__ __forceinline__ bool
-may_move(const paged_consumer<D> &state, int (&top)[2])
-{
-    top[0] = top[1] = INT32_MIN;
-    return __any_sync(ALL_LANES, find_tops<HALF>(state.scores, top));
 }
 
 /* Moves the reference of a row whose largest exponent is too high, to that logit. Exponents, sums
- * and out follow, for the row of every lane or for none. */
-template <int D, bool HALF>
+ * and out follow, for the row of every lane. */
+template <int ROW, bool HALF, int D>
 __device__ __forceinline__ void
-move_reference(int i, int top, paged_consumer<D> *state)
+move_reference(int top, paged_consumer<D> *state)
 {
     const float highest = smla_max_of_lanes<SMLA_QUAD_LANES>(__int_as_float(top));
     const bool moves = highest > MOST_EXPONENT<HALF>;
-    if (!__any_sync(ALL_LANES, moves)) {
-        return;
-    }
-    const float older = state->reference[i];
+    const float older = state->reference[ROW];
     const float newer = moves ? older + (highest - TOP_EXPONENT<HALF>) : older;
     const float rise = moves ? newer - older : 0.0f; /* as later blocks see it: rounded */
-    state->reference[i] = newer;
-    lower_row(i, rise, ptx_exp2(-rise), state->scores, state->sum, state->rest, state->out);
+    state->reference[ROW] = newer;
+    lower_row(ROW, rise, ptx_exp2(-rise), state->scores, state->sum, state->rest, state->out);
 }
 
-/* Whether a row of the warp has seen no logit so far. */
-template <int D>
-__device__ __forceinline__ bool
-lacks_reference(const paged_consumer<D> &state)
+/* Makes weights of a row's scores. FIRST: no products are under way. Else those with the values of
+ * the block before are. */
+template <int ROW, bool HALF, bool FIRST, int D>
+__device__ __forceinline__ void
+weigh_row(const paged_args &args, const paged_view &view, int32_t first_key,
+          const paged_hidden<D> &hidden, paged_consumer<D> *state)
 {
-    return __any_sync(ALL_LANES, fminf(state.reference[0], state.reference[1]) == -INFINITY);
+    if (__builtin_expect(args.is_early, false)) {
+        cap_scores<ROW>(args, state);
+    }
+    if (first_key < view.shared.begin || first_key > view.shared.end - paged_consumer<D>::KEYS) {
+        hide_unseen<ROW>(view.limits, first_key, state);
+    }
+    if (hides_any(hidden)) {
+        hide_keys<ROW>(hidden, state);
+    }
+    if (FIRST || __any_sync(ALL_LANES, state->reference[ROW] == -INFINITY)) {
+        start_reference<ROW>(args.scale, state);
+    }
+    find_exponents<HALF, ROW, ROW + 1>(args.scale, state->reference, state->scores);
+    int top[2] = {INT32_MIN, INT32_MIN};
+    if (!FIRST && __any_sync(ALL_LANES, find_tops<HALF, ROW, ROW + 1>(state->scores, top))) {
+        wgmma_wait<0>(); /* out is complete */
+        move_reference<ROW, HALF>(top[ROW], state);
+    }
+    find_weights<ROW, ROW + 1>(state->scores, state->sum, state->rest);
 }
 
-/* Makes weights of a block's scores. FIRST: no product is under way. Else that of the block before
- * is, and at the end it is done. */
+/* Makes weights of a block's scores. A warp of a decode has few rows or none, and takes no time for
+ * others: what these have as weights, and so as out, is never read. At the end, no products are
+ * under way. */
 template <int D, bool HALF, bool FIRST>
 __device__ __forceinline__ void
 weigh_block(const paged_args &args, const paged_view &view, int32_t first_key,
             const paged_hidden<D> &hidden, paged_consumer<D> *state)
 {
-    if (__builtin_expect(args.is_early, false)) {
-        cap_scores(args, state);
+    if (view.num_rows > 0) {
+        weigh_row<0, HALF, FIRST>(args, view, first_key, hidden, state);
     }
-    if (first_key < view.shared.begin || first_key > view.shared.end - paged_consumer<D>::KEYS) {
-        hide_unseen(view.limits, first_key, state);
+    if (view.num_rows > WARP_ROWS / 2) {
+        weigh_row<1, HALF, FIRST>(args, view, first_key, hidden, state);
     }
-    if (hides_any(hidden)) {
-        hide_keys(hidden, state);
-    }
-    if (FIRST || __builtin_expect(lacks_reference(*state), false)) {
-        start_references(args.scale, state);
-    }
-    find_exponents<HALF>(args.scale, state->reference, state->scores);
-    int top[2];
-    if (!FIRST && __builtin_expect(may_move<D, HALF>(*state, top), false)) {
-        wgmma_wait<0>(); /* out is complete */
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            move_reference<D, HALF>(i, top[i], state);
-        }
-    }
-    find_weights(state->scores, state->sum, state->rest);
     if (!FIRST) {
         wgmma_wait<0>();
     }
+    pack_weights<HALF>(state->scores, state->weights);
 }
