@@ -40,18 +40,20 @@ find_chunk(int first_row, int wave)
  * row that is not there hide nothing. */
 template <int D>
 __device__ __forceinline__ void
-publish_item(const paged_args &args, const planned_item &planned, uint32_t number,
-             paged_memory<D> *shared)
+publish_item(const paged_args &args, const planned_item &planned, const paged_slots &slots,
+             uint32_t number, paged_memory<D> *shared)
 {
-    const uint32_t slot = number % ITEM_SLOTS;
+    const uint32_t slot = slots.slot_of(number);
     const int row = (int)threadIdx.x;
     paged_limits limits = {0, INT32_MAX};
     if (row < planned.item.num_rows) {
         limits = find_limits(args, planned.request,
                              find_row(args, 0, planned.item.first_row + row).query);
     }
-    ptx_mbarrier_wait(at(shared->item_empty[slot]), (number / ITEM_SLOTS % 2) ^ 1);
-    shared->limits[slot][row] = limits;
+    ptx_mbarrier_wait(at(shared->item_empty[slot]), slots.turn_of(number) ^ 1);
+    if (slots.count < ITEM_SLOTS || row < GROUP_ROWS) {
+        shared->limits[slots.first_limit(number) + row] = limits;
+    }
     if (threadIdx.x == 0) {
         shared->items[slot] = planned.item;
     }
@@ -61,7 +63,8 @@ publish_item(const paged_args &args, const planned_item &planned, uint32_t numbe
 
 /* ---- Queries -------------------------------------------------------------------------------- */
 
-/* Brings a group's rows of a tile, of which `first` is the first one. */
+/* Brings a group's rows of a tile, of which `first` is the first one. Zeros fill up rows that a
+ * consumer thread takes together; behind these, what was there remains. */
 template <int D>
 __device__ __forceinline__ void
 bring_queries(const paged_args &args, const paged_item &item, int group, int first,
@@ -73,7 +76,11 @@ bring_queries(const paged_args &args, const paged_item &item, int group, int fir
     state->query_turns ^= 1u << group;
 #pragma unroll 1
     for (int wave = 0; wave < GROUP_ROWS / GATHER_WARPS / WAVE_ROWS; wave++) {
-        const int row = first + warp_row + wave * WAVE_ROWS + lane_idx() / SEGMENT_CHUNKS;
+        const int wave_row = first + warp_row + wave * WAVE_ROWS;
+        if (wave_row / (WARP_ROWS / 2) > (item.num_rows - 1) / (WARP_ROWS / 2)) {
+            break;
+        }
+        const int row = wave_row + lane_idx() / SEGMENT_CHUNKS;
         const bool is_on = row < item.num_rows;
         const paged_row place = find_row(args, item.kv_head, item.first_row + (is_on ? row : 0));
         const uint16_t *const from = smla_row16(&q, item.first_query + place.query, place.head) +
@@ -135,7 +142,7 @@ bring_rows(const uint8_t *row, uint32_t hidden, paged_gather *state, paged_memor
     }
     __syncwarp();
     const uint32_t to = ptx_shared_address(shared->buffers[buffer]);
-#pragma unroll
+#pragma unroll 4
     for (int wave = 0; wave < shape::WARP_KEYS / WAVE_ROWS; wave++) {
         const int key = wave * WAVE_ROWS + lane_idx() / SEGMENT_CHUNKS;
         const uint8_t *const from =
@@ -161,17 +168,26 @@ load_key_entry(const paged_args &args, const planned_item &planned, int32_t key)
                       key >= planned.seen.begin && key < planned.seen.end);
 }
 
+/* The lane's key of an item's first block. */
+template <int D>
+__device__ __forceinline__ int32_t
+find_first_key(const paged_item &item)
+{
+    constexpr int WARP_KEYS = paged_shape<D>::WARP_KEYS;
+    return item.first_key + gather_warp() * WARP_KEYS + lane_idx() % WARP_KEYS;
+}
+
 /* Brings the blocks of an item, and its queries behind the first one: their memory may be free
- * later than that of keys. The table is read one block ahead. */
+ * later than that of keys. The table is read one block ahead, and `entry` is that of the lane's
+ * first key. */
 template <int D>
 __device__ __forceinline__ void
-bring_item(const paged_args &args, const planned_item &planned, paged_gather *state,
+bring_item(const paged_args &args, const planned_item &planned, int32_t entry, paged_gather *state,
            paged_memory<D> *shared)
 {
     using shape = paged_shape<D>;
     const paged_item &item = planned.item;
-    int32_t key = item.first_key + gather_warp() * shape::WARP_KEYS + lane_idx() % shape::WARP_KEYS;
-    int32_t entry = load_key_entry(args, planned, key);
+    int32_t key = find_first_key<D>(item);
 #pragma unroll 1
     for (int32_t block = 0; block < item.num_blocks; block++) {
         const kv_place place =
@@ -210,7 +226,7 @@ find_claim(const paged_args &args, uint32_t tile, uint32_t slot, const paged_mem
     if (args.counters == NULL) {
         return tile + gridDim.x;
     }
-    ptx_barrier(CLAIM_BARRIER, GATHER_THREADS); /* the number is visible */
+    ptx_barrier(GATHER_BARRIER, GATHER_THREADS); /* the number is visible */
     return shared->claimed[slot];
 }
 
@@ -225,21 +241,28 @@ gather_items(const paged_args &args, paged_memory<D> *shared)
     if (args.counters != NULL && threadIdx.x == 0) {
         start_claims(args.counters);
     }
-    paged_walk walk = start_walk<D>(args);
+    paged_walk walk = start_walk<D>(args, shared);
+    const paged_slots slots = {walk.past > 0 ? ITEM_SLOTS / 2u : ITEM_SLOTS};
+    if (threadIdx.x == 0) {
+        shared->slots = slots;
+    }
     planned_item planned;
     do {
         find_item<D>(args, &walk, &planned);
         planned.item.owners =
             planned.item.num_rows > GROUP_ROWS ? 3 : 1 << state.num_items % GROUPS;
-        publish_item(args, planned, state.num_items, shared);
+        const int32_t entry = planned.item.num_rows == 0
+                                  ? 0
+                                  : load_key_entry(args, planned, find_first_key<D>(planned.item));
+        publish_item(args, planned, slots, state.num_items, shared);
         if (!walk.is_cut) {
-            claim_tile(args, state.num_items % ITEM_SLOTS, shared);
+            claim_tile(args, state.num_items % 2, shared);
         }
         if (planned.item.num_rows > 0) {
-            bring_item(args, planned, &state, shared);
+            bring_item(args, planned, entry, &state, shared);
         }
         if (!walk.is_cut) {
-            walk.next = find_claim(args, walk.next, state.num_items % ITEM_SLOTS, shared);
+            walk.next = find_claim(args, walk.next, state.num_items % 2, shared);
         }
         state.num_items++;
     } while (planned.item.num_rows > 0);

@@ -122,11 +122,14 @@ count_work(const paged_args &args, const paged_request &request, bool is_cut)
 
 /* ---- The plan ------------------------------------------------------------------------------- */
 
-/* What is left of a CTA's plan. */
+/* What is left of a CTA's plan, and the work of the request that it has come to. */
 struct paged_walk {
     uint32_t next; /* the next tile that is not cut, or when is_cut, the next unit */
     uint32_t past;
-    uint32_t share; /* units of a CTA's run; the first `rest` CTAs have one more */
+    uint32_t request_begin;
+    uint32_t request_past;
+    uint32_t head_work; /* of a KV head */
+    uint32_t share;     /* units of a CTA's run; the first `rest` CTAs have one more */
     uint32_t rest;
     request_search<uint32_t> requests;
     bool is_cut;
@@ -146,24 +149,38 @@ cta_of_unit(const paged_walk &walk, uint32_t unit)
     return unit < larger ? unit / (walk.share + 1) : walk.rest + (unit - larger) / walk.share;
 }
 
-/* Makes the plan. Whole warps call this and the functions below. */
+/* Makes the plan. Each gather warp counts the work of some requests. All gather warps call this and
+ * the functions below. */
 template <int D>
 __device__ __forceinline__ paged_walk
-start_walk(const paged_args &args)
+start_walk(const paged_args &args, paged_memory<D> *shared)
 {
     uint32_t tiles = 0;
     uint32_t units = 0;
 #pragma unroll 1
-    for (int32_t req = lane_idx(); req < args.num_reqs; req += SMLA_WARP_LANES) {
+    for (int32_t req = (int32_t)threadIdx.x; req < args.num_reqs; req += GATHER_THREADS) {
         const paged_request request = find_request(args, req);
         tiles += count_work<D>(args, request, false);
         units += count_work<D>(args, request, true);
     }
+    tiles = __reduce_add_sync(ALL_LANES, tiles);
+    units = __reduce_add_sync(ALL_LANES, units);
+    if (lane_idx() == 0) {
+        shared->plan_sums[threadIdx.x / SMLA_WARP_LANES][0] = tiles;
+        shared->plan_sums[threadIdx.x / SMLA_WARP_LANES][1] = units;
+    }
+    ptx_barrier(GATHER_BARRIER, GATHER_THREADS); /* the sums are visible */
+    tiles = units = 0;
+#pragma unroll
+    for (int warp = 0; warp < GATHER_WARPS; warp++) {
+        tiles += shared->plan_sums[warp][0];
+        units += shared->plan_sums[warp][1];
+    }
     const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
     paged_walk walk = {};
     walk.next = blockIdx.x;
-    walk.past = __reduce_add_sync(ALL_LANES, tiles) * kv_heads;
-    units = __reduce_add_sync(ALL_LANES, units) * kv_heads;
+    walk.past = tiles * kv_heads;
+    units *= kv_heads;
     walk.share = units / gridDim.x;
     walk.rest = units - walk.share * gridDim.x;
     return walk;
@@ -201,36 +218,49 @@ take_blocks(uint32_t begin, paged_walk *walk, paged_item *item)
     }
 }
 
+/* Finds the request that has walk->next. */
+template <int D>
+__device__ __forceinline__ void
+seek_request(const paged_args &args, paged_walk *walk, planned_item *planned)
+{
+    paged_request mine = {};
+    uint32_t work = 0; /* of a KV head of the lane's request */
+    tile_request<uint32_t> found = {};
+    const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
+    const auto count = [&](int32_t req) {
+        mine = find_request(args, req);
+        work = count_work<D>(args, mine, walk->is_cut);
+        return work * kv_heads;
+    };
+    find_request_of_tile(walk->next, args.num_reqs, lane_idx(), count, &walk->requests, &found);
+    planned->request = {__shfl_sync(ALL_LANES, mine.first_query, found.lane),
+                        __shfl_sync(ALL_LANES, mine.num_queries, found.lane),
+                        __shfl_sync(ALL_LANES, mine.position, found.lane),
+                        __shfl_sync(ALL_LANES, mine.num_keys, found.lane)};
+    planned->req = found.req;
+    walk->head_work = __shfl_sync(ALL_LANES, work, found.lane);
+    walk->request_begin = found.first_tile;
+    walk->request_past = found.first_tile + walk->head_work * kv_heads;
+}
+
 /* Finds the tile, or the part of one, at walk->next, which is not past the last one. */
 template <int D>
 __device__ __forceinline__ void
 take_item(const paged_args &args, paged_walk *walk, planned_item *planned)
 {
     paged_item *const item = &planned->item;
-    paged_request mine = {};
-    uint32_t work = 0; /* of a KV head of the lane's request */
-    tile_request<uint32_t> found = {};
-    const auto count = [&](int32_t req) {
-        mine = find_request(args, req);
-        work = count_work<D>(args, mine, walk->is_cut);
-        return work * (uint32_t)args.p.kv.num_kv_heads;
-    };
-    find_request_of_tile(walk->next, args.num_reqs, lane_idx(), count, &walk->requests, &found);
-    const paged_request request = {__shfl_sync(ALL_LANES, mine.first_query, found.lane),
-                                   __shfl_sync(ALL_LANES, mine.num_queries, found.lane),
-                                   __shfl_sync(ALL_LANES, mine.position, found.lane),
-                                   __shfl_sync(ALL_LANES, mine.num_keys, found.lane)};
-    work = __shfl_sync(ALL_LANES, work, found.lane);
-    const uint32_t head = (walk->next - found.first_tile) / work;
-    const uint32_t begin = found.first_tile + head * work;
+    if (walk->next >= walk->request_past) {
+        seek_request<D>(args, walk, planned);
+    }
+    const paged_request &request = planned->request;
+    const uint32_t head = (walk->next - walk->request_begin) / walk->head_work;
+    const uint32_t begin = walk->request_begin + head * walk->head_work;
     const int32_t from_end = (int32_t)(walk->next - begin);
-    item->first_row = walk->is_cut ? 0 : ((int32_t)work - 1 - from_end) * TILE_ROWS;
+    item->first_row = walk->is_cut ? 0 : ((int32_t)walk->head_work - 1 - from_end) * TILE_ROWS;
     item->num_rows = min(count_rows(args, request) - item->first_row, (int32_t)TILE_ROWS);
     item->first_query = request.first_query;
     item->kv_head = (int32_t)head;
     item->num_parts = 1;
-    planned->request = request;
-    planned->req = found.req;
     planned->seen =
         find_range(args, request, item->first_row, item->first_row + item->num_rows - 1);
     const paged_blocks blocks = find_blocks<D>(planned->seen);
@@ -256,6 +286,7 @@ find_item(const paged_args &args, paged_walk *walk, planned_item *planned)
             }
             walk->is_cut = true;
             walk->requests = {};
+            walk->request_past = 0;
             walk->next = first_unit(*walk, blockIdx.x);
             walk->past = first_unit(*walk, blockIdx.x + 1);
         } else {

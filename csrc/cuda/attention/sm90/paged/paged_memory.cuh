@@ -17,12 +17,12 @@ enum {
 
     SEGMENT_CHUNKS = SEGMENT_BYTES / 16,
 
-    ITEM_SLOTS = 2,     /* items that gather warps may have published and groups not left */
+    ITEM_SLOTS = 4,     /* items that gather warps may have published and groups not left */
     MOST_BUFFERS = 13,  /* what 64 dims have */
     OTHER_BYTES = 3072, /* shared memory for what is no row of queries, keys or values */
 };
 
-enum { CLAIM_BARRIER = 5 }; /* a named barrier: gather threads | the same */
+enum { GATHER_BARRIER = 5 }; /* a named barrier: gather threads | the same */
 
 /* D: dims of a query, a key and a value. */
 template <int D> struct paged_shape {
@@ -86,17 +86,41 @@ struct paged_item {
     int32_t first_cta;  /* the first of them */
 };
 
+/* The slots of items: ITEM_SLOTS, or where an item may have more rows than a group, half as many,
+ * because a slot has limits of rows. */
+struct paged_slots {
+    uint32_t count;
+
+    __device__ __forceinline__ uint32_t slot_of(uint32_t number) const
+    {
+        return number & (count - 1);
+    }
+
+    /* The parity of the slot's use by an item. */
+    __device__ __forceinline__ uint32_t turn_of(uint32_t number) const
+    {
+        return (number & count) != 0;
+    }
+
+    __device__ __forceinline__ uint32_t first_limit(uint32_t number) const
+    {
+        return slot_of(number) * (ITEM_SLOTS * GROUP_ROWS / count);
+    }
+};
+
 /* A buffer holds the keys or the values of a block. Blocks take two buffers in turn, so that keys
  * and values may be in any of them. Row r of a segment has its 16-byte chunk c at c ^ r % 8. */
 template <int D> struct paged_memory {
     using shape = paged_shape<D>;
     alignas(1024) uint16_t queries[GROUPS][shape::SEGMENTS][GROUP_ROWS][SEGMENT];
     alignas(1024) uint16_t buffers[shape::BUFFERS][shape::SEGMENTS][shape::KEYS][SEGMENT];
-    paged_limits limits[ITEM_SLOTS][TILE_ROWS];
+    paged_limits limits[ITEM_SLOTS * GROUP_ROWS];                     /* of each slot's rows */
     alignas(16) uint32_t hidden[shape::BUFFERS][shape::HIDDEN_WORDS]; /* a bit per key */
     paged_item items[ITEM_SLOTS];
+    paged_slots slots; /* visible with the first item */
     int32_t is_last[GROUPS];
-    uint32_t claimed[ITEM_SLOTS];
+    uint32_t claimed[2];                 /* for even items, and for odd ones */
+    uint32_t plan_sums[GATHER_WARPS][2]; /* tiles and units that a warp has counted */
     /* mbarriers; paged_attention_sm90.cu lists who arrives and who waits */
     uint64_t q_full[GROUPS];
     uint64_t q_empty[GROUPS];

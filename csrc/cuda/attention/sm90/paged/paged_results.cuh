@@ -169,23 +169,25 @@ load_part(const paged_args &args, const paged_item &item, int part, int row)
                                  : make_float2(-INFINITY, 0.0f);
 }
 
-/* The maximum and the sum of a whole row. */
+/* The maximum and the sum of a whole row. A lane reads its first part once. */
 __device__ __forceinline__ float2
 fold_states(const paged_args &args, const paged_item &item, int row)
 {
-    float2 whole = make_float2(-INFINITY, 0.0f);
+    const float2 first = load_part(args, item, lane_again(), row);
+    float max_log2 = first.x;
 #pragma unroll 1
-    for (int first = 0; first < item.num_parts; first += SMLA_WARP_LANES) {
-        whole.x = fmaxf(whole.x, load_part(args, item, first + lane_again(), row).x);
+    for (int part = SMLA_WARP_LANES; part < item.num_parts; part += SMLA_WARP_LANES) {
+        max_log2 = fmaxf(max_log2, load_part(args, item, part + lane_again(), row).x);
     }
-    whole.x = smla_max_of_lanes(whole.x);
+    max_log2 = smla_max_of_lanes(max_log2);
+    const float reference = softmax_reference(max_log2);
+    float sum = first.y * softmax_rescale(first.x, reference);
 #pragma unroll 1
-    for (int first = 0; first < item.num_parts; first += SMLA_WARP_LANES) {
-        const float2 part = load_part(args, item, first + lane_again(), row);
-        whole.y += part.y * softmax_rescale(part.x, softmax_reference(whole.x));
+    for (int part = SMLA_WARP_LANES; part < item.num_parts; part += SMLA_WARP_LANES) {
+        const float2 later = load_part(args, item, part + lane_again(), row);
+        sum += later.y * softmax_rescale(later.x, reference);
     }
-    whole.y = smla_sum_of_lanes(whole.y);
-    return whole;
+    return make_float2(max_log2, smla_sum_of_lanes(sum));
 }
 
 /* Adds a row's values in the order of the parts. A lane has LANE_VALUES of them. */

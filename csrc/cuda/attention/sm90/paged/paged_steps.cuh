@@ -89,16 +89,16 @@ consume_item(const paged_args &args, const paged_item &item, uint32_t number,
     const int first_row =
         (state->is_shared ? state->group * GROUP_ROWS : 0) + state->warp * WARP_ROWS;
     const paged_view view = find_view(shared, number, item, first_row);
-    int32_t first_key = item.first_key;
-    const int32_t past_key = first_key + item.num_blocks * paged_shape<D>::KEYS;
+    uint32_t first_key = (uint32_t)item.first_key;
+    const uint32_t past_key = first_key + (uint32_t)item.num_blocks * paged_shape<D>::KEYS;
     if (state->group == 1) {
         pass_own_turn(*state); /* group 0 begins */
     }
     clear_rows(state);
-    begin_item<D, HALF>(args, view, first_key, shared, state);
+    begin_item<D, HALF>(args, view, (int32_t)first_key, shared, state);
 #pragma unroll 1
     while ((first_key += paged_shape<D>::KEYS) < past_key) {
-        step<D, HALF>(args, view, first_key, shared, state);
+        step<D, HALF>(args, view, (int32_t)first_key, shared, state);
     }
     end_item<D, HALF>(shared, state);
     finish_item<D, HALF>(args, paged_item(item), first_row, *state, shared);
@@ -113,8 +113,10 @@ consume_items(const paged_args &args, int group, int warp, paged_memory<D> *shar
     paged_consumer<D> state;
     start_consumer(shared, group, warp, &state);
     for (uint32_t number = 0;; number++) {
-        const uint32_t slot = number % ITEM_SLOTS;
-        ptx_mbarrier_wait(at(shared->item_full[slot]), number / ITEM_SLOTS % 2);
+        /* The first item is in slot 0, whatever the number of slots. */
+        const paged_slots slots = number == 0 ? paged_slots{ITEM_SLOTS} : shared->slots;
+        const uint32_t slot = slots.slot_of(number);
+        ptx_mbarrier_wait(at(shared->item_full[slot]), slots.turn_of(number));
         const paged_item &item = shared->items[slot];
         if (item.num_rows == 0) {
             return;

@@ -57,7 +57,8 @@ template <int D>
 __device__ __forceinline__ paged_view
 find_view(const paged_memory<D> *shared, uint32_t number, const paged_item &item, int first_row)
 {
-    const paged_limits *const limits = &shared->limits[number % ITEM_SLOTS][first_row];
+    const paged_limits *const limits =
+        &shared->limits[shared->slots.first_limit(number) + first_row];
     const int32_t num_rows = item.num_rows - first_row;
     const int32_t last = max(min(num_rows, (int32_t)WARP_ROWS) - 1, 0);
     return paged_view{num_rows, limits, {limits[last].begin, limits[0].end}};
