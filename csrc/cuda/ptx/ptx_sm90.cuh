@@ -81,6 +81,16 @@ ptx_mbarrier_arrive(uint32_t barrier, bool is_on)
                  : "memory");
 }
 
+/* ptx_mbarrier_arrive as `count` of the arrivals. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_times(uint32_t barrier, uint32_t count, bool is_on)
+{
+    asm volatile(PTX_IF("%2", "mbarrier.arrive.shared.b64 _, [%0], %1")
+                 :
+                 : "r"(barrier), "r"(count), "r"((int)is_on)
+                 : "memory");
+}
+
 /* Arrives and announces bytes of bulk copies that complete on the barrier. */
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)

@@ -119,15 +119,18 @@ template <bool IS_HALF, bool B_ROWS_FIRST, int COUNT>
 static __device__ __forceinline__ void
 wgmma_16(float (&d)[COUNT], const uint32_t *a, uint64_t b, bool is_sum)
 {
-    static_assert(COUNT == 8 || COUNT == 16 || COUNT == 32 || COUNT == 64, "16 to 128 columns");
+    static_assert(COUNT == 8 || COUNT == 16 || COUNT == 32 || COUNT == 64 || COUNT == 128,
+                  "16 to 256 columns");
     if constexpr (COUNT == 8) {
         WGMMA_16("m64n16k16", 8, "{%8, %9, %10, %11}, %12, sum, 1, 1, %14", "%13")
     } else if constexpr (COUNT == 16) {
         WGMMA_16("m64n32k16", 16, "{%16, %17, %18, %19}, %20, sum, 1, 1, %22", "%21")
     } else if constexpr (COUNT == 32) {
         WGMMA_16("m64n64k16", 32, "{%32, %33, %34, %35}, %36, sum, 1, 1, %38", "%37")
-    } else {
+    } else if constexpr (COUNT == 64) {
         WGMMA_16("m64n128k16", 64, "{%64, %65, %66, %67}, %68, sum, 1, 1, %70", "%69")
+    } else {
+        WGMMA_16("m64n256k16", 128, "{%128, %129, %130, %131}, %132, sum, 1, 1, %134", "%133")
     }
 }
 
@@ -145,7 +148,7 @@ wgmma_bf16(float (&d)[COUNT], const uint32_t a[4], uint64_t b, bool is_sum)
     wgmma_16<false, false>(d, a, b, is_sum);
 }
 
-/* ---- Rows of 64 bf16 as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
+/* ---- Rows of 64 values as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
 
 /* The descriptor of B with contiguous N columns, 64 per tile. Tiles are `tile_bytes` apart, groups
  * of eight rows 1024 bytes. */
@@ -157,12 +160,27 @@ wgmma_descriptor_of_tiles(uint32_t address, int tile_bytes)
     return (uint64_t)high << 32 | __reduce_max_sync(0xFFFFFFFFu, low);
 }
 
-/* D += A * B, where A and B are both in shared memory, in rows of 16 contiguous bf16. */
+#define WGMMA_16_TILES(shape, count, operands, sum)                                           \
+    if constexpr (IS_HALF) {                                                                  \
+        WGMMA(shape ".f32.f16.f16", count, d, 0, operands ", sum, 1, 1, 0, 0", sum, "l"(a),   \
+              "l"(b), "r"((int)is_sum));                                                      \
+    } else {                                                                                  \
+        WGMMA(shape ".f32.bf16.bf16", count, d, 0, operands ", sum, 1, 1, 0, 0", sum, "l"(a), \
+              "l"(b), "r"((int)is_sum));                                                      \
+    }
+
+/* D += A * B, or D = A * B unless `is_sum`. A and B are both in shared memory, in rows of 16
+ * contiguous values, fp16 if IS_HALF, else bf16. */
+template <bool IS_HALF, int COUNT>
 static __device__ __forceinline__ void
-wgmma_bf16_tiles(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
+wgmma_16_tiles(float (&d)[COUNT], uint64_t a, uint64_t b, bool is_sum)
 {
-    WGMMA("m64n64k16.f32.bf16.bf16", 32, d, 0, "%32, %33, sum, 1, 1, 0, 0", "%34", "l"(a), "l"(b),
-          "r"((int)is_sum));
+    static_assert(COUNT == 32 || COUNT == 64, "64 or 128 columns");
+    if constexpr (COUNT == 32) {
+        WGMMA_16_TILES("m64n64k16", 32, "%32, %33", "%34")
+    } else {
+        WGMMA_16_TILES("m64n128k16", 64, "%64, %65", "%66")
+    }
 }
 
 /* D += A * B with contiguous N columns of B. A is in registers, or in shared memory. */

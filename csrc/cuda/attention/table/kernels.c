@@ -104,8 +104,6 @@ enum {
      .launch = smla_attend_##stem,         \
      __VA_ARGS__}
 
-smla_attention_launcher smla_attend_sm90_paged;
-
 const smla_attention_kernel smla_attention_kernels[] = {
     SM90_SMALL(FP8, sm90_small, 17, 32, 8, 32),
     SM90_SMALL(FP8, sm90_small, 1, 16, 9, 22),

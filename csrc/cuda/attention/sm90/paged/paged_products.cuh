@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/paged/paged_memory.cuh"
-#include "cuda/attention/sm90/paged/paged_shared.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 /* What a thread of a group keeps. It has rows lane / 4 + 8 i of its warp's 16, i = 0, 1, and of
  * each the elements 8 j + 2 (lane % 4) and the next one: scores[4 j + 2 i], scores[4 j + 2 i + 1].
@@ -114,8 +114,8 @@ start_values(uint32_t count, paged_consumer<D> *state)
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < shape::KEYS / 16; i++) {
-        wgmma_16_values<HALF>(state->out, &state->weights[4 * i],
-                              values + (i * 16 * SEGMENT_BYTES >> 4));
+        wgmma_16<HALF, true>(state->out, &state->weights[4 * i],
+                             values + (i * 16 * SEGMENT_BYTES >> 4), true);
     }
     wgmma_commit();
 }
