@@ -67,8 +67,6 @@ smla_plan_attention(const smla_attention_inputs *in, smla_call call, const smla_
     };
     if (smla_has_lists(params)) {
         smla_plan_lists(in->num_splits, backend, params);
-    } else {
-        params->plan.runs[0].num_splits = in->num_splits;
     }
 }
 

@@ -101,7 +101,7 @@ typedef struct smla_paged_attention_args {
     int64_t max_seqlen_k;
     int32_t has_window;
     int32_t is_causal;
-    int32_t num_splits; /* 0: the plan chooses; 1: keys are not split */
+    int32_t num_splits; /* 1...64: parts of each request's keys; 0: the plan chooses */
     void *stream;
     int32_t fills_padding; /* as in smla_mla_attention_args */
 } smla_paged_attention_args;

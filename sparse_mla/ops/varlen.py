@@ -227,9 +227,10 @@ def paged_attention(
     max_seqlen_q, max_seqlen_k : int, optional
         Hints. Results are the same whatever they are.
     num_splits : int
-        0: the plan chooses, from the shapes, the device and the requests' lengths. 1: a request's
-        keys are not split, so that a row's bits do not depend on other requests, nor on the other
-        queries of its own.
+        0: the plan chooses, from the shapes, the device and the requests' lengths. A number from 1
+        to 64 cuts the n_k keys of each request into as many ranges, of a multiple of 64 keys; GPUs
+        take any for 1. Then a row's bits do not depend on other requests, nor, where it is 1, on
+        the other queries of its own.
     out : [T, H, Dv] of the dtype of q, or fp32, optional
         For an e4m3 query bf16, or fp32.
     lse : [T, H] fp32, optional
@@ -249,7 +250,7 @@ def paged_attention(
         not divide those of q; other sizes than said above; on the CPU `cu_seqlens_q` that does not
         begin with 0, falls or ends past q, a `cache_leftpad` outside 0...cache_seqlens, and a
         descale that is not positive; a descale of values that are not e4m3; a negative window other
-        than -1, a softcap or chunk below 0, a rank outside 0...ranks - 1; num_splits of 2 or more.
+        than -1, a softcap or chunk below 0, a rank outside 0...ranks - 1; num_splits outside 0...64.
         `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: flash_attn_with_kvcache; SGLang's FlashAttention backend.

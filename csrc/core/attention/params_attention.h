@@ -82,7 +82,7 @@ typedef struct smla_attention_params {
     smla_padding_rows padding; /* what is filled of `out` and `lse` */
     smla_kv_pages pages;       /* SMLA_KEYS_PAGED */
     smla_token_ranges ranges;  /* written in front of attention, for a table */
-    smla_attention_plan plan;  /* ragged and paged keys: num_splits alone, as it was given */
+    smla_attention_plan plan;  /* ragged and paged keys have none */
 } smla_attention_params;
 
 /* Whether the keys are lists, as a table is. */

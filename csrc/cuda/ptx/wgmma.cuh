@@ -148,7 +148,7 @@ wgmma_bf16(float (&d)[COUNT], const uint32_t a[4], uint64_t b, bool is_sum)
     wgmma_16<false, false>(d, a, b, is_sum);
 }
 
-/* ---- Rows of 64 values as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
+/* ---- Rows of 64 values as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes ------ */
 
 /* The descriptor of B with contiguous N columns, 64 per tile. Tiles are `tile_bytes` apart, groups
  * of eight rows 1024 bytes. */

@@ -226,8 +226,8 @@ smla_attention_launcher smla_attend_sm90_dense_512_64;
 smla_attention_launcher smla_attend_sm90_mha;
 smla_attention_launcher smla_attend_sm80_mha;
 
-/* paged_attention_sm90.cu, paged_attention.cu: keys in pages. The former returns SMLA_NO_KERNEL where
- * rows are not aligned. */
+/* paged_attention_sm90.cu, paged_attention.cu: keys in pages. The former returns SMLA_NO_KERNEL
+ * where rows are not aligned. */
 smla_attention_launcher smla_attend_sm90_paged;
 smla_attention_launcher smla_attend_sm80_paged;
 

@@ -117,7 +117,7 @@ can_count_tiles(const smla_attention_params *p)
 cudaError_t
 smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device *device)
 {
-    const bool is_given = params->plan.runs[0].num_splits != 0;
+    const bool is_given = params->results.num_splits != 0;
     const smla_attention_start start = {.cut_bytes = is_given ? 0 : params->workspace.bytes};
     smla_kernel_call call = {
         .source = params->source,

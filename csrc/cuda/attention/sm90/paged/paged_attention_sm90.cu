@@ -5,9 +5,10 @@
  *              w_j = 2^(s_j - ref) for the keys that the row sees (visible.h),
  *              out = sum_j w_j v_j / sum_j w_j / (1 + e^(sink - lse)),
  *              lse = ref * ln 2 + ln(sum_j w_j)
- * Shapes       q [T][H][D], k [P][ps][Hk][D], v [P][ps][Hk][D] bf16 or fp16, D 64, 128 or 256; pages
- *              of any size by block table, or slots. Addresses and strides are multiples of 16
- *              bytes. out [T][H][D] of q's type or fp32, likewise; lse [T][H] fp32, any strides.
+ * Shapes       q [T][H][D], k [P][ps][Hk][D], v [P][ps][Hk][D] bf16 or fp16, D 64, 128 or 256;
+ *              pages of any size by block table, or slots. Addresses and strides are multiples of
+ *              16 bytes. out [T][H][D] of q's type or fp32, likewise; lse [T][H] fp32, any
+ *              strides.
  * Shared mem   rows lie in segments of 64 columns, swizzled by 128 bytes; in bytes
  *                D    queries [2 groups][64 rows]  buffers of a block's keys or values  keys
  *                64   16,384                       13 x 16,384                          128
@@ -26,14 +27,15 @@
  *              q_full[2]       each gather thread's copies | the group
  *              q_empty[2]      a lane per warp of the group, when the item's scores are there |
  *                              gather warps
- *              full[]          each gather thread's copies, and a lane per gather warp, when bits of
- *                              hidden keys are written | the item's groups
+ *              full[]          each gather thread's copies, and a lane per gather warp, when bits
+ *                              of hidden keys are written | the item's groups
  *              empty[]         a lane per warp of the item's groups, as two where there is one
  *                              group | gather warps, and groups that follow the other one
- *              item_full[2]    a lane per gather warp | groups
- *              item_empty[2]   each consumer thread | gather warps
+ *              item_full[4]    a lane per gather warp | groups
+ *              item_empty[4]   each consumer thread | gather warps
  *              named barriers
  *              GROUP_BARRIER   the group | the same
+ *              GATHER_BARRIER  gather threads | the same
  *              TURN            the group that passes the turn | the group that takes it
  * Roofline     A decode reads 4 D bytes of a key and KV head. H 32/8, D 128, 64 x 8192 keys: 2.15
  *              GB, 499 us at 4.30 TB/s. A block of 128 keys comes in 3500 cycles of an SM then, and
@@ -213,7 +215,7 @@ launch_paged(const smla_attention_params &p, const smla_attention_start &start)
     const bool are_units_countable = most_tiles * (TILE_COST + most_blocks) <= INT32_MAX;
     const int64_t slot_rows = start.cut_bytes > 0 && are_units_countable ? count_slot_rows(p) : 0;
     args.partials = find_partials(p, start.cut_bytes, num_sms, slot_rows);
-    /* Where tiles may be cut, bits depend on the number of CTAs, which no size of pages may change. */
+    /* Where tiles may be cut, bits depend on the number of CTAs, which no size of pages changes. */
     const bool is_small = args.partials.arrivals == NULL && most_tiles < num_sms;
     const int64_t num_ctas = is_small ? most_tiles : num_sms;
     args.counters = find_counters(p, most_tiles, num_ctas);

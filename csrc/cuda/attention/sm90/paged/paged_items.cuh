@@ -6,8 +6,8 @@
  *
  * First come the tiles that are not cut. CTA c takes tile c, and then claims others from a counter,
  * so that CTAs with long tiles take fewer, or without a counter every n-th. Neighbours are tiles of
- * the same keys, which L2 then holds. In a request, a KV head's last rows come first, because causal
- * masks give them the most keys.
+ * the same keys, which L2 then holds. In a request, a KV head's last rows come first, because
+ * causal masks give them the most keys.
  *
  * Then come the tiles that may be cut, those of requests whose rows of a KV head are one group's at
  * most. They are counted in units: a block of keys, and TILE_COST for beginning and ending a tile.
@@ -128,7 +128,7 @@ struct paged_walk {
     uint32_t past;
     uint32_t request_begin;
     uint32_t request_past;
-    uint32_t head_work; /* of a KV head */
+    uint32_t head_work; /* what a KV head has */
     uint32_t share;     /* units of a CTA's run; the first `rest` CTAs have one more */
     uint32_t rest;
     request_search<uint32_t> requests;
@@ -194,8 +194,8 @@ struct planned_item {
     int32_t req;
 };
 
-/* Reduces a tile, which begins at unit `begin`, to the blocks of the CTA's run, and moves on. Leaves
- * no rows where the run has none of its blocks. */
+/* Reduces a tile, which begins at unit `begin`, to the blocks of the CTA's run, and moves on.
+ * Leaves no rows where the run has none of its blocks. */
 template <int D>
 __device__ __forceinline__ void
 take_blocks(uint32_t begin, paged_walk *walk, paged_item *item)
@@ -224,7 +224,7 @@ __device__ __forceinline__ void
 seek_request(const paged_args &args, paged_walk *walk, planned_item *planned)
 {
     paged_request mine = {};
-    uint32_t work = 0; /* of a KV head of the lane's request */
+    uint32_t work = 0; /* what a KV head of the lane's request has */
     tile_request<uint32_t> found = {};
     const uint32_t kv_heads = (uint32_t)args.p.kv.num_kv_heads;
     const auto count = [&](int32_t req) {

@@ -114,12 +114,12 @@ template <int D> struct paged_memory {
     using shape = paged_shape<D>;
     alignas(1024) uint16_t queries[GROUPS][shape::SEGMENTS][GROUP_ROWS][SEGMENT];
     alignas(1024) uint16_t buffers[shape::BUFFERS][shape::SEGMENTS][shape::KEYS][SEGMENT];
-    paged_limits limits[ITEM_SLOTS * GROUP_ROWS];                     /* of each slot's rows */
+    paged_limits limits[ITEM_SLOTS * GROUP_ROWS]; /* those of each slot's rows */
     alignas(16) uint32_t hidden[shape::BUFFERS][shape::HIDDEN_WORDS]; /* a bit per key */
     paged_item items[ITEM_SLOTS];
     paged_slots slots; /* visible with the first item */
     int32_t is_last[GROUPS];
-    uint32_t claimed[2];                 /* for even items, and for odd ones */
+    uint32_t claimed[2];                 /* even items in turn with odd ones */
     uint32_t plan_sums[GATHER_WARPS][2]; /* tiles and units that a warp has counted */
     /* mbarriers; paged_attention_sm90.cu lists who arrives and who waits */
     uint64_t q_full[GROUPS];

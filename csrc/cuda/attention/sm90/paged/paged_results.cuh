@@ -1,7 +1,7 @@
 /* paged_results.cuh: how a consumer group of paged_attention_sm90.cu finishes the rows of an item:
  * as results, or as partial rows, which the last CTA of a cut tile folds. There is no division
- * here, because its rare path is a called function, which makes all products wait (mha_results.cuh).
- */
+ * here, because its rare path is a called function, which makes all products wait
+ * (mha_results.cuh). */
 #pragma once
 
 #include "cuda/attention/partials/softmax.cuh"

@@ -1,6 +1,6 @@
-/* paged_steps.cuh: the order in which a consumer group of paged_attention_sm90.cu works. Of an item,
- * the scores of a block are started before the weights at hand meet their values, and exponents are
- * taken while they do. */
+/* paged_steps.cuh: the order in which a consumer group of paged_attention_sm90.cu works. Of an
+ * item, the scores of a block are started before the weights at hand meet their values, and
+ * exponents are taken while they do. */
 #pragma once
 
 #include "cuda/attention/sm90/paged/paged_results.cuh"

@@ -1,9 +1,9 @@
 /* paged_weights.cuh: a block's scores become weights 2^(logit - reference), as in mha_weights.cuh.
  *
- * A row's first reference is the largest logit of its first block with one. It moves only if a later
- * logit is far above it, so that its weight would exceed 2^MOST_EXPONENT. What a row does depends on
- * its own logits, though all rows of a warp branch alike; and a block that it does not see changes
- * none of its bits. */
+ * A row's first reference is the largest logit of its first block with one. It moves only if a
+ * later logit is far above it, so that its weight would exceed 2^MOST_EXPONENT. What a row does
+ * depends on its own logits, though all rows of a warp branch alike; and a block that it does not
+ * see changes none of its bits. */
 #pragma once
 
 #include "cuda/attention/sm90/mha/block_weights.cuh"
@@ -11,8 +11,8 @@
 
 /* ---- Capped logits -------------------------------------------------------------------------- */
 
-/* cap * tanh(logit / cap), to 2^-21 of itself, where `exponent` is 2 log2(e) logit / cap but for its
- * sign. A small one takes a series, because the other form would lose its bits. */
+/* cap * tanh(logit / cap), to 2^-21 of itself, where `exponent` is 2 log2(e) logit / cap but for
+ * its sign. A small one takes a series, because the other form would lose its bits. */
 __device__ __forceinline__ float
 cap_logit(float logit, float exponent, float cap)
 {

@@ -41,8 +41,9 @@ score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consume
                 const int n = (tile * TILE_BYTES + k * 32) >> 4;
                 const int first = first_tile<Keys::ROPE>(
                     nth_piece<Keys>(me.group, Keys::HALVES_SCORES ? i / 2 * 2 : 0));
-                wgmma_16_tiles<false>(i < 2 || !Keys::HALVES_SCORES ? state->scores : state->more_scores,
-                                 query + n, keys + n, n != first * (TILE_BYTES >> 4));
+                wgmma_16_tiles<false>(i < 2 || !Keys::HALVES_SCORES ? state->scores
+                                                                    : state->more_scores,
+                                      query + n, keys + n, n != first * (TILE_BYTES >> 4));
             }
         }
         wgmma_commit();
