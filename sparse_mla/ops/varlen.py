@@ -235,8 +235,8 @@ def paged_attention(
         For an e4m3 query bf16, or fp32.
     lse : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
-        Of `attention_workspace_size(T, H, longest n_k)` bytes, with any contents. With a smaller one
-        a GPU's kernels do not split keys.
+        Of `attention_workspace_size(T, H, longest n_k)` bytes, with any contents. With a smaller
+        one a GPU's kernels do not split keys.
     stream : int handle or stream object, optional
 
     Returns
@@ -250,8 +250,8 @@ def paged_attention(
         not divide those of q; other sizes than said above; on the CPU `cu_seqlens_q` that does not
         begin with 0, falls or ends past q, a `cache_leftpad` outside 0...cache_seqlens, and a
         descale that is not positive; a descale of values that are not e4m3; a negative window other
-        than -1, a softcap or chunk below 0, a rank outside 0...ranks - 1; num_splits outside 0...64.
-        `help(sparse_mla.ops)` lists the errors that every operator raises.
+        than -1, a softcap or chunk below 0, a rank outside 0...ranks - 1; num_splits outside
+        0...64. `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: flash_attn_with_kvcache; SGLang's FlashAttention backend.
 
