@@ -48,7 +48,7 @@ SOURCES = (
 )
 # The folder of a source file → the folder of its tests, where they have other names.
 FAMILIES = {
-    **dict.fromkeys(("backend", "dense", "steps", "v4"), "step"),
+    **dict.fromkeys(("backend", "dense", "paged", "steps", "v4"), "step"),
     "integrations": "frameworks",
 }
 COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")

@@ -17,6 +17,7 @@
  *   step.h        the metadata builder and the forward pass of one layer
  *   v4_step.h     the same for DeepSeek V4
  *   dense_step.h  the same for dense MLA
+ *   paged_step.h  the metadata builder for attention to pages of heads, in every forward mode
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
@@ -51,6 +52,7 @@
 #include "sparse_mla/index.h"
 #include "sparse_mla/indexer.h"
 #include "sparse_mla/norm.h"
+#include "sparse_mla/paged_step.h"
 #include "sparse_mla/projection.h"
 #include "sparse_mla/rope.h"
 #include "sparse_mla/status.h"

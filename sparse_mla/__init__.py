@@ -36,10 +36,10 @@ from sparse_mla.ops.varlen import *
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes time
 if TYPE_CHECKING:
-    from sparse_mla import dense, v4
+    from sparse_mla import dense, paged, v4
 del TYPE_CHECKING
 
-__all__ = ["Tensor", "__version__", "dense", "flash_attn", "flash_mla", "v4"]
+__all__ = ["Tensor", "__version__", "dense", "flash_attn", "flash_mla", "paged", "v4"]
 __all__ += backend.__all__
 __all__ += ops.__all__
 
@@ -50,8 +50,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    """Imports `dense` and `v4` at their first use, because their classes take time to make."""
-    if name in ("dense", "v4"):
+    """Imports these modules at their first use, because their classes take time to make."""
+    if name in ("dense", "paged", "v4"):
         import importlib
 
         return importlib.import_module(f"sparse_mla.{name}")

@@ -17,6 +17,7 @@ extern "C" {
 SMLA_OPERATORS(SMLA_DECLARE_PARAMS)
 typedef struct smla_projection_params smla_projection_params;
 typedef struct smla_step_lists_params smla_step_lists_params;
+typedef struct smla_paged_step_params smla_paged_step_params;
 typedef struct smla_attention_params smla_attention_params;
 typedef struct smla_attention_shape smla_attention_shape;
 typedef struct smla_attention_run smla_attention_run;
@@ -81,6 +82,8 @@ typedef struct smla_backend {
     smla_status (*check_gather)(const smla_gather_params *params, smla_error *error);
     /* Fills the lists of a DeepSeek V4 step. No value of its arrays is an error. */
     smla_status (*fill_step_lists)(const smla_step_lists_params *params, smla_error *error);
+    /* Fills the arrays of a paged step. No value of its arrays is an error. */
+    smla_status (*fill_paged_lists)(const smla_paged_step_params *params, smla_error *error);
     /* Whether prefills of this shape are estimated to take less time on the FP8 cache than on a
      * workspace to which `num_chunks` calls gather `num_rows` rows. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,

@@ -8,6 +8,7 @@
 #include "core/params_indexer.h"
 #include "core/params_merge.h"
 #include "core/params_norm.h"
+#include "core/params_paged_step.h"
 #include "core/params_projection.h"
 #include "core/params_rope.h"
 #include "core/params_step.h"

@@ -25,6 +25,7 @@ enum {
 SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
 smla_status smla_cpu_projection(const smla_projection_params *params, smla_error *error);
 smla_status smla_cpu_fill_step_lists(const smla_step_lists_params *params, smla_error *error);
+smla_status smla_cpu_fill_paged_lists(const smla_paged_step_params *params, smla_error *error);
 
 /* Defined in cache.c, index.c, index_lists.c, logits.c, rope.c and compressor.c. */
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);

@@ -104,6 +104,7 @@ const smla_backend smla_cpu_backend = {
     .chunk_tokens = SMLA_CPU_CHUNK_TOKENS,
     .check_gather = smla_cpu_check_gather,
     .fill_step_lists = smla_cpu_fill_step_lists,
+    .fill_paged_lists = smla_cpu_fill_paged_lists,
     .prefers_direct = smla_cpu_prefers_direct,
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .plan_attention = smla_cpu_plan_attention,

@@ -167,6 +167,7 @@ OPERATOR(combine_topk_swa_indices, smla_combine_topk_swa_params, NO_TOKENS,
 OPERATOR(build_mixed_sparse_indices, smla_mixed_indices_params, NO_TOKENS,
          smla_cuda_check_mixed_indices(p, error))
 OPERATOR(fill_step_lists, smla_step_lists_params, p->num_rows == 0, NO_VALUES)
+OPERATOR(fill_paged_lists, smla_paged_step_params, false /* sums of no requests are 0 */, NO_VALUES)
 OPERATOR(key_ranges, smla_key_ranges_params, p->reqs.num_tokens == 0, NO_VALUES)
 OPERATOR(top_k_per_row, smla_top_k_params, NO_TOKENS, check_chosen_slots(p, error))
 OPERATOR(merge_attn_states, smla_merge_params, p->rows.num_tokens * p->rows.num_heads == 0,
@@ -263,6 +264,7 @@ const smla_backend smla_cuda_backend = {
     .chunk_tokens = 64, /* whole blocks of tokens of every kernel of logits */
     .check_gather = check_gather,
     .fill_step_lists = fill_step_lists,
+    .fill_paged_lists = fill_paged_lists,
     .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
     .plan_attention = smla_cuda_plan_attention,

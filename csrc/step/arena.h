@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { SMLA_MAX_ARENA_ROWS = 32 };
+enum { SMLA_MAX_ARENA_ROWS = 128 };
 
 /* The rows of a table refer to one struct of pointers. */
 typedef struct smla_arena {

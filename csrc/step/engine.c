@@ -102,7 +102,9 @@ static smla_status
 take_workspaces(smla_step *s, smla_error *error)
 {
     smla_workspace_rule rules[SMLA_MAX_WORKSPACES] = {{.given = NULL}};
-    SMLA_TRY(s->plan->find_workspaces(s, rules, error));
+    if (s->plan->fill != NULL) {
+        SMLA_TRY(s->plan->find_workspaces(s, rules, error));
+    }
     for (int i = 0; i < SMLA_MAX_WORKSPACES; i++) {
         SMLA_TRY(take_workspace(s, i, &rules[i], error));
     }
@@ -149,7 +151,7 @@ allocate_buffers(smla_step *s, smla_error *error)
         return plan->report_no_memory(s, error);
     }
     SMLA_TRY(take_workspaces(s, error));
-    s->scratch_bytes = plan->find_scratch_bytes(s);
+    s->scratch_bytes = plan->fill == NULL ? 0 : plan->find_scratch_bytes(s);
     s->mirror = backend->create_mirror(device_id, sent_bytes);
     s->lists = made_bytes == 0 ? NULL : backend->allocate(device_id, made_bytes);
     s->scratch = backend->allocate(device_id, s->scratch_bytes);
@@ -290,16 +292,22 @@ run_build(smla_step *s, const void *given, smla_error *error)
     smla_step_facts facts = {.path = s->path,
                              .num_reqs = batch.num_reqs,
                              .num_actual_tokens = batch.num_actual_tokens};
-    SMLA_TRY(plan_step(s, &batch, args, &facts, error));
-    SMLA_TRY(s->backend->begin_write(smla_build_op, s->mirror, stream, &memory, error));
+    const bool sends = s->plan->fill != NULL;
+    SMLA_TRY(sends ? plan_step(s, &batch, args, &facts, error)
+                   : s->plan->check_args(s, &batch, args, error));
+    if (sends) {
+        SMLA_TRY(s->backend->begin_write(smla_build_op, s->mirror, stream, &memory, error));
+    }
     /* From here on the last step is overwritten. */
     s->is_built = false;
     s->facts = facts;
     smla_prefill_chunk *const last_chunks = s->chunks;
     s->chunks = s->next_chunks;
     s->next_chunks = last_chunks;
-    s->plan->fill(s, &batch, memory);
-    SMLA_TRY(s->backend->end_write(smla_build_op, s->mirror, stream, error));
+    if (sends) {
+        s->plan->fill(s, &batch, memory);
+        SMLA_TRY(s->backend->end_write(smla_build_op, s->mirror, stream, error));
+    }
     SMLA_TRY(fill_lists(s, args, stream, error));
     s->plan->commit(s, args);
     s->is_built = true;

@@ -109,7 +109,7 @@ typedef struct smla_step_view {
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 
-enum { SMLA_MAX_STEP_VIEWS = 48 };
+enum { SMLA_MAX_STEP_VIEWS = 806 };
 
 static inline void
 smla_show_number(smla_step_view *view, const char *name, int64_t number)
@@ -158,7 +158,11 @@ smla_show_rows(smla_step_view *view, const char *name, const int32_t *data, int6
 }
 
 /* A model's part of a step. Functions that return no status cannot fail. `args` has the plan's type
- * and the size of this version. */
+ * and the size of this version.
+ *
+ * A plan without `fill` sends nothing from the host: what it has is made by kernels, from arrays of
+ * the engine. Its batch has lengths on the device alone, so it is neither split nor cut, and such a
+ * plan has no workspaces and no scratch. */
 struct smla_step_plan {
     const char *name;
     const smla_config_field *fields;
@@ -207,15 +211,18 @@ struct smla_step_plan {
     int (*describe)(const smla_step *step, smla_step_view views[SMLA_MAX_STEP_VIEWS]);
 };
 
-/* The fields of a plan that follow from its types: a builder with members step, config, metadata,
- * sent and made, the args of a build, and the table of the config's fields. */
+/* The fields of a plan that follow from its types: a builder with members step, config, metadata
+ * and made, the args of a build, and the table of the config's fields. */
 #define SMLA_PLAN_TYPES(its_name, builder, args, table)                                           \
     .name = (its_name), .fields = (table), .num_fields = (int)(sizeof(table) / sizeof(table)[0]), \
     .step_bytes = sizeof(builder), .config = offsetof(builder, config),                           \
-    .sent = offsetof(builder, sent), .made = offsetof(builder, made),                             \
-    .metadata = offsetof(builder, metadata), .config_bytes = sizeof(((builder *)NULL)->config),   \
-    .workspaces[SMLA_GATHERED] = offsetof(builder, config.workspace) - offsetof(builder, config), \
-    .args_bytes = sizeof(args)
+    .made = offsetof(builder, made), .metadata = offsetof(builder, metadata),                     \
+    .config_bytes = sizeof(((builder *)NULL)->config), .args_bytes = sizeof(args)
+
+/* The same of a plan that sends arrays from the host, and has a workspace of gathered rows. */
+#define SMLA_PLAN_SENDS(builder)     \
+    .sent = offsetof(builder, sent), \
+    .workspaces[SMLA_GATHERED] = offsetof(builder, config.workspace) - offsetof(builder, config)
 
 /* The functions that every plan has, under the names that all plans' files give them. */
 #define SMLA_PLAN_FUNCTIONS                                                               \

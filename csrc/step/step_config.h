@@ -37,11 +37,13 @@ typedef struct smla_config_field {
 
 /* Rows of a table for a config of type `config`. */
 #define SMLA_COUNT_FIELD(config, field, highest, ...) \
-    {.name = #field,                                  \
-     .kind = SMLA_FIELD_COUNT,                        \
-     .offset = offsetof(config, field),               \
-     .least = 1,                                      \
-     .most = (highest),                               \
+    SMLA_NUMBER_FIELD(config, field, 1, highest, __VA_ARGS__)
+#define SMLA_NUMBER_FIELD(config, field, lowest, highest, ...) \
+    {.name = #field,                                           \
+     .kind = SMLA_FIELD_COUNT,                                 \
+     .offset = offsetof(config, field),                        \
+     .least = (lowest),                                        \
+     .most = (highest),                                        \
      __VA_ARGS__}
 #define SMLA_CONFIG_FIELD(config, field, its_kind, ...) \
     {.name = #field, .kind = (its_kind), .offset = offsetof(config, field), __VA_ARGS__}

@@ -5,13 +5,19 @@
 
 /* The CUDA backend's calls: the operators, what the builder's metadata needs, and what
  * mla_attention runs first. */
-enum { CALL_fill_step_lists = NUM_OPERATORS, CALL_find_key_ranges, NUM_CALLS };
+enum {
+    CALL_fill_step_lists = NUM_OPERATORS,
+    CALL_fill_paged_lists,
+    CALL_find_key_ranges,
+    NUM_CALLS
+};
 
 #define NAME(name, ...) [OP_##name] = #name,
 
 static const char *const call_names[NUM_CALLS] = {
     SMLA_OPERATORS(NAME) SMLA_PROJECTIONS(NAME) SMLA_ATTENTIONS(NAME)[CALL_fill_step_lists] =
         "MetadataBuilder.build",
+    [CALL_fill_paged_lists] = "MetadataBuilder.build",
     [CALL_find_key_ranges] = "mla_attention",
 };
 
@@ -29,6 +35,7 @@ static const char *const launch_names[NUM_CALLS] = {
     [OP_varlen_attention] = "attention of heads",
     [OP_paged_attention] = "attention of heads",
     [CALL_fill_step_lists] = "fill_step_lists",
+    [CALL_fill_paged_lists] = "fill_paged_lists",
     [CALL_find_key_ranges] = "key_ranges",
 };
 
@@ -169,6 +176,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                              .req_id_per_token = device_zeros,
                                              .is_valid = device_flags};
     const smla_step_lists_params step_lists = {.call = call, .num_rows = count};
+    const smla_paged_step_params paged_lists = {.call = call, .num_reqs = count};
     const smla_key_ranges_params ranges = {.call = call, .reqs.num_tokens = count};
     switch (i) {
     case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
@@ -211,6 +219,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_kv_up_proj: return b->projection(&project, &error);
     case OP_grouped_output_projection: return b->projection(&project_e4m3, &error);
     case CALL_fill_step_lists: return b->fill_step_lists(&step_lists, &error);
+    case CALL_fill_paged_lists: return b->fill_paged_lists(&paged_lists, &error);
     case CALL_find_key_ranges: return b->find_key_ranges(&ranges, &error);
     default: return b->attend(&attention, &error);
     }
@@ -246,7 +255,7 @@ test_operators(void)
         EXPECT_CALLS(calls);
         const bool is_launched = !starts_kernels(i) && i != OP_grouped_output_projection;
         EXPECT(launch_device == (is_launched ? smla_cuda_find_device(1) : NULL));
-        if (i != OP_dynamic_per_tensor_quant) { /* nothing to do */
+        if (i != OP_dynamic_per_tensor_quant && i != CALL_fill_paged_lists) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
         }

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import cases
 import numpy as np
 import operators
+import paged_steps
 import pytest
 import test_fake_gpu as fakes
 import v4_attend_cases as attend
@@ -226,6 +227,36 @@ def make_dense(package, path):
     return lambda: package.dense.MetadataBuilder(config), run
 
 
+def make_paged(package, topk):
+    """Verification of drafts: a chain, or a tree whose rows have slots."""
+    batch = paged_steps.make_verification(topk)
+    put = PUTS["cupy"]
+    config = package.paged.Config(**batch.config, device=f"cuda:{PLACE}")
+    lens, pool, table = (put(x) for x in (batch.seq_lens, batch.pool, batch.req_to_token))
+    mask = None if topk == 1 else put(batch.custom_mask)
+    q = put(np.ones((len(batch.seq_lens) * batch.num_draft_tokens, 2, 64), np.float16))
+    cache = put(np.ones((-(-batch.num_slots // 4), 4, 1, 64), np.float16))
+
+    def run(builder, second):
+        m = builder.build(
+            "target_verify", lens, pool, custom_mask=mask, seq_lens_cpu=batch.seq_lens
+        )
+        part = m if m.expand is None else m.expand
+        return package.paged_attention(
+            q,
+            cache,
+            cache,
+            m.page_table if m.expand is None else None,
+            part.cache_seqlens_int32,
+            slot_table=None if m.expand is None else part.slot_table,
+            cu_seqlens_q=part.cu_seqlens_q,
+            softmax_scale=0.1,
+            stream=second,
+        )
+
+    return lambda: package.paged.MetadataBuilder(config, table), run
+
+
 STEPS = {
     **{f"v32, {path}": (make_v32, path) for path in ("mixed", "separate", "direct", "bf16")},
     **{
@@ -234,6 +265,7 @@ STEPS = {
         for path in ("direct", "separate")
     },
     **{f"dense, {path}": (make_dense, path) for path in ("mixed", "separate")},
+    **{f"paged, topk {topk}": (make_paged, topk) for topk in (1, 2)},
 }
 
 

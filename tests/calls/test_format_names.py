@@ -55,7 +55,12 @@ def test_a_format_has_one_name_at_a_time():
 CONFIGS = {"v32": sparse_mla.Config, "v4": sparse_mla.v4.Config, "dense": sparse_mla.dense.Config}
 
 
-@pytest.mark.parametrize("plan", _C.CONFIG_FIELDS)
+def test_the_other_plans_have_no_format():
+    formats = {plan for plan, fields in _C.CONFIG_FIELDS.items() if fields.keys() & BOTH}
+    assert formats == CONFIGS.keys() == _C.CONFIG_FIELDS.keys() - {"paged"}
+
+
+@pytest.mark.parametrize("plan", CONFIGS)
 def test_configs_take_either_name(plan):
     make, named = CONFIGS[plan], "bfloat16"
     for name in BOTH:

@@ -16,6 +16,7 @@ import device
 import engine
 import numpy as np
 import operators
+import paged_steps
 import pytest
 import reference as ref
 import v4_attend_cases as attend
@@ -316,6 +317,25 @@ def test_dense_steps(path):
     assert counts_of(arrays) == before
     assert_same_bits(ref.bits16(forward(build())), ref.bits16(want))
     assert fail_each_allocation(functools.partial(dense.MetadataBuilder, config)) > 0
+
+
+@IN_CLEAN_UP
+@pytest.mark.parametrize("topk", [1, 2])
+def test_paged_steps(topk):
+    batch = paged_steps.make_verification(topk)
+    config = sparse_mla.paged.Config(**batch.config)
+    arrays = [batch.seq_lens, batch.pool, batch.req_to_token]
+    make = functools.partial(sparse_mla.paged.MetadataBuilder, config, batch.req_to_token)
+    builder = make()
+    build = functools.partial(
+        builder.build, "target_verify", *arrays[:2], custom_mask=batch.custom_mask
+    )
+    build()
+    before = counts_of(arrays)
+    assert fail_each_allocation(build) > 0
+    assert counts_of(arrays) == before
+    paged_steps.check(batch, build())
+    assert fail_each_allocation(make) > 0
 
 
 @IN_CLEAN_UP

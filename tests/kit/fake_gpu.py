@@ -31,7 +31,7 @@ def load() -> ModuleType:
         spec = importlib.util.spec_from_file_location("sparse_mla._C", extension, loader=loader)
         sys.modules["sparse_mla._C"] = core = importlib.util.module_from_spec(spec)
         loader.exec_module(core)
-        for name in ("dense", "v4"):  # a later first use would find the other package
+        for name in ("dense", "paged", "v4"):  # a later first use would find the other package
             importlib.import_module(f"sparse_mla.{name}")
         return sys.modules["sparse_mla"]
     finally:

@@ -143,7 +143,7 @@ def test_kernels_are_the_dispatch_rows():
 
 ROOMS = """
     status.h cache.h index.h attention.h projection.h norm.h rope.h compressor.h topk.h
-    indexer.h step.h v4_step.h dense_step.h varlen.h
+    indexer.h step.h v4_step.h dense_step.h paged_step.h varlen.h
 """
 HEADERS = ["sparse_mla.h", *(f"sparse_mla/{room}" for room in ROOMS.split())]
 

@@ -131,6 +131,7 @@ cudaError_t smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_deferred *def
 
 SMLA_LAUNCHED_OPERATORS(SMLA_DECLARE_LAUNCHER)
 SMLA_DECLARE_LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
+SMLA_DECLARE_LAUNCHER(fill_paged_lists, smla_paged_build_args, smla_paged_step_params, paged_step)
 
 cudaError_t smla_cuda_launch_key_ranges(const smla_key_ranges_params *params,
                                         const smla_cuda_device *device);

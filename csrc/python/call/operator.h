@@ -55,9 +55,10 @@ typedef enum smla_py_kind {
     SMLA_PY_DEVICE,        /* DLDevice */
     SMLA_PY_STARTS,        /* a build: a copy of host integers, one more than requests */
     SMLA_PY_LENGTHS,       /* a build: the same, one per request */
-    SMLA_PY_GENERATION,    /* no field: the number of the step's latest build */
-    SMLA_PY_ASK,           /* no field: whether to return the asked output or result */
-    SMLA_PY_STREAM,        /* void *; the last row where there are arrays */
+    SMLA_PY_LENGTHS_OR_NONE,
+    SMLA_PY_GENERATION, /* no field: the number of the step's latest build */
+    SMLA_PY_ASK,        /* no field: whether to return the asked output or result */
+    SMLA_PY_STREAM,     /* void *; the last row where there are arrays */
     /* as SMLA_PY_STREAM, but without an argument: always the stream of the arrays */
     SMLA_PY_ARRAYS_STREAM,
     SMLA_PY_STEP, /* a layer's step, without an argument; before its generation */

@@ -6,13 +6,16 @@
 
 #include "python/step/step.h"
 
+enum { MAX_HOST_ARRAYS = 3 };
+
 /* One build, whose args the table fills. */
 typedef struct build_call {
     smla_py_step *step;
     const smla_py_state *state;
     const char *op;
     alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
-    int32_t *host[2]; /* copies of query_start_loc_cpu and seq_lens_cpu */
+    int num_host; /* copies of host arrays */
+    int32_t *host[MAX_HOST_ARRAYS];
     smla_py_stream stream;
     smla_py_array *arrays; /* the step's, for the next one */
     int num_arrays;
@@ -27,10 +30,11 @@ read_host_array(build_call *call, const smla_py_param *param, PyObject *object, 
 {
     const int64_t num_reqs = call->step->plan->core->read_batch(call->args).num_reqs;
     int64_t count = 0;
-    int32_t **const values = &call->host[param->kind == SMLA_PY_LENGTHS];
+    int32_t **const values = &call->host[call->num_host];
     if (smla_py_host_ints(call->state, call->op, param->name, object, values, &count) < 0) {
         return -1;
     }
+    call->num_host++;
     smla_py_set_pointer(call->args, param, *values);
     if (count - num_more == num_reqs) {
         return 0;
@@ -81,6 +85,14 @@ read_argument(build_call *call, const smla_py_param *param, PyObject *object)
                                  (void *)(call->args + param->offset));
     case SMLA_PY_STARTS: return read_host_array(call, param, object, 1);
     case SMLA_PY_LENGTHS: return read_host_array(call, param, object, 0);
+    case SMLA_PY_LENGTHS_OR_NONE:
+        return object == Py_None ? 0 : read_host_array(call, param, object, 0);
+    case SMLA_PY_INT32:
+        return smla_py_parse_int32(call->op, param->name, object,
+                                   (void *)(call->args + param->offset));
+    case SMLA_PY_STREAM:
+        call->stream.is_given = object != Py_None;
+        return smla_py_parse_stream(call->op, object, &call->stream.at.handle);
     case SMLA_PY_TABLES: return add_tables(call, param, object);
     case SMLA_PY_TABLE: return add_array(call, param->name, param->offset, object, true);
     case SMLA_PY_RETAINED: return add_array(call, param->name, param->offset, object, false);
@@ -146,12 +158,11 @@ show(smla_py_step *step, PyObject *event, const smla_step_view *view)
                              : smla_py_view_buffer(step, event, view);
 }
 
-/* Adds the views to the dict. A group's are in a dict of its own, under its number. */
+/* Adds views to the dict. A group's are in a dict of its own, under its number. */
 static int
-add_views(smla_py_step *step, PyObject *event, PyObject *dict)
+add_each_view(smla_py_step *step, PyObject *event, PyObject *dict, const smla_step_view *views,
+              int num_views)
 {
-    smla_step_view views[SMLA_MAX_STEP_VIEWS];
-    const int num_views = step->core->plan->describe(step->core, views);
     PyObject *to = dict; /* borrowed */
     for (int i = 0; i < num_views; i++) {
         const smla_step_view *const view = &views[i];
@@ -172,17 +183,41 @@ add_views(smla_py_step *step, PyObject *event, PyObject *dict)
     return 0;
 }
 
+/* Adds the views of the step to the dict. */
+static int
+add_views(smla_py_step *step, PyObject *event, PyObject *dict)
+{
+    smla_step_view *const views = malloc(SMLA_MAX_STEP_VIEWS * sizeof *views);
+    if (views == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const int num_views = step->core->plan->describe(step->core, views);
+    const int status = add_each_view(step, event, dict, views, num_views);
+    free(views);
+    return status;
+}
+
+/* New dict of the engine's facts. A plan that sends nothing has none of a batch. */
+static PyObject *
+describe_facts(const smla_py_step *step)
+{
+    const smla_step_facts *const facts = &step->core->facts;
+    return step->core->plan->fill == NULL
+               ? Py_BuildValue("{s:L}", "generation", (long long)step->generation)
+               : Py_BuildValue("{s:L,s:s,s:L,s:L,s:L,s:L,s:L}", "generation",
+                               (long long)step->generation, "path", smla_path_name(facts->path),
+                               "num_decodes", (long long)facts->split.num_decodes, "num_prefills",
+                               (long long)facts->split.num_prefills, "num_decode_tokens",
+                               (long long)facts->split.num_decode_tokens, "num_prefill_tokens",
+                               (long long)facts->split.num_prefill_tokens, "decode_query_len",
+                               (long long)facts->decode_query_len);
+}
+
 static PyObject *
 describe_step(smla_py_step *step, PyObject *event)
 {
-    const smla_step_facts *const facts = &step->core->facts;
-    PyObject *dict = Py_BuildValue("{s:L,s:s,s:L,s:L,s:L,s:L,s:L}", "generation",
-                                   (long long)step->generation, "path", smla_path_name(facts->path),
-                                   "num_decodes", (long long)facts->split.num_decodes,
-                                   "num_prefills", (long long)facts->split.num_prefills,
-                                   "num_decode_tokens", (long long)facts->split.num_decode_tokens,
-                                   "num_prefill_tokens", (long long)facts->split.num_prefill_tokens,
-                                   "decode_query_len", (long long)facts->decode_query_len);
+    PyObject *dict = describe_facts(step);
     if (dict != NULL && add_views(step, event, dict) < 0) {
         Py_CLEAR(dict);
     }
@@ -279,7 +314,7 @@ build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
     call.step = step;
     call.state = smla_py_type_state((PyObject *)step);
     call.op = op->name;
-    call.host[0] = call.host[1] = NULL;
+    call.num_host = 0;
     call.stream = (smla_py_stream){.is_given = false};
     call.arrays = step->kept[1 - step->current].arrays;
     call.num_arrays = 0;
@@ -290,8 +325,9 @@ build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
     } else {
         release_arrays(call.arrays, call.num_arrays);
     }
-    free(call.host[0]);
-    free(call.host[1]);
+    while (call.num_host > 0) {
+        free(call.host[--call.num_host]);
+    }
     return dict;
 }
 

@@ -167,6 +167,30 @@ static const smla_py_param layer_absorbed[] = {
     STEP_ROWS(smla_dense_absorbed_forward_args),
 };
 
+/* ---- Attention to pages -------------------------------------------------------------------- */
+
+#define PAGED(field) offsetof(smla_paged_build_args, field)
+
+static const smla_py_param build_paged[] = {
+    {"seq_lens", SMLA_PY_RETAINED, PAGED(seq_lens)},
+    {"req_pool_indices", SMLA_PY_RETAINED, PAGED(req_pool_indices)},
+    {"req_to_token", SMLA_PY_RETAINED, PAGED(req_to_token)},
+    {"full_to_swa_index_mapping", SMLA_PY_TABLE, PAGED(full_to_swa_index_mapping)},
+    {"extend_seq_lens", SMLA_PY_TABLE, PAGED(extend_seq_lens)},
+    {"out_cache_loc", SMLA_PY_TABLE, PAGED(out_cache_loc)},
+    {"custom_mask", SMLA_PY_TABLE, PAGED(custom_mask)},
+    {"encoder_lens", SMLA_PY_TABLE, PAGED(encoder_lens)},
+    {"num_reqs", SMLA_PY_INT, PAGED(num_reqs)},
+    {"mode", SMLA_PY_INT32, PAGED(mode)},
+    {"spec_step", SMLA_PY_INT, PAGED(spec_step)},
+    {"num_steps", SMLA_PY_INT, PAGED(num_steps)},
+    {"common_prefix_len", SMLA_PY_INT, PAGED(common_prefix_len)},
+    {"seq_lens_cpu", SMLA_PY_LENGTHS_OR_NONE, PAGED(seq_lens_cpu)},
+    {"extend_seq_lens_cpu", SMLA_PY_LENGTHS_OR_NONE, PAGED(extend_seq_lens_cpu)},
+    {"encoder_lens_cpu", SMLA_PY_LENGTHS_OR_NONE, PAGED(encoder_lens_cpu)},
+    {"stream", SMLA_PY_STREAM, PAGED(stream)},
+};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 #define PLAN(plan, build_args)   \
@@ -189,6 +213,7 @@ static const smla_py_plan plans[] = {
                       allocate_values),
                 LAYER(absorbed, smla_dense_absorbed_forward_args, "dense.forward",
                       dense_absorbed_forward, allocate_outputs)}},
+    {PLAN(paged, smla_paged_build_args)}, /* Python composes its layer of operators */
 };
 
 const smla_py_plan *

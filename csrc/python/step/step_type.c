@@ -199,9 +199,10 @@ static PyGetSetDef step_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(step_doc, "Step(plan, config, workspace, up_workspace=None, /)\n--\n\n"
-                       "The compiled part of a MetadataBuilder: \"v32\", \"v4\" or \"dense\", and "
-                       "the values of its Config by name.");
+PyDoc_STRVAR(step_doc,
+             "Step(plan, config, workspace, up_workspace=None, /)\n--\n\n"
+             "The compiled part of a MetadataBuilder: \"v32\", \"v4\", \"dense\" or \"paged\", and "
+             "the values of its Config by name.");
 
 static PyType_Slot step_slots[] = {
     {Py_tp_doc, (void *)step_doc}, {Py_tp_new, step_new},       {Py_tp_dealloc, step_dealloc},

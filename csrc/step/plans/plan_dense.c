@@ -374,6 +374,7 @@ smla_dense_value_dim(const smla_dense_builder *b)
 
 const smla_step_plan smla_dense_plan = {
     SMLA_PLAN_TYPES("dense", smla_dense_builder, smla_dense_build_args, fields),
+    SMLA_PLAN_SENDS(smla_dense_builder),
     SMLA_PLAN_FUNCTIONS,
     .workspaces[SMLA_DENSE_UP_PROJECTED] = offsetof(smla_dense_config, up_workspace),
     .kept = offsetof(smla_dense_builder, kept),

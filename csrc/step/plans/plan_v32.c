@@ -291,6 +291,7 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 
 const smla_step_plan smla_v32_plan = {
     SMLA_PLAN_TYPES("v32", smla_builder, smla_build_args, fields),
+    SMLA_PLAN_SENDS(smla_builder),
     SMLA_PLAN_FUNCTIONS,
     .cut_chunks = cut_chunks,
 };

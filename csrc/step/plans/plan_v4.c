@@ -561,6 +561,7 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
 
 const smla_step_plan smla_v4_plan = {
     SMLA_PLAN_TYPES("v4", smla_v4_builder, smla_v4_build_args, fields),
+    SMLA_PLAN_SENDS(smla_v4_builder),
     SMLA_PLAN_FUNCTIONS,
     .kept = offsetof(smla_v4_builder, kept),
     .cut_chunks = smla_v4_cut_chunks,

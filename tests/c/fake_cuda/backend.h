@@ -36,6 +36,7 @@ static cudaError_t launch_nothing(const char *name);
 
 SMLA_LAUNCHED_OPERATORS(LAUNCHER)
 LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
+LAUNCHER(fill_paged_lists, smla_paged_build_args, smla_paged_step_params, paged_step)
 LAUNCHER(key_ranges, smla_mla_attention_args, smla_key_ranges_params, attention)
 
 cudaError_t

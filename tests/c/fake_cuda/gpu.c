@@ -46,6 +46,7 @@ write_launch(smla_stream stream)
 
 SMLA_LAUNCHED_OPERATORS(LAUNCHER)
 LAUNCHER(fill_step_lists, smla_v4_build_args, smla_step_lists_params, step)
+LAUNCHER(fill_paged_lists, smla_paged_build_args, smla_paged_step_params, paged_step)
 
 cudaError_t
 smla_cuda_launch_key_ranges(const smla_key_ranges_params *params, const smla_cuda_device *device)

@@ -1,0 +1,28 @@
+"""Attention to pages of keys and values in every forward mode of a serving engine.
+
+    config = Config(max_bs=..., ...)                        what never changes
+    builder = MetadataBuilder(config, req_to_token)         holds every array
+    metadata = builder.build(mode, seq_lens, req_pool_indices)   once per step
+
+docs/paged.md draws pages, tables and modes.
+
+>>> import sparse_mla
+>>> sparse_mla.paged.MetadataBuilder.seq_len_fill_value
+0
+"""
+
+from sparse_mla.steps.paged import (
+    Config,
+    LocalPart,
+    Metadata,
+    MetadataBuilder,
+    MultiStepDraft,
+    Part,
+)
+
+__all__ = ["Config", "LocalPart", "Metadata", "MetadataBuilder", "MultiStepDraft", "Part"]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__
