@@ -228,9 +228,9 @@ def paged_attention(
         Hints. Results are the same whatever they are.
     num_splits : int
         0: the plan chooses, from the shapes, the device and the requests' lengths. A number from 1
-        to 64 cuts the n_k keys of each request into as many ranges, of a multiple of 64 keys; GPUs
-        take any for 1. Then a row's bits do not depend on other requests, nor, where it is 1, on
-        the other queries of its own.
+        to 64 cuts the n_k keys of each request into as many ranges of whole blocks of 64 keys; a
+        GPU takes any for 1. Then a row's bits do not depend on other requests, nor, where it is 1,
+        on the other queries of its own.
     out : [T, H, Dv] of the dtype of q, or fp32, optional
         For an e4m3 query bf16, or fp32.
     lse : [T, H] fp32, optional

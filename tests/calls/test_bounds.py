@@ -215,7 +215,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("bfloat16", "float16", "float32")
     if row.op == "merge_attn_partials" and name == "out":
         outs = row.example.arrays["outs"].dtype
-        return ("bfloat16",) if outs == BF16 else ("bfloat16", "float32")
+        return ("bfloat16",) if outs == BF16 else ("bfloat16", "float16", "float32")
     if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe"):
         return ("bfloat16", "float32")
     if name == "rope_table" and "q_pe" in row.rules:

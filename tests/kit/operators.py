@@ -224,6 +224,7 @@ FACTS: dict[str, Facts] = {
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
         overloads=("out",),
+        takes_workspace=True,
     ),
     "merge_attn_states": Facts(
         positional="out_a lse_a out_b lse_b",
