@@ -78,21 +78,25 @@ typedef struct smla_paged_step_params {
     int32_t *encoder_table;
     smla_paged_tree_rows expand;
     smla_paged_tree_rows swa;
-    int32_t *row_starts;    /* [B * rows_per_req + 1]: 0, 1, 2, ... */
+    int32_t *token_ids;     /* [num_tokens + 1]: 0, 1, 2, ..., where rows of one query start */
+    int64_t num_tokens;     /* query tokens, or at most so many */
     int64_t num_local;      /* virtual requests that there is room for; 0: none are made */
     int32_t *local_starts;  /* [num_local + 1], the same in all steps */
     int32_t *local_seqlens; /* [num_steps, num_local] */
     int32_t *local_table;   /* [num_steps, num_local, chunk / page_size] */
     int64_t prefix_len;     /* tokens that the requests share; 0: none */
-    int32_t *prefix;        /* cache_seqlens [1], cu_seqlens_k [2], cu_seqlens_q [2] */
+    int32_t *prefix;        /* numbers of the prefix as one request */
+    int32_t *rest_seqlens;  /* [B]: keys behind the whole pages of the prefix; NULL without one */
 } smla_paged_step_params;
 
-/* Where the arrays of a shared prefix begin in `prefix`. */
+/* Where the arrays of a shared prefix begin in `prefix`. Those who cannot begin inside a page take
+ * its whole pages. */
 enum {
     SMLA_PREFIX_SEQLEN,
-    SMLA_PREFIX_KEY_STARTS = 1,
-    SMLA_PREFIX_STARTS = 3,
-    SMLA_PREFIX_SIZE = 5
+    SMLA_PREFIX_PAGES_SEQLEN,
+    SMLA_PREFIX_KEY_STARTS,
+    SMLA_PREFIX_STARTS = SMLA_PREFIX_KEY_STARTS + 2,
+    SMLA_PREFIX_SIZE = SMLA_PREFIX_STARTS + 2,
 };
 
 /* A request. Padding has no tokens, and nothing else of it is read. */
@@ -170,6 +174,13 @@ smla_paged_cache_len(const smla_paged_step_params *p, const smla_paged_request *
     return r->seq_len == 0 ? 0
                            : smla_least_of(r->seq_len + more, p->pool_width - r->encoder_len) +
                                  smla_paged_leftpad(p, r);
+}
+
+/* Tokens in the whole pages of a shared prefix. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_paged_whole_prefix(const smla_paged_step_params *p)
+{
+    return p->prefix_len - smla_len_rest(p->prefix_len, p->page_size);
 }
 
 /* Keys of the prefix in a tree's row of `swa`. */

@@ -103,12 +103,18 @@ typedef struct smla_paged_metadata {
     smla_paged_part expand;   /* a tree: a row per draft token or branch, over slots */
     smla_paged_part swa_spec; /* the same with the end of the prefix, for layers with a window */
     smla_paged_part prefix;   /* the shared prefix as one request */
-    smla_paged_part encoder;  /* over pages; without cu_seqlens_q */
+    /* The same cut at a page, without cu_seqlens_k, for calls without a cache_leftpad: the whole
+     * pages of the prefix, and the requests behind them. */
+    smla_paged_part prefix_pages;
+    smla_paged_part rest;
+    smla_paged_part encoder; /* over pages; without cu_seqlens_q */
     smla_paged_local local;
     const int32_t *swa_page_table; /* pages of the window pool, beside the entries of `requests` */
     const int32_t *cache_leftpad;  /* [B], or NULL */
     const int32_t *swa_out_cache_loc;
     int64_t num_cache_loc;
+    const int32_t *token_ids; /* [num_tokens + 1]: 0, 1, 2, ... */
+    int64_t num_tokens;       /* query tokens; an upper bound where only the device knows it */
     int64_t seqlens_stride;
     int64_t starts_stride;
     int64_t row_seqlens_stride;

@@ -109,7 +109,7 @@ typedef struct smla_step_view {
     const void *data; /* on the device; NULL: the step has no such array */
 } smla_step_view;
 
-enum { SMLA_MAX_STEP_VIEWS = 806 };
+enum { SMLA_MAX_STEP_VIEWS = 934 };
 
 static inline void
 smla_show_number(smla_step_view *view, const char *name, int64_t number)

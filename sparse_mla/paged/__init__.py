@@ -3,6 +3,7 @@
     config = Config(max_bs=..., ...)                        what never changes
     builder = MetadataBuilder(config, req_to_token)         holds every array
     metadata = builder.build(mode, seq_lens, req_pool_indices)   once per step
+    out, lse = attention(metadata, q, k_cache, v_cache, ...)     once per layer
 
 docs/paged.md draws pages, tables and modes.
 
@@ -11,16 +12,25 @@ docs/paged.md draws pages, tables and modes.
 0
 """
 
+from sparse_mla.paged.layer import attention
 from sparse_mla.steps.paged import (
     Config,
     LocalPart,
     Metadata,
     MetadataBuilder,
-    MultiStepDraft,
     Part,
 )
+from sparse_mla.steps.paged_draft import MultiStepDraft
 
-__all__ = ["Config", "LocalPart", "Metadata", "MetadataBuilder", "MultiStepDraft", "Part"]
+__all__ = [
+    "Config",
+    "LocalPart",
+    "Metadata",
+    "MetadataBuilder",
+    "MultiStepDraft",
+    "Part",
+    "attention",
+]
 
 
 def __dir__() -> list[str]:

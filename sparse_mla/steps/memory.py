@@ -9,7 +9,7 @@ from typing import Any
 from sparse_mla import _C
 
 Array = Any
-BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "uint8": 1}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1}
 
 
 class Memory:

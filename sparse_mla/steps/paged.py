@@ -1,4 +1,7 @@
-"""The step of attention to pages: its config, its metadata, and the builders that make it."""
+"""The step of attention to pages: its config, its metadata, and the builder that makes it.
+
+The builder of all steps of a draft is in paged_draft.py.
+"""
 
 from __future__ import annotations
 
@@ -232,6 +235,11 @@ class Metadata(steps.ShortRepr):
     prefix: Part | None = None
     local_attn_metadata: LocalPart | None = None
     _builder: Any = field(default=None, repr=False)
+    _build: tuple[int, int] = field(default=(0, 0), repr=False)  # its mode, and its number
+    _token_ids: Array = field(default=None, repr=False)
+    _prefix_pages: Array = field(default=None, repr=False)
+    _rest_seqlens: Array = field(default=None, repr=False)
+    _rest_table: Array = field(default=None, repr=False)
 
     def __reduce__(self) -> NoReturn:
         """`copy` and `pickle` ask for this."""
@@ -241,7 +249,7 @@ class Metadata(steps.ShortRepr):
         )
 
 
-class _Builder(steps.Builder):
+class Builder(steps.Builder):
     """What both builders share: arrays of the engine that outlive a step, and memory of layers."""
 
     def __init__(self, config: Config, req_to_token: Array, mapping: Array, drafts_only: bool):
@@ -260,24 +268,43 @@ class _Builder(steps.Builder):
             drafts_only=drafts_only,
         )
         self._window_size = (window, 0) if window >= 0 else (-1, -1)
+        self._most_tokens = max(
+            config.max_num_tokens, config.max_bs * max(config.topk, config.num_draft_tokens, 1)
+        )
+        self._latest: dict[int, int] = {}  # mode -> the number of its latest build
 
     @property
     def workspace_bytes(self) -> int:
         """Everything that steps and their layers use of the device."""
         return self._step.workspace_bytes + self._memory.num_bytes
 
-    def _show(self, mode: str, step: dict[Any, Any], number: int) -> Metadata:
-        """The metadata of step `number` of a build."""
+    def _show(self, mode: str, step: dict[Any, Any], build: int, number: int) -> Metadata:
+        """The metadata of step `number` of a build in mode number `build`."""
         first = GROUPS * number
+        self._latest[build] = step["generation"]
         shown = object.__new__(Metadata)  # as `steps.make_metadata` does
-        shown.__dict__.update(step[first + STEP], mode=mode, window_size=self._window_size)
-        for group, name, kind in _PARTS:
+        shown.__dict__.update(
+            step[first + STEP],
+            mode=mode,
+            window_size=self._window_size,
+            _builder=self,
+            _build=(build, step["generation"]),
+        )
+        for group, name, kind in PARTS:
             if first + group in step:
                 part = object.__new__(kind)
                 part.__dict__.update(step[first + group])
                 shown.__dict__[name] = part
-        shown.__dict__["_builder"] = self
         return shown
+
+    def _check(self, metadata: Metadata) -> None:
+        """Checks that no later build of its mode has replaced the metadata."""
+        build, number = metadata._build
+        if self._latest[build] != number:
+            raise ValueError(
+                "attention: `metadata` must come from its builder's latest build of its mode "
+                f"(number {self._latest[build]}), got that of build {number}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is a new builder of the same config and arrays, with memory of its own."""
@@ -289,7 +316,7 @@ class _Builder(steps.Builder):
         )
 
 
-class MetadataBuilder(_Builder):
+class MetadataBuilder(Builder):
     """Makes the metadata of an engine's steps. The builder holds every array of it, sized once for
     the largest batch, in every mode.
 
@@ -433,6 +460,7 @@ class MetadataBuilder(_Builder):
             name, value = ("mode", mode) if number is None else ("spec_step", spec_step)
             rule = wanted if number is None else f"None in mode {mode!r}"
             raise ValueError(f"{op}: `{name}` must be {rule}, got {value!r}")
+        build = number if spec_step is None else DRAFT
         step = self._step.build(
             None,
             seq_lens=seq_lens,
@@ -443,8 +471,8 @@ class MetadataBuilder(_Builder):
             out_cache_loc=out_cache_loc,
             custom_mask=custom_mask,
             encoder_lens=encoder_lens,
-            num_reqs=_count(seq_lens),
-            mode=number if spec_step is None else DRAFT,
+            num_reqs=count_requests(seq_lens),
+            mode=build,
             spec_step=0 if spec_step is None else spec_step,
             num_steps=1,
             common_prefix_len=common_prefix_len,
@@ -453,114 +481,10 @@ class MetadataBuilder(_Builder):
             encoder_lens_cpu=encoder_lens_cpu,
             stream=stream,
         )
-        return self._show(mode, step, 0)
+        return self._show(mode, step, build, 0)
 
 
-class MultiStepDraft(_Builder):
-    """Makes the metadata of all steps of a draft at once, by one launch. It has memory of its own.
-
-    Parameters
-    ----------
-    config : Config
-        Its topk and speculative_num_steps say what is drafted.
-    req_to_token, full_to_swa_index_mapping : arrays, the second optional
-        As in `MetadataBuilder`.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, MemoryError
-        As `MetadataBuilder`.
-
-    Source: SGLang's FlashAttentionMultiStepBackend.
-
-    Examples
-    --------
-    >>> import numpy as np, sparse_mla
-    >>> config = sparse_mla.paged.Config(
-    ...     max_bs=2, max_num_tokens=8, max_context_len=8, speculative_num_steps=3)
-    >>> slots = np.arange(32, dtype=np.int32).reshape(2, 16)
-    >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
-    >>> steps = draft.build(np.array([5, 7], np.int32), np.array([1, 0]))
-    >>> [metadata.cache_seqlens_int32.tolist() for metadata in steps]
-    [[6, 8], [7, 9]]
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        req_to_token: Array,
-        *,
-        full_to_swa_index_mapping: Array | None = None,
-    ) -> None:
-        super().__init__(config, req_to_token, full_to_swa_index_mapping, True)
-
-    def build(
-        self,
-        seq_lens: Array,
-        req_pool_indices: Array,
-        *,
-        seq_lens_cpu: Array | None = None,
-        out_cache_loc: Array | None = None,
-        stream: Any = None,
-    ) -> list[Metadata]:
-        """Make the metadata of steps 0 to speculative_num_steps - 2: the last token needs none.
-
-        Parameters
-        ----------
-        seq_lens, req_pool_indices, seq_lens_cpu, out_cache_loc, stream
-            As in `MetadataBuilder.build`.
-
-        Returns
-        -------
-        A list of Metadata, one per step, valid until the next build. They share the page table,
-        and the slots of which step i of a tree has the first i + 1.
-
-        Raises
-        ------
-        TypeError, ValueError, BufferError, RuntimeError
-            As `MetadataBuilder.build`.
-
-        Source: SGLang's FlashAttentionMultiStepBackend.init_forward_metadata.
-
-        Examples
-        --------
-        >>> import numpy as np, sparse_mla
-        >>> config = sparse_mla.paged.Config(
-        ...     max_bs=1, max_num_tokens=8, max_context_len=8, topk=2, speculative_num_steps=3)
-        >>> slots = np.arange(8, dtype=np.int32).reshape(1, 8)
-        >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
-        >>> loc = np.array([20, 21, 22, 30, 31, 32])  # two branches
-        >>> steps = draft.build(np.array([5], np.int32), np.array([0]), out_cache_loc=loc)
-        >>> [metadata.expand.slot_table.tolist() for metadata in steps]
-        [[[20], [30]], [[20, 21], [30, 31]]]
-        """
-        num_steps = self.config.speculative_num_steps - 1
-        if num_steps <= 0:
-            return []
-        step = self._step.build(
-            None,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            req_to_token=self.req_to_token,
-            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
-            extend_seq_lens=None,
-            out_cache_loc=out_cache_loc,
-            custom_mask=None,
-            encoder_lens=None,
-            num_reqs=_count(seq_lens),
-            mode=DRAFT,
-            spec_step=0,
-            num_steps=num_steps,
-            common_prefix_len=0,
-            seq_lens_cpu=seq_lens_cpu,
-            extend_seq_lens_cpu=None,
-            encoder_lens_cpu=None,
-            stream=stream,
-        )
-        return [self._show("decode", step, i) for i in range(num_steps)]
-
-
-_PARTS = (
+PARTS = (
     (EXPAND, "expand", Part),
     (SWA_SPEC, "swa_spec_metadata", Part),
     (PREFIX, "prefix", Part),
@@ -572,7 +496,7 @@ def _copy(kind: type[Any], config: Config, req_to_token: Array, mapping: Array |
     return kind(config, req_to_token, full_to_swa_index_mapping=mapping)
 
 
-def _count(seq_lens: Array) -> int:
+def count_requests(seq_lens: Array) -> int:
     try:
         return len(seq_lens)
     except TypeError:

@@ -319,9 +319,9 @@ def fill_pool(rng, rows: int, width: int, page_size: int, tokens: np.ndarray) ->
     return table, len(order) * page_size
 
 
-def make_batch(rng, mode: str, page_size: int, **changes) -> Batch:
-    """A random batch, of a random config with these changes."""
-    max_bs, longest = int(rng.integers(1, 9)), int(rng.choice([17, 60, 300]))
+def make_batch(rng, mode: str, page_size: int, longest: int = 0, **changes) -> Batch:
+    """A random batch, of a random config with these changes. `longest` is its max_context_len."""
+    max_bs, longest = int(rng.integers(1, 9)), longest or int(rng.choice([17, 60, 300]))
     n, k, s = int(rng.integers(1, 9)), int(rng.integers(1, 5)), int(rng.integers(1, 6))
     is_tree = k > 1 and mode in ("draft", "target_verify")
     kind = rng.choice(["plain", "window", "chunk", "encoder", "prefix"])
@@ -372,6 +372,7 @@ def make_batch(rng, mode: str, page_size: int, **changes) -> Batch:
         prefix=prefix,
         bound=int(rng.choice([0, 0, 3])) if encoders is None and not prefix else 0,
         has_twins=bool(rng.integers(0, 2)),
+        num_slots=num_slots,
     )
     if mode == "draft":
         batch.spec_step = int(rng.integers(0, s))

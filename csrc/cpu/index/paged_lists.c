@@ -179,9 +179,6 @@ write_tree(const smla_paged_step_params *p)
     int64_t mask_start = 0;
     begin_rows(p, &p->expand);
     begin_rows(p, &p->swa);
-    for (int64_t i = 0; i <= p->num_reqs * p->rows_per_req; i++) {
-        p->row_starts[i] = (int32_t)i;
-    }
     for (int64_t req = 0; req < p->num_reqs; req++) {
         const smla_paged_request r = smla_read_paged_request(p, req);
         for (int64_t i = 0; i < p->rows_per_req; i++) {
@@ -268,6 +265,9 @@ write_lengths(const smla_paged_step_params *p)
         if (p->leftpad != NULL) {
             p->leftpad[req] = (int32_t)(p->prefix_len + smla_paged_leftpad(p, &r));
         }
+        if (p->rest_seqlens != NULL) {
+            p->rest_seqlens[req] = p->cache_seqlens[req] - (int32_t)smla_paged_whole_prefix(p);
+        }
         if (p->encoder_seqlens != NULL) {
             num_encoded += r.encoder_len;
             p->encoder_seqlens[req] = (int32_t)r.encoder_len;
@@ -282,8 +282,10 @@ write_lengths(const smla_paged_step_params *p)
         }
     }
     if (p->prefix != NULL) {
-        const int32_t prefix[SMLA_PREFIX_SIZE] = {(int32_t)p->prefix_len, 0, (int32_t)p->prefix_len,
-                                                  0, (int32_t)num_queries};
+        const int32_t len = (int32_t)p->prefix_len;
+        const int32_t prefix[SMLA_PREFIX_SIZE] = {len, (int32_t)smla_paged_whole_prefix(p),
+                                                  0,   len,
+                                                  0,   (int32_t)num_queries};
         memcpy(p->prefix, prefix, sizeof prefix);
     }
 }
@@ -299,6 +301,9 @@ smla_cpu_fill_paged_lists(const smla_paged_step_params *p, smla_error *error)
     }
     if (p->rows_per_req > 0) {
         write_tree(p);
+    }
+    for (int64_t i = 0; i <= p->num_tokens; i++) {
+        p->token_ids[i] = (int32_t)i;
     }
     for (int64_t i = 0; p->swa_cache_loc != NULL && i < p->num_cache_loc; i++) {
         const int64_t slot = smla_int_at(&p->cache_loc, i);

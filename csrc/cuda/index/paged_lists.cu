@@ -11,10 +11,10 @@
  *              Results as in params_paged_step.h
  * Shared mem   about 4 KiB: sums of warps, and the facts of 256 requests
  * Roles        A grid has one work item per CTA of 256 threads. Item 0 writes what has an entry per
- *              request, item 1 what has one per row of a tree. Then an item per request and 1024
- *              columns of its tables; the first of a request writes its rows of slots, by a warp
- *              each, and its virtual requests. It sums the sizes of all requests before it, so no
- *              item waits for another. The last items map cache_loc.
+ *              request, item 1 what has one per row of a tree, and the tokens' numbers. Then an
+ *              item per request and 1024 columns of its tables; the first of a request writes its
+ *              rows of slots, by a warp each, and its virtual requests. It sums the sizes of all
+ *              requests before it, so no item waits for another. The last items map cache_loc.
  * Roofline     Memory: 4 bytes written per page, and a sector of 32 read. Latency binds small
  *              batches. Not yet measured.
  * Numerics     Integers, exact, the values of the CPU backend. Slots of the mapping out of range
@@ -163,6 +163,10 @@ write_lengths(const smla_paged_step_params &p, cta_sums &sums)
         if (is_there && p.leftpad != nullptr) {
             p.leftpad[req] = (int32_t)(p.prefix_len + smla_paged_leftpad(&p, &r));
         }
+        if (is_there && p.rest_seqlens != nullptr) {
+            p.rest_seqlens[req] =
+                (int32_t)(smla_paged_cache_len(&p, &r, 0) - smla_paged_whole_prefix(&p));
+        }
         if (p.encoder_seqlens != nullptr) {
             if (is_there) {
                 p.encoder_seqlens[req] = (int32_t)r.encoder_len;
@@ -180,6 +184,7 @@ write_lengths(const smla_paged_step_params &p, cta_sums &sums)
     clear_last_virtual(p, num_virtual, num_queries);
     if (p.prefix != nullptr && threadIdx.x == 0) {
         p.prefix[SMLA_PREFIX_SEQLEN] = (int32_t)p.prefix_len;
+        p.prefix[SMLA_PREFIX_PAGES_SEQLEN] = (int32_t)smla_paged_whole_prefix(&p);
         p.prefix[SMLA_PREFIX_KEY_STARTS] = 0;
         p.prefix[SMLA_PREFIX_KEY_STARTS + 1] = (int32_t)p.prefix_len;
         p.prefix[SMLA_PREFIX_STARTS] = 0;
@@ -271,14 +276,8 @@ write_row_lengths(const smla_paged_step_params &p, cta_sums &sums, tree_facts &f
                 extend_rows(p, sums, p.swa, row, end,
                             len < 0 ? -1 : len + facts.window_len[in_block]);
             }
-            if (row < end) {
-                p.row_starts[row + 1] = (int32_t)(row + 1);
-            }
         }
         __syncthreads(); /* the facts have been read */
-    }
-    if (threadIdx.x == 0) {
-        p.row_starts[0] = 0;
     }
 }
 
@@ -511,6 +510,9 @@ __launch_bounds__(BLOCK_THREADS, 2) paged_lists_kernel(const __grid_constant__ p
         } else if (item < FIRST_REQUEST_ITEM) {
             if (p.rows_per_req > 0) {
                 write_row_lengths(p, sums, facts);
+            }
+            for (int64_t i = threadIdx.x; i <= p.num_tokens; i += BLOCK_THREADS) {
+                p.token_ids[i] = (int32_t)i;
             }
         } else if (item < first_loc) {
             /* Tables of 2^32 items would take 16 TB. */

@@ -110,7 +110,7 @@ list_mode(smla_step *s, int mode)
     ADD(encoder_seqlens, encoders);
     ADD(encoder_starts, encoders == 0 ? 0 : encoders + 1);
     ADD(encoder_table, encoders == 0 ? 0 : pages);
-    ADD(row_starts, rows == 0 ? 0 : rows + 1);
+    ADD(token_ids, smla_paged_most_tokens(c, mode) + 1);
     list_rows(s, at + offsetof(smla_paged_state, expand), steps, rows,
               smla_paged_expand_columns(c, mode));
     list_rows(s, at + offsetof(smla_paged_state, swa), steps, c->has_window ? rows : 0,
@@ -119,6 +119,7 @@ list_mode(smla_step *s, int mode)
     ADD(local_seqlens, steps * locals);
     ADD(local_table, steps * locals * (c->attention_chunk / c->page_size));
     ADD(prefix, row->shares_prefix ? SMLA_PREFIX_SIZE : 0);
+    ADD(rest_seqlens, row->shares_prefix ? c->max_bs : 0);
 #undef ADD
 }
 
@@ -156,7 +157,7 @@ report_no_memory(const smla_step *s, smla_error *error)
 /* ---- What a build shows -------------------------------------------------------------------- */
 
 static smla_paged_part
-show_rows(const smla_paged_row_state *state, const int32_t *row_starts, int64_t num_rows,
+show_rows(const smla_paged_row_state *state, const int32_t *token_ids, int64_t num_rows,
           int64_t columns, int64_t used)
 {
     return (smla_paged_part){.num_rows = num_rows,
@@ -164,7 +165,7 @@ show_rows(const smla_paged_row_state *state, const int32_t *row_starts, int64_t 
                              .max_seq_len_q = 1,
                              .max_seq_len_k = used,
                              .cache_seqlens = state->seqlens,
-                             .cu_seqlens_q = row_starts,
+                             .cu_seqlens_q = token_ids,
                              .cu_seqlens_k = state->starts,
                              .entries = state->slots,
                              .entries_stride = columns};
@@ -214,6 +215,8 @@ commit(smla_step *s, const void *given)
         .swa_page_table = state->swa_page_table,
         .cache_leftpad =
             args->common_prefix_len > 0 || c->is_encoder_decoder ? state->leftpad : NULL,
+        .token_ids = state->token_ids,
+        .num_tokens = smla_least_of(batch.num_tokens, smla_paged_most_tokens(c, batch.mode)),
         .seqlens_stride = c->max_bs,
         .starts_stride = c->max_bs + 1,
         .row_seqlens_stride = most_rows,
@@ -224,7 +227,7 @@ commit(smla_step *s, const void *given)
         const smla_paged_row_state expand = {state->expand.seqlens + first * most_rows,
                                              state->expand.starts + first * (most_rows + 1),
                                              state->expand.slots};
-        m->expand = show_rows(&expand, state->row_starts, num_rows,
+        m->expand = show_rows(&expand, state->token_ids, num_rows,
                               smla_paged_expand_columns(c, batch.mode), slots);
     }
     if (batch.rows_per_req > 0 && c->has_window) {
@@ -232,7 +235,7 @@ commit(smla_step *s, const void *given)
                                           state->swa.starts + first * (most_rows + 1),
                                           state->swa.slots};
         m->swa_spec =
-            show_rows(&swa, state->row_starts, num_rows, smla_paged_swa_columns(c, batch.mode),
+            show_rows(&swa, state->token_ids, num_rows, smla_paged_swa_columns(c, batch.mode),
                       smla_least_of(c->sliding_window_size + 1, batch.max_keys) + slots);
     }
     if (c->is_encoder_decoder) {
@@ -257,6 +260,15 @@ commit(smla_step *s, const void *given)
                                       .cu_seqlens_k = state->prefix + SMLA_PREFIX_KEY_STARTS,
                                       .entries = state->page_table,
                                       .entries_stride = b->table_width};
+    }
+    if (args->common_prefix_len > 0) {
+        const int64_t pages = args->common_prefix_len / c->page_size;
+        m->prefix_pages = m->prefix;
+        m->prefix_pages.cache_seqlens = state->prefix + SMLA_PREFIX_PAGES_SEQLEN;
+        m->rest = m->requests;
+        m->rest.cache_seqlens = state->rest_seqlens;
+        m->rest.entries += pages;
+        m->rest.columns -= pages;
     }
     if (c->attention_chunk > 0) {
         m->local = (smla_paged_local){
@@ -344,6 +356,13 @@ show_shared(const smla_paged_metadata *m, smla_step_view *views)
         smla_show_rows(&views[n++], "encoder_page_table", m->encoder.entries, 0, m->num_reqs,
                        m->encoder.columns, m->encoder.entries_stride);
     }
+    if (m->prefix.entries != NULL) {
+        smla_show_vector(&views[n++], "_prefix_pages", m->prefix_pages.cache_seqlens, 1);
+        smla_show_vector(&views[n++], "_rest_seqlens", m->rest.cache_seqlens, m->num_reqs);
+        smla_show_rows(&views[n++], "_rest_table", m->rest.entries, 0, m->num_reqs, m->rest.columns,
+                       m->rest.entries_stride);
+    }
+    smla_show_vector(&views[n++], "_token_ids", m->token_ids, m->num_tokens);
     return n;
 }
 
@@ -385,9 +404,9 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
     return n;
 }
 
-/* A step has at most seven views that all share, and three parts of six, because a tree has no
+/* A step has at most eleven views that all share, and three parts of six, because a tree has no
  * virtual requests. */
-_Static_assert((int)SMLA_MAX_STEP_VIEWS >= 25 * MOST_STEPS + 6, "room for all views");
+_Static_assert((int)SMLA_MAX_STEP_VIEWS >= 29 * MOST_STEPS + 6, "room for all views");
 
 const smla_step_plan smla_paged_plan = {
     SMLA_PLAN_TYPES("paged", smla_paged_builder, smla_paged_build_args, fields),

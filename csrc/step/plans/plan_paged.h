@@ -26,7 +26,8 @@ typedef struct smla_paged_state {
     int32_t *encoder_seqlens;
     int32_t *encoder_starts; /* [max_bs + 1] */
     int32_t *encoder_table;  /* [max_bs, W] */
-    int32_t *row_starts;     /* [max_bs * rows + 1] */
+    int32_t *token_ids;      /* [most query tokens + 1] */
+    int32_t *rest_seqlens;   /* [max_bs] */
     smla_paged_row_state expand;
     smla_paged_row_state swa;
     int32_t *local_starts;  /* [most virtual requests + 1] */
@@ -76,7 +77,8 @@ int64_t smla_paged_most_loc(const smla_paged_config *config);
 int64_t smla_paged_expand_columns(const smla_paged_config *config, int mode);
 int64_t smla_paged_swa_columns(const smla_paged_config *config, int mode);
 
-/* Virtual requests that a mode has at most. */
+/* Query tokens, and virtual requests, that a mode has at most. */
+int64_t smla_paged_most_tokens(const smla_paged_config *config, int mode);
 int64_t smla_paged_most_local(const smla_paged_config *config, int mode);
 
 /* A batch as the host knows it. */

@@ -52,14 +52,22 @@ smla_paged_swa_columns(const smla_paged_config *config, int mode)
     return config->sliding_window_size + 1 + smla_paged_expand_columns(config, mode);
 }
 
+int64_t
+smla_paged_most_tokens(const smla_paged_config *config, int mode)
+{
+    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
+    return query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
+}
+
 /* A request's queries are in at most two blocks of chunks more than fill them. */
 int64_t
 smla_paged_most_local(const smla_paged_config *config, int mode)
 {
     const int64_t chunk = config->attention_chunk;
-    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
-    const int64_t tokens = query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
-    return chunk == 0 ? 0 : query_len == 1 ? config->max_bs : 2 * config->max_bs + tokens / chunk;
+    return chunk == 0 ? 0
+           : smla_paged_modes[mode].query_len == SMLA_NUMBER_ONE
+               ? config->max_bs
+               : 2 * config->max_bs + smla_paged_most_tokens(config, mode) / chunk;
 }
 
 /* ---- Lengths on the host ------------------------------------------------------------------- */
@@ -524,7 +532,8 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
         .expand =
             rows_of(&state->expand, first, most_rows, smla_paged_expand_columns(c, batch.mode)),
         .swa = rows_of(&state->swa, first, most_rows, smla_paged_swa_columns(c, batch.mode)),
-        .row_starts = state->row_starts,
+        .token_ids = state->token_ids,
+        .num_tokens = smla_least_of(batch.num_tokens, smla_paged_most_tokens(c, batch.mode)),
         .num_local = most_local,
         .local_starts = state->local_starts,
         .local_seqlens = state->local_seqlens + first * most_local,
@@ -532,6 +541,7 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
             state->local_table + first * most_local * (c->attention_chunk / c->page_size),
         .prefix_len = args->common_prefix_len,
         .prefix = args->common_prefix_len > 0 ? state->prefix : NULL,
+        .rest_seqlens = args->common_prefix_len > 0 ? state->rest_seqlens : NULL,
     };
     return s->backend->fill_paged_lists(&params, error);
 }

@@ -1,0 +1,111 @@
+"""The metadata of all steps of a draft, by one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_mla.steps.paged import DRAFT, Array, Builder, Config, Metadata, count_requests
+
+
+class MultiStepDraft(Builder):
+    """Makes the metadata of all steps of a draft at once, by one launch. It has memory of its own.
+
+    Parameters
+    ----------
+    config : Config
+        Its topk and speculative_num_steps say what is drafted.
+    req_to_token, full_to_swa_index_mapping : arrays, the second optional
+        As in `MetadataBuilder`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, MemoryError
+        As `MetadataBuilder`.
+
+    Source: SGLang's FlashAttentionMultiStepBackend.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> config = sparse_mla.paged.Config(
+    ...     max_bs=2, max_num_tokens=8, max_context_len=8, speculative_num_steps=3)
+    >>> slots = np.arange(32, dtype=np.int32).reshape(2, 16)
+    >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
+    >>> steps = draft.build(np.array([5, 7], np.int32), np.array([1, 0]))
+    >>> [metadata.cache_seqlens_int32.tolist() for metadata in steps]
+    [[6, 8], [7, 9]]
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        req_to_token: Array,
+        *,
+        full_to_swa_index_mapping: Array | None = None,
+    ) -> None:
+        super().__init__(config, req_to_token, full_to_swa_index_mapping, True)
+
+    def build(
+        self,
+        seq_lens: Array,
+        req_pool_indices: Array,
+        *,
+        seq_lens_cpu: Array | None = None,
+        out_cache_loc: Array | None = None,
+        stream: Any = None,
+    ) -> list[Metadata]:
+        """Make the metadata of steps 0 to speculative_num_steps - 2: the last token needs none.
+
+        Parameters
+        ----------
+        seq_lens, req_pool_indices, seq_lens_cpu, out_cache_loc, stream
+            As in `MetadataBuilder.build`.
+
+        Returns
+        -------
+        A list of Metadata, one per step, valid until the next build. They share the page table,
+        and the slots of which step i of a tree has the first i + 1.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError
+            As `MetadataBuilder.build`.
+
+        Source: SGLang's FlashAttentionMultiStepBackend.init_forward_metadata.
+
+        Examples
+        --------
+        >>> import numpy as np, sparse_mla
+        >>> config = sparse_mla.paged.Config(
+        ...     max_bs=1, max_num_tokens=8, max_context_len=8, topk=2, speculative_num_steps=3)
+        >>> slots = np.arange(8, dtype=np.int32).reshape(1, 8)
+        >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
+        >>> loc = np.array([20, 21, 22, 30, 31, 32])  # two branches
+        >>> steps = draft.build(np.array([5], np.int32), np.array([0]), out_cache_loc=loc)
+        >>> [metadata.expand.slot_table.tolist() for metadata in steps]
+        [[[20], [30]], [[20, 21], [30, 31]]]
+        """
+        num_steps = self.config.speculative_num_steps - 1
+        if num_steps <= 0:
+            return []
+        step = self._step.build(
+            None,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=self.req_to_token,
+            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
+            extend_seq_lens=None,
+            out_cache_loc=out_cache_loc,
+            custom_mask=None,
+            encoder_lens=None,
+            num_reqs=count_requests(seq_lens),
+            mode=DRAFT,
+            spec_step=0,
+            num_steps=num_steps,
+            common_prefix_len=0,
+            seq_lens_cpu=seq_lens_cpu,
+            extend_seq_lens_cpu=None,
+            encoder_lens_cpu=None,
+            stream=stream,
+        )
+        return [self._show("decode", step, DRAFT, i) for i in range(num_steps)]
