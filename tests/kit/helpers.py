@@ -84,7 +84,7 @@ class Torch(Framework):
         self.shares_memory = place == "cpu"
 
     def put(self, x: np.ndarray):
-        if any(s < 0 for s in x.strides):
+        if any(s < 0 for s in x.strides) or not x.flags.writeable:
             x = x.copy()
         for name, dtype, carrier in self.carriers:
             if x.dtype == dtype:

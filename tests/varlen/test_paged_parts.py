@@ -72,13 +72,15 @@ def test_parts_are_ranges_that_are_merged(num_splits, length, sink):
     parts = [part_of(case, 0, x) for x in keys]
     outs, lses = [x["out"] for x in parts], [x["lse"] for x in parts]
     sinks = {"attn_sink": case.attn_sink} if sink else {}
-    out, lse = sparse_mla.merge_attn_partials(
-        outs, lses, out=np.empty(outs[0].shape, ref.BF16), **sinks
-    )
-    tolerance = 2.0**-20 if ON_CUDA else 0
-    wide = np.abs(np.asarray(out, np.float64) - np.asarray(got["out"][:2], np.float64))
-    assert (wide <= 2.0**-7 * np.abs(np.asarray(out, np.float64)) * (tolerance > 0)).all()
-    assert (np.abs(np.asarray(lse) - np.asarray(got["lse"][:2])) <= tolerance).all()
+    out, lse = (np.empty(x.shape, x.dtype) for x in (got["out"][:2], got["lse"][:2]))
+    sparse_mla.merge_attn_partials(outs, lses, out=out, lse=lse, **sinks)
+    if ON_CUDA:  # it sums the parts of a request as it likes
+        merged = {
+            name: np.concatenate([x, got[name][2:]]) for name, x in (("out", out), ("lse", lse))
+        }
+        assert_within_bounds(case.reference(), merged)
+    else:
+        assert_same({"out": out, "lse": lse}, {name: got[name][:2] for name in got})
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
@@ -129,8 +131,10 @@ def test_no_bit_depends_on_pages(num_splits, mask):
     want = check(case)
     for page_size in (1, 3, 64, 1000):
         assert_same(dataclasses.replace(case, page_size=page_size).run(attend), want)
-    for layout in LAYOUTS:
-        again = dataclasses.replace(case, layout=layout, is_spread=True, has_slots=layout == "row")
+    for layout in LAYOUTS:  # on CUDA, rows that are not aligned are another kernel's
+        again = dataclasses.replace(
+            case, layout=layout, is_spread=not ON_CUDA, has_slots=layout == "row"
+        )
         assert_same(again.run(attend), want)
 
 
