@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds, find_framework, with_marks
 from paged_layers import Layer
 from paged_steps import ARRAYS, check, make_batch, make_verification
@@ -66,10 +67,10 @@ def test_layers(name, topk, dtype, is_latent):
         attn_sink=framework.put(layer.sink),
     )
     assert framework.owns(out) and framework.owns(lse)
-    got = framework.get(out)
-    if name == "jax" and topk > 1 and dtype == "bf16":
-        assert got.dtype == want["out"].dtype
-        assert_within_bounds(layer.reference(), {"out": got, "lse": want["lse"]}, merges=1)
+    got = {"out": framework.get(out), "lse": framework.get(lse)}
+    if ON_CUDA or (name == "jax" and topk > 1 and dtype == "bf16"):  # other bits
+        assert got["out"].dtype == want["out"].dtype
+        assert_within_bounds(layer.reference(), got, merges=1)
     else:
-        assert_same_bits(got, want["out"])
-    assert_same_bits(framework.get(lse), want["lse"])
+        assert_same_bits(got["out"], want["out"])
+    assert ON_CUDA or np.array_equal(got["lse"], want["lse"])
