@@ -267,7 +267,11 @@ class Layer:
         if chunk is not None:
             (starts, most), mask = chunk, {}
         return ops.varlen_attention(
-            *(q, k, v, m.cu_seqlens_q, starts),
+            q,
+            k,
+            v,
+            m.cu_seqlens_q,
+            starts,
             max_seqlen_q=m.max_seq_len_q if self.hints[0] is None else self.hints[0],
             max_seqlen_k=most if self.hints[1] is None else self.hints[1],
             **mask,
@@ -281,11 +285,11 @@ class Layer:
         """Keys and values of heads, in pages."""
 
         def attend(table: dict[str, Any], lens: Array, **more: Any) -> Any:
-            block_table = table.get("page_table")
             return ops.paged_attention(
                 q,
-                *caches,
-                block_table,
+                caches[0],
+                caches[1],
+                table.get("page_table"),
                 lens,
                 slot_table=table.get("slot_table"),
                 **given,

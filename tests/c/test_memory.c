@@ -174,6 +174,43 @@ test_build_allocates_nothing(void)
     EXPECT_EQ(num_live, 0);
 }
 
+/* The builder of a paged step, whose builds send nothing, and allocate nothing either. */
+static void
+test_paged_builder(void)
+{
+    const smla_paged_config config = {.struct_size = sizeof config,
+                                      .max_bs = 2,
+                                      .max_num_tokens = 4,
+                                      .max_context_len = 8,
+                                      .device = cpu};
+    const array *const lens = ARRAY(int32, 1), *const slots = ARRAY(int32, 1, 8);
+    SET(lens, 0, 0);
+    const smla_paged_build_args args = {.struct_size = sizeof args,
+                                        .seq_lens = &lens->tensor,
+                                        .req_pool_indices = &lens->tensor,
+                                        .req_to_token = &slots->tensor,
+                                        .num_reqs = 1,
+                                        .mode = SMLA_MODE_DECODE};
+    smla_paged_builder *builder = NULL;
+    int n = 0;
+    for (bool has_failed = true; has_failed; n++) {
+        num_left = n;
+        const smla_status status = smla_paged_builder_create(&config, &builder, &error);
+        has_failed = num_left < 0;
+        num_left = -1;
+        EXPECT_EQ(status, has_failed ? SMLA_ERROR_MEMORY : SMLA_OK);
+        EXPECT((builder == NULL) == has_failed);
+        EXPECT(!has_failed || num_live == 0);
+    }
+    EXPECT(n > 5);
+    num_left = 0;
+    EXPECT_OK(smla_paged_builder_build(builder, &args, NULL, &error));
+    EXPECT_EQ(num_left, 0);
+    num_left = -1;
+    smla_paged_builder_destroy(builder);
+    EXPECT_EQ(num_live, 0);
+}
+
 /* A call without memory, then one with it. Returns how many allocations it has. */
 static int
 fail_call(const char *name, smla_status (*call)(const any_args *, smla_error *),
@@ -247,5 +284,6 @@ main(void)
     RUN(test_own_workspace);
     RUN(test_refused);
     RUN(test_build_allocates_nothing);
+    RUN(test_paged_builder);
     return report("test_memory");
 }

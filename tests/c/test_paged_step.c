@@ -155,7 +155,8 @@ test_refusals(void)
                 "MetadataBuilder: `attention_chunk` must be a multiple of page_size = 4, got 6");
     config.attention_chunk = 0;
     EXPECT_OK(smla_paged_builder_create(&config, &builder, &error));
-    smla_paged_build_args args = make_args(&b, 0);
+    smla_paged_build_args args = make_args(&b, SMLA_MODE_DECODE);
+    args.mode = 0;
     EXPECT_FAIL(smla_paged_builder_build(builder, &args, NULL, &error), SMLA_ERROR_VALUE,
                 "MetadataBuilder.build: `mode` must be a forward mode, got 0");
     args.mode = SMLA_MODE_DECODE;

@@ -241,18 +241,7 @@ def make_paged(package, topk):
         m = builder.build(
             "target_verify", lens, pool, custom_mask=mask, seq_lens_cpu=batch.seq_lens
         )
-        part = m if m.expand is None else m.expand
-        return package.paged_attention(
-            q,
-            cache,
-            cache,
-            m.page_table if m.expand is None else None,
-            part.cache_seqlens_int32,
-            slot_table=None if m.expand is None else part.slot_table,
-            cu_seqlens_q=part.cu_seqlens_q,
-            softmax_scale=0.1,
-            stream=second,
-        )
+        return package.paged.attention(m, q, cache, cache, softmax_scale=0.1, stream=second)
 
     return lambda: package.paged.MetadataBuilder(config, table), run
 

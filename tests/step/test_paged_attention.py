@@ -15,7 +15,7 @@ from paged_steps import MODES, Batch, fill_pool, make_batch, make_verification, 
 
 import sparse_mla
 
-CASES = int(os.environ.get("SMLA_RANDOM_CASES", 60))
+CASES = int(os.environ.get("SMLA_RANDOM_CASES", 500))
 put = device.Journey().put if device.ON_CUDA else lambda x: x
 
 
@@ -49,6 +49,32 @@ def test_random_layers(mode, page_size):
             except BaseException as error:
                 error.add_note(f"seed {seed}, {kind}, {left}: {batch}")
                 raise
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_virtual_requests_are_chunks(mode):
+    """local_attn_metadata gives kernels of an engine what attention_chunk gives."""
+    for seed in range(20):
+        rng = np.random.default_rng([seed, 77])
+        size = int(rng.choice([1, 4]))
+        changes = {"topk": 1, "sliding_window_size": -1, "is_encoder_decoder": False}
+        changes["attention_chunk"] = size * int(rng.integers(1, 6))
+        batch = make_batch(rng, mode, size, longest=30, **changes)
+        batch.encoder_lens, batch.prefix, batch.bound = None, 0, 0
+        metadata = batch.build()
+        local = metadata.local_attn_metadata
+        layer = Layer(batch, "local")
+        got = sparse_mla.paged_attention(
+            put(layer.q),
+            *(put(x) for x in layer.caches),
+            local.local_block_table,
+            local.local_seqused_k,
+            cu_seqlens_q=local.local_query_start_loc,
+            softmax_scale=layer.scale,
+            causal=True,
+        )
+        want = layer.check(metadata)
+        assert_within_bounds(layer.reference(), {"out": device.host(got[0]), "lse": want["lse"]})
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -129,6 +129,28 @@ def test_encoder():
     assert lists(m.cache_seqlens_int32) == [5, 5] and m.max_seq_len_k == 5
 
 
+@pytest.mark.skipif(device.ON_CUDA, reason="a GPU's lengths must be within the config")
+def test_bounds_beyond_the_config():
+    """Where the host reads the lengths, those of the caller may be anything above."""
+    rows = np.arange(32, dtype=np.int32).reshape(2, 16)
+    settings = paged.Config(**config(is_encoder_decoder=True))
+    builder = paged.MetadataBuilder(settings, rows)
+    far = [2**30] * 2
+    m = builder.build(
+        "extend",
+        ints(3, 2),
+        ints(0, 1),
+        encoder_lens=ints(6, 3),
+        seq_lens_cpu=far,
+        extend_seq_lens=ints(1, 1),
+        extend_seq_lens_cpu=far,
+        encoder_lens_cpu=far,
+    )
+    assert m.page_table.shape == m.encoder_page_table.shape == (2, 3)
+    assert m.page_table[:, :2].tolist() == [[1, 2], [4, 5]]
+    assert m.encoder_page_table[:, :2].tolist() == [[0, 1], [4, 5]]
+
+
 def test_shared_prefix():
     given = {"extend_seq_lens": ints(1, 2), "prefix": 6}
     m = build("extend", [9, 10], [0, 1], **given)

@@ -97,11 +97,11 @@ typedef struct smla_paged_batch {
 
 /* Functions of the plan. */
 smla_batch smla_paged_read_batch(const void *args);
-smla_status smla_paged_check_args(const smla_step *step, const smla_batch *batch, const void *args,
+smla_status smla_paged_check_args(const smla_step *s, const smla_batch *unused, const void *given,
                                   smla_error *error);
-smla_status smla_paged_fill_lists(const smla_step *step, const void *args, smla_stream stream,
+smla_status smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
                                   smla_error *error);
 
 /* Reads a batch that has been checked. */
-smla_paged_batch smla_paged_find_batch(const smla_paged_builder *builder,
+smla_paged_batch smla_paged_find_batch(const smla_paged_builder *b,
                                        const smla_paged_build_args *args);

@@ -154,6 +154,7 @@ smla_paged_find_batch(const smla_paged_builder *b, const smla_paged_build_args *
             batch.max_query_len = len > batch.max_query_len ? len : batch.max_query_len;
         }
     }
+    batch.max_encoder_len = smla_least_of(batch.max_encoder_len, b->config.max_context_len);
     batch.max_keys += batch.added;
     batch.table_columns =
         smla_least_of((widest + batch.added + (batch.rows_per_req > 0 ? 0 : batch.num_steps - 1) +
