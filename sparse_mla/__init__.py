@@ -4,7 +4,8 @@ Operators write tokens to a paged cache, gather them back, turn positions into s
 tokens of a request or to the slots that an indexer chose, merge partial results, and absorb the up
 projections. `Config`, `MetadataBuilder` and `SparseMLA` combine these operators for a continuously
 batching engine that serves DeepSeek-V3.2; `sparse_mla.dense` has those of dense MLA (DeepSeek V2
-and V3), `sparse_mla.v4` those of DeepSeek V4.
+and V3), `sparse_mla.v4` those of DeepSeek V4. `sparse_mla.paged` has a step's metadata and the
+attention of a layer for models with key heads.
 
 Calls take any arrays that support DLPack, and return arrays of the framework of their first array.
 Nothing is copied, and no framework is imported.

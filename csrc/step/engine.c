@@ -313,9 +313,11 @@ run_build(smla_step *s, const void *given, smla_error *error)
     s->is_built = true;
     if (smla_is_logging) {
         smla_log_device(s->device);
-        smla_log_text(" requests %lld, tokens %lld, path %s, chunks %lld,",
-                      (long long)facts.num_reqs, (long long)facts.num_actual_tokens,
-                      smla_path_name(facts.path), (long long)facts.num_chunks);
+        smla_log_text(" requests %lld,", (long long)facts.num_reqs);
+        if (sends) {
+            smla_log_text(" tokens %lld, path %s, chunks %lld,", (long long)facts.num_actual_tokens,
+                          smla_path_name(facts.path), (long long)facts.num_chunks);
+        }
     }
     return SMLA_OK;
 }

@@ -62,7 +62,7 @@ def attention(
         else                                causal, over page_table; a tree or a shared prefix as
                                             two parts, which are merged once, with the sinks
 
-    Parts are fp32; of rows of latents bf16, of fp16 queries fp16, and in JAX of the dtype of q.
+    Parts are fp32; of rows of latents bf16, and in JAX of the dtype of q.
 
     Parameters
     ----------
@@ -399,12 +399,10 @@ class Layer:
         *,
         is_latent: bool,
     ) -> Any:
-        """Two parts, each with its lse, merged once. The sinks belong to the merge, which makes
-        bf16 of fp32, but not fp16."""
+        """Two parts, each with its lse, merged once. The sinks belong to the merge."""
         array = q[0] if isinstance(q, tuple) else q
         out, stream = self.results["out"], self.common["stream"]
-        wanted = dtype_of(array if out is None else out)
-        dtype = "bfloat16" if is_latent else "float16" if wanted == "float16" else "float32"
+        dtype = "bfloat16" if is_latent else "float32"
         parts = []
         for i, (table, lens, more) in enumerate(calls):
             memory = {}
@@ -412,7 +410,7 @@ class Layer:
                 memory = self.scratch.part(i, array, (array.shape[1], value_dim), dtype, stream)
             parts.append(attend(table, lens, **more, **memory))
         outs, lses = zip(*parts, strict=True)
-        if out is None and dtype_of(outs[0]) != wanted:
+        if out is None and dtype_of(outs[0]) != (wanted := dtype_of(array)):
             out = _C.new_array("out", array, tuple(outs[0].shape), wanted, stream, True)
         return ops.merge_attn_partials(
             [*outs],
