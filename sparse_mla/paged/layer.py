@@ -157,7 +157,9 @@ def attention(
             raise ValueError(f"{OP}: `k_cache` must be given without `k` and `v`, got None")
         if quantize_q:
             _refuse_cast(k_cache)
-            q = layer.scratch.quantize(q, metadata._token_ids, stream)
+            q = layer.scratch.quantize("q", q, metadata._token_ids, stream)
+            if qv is not None:
+                qv = layer.scratch.quantize("qv", qv, metadata._token_ids, stream)
         if v_cache is None:
             if metadata.encoder_lens_int32 is not None:
                 raise ValueError(f"{OP}: `v_cache` must be given with an encoder, got None")

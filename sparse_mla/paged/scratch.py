@@ -64,18 +64,20 @@ class Scratch:
             "lse": self.view(q, stream, f"lse of part {number}", shape[:2], "float32"),
         }
 
-    def quantize(self, q: Array, token_ids: Array, stream: Any) -> Array:
-        """q as e4m3, saturating: what a cache of e4m3 makes of keys. The values beside them are of
-        no use, so they are as few as there may be."""
-        if isinstance(q, tuple):
-            raise TypeError(f"{self.op}: `q` must be one array with quantize_q, got a tuple")
-        if not is_writable(q):
-            raise TypeError(f"{self.op}: `quantize_q` must be False for arrays that are immutable")
-        num_tokens, num_heads, values = q.shape
-        shape = (num_tokens, 1, num_heads, values)
-        cast = self.view(q, stream, "queries", shape, "uint8")
-        rest = self.view(q, stream, "rest", (num_tokens, 1, num_heads, COLUMNS), "uint8")
+    def quantize(self, name: str, x: Array, token_ids: Array, stream: Any) -> Array:
+        """x as e4m3, saturating: what a cache of e4m3 makes of keys. The values beside them are of
+        no use, so they are as few as there may be. Rows of no request stay as they are."""
+        if isinstance(x, tuple):
+            raise TypeError(f"{self.op}: `{name}` must be one array with quantize_q, got a tuple")
+        if not is_writable(x):
+            rule = "False for arrays that nobody can write"
+            raise TypeError(f"{self.op}: `quantize_q` must be {rule}, got True")
+        rows, num_heads, values = x.shape
+        cast = self.view(x, stream, f"{name} in e4m3", (rows, 1, num_heads, values), "uint8")
+        rest = self.view(x, stream, "unused values", (rows, 1, num_heads, COLUMNS), "uint8")
+        num_tokens = min(rows, len(token_ids))
+        used = x[:num_tokens]
         ops.reshape_and_cache(
-            *(q, q[..., :COLUMNS], cast, rest, token_ids[:num_tokens]), stream=stream
+            used, used[..., :COLUMNS], cast, rest, token_ids[:num_tokens], stream=stream
         )
-        return cast.reshape(num_tokens, num_heads, values)
+        return cast.reshape(rows, num_heads, values)

@@ -194,7 +194,7 @@ class Layer:
         want.p_abs_v[t] = np.einsum("hj,jhd->hd", p, np.abs(v)) * factor[:, None]
 
     def run(self, metadata, **more: Any) -> dict[str, np.ndarray]:
-        put = device.Journey().put if device.ON_CUDA else lambda x: x
+        put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
         caches = [put(x) for x in self.caches]
         out, lse = sparse_mla.paged.attention(
             metadata,

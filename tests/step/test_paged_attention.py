@@ -16,7 +16,7 @@ from paged_steps import MODES, Batch, fill_pool, make_batch, make_verification, 
 import sparse_mla
 
 CASES = int(os.environ.get("SMLA_RANDOM_CASES", 500))
-put = device.Journey().put if device.ON_CUDA else lambda x: x
+put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
 
 
 def random_layer(rng, batch: Batch, kind: str, left: int) -> Layer:
@@ -92,10 +92,10 @@ def test_results_are_the_caller_s(topk, is_latent):
     bytes_before = metadata._builder.workspace_bytes
     journey = device.Journey()
     given = {"out": out.array, "lse": lse.array}
-    if device.ON_CUDA:
+    if device.DEVICE != "cpu":
         given = {name: journey.put(x) for name, x in given.items()}
     layer.run(metadata, **given)
-    if device.ON_CUDA:
+    if device.DEVICE != "cpu":
         journey.fetch()
     assert_same_bits(out.check(), first["out"])
     assert_same_bits(lse.check(), first["lse"])
@@ -190,6 +190,25 @@ def test_queries_are_cast_on_request(mode):
     assert_same_bits(device.host(got[0]), device.host(want[0]))
     assert_same_bits(device.host(got[1]), device.host(want[1]))
     assert not np.array_equal(device.host(plain[1]), device.host(got[1]))
+
+
+def test_both_parts_of_queries_are_cast():
+    """The absorbed form, with rows of q that no request has."""
+    rng = np.random.default_rng(13)
+    batch = make_verification(1)
+    metadata = batch.build()
+    q, qv = (rng.normal(0, 1, (8, 2, n)).astype(ref.BF16) for n in (64, 512))
+    k, v = (
+        cast(rng.normal(0, 1, (-(-batch.num_slots // 4), 4, 1, n)).astype(np.float32))
+        for n in (64, 512)
+    )
+    caches = put(k), put(v)
+    got = paged.attention(
+        metadata, put(q), *caches, qv=put(qv), softmax_scale=0.05, quantize_q=True
+    )
+    want = paged.attention(metadata, put(cast(q)), *caches, qv=put(cast(qv)), softmax_scale=0.05)
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(device.host(x)[:6], device.host(y)[:6])
 
 
 def test_rows_of_a_tree_take_the_descales_of_their_request():

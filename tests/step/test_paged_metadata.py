@@ -209,7 +209,7 @@ def test_steps_of_a_draft(topk):
             size = len(batch.seq_lens) * topk * batch.speculative_num_steps
             batch.out_cache_loc = rng.integers(0, 99, size)
         batch.bound = 0
-        put = device.Journey().put if device.ON_CUDA else lambda x: x
+        put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
         draft = paged.MultiStepDraft(
             paged.Config(**batch.config, device=device.NAME),
             put(batch.req_to_token),
@@ -237,7 +237,7 @@ def test_builds_of_other_modes_stay():
         batch.encoder_lens, batch.prefix, batch.bound = None, 0, 0
         if batch.mapping is not None:
             batch.out_cache_loc = None
-        put = device.Journey().put if device.ON_CUDA else lambda x: x
+        put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
         builder = paged.MetadataBuilder(
             paged.Config(**batch.config, device=device.NAME),
             put(batch.req_to_token),
@@ -257,7 +257,7 @@ def test_builds_of_other_modes_stay():
 
 def test_no_steps():
     settings = paged.Config(**config(speculative_num_steps=1), device=device.NAME)
-    put = device.Journey().put if device.ON_CUDA else lambda x: x
+    put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
     assert paged.MultiStepDraft(settings, put(ROWS)).build(put(ints(5)), put(ints(0))) == []
 
 

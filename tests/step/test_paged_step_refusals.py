@@ -19,7 +19,7 @@ TREE = DRAFTS | {"topk": 2}
 MASK = np.ones(3 * 8, bool)  # a request of 5 tokens
 LOCS = np.arange(4)
 
-put = device.Journey().put if device.ON_CUDA else lambda x: x
+put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
 
 
 def ints(*values) -> np.ndarray:
