@@ -67,7 +67,7 @@ def test_layers(name, topk, dtype, is_latent):
         attn_sink=framework.put(layer.sink),
     )
     assert framework.owns(out) and framework.owns(lse)
-got = {"out": framework.get(out), "lse": framework.get(lse)}
+    got = {"out": framework.get(out), "lse": framework.get(lse)}
     if ON_CUDA or (name == "jax" and topk > 1 and not is_latent):  # other bits
         assert got["out"].dtype == want["out"].dtype
         assert_within_bounds(layer.reference(), got, merges=1)
