@@ -79,6 +79,27 @@ make_large_attention(void)
                                     .softmax_scale = 0.1}};
 }
 
+/* A long request in three parts, beside one that is too short for a second part. */
+static inline any_args
+make_large_paged(void)
+{
+    array *const table = ARRAY(int32, 2, 32);
+    for (int64_t i = 0; i < 64; i++) {
+        SET(table, (double)(i % 32), i / 32, i % 32);
+    }
+    array *const lens = VECTOR(int32, 500, 3);
+    return (any_args){.paged = {.struct_size = sizeof(smla_paged_attention_args),
+                                .q = normal(ARRAY(bf16, 2, 2, 64)),
+                                .k_cache = normal(ARRAY(bf16, 32, 16, 1, 64)),
+                                .v_cache = normal(ARRAY(bf16, 32, 16, 1, 64)),
+                                .block_table = &table->tensor,
+                                .cache_seqlens = &lens->tensor,
+                                .out = &ARRAY(bf16, 2, 2, 64)->tensor,
+                                .lse = &ARRAY(fp32, 2, 2)->tensor,
+                                .softmax_scale = 0.1,
+                                .num_splits = 3}};
+}
+
 typedef struct large_call {
     const char *name;
     smla_status (*call)(const any_args *, smla_error *);
@@ -92,6 +113,7 @@ static const large_call large_calls[] = {
     {"lightning_indexer", call_lightning, make_large_lightning, 1},
     {"k_up_proj", call_k_up, make_large_k_up, 1},
     {"sparse_attention", call_attention, make_large_attention, 0},
+    {"paged_attention", call_paged, make_large_paged, 1},
 };
 
 enum { NUM_LARGE_CALLS = sizeof large_calls / sizeof large_calls[0] };

@@ -133,17 +133,20 @@ test_slots(void)
     free_arrays("test_slots");
 }
 
-/* Fields that change nothing, and the window, which is read where the call has one. */
+/* Keys in parts, and the window, which is read where the call has one. */
 static void
 test_options(void)
 {
+    static const int32_t splits[] = {1, 2, 3, 64};
     paged_call c = make_call();
     c.args.window_left = 1; /* not read without has_window */
-    c.args.num_splits = 1;
-    expect_attended(&c);
-    c.args.num_splits = 2;
+    for (size_t i = 0; i < sizeof splits / sizeof splits[0]; i++) {
+        c.args.num_splits = splits[i];
+        expect_attended(&c);
+    }
+    c.args.num_splits = 65;
     EXPECT_FAIL(smla_paged_attention(&c.args, &error), SMLA_ERROR_VALUE,
-                "paged_attention: `num_splits` must be 0 or 1, because keys are not split, got 2");
+                "paged_attention: `num_splits` must be 0 (the plan chooses) or 1 to 64, got 65");
     c.args.num_splits = 0;
     c.args.has_window = 1;
     c.args.window_left = -2;

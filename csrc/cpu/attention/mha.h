@@ -238,5 +238,5 @@ typedef struct smla_mha_parts {
 smla_mha_parts smla_plan_mha_parts(const smla_attention_params *params);
 
 /* Runs these requests. */
-smla_status smla_attend_mha_parts(const smla_attention_work *work, const smla_mha_parts *parts,
+smla_status smla_attend_mha_parts(const smla_attention_work *of, const smla_mha_parts *parts,
                                   void *memory, smla_error *error);
