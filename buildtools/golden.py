@@ -111,7 +111,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     how.add_argument("--write", action="store_true")
     how.add_argument("--save", type=Path, metavar="FILE")
     how.add_argument("--equal", type=Path, nargs=2, metavar="FILE")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.cases % golden_lines.GROUP != 0:
+        parser.error(f"--cases must be a multiple of {golden_lines.GROUP}, got {options.cases}")
+    return options
 
 
 def main(arguments: list[str]) -> str | None:
