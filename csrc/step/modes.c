@@ -2,11 +2,11 @@
 #include "step/modes.h"
 
 const smla_step_mode smla_step_modes[] = {
-    [SMLA_PATH_AUTO] = {"auto", .gathers = true},
-    [SMLA_PATH_MIXED] = {"mixed"},
-    [SMLA_PATH_SEPARATE] = {"separate", .is_split = true, .gathers = true},
-    [SMLA_PATH_BF16] = {"bf16"},
-    [SMLA_PATH_DIRECT] = {"direct", .is_split = true},
+    [SMLA_PATH_AUTO] = {.name = "auto", .gathers = true},
+    [SMLA_PATH_MIXED] = {.name = "mixed"},
+    [SMLA_PATH_SEPARATE] = {.name = "separate", .is_split = true, .gathers = true},
+    [SMLA_PATH_BF16] = {.name = "bf16"},
+    [SMLA_PATH_DIRECT] = {.name = "direct", .is_split = true},
 };
 
 const char *

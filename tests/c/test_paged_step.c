@@ -168,9 +168,16 @@ test_refusals(void)
     EXPECT_FAIL(smla_paged_builder_build(builder, &args, NULL, &error), SMLA_ERROR_VALUE,
                 "MetadataBuilder.build: `req_pool_indices` must be given, got none");
     smla_paged_builder_destroy(builder);
-    config.max_bs = INT32_MAX / 1024;
-    config.max_context_len = INT32_MAX / 2;
-    config.page_size = 1;
+    config = (smla_paged_config){.struct_size = sizeof config, /* more bytes than int64 counts */
+                                 .device = cpu,
+                                 .max_bs = 2097151,
+                                 .max_num_tokens = 8,
+                                 .max_context_len = (1 << 30) - 1,
+                                 .page_size = 1,
+                                 .topk = 2,
+                                 .num_draft_tokens = 1024,
+                                 .has_window = 1,
+                                 .sliding_window_size = (1 << 30) - 1};
     EXPECT_FAIL(smla_paged_builder_create(&config, &builder, &error), SMLA_ERROR_MEMORY,
                 "MetadataBuilder: the tables of");
 }
