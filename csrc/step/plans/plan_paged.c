@@ -260,8 +260,6 @@ commit(smla_step *s, const void *given)
                                       .cu_seqlens_k = state->prefix + SMLA_PREFIX_KEY_STARTS,
                                       .entries = state->page_table,
                                       .entries_stride = b->table_width};
-    }
-    if (args->common_prefix_len > 0) {
         const int64_t pages = args->common_prefix_len / c->page_size;
         m->prefix_pages = m->prefix;
         m->prefix_pages.cache_seqlens = state->prefix + SMLA_PREFIX_PAGES_SEQLEN;

@@ -89,6 +89,13 @@ lens_of(const char *name, const DLTensor *tensor, const int32_t *bounds)
                        bounds};
 }
 
+static smla_int_vector
+ints_of(const DLTensor *tensor)
+{
+    return (smla_int_vector){smla_data(tensor), smla_stride(tensor, 0),
+                             tensor != NULL && smla_dtype(tensor) == SMLA_DTYPE_INT64};
+}
+
 /* A length that the host can read, else the number that it may be at most; 0 for none. */
 static int64_t
 known_at(const host_lens *lens, int64_t req)
@@ -325,9 +332,7 @@ check_request(const smla_paged_builder *b, const smla_paged_build_args *args,
         }
     }
     if (seqs.values != NULL && seqs.values[req * seqs.stride] > 0) {
-        const bool is_int64 = smla_dtype(args->req_pool_indices) == SMLA_DTYPE_INT64;
-        const smla_int_vector pool = {smla_data(args->req_pool_indices),
-                                      smla_stride(args->req_pool_indices, 0), is_int64};
+        const smla_int_vector pool = ints_of(args->req_pool_indices);
         const int64_t row = smla_int_at(&pool, req);
         if (row < 0 || row >= smla_size(args->req_to_token, 0)) {
             return smla_fail_value(error, op,
@@ -448,13 +453,6 @@ smla_paged_check_args(const smla_step *s, const smla_batch *unused, const void *
 }
 
 /* ---- The kernel ---------------------------------------------------------------------------- */
-
-static smla_int_vector
-ints_of(const DLTensor *tensor)
-{
-    return (smla_int_vector){smla_data(tensor), smla_stride(tensor, 0),
-                             tensor != NULL && smla_dtype(tensor) == SMLA_DTYPE_INT64};
-}
 
 static smla_paged_tree_rows
 rows_of(const smla_paged_row_state *state, int64_t first, int64_t most_rows, int64_t columns)
