@@ -366,6 +366,7 @@ def test_queries_with_gaps_are_copied():
     assert_same(run(NUMPY, q=larger[:, :2]), want)
 
 
+@pytest.mark.torch
 def test_tensors_of_pytorch(torch_arrays):
     torch = torch_arrays.framework.module
     options = {name: torch_arrays.put(x) for name, x in ones_call().items()}

@@ -259,15 +259,3 @@ def test_no_steps():
     settings = paged.Config(**config(speculative_num_steps=1), device=device.NAME)
     put = device.Journey().put if device.DEVICE != "cpu" else lambda x: x
     assert paged.MultiStepDraft(settings, put(ROWS)).build(put(ints(5)), put(ints(0))) == []
-
-
-def test_lengths_on_a_device_are_cut():
-    """The host cannot see lengths on a GPU: beyond the config and the pool the kernel cuts them."""
-    if not device.ON_CUDA:
-        pytest.skip("the CPU refuses such lengths")
-    put = device.Journey().put
-    builder = paged.MetadataBuilder(paged.Config(**config(), device="cuda"), put(ROWS))
-    lens = put(ints(2**31 - 1, 5, 5, 5))
-    metadata = builder.build("decode", lens, put(ints(0, 2, -1, 1)), seq_lens_cpu=[12, 5, 5, 5])
-    assert lists(metadata.cache_seqlens_int32) == [12, 0, 0, 5]
-    assert lists(metadata.page_table[0]) == [2, 0, 5]

@@ -140,23 +140,6 @@ def test_a_mapping_stays_one():
         build(builder)
 
 
-@pytest.mark.skipif(not device.ON_CUDA, reason="the CPU reads the arrays")
-@pytest.mark.parametrize("name", ["seq_lens", "extend_seq_lens", "encoder_lens"])
-def test_a_device_needs_lengths_of_the_host(name):
-    builder = make(is_encoder_decoder=True)
-    given = {"seq_lens_cpu": [5], "extend_seq_lens_cpu": [1], "encoder_lens_cpu": [2]}
-    del given[f"{name}_cpu"]
-    with pytest.raises(ValueError, match=f"build: `{name}_cpu` must be given"):
-        builder.build(
-            "extend",
-            put(ints(5)),
-            put(ints(0)),
-            extend_seq_lens=put(ints(1)),
-            encoder_lens=put(ints(2)),
-            **given,
-        )
-
-
 @pytest.mark.parametrize(
     "name, changes",
     [
