@@ -26,6 +26,7 @@ typedef struct smla_paged_tree_rows {
 typedef struct smla_paged_step_params {
     smla_call call;
     int64_t num_reqs;
+    int64_t num_real_reqs; /* the others are padding, whatever their lengths */
     const int32_t *seq_lens;
     int64_t seq_lens_stride;
     smla_int_vector pool;        /* rows of req_to_token */
@@ -46,12 +47,15 @@ typedef struct smla_paged_step_params {
     int64_t mask_entries;
     smla_int_vector cache_loc; /* optional */
     int64_t num_cache_loc;
+    int64_t loc_per_req; /* entries of cache_loc per request; 0: not known, or there are more */
 
     /* The mode. */
     int64_t page_size;
     int64_t max_context_len;
     int64_t max_tokens;      /* query tokens together, where each request has its own number */
-    int64_t query_len;       /* per request; 0: extend_lens, or all tokens without them */
+    int64_t query_len;       /* per request; 0: extend_lens, or all tokens without them, */
+    int64_t most_query_len;  /* cut to so many */
+    bool reads_tokens_alone; /* entries of cache_loc behind the last query token are not read */
     int64_t added;           /* tokens of this step, which seq_lens leaves out */
     int64_t num_steps;       /* each one adds a token, and with a tree a slot per row */
     int64_t rows_per_req;    /* rows of a tree; 0: there is none */
@@ -60,7 +64,8 @@ typedef struct smla_paged_step_params {
     int64_t left;            /* keys of the prefix in the rows of `swa`, less 1 */
     int64_t chunk;           /* positions of a virtual request at most */
     int64_t table_columns;   /* pages that the caller sees, of a request, */
-    int64_t encoder_columns; /* and those in encoder_table, which are all written */
+    int64_t encoder_columns; /* and those in encoder_table, which are all written; 0: each request
+                              * has as many as its encoder's tokens fill */
 
     /* Results. */
     int32_t *cache_seqlens; /* [num_steps, B] */
@@ -139,7 +144,7 @@ SMLA_HOST_DEVICE static inline smla_paged_request
 smla_read_paged_request(const smla_paged_step_params *p, int64_t req)
 {
     smla_paged_request r = {-1, 0, 0, p->query_len, 0};
-    const int64_t given = p->seq_lens[req * p->seq_lens_stride];
+    const int64_t given = req < p->num_real_reqs ? p->seq_lens[req * p->seq_lens_stride] : 0;
     r.mask_row = (given > 0 ? given : 0) + p->rows_per_req;
     r.pool_row = given > 0 ? smla_int_at(&p->pool, req) : -1;
     if (r.pool_row < 0 || r.pool_row >= p->num_pool_rows) {
@@ -154,7 +159,8 @@ smla_read_paged_request(const smla_paged_step_params *p, int64_t req)
     if (p->query_len == 0) {
         const int64_t len =
             p->extend_lens == NULL ? r.seq_len : p->extend_lens[req * p->extend_lens_stride];
-        r.query_len = len < 0 ? 0 : smla_least_of(len, r.seq_len);
+        r.query_len =
+            len < 0 ? 0 : smla_least_of(smla_least_of(len, r.seq_len), p->most_query_len);
     }
     return r;
 }
@@ -202,6 +208,26 @@ SMLA_HOST_DEVICE static inline int64_t
 smla_paged_num_pages(const smla_paged_step_params *p, int64_t keys)
 {
     return smla_divide_len(keys + p->page_size - 1, p->page_size);
+}
+
+/* Columns of a request in encoder_table. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_paged_encoder_columns(const smla_paged_step_params *p, const smla_paged_request *r)
+{
+    const int64_t columns = p->encoder_columns > 0 ? p->encoder_columns
+                                                   : smla_paged_num_pages(p, r->encoder_len);
+    return smla_least_of(columns, smla_paged_num_pages(p, p->pool_width));
+}
+
+/* Whether entry i of cache_loc belongs to padding, so that it must not be read. */
+SMLA_HOST_DEVICE static inline bool
+smla_is_padding_loc(const smla_paged_step_params *p, int64_t i, int64_t num_queries)
+{
+    if (p->reads_tokens_alone) {
+        return i >= num_queries;
+    }
+    return p->loc_per_req > 0 &&
+           smla_read_paged_request(p, smla_divide_len(i, p->loc_per_req)).seq_len == 0;
 }
 
 /* ---- Virtual requests ---------------------------------------------------------------------- */

@@ -40,7 +40,12 @@ typedef struct smla_paged_config {
 
 /* One step's batch. The arrays are read by the work that the call starts. Host arrays are read
  * during the call, give maxima alone, and may be upper bounds. They may be NULL on the CPU. A
- * request whose seq_len is not positive is padding. */
+ * request whose seq_len is not positive is padding.
+ *
+ * With is_fixed, what the metadata says of sizes follows from num_reqs, num_tokens and the config
+ * alone: the same call with other lengths refreshes the same arrays, by one kernel with the same
+ * grid. So it may be captured in a graph, or be made again in front of a graph that has layers
+ * alone. Host arrays are not read, and there are no EXTEND and no common_prefix_len. */
 typedef struct smla_paged_build_args {
     size_t struct_size;
     const DLTensor *seq_lens;                  /* [B] int32 */
@@ -59,7 +64,11 @@ typedef struct smla_paged_build_args {
     int64_t spec_step;         /* DRAFT: the first of its steps */
     int64_t num_steps;         /* DRAFT: steps that this build plans; 0 = 1 */
     int64_t common_prefix_len; /* tokens that the requests share; 0 = none */
+    int64_t num_tokens;        /* is_fixed: query tokens together, the same number for each request;
+                                * in DRAFT_EXTEND a request may have less */
+    int64_t num_padding_reqs;  /* is_fixed: so many of the last requests are padding */
     int32_t mode;              /* smla_forward_mode */
+    int32_t is_fixed;
     void *stream;
 } smla_paged_build_args;
 
@@ -93,12 +102,13 @@ typedef struct smla_paged_local {
  * or destroy. Step i of a DRAFT's steps has its own cache_seqlens and cu_seqlens_k, which lie
  * i * seqlens_stride and i * starts_stride behind the first ones; of expand and swa_spec,
  * i * row_seqlens_stride and i * row_starts_stride. Each step adds 1 to max_seq_len_k, and to the
- * columns of expand and swa_spec. With a tree, max_seq_len_k of `requests` stays. */
+ * columns of expand and swa_spec. With a tree or is_fixed, max_seq_len_k of `requests` stays. */
 typedef struct smla_paged_metadata {
     smla_forward_mode mode;
     int64_t num_reqs;
     int64_t num_steps;
     int64_t first_step;
+    int64_t is_fixed;         /* as in the args of the build */
     smla_paged_part requests; /* over pages */
     smla_paged_part expand;   /* a tree: a row per draft token or branch, over slots */
     smla_paged_part swa_spec; /* the same with the end of the prefix, for layers with a window */

@@ -19,17 +19,21 @@ smla_path_name(smla_path path)
 /* ---- Paged steps --------------------------------------------------------------------------- */
 
 const smla_paged_mode smla_paged_modes[SMLA_NUM_PAGED_MODES] = {
-    [SMLA_PAGED_DECODE] = {"decode", .query_len = SMLA_NUMBER_ONE, .shares_prefix = true},
+    [SMLA_PAGED_DECODE] = {"decode", .query_len = SMLA_NUMBER_ONE, .shares_prefix = true,
+                           .may_be_fixed = true},
     [SMLA_PAGED_DRAFT] = {"decode", .query_len = SMLA_NUMBER_ONE, .added = SMLA_NUMBER_STEP,
-                          .is_draft = true},
+                          .is_draft = true, .may_be_fixed = true},
     [SMLA_PAGED_DRAFT_TREE] = {"decode", .query_len = SMLA_NUMBER_BRANCHES,
-                               .rows = SMLA_NUMBER_BRANCHES, .is_draft = true},
+                               .rows = SMLA_NUMBER_BRANCHES, .is_draft = true,
+                               .may_be_fixed = true},
     [SMLA_PAGED_VERIFY] = {"target_verify", .query_len = SMLA_NUMBER_DRAFTS,
-                           .added = SMLA_NUMBER_DRAFTS, .shares_prefix = true},
+                           .added = SMLA_NUMBER_DRAFTS, .shares_prefix = true,
+                           .may_be_fixed = true},
     [SMLA_PAGED_VERIFY_TREE] = {"target_verify", .query_len = SMLA_NUMBER_DRAFTS,
-                                .rows = SMLA_NUMBER_DRAFTS},
+                                .rows = SMLA_NUMBER_DRAFTS, .may_be_fixed = true},
     [SMLA_PAGED_EXTEND] = {"extend", .query_len = SMLA_NUMBER_GIVEN, .shares_prefix = true},
-    [SMLA_PAGED_DRAFT_EXTEND] = {"draft_extend", .query_len = SMLA_NUMBER_GIVEN},
+    [SMLA_PAGED_DRAFT_EXTEND] = {"draft_extend", .query_len = SMLA_NUMBER_GIVEN,
+                                 .may_be_fixed = true},
 };
 
 int

@@ -35,6 +35,7 @@ typedef struct smla_paged_mode {
     smla_mode_number rows;      /* rows of the tree's part per request; ZERO: there is no tree */
     bool is_draft;              /* a step of a draft, which the call numbers */
     bool shares_prefix;         /* common_prefix_len may be given */
+    bool may_be_fixed;          /* the number of query tokens does not depend on the batch */
 } smla_paged_mode;
 
 /* The rows of smla_paged_modes: the modes, those that may be trees twice. */

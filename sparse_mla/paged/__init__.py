@@ -13,13 +13,8 @@ docs/paged.md draws pages, tables and modes.
 """
 
 from sparse_mla.paged.layer import attention
-from sparse_mla.steps.paged import (
-    Config,
-    LocalPart,
-    Metadata,
-    MetadataBuilder,
-    Part,
-)
+from sparse_mla.steps.paged import Config, LocalPart, Metadata, Part
+from sparse_mla.steps.paged_builder import MetadataBuilder
 from sparse_mla.steps.paged_draft import MultiStepDraft
 
 __all__ = [

@@ -1,7 +1,5 @@
-"""The step of attention to pages: its config, its metadata, and the builder that makes it.
-
-The builder of all steps of a draft is in paged_draft.py.
-"""
+"""The step of attention to pages: its config and its metadata. The builders are in
+paged_builder.py and paged_draft.py."""
 
 from __future__ import annotations
 
@@ -9,22 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NoReturn
 
 from sparse_mla.steps import common as steps
-from sparse_mla.steps.memory import Memory
 
 Array = Any
-
-# The numbers of smla_forward_mode. A step of a draft is a decode with a spec_step.
-DRAFT = 2
-MODES = {
-    "decode": 1,
-    "idle": 1,
-    "target_verify": 3,
-    "extend": 4,
-    "mixed": 4,
-    "draft_extend": 5,
-}
-# The groups of a step's views, see plan_paged.c.
-STEP, EXPAND, SWA_SPEC, PREFIX, LOCAL, GROUPS = range(6)
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,8 @@ class LocalPart(steps.ShortRepr):
 @dataclass(frozen=True, eq=False, repr=False)
 class Metadata(steps.ShortRepr):
     """One step of an engine, which every layer reads. It lies in the builder's memory, and is valid
-    until the builder's next build of its mode. What a batch lacks is None.
+    until the builder's next build of its mode; that of a capture is valid again after a replay.
+    What a batch lacks is None.
 
     Attributes
     ----------
@@ -187,7 +172,7 @@ class Metadata(steps.ShortRepr):
     swa_page_table : [B, W] int32 or None
         The same in the window pool, for window layers and local ones.
     swa_out_cache_loc : [as out_cache_loc] int32 or None
-        out_cache_loc in the window pool. Negative slots stay.
+        out_cache_loc in the window pool. Negative slots stay, and those of padding are -1.
     encoder_lens_int32 : [B] int32 or None
         Like the next three, the encoder's tokens.
     encoder_cu_seqlens_k : [B + 1] int32 or None
@@ -247,258 +232,3 @@ class Metadata(steps.ShortRepr):
             "copy: `metadata` must be built again, by a copy of its builder, because it lies in "
             "the memory of its builder, got a sparse_mla.paged.Metadata"
         )
-
-
-class Builder(steps.Builder):
-    """What both builders share: arrays of the engine that outlive a step, and memory of layers."""
-
-    def __init__(self, config: Config, req_to_token: Array, mapping: Array, drafts_only: bool):
-        self.req_to_token = req_to_token
-        self.full_to_swa_index_mapping = mapping
-        self._memory = Memory()
-        window = getattr(config, "sliding_window_size", -1)
-        self._create(
-            "paged",
-            config,
-            Config,
-            "a paged.Config",
-            None,
-            has_window=window >= 0,
-            has_window_pool=mapping is not None,
-            drafts_only=drafts_only,
-        )
-        self._window_size = (window, 0) if window >= 0 else (-1, -1)
-        self._most_tokens = max(
-            config.max_num_tokens, config.max_bs * max(config.topk, config.num_draft_tokens, 1)
-        )
-        self._latest: dict[int, int] = {}  # mode -> the number of its latest build
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Everything that steps and their layers use of the device."""
-        return self._step.workspace_bytes + self._memory.num_bytes
-
-    def _show(self, mode: str, step: dict[Any, Any], build: int, number: int) -> Metadata:
-        """The metadata of step `number` of a build in mode number `build`."""
-        first = GROUPS * number
-        self._latest[build] = step["generation"]
-        shown = object.__new__(Metadata)  # as `steps.make_metadata` does
-        shown.__dict__.update(
-            step[first + STEP],
-            mode=mode,
-            window_size=self._window_size,
-            _builder=self,
-            _build=(build, step["generation"]),
-        )
-        for group, name, kind in PARTS:
-            if first + group in step:
-                part = object.__new__(kind)
-                part.__dict__.update(step[first + group])
-                shown.__dict__[name] = part
-        return shown
-
-    def _check(self, metadata: Metadata) -> None:
-        """Checks that no later build of its mode has replaced the metadata."""
-        build, number = metadata._build
-        if self._latest[build] != number:
-            raise ValueError(
-                "attention: `metadata` must come from its builder's latest build of its mode "
-                f"(number {self._latest[build]}), got that of build {number}"
-            )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is a new builder of the same config and arrays, with memory of its own."""
-        return _copy, (
-            type(self),
-            self.config,
-            self.req_to_token,
-            self.full_to_swa_index_mapping,
-        )
-
-
-class MetadataBuilder(Builder):
-    """Makes the metadata of an engine's steps. The builder holds every array of it, sized once for
-    the largest batch, in every mode.
-
-    Only one thread may use it at a time; a second one gets a RuntimeError. A copy, or what a pickle
-    gives, is a new builder of the same config and arrays.
-
-    Parameters
-    ----------
-    config : Config
-    req_to_token : [rows, width] int32
-        The slot of each position of a request, whose tokens fill pages: slot = page * page_size +
-        offset. Rows may be any stride apart. The builder refers to it, and `build` reads it.
-    full_to_swa_index_mapping : [slots] int32, optional
-        The slot in a smaller pool, where window layers and local ones have their keys, of each slot
-        of the full one. 0 or -1 where a token has left the window.
-
-    Attributes
-    ----------
-    config : Config
-    req_to_token, full_to_swa_index_mapping : arrays, the second or None
-        They may be replaced by others of the same kind.
-    seq_len_fill_value : int
-        0: the length of a request that only fills a batch up.
-    workspace_bytes : int
-        Everything that steps use of the device. `attention` adds its scratch memory at first use.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, MemoryError
-        No Config; a chunk that is no multiple of a page, or beside a tree; an encoder beside a tree
-        or a window; a device that this build lacks, no memory.
-
-    Source: SGLang's FlashAttentionBackend.
-
-    Examples
-    --------
-    >>> import numpy as np, sparse_mla
-    >>> config = sparse_mla.paged.Config(max_bs=2, max_num_tokens=8, max_context_len=8)
-    >>> slots = np.arange(16, dtype=np.int32).reshape(2, 8)
-    >>> sparse_mla.paged.MetadataBuilder(config, slots).seq_len_fill_value
-    0
-    """
-
-    seq_len_fill_value = 0
-
-    def __init__(
-        self,
-        config: Config,
-        req_to_token: Array,
-        *,
-        full_to_swa_index_mapping: Array | None = None,
-    ) -> None:
-        super().__init__(config, req_to_token, full_to_swa_index_mapping, False)
-
-    def build(
-        self,
-        mode: str,
-        seq_lens: Array,
-        req_pool_indices: Array,
-        *,
-        seq_lens_cpu: Array | None = None,
-        extend_seq_lens: Array | None = None,
-        extend_seq_lens_cpu: Array | None = None,
-        spec_step: int | None = None,
-        out_cache_loc: Array | None = None,
-        custom_mask: Array | None = None,
-        encoder_lens: Array | None = None,
-        encoder_lens_cpu: Array | None = None,
-        common_prefix_len: int = 0,
-        stream: Any = None,
-    ) -> Metadata:
-        """Make the metadata of one step.
-
-        A kernel writes it from the arrays, so nothing is copied to a device or back, and nothing is
-        synchronised. The host knows maxima alone, which size what is returned. A request whose
-        seq_len is not positive is padding: it has no keys, and in the modes that extend no tokens.
-
-        Parameters
-        ----------
-        mode : str
-            "decode" or "idle": one query token per request. "extend" or "mixed": extend_seq_lens
-            tokens. "target_verify": num_draft_tokens tokens, which seq_lens leaves out.
-            "draft_extend": extend_seq_lens tokens of a draft model.
-        seq_lens : [B] int32
-            Tokens of each request, those of its extension among them. Drafts are left out.
-        req_pool_indices : [B] int64 or int32
-            The row of req_to_token of each request.
-        seq_lens_cpu, extend_seq_lens_cpu, encoder_lens_cpu : [B] integers on the host, optional
-            Upper bounds of the arrays of these names. On CUDA they must be given where the arrays
-            are.
-        extend_seq_lens : [B] int32, optional
-            New tokens of each request; in "draft_extend" those that were accepted, and 1. None in
-            "extend" and "mixed": all tokens are new.
-        spec_step : int, optional
-            Step 0 to speculative_num_steps - 1 of a draft, which makes "decode" a draft's: one
-            query token per request, or topk branches of a tree.
-        out_cache_loc : int64 or int32, optional
-            The slots of this step's tokens. They are mapped to the window pool where there is one.
-            In a step of a tree's draft [B * topk * speculative_num_steps]: it has the slots of all
-            steps, branch by branch.
-        custom_mask : bool, optional
-            "target_verify" with topk > 1: of each request num_draft_tokens rows of seq_len +
-            num_draft_tokens entries, whether a draft sees a token. It sees all of the prefix.
-        encoder_lens : [B] int32, optional
-            Tokens of an encoder, with which the request's row of req_to_token begins.
-        common_prefix_len : int
-            So many first tokens are the same in all requests, for attention that reads them once.
-            Without drafts, trees, windows, chunks and encoders.
-        stream : int handle or stream object, optional
-
-        Returns
-        -------
-        Metadata, valid until the next build of this mode; "idle" is "decode", and "mixed" is
-        "extend". After an error the previous one stays valid.
-
-        Raises
-        ------
-        TypeError, ValueError, BufferError, RuntimeError
-            A mode that the config has no arrays for; arrays that the mode needs and does not get,
-            or of another size; a batch beyond the config. Where the host can read the arrays:
-            lengths beyond req_to_token or the config, rows that it lacks, a mask that is too short.
-            On CUDA the kernel cuts such lengths, and such requests are padding.
-
-        Source: SGLang's FlashAttentionBackend.init_forward_metadata.
-
-        Examples
-        --------
-        >>> import numpy as np, sparse_mla
-        >>> config = sparse_mla.paged.Config(
-        ...     max_bs=2, max_num_tokens=16, max_context_len=16, num_draft_tokens=3)
-        >>> slots = np.arange(64, dtype=np.int32).reshape(2, 32)
-        >>> builder = sparse_mla.paged.MetadataBuilder(config, slots)
-        >>> lens, rows = np.array([5, 9], np.int32), np.array([1, 0])
-        >>> metadata = builder.build("target_verify", lens, rows)
-        >>> metadata.cache_seqlens_int32.tolist(), metadata.cu_seqlens_q.tolist()
-        ([8, 12], [0, 3, 6])
-        """
-        number = MODES.get(mode)
-        if number is None or (spec_step is not None and number != 1):
-            op, wanted = "MetadataBuilder.build", " or ".join(map(repr, MODES))
-            name, value = ("mode", mode) if number is None else ("spec_step", spec_step)
-            rule = wanted if number is None else f"None in mode {mode!r}"
-            raise ValueError(f"{op}: `{name}` must be {rule}, got {value!r}")
-        build = number if spec_step is None else DRAFT
-        step = self._step.build(
-            None,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            req_to_token=self.req_to_token,
-            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
-            extend_seq_lens=extend_seq_lens,
-            out_cache_loc=out_cache_loc,
-            custom_mask=custom_mask,
-            encoder_lens=encoder_lens,
-            num_reqs=count_requests(seq_lens),
-            mode=build,
-            spec_step=0 if spec_step is None else spec_step,
-            num_steps=1,
-            common_prefix_len=common_prefix_len,
-            seq_lens_cpu=seq_lens_cpu,
-            extend_seq_lens_cpu=extend_seq_lens_cpu,
-            encoder_lens_cpu=encoder_lens_cpu,
-            stream=stream,
-        )
-        return self._show(mode, step, build, 0)
-
-
-PARTS = (
-    (EXPAND, "expand", Part),
-    (SWA_SPEC, "swa_spec_metadata", Part),
-    (PREFIX, "prefix", Part),
-    (LOCAL, "local_attn_metadata", LocalPart),
-)
-
-
-def _copy(kind: type[Any], config: Config, req_to_token: Array, mapping: Array | None) -> Any:
-    return kind(config, req_to_token, full_to_swa_index_mapping=mapping)
-
-
-def count_requests(seq_lens: Array) -> int:
-    try:
-        return len(seq_lens)
-    except TypeError:
-        wanted = "an array of lengths"
-        raise steps.wrong_type("MetadataBuilder.build", "seq_lens", wanted, seq_lens) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_mla.steps.paged import DRAFT, Array, Builder, Config, Metadata, count_requests
+from sparse_mla.steps.paged import Array, Config, Metadata
+from sparse_mla.steps.paged_builder import DRAFT, Builder, count_requests
 
 
 class MultiStepDraft(Builder):
@@ -88,24 +89,123 @@ class MultiStepDraft(Builder):
         num_steps = self.config.speculative_num_steps - 1
         if num_steps <= 0:
             return []
-        step = self._step.build(
-            None,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            req_to_token=self.req_to_token,
-            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
-            extend_seq_lens=None,
-            out_cache_loc=out_cache_loc,
-            custom_mask=None,
-            encoder_lens=None,
-            num_reqs=count_requests(seq_lens),
-            mode=DRAFT,
-            spec_step=0,
-            num_steps=num_steps,
-            common_prefix_len=0,
-            seq_lens_cpu=seq_lens_cpu,
-            extend_seq_lens_cpu=None,
-            encoder_lens_cpu=None,
-            stream=stream,
-        )
+        batch = {
+            "seq_lens": seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "seq_lens_cpu": seq_lens_cpu,
+            "out_cache_loc": out_cache_loc,
+            "stream": stream,
+        }
+        sizes = {"mode": DRAFT, "num_reqs": count_requests(seq_lens), "num_steps": num_steps}
+        step = self._fill(self._step.build, batch, sizes)
         return [self._show("decode", step, DRAFT, i) for i in range(num_steps)]
+
+    def capture(
+        self,
+        bs: int,
+        num_tokens: int,
+        seq_lens: Array,
+        req_pool_indices: Array,
+        *,
+        out_cache_loc: Array | None = None,
+        stream: Any = None,
+    ) -> list[Metadata]:
+        """Make metadata of all steps whose sizes fit any lengths, for layers that a graph is to
+        hold: all steps of a draft may be in one.
+
+        Parameters
+        ----------
+        bs : int
+            Requests.
+        num_tokens : int
+            Query tokens of a step: bs, or bs * topk with a tree.
+        seq_lens, req_pool_indices, out_cache_loc, stream
+            As in `MetadataBuilder.build`, for a first batch.
+
+        Returns
+        -------
+        A list of Metadata, always the same for a bs.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError
+            As `MetadataBuilder.capture`.
+
+        Source: SGLang's FlashAttentionMultiStepBackend.init_forward_metadata_capture_cuda_graph.
+
+        Examples
+        --------
+        >>> import numpy as np, sparse_mla
+        >>> config = sparse_mla.paged.Config(
+        ...     max_bs=1, max_num_tokens=8, max_context_len=8, speculative_num_steps=3)
+        >>> slots = np.arange(16, dtype=np.int32).reshape(1, 16)
+        >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
+        >>> lens, rows = np.array([1], np.int32), np.array([0])
+        >>> steps = draft.capture(1, 1, lens, rows)
+        >>> lens[:] = 7
+        >>> [metadata.cache_seqlens_int32.tolist() for metadata in draft.replay(1, lens, rows)]
+        [[8], [9]]
+        """
+        num_steps = self.config.speculative_num_steps - 1
+        if num_steps <= 0:
+            return []
+        batch = {
+            "seq_lens": seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "out_cache_loc": out_cache_loc,
+            "stream": stream,
+        }
+        sizes = {"num_tokens": num_tokens, "num_steps": num_steps}
+        return self._capture("decode", (DRAFT, bs, None), sizes, batch)
+
+    def replay(
+        self,
+        bs: int,
+        seq_lens: Array,
+        req_pool_indices: Array,
+        *,
+        out_cache_loc: Array | None = None,
+        num_real_reqs: int | None = None,
+        stream: Any = None,
+    ) -> list[Metadata]:
+        """Write the arrays of a capture again, for another batch of its size, by one kernel.
+
+        Parameters
+        ----------
+        bs : int
+            As it was captured.
+        seq_lens, req_pool_indices, out_cache_loc, num_real_reqs, stream
+            As in `MetadataBuilder.replay`.
+
+        Returns
+        -------
+        What `capture` returned.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError
+            As `MetadataBuilder.replay`.
+
+        Source: SGLang's FlashAttentionMultiStepBackend.init_forward_metadata_replay_cuda_graph.
+
+        Examples
+        --------
+        >>> import numpy as np, sparse_mla
+        >>> config = sparse_mla.paged.Config(
+        ...     max_bs=2, max_num_tokens=8, max_context_len=8, speculative_num_steps=2)
+        >>> slots = np.arange(32, dtype=np.int32).reshape(2, 16)
+        >>> draft = sparse_mla.paged.MultiStepDraft(config, slots)
+        >>> lens, rows = np.array([5, 1], np.int32), np.array([1, 0])
+        >>> steps = draft.capture(2, 2, lens, rows)
+        >>> draft.replay(2, lens, rows, num_real_reqs=1)[0].cache_seqlens_int32.tolist()
+        [6, 0]
+        """
+        if self.config.speculative_num_steps <= 1:
+            return []
+        batch = {
+            "seq_lens": seq_lens,
+            "req_pool_indices": req_pool_indices,
+            "out_cache_loc": out_cache_loc,
+            "stream": stream,
+        }
+        return self._replay((DRAFT, bs, None), num_real_reqs, batch)

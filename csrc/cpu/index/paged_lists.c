@@ -99,7 +99,7 @@ write_tables(const smla_paged_step_params *p, int64_t req)
     }
     if (p->encoder_table != NULL) {
         write_pages(p->encoder_table + row, slots_from(p, &r, 0),
-                    smla_least_of(p->encoder_columns, p->pool_width / p->page_size), p->page_size);
+                    smla_paged_encoder_columns(p, &r), p->page_size);
     }
 }
 
@@ -290,6 +290,19 @@ write_lengths(const smla_paged_step_params *p)
     }
 }
 
+/* Maps the slots of this step's tokens. Those of padding are -1, so that nothing is written. */
+static void
+map_cache_loc(const smla_paged_step_params *p)
+{
+    for (int64_t i = 0; i < p->num_cache_loc; i++) {
+        const bool is_padding = smla_is_padding_loc(p, i, p->cu_seqlens_q[p->num_reqs]);
+        const int64_t slot = is_padding ? -1 : smla_int_at(&p->cache_loc, i);
+        p->swa_cache_loc[i] = slot < 0           ? (int32_t)slot
+                              : slot > INT32_MAX ? -1
+                                                 : map_slot(p, (int32_t)slot);
+    }
+}
+
 smla_status
 smla_cpu_fill_paged_lists(const smla_paged_step_params *p, smla_error *error)
 {
@@ -305,11 +318,8 @@ smla_cpu_fill_paged_lists(const smla_paged_step_params *p, smla_error *error)
     for (int64_t i = 0; i <= p->num_tokens; i++) {
         p->token_ids[i] = (int32_t)i;
     }
-    for (int64_t i = 0; p->swa_cache_loc != NULL && i < p->num_cache_loc; i++) {
-        const int64_t slot = smla_int_at(&p->cache_loc, i);
-        p->swa_cache_loc[i] = slot < 0           ? (int32_t)slot
-                              : slot > INT32_MAX ? -1
-                                                 : map_slot(p, (int32_t)slot);
+    if (p->swa_cache_loc != NULL) {
+        map_cache_loc(p);
     }
     return SMLA_OK;
 }

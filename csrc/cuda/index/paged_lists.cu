@@ -12,9 +12,12 @@
  * Shared mem   about 4 KiB: sums of warps, and the facts of 256 requests
  * Roles        A grid has one work item per CTA of 256 threads. Item 0 writes what has an entry per
  *              request, item 1 what has one per row of a tree, and the tokens' numbers. Then an
- *              item per request and 1024 columns of its tables; the first of a request writes its
- *              rows of slots, by a warp each, and its virtual requests. It sums the sizes of all
- *              requests before it, so no item waits for another. The last items map cache_loc.
+ *              item per request and 1024 columns of the longest table, or less of them if they are
+ *              many: each goes through the columns that the request has. The first of a request
+ *              writes its rows of slots, by a warp each, and its virtual requests. It sums the sizes
+ *              of all requests before it, so no item waits for another. The last items map
+ *              cache_loc. The grid follows from shapes alone, so a captured step has room for any
+ *              lengths.
  * Roofline     Memory: 4 bytes written per page, and a sector of 32 read. Latency binds small
  *              batches. Not yet measured.
  * Numerics     Integers, exact, the values of the CPU backend. Slots of the mapping out of range
@@ -29,11 +32,12 @@ namespace {
 
 enum { BLOCK_THREADS = 256, NUM_WARPS = BLOCK_THREADS / SMLA_WARP_LANES, TILE_COLUMNS = 1024 };
 enum { FIRST_REQUEST_ITEM = 2 };
+enum { MOST_ITEMS = 4096 }; /* of all requests, about: what keeps a GPU busy */
 
 struct paged_args {
     smla_paged_step_params p;
     smla_divisor page_size;
-    smla_divisor tiles; /* items of a request */
+    smla_divisor shares; /* items of a request */
 };
 
 /* ---- Sums over a CTA ----------------------------------------------------------------------- */
@@ -283,14 +287,17 @@ write_row_lengths(const smla_paged_step_params &p, cta_sums &sums, tree_facts &f
 
 /* ---- Items of a request -------------------------------------------------------------------- */
 
-/* Writes columns [begin, begin + TILE_COLUMNS) of the request's tables. */
+/* Writes a share of the columns of the request's tables: 256, then those of the next round of all
+ * items of the request. */
 __device__ __forceinline__ void
-write_tables(const paged_args &args, const smla_paged_request &r, int64_t req, int64_t begin)
+write_tables(const paged_args &args, const smla_paged_request &r, int64_t req, int64_t share)
 {
     const smla_paged_step_params &p = args.p;
     const int64_t row = req * p.table_stride;
+    const int64_t first_column = share * BLOCK_THREADS + threadIdx.x;
+    const int64_t distance = (int64_t)args.shares.divisor * BLOCK_THREADS;
     if (r.seq_len == 0) {
-        if (begin == 0 && threadIdx.x == 0 && p.table_stride > 0) {
+        if (first_column == 0 && p.table_stride > 0) {
             p.page_table[row] = 0;
             if (p.swa_page_table != nullptr) {
                 p.swa_page_table[row] = 0;
@@ -302,10 +309,10 @@ write_tables(const paged_args &args, const smla_paged_request &r, int64_t req, i
         return;
     }
     const int64_t keys = smla_paged_cache_len(&p, &r, p.num_steps - 1);
-    const int64_t end = smla_least_of(smla_paged_num_pages(&p, keys), begin + TILE_COLUMNS);
+    const int64_t end = smla_paged_num_pages(&p, keys);
     const int64_t first = smla_paged_first_page(&p, &r);
     const int32_t *const slots = p.req_to_token + r.pool_row * p.pool_stride;
-    for (int64_t column = begin + threadIdx.x; column < end; column += BLOCK_THREADS) {
+    for (int64_t column = first_column; column < end; column += distance) {
         const int32_t slot = __ldg(slots + (first + column) * p.page_size);
         p.page_table[row + column] = page_of(args, slot);
         if (p.swa_page_table != nullptr) {
@@ -313,10 +320,8 @@ write_tables(const paged_args &args, const smla_paged_request &r, int64_t req, i
         }
     }
     if (p.encoder_table != nullptr) {
-        const int64_t columns =
-            smla_least_of(smla_least_of(p.encoder_columns, begin + TILE_COLUMNS),
-                          smla_divide_len(p.pool_width, p.page_size));
-        for (int64_t column = begin + threadIdx.x; column < columns; column += BLOCK_THREADS) {
+        const int64_t columns = smla_paged_encoder_columns(&p, &r);
+        for (int64_t column = first_column; column < columns; column += distance) {
             p.encoder_table[row + column] = page_of(args, __ldg(slots + column * p.page_size));
         }
     }
@@ -449,8 +454,8 @@ sum_before(const smla_paged_step_params &p, cta_sums &sums, int64_t req)
         mine.mask += p.rows_per_req * r.mask_row;
         if (p.num_local > 0) {
             mine.virtuals += smla_count_virtual(&p, r.query_len, smla_paged_cache_len(&p, &r, 0));
-            mine.queries += r.query_len;
         }
+        mine.queries += r.query_len;
     }
     scan_cta(sums, mine.mask, &all.mask);
     scan_cta(sums, mine.virtuals, &all.virtuals);
@@ -459,12 +464,12 @@ sum_before(const smla_paged_step_params &p, cta_sums &sums, int64_t req)
 }
 
 __device__ __forceinline__ void
-write_request(const paged_args &args, cta_sums &sums, int64_t req, int64_t tile)
+write_request(const paged_args &args, cta_sums &sums, int64_t req, int64_t share)
 {
     const smla_paged_step_params &p = args.p;
     const smla_paged_request r = smla_read_paged_request(&p, req);
-    write_tables(args, r, req, tile * TILE_COLUMNS);
-    if (tile > 0 || (p.rows_per_req == 0 && p.num_local == 0)) {
+    write_tables(args, r, req, share);
+    if (share > 0 || (p.rows_per_req == 0 && p.num_local == 0)) {
         return;
     }
     const sums_before before = sum_before(p, sums, req);
@@ -479,11 +484,13 @@ write_request(const paged_args &args, cta_sums &sums, int64_t req, int64_t tile)
 /* ---- The grid ------------------------------------------------------------------------------ */
 
 __device__ __forceinline__ void
-map_cache_loc(const smla_paged_step_params &p, int64_t begin)
+map_cache_loc(const smla_paged_step_params &p, cta_sums &sums, int64_t begin)
 {
     const int64_t end = smla_least_of(begin + TILE_COLUMNS, p.num_cache_loc);
+    const int64_t num_queries = p.reads_tokens_alone ? sum_before(p, sums, p.num_reqs).queries : 0;
     for (int64_t i = begin + threadIdx.x; i < end; i += BLOCK_THREADS) {
-        const int64_t slot = smla_int_at(&p.cache_loc, i);
+        const int64_t slot =
+            smla_is_padding_loc(&p, i, num_queries) ? -1 : smla_int_at(&p.cache_loc, i);
         p.swa_cache_loc[i] = slot < 0 ? (int32_t)slot : map_slot(p, slot);
     }
 }
@@ -491,7 +498,7 @@ map_cache_loc(const smla_paged_step_params &p, int64_t begin)
 __host__ __device__ __forceinline__ int64_t
 count_items(const paged_args &args)
 {
-    return FIRST_REQUEST_ITEM + args.p.num_reqs * args.tiles.divisor +
+    return FIRST_REQUEST_ITEM + args.p.num_reqs * args.shares.divisor +
            (args.p.num_cache_loc + TILE_COLUMNS - 1) / TILE_COLUMNS;
 }
 
@@ -503,7 +510,7 @@ __launch_bounds__(BLOCK_THREADS, 2) paged_lists_kernel(const __grid_constant__ p
     ptx_wait_for_grids();
     const smla_paged_step_params &p = args.p;
     const int64_t num_items = count_items(args);
-    const int64_t first_loc = FIRST_REQUEST_ITEM + p.num_reqs * args.tiles.divisor;
+    const int64_t first_loc = FIRST_REQUEST_ITEM + p.num_reqs * args.shares.divisor;
     for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
         if (item == 0) {
             write_lengths(p, sums);
@@ -515,12 +522,12 @@ __launch_bounds__(BLOCK_THREADS, 2) paged_lists_kernel(const __grid_constant__ p
                 p.token_ids[i] = (int32_t)i;
             }
         } else if (item < first_loc) {
-            /* Tables of 2^32 items would take 16 TB. */
+            /* There are fewer than 2^32 items, because max_bs is below 2^21. */
             const int64_t req =
-                smla_divide_uint32((uint32_t)(item - FIRST_REQUEST_ITEM), args.tiles);
-            write_request(args, sums, req, item - FIRST_REQUEST_ITEM - req * args.tiles.divisor);
+                smla_divide_uint32((uint32_t)(item - FIRST_REQUEST_ITEM), args.shares);
+            write_request(args, sums, req, item - FIRST_REQUEST_ITEM - req * args.shares.divisor);
         } else {
-            map_cache_loc(p, (item - first_loc) * TILE_COLUMNS);
+            map_cache_loc(p, sums, (item - first_loc) * TILE_COLUMNS);
         }
     }
 }
@@ -533,8 +540,9 @@ smla_cuda_launch_fill_paged_lists(const smla_paged_step_params *p, const smla_cu
     const int64_t columns =
         p->table_columns > p->encoder_columns ? p->table_columns : p->encoder_columns;
     const int64_t tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    paged_args args = {*p, smla_make_divisor(p->page_size),
-                       smla_make_divisor(tiles > 0 ? tiles : 1)};
+    const int64_t most = MOST_ITEMS / (p->num_reqs + 1) + 1;
+    const int64_t shares = smla_least_of(tiles > 0 ? tiles : 1, most);
+    paged_args args = {*p, smla_make_divisor(p->page_size), smla_make_divisor(shares)};
     if (p->swa_cache_loc == nullptr) {
         args.p.num_cache_loc = 0;
     }

@@ -105,6 +105,9 @@ PyObject *smla_py_config_fields(void);
 
 PyObject *smla_py_build_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args,
                              PyObject *keywords);
+/* The same, but without a description: returns the number of the build. */
+PyObject *smla_py_refresh_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args,
+                               PyObject *keywords);
 PyObject *smla_py_run_layer(PyObject *self, PyObject *const *args, Py_ssize_t num_args,
                             PyObject *keywords);
 

@@ -13,6 +13,7 @@ typedef struct build_call {
     smla_py_step *step;
     const smla_py_state *state;
     const char *op;
+    bool shows; /* the step as a dict; else its number alone */
     alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
     int num_host; /* copies of host arrays */
     int32_t *host[MAX_HOST_ARRAYS];
@@ -284,9 +285,11 @@ run_build(build_call *call)
     step->current = 1 - former;
     step->kept[step->current].num_arrays = call->num_arrays;
     step->generation++;
-    PyObject *const dict = replaced < 0 ? NULL : describe_step(step, event);
+    PyObject *const result = replaced < 0  ? NULL
+                             : call->shows ? describe_step(step, event)
+                                           : PyLong_FromLongLong(step->generation);
     Py_XDECREF(event);
-    return dict;
+    return result;
 }
 
 /* Reads the arguments that a call does not give from the batch, whose attributes have their names.
@@ -308,10 +311,11 @@ read_batch(const smla_py_operator *op, const smla_py_keywords *keywords, PyObjec
 }
 
 static PyObject *
-build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
+build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values, bool shows)
 {
     build_call call;
     call.step = step;
+    call.shows = shows;
     call.state = smla_py_type_state((PyObject *)step);
     call.op = op->name;
     call.num_host = 0;
@@ -319,37 +323,50 @@ build(smla_py_step *step, const smla_py_operator *op, PyObject *const *values)
     call.arrays = step->kept[1 - step->current].arrays;
     call.num_arrays = 0;
     smla_py_clear_args(op, call.args);
-    PyObject *dict = NULL;
+    PyObject *result = NULL;
     if (read_arguments(&call, op, values) == 0) {
-        dict = run_build(&call);
+        result = run_build(&call);
     } else {
         release_arrays(call.arrays, call.num_arrays);
     }
     while (call.num_host > 0) {
         free(call.host[--call.num_host]);
     }
-    return dict;
+    return result;
 }
 
-PyObject *
-smla_py_build_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+static PyObject *
+call_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords,
+           bool shows)
 {
     smla_py_step *const step = (smla_py_step *)self;
     const smla_py_operator *const op = &step->plan->build;
     PyObject *values[SMLA_PY_MAX_PARAMS];
     PyObject *owned[SMLA_PY_MAX_PARAMS] = {NULL};
-    PyObject *dict = NULL;
+    PyObject *result = NULL;
     if (smla_py_check_count(op->name, num_args, 1) < 0 ||
         smla_py_bind_keywords(op, &step->build, args + 1, keywords, values) < 0) {
         return NULL;
     }
     if (read_batch(op, &step->build, args[0], values, owned) == 0 &&
         smla_py_enter_step(step, op->name) == 0) {
-        dict = build(step, op, values);
+        result = build(step, op, values, shows);
         smla_py_leave_step(step);
     }
     for (int i = 0; i < op->num_params; i++) {
         Py_XDECREF(owned[i]);
     }
-    return dict;
+    return result;
+}
+
+PyObject *
+smla_py_build_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+{
+    return call_build(self, args, num_args, keywords, true);
+}
+
+PyObject *
+smla_py_refresh_step(PyObject *self, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+{
+    return call_build(self, args, num_args, keywords, false);
 }

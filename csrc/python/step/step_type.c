@@ -123,6 +123,8 @@ step_dealloc(PyObject *self)
 
 PyDoc_STRVAR(build_doc, "build($self, batch, /, **arguments)\n--\n\n"
                         "Plan a step; see MetadataBuilder.build. A dict of what was planned.");
+PyDoc_STRVAR(refresh_doc, "refresh($self, batch, /, **arguments)\n--\n\n"
+                          "The same without the dict: the number of the build.");
 PyDoc_STRVAR(layer_doc, "layer($self, /, **arguments)\n--\n\n"
                         "One layer of the step; see SparseMLA.forward and v4.SparseMLA.attend.");
 PyDoc_STRVAR(warm_up_doc, "warm_up($type, q, out, lse, num_heads, stream, /)\n--\n\n"
@@ -176,6 +178,8 @@ step_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
 static PyMethodDef step_methods[] = {
     {"build", (PyCFunction)(void (*)(void))smla_py_build_step, METH_FASTCALL | METH_KEYWORDS,
      build_doc},
+    {"refresh", (PyCFunction)(void (*)(void))smla_py_refresh_step, METH_FASTCALL | METH_KEYWORDS,
+     refresh_doc},
     {"layer", (PyCFunction)(void (*)(void))smla_py_run_layer, METH_FASTCALL | METH_KEYWORDS,
      layer_doc},
     {"check", check, METH_O, check_doc},

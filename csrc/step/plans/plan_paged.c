@@ -68,6 +68,65 @@ check(smla_step *s, smla_error *error)
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
+bool
+smla_paged_has_mode(const smla_paged_config *config, int mode)
+{
+    const smla_paged_mode *const row = &smla_paged_modes[mode];
+    const bool is_tree = row->rows != SMLA_NUMBER_ZERO;
+    const bool is_speculative = mode == SMLA_PAGED_DRAFT_EXTEND || mode == SMLA_PAGED_VERIFY ||
+                                mode == SMLA_PAGED_VERIFY_TREE;
+    if ((row->is_draft && config->speculative_num_steps == 0) ||
+        (!row->is_draft && config->drafts_only) ||
+        (is_speculative && config->num_draft_tokens == 0)) {
+        return false;
+    }
+    const bool may_be_tree = row->is_draft || row->query_len == SMLA_NUMBER_DRAFTS;
+    return !may_be_tree || is_tree == (config->topk > 1);
+}
+
+int64_t
+smla_paged_most_loc(const smla_paged_config *config)
+{
+    const int64_t numbers[] = {config->topk * config->speculative_num_steps,
+                               config->num_draft_tokens, 1};
+    int64_t most = config->max_num_tokens;
+    for (int i = 0; i < 3; i++) {
+        most = numbers[i] * config->max_bs > most ? numbers[i] * config->max_bs : most;
+    }
+    return most;
+}
+
+int64_t
+smla_paged_expand_columns(const smla_paged_config *config, int mode)
+{
+    return smla_paged_modes[mode].is_draft ? config->speculative_num_steps
+                                           : config->num_draft_tokens;
+}
+
+int64_t
+smla_paged_swa_columns(const smla_paged_config *config, int mode)
+{
+    return config->sliding_window_size + 1 + smla_paged_expand_columns(config, mode);
+}
+
+int64_t
+smla_paged_most_tokens(const smla_paged_config *config, int mode)
+{
+    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
+    return query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
+}
+
+/* A request's queries are in at most two blocks of chunks more than fill them. */
+int64_t
+smla_paged_most_local(const smla_paged_config *config, int mode)
+{
+    const int64_t chunk = config->attention_chunk;
+    return chunk == 0 ? 0
+           : smla_paged_modes[mode].query_len == SMLA_NUMBER_ONE
+               ? config->max_bs
+               : 2 * config->max_bs + smla_paged_most_tokens(config, mode) / chunk;
+}
+
 /* Adds an array of a mode, which begins at a multiple of 64 bytes. */
 static void
 add(smla_step *s, size_t field, int64_t count)
@@ -203,6 +262,7 @@ commit(smla_step *s, const void *given)
         .num_reqs = args->num_reqs,
         .num_steps = batch.num_steps,
         .first_step = first,
+        .is_fixed = args->is_fixed,
         .requests = {.num_rows = args->num_reqs,
                      .columns = batch.table_columns,
                      .max_seq_len_q = batch.max_query_len,
@@ -377,7 +437,8 @@ describe(const smla_step *s, smla_step_view views[SMLA_MAX_STEP_VIEWS])
                          show_part(&m->requests, "page_table", step * m->seqlens_stride,
                                    step * m->starts_stride, 0, &views[n]),
                          group + SHOWN_STEP);
-        views[n - 2].shape[0] += is_tree ? 0 : step; /* max_seq_len_k; the table is of all steps */
+        /* max_seq_len_k; the table is of all steps. */
+        views[n - 2].shape[0] += is_tree || m->is_fixed ? 0 : step;
         if (is_tree) {
             n += group_views(&views[n],
                              show_part(&m->expand, "slot_table", step * m->row_seqlens_stride,

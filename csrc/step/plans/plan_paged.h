@@ -65,7 +65,7 @@ smla_paged_number(const smla_paged_config *config, smla_mode_number number, int6
     return 0;
 }
 
-/* ---- plan_paged_build.c -------------------------------------------------------------------- */
+/* ---- plan_paged.c -------------------------------------------------------------------------- */
 
 /* Whether a config has the arrays of a mode. */
 bool smla_paged_has_mode(const smla_paged_config *config, int mode);
@@ -80,6 +80,8 @@ int64_t smla_paged_swa_columns(const smla_paged_config *config, int mode);
 /* Query tokens, and virtual requests, that a mode has at most. */
 int64_t smla_paged_most_tokens(const smla_paged_config *config, int mode);
 int64_t smla_paged_most_local(const smla_paged_config *config, int mode);
+
+/* ---- plan_paged_build.c -------------------------------------------------------------------- */
 
 /* A batch as the host knows it. */
 typedef struct smla_paged_batch {

@@ -9,67 +9,6 @@
 
 static const char op[] = "MetadataBuilder.build";
 
-/* ---- Sizes ------------------------------------------------------------------------------- */
-
-bool
-smla_paged_has_mode(const smla_paged_config *config, int mode)
-{
-    const smla_paged_mode *const row = &smla_paged_modes[mode];
-    const bool is_tree = row->rows != SMLA_NUMBER_ZERO;
-    const bool is_speculative = mode == SMLA_PAGED_DRAFT_EXTEND || mode == SMLA_PAGED_VERIFY ||
-                                mode == SMLA_PAGED_VERIFY_TREE;
-    if ((row->is_draft && config->speculative_num_steps == 0) ||
-        (!row->is_draft && config->drafts_only) ||
-        (is_speculative && config->num_draft_tokens == 0)) {
-        return false;
-    }
-    const bool may_be_tree = row->is_draft || row->query_len == SMLA_NUMBER_DRAFTS;
-    return !may_be_tree || is_tree == (config->topk > 1);
-}
-
-int64_t
-smla_paged_most_loc(const smla_paged_config *config)
-{
-    const int64_t numbers[] = {config->topk * config->speculative_num_steps,
-                               config->num_draft_tokens, 1};
-    int64_t most = config->max_num_tokens;
-    for (int i = 0; i < 3; i++) {
-        most = numbers[i] * config->max_bs > most ? numbers[i] * config->max_bs : most;
-    }
-    return most;
-}
-
-int64_t
-smla_paged_expand_columns(const smla_paged_config *config, int mode)
-{
-    return smla_paged_modes[mode].is_draft ? config->speculative_num_steps
-                                           : config->num_draft_tokens;
-}
-
-int64_t
-smla_paged_swa_columns(const smla_paged_config *config, int mode)
-{
-    return config->sliding_window_size + 1 + smla_paged_expand_columns(config, mode);
-}
-
-int64_t
-smla_paged_most_tokens(const smla_paged_config *config, int mode)
-{
-    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
-    return query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
-}
-
-/* A request's queries are in at most two blocks of chunks more than fill them. */
-int64_t
-smla_paged_most_local(const smla_paged_config *config, int mode)
-{
-    const int64_t chunk = config->attention_chunk;
-    return chunk == 0 ? 0
-           : smla_paged_modes[mode].query_len == SMLA_NUMBER_ONE
-               ? config->max_bs
-               : 2 * config->max_bs + smla_paged_most_tokens(config, mode) / chunk;
-}
-
 /* ---- Lengths on the host ------------------------------------------------------------------- */
 
 /* Lengths of the requests as the host knows them: the array, if it can be read, and maxima. */
@@ -78,15 +17,35 @@ typedef struct host_lens {
     const int32_t *values; /* NULL: on a device */
     int64_t stride;
     const int32_t *bounds; /* NULL: not given */
+    int64_t num_reqs;      /* the requests behind them are padding */
 } host_lens;
 
 static host_lens
-lens_of(const char *name, const DLTensor *tensor, const int32_t *bounds)
+lens_of(const smla_paged_build_args *args, const char *name, const DLTensor *tensor,
+        const int32_t *bounds)
 {
     const bool is_readable =
         tensor != NULL && smla_normal_device(tensor->device).device_type == kDLCPU;
     return (host_lens){name, is_readable ? smla_data(tensor) : NULL, smla_stride(tensor, 0),
-                       bounds};
+                       args->is_fixed ? NULL : bounds, args->num_reqs - args->num_padding_reqs};
+}
+
+static host_lens
+seqs_of(const smla_paged_build_args *args)
+{
+    return lens_of(args, "seq_lens", args->seq_lens, args->seq_lens_cpu);
+}
+
+static host_lens
+extends_of(const smla_paged_build_args *args)
+{
+    return lens_of(args, "extend_seq_lens", args->extend_seq_lens, args->extend_seq_lens_cpu);
+}
+
+static host_lens
+encoders_of(const smla_paged_build_args *args)
+{
+    return lens_of(args, "encoder_lens", args->encoder_lens, args->encoder_lens_cpu);
 }
 
 static smla_int_vector
@@ -100,7 +59,8 @@ ints_of(const DLTensor *tensor)
 static int64_t
 known_at(const host_lens *lens, int64_t req)
 {
-    const int64_t len = lens->values != NULL   ? lens->values[req * lens->stride]
+    const int64_t len = req >= lens->num_reqs  ? 0
+                        : lens->values != NULL ? lens->values[req * lens->stride]
                         : lens->bounds != NULL ? lens->bounds[req]
                                                : 0;
     return len > 0 ? len : 0;
@@ -135,12 +95,17 @@ smla_paged_batch
 smla_paged_find_batch(const smla_paged_builder *b, const smla_paged_build_args *args)
 {
     const int64_t page_size = b->config.page_size;
-    const host_lens seqs = lens_of("seq_lens", args->seq_lens, args->seq_lens_cpu);
-    const host_lens extends =
-        lens_of("extend_seq_lens", args->extend_seq_lens, args->extend_seq_lens_cpu);
-    const host_lens encoders = lens_of("encoder_lens", args->encoder_lens, args->encoder_lens_cpu);
+    const host_lens seqs = seqs_of(args), extends = extends_of(args), encoders = encoders_of(args);
     smla_paged_batch batch = find_mode(b, args);
     int64_t widest = 0; /* tokens of the tables, in the last step */
+    if (args->is_fixed) {
+        batch.num_tokens = args->num_tokens;
+        batch.max_query_len = args->num_reqs == 0 ? 0 : args->num_tokens / args->num_reqs;
+        batch.max_keys = b->table_width * page_size;
+        batch.max_encoder_len = b->config.is_encoder_decoder ? b->config.max_context_len : 0;
+        batch.table_columns = b->table_width;
+        return batch;
+    }
     batch.max_query_len = batch.query_len;
     batch.num_tokens = args->num_reqs * batch.query_len;
     for (int64_t req = 0; req < args->num_reqs; req++) {
@@ -198,6 +163,11 @@ check_mode(const smla_paged_builder *b, const smla_paged_build_args *args, smla_
                    : smla_fail_value(
                          error, op, "`mode` must be one that needs no num_draft_tokens, got \"%s\"",
                          mode->name);
+    }
+    if (args->is_fixed && !mode->may_be_fixed) {
+        return smla_fail_value(
+            error, op, "`mode` must be one whose query tokens are fixed in a capture, got \"%s\"",
+            mode->name);
     }
     if (mode->is_draft) {
         const int64_t last = config->speculative_num_steps - 1;
@@ -277,7 +247,8 @@ check_bounds(const smla_paged_builder *b, const smla_paged_build_args *args, sml
         {"extend_seq_lens_cpu", args->extend_seq_lens_cpu == NULL && args->extend_seq_lens != NULL},
         {"encoder_lens_cpu", args->encoder_lens_cpu == NULL && args->encoder_lens != NULL},
     };
-    for (int i = 0; b->step.device.device_type != kDLCPU && i < 3; i++) {
+    const bool are_needed = b->step.device.device_type != kDLCPU && !args->is_fixed;
+    for (int i = 0; are_needed && i < 3; i++) {
         if (bounds[i].is_missing) {
             return smla_fail_value(error, op, "`%s` must be given for device arrays, got None",
                                    bounds[i].name);
@@ -292,10 +263,7 @@ check_request(const smla_paged_builder *b, const smla_paged_build_args *args,
               const smla_paged_batch *batch, int64_t req, smla_error *error)
 {
     const smla_paged_config *const config = &b->config;
-    const host_lens seqs = lens_of("seq_lens", args->seq_lens, args->seq_lens_cpu);
-    const host_lens extends =
-        lens_of("extend_seq_lens", args->extend_seq_lens, args->extend_seq_lens_cpu);
-    const host_lens encoders = lens_of("encoder_lens", args->encoder_lens, args->encoder_lens_cpu);
+    const host_lens seqs = seqs_of(args), extends = extends_of(args), encoders = encoders_of(args);
     const int64_t seq_len = known_at(&seqs, req);
     const int64_t encoder_len = known_at(&encoders, req);
     if (seq_len == 0) {
@@ -330,6 +298,12 @@ check_request(const smla_paged_builder *b, const smla_paged_build_args *args,
                                    "request %lld",
                                    seqs.values[req * seqs.stride], (long long)len, (long long)req);
         }
+        if (args->is_fixed && len > batch->max_query_len) {
+            return smla_fail_value(error, op,
+                                   "`extend_seq_lens` must be at most the %lld tokens per request "
+                                   "of the capture, got %lld at request %lld",
+                                   (long long)batch->max_query_len, (long long)len, (long long)req);
+        }
     }
     if (seqs.values != NULL && seqs.values[req * seqs.stride] > 0) {
         const smla_int_vector pool = ints_of(args->req_pool_indices);
@@ -348,15 +322,12 @@ static smla_status
 check_requests(const smla_paged_builder *b, const smla_paged_build_args *args,
                const smla_paged_batch *batch, smla_error *error)
 {
-    const int32_t *const seq_lens = lens_of("seq_lens", args->seq_lens, args->seq_lens_cpu).values;
+    const host_lens seqs = seqs_of(args);
+    const int64_t drafts = b->config.num_draft_tokens;
     int64_t mask_entries = 0;
     for (int64_t req = 0; req < args->num_reqs; req++) {
         SMLA_TRY(check_request(b, args, batch, req, error));
-        if (seq_lens != NULL) {
-            const int32_t len = seq_lens[req * smla_stride(args->seq_lens, 0)];
-            mask_entries +=
-                b->config.num_draft_tokens * ((len > 0 ? len : 0) + b->config.num_draft_tokens);
-        }
+        mask_entries += seqs.values == NULL ? 0 : drafts * (known_at(&seqs, req) + drafts);
     }
     if (batch->mode == SMLA_PAGED_VERIFY_TREE && smla_size(args->custom_mask, 0) < mask_entries) {
         return smla_fail_value(error, op,
@@ -373,7 +344,8 @@ check_tokens(const smla_paged_builder *b, const smla_paged_build_args *args,
              const smla_paged_batch *batch, smla_error *error)
 {
     const smla_paged_config *const config = &b->config;
-    const bool is_exact = batch->query_len > 0 || b->step.device.device_type == kDLCPU;
+    const bool is_exact =
+        batch->query_len > 0 || args->is_fixed || b->step.device.device_type == kDLCPU;
     if (batch->query_len == 0 && b->step.device.device_type == kDLCPU &&
         batch->num_tokens > config->max_num_tokens) {
         return smla_fail_value(
@@ -401,6 +373,36 @@ check_tokens(const smla_paged_builder *b, const smla_paged_build_args *args,
     return SMLA_OK;
 }
 
+/* Checks what a capture fixes. */
+static smla_status
+check_fixed(const smla_paged_builder *b, const smla_paged_build_args *args, smla_error *error)
+{
+    const int64_t query_len = find_mode(b, args).query_len;
+    const int64_t per_req = query_len > 0 ? query_len : 1;
+    const int64_t least = args->num_reqs * per_req;
+    const int64_t most = query_len > 0 ? least : b->config.max_num_tokens;
+    if (!args->is_fixed) {
+        SMLA_TRY(smla_require_count(op, "num_tokens", args->num_tokens, 0, 0, error));
+        return smla_require_count(op, "num_padding_reqs", args->num_padding_reqs, 0, 0, error);
+    }
+    if (args->num_padding_reqs < 0 || args->num_padding_reqs > args->num_reqs) {
+        return smla_fail_value(error, op, "`num_real_reqs` must be 0 to %lld, got %lld",
+                               (long long)args->num_reqs,
+                               (long long)(args->num_reqs - args->num_padding_reqs));
+    }
+    if (args->num_tokens < least || args->num_tokens > most ||
+        (least > 0 && args->num_tokens % args->num_reqs != 0)) {
+        return smla_fail_value(error, op,
+                               "`num_tokens` must be %s%lld for each of the %lld requests%s, got "
+                               "%lld",
+                               query_len > 0 ? "" : "a multiple of ", (long long)per_req,
+                               (long long)args->num_reqs,
+                               query_len > 0 ? "" : ", up to max_num_tokens",
+                               (long long)args->num_tokens);
+    }
+    return smla_require_count(op, "common_prefix_len", args->common_prefix_len, 0, 0, error);
+}
+
 static smla_status
 check_prefix(const smla_paged_builder *b, const smla_paged_build_args *args,
              const smla_paged_batch *batch, smla_error *error)
@@ -417,9 +419,7 @@ check_prefix(const smla_paged_builder *b, const smla_paged_build_args *args,
                                "chunk or an encoder, got %lld",
                                (long long)prefix_len);
     }
-    const host_lens seqs = lens_of("seq_lens", args->seq_lens, args->seq_lens_cpu);
-    const host_lens extends =
-        lens_of("extend_seq_lens", args->extend_seq_lens, args->extend_seq_lens_cpu);
+    const host_lens seqs = seqs_of(args), extends = extends_of(args);
     int64_t most = args->num_reqs == 0 ? 0 : INT64_MAX;
     for (int64_t req = 0; req < args->num_reqs; req++) {
         const int64_t seq_len = known_at(&seqs, req);
@@ -444,6 +444,7 @@ smla_paged_check_args(const smla_step *s, const smla_batch *unused, const void *
     const smla_paged_build_args *const args = given;
     (void)unused;
     SMLA_TRY(check_mode(b, args, error));
+    SMLA_TRY(check_fixed(b, args, error));
     SMLA_TRY(check_arrays(b, args, error));
     SMLA_TRY(check_bounds(b, args, error));
     const smla_paged_batch batch = smla_paged_find_batch(b, args);
@@ -467,6 +468,19 @@ rows_of(const smla_paged_row_state *state, int64_t first, int64_t most_rows, int
                                         .slots_stride = columns};
 }
 
+/* Entries of out_cache_loc that each request has; 0 if there may be others. */
+static int64_t
+find_loc_per_req(const smla_paged_builder *b, const smla_paged_build_args *args,
+                 const smla_paged_batch *batch)
+{
+    const int64_t count = smla_size(args->out_cache_loc, 0);
+    const int64_t branches = b->config.topk > 1 ? b->config.topk : 1;
+    const int64_t of_steps = branches * b->config.speculative_num_steps;
+    return smla_paged_modes[batch->mode].is_draft && count == args->num_reqs * of_steps ? of_steps
+           : count == args->num_reqs * batch->query_len ? batch->query_len
+                                                        : 0;
+}
+
 smla_status
 smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream, smla_error *error)
 {
@@ -483,6 +497,7 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
     const smla_paged_step_params params = {
         .call = {.op = op, .stream = stream},
         .num_reqs = args->num_reqs,
+        .num_real_reqs = args->num_reqs - args->num_padding_reqs,
         .seq_lens = smla_data(args->seq_lens),
         .seq_lens_stride = smla_stride(args->seq_lens, 0),
         .pool = ints_of(args->req_pool_indices),
@@ -502,10 +517,13 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
         .mask_entries = smla_size(args->custom_mask, 0),
         .cache_loc = ints_of(args->out_cache_loc),
         .num_cache_loc = is_mapped ? smla_size(args->out_cache_loc, 0) : 0,
+        .loc_per_req = is_mapped ? find_loc_per_req(b, args, &batch) : 0,
         .page_size = c->page_size,
         .max_context_len = c->max_context_len,
         .max_tokens = batch.query_len > 0 ? INT32_MAX : c->max_num_tokens,
         .query_len = batch.query_len,
+        .most_query_len = args->is_fixed ? batch.max_query_len : INT32_MAX,
+        .reads_tokens_alone = args->is_fixed && batch.query_len == 0,
         .added = batch.added,
         .num_steps = batch.num_steps,
         .rows_per_req = batch.rows_per_req,
@@ -514,7 +532,8 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
         .left = c->sliding_window_size,
         .chunk = c->attention_chunk,
         .table_columns = batch.table_columns,
-        .encoder_columns = (batch.max_encoder_len + c->page_size - 1) / c->page_size,
+        .encoder_columns =
+            args->is_fixed ? 0 : (batch.max_encoder_len + c->page_size - 1) / c->page_size,
         .cache_seqlens = state->cache_seqlens + first * c->max_bs,
         .seqlens_stride_step = c->max_bs,
         .cu_seqlens_k = state->cu_seqlens_k + first * (c->max_bs + 1),
