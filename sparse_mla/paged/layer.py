@@ -148,6 +148,8 @@ def attention(
         results={"attn_sink": attn_sink, "out": out, "lse": lse},
         workspace=workspace,
     )
+    if metadata._is_captured:
+        layer.mark_use(q, stream)  # the arrays know the event of the capture, not of the replay
     try:
         if k is not None or v is not None or prefix_chunk is not None:
             _refuse_arrays(metadata, k_cache, k, v, prefix_chunk, layer)
@@ -239,7 +241,7 @@ class Layer:
         return "full"
 
     def mark_use(self, q: Array, stream: Any) -> None:
-        """A later build may be on another stream, and write what this call reads."""
+        """Orders this call behind the builds so far, and before later ones, on any streams."""
         if self.builder.config.device != "cpu":
             array = q[0] if isinstance(q, tuple) else q
             self.builder._step.mark_use(_C.find_stream(array, stream)[1])

@@ -221,6 +221,7 @@ class Metadata(steps.ShortRepr):
     local_attn_metadata: LocalPart | None = None
     _builder: Any = field(default=None, repr=False)
     _build: tuple[int, int] = field(default=(0, 0), repr=False)  # its mode, and its number
+    _is_captured: bool = field(default=False, repr=False)
     _token_ids: Array = field(default=None, repr=False)
     _prefix_pages: Array = field(default=None, repr=False)
     _rest_seqlens: Array = field(default=None, repr=False)

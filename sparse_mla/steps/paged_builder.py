@@ -92,6 +92,8 @@ class Builder(steps.Builder):
             return self._replay(key, None, batch)
         step = self._fill(self._step.build, batch, sizes)
         shown = [self._show(mode, step, build, i) for i in range(sizes["num_steps"])]
+        for metadata in shown:
+            metadata.__dict__["_is_captured"] = True
         self._captured[key] = sizes, self._count_mapped(batch), shown
         return shown
 

@@ -144,6 +144,52 @@ test_trees(void)
     smla_paged_builder_destroy(builder);
 }
 
+/* What a capture fixes does not depend on lengths, and later calls write the same arrays. */
+static void
+test_fixed(void)
+{
+    smla_paged_config config = make_config();
+    const smla_paged_metadata *m = NULL;
+    smla_paged_builder *builder = NULL;
+    const batch b = make_batch();
+    array *const news = ARRAY(int32, REQS);
+    SET(news, 1, 0);
+    SET(news, 3, 1);
+    EXPECT_OK(smla_paged_builder_create(&config, &builder, &error));
+    smla_paged_build_args args = make_args(&b, SMLA_MODE_DECODE);
+    args.is_fixed = 1;
+    args.num_tokens = REQS;
+    args.num_padding_reqs = 1;
+    EXPECT_OK(smla_paged_builder_build(builder, &args, &m, &error));
+    const int32_t *const table = m->requests.entries;
+    EXPECT_INTS(m->requests.cache_seqlens, 5, 0);
+    EXPECT_INTS(table + m->requests.entries_stride, 0);
+    EXPECT_EQ(m->requests.max_seq_len_k, 12);
+    EXPECT_EQ(m->requests.columns, 3);
+    args.num_padding_reqs = 0;
+    EXPECT_OK(smla_paged_builder_build(builder, &args, &m, &error));
+    EXPECT(m->requests.entries == table);
+    EXPECT_EQ(m->requests.max_seq_len_k, 12);
+    expect_pages(&m->requests);
+    args.mode = SMLA_MODE_DRAFT_EXTEND;
+    args.extend_seq_lens = &news->tensor;
+    args.num_tokens = 6;
+    EXPECT_OK(smla_paged_builder_build(builder, &args, &m, &error));
+    EXPECT_INTS(m->requests.cu_seqlens_q, 0, 1, 4);
+    EXPECT_EQ(m->requests.max_seq_len_q, 3);
+    args.num_tokens = 4;
+    EXPECT_FAIL(smla_paged_builder_build(builder, &args, &m, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `extend_seq_lens` must be at most the 2 tokens per request "
+                "of the capture, got 3 at request 1");
+    args.num_padding_reqs = 3;
+    EXPECT_FAIL(smla_paged_builder_build(builder, &args, &m, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `num_real_reqs` must be 0 to 2, got -1");
+    args.is_fixed = 0;
+    EXPECT_FAIL(smla_paged_builder_build(builder, &args, &m, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `num_tokens` must be 0");
+    smla_paged_builder_destroy(builder);
+}
+
 static void
 test_refusals(void)
 {
@@ -187,6 +233,7 @@ main(void)
 {
     RUN(test_chains);
     RUN(test_trees);
+    RUN(test_fixed);
     RUN(test_refusals);
     return report("test_paged_step");
 }

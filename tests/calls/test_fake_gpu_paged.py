@@ -37,6 +37,11 @@ class Engine:
             stream=stream,
         )
 
+    def fixed(self) -> dict:
+        batch = self.batch
+        given = {"seq_lens": put(batch.seq_lens), "req_pool_indices": put(batch.pool)}
+        return {**given, "custom_mask": put(batch.custom_mask)}
+
     def attend(self, metadata, stream=None):
         sink = put(self.layer.sink)
         options = {"softmax_scale": self.layer.scale, "attn_sink": sink, "stream": stream}
@@ -86,3 +91,73 @@ def test_builds_and_layers_follow_each_other(package, gpu, cupy, topk):
     assert waits_first(lambda: engine.attend(made[0], second), second)
     assert waits_first(lambda: made.append(engine.build(first)), first)
     assert not waits_first(lambda: made.append(engine.build(first)), first)
+
+
+# --- captures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_replay_is_one_launch(package, gpu, cupy, topk):
+    """Nothing is copied or allocated, and the host waits for nothing and reads no lengths."""
+    engine = Engine(package, topk)
+    arrays = engine.fixed()
+    metadata = engine.builder.capture("target_verify", 2, 6, **arrays)
+    before = gpu.counts()
+    gpu.calls()
+    names = []
+    for _ in range(1000):
+        assert engine.builder.replay("target_verify", 2, **arrays) is metadata
+        names += [call.split("@")[0] for call in gpu.calls()]
+    assert names.count("launch") == 1000
+    assert gpu.counts() == before
+    forbidden = ("Synchronize", "Memcpy", "Memset", "Alloc", "Malloc", "Free")
+    assert not [name for name in names if any(word in name for word in forbidden)]
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_steps_in_a_capture(package, gpu, cupy, topk):
+    """A replay and a layer within a graph: their kernels alone, as without one."""
+    engine = Engine(package, topk)
+    stream = gpu.new_stream(PLACE)
+    cupy.stream, cupy.current = stream, PLACE
+    arrays = engine.fixed()
+    metadata = engine.builder.capture("target_verify", 2, 6, **arrays, stream=stream)
+    want = [np.asarray(x.array).copy() for x in engine.attend(metadata, stream)]
+    before = gpu.counts()
+    gpu.capture(stream)
+    gpu.calls()
+    engine.builder.replay("target_verify", 2, **arrays, stream=stream)
+    got = engine.attend(metadata, stream)
+    names = [call.split("@")[0] for call in gpu.calls()]
+    gpu.capture(stream, False)
+    assert names.count("launch") == (2 if topk == 1 else 4)  # two parts, and their merge
+    assert gpu.counts() == before
+    assert not {"cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"} & {*names}
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(np.asarray(x.array), y)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_replays_and_layers_follow_each_other(package, gpu, cupy, topk):
+    """On streams of their own, whichever the capture was on."""
+    engine = Engine(package, topk)
+    first, second = (gpu.new_stream(PLACE) for _ in range(2))
+    cupy.current = PLACE
+    arrays = engine.fixed()
+    metadata = engine.builder.capture("target_verify", 2, 6, **arrays, stream=second)
+    engine.attend(metadata, second)
+
+    def waits_first(run, stream) -> bool:
+        cupy.stream = stream
+        gpu.calls()
+        run()
+        names = [call.split("@")[0] for call in gpu.calls()]
+        return "cudaStreamWaitEvent" in names[: names.index("launch")]
+
+    def replay(stream):
+        engine.builder.replay("target_verify", 2, **arrays, stream=stream)
+
+    assert waits_first(lambda: replay(first), first)
+    assert not waits_first(lambda: replay(first), first)
+    assert waits_first(lambda: engine.attend(metadata, second), second)
+    assert waits_first(lambda: replay(first), first)
