@@ -159,8 +159,7 @@ smla_read_paged_request(const smla_paged_step_params *p, int64_t req)
     if (p->query_len == 0) {
         const int64_t len =
             p->extend_lens == NULL ? r.seq_len : p->extend_lens[req * p->extend_lens_stride];
-        r.query_len =
-            len < 0 ? 0 : smla_least_of(smla_least_of(len, r.seq_len), p->most_query_len);
+        r.query_len = len < 0 ? 0 : smla_least_of(smla_least_of(len, r.seq_len), p->most_query_len);
     }
     return r;
 }
@@ -214,8 +213,8 @@ smla_paged_num_pages(const smla_paged_step_params *p, int64_t keys)
 SMLA_HOST_DEVICE static inline int64_t
 smla_paged_encoder_columns(const smla_paged_step_params *p, const smla_paged_request *r)
 {
-    const int64_t columns = p->encoder_columns > 0 ? p->encoder_columns
-                                                   : smla_paged_num_pages(p, r->encoder_len);
+    const int64_t columns =
+        p->encoder_columns > 0 ? p->encoder_columns : smla_paged_num_pages(p, r->encoder_len);
     return smla_least_of(columns, smla_paged_num_pages(p, p->pool_width));
 }
 

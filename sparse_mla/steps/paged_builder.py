@@ -107,8 +107,8 @@ class Builder(steps.Builder):
     ) -> list[Metadata]:
         op, (build, bs, step) = "MetadataBuilder.replay", key
         if key not in self._captured:
-            sizes = sorted(n for b, n, s in self._captured if (b, s) == (build, step))
-            raise ValueError(f"{op}: `bs` must be captured in this mode, {sizes} are, got {bs!r}")
+            known = sorted(n for b, n, s in self._captured if (b, s) == (build, step))
+            raise ValueError(f"{op}: `bs` must be captured in this mode, {known} are, got {bs!r}")
         sizes, num_mapped, shown = self._captured[key]
         if self._count_mapped(batch) != num_mapped:
             got = self._count_mapped(batch)

@@ -177,6 +177,7 @@ def make_calls() -> dict[str, Call]:
     return {
         "Step": (_C.Step, (*example.step, None)),
         "Step.build": (partial(_C.Step(*example.step).build, **example.batch), (None,)),
+        "Step.refresh": (partial(_C.Step(*example.step).refresh, **example.batch), (None,)),
         "Step.layer": (partial(builder.layer, **layer), ()),
         "Step.warm_up": (_C.Step.warm_up, warm_up),
         "Step.check": (builder.check, (layer["generation"],)),

@@ -41,7 +41,7 @@ class Batch:
     has_twins: bool = True
     masks: list[np.ndarray] = field(default_factory=list)  # [N, N], of each request
     num_slots: int = 0
-    is_fixed: bool = False  # of a capture
+    is_fixed: bool = False  # whether a capture is replayed
 
     def __getattr__(self, name: str):
         """A number of the config, or its default."""

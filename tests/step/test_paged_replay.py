@@ -281,3 +281,80 @@ def test_copies_have_no_captures():
     builder.capture("decode", 1, 1, ints(5), ints(0))
     with pytest.raises(ValueError, match=r"`bs` must be captured in this mode, \[\] are, got 1"):
         copy.copy(builder).replay("decode", 1, ints(5), ints(0))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def count_state(c, has_pool: bool) -> int:
+    """The bytes of all modes' arrays: of requests, of the rows of trees, of chunks, of encoders."""
+    reach = max(c.num_draft_tokens, c.speculative_num_steps)
+    width = -(-(c.max_context_len + reach) // c.page_size)
+    slots = max(c.max_num_tokens, c.max_bs * max(c.topk * c.speculative_num_steps, reach))
+    table = c.max_bs * width
+
+    def mode(steps: int, tokens: int, rows: int = 0, columns: int = 0) -> int:
+        count = steps * (2 * c.max_bs + 1) + c.max_bs + 1 + table
+        count += table + slots if has_pool else 0
+        count += 3 * c.max_bs + 1 + table if c.is_encoder_decoder else 0
+        if c.attention_chunk:
+            made = 2 * c.max_bs + tokens // c.attention_chunk if tokens > c.max_bs else c.max_bs
+            count += made + 1 + steps * made * (1 + c.attention_chunk // c.page_size)
+        left = [c.sliding_window_size + 1] if c.sliding_window_size >= 0 else []
+        for more in [0, *left] if rows else []:
+            count += steps * (2 * rows + 1) + rows * (more + columns)
+        return count
+
+    n, k, s = c.num_draft_tokens, c.topk, c.speculative_num_steps
+    extends = mode(1, c.max_num_tokens)
+    total = mode(1, c.max_bs) + extends
+    if s:
+        rows = c.max_bs * k if k > 1 else 0
+        total += mode(s, c.max_bs, rows, s)
+    if n:
+        rows = c.max_bs * n if k > 1 else 0
+        total += extends + mode(1, c.max_bs * n, rows, n)
+    return 4 * total
+
+
+SIZED = [
+    {"max_context_len": 32768, "page_size": 64},
+    {"max_context_len": 32768, "num_draft_tokens": 4, "speculative_num_steps": 3},
+    {"max_context_len": 8192, "page_size": 16, "is_encoder_decoder": True},
+    {"max_context_len": 32768, "page_size": 16, "attention_chunk": 8192, "num_draft_tokens": 4},
+    {"max_context_len": 100, "topk": 2, "num_draft_tokens": 3, "speculative_num_steps": 2},
+    {
+        "max_context_len": 131072,
+        "page_size": 64,
+        "topk": 4,
+        "num_draft_tokens": 8,
+        "speculative_num_steps": 5,
+        "sliding_window_size": 1024,
+    },
+]
+
+
+@pytest.mark.parametrize("sizes", SIZED)
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_bytes_of_the_state(sizes, has_pool):
+    """Beside it there are a number for each query token, and what makes arrays begin at lines."""
+    config = paged.Config(**({"max_bs": 64, "max_num_tokens": 512} | sizes), device=device.NAME)
+    pool = np.zeros((2, 16), np.int32)
+    mapping = put(np.zeros(16, np.int32)) if has_pool else None
+    builder = paged.MetadataBuilder(config, put(pool), full_to_swa_index_mapping=mapping)
+    more = builder.workspace_bytes - count_state(config, has_pool)
+    tokens = max(512, 64 * max(config.topk, config.num_draft_tokens))
+    arrays_of_all_modes, of_shared_prefixes = 100, 3 * (64 + 64 + 8)
+    assert 0 <= more <= 4 * (tokens + 1 + of_shared_prefixes) + 64 * arrays_of_all_modes
+
+
+def test_window_rows_do_not_grow_with_the_context():
+    """64 requests of 131,072 tokens with a window of 1024, and trees of 8 drafts."""
+    sizes = SIZED[-1] | {"max_bs": 64, "max_num_tokens": 512}
+    size = {}
+    for left in (-1, 1024):
+        config = paged.Config(**(sizes | {"sliding_window_size": left}), device=device.NAME)
+        builder = paged.MetadataBuilder(config, put(np.zeros((2, 16), np.int32)))
+        size[left] = builder.workspace_bytes
+    rows_of_drafts = 64 * 4 * 4 * (1025 + 5)
+    assert size[1024] - size[-1] - rows_of_drafts <= 3 << 20

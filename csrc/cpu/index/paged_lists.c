@@ -98,8 +98,8 @@ write_tables(const smla_paged_step_params *p, int64_t req)
         write_mapped_pages(p, p->swa_page_table + row, slots_from(p, &r, first), count);
     }
     if (p->encoder_table != NULL) {
-        write_pages(p->encoder_table + row, slots_from(p, &r, 0),
-                    smla_paged_encoder_columns(p, &r), p->page_size);
+        write_pages(p->encoder_table + row, slots_from(p, &r, 0), smla_paged_encoder_columns(p, &r),
+                    p->page_size);
     }
 }
 

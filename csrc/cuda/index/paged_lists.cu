@@ -12,10 +12,10 @@
  * Shared mem   about 4 KiB: sums of warps, and the facts of 256 requests
  * Roles        A grid has one work item per CTA of 256 threads. Item 0 writes what has an entry per
  *              request, item 1 what has one per row of a tree, and the tokens' numbers. Then an
- *              item per request and 1024 columns of the longest table, or less of them if they are
+ *              item per request and 1024 columns of the longest table, or fewer items if they are
  *              many: each goes through the columns that the request has. The first of a request
- *              writes its rows of slots, by a warp each, and its virtual requests. It sums the sizes
- *              of all requests before it, so no item waits for another. The last items map
+ *              writes its rows of slots, by a warp each, and its virtual requests. It sums the
+ *              sizes of all requests before it, so no item waits for another. The last items map
  *              cache_loc. The grid follows from shapes alone, so a captured step has room for any
  *              lengths.
  * Roofline     Memory: 4 bytes written per page, and a sector of 32 read. Latency binds small
@@ -24,97 +24,15 @@
  *              are -1. Lengths are cut to the config and to the width of req_to_token.
  * Source       SGLang's FlashAttentionBackend, for its results; one launch for all arrays is ours.
  */
-#include "core/params_paged_step.h"
 #include "cuda/host/cuda.h"
-#include "cuda/ptx/launch.cuh"
+#include "cuda/index/paged_rows.cuh"
 
 namespace {
 
-enum { BLOCK_THREADS = 256, NUM_WARPS = BLOCK_THREADS / SMLA_WARP_LANES, TILE_COLUMNS = 1024 };
-enum { FIRST_REQUEST_ITEM = 2 };
-enum { MOST_ITEMS = 4096 }; /* of all requests, about: what keeps a GPU busy */
-
-struct paged_args {
-    smla_paged_step_params p;
-    smla_divisor page_size;
-    smla_divisor shares; /* items of a request */
-};
-
-/* ---- Sums over a CTA ----------------------------------------------------------------------- */
-
-struct cta_sums {
-    int64_t warps[NUM_WARPS];
-};
-
-/* The sum of the values of this thread and of all lower ones; `total` is that of all threads. Every
- * thread of the CTA calls this. */
-__device__ __forceinline__ int64_t
-scan_cta(cta_sums &sums, int64_t value, int64_t *total)
-{
-    const int warp = threadIdx.x / SMLA_WARP_LANES, lane = threadIdx.x % SMLA_WARP_LANES;
-    const int64_t in_warp = smla_scan_lanes(value, lane);
-    __syncthreads(); /* the sums of the last call have been read */
-    if (lane == SMLA_WARP_LANES - 1) {
-        sums.warps[warp] = in_warp;
-    }
-    __syncthreads(); /* the sums of all warps are there */
-    int64_t before = 0;
-    *total = 0;
-    for (int i = 0; i < NUM_WARPS; i++) {
-        before += i < warp ? sums.warps[i] : 0;
-        *total += sums.warps[i];
-    }
-    return before + in_warp;
-}
-
-/* ---- Slots --------------------------------------------------------------------------------- */
-
-__device__ __forceinline__ int32_t
-map_slot(const smla_paged_step_params &p, int64_t slot)
-{
-    return slot < 0 || slot >= p.num_mapped ? -1 : __ldg(p.mapping + slot * p.mapping_stride);
-}
-
-/* The slot of position `at` of a pool row, in the window pool if `is_mapped`; -1: none. */
-__device__ __forceinline__ int32_t
-read_slot(const smla_paged_step_params &p, int64_t pool_row, int64_t at, bool is_mapped)
-{
-    if (at >= p.pool_width) {
-        return -1;
-    }
-    const int32_t slot = __ldg(p.req_to_token + pool_row * p.pool_stride + at);
-    return is_mapped ? map_slot(p, slot) : slot;
-}
-
-/* The page of a slot, rounded down. */
-__device__ __forceinline__ int32_t
-page_of(const paged_args &args, int32_t slot)
-{
-    return slot >= 0 ? (int32_t)smla_divide_uint32((uint32_t)slot, args.page_size)
-                     : ~(int32_t)smla_divide_uint32((uint32_t)~slot, args.page_size);
-}
+enum { FIRST_REQUEST_ITEM = 2, TILE_COLUMNS = 1024 };
+enum { MOST_ITEMS = 4096 }; /* items of all requests, about: what keeps a GPU busy */
 
 /* ---- Item 0: an entry per request ---------------------------------------------------------- */
-
-/* A request, or nothing behind the last one. */
-__device__ __forceinline__ smla_paged_request
-read_request(const smla_paged_step_params &p, int64_t req)
-{
-    return req < p.num_reqs ? smla_read_paged_request(&p, req) : smla_paged_request{-1, 0, 0, 0, 0};
-}
-
-/* Extends a running sum by an entry per thread. The entry in front is in memory. */
-__device__ __forceinline__ void
-extend_sums(cta_sums &sums, int32_t *starts, int64_t at, int64_t count, int64_t value, int64_t most)
-{
-    int64_t total;
-    const int64_t sum = scan_cta(sums, value, &total);
-    const int64_t before = starts[at - threadIdx.x];
-    if (at < count) {
-        starts[at + 1] = (int32_t)smla_least_of(before + sum, most);
-    }
-    __syncthreads(); /* the next call reads the last entry */
-}
 
 __device__ __forceinline__ void
 clear_first_sums(const smla_paged_step_params &p)
@@ -196,95 +114,6 @@ write_lengths(const smla_paged_step_params &p, cta_sums &sums)
     }
 }
 
-/* ---- Item 1: an entry per row of a tree ---------------------------------------------------- */
-
-__device__ __forceinline__ bool
-is_seen(const smla_paged_step_params &p, int64_t at)
-{
-    return at < p.mask_entries && __ldg(p.mask + at * p.mask_stride) != 0;
-}
-
-/* The drafts that a row sees in step 0, where `drafts` is the first entry of them in the mask. */
-__device__ __forceinline__ int64_t
-count_seen(const smla_paged_step_params &p, int64_t drafts)
-{
-    int64_t count = 0;
-    for (int64_t i = 0; i < p.rows_per_req; i++) {
-        count += is_seen(p, drafts + i);
-    }
-    return count;
-}
-
-/* Writes the lengths and the sums of a row per thread, of `len` slots; -1: padding. */
-__device__ __forceinline__ void
-extend_rows(const smla_paged_step_params &p, cta_sums &sums, const smla_paged_tree_rows &rows,
-            int64_t row, int64_t count, int64_t len)
-{
-    for (int64_t step = 0; step < p.num_steps; step++) {
-        const int64_t seen = row >= count || len < 0 ? 0 : len + step;
-        if (row < count) {
-            rows.seqlens[step * rows.seqlens_stride_step + row] = (int32_t)seen;
-        }
-        extend_sums(sums, rows.starts + step * rows.starts_stride_step, row, count, seen,
-                    INT32_MAX);
-    }
-}
-
-__device__ __forceinline__ void
-clear_first_rows(const smla_paged_step_params &p, const smla_paged_tree_rows &rows)
-{
-    if (rows.seqlens != nullptr && threadIdx.x < p.num_steps) {
-        rows.starts[threadIdx.x * rows.starts_stride_step] = 0;
-    }
-}
-
-/* What the rows of 256 requests need of them. */
-struct tree_facts {
-    int64_t mask_start[BLOCK_THREADS];
-    int64_t mask_row[BLOCK_THREADS];
-    int32_t seq_len[BLOCK_THREADS];
-    int32_t window_len[BLOCK_THREADS];
-};
-
-__device__ __forceinline__ void
-write_row_lengths(const smla_paged_step_params &p, cta_sums &sums, tree_facts &facts)
-{
-    int64_t mask_before = 0;
-    clear_first_rows(p, p.expand);
-    clear_first_rows(p, p.swa);
-    for (int64_t base = 0; base < p.num_reqs; base += BLOCK_THREADS) {
-        const smla_paged_request r = read_request(p, base + threadIdx.x);
-        int64_t total;
-        const int64_t mask_len = p.rows_per_req * r.mask_row;
-        facts.mask_start[threadIdx.x] = mask_before + scan_cta(sums, mask_len, &total) - mask_len;
-        facts.mask_row[threadIdx.x] = r.mask_row;
-        facts.seq_len[threadIdx.x] = (int32_t)r.seq_len;
-        facts.window_len[threadIdx.x] = (int32_t)smla_paged_window_len(&p, &r);
-        mask_before += total;
-        __syncthreads(); /* the facts of all requests are there */
-        const int64_t num_reqs = smla_least_of(BLOCK_THREADS, p.num_reqs - base);
-        const int64_t first = base * p.rows_per_req, end = first + num_reqs * p.rows_per_req;
-        for (int64_t row_base = first; row_base < end; row_base += BLOCK_THREADS) {
-            const int64_t row = row_base + threadIdx.x;
-            const int64_t in_block = row < end ? smla_divide_len(row - first, p.rows_per_req) : 0;
-            const int64_t number = row - first - in_block * p.rows_per_req;
-            int64_t len = -1;
-            if (row < end && facts.seq_len[in_block] > 0) {
-                len = p.mask == nullptr ? p.tree_slots
-                                        : count_seen(p, facts.mask_start[in_block] +
-                                                            number * facts.mask_row[in_block] +
-                                                            facts.seq_len[in_block]);
-            }
-            extend_rows(p, sums, p.expand, row, end, len);
-            if (p.swa.seqlens != nullptr) {
-                extend_rows(p, sums, p.swa, row, end,
-                            len < 0 ? -1 : len + facts.window_len[in_block]);
-            }
-        }
-        __syncthreads(); /* the facts have been read */
-    }
-}
-
 /* ---- Items of a request -------------------------------------------------------------------- */
 
 /* Writes a share of the columns of the request's tables: 256, then those of the next round of all
@@ -323,75 +152,6 @@ write_tables(const paged_args &args, const smla_paged_request &r, int64_t req, i
         const int64_t columns = smla_paged_encoder_columns(&p, &r);
         for (int64_t column = first_column; column < columns; column += distance) {
             p.encoder_table[row + column] = page_of(args, __ldg(slots + column * p.page_size));
-        }
-    }
-}
-
-/* Writes the slots of a row of `expand`, by a warp. Returns how many the row has in the last step.
- * `drafts` is the first entry of the drafts in the mask. */
-__device__ __forceinline__ int64_t
-write_expand_row(const smla_paged_step_params &p, const smla_paged_request &r, int64_t row,
-                 int64_t drafts, int lane, int32_t *out)
-{
-    if (p.mask == nullptr) {
-        const int64_t count = p.tree_slots + p.num_steps - 1;
-        for (int64_t i = lane; i < count; i += SMLA_WARP_LANES) {
-            out[i] = (int32_t)smla_int_at(&p.cache_loc, row * p.row_loc + i);
-        }
-        return count;
-    }
-    int64_t num_seen = 0;
-    for (int64_t base = 0; base < p.rows_per_req; base += SMLA_WARP_LANES) {
-        const int64_t i = base + lane;
-        num_seen += __popc(__ballot_sync(ALL_LANES, i < p.rows_per_req && is_seen(p, drafts + i)));
-    }
-    int64_t seen_before = 0, others_before = num_seen;
-    for (int64_t base = 0; base < p.rows_per_req; base += SMLA_WARP_LANES) {
-        const int64_t i = base + lane;
-        const bool is_there = i < p.rows_per_req;
-        const bool sees = is_there && is_seen(p, drafts + i);
-        const unsigned seen = __ballot_sync(ALL_LANES, sees);
-        const unsigned others = __ballot_sync(ALL_LANES, is_there && !sees);
-        const unsigned lower = (1u << lane) - 1;
-        if (is_there) {
-            const int64_t at =
-                sees ? seen_before + __popc(seen & lower) : others_before + __popc(others & lower);
-            out[at] = read_slot(p, r.pool_row, r.seq_len + i, false);
-        }
-        seen_before += __popc(seen);
-        others_before += __popc(others);
-    }
-    return num_seen;
-}
-
-/* Writes a row of `swa`, by the warp that has written the row of `expand`. */
-__device__ __forceinline__ void
-write_window_row(const smla_paged_step_params &p, const smla_paged_request &r,
-                 const int32_t *expand, int64_t count, int lane, int32_t *out)
-{
-    const bool is_mapped = p.mapping != nullptr;
-    const int64_t len = smla_paged_window_len(&p, &r);
-    for (int64_t i = lane; i < len; i += SMLA_WARP_LANES) {
-        out[i] = read_slot(p, r.pool_row, r.seq_len - len + i, is_mapped);
-    }
-    __syncwarp(); /* the row of `expand` is written */
-    for (int64_t i = lane; i < count; i += SMLA_WARP_LANES) {
-        out[len + i] = is_mapped ? map_slot(p, expand[i]) : expand[i];
-    }
-}
-
-__device__ __forceinline__ void
-write_tree(const smla_paged_step_params &p, const smla_paged_request &r, int64_t req,
-           int64_t mask_start)
-{
-    const int warp = threadIdx.x / SMLA_WARP_LANES, lane = threadIdx.x % SMLA_WARP_LANES;
-    for (int64_t i = warp; r.seq_len > 0 && i < p.rows_per_req; i += NUM_WARPS) {
-        const int64_t row = req * p.rows_per_req + i;
-        int32_t *const slots = p.expand.slots + row * p.expand.slots_stride;
-        const int64_t drafts = mask_start + i * r.mask_row + r.seq_len;
-        const int64_t count = write_expand_row(p, r, row, drafts, lane, slots);
-        if (p.swa.seqlens != nullptr) {
-            write_window_row(p, r, slots, count, lane, p.swa.slots + row * p.swa.slots_stride);
         }
     }
 }

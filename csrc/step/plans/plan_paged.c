@@ -68,65 +68,6 @@ check(smla_step *s, smla_error *error)
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
-bool
-smla_paged_has_mode(const smla_paged_config *config, int mode)
-{
-    const smla_paged_mode *const row = &smla_paged_modes[mode];
-    const bool is_tree = row->rows != SMLA_NUMBER_ZERO;
-    const bool is_speculative = mode == SMLA_PAGED_DRAFT_EXTEND || mode == SMLA_PAGED_VERIFY ||
-                                mode == SMLA_PAGED_VERIFY_TREE;
-    if ((row->is_draft && config->speculative_num_steps == 0) ||
-        (!row->is_draft && config->drafts_only) ||
-        (is_speculative && config->num_draft_tokens == 0)) {
-        return false;
-    }
-    const bool may_be_tree = row->is_draft || row->query_len == SMLA_NUMBER_DRAFTS;
-    return !may_be_tree || is_tree == (config->topk > 1);
-}
-
-int64_t
-smla_paged_most_loc(const smla_paged_config *config)
-{
-    const int64_t numbers[] = {config->topk * config->speculative_num_steps,
-                               config->num_draft_tokens, 1};
-    int64_t most = config->max_num_tokens;
-    for (int i = 0; i < 3; i++) {
-        most = numbers[i] * config->max_bs > most ? numbers[i] * config->max_bs : most;
-    }
-    return most;
-}
-
-int64_t
-smla_paged_expand_columns(const smla_paged_config *config, int mode)
-{
-    return smla_paged_modes[mode].is_draft ? config->speculative_num_steps
-                                           : config->num_draft_tokens;
-}
-
-int64_t
-smla_paged_swa_columns(const smla_paged_config *config, int mode)
-{
-    return config->sliding_window_size + 1 + smla_paged_expand_columns(config, mode);
-}
-
-int64_t
-smla_paged_most_tokens(const smla_paged_config *config, int mode)
-{
-    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
-    return query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
-}
-
-/* A request's queries are in at most two blocks of chunks more than fill them. */
-int64_t
-smla_paged_most_local(const smla_paged_config *config, int mode)
-{
-    const int64_t chunk = config->attention_chunk;
-    return chunk == 0 ? 0
-           : smla_paged_modes[mode].query_len == SMLA_NUMBER_ONE
-               ? config->max_bs
-               : 2 * config->max_bs + smla_paged_most_tokens(config, mode) / chunk;
-}
-
 /* Adds an array of a mode, which begins at a multiple of 64 bytes. */
 static void
 add(smla_step *s, size_t field, int64_t count)
@@ -169,7 +110,6 @@ list_mode(smla_step *s, int mode)
     ADD(encoder_seqlens, encoders);
     ADD(encoder_starts, encoders == 0 ? 0 : encoders + 1);
     ADD(encoder_table, encoders == 0 ? 0 : pages);
-    ADD(token_ids, smla_paged_most_tokens(c, mode) + 1);
     list_rows(s, at + offsetof(smla_paged_state, expand), steps, rows,
               smla_paged_expand_columns(c, mode));
     list_rows(s, at + offsetof(smla_paged_state, swa), steps, c->has_window ? rows : 0,
@@ -185,17 +125,23 @@ list_mode(smla_step *s, int mode)
 /* Arrays of a mode at most: those of smla_paged_state. A config has one of the two rows of drafts,
  * and of verification. */
 _Static_assert((int)SMLA_MAX_ARENA_ROWS >=
-                   (SMLA_NUM_PAGED_MODES - 2) * (int)(sizeof(smla_paged_state) / sizeof(void *)),
+                   (SMLA_NUM_PAGED_MODES - 2) * (int)(sizeof(smla_paged_state) / sizeof(void *)) +
+                       1,
                "room for all arrays");
 
 static void
 list_arrays(smla_step *s)
 {
+    const smla_paged_config *const c = &((const smla_paged_builder *)s)->config;
+    int64_t most_tokens = 0;
     for (int mode = 0; mode < SMLA_NUM_PAGED_MODES; mode++) {
-        if (smla_paged_has_mode(&((const smla_paged_builder *)s)->config, mode)) {
+        if (smla_paged_has_mode(c, mode)) {
+            const int64_t tokens = smla_paged_most_tokens(c, mode);
+            most_tokens = tokens > most_tokens ? tokens : most_tokens;
             list_mode(s, mode);
         }
     }
+    add(s, offsetof(smla_paged_made, token_ids), most_tokens + 1);
 }
 
 static int64_t
@@ -275,7 +221,7 @@ commit(smla_step *s, const void *given)
         .swa_page_table = state->swa_page_table,
         .cache_leftpad =
             args->common_prefix_len > 0 || c->is_encoder_decoder ? state->leftpad : NULL,
-        .token_ids = state->token_ids,
+        .token_ids = b->made.token_ids,
         .num_tokens = smla_least_of(batch.num_tokens, smla_paged_most_tokens(c, batch.mode)),
         .seqlens_stride = c->max_bs,
         .starts_stride = c->max_bs + 1,
@@ -287,7 +233,7 @@ commit(smla_step *s, const void *given)
         const smla_paged_row_state expand = {state->expand.seqlens + first * most_rows,
                                              state->expand.starts + first * (most_rows + 1),
                                              state->expand.slots};
-        m->expand = show_rows(&expand, state->token_ids, num_rows,
+        m->expand = show_rows(&expand, b->made.token_ids, num_rows,
                               smla_paged_expand_columns(c, batch.mode), slots);
     }
     if (batch.rows_per_req > 0 && c->has_window) {
@@ -295,7 +241,7 @@ commit(smla_step *s, const void *given)
                                           state->swa.starts + first * (most_rows + 1),
                                           state->swa.slots};
         m->swa_spec =
-            show_rows(&swa, state->token_ids, num_rows, smla_paged_swa_columns(c, batch.mode),
+            show_rows(&swa, b->made.token_ids, num_rows, smla_paged_swa_columns(c, batch.mode),
                       smla_least_of(c->sliding_window_size + 1, batch.max_keys) + slots);
     }
     if (c->is_encoder_decoder) {

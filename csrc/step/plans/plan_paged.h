@@ -26,7 +26,6 @@ typedef struct smla_paged_state {
     int32_t *encoder_seqlens;
     int32_t *encoder_starts; /* [max_bs + 1] */
     int32_t *encoder_table;  /* [max_bs, W] */
-    int32_t *token_ids;      /* [most query tokens + 1] */
     int32_t *rest_seqlens;   /* [max_bs] */
     smla_paged_row_state expand;
     smla_paged_row_state swa;
@@ -39,6 +38,7 @@ typedef struct smla_paged_state {
 /* What the kernel writes, for each row of smla_paged_modes. */
 typedef struct smla_paged_made {
     smla_paged_state modes[SMLA_NUM_PAGED_MODES];
+    int32_t *token_ids; /* [most query tokens of a mode + 1]: 0, 1, 2, ..., for all modes */
 } smla_paged_made;
 
 struct smla_paged_builder {
@@ -65,21 +65,72 @@ smla_paged_number(const smla_paged_config *config, smla_mode_number number, int6
     return 0;
 }
 
-/* ---- plan_paged.c -------------------------------------------------------------------------- */
+/* ---- Sizes --------------------------------------------------------------------------------- */
 
 /* Whether a config has the arrays of a mode. */
-bool smla_paged_has_mode(const smla_paged_config *config, int mode);
+static inline bool
+smla_paged_has_mode(const smla_paged_config *config, int mode)
+{
+    const smla_paged_mode *const row = &smla_paged_modes[mode];
+    const bool is_tree = row->rows != SMLA_NUMBER_ZERO;
+    const bool is_speculative = mode == SMLA_PAGED_DRAFT_EXTEND || mode == SMLA_PAGED_VERIFY ||
+                                mode == SMLA_PAGED_VERIFY_TREE;
+    if ((row->is_draft && config->speculative_num_steps == 0) ||
+        (!row->is_draft && config->drafts_only) ||
+        (is_speculative && config->num_draft_tokens == 0)) {
+        return false;
+    }
+    const bool may_be_tree = row->is_draft || row->query_len == SMLA_NUMBER_DRAFTS;
+    return !may_be_tree || is_tree == (config->topk > 1);
+}
 
 /* Entries of out_cache_loc that a call may have. */
-int64_t smla_paged_most_loc(const smla_paged_config *config);
+static inline int64_t
+smla_paged_most_loc(const smla_paged_config *config)
+{
+    const int64_t numbers[] = {config->topk * config->speculative_num_steps,
+                               config->num_draft_tokens, 1};
+    int64_t most = config->max_num_tokens;
+    for (int i = 0; i < 3; i++) {
+        most = numbers[i] * config->max_bs > most ? numbers[i] * config->max_bs : most;
+    }
+    return most;
+}
 
-/* Slots of a row: of `expand`, and of `swa`. */
-int64_t smla_paged_expand_columns(const smla_paged_config *config, int mode);
-int64_t smla_paged_swa_columns(const smla_paged_config *config, int mode);
+/* Slots of a row: of `expand`, */
+static inline int64_t
+smla_paged_expand_columns(const smla_paged_config *config, int mode)
+{
+    return smla_paged_modes[mode].is_draft ? config->speculative_num_steps
+                                           : config->num_draft_tokens;
+}
 
-/* Query tokens, and virtual requests, that a mode has at most. */
-int64_t smla_paged_most_tokens(const smla_paged_config *config, int mode);
-int64_t smla_paged_most_local(const smla_paged_config *config, int mode);
+/* and of `swa`. */
+static inline int64_t
+smla_paged_swa_columns(const smla_paged_config *config, int mode)
+{
+    return config->sliding_window_size + 1 + smla_paged_expand_columns(config, mode);
+}
+
+/* Query tokens that a mode has at most. */
+static inline int64_t
+smla_paged_most_tokens(const smla_paged_config *config, int mode)
+{
+    const int64_t query_len = smla_paged_number(config, smla_paged_modes[mode].query_len, 0);
+    return query_len == 0 ? config->max_num_tokens : config->max_bs * query_len;
+}
+
+/* Virtual requests that a mode has at most: a request's queries are in at most two blocks of chunks
+ * more than fill them. */
+static inline int64_t
+smla_paged_most_local(const smla_paged_config *config, int mode)
+{
+    const int64_t chunk = config->attention_chunk;
+    return chunk == 0 ? 0
+           : smla_paged_modes[mode].query_len == SMLA_NUMBER_ONE
+               ? config->max_bs
+               : 2 * config->max_bs + smla_paged_most_tokens(config, mode) / chunk;
+}
 
 /* ---- plan_paged_build.c -------------------------------------------------------------------- */
 

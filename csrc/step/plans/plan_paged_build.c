@@ -550,7 +550,7 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
         .expand =
             rows_of(&state->expand, first, most_rows, smla_paged_expand_columns(c, batch.mode)),
         .swa = rows_of(&state->swa, first, most_rows, smla_paged_swa_columns(c, batch.mode)),
-        .token_ids = state->token_ids,
+        .token_ids = b->made.token_ids,
         .num_tokens = smla_least_of(batch.num_tokens, smla_paged_most_tokens(c, batch.mode)),
         .num_local = most_local,
         .local_starts = state->local_starts,
