@@ -7,7 +7,7 @@ from typing import Any
 
 import device
 import numpy as np
-from paged_steps import KEPT, Batch, make_batch, paged, running_tokens
+from paged_steps import Batch, make_batch, paged, running_tokens
 
 SIZES = (1, 3, 8)
 FIXED_MODES = ("decode", "idle", "draft", "target_verify", "draft_extend")
@@ -19,7 +19,6 @@ class Engine:
 
     def __init__(self, rng, mode: str, page_size: int, **changes: Any) -> None:
         self.rng, self.mode, self.page_size = rng, mode, page_size
-        self.journey = device.Journey() if device.DEVICE != "cpu" else None
         limits = {"max_bs": max(SIZES), "max_num_tokens": 512, **changes}
         longest = int(rng.choice([17, 60]))
         first = make_batch(rng, mode, page_size, longest, **limits)
@@ -39,8 +38,9 @@ class Engine:
         config = paged.Config(**self.config, device=device.NAME)
         return kind(config, self.put(batch.req_to_token), full_to_swa_index_mapping=mapping)
 
-    def put(self, x):
-        return x if x is None or self.journey is None else self.journey.put(x)
+    @staticmethod
+    def put(x):
+        return x if device.DEVICE == "cpu" else device.Journey().put(x)
 
     def tokens(self, bs: int) -> int:
         """Query tokens of a capture."""
@@ -102,8 +102,6 @@ class Engine:
         """The arrays of a call, where the session's device has them."""
         self.builder.req_to_token = self.put(batch.req_to_token)
         self.builder.full_to_swa_index_mapping = self.put(batch.mapping)
-        KEPT.append(self.journey)
-        del KEPT[:-8]
         moved = {"seq_lens": self.put(batch.seq_lens), "req_pool_indices": self.put(batch.pool)}
         for name in ARRAYS:
             if getattr(batch, name) is not None:
@@ -132,3 +130,67 @@ class Engine:
         self.builder.req_to_token = self.put(batch.req_to_token)
         self.builder.full_to_swa_index_mapping = self.put(batch.mapping)
         return batch, batch.build(self.builder)
+
+
+class Lasting:
+    """Arrays that stay where they are, and change their contents."""
+
+    def __init__(self, put) -> None:
+        self.put, self.kept = put, {}
+
+    def set(self, name: Any, x: np.ndarray) -> Any:
+        if name not in self.kept:
+            self.kept[name] = self.put(x.copy())
+        else:
+            self.kept[name][...] = self.put(x)
+        return self.kept[name]
+
+
+def widen(x: np.ndarray, shape: tuple[int, ...], fill: Any) -> np.ndarray:
+    """The array as the first part of a larger one."""
+    wide = np.full(shape, fill, x.dtype)
+    wide[tuple(map(slice, x.shape))] = x
+    return wide
+
+
+class LastingEngine(Engine):
+    """An engine as graphs need it: every array that a step reads is where it was."""
+
+    def __init__(self, rng, mode: str, page_size: int, **changes: Any) -> None:
+        super().__init__(rng, mode, page_size, **changes)
+        c = self.config
+        reach = c["max_context_len"] + max(c["num_draft_tokens"], c["speculative_num_steps"])
+        self.width = reach + 2 * page_size
+        self.pages = (c["max_bs"] + 4) * (-(-self.width // page_size)) + 3
+        self.lasting = Lasting(self.put)
+
+    def arrays(self, batch: Batch) -> dict[str, Any]:
+        bs, last = len(batch.seq_lens), self.lasting.set
+        table = widen(batch.req_to_token, (len(batch.req_to_token), self.width), -1)
+        self.builder.req_to_token = last("req_to_token", table)
+        if batch.mapping is not None:
+            mapping = widen(batch.mapping, (self.pages * self.page_size,), -1)
+            self.builder.full_to_swa_index_mapping = last("mapping", mapping)
+        made = {
+            "seq_lens": last((bs, "seq_lens"), batch.seq_lens),
+            "req_pool_indices": last((bs, "pool"), batch.pool.astype(np.int64)),
+        }
+        for name in ARRAYS:
+            x = getattr(batch, name)
+            if name == "custom_mask" and x is not None:
+                n = batch.num_draft_tokens
+                x = widen(x, (bs * n * (batch.max_context_len + n),), True)
+            if x is not None:
+                x = x.astype(np.int64) if name == "out_cache_loc" else x
+                made[name] = last((bs, name), x)
+        return made
+
+    def layer_arrays(self, key: Any, layer: Any) -> tuple[Any, ...]:
+        """q and the caches of a layer, for as many tokens and pages as there may be."""
+        tokens = self.tokens(len(layer.batch.seq_lens))
+        q = widen(layer.q, (tokens, *layer.q.shape[1:]), 0)
+        given = [self.lasting.set((key, "q"), q)]
+        for i, cache in enumerate(layer.caches):
+            wide = widen(cache, (self.pages, *cache.shape[1:]), np.nan)
+            given.append(self.lasting.set((key, i), wide))
+        return tuple(given)
