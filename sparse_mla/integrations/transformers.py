@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -61,6 +60,7 @@ import sparse_mla
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import IndexFormat, Path, RopeFormat
 from sparse_mla.integrations._dense_layers import DenseLayers
+from sparse_mla.integrations._pages import Pages
 from sparse_mla.integrations._v32_layers import SparseLayers
 
 __all__ = ["ModelRunner"]
@@ -76,12 +76,6 @@ _LAYERS: dict[type, type[SparseLayers] | type[DenseLayers]] = {
 def __dir__() -> list[str]:
     """What tab completion offers."""
     return __all__
-
-
-@dataclass
-class _Request:
-    pages: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # cached tokens
 
 
 @takes_both
@@ -230,13 +224,12 @@ class ModelRunner:
             device=devices[0],
         )
         self.config = self._layers.config
-        self._free_pages = list(range(num_pages))
-        self._requests: dict[Hashable, _Request] = {}
+        self._pages = Pages(num_pages, block_size)
 
     @property
     def num_free_pages(self) -> int:
         """Pages that belong to no request."""
-        return len(self._free_pages)
+        return self._pages.num_free
 
     def step(
         self, tokens: Mapping[Any, Sequence[int] | torch.Tensor], *, all_logits: bool = False
@@ -287,7 +280,7 @@ class ModelRunner:
             )
         ids = {request: self._check_ids(request, new) for request, new in tokens.items()}
         self._check_limits(ids)
-        self._allocate(ids)
+        self._pages.reserve("ModelRunner.step", {name: len(new) for name, new in ids.items()})
         rows: dict[Hashable, range] = {}  # the step's rows; the builder needs decodes first
         num_tokens = 0
         for request in sorted(ids, key=lambda request: len(ids[request]) > 1):
@@ -306,7 +299,7 @@ class ModelRunner:
                 sparse_mla_step=step,
             ).logits[0]
         for request, its_rows in rows.items():
-            self._requests[request].num_tokens += len(its_rows)
+            self._pages.advance(request, len(its_rows))
         return logits
 
     def free(self, request: Hashable) -> None:
@@ -339,9 +332,9 @@ class ModelRunner:
         >>> runner.num_free_pages, runner.free("a"), runner.num_free_pages
         (3, None, 4)
         """
-        if request not in self._requests:
+        if request not in self._pages.requests:
             raise KeyError(f"ModelRunner.free: there is no request {request!r}")
-        self._free_pages += self._requests.pop(request).pages
+        self._pages.release(request)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -367,7 +360,7 @@ class ModelRunner:
             raise ValueError(
                 f"{what} be 0 to {vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
             )
-        num_tokens = len(ids) + self._state(request).num_tokens
+        num_tokens = len(ids) + self._pages.find(request).num_tokens
         if num_tokens > self.config.max_model_len:
             raise ValueError(
                 f"{what} leave it within max_model_len = {self.config.max_model_len}, got "
@@ -387,28 +380,6 @@ class ModelRunner:
                     f"ModelRunner.step: `tokens` must be 1 to {name} = {most} {what}, got {number}"
                 )
 
-    # --- pages -----------------------------------------------------------------------------------
-
-    def _state(self, request: Hashable) -> _Request:
-        return self._requests.get(request) or _Request()
-
-    def _allocate(self, ids: dict[Hashable, torch.Tensor]) -> None:
-        """Gives every request the pages for its new tokens, or raises and gives none."""
-        missing = {}
-        for request, new in ids.items():
-            state = self._state(request)
-            num_pages = -(-(state.num_tokens + len(new)) // self.config.block_size)
-            missing[request] = max(num_pages - len(state.pages), 0)  # pages of a failed step stay
-        if sum(missing.values()) > len(self._free_pages):
-            raise MemoryError(
-                f"ModelRunner.step: {sum(missing.values())} more pages needed, "
-                f"{len(self._free_pages)} free: free() requests that are done, or make num_pages "
-                "larger"
-            )
-        for request, count in missing.items():
-            state = self._requests.setdefault(request, _Request())
-            state.pages += [self._free_pages.pop() for _ in range(count)]
-
     # --- a step ----------------------------------------------------------------------------------
 
     def _put(self, x: np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -420,25 +391,19 @@ class ModelRunner:
 
     def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, Any]:
         """Returns positions [T] of the step's tokens in their requests, and what layers need."""
-        block_size = self.config.block_size
-        states = [self._requests[request] for request in rows]
-        contexts = [state.num_tokens for state in states]
+        contexts = [self._pages.find(request).num_tokens for request in rows]
         query_lens = [len(its_rows) for its_rows in rows.values()]
         seq_lens = np.add(contexts, query_lens, dtype=np.int32)
         query_start_loc = np.cumsum([0, *query_lens], dtype=np.int32)
-        block_table = np.zeros((len(states), max(len(state.pages) for state in states)), np.int32)
-        for r, state in enumerate(states):
-            block_table[r, : len(state.pages)] = state.pages
-        positions = np.concatenate(list(map(np.arange, contexts, seq_lens)))
-        request_idx = np.repeat(np.arange(len(states)), query_lens)
-        pages = block_table[request_idx, positions // block_size].astype(np.int64)
-        slots = pages * block_size + positions % block_size
+        each = dict(zip(rows, map(np.arange, contexts, seq_lens), strict=True))
+        positions = np.concatenate(list(each.values()))
+        slots = np.concatenate([self._pages.slots(name, x) for name, x in each.items()])
 
         common = sparse_mla.CommonAttentionMetadata(
             self._put(query_start_loc),
             self._put(seq_lens),
             self._put(slots),
-            self._put(block_table),
+            self._put(self._pages.table(rows)),
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
         )
