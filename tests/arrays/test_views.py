@@ -1408,7 +1408,10 @@ def test_every_array_of_every_operator_has_a_row():
         "xla_handlers",
     }
     members = {n for n in vars(_C.Step) if not n.startswith("_")}
-    assert members == {"build", "check", "layer", "mark_use", "warm_up", "workspace_bytes"}
+    assert members == {
+        *("build", "check", "layer", "mark_use", "refresh", "warm_up"),
+        "workspace_bytes",
+    }
 
 
 def test_tables_name_arrays_that_examples_have():

@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "tests" / "typing"
 EXAMPLES_WITH_TORCH = [
     ROOT / "examples" / f"{name}.py"
-    for name in ("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32")
+    for name in (
+        *("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32"),
+        *("speculative", "speculative_models"),
+    )
 ]
 PACKAGE = Path(sparse_mla.__file__).parent.parent
 
