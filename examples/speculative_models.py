@@ -176,7 +176,7 @@ class Served:
     ) -> None:
         self.model, self.num_pages, self.is_fp8 = model, num_pages, is_fp8
         self.page_size = config.page_size
-        self.where = {"device": req_to_token.device}
+        self.device = req_to_token.device
         self.caches = [self.make_caches() for _ in model.model.layers]
         self.builder = paged.MetadataBuilder(config, req_to_token)
         if isinstance(model, DeepseekV3ForCausalLM):
@@ -190,10 +190,10 @@ class Served:
         pages = (self.num_pages, self.page_size)
         if isinstance(self.model, DeepseekV3ForCausalLM):
             row, dtype = (656, torch.uint8) if self.is_fp8 else (576, torch.bfloat16)
-            return (torch.zeros(*pages, row, dtype=dtype, **self.where),)
+            return (torch.zeros(*pages, row, dtype=dtype, device=self.device),)
         dtype = torch.float8_e4m3fn if self.is_fp8 else torch.bfloat16
         shape = (*pages, GQA["num_key_value_heads"], GQA["head_dim"])
-        return tuple(torch.zeros(shape, dtype=dtype, **self.where) for _ in range(2))
+        return tuple(torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
 
     @torch.no_grad()
     def forward(
