@@ -104,7 +104,7 @@ def test_the_readme_s_command_runs_a_notebook(has_another, tmp_path):
 
 
 def test_examples_are_found():
-    assert {"quickstart.py", "quickstart.ipynb", "cuda_graph.py"} <= {p.name for p in EXAMPLES}
+    assert {"quickstart.py", "trees.ipynb", "cuda_graph.py"} <= {p.name for p in EXAMPLES}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -125,7 +125,8 @@ def test_a_notebook_says_what_it_needs(path):
 
 
 def test_c_examples_are_found():
-    assert {"decode.c", "cache.c", "prefill.c", "step.c", "v4.c"} <= {p.name for p in C_EXAMPLES}
+    names = {path.name for path in C_EXAMPLES}
+    assert {"decode.c", "cache.c", "prefill.c", "step.c", "paged.c", "v4.c"} <= names
 
 
 @pytest.mark.parametrize("path", C_EXAMPLES, ids=lambda path: path.name)
