@@ -104,6 +104,7 @@ typedef struct smla_backend {
     /* Memory of this device, aligned to at least 64 bytes. Its contents are undefined. NULL if
      * there is not enough memory. */
     void *(*allocate)(int32_t device_id, int64_t bytes);
+    void *(*allocate_zeros)(int32_t device_id, int64_t bytes); /* the same, but zero */
     void (*release)(int32_t device_id, void *memory);
     /* A mirror that is zero on host and device; NULL if there is not enough memory. */
     smla_mirror *(*create_mirror)(int32_t device_id, int64_t bytes);

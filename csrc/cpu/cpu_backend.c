@@ -26,6 +26,13 @@ allocate(int32_t device_id, int64_t bytes)
     return aligned_alloc(CACHE_LINE_BYTES, (lines > 0 ? lines : 1) * CACHE_LINE_BYTES);
 }
 
+static void *
+allocate_zeros(int32_t device_id, int64_t bytes)
+{
+    void *const memory = allocate(device_id, bytes);
+    return memory == NULL ? NULL : memset(memory, 0, (size_t)bytes);
+}
+
 static void
 release(int32_t device_id, void *memory)
 {
@@ -39,13 +46,12 @@ static smla_mirror *
 create_mirror(int32_t device_id, int64_t bytes)
 {
     smla_mirror *mirror = malloc(sizeof *mirror);
-    void *memory = allocate(device_id, bytes);
+    void *memory = allocate_zeros(device_id, bytes);
     if (mirror == NULL || memory == NULL) {
         free(mirror);
         free(memory);
         return NULL;
     }
-    memset(memory, 0, (size_t)bytes);
     *mirror = (smla_mirror){.device = memory, .bytes = bytes};
     return mirror;
 }
@@ -114,6 +120,7 @@ const smla_backend smla_cpu_backend = {
     .projection = smla_cpu_projection,
     .kernels = smla_cpu_kernels,
     .allocate = allocate,
+    .allocate_zeros = allocate_zeros,
     .release = release,
     .create_mirror = create_mirror,
     .destroy_mirror = destroy_mirror,

@@ -274,6 +274,7 @@ const smla_backend smla_cuda_backend = {
     .projection = projection,
     .kernels = smla_cuda_kernels,
     .allocate = smla_cuda_allocate,
+    .allocate_zeros = smla_cuda_allocate_zeros,
     .release = smla_cuda_release,
     .create_mirror = smla_cuda_create_mirror,
     .destroy_mirror = smla_cuda_destroy_mirror,

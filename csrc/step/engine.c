@@ -153,7 +153,7 @@ allocate_buffers(smla_step *s, smla_error *error)
     SMLA_TRY(take_workspaces(s, error));
     s->scratch_bytes = plan->fill == NULL ? 0 : plan->find_scratch_bytes(s);
     s->mirror = backend->create_mirror(device_id, sent_bytes);
-    s->lists = made_bytes == 0 ? NULL : backend->allocate(device_id, made_bytes);
+    s->lists = made_bytes == 0 ? NULL : backend->allocate_zeros(device_id, made_bytes);
     s->scratch = backend->allocate(device_id, s->scratch_bytes);
     s->host = kept_bytes == 0 ? NULL : malloc((size_t)kept_bytes);
     s->chunks = calloc((size_t)s->max_num_chunks, sizeof *s->chunks);

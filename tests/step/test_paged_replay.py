@@ -334,6 +334,16 @@ SIZED = [
 ]
 
 
+def test_new_arrays_are_zeros():
+    """What no step has written yet is no memory of others."""
+    for _ in range(20):
+        junk = [np.full(1 << 12, 77, np.int32) for _ in range(50)]
+        del junk
+        builder = make(max_context_len=500, page_size=1)
+        metadata = builder.capture("decode", 1, 1, ints(1), ints(0))
+        assert not device.host(metadata.page_table)[0, 1:].any()
+
+
 @pytest.mark.parametrize("sizes", SIZED)
 @pytest.mark.parametrize("has_pool", [False, True])
 def test_bytes_of_the_state(sizes, has_pool):

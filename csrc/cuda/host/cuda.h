@@ -183,6 +183,7 @@ extern const smla_stream_ops smla_cuda_stream_ops;
 
 /* mirror.c: device memory, and the persistent metadata of a builder; see smla_mirror. */
 void *smla_cuda_allocate(int32_t device_id, int64_t bytes);
+void *smla_cuda_allocate_zeros(int32_t device_id, int64_t bytes);
 void smla_cuda_release(int32_t device_id, void *memory);
 smla_mirror *smla_cuda_create_mirror(int32_t device_id, int64_t bytes);
 void smla_cuda_destroy_mirror(smla_mirror *mirror);

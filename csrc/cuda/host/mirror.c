@@ -37,8 +37,26 @@ allocate_here(int64_t bytes)
     return code == cudaSuccess ? memory : NULL;
 }
 
-void *
-smla_cuda_allocate(int32_t device_id, int64_t bytes)
+/* Zeros memory before anybody can use it. A new stream does this, because it waits for no other
+ * stream, and no other stream needs to wait for it. */
+static cudaError_t
+clear(void *memory, int64_t bytes)
+{
+    cudaStream_t stream = NULL;
+    cudaError_t code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    code = cudaMemsetAsync(memory, 0, (size_t)bytes, stream);
+    if (code == cudaSuccess) {
+        code = cudaStreamSynchronize(stream);
+    }
+    (void)cudaStreamDestroy(stream);
+    return code;
+}
+
+static void *
+allocate(int32_t device_id, int64_t bytes, bool clears)
 {
     smla_cuda_guard guard;
     if (smla_cuda_enter(memory_op, device_id, &guard, NULL) != SMLA_OK) {
@@ -46,9 +64,25 @@ smla_cuda_allocate(int32_t device_id, int64_t bytes)
     }
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     void *memory = allocate_here(bytes);
+    if (memory != NULL && clears && clear(memory, bytes) != cudaSuccess) {
+        (void)cudaFree(memory);
+        memory = NULL;
+    }
     smla_cuda_restore_captures(former);
     smla_cuda_leave(&guard);
     return memory;
+}
+
+void *
+smla_cuda_allocate(int32_t device_id, int64_t bytes)
+{
+    return allocate(device_id, bytes, false);
+}
+
+void *
+smla_cuda_allocate_zeros(int32_t device_id, int64_t bytes)
+{
+    return allocate(device_id, bytes, true);
 }
 
 /* Frees device memory, even if its device cannot be made current, because cudaFree finds the device
@@ -132,29 +166,11 @@ grow_ring(cuda_mirror *m)
     return cudaSuccess;
 }
 
-/* Zeros the block before anybody can use it. A new stream does this, because it waits for no other
- * stream, and no other stream needs to wait for it. */
-static cudaError_t
-clear_block(const cuda_mirror *m)
-{
-    cudaStream_t stream = NULL;
-    cudaError_t code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-    if (code != cudaSuccess) {
-        return code;
-    }
-    code = cudaMemsetAsync(m->base.device, 0, (size_t)m->base.bytes, stream);
-    if (code == cudaSuccess) {
-        code = cudaStreamSynchronize(stream);
-    }
-    (void)cudaStreamDestroy(stream);
-    return code;
-}
-
 static bool
 fill_mirror(cuda_mirror *m)
 {
     m->base.device = allocate_here(m->base.bytes);
-    bool good = m->base.device != NULL && clear_block(m) == cudaSuccess &&
+    bool good = m->base.device != NULL && clear(m->base.device, m->base.bytes) == cudaSuccess &&
                 cudaEventCreateWithFlags(&m->used, cudaEventDisableTiming) == cudaSuccess;
     for (int i = 0; good && i < FIRST_BUFFERS; i++) {
         good = grow_ring(m) == cudaSuccess;

@@ -378,8 +378,7 @@ static smla_status
 check_fixed(const smla_paged_builder *b, const smla_paged_build_args *args, smla_error *error)
 {
     const int64_t query_len = find_mode(b, args).query_len;
-    const int64_t per_req = query_len > 0 ? query_len : 1;
-    const int64_t least = args->num_reqs * per_req;
+    const int64_t least = args->num_reqs * (query_len > 0 ? query_len : 1);
     const int64_t most = query_len > 0 ? least : b->config.max_num_tokens;
     if (!args->is_fixed) {
         SMLA_TRY(smla_require_count(op, "num_tokens", args->num_tokens, 0, 0, error));
@@ -392,13 +391,17 @@ check_fixed(const smla_paged_builder *b, const smla_paged_build_args *args, smla
     }
     if (args->num_tokens < least || args->num_tokens > most ||
         (least > 0 && args->num_tokens % args->num_reqs != 0)) {
-        return smla_fail_value(error, op,
-                               "`num_tokens` must be %s%lld for each of the %lld requests%s, got "
-                               "%lld",
-                               query_len > 0 ? "" : "a multiple of ", (long long)per_req,
-                               (long long)args->num_reqs,
-                               query_len > 0 ? "" : ", up to max_num_tokens",
-                               (long long)args->num_tokens);
+        return query_len > 0
+                   ? smla_fail_value(error, op,
+                                     "`num_tokens` must be %lld for each of the %lld requests, got "
+                                     "%lld",
+                                     (long long)query_len, (long long)args->num_reqs,
+                                     (long long)args->num_tokens)
+                   : smla_fail_value(error, op,
+                                     "`num_tokens` must be as many for each of the %lld requests, "
+                                     "at most max_num_tokens = %lld together, got %lld",
+                                     (long long)args->num_reqs, (long long)most,
+                                     (long long)args->num_tokens);
     }
     return smla_require_count(op, "common_prefix_len", args->common_prefix_len, 0, 0, error);
 }
