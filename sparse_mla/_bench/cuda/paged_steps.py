@@ -57,7 +57,8 @@ def add_row(table: Table, kind: Kind, batch: Batch, effort: CudaEffort) -> None:
     table.failures += [f"{kind.name}, {shape}: wrong {name}" for name in wrong]
     sides = {"ours": build, "PyTorch": lambda: kind.chain(batch)}
     on_host, on_device = host_seconds(sides, BUILDS, effort), device_seconds(sides, effort)
-    row, record = [kind.name, shape, str(PAGE_SIZE)], {"step": kind.name, "B × tokens": shape}
+    row = [kind.name, shape, str(PAGE_SIZE)]
+    record: dict[str, object] = {"step": kind.name, "B × tokens": shape}
     for side in SIDES:
         times = 1e6 * on_host[side], 1e6 * on_device[side]
         row += [f"{us:.1f}" for us in times]
