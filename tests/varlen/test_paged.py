@@ -11,17 +11,13 @@ from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import sparse_mla
-from paged_cases import LAYOUTS, Paged
+from paged_cases import LAYOUTS, Paged, int32
 from varlen_cases import F16
 
 attend = sparse_mla.paged_attention
 CAUSAL = Mask(causal=True)
 DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (40, 24), (576, 512)]
 PAGE_SIZES = [1, 3, 16, 64, 256]
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def check(case: Paged) -> dict:
