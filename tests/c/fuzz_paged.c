@@ -211,7 +211,7 @@ build(reader *r, smla_paged_builder *builder, const smla_paged_config *config)
         .encoder_lens_cpu = happens(r, 3) ? bounds[2] : NULL,
         .num_reqs = happens(r, 16) ? read_number(r) : reqs,
         .spec_step = read_count(r, 5),
-        .num_steps = mode == SMLA_MODE_DRAFT ? read_count(r, 5) : 1,
+        .num_steps = read_count(r, 5),
         .common_prefix_len = happens(r, 4) ? read_count(r, 20) : 0,
         .mode = mode,
     };
