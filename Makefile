@@ -13,6 +13,7 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 60
 JOBS ?= $(shell nproc)
 FUZZ_CORPUS := tests/fixtures/fuzz_corpus.tar.gz
+FUZZERS := check paged
 VENV := .venv
 ARGS ?=
 on = $(filter-out 0,$($(1)))
@@ -201,19 +202,21 @@ measure: build
 mutants: environment ## one-line faults in what the last commit changed, and which of them no test notices
 	@$(PY) buildtools/mutants.py $(ARGS)
 
-fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
+fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks and on calls on pages, each for FUZZ_SECONDS=60
 	@command -v clang > /dev/null || \
 	    { echo "fuzzing needs clang and its runtime: apt install clang libclang-rt-dev" >&2; exit 1; }
 	@FUZZ=1 CC=clang $(PY) setup.py -q ninja --targets=fuzz
-	@mkdir -p build/fuzz/corpus
+	@mkdir -p $(FUZZERS:%=build/fuzz/corpus/%)
 	@tar -xzf $(FUZZ_CORPUS) -C build/fuzz/corpus
-	build/fuzz/fuzz/fuzz_check -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1 \
-	    -artifact_prefix=build/fuzz/ build/fuzz/corpus
+	@for name in $(FUZZERS); do build/fuzz/fuzz/fuzz_$$name -max_total_time=$(FUZZ_SECONDS) \
+	    -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
+	    build/fuzz/corpus/$$name || exit 1; done
 
 # Equal inputs give equal bytes: names are sorted, and neither owners nor times are kept.
 fuzz-corpus: fuzz ## keeps the fewest of the inputs that make fuzz has found
-	@rm -rf build/fuzz/least && mkdir build/fuzz/least
-	build/fuzz/fuzz/fuzz_check -merge=1 -verbosity=0 build/fuzz/least build/fuzz/corpus
+	@rm -rf build/fuzz/least && mkdir -p $(FUZZERS:%=build/fuzz/least/%)
+	@for name in $(FUZZERS); do build/fuzz/fuzz/fuzz_$$name -merge=1 -verbosity=0 \
+	    build/fuzz/least/$$name build/fuzz/corpus/$$name || exit 1; done
 	@tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@0 \
 	    -cf - -C build/fuzz/least . | gzip -9n > $(FUZZ_CORPUS)
 

@@ -16,11 +16,12 @@ import numpy as np
 from sparse_mla._rows import FP8_ROW_BYTES, KV_LORA_RANK, ROPE_BYTES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_TILE = 128
 NUM_TILES = KV_LORA_RANK // SCALE_TILE
 
 # Every e4m3 byte as fp32, by its definition: sign, 4 exponent bits (bias 7), 3 mantissa bits.
-E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 def split_fp8_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,6 +8,20 @@
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
+/* Whether no size is negative, and int64 holds every product of sizes. */
+static bool
+has_countable_sizes(const DLTensor *tensor)
+{
+    int64_t count = 1;
+    for (int i = 0; i < tensor->ndim; i++) {
+        const int64_t size = tensor->shape[i];
+        if (size < 0 || __builtin_mul_overflow(count, size > 0 ? size : 1, &count)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Views an array [B, n, ...] as [B * n, ...]. Others stay as they are, and so do arrays whose sizes
  * mean nothing: the rules that follow report both. */
 static smla_status
@@ -17,7 +31,7 @@ flatten_tokens(const char *name, const DLTensor *tensor, smla_view *view, const 
     smla_byte_range range;
     *flat = tensor;
     if (tensor == NULL || tensor->ndim < 2 || tensor->ndim > 4 || tensor->shape == NULL ||
-        !smla_find_byte_range(tensor, &range)) {
+        !has_countable_sizes(tensor) || !smla_find_byte_range(tensor, &range)) {
         return SMLA_OK;
     }
     const int64_t num_reqs = smla_size(tensor, 0), query_len = smla_size(tensor, 1);

@@ -26,6 +26,8 @@ from sparse_mla._bench.cpu import (
     layer,
     memory,
     paged,
+    paged_layer,
+    paged_steps,
     projection,
     sizes,
     subnormal,
@@ -40,6 +42,8 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "dense": dense.measure,
     "varlen": varlen.measure,
     "paged": paged.measure,
+    "paged_layer": paged_layer.measure,
+    "paged_steps": paged_steps.measure,
     "layer": layer.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
@@ -50,6 +54,8 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
 }
 BY_NAME_ONLY = ("subnormal", "sizes")  # about behaviour, not about the machine: measured on request
 WITHOUT_RATES = (
+    "paged_layer",
+    "paged_steps",
     "layer",
     "top_k",
     "calls",
@@ -64,6 +70,8 @@ CUDA_TABLES = (
     "dense",
     "varlen",
     "paged",
+    "paged_layer",
+    "paged_steps",
     "dense_prefill",
     "prefill_layer",
     "layer",
@@ -278,6 +286,8 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
     from sparse_mla._bench.cuda import paged as cuda_paged
+    from sparse_mla._bench.cuda import paged_layer as cuda_paged_layer
+    from sparse_mla._bench.cuda import paged_steps as cuda_paged_steps
     from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
@@ -297,6 +307,8 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "dense": lambda: cuda_dense.measure_dense(effort, peer),
         "varlen": lambda: cuda_varlen.measure_varlen(effort),
         "paged": lambda: cuda_paged.measure_paged(effort),
+        "paged_layer": lambda: cuda_paged_layer.measure_paged_layer(effort),
+        "paged_steps": lambda: cuda_paged_steps.measure_paged_steps(effort),
         "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
         "prefill_layer": lambda: cuda_prefill_layer.measure_prefill_layer(effort),
         "layer": lambda: cuda_layer.measure_layer(effort),

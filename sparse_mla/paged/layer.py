@@ -166,9 +166,9 @@ def attention(
             if metadata.encoder_lens_int32 is not None:
                 raise ValueError(f"{OP}: `v_cache` must be given with an encoder, got None")
             given = {"q_scale": q_scale, "kv_scale": kv_scale, "kv_format": kv_format}
-            return layer.run_latents(q, k_cache, given)
-        scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        return layer.run_heads(q, (k_cache, v_cache), {"qv": qv, **scales})
+            return layer.run_pages(q, (k_cache,), given)
+        given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "qv": qv}
+        return layer.run_pages(q, (k_cache, v_cache), given)
     finally:
         layer.mark_use(q, stream)
 
@@ -285,14 +285,16 @@ class Layer:
             **self.workspace,
         )
 
-    def run_heads(self, q: Array, caches: tuple[Array, Array], given: dict[str, Any]) -> Any:
-        """Keys and values of heads, in pages."""
+    def run_pages(self, q: Array, caches: tuple[Array, ...], given: dict[str, Any]) -> Any:
+        """Keys and values of heads in two caches, or in one rows of latents, which heads share."""
+        is_latent = len(caches) == 1
+        op: Any = ops.mla_attention if is_latent else ops.paged_attention
+        value_dim = LATENT if is_latent else caches[1].shape[-1]
 
         def attend(table: dict[str, Any], lens: Array, **more: Any) -> Any:
-            return ops.paged_attention(
+            return op(
                 q,
-                caches[0],
-                caches[1],
+                *caches,
                 table.get("page_table"),
                 lens,
                 slot_table=table.get("slot_table"),
@@ -302,25 +304,7 @@ class Layer:
                 **self.workspace,
             )
 
-        return self._run(q, attend, caches[1].shape[-1], is_latent=False)
-
-    def run_latents(self, q: Array, cache: Array, given: dict[str, Any]) -> Any:
-        """Rows of latents, which all heads share."""
-
-        def attend(table: dict[str, Any], lens: Array, **more: Any) -> Any:
-            return ops.mla_attention(
-                q,
-                cache,
-                table.get("page_table"),
-                lens,
-                slot_table=table.get("slot_table"),
-                **given,
-                **more,
-                **self.common,
-                **self.workspace,
-            )
-
-        return self._run(q, attend, LATENT, is_latent=True)
+        return self._run(q, attend, value_dim, is_latent=is_latent)
 
     # --- the calls of a layer ---------------------------------------------------------------------
 

@@ -1,48 +1,20 @@
-/* test_fuzz_check.c: runs fuzz_check.c without libFuzzer, on the files named on the command line
- * (inputs that once failed) or on random inputs.
+/* test_fuzz_check.c: runs fuzz_check.c without libFuzzer, see fuzz_main.h.
  */
 #include "fuzz_check.c" // NOLINT(bugprone-suspicious-include): one program, with its own main
 
-enum { NUM_INPUTS = 100000, MAX_INPUT = 128 };
+#include "fuzz_main.h"
 
 static void
 test_random_inputs(void)
 {
-    for (int i = 0; i < NUM_INPUTS; i++) {
-        uint8_t input[MAX_INPUT];
-        const size_t size = (size_t)random_int(MAX_INPUT);
-        for (size_t at = 0; at < size; at++) {
-            /* Small bytes choose edge values, so half of the bytes are small. */
-            const uint64_t bits = random_bits() >> 20;
-            input[at] = (uint8_t)(bits & 1 ? bits >> 1 : bits >> 1 & 31);
-        }
-        LLVMFuzzerTestOneInput(input, size);
-    }
-}
-
-static int
-replay(const char *path)
-{
-    static uint8_t input[1 << 16];
-    FILE *file = fopen(path, "rb");
-    if (file == NULL) {
-        perror(path);
-        return 1;
-    }
-    const size_t size = fread(input, 1, sizeof input, file);
-    fclose(file);
-    LLVMFuzzerTestOneInput(input, size);
-    num_passed++;
-    return 0;
+    run_random_inputs(100000);
 }
 
 int
 main(int argc, char **argv)
 {
-    for (int i = 1; i < argc; i++) {
-        if (replay(argv[i]) != 0) {
-            return EXIT_FAILURE;
-        }
+    if (!replay_all(argc, argv)) {
+        return EXIT_FAILURE;
     }
     if (argc == 1) {
         RUN(test_random_inputs);

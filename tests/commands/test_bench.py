@@ -60,6 +60,8 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench.cuda import logits as cuda_logits
     from sparse_mla._bench.cuda import memory as cuda_memory
     from sparse_mla._bench.cuda import paged as cuda_paged
+    from sparse_mla._bench.cuda import paged_layer as cuda_paged_layer
+    from sparse_mla._bench.cuda import paged_steps as cuda_paged_steps
     from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
     from sparse_mla._bench.cuda import projection as cuda_projection
     from sparse_mla._bench.cuda import sent as cuda_sent
@@ -95,6 +97,10 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
     monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
     monkeypatch.setattr(cuda_paged, "measure_paged", maker("paged", {"us": 3.0}))
+    paged_layers = maker("paged_layer", {"us": 3.0})
+    monkeypatch.setattr(cuda_paged_layer, "measure_paged_layer", paged_layers)
+    paged_steps = maker("paged_steps", {"ours_host_us": 3.0})
+    monkeypatch.setattr(cuda_paged_steps, "measure_paged_steps", paged_steps)
     long_prefills = maker("dense_prefill", {"us": 3.0})
     monkeypatch.setattr(cuda_dense_prefill, "measure_dense_prefill", long_prefills)
     prefills = maker("prefill_layer", {"us": 3.0})
@@ -119,8 +125,11 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "paged", "dense_prefill"]
+    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "paged"]
     wanted += [
+        "paged_layer",
+        "paged_steps",
+        "dense_prefill",
         "prefill_layer",
         "layer",
         "bytes",

@@ -1,13 +1,24 @@
-"""The benchmark of paged_attention on CUDA, whose calls run on the CPU here."""
+"""The benchmarks of paged attention on CUDA, whose calls run on the CPU here."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import sparse_mla
 from sparse_mla._bench.common.paged import Shape
+from sparse_mla._bench.common.paged_steps import (
+    KINDS,
+    PAGE_SIZE,
+    Batch,
+    find_differences,
+    make_build,
+)
 
-SHAPES = (Shape(3, 50, 16, heads=8, kv_heads=2, dim=64), Shape(1, 70, 1, heads=4, kv_heads=4))
+SHAPES = (
+    Shape(3, 50, 16, heads=8, kv_heads=2, dim=64),
+    Shape(1, 70, 1, heads=4, kv_heads=4, kv_type="float8_e4m3fn"),
+)
 TIMES = {"ours": 1e-3, "peer": 2e-3}
 
 
@@ -41,3 +52,68 @@ def test_rows_are_judged(torch, factor, failures, monkeypatch):
     for found in results:
         ours, theirs = found["ours"][0] / factor, found["peer"][:, :, 0]
         assert (ours.float() - theirs.float()).abs().max() < 0.03
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("shift", "failures"), [(0, 0), (1, 3)])
+def test_layers_are_judged(torch, shift, failures, monkeypatch):
+    """Verifications, and a prefix that is read once."""
+    from sparse_mla._bench.cuda import paged_layer
+    from sparse_mla._bench.cuda.timing import CudaEffort
+
+    attend = sparse_mla.paged.attention
+
+    def wrong(*arrays, **options):
+        out, lse = attend(*arrays, **options)
+        return out + shift, lse
+
+    def interleave(sides, effort):
+        assert all(len(calls) == 1 and calls[0]() for calls in sides.values())
+        return {"ours": 1e-3, "beside": 2e-3}
+
+    shapes = {"VERIFY": (3, 70), "SHARED": (3, 128, 20)}
+    given = {"DEVICE": "cpu", "interleave_flushed": interleave} | shapes
+    for name, value in given.items():
+        monkeypatch.setattr(paged_layer, name, value)
+    monkeypatch.setattr(sparse_mla.paged, "attention", wrong)
+    table = paged_layer.measure_paged_layer(CudaEffort())
+    assert len(table.failures) == failures
+    assert [row[0] for row in table.rows] == [
+        "verify, a chain of 8",
+        "verify, a tree of 8",
+        "decode, a prefix read once",
+    ]
+    assert table.rows[2][1] == "3 × (128 + 20)"
+    assert table.rows[2][3:] == ["1000.0", "read by each request", "2000.0", "0.50"]
+
+
+@pytest.mark.torch
+def test_builds_are_compared_with_chains_of_operators(torch, monkeypatch):
+    """In PyTorch; the next test has NumPy's."""
+    from sparse_mla._bench.cuda import paged_steps
+    from sparse_mla._bench.cuda.timing import CudaEffort
+
+    times = {"ours": 1e-6, "PyTorch": 3e-6}
+    given = {"DEVICE": "cpu", "DECODES": ((3, 70),), "STEPS": (3, 300)}
+    given |= {
+        "host_seconds": lambda sides, batch, effort: times,
+        "device_seconds": lambda sides, effort: times,
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(paged_steps, name, value)
+    table = paged_steps.measure_paged_steps(CudaEffort())
+    assert table.failures == []
+    assert [row[0] for row in table.rows] == [kind.name for kind in KINDS]
+    assert table.rows[0][3:] == ["1.0", "1.0", "3.0", "3.0"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_wrong_builds_are_told(kind):
+    batch = Batch(3, 300, np, "cpu")
+    found = kind.chain(batch)
+    build = make_build(kind, batch)
+    assert find_differences(build(), found, np.asarray) == []
+    batch.pool_table[...] += PAGE_SIZE
+    batch.lens[...] -= 1
+    wrong = find_differences(build(), found, np.asarray)
+    assert {"page_table", "cu_seqlens_k"} <= set(wrong)

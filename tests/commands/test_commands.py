@@ -117,11 +117,12 @@ def test_quick_bench_judges_every_table_and_takes_less_than_a_minute(tmp_path):
     assert done.stderr == "", "progress is for terminals"
     results = json.loads(done.stdout)
     tables = [rows for rows in results.values() if isinstance(rows, list)]
-    attention, v4, dense, ragged, paged, layers, moves, projections, chosen, calls = tables
+    attention, v4, dense, ragged, paged, paged_layers, paged_steps, layers, *tables = tables
+    moves, projections, chosen, calls = tables
     rows = [*attention, *v4, *dense, *ragged, *paged]
     assert all(0 < row["ours"]["error_over_bound"] <= 1 for row in rows)
-    assert all(row["right"] for row in [*moves, *chosen])
-    assert all(0 < row["error_over_bound"] <= 1 for row in projections)
+    assert all(row["right"] for row in [*moves, *chosen, *paged_steps])
+    assert all(0 < row["error_over_bound"] <= 1 for row in [*projections, *paged_layers])
     assert all(row["seconds"]["NumPy"] > 0 for row in calls)
     assert all(0 < row["seconds"] < 2 * row["operators_seconds"] for row in layers)
     titles = {title for title, rows in results.items() if isinstance(rows, list)}

@@ -221,6 +221,18 @@ def environment_of_python(more: dict) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | more
 
 
+def assert_kernels(op: str, setup: str, calls: list[tuple[str, str]]) -> None:
+    """Asserts which kernels the log names. `setup` defines the function `call`, and each of `calls`
+    has its arguments and the kernel."""
+    lines = [setup, *(f"call({arguments})" for arguments, _ in calls)]
+    done = run_python("-c", "\n".join(lines), SPARSE_MLA_LOG="1")
+    assert done.returncode == 0, done.stderr
+    logged = [line for line in done.stderr.splitlines() if op in line]
+    assert len(logged) == len(calls), done.stderr
+    for line, (arguments, kernel) in zip(logged, calls, strict=True):
+        assert f" kernel {kernel}," in line, arguments
+
+
 def printed_by_python(*arguments, **environment) -> str:
     """What another Python prints; it has to exit with status 0."""
     run = run_python(*arguments, **environment)

@@ -14,9 +14,19 @@ from math import prod
 import numpy as np
 import reference as ref
 from dense_cases import owner
+from helpers import assert_same_bits
 from varlen_cases import DTYPES, Varlen, spread
 
 LAYOUTS = ("apart", "row", "page", "heads")
+
+
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def assert_same(got: dict, want: dict) -> None:
+    for name in ("out", "lse"):
+        assert_same_bits(got[name], want[name], name)
 
 
 def apart(x: np.ndarray) -> np.ndarray:

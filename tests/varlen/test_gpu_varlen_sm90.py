@@ -5,16 +5,13 @@ which calls are another kernel's."""
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import reference as ref
 from dense_cases import Mask
 from device import import_quietly
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_kernels, assert_same_bits, assert_within_bounds
 from library import sparse_mla
 from varlen_cases import Varlen
 
@@ -320,15 +317,4 @@ KERNELS = [
 
 
 def test_which_kernel_is_in_the_log():
-    lines = [CALLS, *(f"call({options})" for options, _ in KERNELS)]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env=os.environ | {"SPARSE_MLA_LOG": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    logged = [line for line in done.stderr.splitlines() if "varlen_attention" in line]
-    assert len(logged) == len(KERNELS), done.stderr
-    for line, (options, kernel) in zip(logged, KERNELS, strict=True):
-        assert f" kernel {kernel}," in line, options
+    assert_kernels("varlen_attention", CALLS, KERNELS)

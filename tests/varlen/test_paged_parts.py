@@ -12,7 +12,7 @@ from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import ISAS, sparse_mla
-from paged_cases import LAYOUTS, Paged
+from paged_cases import LAYOUTS, Paged, assert_same, int32
 from varlen_cases import F16
 
 import sparse_mla as package
@@ -23,19 +23,10 @@ PART_KEYS = constants("cpu/attention/mha_parts.c")["PART_KEYS"]
 SPLITS = [0, 2, 3, 64]
 
 
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def check(case: Paged) -> dict:
     got = case.run(attend)
     assert_within_bounds(case.reference(), got)
     return got
-
-
-def assert_same(got: dict, want: dict) -> None:
-    for name in ("out", "lse"):
-        assert_same_bits(got[name], want[name], name)
 
 
 @pytest.fixture(params=[None] if ON_CUDA else ISAS)

@@ -15,7 +15,7 @@ from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import ISAS, sparse_mla
 from numpy.lib.stride_tricks import as_strided
-from paged_cases import LAYOUTS, Paged
+from paged_cases import LAYOUTS, Paged, assert_same, int32
 from varlen_cases import Varlen
 
 import sparse_mla as package
@@ -30,19 +30,10 @@ MASKS = {
 }
 
 
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def check(case: Paged) -> dict:
     got = case.run(attend)
     assert_within_bounds(case.reference(), got)
     return got
-
-
-def assert_same(got: dict, want: dict) -> None:
-    for name in ("out", "lse"):
-        assert_same_bits(got[name], want[name], name)
 
 
 # --- the same keys by other ways -----------------------------------------------------------------

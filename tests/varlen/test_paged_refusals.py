@@ -9,12 +9,9 @@ import pytest
 import reference as ref
 from device import ON_CUDA
 from library import sparse_mla
+from paged_cases import int32
 
 attend = sparse_mla.paged_attention
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def bf16(*shape) -> np.ndarray:

@@ -49,7 +49,7 @@ extern const smla_mha_isa SMLA_OF_FP32_ISA(smla_mha);
 
 enum {
     PRODUCT_DIMS = VALUE_DEPTH == 1 ? 128 : SMLA_HEAD_DIM, /* dimensions per product of scores */
-    KEYS_AHEAD = 8,                                        /* how early rows are prefetched */
+    KEYS_AHEAD = 8,                                        /* how early keys are prefetched */
     STATE_KEYS = 16384,                                    /* a state takes so many keys at most */
     MAX_ROW_ELEMENTS = SMLA_HEAD_DIM,                      /* at most, in a row of q, k or v */
 };
@@ -166,15 +166,16 @@ load_row(const smla_row_part *parts, int num_parts, smla_float_type type, int pa
     return !has_huge_value(row, padded_dims / UNIT_STEP);
 }
 
-/* Rows of a head lie far apart, where the processor does not expect them. */
-static void
+/* Rows of a head lie far apart, where the processor does not expect them. Inlined, because GCC
+ * drops calls of a function that only prefetches. */
+SMLA_INLINE void
 prefetch_row(const smla_row_part *parts, int num_parts, smla_float_type type)
 {
     const int64_t element = type == SMLA_FLOAT_E4M3 ? 1 : 2;
     for (int i = 0; i < num_parts; i++) {
         const uint8_t *const row = (const uint8_t *)parts[i].data + parts[i].at * element;
         for (int64_t at = 0; at < parts[i].dim * element; at += 64) {
-            __builtin_prefetch(row + at, 0, 2);
+            __builtin_prefetch(row + at);
         }
     }
 }
@@ -246,23 +247,15 @@ find_key(const tile_work *work, int64_t key)
                : smla_find_kv_place(work->params, work->req, work->first_key + key);
 }
 
-/* Prefetches some of the keys first...end - 1: those that are due while the tile's lanes from
- * `lane` on are busy. */
-static void
-prefetch_keys(const tile_work *work, int lane, int64_t first, int64_t end)
+SMLA_INLINE void
+prefetch_key(const tile_work *work, int64_t key)
 {
     const smla_attention_params *const params = work->params;
-    const int64_t left = end - first < BLOCK_KEYS ? end - first : BLOCK_KEYS;
-    const int groups = (work->num_lanes + GROUP_LANES - 1) / GROUP_LANES;
-    const int64_t share = (left + groups - 1) / groups;
-    for (int64_t j = lane / GROUP_LANES * share; j < left && j < (lane / GROUP_LANES + 1) * share;
-         j++) {
-        const smla_kv_place place = find_key(work, first + j);
-        smla_row_part parts[SMLA_KV_ARRAYS];
-        if (place.page >= 0) {
-            smla_find_key(params, place, work->tile->kv_head, parts);
-            prefetch_row(parts, SMLA_KV_ARRAYS, params->kv.type);
-        }
+    const smla_kv_place place = find_key(work, key);
+    smla_row_part parts[SMLA_KV_ARRAYS];
+    if (place.page >= 0) {
+        smla_find_key(params, place, work->tile->kv_head, parts);
+        prefetch_row(parts, SMLA_KV_ARRAYS, params->kv.type);
     }
 }
 
@@ -274,18 +267,22 @@ typedef struct key_block {
 } key_block;
 
 /* Widens keys and values of a block. A key with an unusual value becomes zeros, and so does a
- * hidden one: those in front of `first`, which no row sees, and those that lie nowhere. */
+ * hidden one: those in front of `seen`, which no row sees, and those that lie nowhere. Few keys are
+ * on their way at a time, because rows that are a power of two apart share sets of the cache. */
 static void
-load_block(const tile_work *work, int64_t first, key_block *block)
+load_block(const tile_work *work, smla_key_range seen, key_block *block)
 {
     const smla_attention_params *const params = work->params;
     block->num_hidden = 0;
     for (int j = 0; j < block->count; j++) {
         const smla_kv_place nowhere = {-1, 0};
         const int64_t key = block->key + j;
-        const smla_kv_place place = key < first ? nowhere : find_key(work, key);
+        const smla_kv_place place = key < seen.begin ? nowhere : find_key(work, key);
         unit_scalar *const row = work->keys + j * KEY_STRIDE;
         bool is_usual = place.page >= 0;
+        if (key + KEYS_AHEAD >= seen.begin && key + KEYS_AHEAD < seen.end) {
+            prefetch_key(work, key + KEYS_AHEAD);
+        }
         if (is_usual) {
             smla_row_part parts[SMLA_KV_ARRAYS];
             smla_find_key(params, place, work->tile->kv_head, parts);
@@ -517,9 +514,8 @@ attend_keys(const tile_work *work, smla_key_range keys)
             has_older = true;
             fold_into_older(work);
         }
-        load_block(work, keys.begin, &block);
+        load_block(work, keys, &block);
         for (int lane = 0; lane < work->num_lanes; lane += GROUP_LANES) {
-            prefetch_keys(work, lane, key + BLOCK_KEYS, keys.end);
             (lanes_at(work, lane) == WIDTH ? attend_one_vector : attend_two_vectors)(work, lane,
                                                                                      &block);
         }

@@ -40,9 +40,11 @@ smla_count_mha_parts(const smla_attention_params *params, int64_t req)
 /* A tile, and where the partial rows of its parts lie: `out` [parts][rows][Dv], behind it `lse`
  * [parts][rows]. */
 typedef struct part_tile {
-    smla_mha_tile tile; /* its rows are those of whole tokens */
-    int64_t first_part; /* counted in all tiles that are computed at once */
-    int64_t columns;    /* keys of a part */
+    smla_mha_tile tile;    /* its rows are those of whole tokens */
+    int64_t first_sibling; /* the first tile of its request among those that are computed at once */
+    int64_t num_siblings;  /* tiles of that request among them; the first one alone has it */
+    int64_t first_part;    /* counted in all tiles that are computed at once */
+    int64_t columns;       /* keys of a part */
     int num_parts;
     float *out;
     float *lse;
@@ -140,6 +142,9 @@ take_group(const smla_attention_params *params, part_tile *tiles, int64_t num_ti
         if (end - memory < floats && group.num_tiles > 0) {
             break;
         }
+        const bool is_first = group.num_tiles == 0 || tile[-1].tile.req != tile->tile.req;
+        tile->first_sibling = is_first ? group.num_tiles : tile[-1].first_sibling;
+        tiles[tile->first_sibling].num_siblings = group.num_tiles - tile->first_sibling + 1;
         tile->first_part = group.num_parts;
         tile->out = memory;
         tile->lse = memory + floats / (params->kv.value_dim + 1) * params->kv.value_dim;
@@ -168,11 +173,15 @@ find_tile(const part_group *group, int64_t part)
     return &group->tiles[at];
 }
 
+/* Runs a part of a tile. Those of a request go part by part, because the heads of a key lie side by
+ * side. */
 static void
 run_part(const smla_attention_work *work, int64_t number)
 {
-    const part_tile *const of = find_tile(work->cut, number);
-    const int64_t part = number - of->first_part;
+    const part_group *const cut = work->cut;
+    const part_tile *const first = &cut->tiles[find_tile(cut, number)->first_sibling];
+    const part_tile *const of = first + (number - first->first_part) % first->num_siblings;
+    const int64_t part = (number - first->first_part) / first->num_siblings;
     const int64_t group = smla_mha_group(work->params);
     const int64_t value_dim = work->params->kv.value_dim;
     smla_attention_params params = *work->params;

@@ -84,7 +84,7 @@ find_mode(const smla_paged_builder *b, const smla_paged_build_args *args)
     const smla_paged_mode *const mode = &smla_paged_modes[number];
     return (smla_paged_batch){
         .mode = number,
-        .num_steps = args->num_steps == 0 ? 1 : args->num_steps,
+        .num_steps = !mode->is_draft || args->num_steps == 0 ? 1 : args->num_steps,
         .query_len = smla_paged_number(config, mode->query_len, 0),
         .added = smla_paged_number(config, mode->added, args->spec_step),
         .rows_per_req = smla_paged_number(config, mode->rows, 0),
@@ -557,9 +557,11 @@ smla_paged_fill_lists(const smla_step *s, const void *given, smla_stream stream,
         .num_tokens = smla_least_of(batch.num_tokens, smla_paged_most_tokens(c, batch.mode)),
         .num_local = most_local,
         .local_starts = state->local_starts,
-        .local_seqlens = state->local_seqlens + first * most_local,
+        .local_seqlens = most_local == 0 ? NULL : state->local_seqlens + first * most_local,
         .local_table =
-            state->local_table + first * most_local * (c->attention_chunk / c->page_size),
+            most_local == 0
+                ? NULL
+                : state->local_table + first * most_local * (c->attention_chunk / c->page_size),
         .prefix_len = args->common_prefix_len,
         .prefix = args->common_prefix_len > 0 ? state->prefix : NULL,
         .rest_seqlens = args->common_prefix_len > 0 ? state->rest_seqlens : NULL,

@@ -94,8 +94,8 @@ class V4Composition(Composition):
 
 
 class PagedComposition(Composition):
-    """Attention of q [B, H, D] bf16 over k_cache and v_cache [P, ps, Hk, D] bf16, a token of each
-    request over all pages of its row of `table` [B, W]."""
+    """Attention of q [B, H, D] bf16 over k_cache and v_cache [P, ps, Hk, D] bf16 or e4m3, a token
+    of each request over all pages of its row of `table` [B, W]."""
 
     def __init__(
         self,
@@ -176,7 +176,9 @@ def gather_v4(cache: TorchTensor, indices: TorchTensor, dtype: Any) -> TorchTens
 
 
 def from_numpy(array: np.ndarray) -> TorchTensor:
-    """torch.from_numpy, for ml_dtypes' bfloat16 too."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    """torch.from_numpy, for ml_dtypes' bfloat16 and float8_e4m3fn, too."""
+    name = array.dtype.name
+    if name in ("bfloat16", "float8_e4m3fn"):
+        carrier = np.int16 if name == "bfloat16" else np.uint8
+        return torch.from_numpy(array.view(carrier)).view(getattr(torch, name))
     return torch.from_numpy(array)

@@ -20,6 +20,7 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    kv_type: str = "bfloat16"  # or "float8_e4m3fn"
 
     @property
     def num_pages(self) -> int:
@@ -36,7 +37,7 @@ class Shape:
 
     def labels(self) -> dict[str, object]:
         return {
-            "kv_format": "bfloat16",
+            "kv_format": self.kv_type,
             "H": f"{self.heads}/{self.kv_heads}",
             "T": f"{self.num_reqs} × {self.length}",
             "page": self.page_size,

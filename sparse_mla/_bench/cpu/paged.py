@@ -12,10 +12,16 @@ import sparse_mla
 from sparse_mla._bench.common.paged import Shape, judge_request
 from sparse_mla._bench.common.timing import Effort, Table
 from sparse_mla._bench.cpu.attention import make_table, measure_row
-from sparse_mla._judge import BF16, Fractions
+from sparse_mla._judge import BF16, E4M3, Fractions
 
-SHAPES = (Shape(4, 4096, 16), Shape(4, 4096, 1), Shape(4, 4096, 64), Shape(1, 32_768, 16))
-QUICK = SHAPES[:1]
+SHAPES = (
+    Shape(4, 4096, 16),
+    Shape(4, 4096, 1),
+    Shape(4, 4096, 64),
+    Shape(1, 32_768, 16),
+    Shape(4, 4096, 64, kv_type="float8_e4m3fn"),
+)
+QUICK = SHAPES[0], SHAPES[-1]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -24,7 +30,8 @@ def make_arrays(rng: np.random.Generator, shape: Shape) -> Arrays:
     count = shape.num_reqs * shape.num_pages
     pages = count, shape.page_size, shape.kv_heads, shape.dim
     q = rng.standard_normal((shape.num_reqs, shape.heads, shape.dim), np.float32).astype(BF16)
-    k, v = (rng.standard_normal(pages, np.float32).astype(BF16) for _ in range(2))
+    dtype = BF16 if shape.kv_type == "bfloat16" else E4M3
+    k, v = (rng.standard_normal(pages, np.float32).astype(dtype) for _ in range(2))
     return q, k, v, rng.permutation(count).reshape(shape.num_reqs, -1).astype(np.int32)
 
 
@@ -51,7 +58,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     from sparse_mla._bench.common.composition import PagedComposition, prepare  # imports PyTorch
 
     dtype = prepare(num_threads)
-    title = f"Paged decode with KV heads, bf16, {num_threads} threads"
+    title = f"Paged decode with KV heads, {num_threads} threads"
     table = make_table(title, ["cache", "H/Hk", "B × keys", "page"], dtype is not None)
     rng = np.random.default_rng(0)
     for shape in QUICK if effort.quick else SHAPES:

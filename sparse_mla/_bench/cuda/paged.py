@@ -1,6 +1,6 @@
-"""paged_attention on a CUDA device, one token of each request over pages of keys and values in
-bf16, beside PyTorch's scaled_dot_product_attention over the same keys without pages. The L2 cache
-is flushed before each replay."""
+"""paged_attention on a CUDA device, one token of each request over pages of keys and values in bf16
+or e4m3, beside PyTorch's scaled_dot_product_attention over the same keys in bf16 without pages. The
+L2 cache is flushed before each replay."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ SHAPES = (
     Shape(64, 8192, 1),
     Shape(4, 4096, 16),
     Shape(1, 32_768, 16),
+    Shape(64, 8192, 64, kv_type="float8_e4m3fn"),
 )
 JUDGED_REQUESTS = 2
 Arrays = tuple[Array, Array, Array, Array]
@@ -37,7 +38,8 @@ def make_arrays(shape: Shape) -> Arrays:
     count = shape.num_reqs * shape.num_pages
     pages = count, shape.page_size, shape.kv_heads, shape.dim
     q = torch.randn(shape.num_reqs, shape.heads, shape.dim, dtype=torch.bfloat16, device=DEVICE)
-    k, v = (torch.randn(*pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    kind = getattr(torch, shape.kv_type)
+    k, v = (torch.randn(*pages, dtype=torch.bfloat16, device=DEVICE).to(kind) for _ in range(2))
     table = torch.randperm(count, device=DEVICE, dtype=torch.int32).view(shape.num_reqs, -1)
     return q, k, v, table
 
@@ -55,8 +57,9 @@ def make_ours(shape: Shape, arrays: Arrays) -> Callable[[], tuple[Array, Array]]
 
 
 def gather(shape: Shape, cache: Array, table: Array) -> Array:
-    """The rows of requests, [B, n, Hk, D]."""
-    return cache[table.long()].flatten(1, 2)[:, : shape.length]
+    """The rows of requests in bf16, [B, n, Hk, D]."""
+    found = cache.view(torch.uint8)[table.long()].view(cache.dtype).bfloat16()
+    return found.flatten(1, 2)[:, : shape.length]
 
 
 def make_peer(shape: Shape, arrays: Arrays) -> Callable[[], Array]:
@@ -84,7 +87,7 @@ def judge(shape: Shape, arrays: Arrays, results: tuple[Array, Array]) -> float:
 def measure_paged(effort: CudaEffort) -> Table:
     labels = ["cache", "H/Hk", "B × keys", "page"]
     columns = [*labels, "µs", "error/bound", "floor µs", "PyTorch, no pages µs", "÷ ours"]
-    table = Table("Paged decode with KV heads, bf16, L2 flushed", columns, [], [])
+    table = Table("Paged decode with KV heads, L2 flushed", columns, [], [])
     for shape in SHAPES[:2] if effort.quick else SHAPES:
         add_row(table, effort, shape)
     return table
@@ -105,7 +108,8 @@ def add_row(table: Table, effort: CudaEffort, shape: Shape) -> None:
     except Exception as reason:  # PyTorch has no such kernel for the shape or the device
         table.failures.append(f"{name}: PyTorch: {describe_error(reason)}")
     seconds = interleave_flushed(sides, effort)
-    num_bytes = 4 * shape.num_reqs * shape.dim * (shape.length * shape.kv_heads + shape.heads)
+    rows = 2 * shape.length * shape.kv_heads * arrays[1].element_size() + 4 * shape.heads
+    num_bytes = shape.num_reqs * shape.dim * rows
     floor = floor_seconds(shape.flop, num_bytes)
     beside = seconds.get("peer", math.nan)
     row = [*map(str, shape.labels().values()), show_us(seconds["ours"]), f"{error:.3g}"]
