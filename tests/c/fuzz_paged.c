@@ -191,7 +191,7 @@ build(reader *r, smla_paged_builder *builder, const smla_paged_config *config)
             bounds[i][j] = (int32_t)read_count(r, MAX_LEN);
         }
     }
-    const smla_paged_build_args args = {
+    smla_paged_build_args args = {
         .struct_size = sizeof args,
         .seq_lens = read_ints(r, HOLD(&h, int32, reqs), MAX_LEN),
         .req_pool_indices = read_ints(r, HOLD(&h, read_int_type(r), reqs), rows),
@@ -215,6 +215,12 @@ build(reader *r, smla_paged_builder *builder, const smla_paged_config *config)
         .common_prefix_len = happens(r, 4) ? read_count(r, 20) : 0,
         .mode = mode,
     };
+    if (happens(r, 3)) {
+        args.is_fixed = 1;
+        args.num_tokens = happens(r, 8) ? read_number(r) : reqs * read_count(r, 9);
+        args.num_padding_reqs = read_count(r, 9);
+        args.common_prefix_len = 0;
+    }
     const smla_paged_metadata *m = NULL;
     smla_error e;
     const smla_status status = smla_paged_builder_build(builder, &args, &m, &e);

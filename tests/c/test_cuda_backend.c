@@ -388,6 +388,7 @@ test_backend_table(void)
     EXPECT(b->kernel_name == smla_cuda_kernel_name);
     EXPECT(b->kernels == smla_cuda_kernels);
     EXPECT(b->allocate == smla_cuda_allocate && b->release == smla_cuda_release);
+    EXPECT(b->allocate_zeros == smla_cuda_allocate_zeros);
     EXPECT(b->create_mirror == smla_cuda_create_mirror);
     EXPECT(b->destroy_mirror == smla_cuda_destroy_mirror);
     EXPECT(b->begin_write == smla_cuda_begin_write && b->end_write == smla_cuda_end_write);

@@ -38,6 +38,8 @@ page_of(int32_t slot, int32_t page_size)
 
 /* ---- Tables of pages ----------------------------------------------------------------------- */
 
+enum { PREFETCHED_PAGES = 64 }; /* a slot of each page is in a cache line of its own */
+
 /* The pages of `count` slots, which are `page_size` entries apart. */
 static void
 write_pages(int32_t *out, const int32_t *slots, int64_t count, int64_t page_size)
@@ -46,7 +48,10 @@ write_pages(int32_t *out, const int32_t *slots, int64_t count, int64_t page_size
         memcpy(out, slots, (size_t)count * sizeof *out);
     } else if ((page_size & (page_size - 1)) == 0) {
         const int shift = __builtin_ctzll((uint64_t)page_size);
+        const uintptr_t ahead =
+            (uintptr_t)slots + (uintptr_t)(PREFETCHED_PAGES * page_size) * sizeof *slots;
         for (int64_t i = 0; i < count; i++) {
+            __builtin_prefetch((const void *)(ahead + (uintptr_t)(i * page_size) * sizeof *slots));
             out[i] = slots[i * page_size] >> shift; /* rounds down */
         }
     } else {

@@ -83,6 +83,7 @@ ABSENT(int64_t, smla_cuda_attention_workspace_size, const smla_attention_shape *
 ABSENT(const char *, smla_cuda_kernel_name, const smla_attention_run *r)
 ABSENT(int64_t, smla_cuda_kernels, smla_kernel_info *r, int64_t c)
 ABSENT(void *, smla_cuda_allocate, int32_t d, int64_t b)
+ABSENT(void *, smla_cuda_allocate_zeros, int32_t d, int64_t b)
 ABSENT(void, smla_cuda_release, int32_t d, void *m)
 ABSENT(smla_mirror *, smla_cuda_create_mirror, int32_t d, int64_t b)
 ABSENT(void, smla_cuda_destroy_mirror, smla_mirror *m)
