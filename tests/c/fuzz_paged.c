@@ -217,7 +217,7 @@ build(reader *r, smla_paged_builder *builder, const smla_paged_config *config)
     };
     if (happens(r, 3)) {
         args.is_fixed = 1;
-        args.num_tokens = happens(r, 8) ? read_number(r) : reqs * read_count(r, 9);
+        args.num_tokens = happens(r, 8) ? read_number(r) : reqs * (read_byte(r) % 9);
         args.num_padding_reqs = read_count(r, 9);
         args.common_prefix_len = 0;
     }
