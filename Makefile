@@ -61,7 +61,7 @@ help: ## this list
 # These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
 # unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
 # wherever there is a compiler for it.
-demo bench test test-python test-c test-c-older golden examples-c: \
+demo bench test test-python test-c test-c-older golden examples-c vllm-served: \
     WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
 
 # ---- Environment and build ---------------------------------------------------------------------

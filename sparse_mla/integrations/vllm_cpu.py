@@ -13,6 +13,7 @@ import inspect
 from typing import Any
 
 import torch
+from vllm.config import CompilationMode
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import MultipleOf
@@ -28,10 +29,9 @@ def check_and_update_config(plain: Any, cls: Any, vllm_config: Any) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, ops = vllm_config.scheduler_config, vllm_config.compilation_config.custom_ops
     text = getattr(model, "hf_text_config", None)
-    if str(getattr(text, "model_type", "")).startswith("deepseek_v4"):
-        raise NotImplementedError(
-            f"attention backend CUSTOM: {text.model_type} is not served by sparse_mla's plugin"
-        )
+    model_type = getattr(text, "model_type", "")
+    if model_type.startswith("deepseek_v4"):
+        raise NotImplementedError(f"attention backend CUSTOM: {model_type} is not served")
     kept = (
         (cache, "block_size", cache.block_size if cache.user_specified_block_size else 64),
         (cache, "enable_prefix_caching", cache.enable_prefix_caching),
@@ -41,23 +41,23 @@ def check_and_update_config(plain: Any, cls: Any, vllm_config: Any) -> None:
     plain(cls, vllm_config)
     for config, name, value in kept:
         setattr(config, name, value)
-    if hasattr(text, "index_topk") and cache.cache_dtype in ("fp8", "fp8_e4m3"):
-        cache.cache_dtype = "fp8_ds_mla"  # as vLLM's own sparse backend reads these names
+    if hasattr(text, "index_topk"):
+        # No tensor leads from the indexer to attention, so a compiler may turn their order round.
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        if cache.cache_dtype in ("fp8", "fp8_e4m3"):
+            cache.cache_dtype = "fp8_ds_mla"  # as vLLM's own sparse backend reads these names
     if "-rotary_embedding" not in ops:  # vLLM's own processes get the config that was changed here
         ops[:] = [name for name in ops if name != "+rotary_embedding"] + ["-rotary_embedding"]
         logger.info(
             "sparse_mla: rotary_embedding runs in PyTorch (custom_ops), because vLLM's CPU kernel "
-            "is wrong for queries of three dimensions. Whatever else was logged about MLA: pages "
-            "have %d tokens, chunked prefill and prefix caching are as configured",
-            cache.block_size,
+            "is wrong for queries of three dimensions; pages and chunks stay as configured"
         )
 
 
 def get_attn_backend_cls(
     plain: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None
 ) -> str:
-    """Our class for a model with an indexer, or for one without. A ValueError says what of the
-    model's layers is not served."""
+    """Our class for a model with an indexer or without; a ValueError says what is not served."""
     is_sparse = attn_selector_config.use_sparse
     path = SPARSE if is_sparse else DENSE
     reasons = resolve_obj_by_qualname(path).validate_configuration(
@@ -87,7 +87,7 @@ def get_indexer_backend(plain: Any, self: Any) -> type[Any]:
 def choose_keys(
     plain: Any, self: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any
 ) -> torch.Tensor:
-    """vLLM's modules give q, k and weights; the rest is an operator for compilers."""
+    """vLLM's modules give q, k and weights; the rest is an operator."""
     parts = self.rope_dim, self.head_dim - self.rope_dim
     both, _ = self.wk_weights_proj(hidden_states)
     k, weights = both.split([self.head_dim, self.n_head], -1)
@@ -103,7 +103,7 @@ def choose_keys(
 
 PLATFORM = "vllm.platforms.cpu"
 MODELS = "vllm.model_executor.models.deepseek_v2"
-WRAPS = {
+WRAPS: dict[tuple[str, str], tuple[Any, str]] = {
     (PLATFORM, "CpuPlatform.check_and_update_config"): (check_and_update_config, "cls vllm_config"),
     (PLATFORM, "CpuPlatform.get_attn_backend_cls"): (
         get_attn_backend_cls,
@@ -115,8 +115,7 @@ WRAPS = {
 
 
 def find(module: str, name: str) -> tuple[Any, str, Any]:
-    """The class, the method's name in it, and its function: a RuntimeError if there is none, or
-    one of other parameters than WRAPS says."""
+    """The class, its method's name and function, or a RuntimeError if they are not as in WRAPS."""
     owner, method = name.split(".")
     try:
         found = getattr(importlib.import_module(module), owner, object)

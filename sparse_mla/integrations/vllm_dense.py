@@ -59,7 +59,7 @@ class DenseMLABackend(SparseMLABackend):
         cache_dtype_str: Any = "auto",
     ) -> tuple[int, ...]:
         """`sparse_mla.dense.Backend.get_kv_cache_shape`; a row of "fp8" has 576 values, too."""
-        dtype = "auto" if cache_dtype_str in E4M3 else cache_dtype_str
+        dtype: Any = "auto" if cache_dtype_str in E4M3 else cache_dtype_str
         return sparse_mla.dense.Backend.get_kv_cache_shape(
             num_blocks, block_size, num_kv_heads, head_size, dtype
         )
@@ -237,7 +237,7 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_b_proj = kv_b_proj
         self.layer: sparse_mla.dense.DenseMLA | None = None
-        self.config = sparse_mla.dense.Config(
+        config = sparse_mla.dense.Config(  # it checks the sizes, for `fp8` too
             num_heads,
             softmax_scale=scale,
             kv_lora_rank=kv_lora_rank,
@@ -249,8 +249,7 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
             max_num_batched_tokens=engine.scheduler_config.max_num_batched_tokens,
             max_model_len=engine.model_config.max_model_len,
         )
-        if kv_cache_dtype in E4M3:
-            self.config = None
+        self.config = None if kv_cache_dtype in E4M3 else config
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Make the layer of the weights that vLLM has loaded; e4m3 ones become bf16."""

@@ -33,6 +33,7 @@ def test_a_model_is_served(tmp_path, kind, kv_cache_dtype, bound):
     models.check(models.load_eager(model), prompts, served, bound)
     models.check_cached(served)
     models.check_log(served.log, kind, kv_cache_dtype)
+    assert ("saved AOT compiled function" in served.log) == (kind == "v3")  # vLLM's default
     print(f"{kind} on {kv_cache_dtype}: {served.seconds:.0f} s")
 
 
@@ -263,6 +264,15 @@ def test_rotary_embedding_runs_in_pytorch_and_is_said_once(vllm, monkeypatch):
         assert config.compilation_config.custom_ops == ["all", "-rotary_embedding"]
     assert len(said) == 1
     assert "rotary_embedding runs in PyTorch" in said[0]
+
+
+def test_v32_is_not_compiled(vllm):
+    """Nothing tells a compiler that attention reads what the indexer writes."""
+    v32, v3 = engine_config(vllm, text=SimpleNamespace(index_topk=64)), engine_config(vllm)
+    for config, mode in ((v32, 0), (v3, 3)):
+        config.compilation_config.mode = 3
+        vllm.cpu.check_and_update_config(force, None, config)
+        assert config.compilation_config.mode == mode
 
 
 @pytest.mark.parametrize("fp8", ["fp8", "fp8_e4m3"])

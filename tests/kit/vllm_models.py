@@ -59,7 +59,7 @@ def write_model(folder: Path, kind: str, **changes) -> Path:
             if weight.ndim >= 2:
                 weight.normal_(0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight *= 0.7  # what a layer adds is less than what is there, as in trained models
+                weight *= 0.5  # what a layer adds is less than what is there, as in trained models
     model.to(torch.bfloat16).save_pretrained(folder)
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 8 << 20
     return folder
@@ -104,7 +104,7 @@ def compare(model, prompts, answers, bound: float, keys=None) -> Agreement:
 
 
 def check(model, prompts, served: "Served", bound: float, keys=None) -> None:
-    """Every round is eager's where it is clear, and the last has the tokens of the first."""
+    """The first round is eager's where that is clear, and so are later rounds the first."""
     first = served.rounds[0]
     found = compare(model, prompts, first, bound, keys)
     print(found)
@@ -113,7 +113,25 @@ def check(model, prompts, served: "Served", bound: float, keys=None) -> None:
     assert found.clear_and_wrong == 0
     assert found.equal >= 370
     for later in served.rounds[1:]:
-        assert [row["tokens"] for row in later] == [row["tokens"] for row in first]
+        check_same(model, prompts, first, later, bound)
+
+
+def check_same(model, prompts, first, later, bound: float) -> None:
+    """Two answers have the same tokens, or begin to differ where the two tokens are a near-tie of
+    eager's: vLLM's products round by the number of rows, which depends on when requests come."""
+    equal = 0
+    for prompt, one, other in zip(prompts, first, later, strict=True):
+        pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
+        split = next((at for at, (a, b) in pairs if a != b), None)
+        equal += split is None
+        if split is not None:
+            with torch.no_grad():
+                given = torch.tensor([prompt + one["tokens"][:split]])
+                logits = model(given).logits[0, -1].float()
+            a, b = logits[one["tokens"][split]], logits[other["tokens"][split]]
+            assert (a - b).abs() <= 2 * bound * logits.std(), (len(prompt), split)
+    print(f"{equal} of {len(prompts)} answers are the same, the others up to a near-tie")
+    assert equal >= len(prompts) // 2
 
 
 def check_cached(served: "Served") -> None:
