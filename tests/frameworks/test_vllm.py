@@ -5,10 +5,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
+import os
 import sys
-import tomllib
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -21,11 +20,10 @@ import pytest
 import reference as ref
 from helpers import assert_same_bits
 from library import sparse_mla
+from vllm_plugin import write_entry_point
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
-GROUP = "vllm.general_plugins"
 PREFIX = "model.layers.0.self_attn.attn"
 TOPK = 48
 
@@ -152,7 +150,7 @@ TAKEN and register_backend(custom, TAKEN)
 load_general_plugins()
 import sys
 print("sparse_mla.integrations.vllm" in sys.modules)
-from sparse_mla.integrations._vllm_plugin import register
+from sparse_mla_vllm import register
 register()  # vLLM may load it again
 print(custom.get_path())
 print([m.name for m in AttentionBackendEnum if m.is_overridden()])
@@ -165,13 +163,8 @@ CLASS = "sparse_mla.integrations.vllm.SparseMLABackend"
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """A folder for sys.path with pyproject.toml's entry points, as an installation has them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [f"{name} = {value}" for name, value in project["entry-points"][GROUP].items()]
-    folder = tmp_path / "sparse_mla_plugin-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: sparse-mla-plugin\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]) + "\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = write_entry_point(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
     return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "sparse_mla"}
 
 
@@ -429,7 +422,7 @@ def test_a_layer_of_vllm_s_own_is_sparse_mla_s(vllm, mla_attention, num_heads, f
 @contextmanager
 def layer_configs(vllm, mla_attention):
     """vLLM's current config with our backend chosen as a user chooses it, by the name CUSTOM."""
-    from sparse_mla.integrations._vllm_plugin import register
+    from sparse_mla_vllm import register
 
     register()
     custom = vllm.registry.AttentionBackendEnum.CUSTOM

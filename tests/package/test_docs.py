@@ -262,7 +262,7 @@ OUR_FILES = {
     for name in (*FOLDERS, "shim")
     for path in (ROOT / name).rglob("*.*")
     if "include" not in path.parts
-}
+} | {path.name for path in ROOT.glob("*.py")}
 
 
 # Changes and records name files of their day.

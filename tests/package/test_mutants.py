@@ -326,7 +326,7 @@ def test_every_file_of_the_package_has_faults_and_a_family():
         ("sparse_mla/integrations/torch.py", ("torch", "jax", "transformers"), "survived"),
         ("sparse_mla/integrations/_schema.py", ("torch", "transformers"), "not built"),
         ("sparse_mla/integrations/vllm.py", ("torch", "jax", "transformers"), "not built"),
-        ("sparse_mla/integrations/_vllm_plugin.py", ("vllm",), "survived"),
+        ("sparse_mla/integrations/vllm.py", ("vllm",), "survived"),
         ("sparse_mla/dense/layer.py", (), "survived"),
     ],
 )
