@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import device
@@ -124,6 +125,25 @@ def test_metadata_is_of_the_latest_batch_of_its_mode():
 
 
 # --- padding -------------------------------------------------------------------------------------
+
+
+def test_builders_of_16_threads():
+    """Each has a builder of its own; they share the engine's arrays."""
+    rows = put(np.arange(64, dtype=np.int32).reshape(4, 16))
+    config = paged.Config(max_bs=4, max_num_tokens=8, max_context_len=12, device=device.NAME)
+    pool = ints(0, 1, 2, 3)
+
+    def run(thread: int) -> None:
+        builder = paged.MetadataBuilder(config, rows)
+        builder.capture("decode", 4, 4, ints(1, 1, 1, 1), pool)
+        for i in range(40):
+            lens = np.random.default_rng([thread, i]).integers(0, 13, 4).astype(np.int32)
+            got = builder.replay("decode", 4, put(lens), pool, num_real_reqs=i % 5)
+            want = np.where(np.arange(4) < i % 5, lens, 0)
+            assert (device.host(got.cache_seqlens_int32) == want).all()
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(run, range(16)))
 
 
 def test_rows_behind_the_tokens_of_a_draft_extend_stay():
