@@ -57,9 +57,17 @@ class Pages:
             state.pages += [self._free.pop() for _ in range(count)]
 
     def advance(self, request: Hashable, num_tokens: int) -> None:
-        """Counts tokens that are in the cache now. Of drafts, those that were accepted: the keys
-        of the others are forgotten, because later tokens overwrite them."""
+        """Counts tokens that are in the cache now. Of drafts, those that were accepted: the others
+        are overwritten."""
         self.requests[request].num_tokens += num_tokens
+
+    def rewind(self, request: Hashable, num_tokens: int) -> None:
+        """Forgets a request's last tokens. Pages behind the end go back."""
+        state = self.requests[request]
+        state.num_tokens -= num_tokens
+        kept = max(-(-state.num_tokens // self.page_size), state.num_shared)
+        self._free += state.pages[kept:]
+        del state.pages[kept:]
 
     def release(self, request: Hashable) -> None:
         """Takes the pages of a request back."""

@@ -302,6 +302,57 @@ class ModelRunner:
             self._pages.advance(request, len(its_rows))
         return logits
 
+    def rewind(self, request: Hashable, num_tokens: int) -> None:
+        """Forget the last tokens of a request, as drafts that were rejected.
+
+        Later tokens take their places, with the results of a run that never had them. Pages behind
+        the end go back.
+
+        Parameters
+        ----------
+        request : hashable
+            Its name.
+        num_tokens : int
+            How many: 0 to all that it has.
+
+        Raises
+        ------
+        KeyError
+            There is no request of that name.
+        TypeError, ValueError
+            No int; less than 0, or more tokens than there are.
+
+        Source: vLLM's handling of rejected draft tokens, in small.
+
+        Examples
+        --------
+        >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+        >>> from sparse_mla.integrations.transformers import ModelRunner
+        >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+        >>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
+        >>> model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=50, **sizes)).eval()
+        >>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
+        >>> runner = ModelRunner(model, num_pages=4, **limits)
+        >>> first = runner.step({"a": [3, 1, 4]})
+        >>> drafts = runner.step({"a": [1, 5, 9]}, all_logits=True)
+        >>> runner.rewind("a", 2)  # the first one stays
+        >>> runner.step({"a": [2]}).shape
+        torch.Size([1, 50])
+        """
+        if request not in self._pages.requests:
+            raise KeyError(f"ModelRunner.rewind: there is no request {request!r}")
+        if type(num_tokens) is not int:
+            raise TypeError(
+                f"ModelRunner.rewind: `num_tokens` must be an int, got {type(num_tokens).__name__}"
+            )
+        most = self._pages.find(request).num_tokens
+        if not 0 <= num_tokens <= most:
+            raise ValueError(
+                f"ModelRunner.rewind: `num_tokens` must be 0 to the {most} tokens of request "
+                f"{request!r}, got {num_tokens}"
+            )
+        self._pages.rewind(request, num_tokens)
+
     def free(self, request: Hashable) -> None:
         """Forget a request and take its pages back.
 

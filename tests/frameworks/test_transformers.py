@@ -272,6 +272,37 @@ def test_pages_run_out_and_come_back(runner, tokens):
 # --- wrong use -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_rewound_drafts_were_never_there(example, runner, tokens, count):
+    """Request b is a without the drafts, which begin a page of their own. Where nothing of their
+    step is left, the bits are the same."""
+    torch = find_framework("torch").module
+    for name in "ab":
+        runner.step({name: tokens[0, :62]})
+    runner.step({"a": tokens[1, :5]})
+    kept = tokens[1, : 5 - count]
+    if len(kept):
+        runner.step({"b": kept})
+    runner.rewind("a", count)
+    assert runner.num_free_pages == LIMITS["num_pages"] - 2 * (1 if count > 2 else 2)
+    for i in range(62, 70):
+        got, want = (runner.step({name: tokens[0, i : i + 1]}) for name in "ab")
+        assert_close(example, got, want)
+        assert len(kept) or torch.equal(got, want)
+
+
+def test_rewinds_that_are_refused(runner, tokens):
+    runner.step({"a": tokens[0, :5]})
+    for value, error in ((-1, ValueError), (6, ValueError), (1.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"ModelRunner\.rewind: `num_tokens` must be"):
+            runner.rewind("a", value)
+    with pytest.raises(KeyError, match="there is no request 'b'"):
+        runner.rewind("b", 0)
+    runner.rewind("a", 5)
+    assert runner.num_free_pages == LIMITS["num_pages"]
+    runner.step({"a": tokens[0, :5]})
+
+
 def test_models_that_cannot_be_served(example, adapter, model):
     torch = find_framework("torch").module
     refused = "ModelRunner: `model` must be"
