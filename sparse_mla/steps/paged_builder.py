@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_mla.steps import common as steps
 from sparse_mla.steps.memory import Memory
@@ -19,14 +19,6 @@ MODES = {
     "mixed": 4,
     "draft_extend": 5,
 }
-# What a call of a step reads, and most builds leave out.
-OPTIONAL = (
-    *("extend_seq_lens", "out_cache_loc", "custom_mask", "encoder_lens"),
-    *("seq_lens_cpu", "extend_seq_lens_cpu", "encoder_lens_cpu"),
-)
-ABSENT = dict.fromkeys(OPTIONAL) | dict.fromkeys(
-    ("spec_step", "common_prefix_len", "is_fixed", "num_tokens", "num_padding_reqs"), 0
-)
 # The groups of a step's views, see plan_paged.c.
 STEP, EXPAND, SWA_SPEC, PREFIX, LOCAL, GROUPS = range(6)
 PARTS = (
@@ -35,6 +27,17 @@ PARTS = (
     (PREFIX, "prefix", Part),
     (LOCAL, "local_attn_metadata", LocalPart),
 )
+
+
+Key = tuple[int, int, int | None]  # a capture: mode, requests, step of a draft
+
+
+class Captured(NamedTuple):
+    """What a capture fixed."""
+
+    num_tokens: int
+    num_mapped: int | None  # the length of swa_out_cache_loc
+    shown: list[Metadata]
 
 
 class Builder(steps.Builder):
@@ -60,68 +63,73 @@ class Builder(steps.Builder):
             config.max_num_tokens, config.max_bs * max(config.topk, config.num_draft_tokens, 1)
         )
         self._latest: dict[int, int] = {}  # mode -> the number of its latest build
-        # (mode, requests, step of a draft) -> sizes of a capture, swa_out_cache_loc's, its metadata
-        self._captured: dict[tuple[Any, ...], tuple[dict[str, Any], Any, list[Metadata]]] = {}
+        self._captured: dict[Key, Captured] = {}
 
     @property
     def workspace_bytes(self) -> int:
         """Everything that steps and their layers use of the device."""
         return self._step.workspace_bytes + self._memory.num_bytes
 
-    def _fill(self, call: Any, batch: dict[str, Any], sizes: dict[str, Any]) -> Any:
-        """The step's `build` or `refresh`."""
-        return call(
-            None,
+    def _capture(
+        self, mode: str, key: Key, num_tokens: int, num_steps: int, batch: dict[str, Any]
+    ) -> list[Metadata]:
+        """A build whose sizes are fixed; the same metadata each time."""
+        build, bs, spec_step = key
+        before = self._captured.get(key)
+        if before is not None and before.num_tokens != num_tokens:
+            raise ValueError(
+                "MetadataBuilder.capture: `num_tokens` must be that of the capture before, "
+                f"{before.num_tokens}, got {num_tokens}"
+            )
+        num_mapped = self._count_mapped(batch["out_cache_loc"])
+        if before is not None:
+            self._find_captured(key, None, batch["out_cache_loc"])
+        step = self._step.build(
+            ...,
+            mode=build,
+            num_reqs=bs,
+            spec_step=spec_step or 0,
+            num_steps=num_steps,
+            is_fixed=1,
+            num_tokens=num_tokens,
             req_to_token=self.req_to_token,
             full_to_swa_index_mapping=self.full_to_swa_index_mapping,
-            **(ABSENT | batch | sizes),
+            **batch,
         )
-
-    def _capture(
-        self, mode: str, key: tuple[Any, ...], sizes: dict[str, Any], batch: dict[str, Any]
-    ) -> list[Metadata]:
-        build, bs, _ = key
-        sizes = {"mode": build, "num_reqs": bs, "is_fixed": 1, **sizes}
-        if key in self._captured:
-            before = self._captured[key][0]["num_tokens"]
-            if before != sizes["num_tokens"]:
-                raise ValueError(
-                    "MetadataBuilder.capture: `num_tokens` must be that of the capture before, "
-                    f"{before}, got {sizes['num_tokens']}"
-                )
-            return self._replay(key, None, batch)
-        step = self._fill(self._step.build, batch, sizes)
-        shown = [self._show(mode, step, build, i) for i in range(sizes["num_steps"])]
+        if before is not None:
+            return self._mark(key, before.shown, step["generation"])
+        shown = [self._show(mode, step, build, i) for i in range(num_steps)]
         for metadata in shown:
             metadata.__dict__["_is_captured"] = True
-        self._captured[key] = sizes, self._count_mapped(batch), shown
+        self._captured[key] = Captured(num_tokens, num_mapped, shown)
         return shown
 
-    def _count_mapped(self, batch: dict[str, Any]) -> int | None:
+    def _count_mapped(self, loc: Array) -> int | None:
         """The length of swa_out_cache_loc."""
-        loc = batch["out_cache_loc"]
         return None if loc is None or self.full_to_swa_index_mapping is None else len(loc)
 
-    def _replay(
-        self, key: tuple[Any, ...], num_real_reqs: int | None, batch: dict[str, Any]
-    ) -> list[Metadata]:
-        op, (build, bs, step) = "MetadataBuilder.replay", key
-        if key not in self._captured:
-            known = sorted(n for b, n, s in self._captured if (b, s) == (build, step))
+    def _find_captured(self, key: Key, num_real_reqs: Any, loc: Array) -> tuple[int, int, Any]:
+        """-> query tokens of a capture, requests that are padding, and its metadata."""
+        op, (build, bs, spec_step) = "MetadataBuilder.replay", key
+        found = self._captured.get(key)
+        if found is None:
+            known = sorted(n for b, n, s in self._captured if (b, s) == (build, spec_step))
             raise ValueError(f"{op}: `bs` must be captured in this mode, {known} are, got {bs!r}")
-        sizes, num_mapped, shown = self._captured[key]
-        if self._count_mapped(batch) != num_mapped:
-            got = self._count_mapped(batch)
-            rule = f"as long as in the capture, {num_mapped}"
-            raise ValueError(f"{op}: `out_cache_loc` must be {rule}, got {got}")
-        if num_real_reqs is not None:
-            try:
-                sizes = {**sizes, "num_padding_reqs": bs - operator.index(num_real_reqs)}
-            except TypeError:
-                raise steps.wrong_type(op, "num_real_reqs", "an int", num_real_reqs) from None
-        number = self._latest[build] = self._fill(self._step.refresh, batch, sizes)
+        if (count := self._count_mapped(loc)) != found.num_mapped:
+            rule = f"as long as in the capture, {found.num_mapped}"
+            raise ValueError(f"{op}: `out_cache_loc` must be {rule}, got {count}")
+        if num_real_reqs is None:
+            return found.num_tokens, 0, found.shown
+        try:
+            return found.num_tokens, bs - operator.index(num_real_reqs), found.shown
+        except TypeError:
+            raise steps.wrong_type(op, "num_real_reqs", "an int", num_real_reqs) from None
+
+    def _mark(self, key: Key, shown: list[Metadata], number: int) -> list[Metadata]:
+        """The metadata is that of the latest build of its mode."""
+        self._latest[key[0]] = number
         for metadata in shown:
-            metadata.__dict__["_build"] = (build, number)
+            metadata.__dict__["_build"] = (key[0], number)
         return shown
 
     def _show(self, mode: str, step: dict[Any, Any], build: int, number: int) -> Metadata:
@@ -301,22 +309,26 @@ class MetadataBuilder(Builder):
         ([8, 12], [0, 3, 6])
         """
         build = find_build("build", mode, spec_step)
-        batch = {
-            "seq_lens": seq_lens,
-            "req_pool_indices": req_pool_indices,
-            "seq_lens_cpu": seq_lens_cpu,
-            "extend_seq_lens": extend_seq_lens,
-            "extend_seq_lens_cpu": extend_seq_lens_cpu,
-            "out_cache_loc": out_cache_loc,
-            "custom_mask": custom_mask,
-            "encoder_lens": encoder_lens,
-            "encoder_lens_cpu": encoder_lens_cpu,
-            "common_prefix_len": common_prefix_len,
-            "stream": stream,
-        }
-        sizes = {"mode": build, "num_reqs": count_requests(seq_lens), "num_steps": 1}
-        sizes["spec_step"] = spec_step or 0
-        step = self._fill(self._step.build, batch, sizes)
+        step = self._step.build(
+            ...,
+            mode=build,
+            num_reqs=count_requests(seq_lens),
+            spec_step=spec_step or 0,
+            num_steps=1,
+            common_prefix_len=common_prefix_len,
+            req_to_token=self.req_to_token,
+            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            extend_seq_lens=extend_seq_lens,
+            out_cache_loc=out_cache_loc,
+            custom_mask=custom_mask,
+            encoder_lens=encoder_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            extend_seq_lens_cpu=extend_seq_lens_cpu,
+            encoder_lens_cpu=encoder_lens_cpu,
+            stream=stream,
+        )
         return self._show(mode, step, build, 0)
 
     def capture(
@@ -377,7 +389,6 @@ class MetadataBuilder(Builder):
         ([5, 0], 8)
         """
         key = find_build("capture", mode, spec_step), bs, spec_step
-        sizes = {"num_tokens": num_tokens, "num_steps": 1, "spec_step": spec_step or 0}
         batch = {
             "seq_lens": seq_lens,
             "req_pool_indices": req_pool_indices,
@@ -387,7 +398,7 @@ class MetadataBuilder(Builder):
             "encoder_lens": encoder_lens,
             "stream": stream,
         }
-        return self._capture(mode, key, sizes, batch)[0]
+        return self._capture(mode, key, num_tokens, 1, batch)[0]
 
     def replay(
         self,
@@ -442,16 +453,27 @@ class MetadataBuilder(Builder):
         [6, 0]
         """
         key = find_build("replay", mode, spec_step), bs, spec_step
-        batch = {
-            "seq_lens": seq_lens,
-            "req_pool_indices": req_pool_indices,
-            "extend_seq_lens": extend_seq_lens,
-            "out_cache_loc": out_cache_loc,
-            "custom_mask": custom_mask,
-            "encoder_lens": encoder_lens,
-            "stream": stream,
-        }
-        return self._replay(key, num_real_reqs, batch)[0]
+        num_tokens, padding, shown = self._find_captured(key, num_real_reqs, out_cache_loc)
+        number = self._step.refresh(
+            ...,
+            mode=key[0],
+            num_reqs=bs,
+            spec_step=spec_step or 0,
+            num_steps=1,
+            is_fixed=1,
+            num_tokens=num_tokens,
+            num_padding_reqs=padding,
+            req_to_token=self.req_to_token,
+            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            extend_seq_lens=extend_seq_lens,
+            out_cache_loc=out_cache_loc,
+            custom_mask=custom_mask,
+            encoder_lens=encoder_lens,
+            stream=stream,
+        )
+        return self._mark(key, shown, number)[0]
 
 
 def _copy(kind: type[Any], config: Config, req_to_token: Array, mapping: Array | None) -> Any:

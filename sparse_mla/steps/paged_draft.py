@@ -89,15 +89,19 @@ class MultiStepDraft(Builder):
         num_steps = self.config.speculative_num_steps - 1
         if num_steps <= 0:
             return []
-        batch = {
-            "seq_lens": seq_lens,
-            "req_pool_indices": req_pool_indices,
-            "seq_lens_cpu": seq_lens_cpu,
-            "out_cache_loc": out_cache_loc,
-            "stream": stream,
-        }
-        sizes = {"mode": DRAFT, "num_reqs": count_requests(seq_lens), "num_steps": num_steps}
-        step = self._fill(self._step.build, batch, sizes)
+        step = self._step.build(
+            ...,
+            mode=DRAFT,
+            num_reqs=count_requests(seq_lens),
+            num_steps=num_steps,
+            req_to_token=self.req_to_token,
+            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            out_cache_loc=out_cache_loc,
+            seq_lens_cpu=seq_lens_cpu,
+            stream=stream,
+        )
         return [self._show("decode", step, DRAFT, i) for i in range(num_steps)]
 
     def capture(
@@ -155,8 +159,7 @@ class MultiStepDraft(Builder):
             "out_cache_loc": out_cache_loc,
             "stream": stream,
         }
-        sizes = {"num_tokens": num_tokens, "num_steps": num_steps}
-        return self._capture("decode", (DRAFT, bs, None), sizes, batch)
+        return self._capture("decode", (DRAFT, bs, None), num_tokens, num_steps, batch)
 
     def replay(
         self,
@@ -200,12 +203,24 @@ class MultiStepDraft(Builder):
         >>> draft.replay(2, lens, rows, num_real_reqs=1)[0].cache_seqlens_int32.tolist()
         [6, 0]
         """
-        if self.config.speculative_num_steps <= 1:
+        num_steps = self.config.speculative_num_steps - 1
+        if num_steps <= 0:
             return []
-        batch = {
-            "seq_lens": seq_lens,
-            "req_pool_indices": req_pool_indices,
-            "out_cache_loc": out_cache_loc,
-            "stream": stream,
-        }
-        return self._replay((DRAFT, bs, None), num_real_reqs, batch)
+        key = DRAFT, bs, None
+        num_tokens, padding, shown = self._find_captured(key, num_real_reqs, out_cache_loc)
+        number = self._step.refresh(
+            ...,
+            mode=DRAFT,
+            num_reqs=bs,
+            num_steps=num_steps,
+            is_fixed=1,
+            num_tokens=num_tokens,
+            num_padding_reqs=padding,
+            req_to_token=self.req_to_token,
+            full_to_swa_index_mapping=self.full_to_swa_index_mapping,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            out_cache_loc=out_cache_loc,
+            stream=stream,
+        )
+        return self._mark(key, shown, number)

@@ -13,6 +13,7 @@ from sparse_mla._bench.common.paged_steps import (
     Batch,
     find_differences,
     make_build,
+    make_replay,
 )
 
 SHAPES = (
@@ -93,7 +94,7 @@ def test_builds_are_compared_with_chains_of_operators(torch, monkeypatch):
     from sparse_mla._bench.cuda import paged_steps
     from sparse_mla._bench.cuda.timing import CudaEffort
 
-    times = {"ours": 1e-6, "PyTorch": 3e-6}
+    times = {"ours": 1e-6, "replay": 2e-6, "PyTorch": 3e-6}
     given = {"DEVICE": "cpu", "DECODES": ((3, 70),), "STEPS": (3, 300)}
     given |= {
         "host_seconds": lambda sides, batch, effort: times,
@@ -104,7 +105,8 @@ def test_builds_are_compared_with_chains_of_operators(torch, monkeypatch):
     table = paged_steps.measure_paged_steps(CudaEffort())
     assert table.failures == []
     assert [row[0] for row in table.rows] == [kind.name for kind in KINDS]
-    assert table.rows[0][3:] == ["1.0", "1.0", "3.0", "3.0"]
+    assert table.rows[0][3:] == ["1.0", "1.0", "2.0", "2.0", "3.0", "3.0"]
+    assert table.rows[4][3:] == ["1.0", "1.0", "–", "–", "3.0", "3.0"]  # an extend
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -115,5 +117,6 @@ def test_wrong_builds_are_told(kind):
     assert find_differences(build(), found, np.asarray) == []
     batch.pool_table[...] += PAGE_SIZE
     batch.lens[...] -= 1
-    wrong = find_differences(build(), found, np.asarray)
-    assert {"page_table", "cu_seqlens_k"} <= set(wrong)
+    for call in filter(None, (build, make_replay(kind, batch))):
+        wrong = find_differences(call(), found, np.asarray)
+        assert {"page_table", "cu_seqlens_k"} <= set(wrong)

@@ -108,7 +108,7 @@ read_arguments(build_call *call, const smla_py_operator *op, PyObject *const *va
     const int num_arrays = smla_py_count_arrays(op);
     for (int i = 0; i < op->num_params; i++) {
         const int row = (i + num_arrays) % op->num_params;
-        if (read_argument(call, &op->params[row], values[row]) < 0) {
+        if (values[row] != NULL && read_argument(call, &op->params[row], values[row]) < 0) {
             return -1;
         }
     }
@@ -293,12 +293,12 @@ run_build(build_call *call)
 }
 
 /* Reads the arguments that a call does not give from the batch, whose attributes have their names.
- * `owned` holds the new references. */
+ * With ... in place of a batch they are absent. `owned` holds the new references. */
 static int
 read_batch(const smla_py_operator *op, const smla_py_keywords *keywords, PyObject *batch,
            PyObject **values, PyObject **owned)
 {
-    for (int i = 0; i < op->num_params; i++) {
+    for (int i = 0; batch != Py_Ellipsis && i < op->num_params; i++) {
         if (values[i] == NULL && keywords->names[i] != NULL) {
             owned[i] = PyObject_GetAttr(batch, keywords->names[i]);
             values[i] = owned[i];

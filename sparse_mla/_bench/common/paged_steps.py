@@ -228,9 +228,8 @@ KINDS = (
 )  # fmt: skip
 
 
-def make_build(kind: Kind, batch: Batch) -> Callable[[], Any]:
-    """The build of ours."""
-    config = paged.Config(
+def make_config(kind: Kind, batch: Batch) -> paged.Config:
+    return paged.Config(
         max_bs=batch.num_reqs,
         max_num_tokens=batch.num_reqs * DRAFTS,
         max_context_len=batch.width - DRAFTS,
@@ -240,6 +239,11 @@ def make_build(kind: Kind, batch: Batch) -> Callable[[], Any]:
         device=batch.device,
         **kind.config,
     )
+
+
+def make_build(kind: Kind, batch: Batch) -> Callable[[], Any]:
+    """The build of ours."""
+    config = make_config(kind, batch)
     lens = {"seq_lens_cpu": batch.host_lens}
     given = lens | kind.given(batch)
     if not kind.mode:
@@ -247,6 +251,22 @@ def make_build(kind: Kind, batch: Batch) -> Callable[[], Any]:
         return lambda: draft.build(batch.lens, batch.pool, **given)
     builder = paged.MetadataBuilder(config, batch.pool_table)
     return lambda: builder.build(kind.mode, batch.lens, batch.pool, **given)
+
+
+def make_replay(kind: Kind, batch: Batch) -> Callable[[], Any] | None:
+    """The replay of a capture of ours; None of what cannot be captured."""
+    given = {name: x for name, x in kind.given(batch).items() if not name.endswith("_cpu")}
+    if kind.mode == "extend" or "common_prefix_len" in given:
+        return None
+    bs, config, arrays = batch.num_reqs, make_config(kind, batch), (batch.lens, batch.pool)
+    if not kind.mode:
+        draft = paged.MultiStepDraft(config, batch.pool_table)
+        draft.capture(bs, bs * config.topk, *arrays, **given)
+        return lambda: draft.replay(bs, *arrays, **given)
+    builder = paged.MetadataBuilder(config, batch.pool_table)
+    per_request = 1 if kind.mode == "decode" else DRAFTS
+    builder.capture(kind.mode, bs, bs * per_request, *arrays, **given)
+    return lambda: builder.replay(kind.mode, bs, *arrays, **given)
 
 
 def find_differences(built: Any, found: Any, to_numpy: Callable[[Array], np.ndarray]) -> list[str]:

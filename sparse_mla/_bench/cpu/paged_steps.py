@@ -12,13 +12,14 @@ from sparse_mla._bench.common.paged_steps import (
     Kind,
     find_differences,
     make_build,
+    make_replay,
 )
 from sparse_mla._bench.common.timing import Effort, Table, interleave
 
 DECODES = ((256, 512), (256, 32_768))  # requests, tokens of each
 STEPS = (64, 4096)
 QUICK = (4, 512)
-COLUMNS = ["step", "B × tokens", "page", "build, µs", "NumPy, µs", "ratio"]
+COLUMNS = ["step", "B × tokens", "page", "build, µs", "replay, µs", "NumPy, µs", "ratio"]
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
@@ -33,13 +34,17 @@ def measure(effort: Effort, num_threads: int) -> Table:
 
 
 def add_row(table: Table, kind: Kind, batch: Batch, effort: Effort) -> None:
-    build = make_build(kind, batch)
+    build, replay = make_build(kind, batch), make_replay(kind, batch)
     shape = f"{batch.num_reqs} × {batch.length}"
     wrong = find_differences(build(), kind.chain(batch), np.asarray)
+    if replay is not None:
+        wrong += find_differences(replay(), kind.chain(batch), np.asarray)
     table.failures += [f"{kind.name}, {shape}: wrong {name}" for name in wrong]
-    seconds = interleave({"ours": build, "NumPy": lambda: kind.chain(batch)}, effort)
-    ours, chain = seconds["ours"], seconds["NumPy"]
-    row = [kind.name, shape, str(PAGE_SIZE), f"{1e6 * ours:.1f}", f"{1e6 * chain:.1f}"]
+    sides = {"build": build, "NumPy": lambda: kind.chain(batch)}
+    seconds = interleave(sides | ({"replay": replay} if replay else {}), effort)
+    us = {name: 1e6 * x for name, x in seconds.items()}
+    row = [kind.name, shape, str(PAGE_SIZE)]
+    row += [f"{us[side]:.1f}" if side in us else "–" for side in ("build", "replay", "NumPy")]
     record: dict[str, object] = {"step": kind.name, "B × tokens": shape, "right": not wrong}
-    record |= {"us": 1e6 * ours, "chain_us": 1e6 * chain}
-    table.add([*row, f"{chain / ours:.2f}×"], record)
+    record |= {"us": us["build"], "replay_us": us.get("replay"), "chain_us": us["NumPy"]}
+    table.add([*row, f"{us['NumPy'] / us['build']:.2f}×"], record)

@@ -16,6 +16,7 @@ from sparse_mla._bench.common.paged_steps import (
     Kind,
     find_differences,
     make_build,
+    make_replay,
 )
 from sparse_mla._bench.common.timing import Table
 from sparse_mla._bench.cuda.calls import BUILDS, host_seconds
@@ -32,7 +33,7 @@ DECODES = ((256, 512), (256, 32_768))  # requests, tokens of each
 STEPS = (64, 4096)
 QUEUED = 8  # calls that the host starts while the device is busy with something else
 BUSY_CYCLES = 4_000_000  # longer than the host needs for them
-SIDES = {"ours": "build", "PyTorch": "PyTorch"}
+SIDES = {"ours": "build", "replay": "replay", "PyTorch": "PyTorch"}
 
 
 def measure_paged_steps(effort: CudaEffort) -> Table:
@@ -51,15 +52,21 @@ def measure_paged_steps(effort: CudaEffort) -> Table:
 
 
 def add_row(table: Table, kind: Kind, batch: Batch, effort: CudaEffort) -> None:
-    build = make_build(kind, batch)
+    build, replay = make_build(kind, batch), make_replay(kind, batch)
     shape = f"{batch.num_reqs} × {batch.length}"
     wrong = find_differences(build(), kind.chain(batch), to_numpy)
+    if replay is not None:
+        wrong += find_differences(replay(), kind.chain(batch), to_numpy)
     table.failures += [f"{kind.name}, {shape}: wrong {name}" for name in wrong]
-    sides = {"ours": build, "PyTorch": lambda: kind.chain(batch)}
+    sides: dict[str, Callable[[], object]] = {"ours": build, "PyTorch": lambda: kind.chain(batch)}
+    sides |= {"replay": replay} if replay else {}
     on_host, on_device = host_seconds(sides, BUILDS, effort), device_seconds(sides, effort)
     row = [kind.name, shape, str(PAGE_SIZE)]
     record: dict[str, object] = {"step": kind.name, "B × tokens": shape}
     for side in SIDES:
+        if side not in sides:
+            row += ["–", "–"]
+            continue
         times = 1e6 * on_host[side], 1e6 * on_device[side]
         row += [f"{us:.1f}" for us in times]
         record |= {f"{side}_host_us": times[0], f"{side}_device_us": times[1]}
