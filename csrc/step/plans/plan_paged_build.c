@@ -292,11 +292,11 @@ check_request(const smla_paged_builder *b, const smla_paged_build_args *args,
     }
     if (extends.values != NULL) {
         const int64_t len = extends.values[req * extends.stride];
-        if (len < 0 || len > seqs.values[req * seqs.stride]) {
+        if (len < 0 || len > seq_len) {
             return smla_fail_value(error, op,
-                                   "`extend_seq_lens` must be 0 to seq_len = %d, got %lld at "
+                                   "`extend_seq_lens` must be 0 to seq_len = %lld, got %lld at "
                                    "request %lld",
-                                   seqs.values[req * seqs.stride], (long long)len, (long long)req);
+                                   (long long)seq_len, (long long)len, (long long)req);
         }
         if (args->is_fixed && len > batch->max_query_len) {
             return smla_fail_value(error, op,
