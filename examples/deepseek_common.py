@@ -1,5 +1,5 @@
-"""What deepseek_v3.py and deepseek_v32.py share: prompts, a serving engine, and the comparison with
-Transformers' eager attention. It is a module of theirs, not a script."""
+"""What deepseek_v3.py, deepseek_v32.py and deepseek_v4.py share: prompts, a serving engine, and the
+comparison with Transformers' eager attention. It is a module of theirs, not a script."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from sparse_mla.integrations.transformers import ModelRunner
 
-Format = Literal["bfloat16", "fp8_ds_mla"]
+Format = Literal["bfloat16", "fp8_ds_mla", "fp8_v4"]
 # of the standard deviation of eager's logits
 BOUNDS: dict[Format, float] = {"bfloat16": 0.02, "fp8_ds_mla": 0.10}
 
@@ -59,9 +59,12 @@ def round_weights(model: Any) -> None:
 
 
 def cast(model: Any, dtype: torch.dtype) -> None:
-    """Casts the weights alone. The buffers of RoPE stay fp32, as Transformers loads them."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
+    """Casts the weights alone, without those that are always fp32. The buffers of RoPE stay fp32,
+    as Transformers loads them."""
+    in_fp32 = set(model._keep_in_fp32_modules_strict or ())
+    for name, weight in model.named_parameters():
+        if in_fp32.isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
 
 
 # --- serving -------------------------------------------------------------------------------------
@@ -94,6 +97,9 @@ class Request:
 class Engine:
     """Continuous batching: decodes come first, and prompts share the rest of a step's budget."""
 
+    bounds: ClassVar[dict[Format, float]] = BOUNDS
+    block_size = BLOCK_SIZE
+
     def __init__(self, model: Any, options: argparse.Namespace, kv_cache_dtype: Format) -> None:
         self.model = model
         self.options = options
@@ -101,14 +107,25 @@ class Engine:
         lengths = [length + options.new_tokens for length in prompt_lengths(options)]
         self.runner = ModelRunner(
             model,
-            num_pages=sum(-(-length // BLOCK_SIZE) for length in lengths),
+            num_pages=sum(-(-length // self.block_size) for length in lengths),
             max_num_seqs=len(lengths),
             max_num_batched_tokens=options.tokens_per_step,
             max_model_len=max(lengths),
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             kv_cache_dtype=kv_cache_dtype,
+            **self.more_options(),
         )
         self.num_steps = self.num_mixed_steps = self.num_chunks = 0
+
+    def more_options(self) -> dict[str, Any]:
+        """Other options of the runner."""
+        return {}
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_chunks} chunks of prompts in {self.num_steps} steps, "
+            f"{self.num_mixed_steps} of them with decodes"
+        )
 
     def serve(self, prompts: list[torch.Tensor]) -> list[Request]:
         requests = [Request(prompt) for prompt in prompts]
@@ -118,16 +135,21 @@ class Engine:
             logits = self.run(step)
             lengths = [len(tokens) for tokens in step.values()]
             for name, rows in zip(step, logits.split(lengths), strict=True):
-                running[name].advance(rows)
+                self.advance(name, running[name], step[name], rows)
                 if len(running[name].generated) == self.options.new_tokens:
                     del running[name]
                     self.runner.free(name)
         return requests
 
+    def advance(
+        self, name: int, request: Request, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        request.advance(logits)
+
     def plan(self, running: dict[int, Request]) -> dict[int, torch.Tensor]:
         step, budget = {}, self.options.tokens_per_step
         for name in sorted(running, key=lambda name: not running[name].generated):
-            tokens = running[name].next_tokens(budget)
+            tokens = self.next_tokens(name, running[name], budget)
             if len(tokens):
                 step[name] = tokens
                 budget -= len(tokens)
@@ -137,6 +159,9 @@ class Engine:
         self.num_mixed_steps += 0 < len(prefills) < len(step)
         # A prompt's last token, if alone, counts as a decode: the runner puts it among the decodes.
         return dict(sorted(step.items(), key=lambda item: len(item[1]) > 1))
+
+    def next_tokens(self, name: int, request: Request, budget: int) -> torch.Tensor:
+        return request.next_tokens(budget)
 
     def run(self, step: dict[int, torch.Tensor]) -> torch.Tensor:
         """-> logits [tokens, vocab]"""
@@ -240,7 +265,7 @@ def report_fields(
     ours = [torch.cat(request.logits) for request in served]
     prompts = [request.prompt for request in served]
     generated = [torch.cat(request.generated) for request in served]
-    bound = BOUNDS[engine.kv_cache_dtype]
+    bound = engine.bounds[engine.kv_cache_dtype]
     eager_in_bf16 = compare(in_bf16, eager, bound)
     if engine.options.dtype == "bfloat16":
         bound += eager_in_bf16.largest
@@ -313,16 +338,13 @@ def run(
     )
     greedy = continue_greedily(model, prompts, options.new_tokens)
     is_within, steps = True, ""
-    for kv_cache_dtype in BOUNDS:
+    for kv_cache_dtype in engine_class.bounds:
         cast(model, getattr(torch, options.dtype))
         engine = engine_class(model, options, kv_cache_dtype)
         report = judge(model, engine, prompts, greedy)
         print(*report.rows(), sep="\n", flush=True)
         is_within &= report.within
-        steps = (
-            f"{engine.num_chunks} chunks of prompts in {engine.num_steps} steps, "
-            f"{engine.num_mixed_steps} of them with decodes"
-        )
+        steps = engine.summary()
     print(f"\n{steps}\n{'within the bounds' if is_within else 'OUTSIDE THE BOUNDS'}")
     return 0 if is_within else 1
 

@@ -8,7 +8,9 @@ import torch
 
 import sparse_mla
 from sparse_mla import dense
-from sparse_mla.integrations._mla_layers import PagedAttention, config_fields
+from sparse_mla.integrations._mla_layers import PagedAttention, PagedLayers, config_fields
+from sparse_mla.integrations._pages import Pages
+from sparse_mla.integrations._runner_checks import check_rope_type
 
 
 class DenseAttention(PagedAttention):
@@ -71,9 +73,10 @@ def weight_of(layer: Any, by_inputs: bool) -> Any:
     return layer
 
 
-class DenseLayers:
+class DenseLayers(PagedLayers):
     """All layers' attentions, and the plan of a step."""
 
+    takes = frozenset({"absorb", "scheme", "requantize", "prefill_workspace_tokens"})
     config: dense.Config
 
     def __init__(
@@ -95,6 +98,7 @@ class DenseLayers:
         interleaved = bool(getattr(model.config, "rope_interleave", True))
         self.config = dense.Config(interleaved=interleaved, **config_fields(model), **limits)
         _check_workspace(self.config)
+        self.pages = Pages(num_pages, self.config.block_size)
         self._builder = dense.MetadataBuilder(self.config)
         rope_table = make_rope_table(model.model.rotary_emb, self.config)
         shared = self.config, num_pages, rope_table, absorb
@@ -125,11 +129,7 @@ def _check_workspace(config: dense.Config) -> None:
 
 def make_rope_table(rotary_emb: Any, config: dense.Config) -> torch.Tensor:
     """The model's cosines, then its sines, of every position: [max_model_len, 64] fp32."""
-    if rotary_emb.rope_type == "longrope":
-        raise ValueError(
-            "ModelRunner: `model` must have a rope_type whose angles depend on a token's position "
-            'alone, got "longrope", whose angles depend on the length of its request, too'
-        )
+    check_rope_type(rotary_emb.rope_type)
     positions = torch.arange(config.max_model_len, device=config.device)[None]
     example = torch.empty(0, dtype=torch.float32, device=config.device)  # for dtype and device
     angles = rotary_emb(example, positions)

@@ -3,11 +3,14 @@ projections before and after the attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 import sparse_mla
+from sparse_mla.integrations._pages import Pages
 
 
 class PagedAttention(torch.nn.Module):
@@ -39,6 +42,23 @@ class PagedAttention(torch.nn.Module):
     def project_values(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Every head's result [T, H, v_head_dim] -> [1, T, hidden_size]."""
         return self.model.o_proj(values.flatten(1).to(dtype))[None]
+
+
+class PagedLayers:
+    """What the layers of a model are to a step: their pages, which all have the same numbers, and
+    where these are. A subclass adds the attentions, and the plan."""
+
+    block_size = 64  # tokens per page by default
+    max_drafts: int | None = None  # any number of tokens may be forgotten
+    pages: Pages
+
+    def locate(
+        self, positions: Mapping[Hashable, np.ndarray], put: Callable[[Any], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots of a step's tokens, by their positions in their requests, and the block
+        table."""
+        slots = [self.pages.slots(request, its) for request, its in positions.items()]
+        return put(np.concatenate(slots)), put(self.pages.table(positions))
 
 
 def config_fields(model: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb_interleave
 
 import sparse_mla
-from sparse_mla.integrations._mla_layers import PagedAttention, config_fields
+from sparse_mla.integrations._mla_layers import PagedAttention, PagedLayers, config_fields
+from sparse_mla.integrations._pages import Pages
 from sparse_mla.integrations._v32_indexer import (
     INDEX_HEAD_DIM,
     Group,
@@ -64,12 +65,19 @@ class SparseAttention(PagedAttention):
         return self.project_values(self.mla.v_up_proj(out), hidden_states.dtype), None
 
 
-class SparseLayers:
+class SparseLayers(PagedLayers):
     """All layers' attentions, and the plan of a step."""
 
+    takes = frozenset({"prefill_workspace_tokens"})
     config: sparse_mla.Config
 
-    def __init__(self, model: Any, num_pages: int, index_cache_dtype: Any, **limits: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_pages: int,
+        index_cache_dtype: Any,
+        **limits: Any,
+    ) -> None:
         sizes = model.config
         if index_cache_dtype not in ("auto", *INDEX_CACHE_DTYPES):
             raise ValueError(
@@ -84,6 +92,7 @@ class SparseLayers:
         self.config = sparse_mla.Config(
             topk_tokens=sizes.index_topk, **config_fields(model), **limits
         )
+        self.pages = Pages(num_pages, self.config.block_size)
         self._builder = sparse_mla.MetadataBuilder(self.config)
         tokens, longest = self.config.prefill_workspace_tokens, self.config.max_model_len
         if tokens is not None and self._builder.workspace_bytes > 0 and tokens < longest:

@@ -19,6 +19,11 @@ DeepSeek-V3 and V2 attend to all tokens of a request:
 
 With `absorb`, DenseMLA takes q_a's result, or hidden states, and gives that of o_proj.
 
+DeepSeek V4's layers attend to a window, and to compressed rows:
+
+    all projections but o_a                 the model's
+    v4.SparseMLA.forward                    norms, RoPE, compressors, indexer, attention, o_a
+
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
 goes to torch's current stream, and nothing here waits for the device.
 
@@ -49,6 +54,7 @@ try:
     import torch
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
 except ImportError as error:
     raise ImportError(
@@ -58,18 +64,35 @@ except ImportError as error:
 
 import sparse_mla
 from sparse_mla._format_names import takes_both
-from sparse_mla._types import IndexFormat, Path, RopeFormat
+from sparse_mla._types import (
+    CacheDtypeV4,
+    CompressedDtypeV4,
+    IndexFormat,
+    Path,
+    PathV4,
+    RopeFormat,
+)
 from sparse_mla.integrations._dense_layers import DenseLayers
-from sparse_mla.integrations._pages import Pages
+from sparse_mla.integrations._runner_checks import (
+    check_counts,
+    check_eval,
+    check_model,
+    check_options,
+    check_request,
+    check_rewind,
+    check_tokens,
+)
+from sparse_mla.integrations._v4_layers import V4Layers
 from sparse_mla.integrations._v32_layers import SparseLayers
 
 __all__ = ["ModelRunner"]
 
 # The models that are served, and what serves their layers.
-_LAYERS: dict[type, type[SparseLayers] | type[DenseLayers]] = {
+_LAYERS: dict[type, type[V4Layers] | type[SparseLayers] | type[DenseLayers]] = {
     DeepseekV32ForCausalLM: SparseLayers,
     DeepseekV3ForCausalLM: DenseLayers,
     DeepseekV2ForCausalLM: DenseLayers,
+    DeepseekV4ForCausalLM: V4Layers,
 }
 
 
@@ -80,31 +103,43 @@ def __dir__() -> list[str]:
 
 @takes_both
 class ModelRunner:
-    """Runs a DeepSeek-V3.2, V3 or V2 model over requests whose keys lie in one paged cache.
+    """Runs a DeepSeek V4, V3.2, V3 or V2 model over requests whose keys lie in paged caches.
 
     Only one thread may use it at a time, and the model belongs to that thread during a step.
 
     Parameters
     ----------
-    model : DeepseekV32ForCausalLM, DeepseekV3ForCausalLM or DeepseekV2ForCausalLM
+    model : DeepseekV4ForCausalLM, DeepseekV32-, DeepseekV3- or DeepseekV2ForCausalLM
         In eval mode, all of it on one device, in bf16 or fp32. The up projections of its attention
         are copied (in bf16), so later changes of these weights have no effect; with `absorb` those
-        of prefills are the model's own if it is in bf16.
+        of prefills are the model's own if it is in bf16, and so is V4's o_a_proj.
     num_pages : int
-        Pages of the cache, shared by all requests. A page has `block_size` tokens of every layer.
+        Pages of the cache, shared by all requests. A page has `block_size` tokens of every layer;
+        of V4 compressed rows and the indexer's keys. Windows and states have their own memory.
     max_num_seqs, max_num_batched_tokens : int
-        Requests and tokens that a step has at most.
+        Requests and tokens that a step has at most. With V4 no more requests can be alive.
     max_model_len : int
         Tokens that a request has at most; not more than the model's max_position_embeddings.
-    block_size : int
-    kv_cache_dtype : "auto" or "bfloat16", or "fp8_ds_mla"
+    max_drafts : int
+        Tokens that `rewind` can forget of a V4 request, which keeps as many more of its window and
+        of its states. Other models can forget any number.
+    block_size : int, optional
+        Tokens of a page, of V4 a multiple of its compress rates. None is 64, and with V4 256.
+    kv_cache_dtype : str
+        "auto" (or "bfloat16"), or "fp8_ds_mla". V4: "auto" (or "fp8_v4"), "bfloat16", "fp8_e4m3" or
+        another one of `sparse_mla.v4.Config`, for its window and for its compressed rows.
+    compressed_kv_cache_dtype : str, optional
+        V4: another format for compressed rows, as `sparse_mla.v4.Config` has it.
     index_cache_dtype : "auto", "fp8_index" or "mxfp4_index"
         What chooses the keys. "auto" is the model's own indexer, with keys of the model's dtype.
         The two formats stand for this library's indexer, whose queries and keys are quantised: a
-        key has 132 or 68 bytes. `kv_format` and `index_kv_format` are the same two options. V3 and
-        V2 have no indexer, so "auto" is all that they take.
+        key has 132 or 68 bytes. V4 always has it, with "fp8_index" for "auto". V3 and V2 have no
+        indexer, so "auto" is all that they take. `kv_format`, `compressed_kv_format` and
+        `index_kv_format` are the same options.
     path : str, optional
         Forces a path of `config`.
+    streams : sequence of streams
+        V4 on CUDA: up to three streams beside the current one, for parts of a layer.
     prefill_workspace_tokens : int, optional
         Rows of the workspace that path "separate" gathers cached tokens to; None = the default of
         `config`. V3.2 needs max_model_len of them, V3 and V2 a page for each prefill of a step.
@@ -120,7 +155,7 @@ class ModelRunner:
 
     Attributes
     ----------
-    config : sparse_mla.Config, or sparse_mla.dense.Config for V3 and V2
+    config : sparse_mla.Config, or sparse_mla.dense.Config or sparse_mla.v4.Config
     num_free_pages : int
 
     Raises
@@ -128,14 +163,15 @@ class ModelRunner:
     TypeError, ValueError
         Another model, a model in training mode or on several devices, limits that do not fit the
         model, a workspace that is too small for some step. Sizes without kernels: `kv_lora_rank`
-        must be 512 and `qk_rope_head_dim` 64, and for this library's indexer `index_head_dim` 128.
-        RoPE of V3 and V2 whose angles depend on the request's length ("longrope").
+        must be 512 and `qk_rope_head_dim` 64, and for this library's indexer `index_head_dim` 128;
+        of V4 `head_dim` 512, and the indexer's compress rate 4. RoPE whose angles depend on the
+        request's length ("longrope"). A tensor-parallel part of V4. Options of other models.
 
     Source: vLLM's model runner, in small.
 
     Examples
     --------
-    examples/deepseek_v32.py and examples/deepseek_v3.py are whole engines.
+    examples/deepseek_v4.py, deepseek_v32.py and deepseek_v3.py are whole engines.
 
     >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
     >>> from sparse_mla.integrations.transformers import ModelRunner
@@ -155,76 +191,61 @@ class ModelRunner:
     torch.Size([1, 50])
     """
 
-    config: sparse_mla.Config | sparse_mla.dense.Config
+    config: sparse_mla.Config | sparse_mla.dense.Config | sparse_mla.v4.Config
 
     def __init__(
         self,
-        model: DeepseekV32ForCausalLM | DeepseekV3ForCausalLM | DeepseekV2ForCausalLM,
+        model: DeepseekV4ForCausalLM
+        | DeepseekV32ForCausalLM
+        | DeepseekV3ForCausalLM
+        | DeepseekV2ForCausalLM,
         *,
         num_pages: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        block_size: int = 64,
-        kv_cache_dtype: RopeFormat = "auto",
+        max_drafts: int = 0,
+        block_size: int | None = None,
+        kv_cache_dtype: RopeFormat | CacheDtypeV4 = "auto",
+        compressed_kv_cache_dtype: CompressedDtypeV4 | None = None,
         index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
-        path: Path | None = None,
+        path: Path | PathV4 | None = None,
+        streams: Sequence[Any] = (),
         prefill_workspace_tokens: int | None = None,
         absorb: bool = False,
         scheme: str | None = None,
         requantize: bool = True,
     ) -> None:
-        make_layers = next((x for kind, x in _LAYERS.items() if isinstance(model, kind)), None)
-        if make_layers is None:
-            *most, last = (kind.__name__ for kind in _LAYERS)
-            raise TypeError(
-                f"ModelRunner: `model` must be a {', a '.join(most)} or a {last}, got "
-                f"{type(model).__name__}"
-            )
-        devices = sorted({str(weight.device) for weight in model.parameters()})
-        if len(devices) > 1:
-            raise ValueError(
-                f"ModelRunner: `model` must be on one device, got one on {', '.join(devices)}"
-            )
-        for name, given, default in (("scheme", scheme, None), ("requantize", requantize, True)):
-            if given is not default and not absorb:
-                raise ValueError(
-                    f"ModelRunner: `{name}` must be {default} without absorb=True, got {given!r}"
-                )
-        weights: dict[str, Any] = {"absorb": absorb, "scheme": scheme, "requantize": requantize}
-        if make_layers is SparseLayers:
-            if absorb:
-                raise ValueError(
-                    f"ModelRunner: `absorb` must be False for a {type(model).__name__}, got True"
-                )
-            weights = {}
-        if num_pages < 1:
-            raise ValueError(f"ModelRunner: `num_pages` must be at least 1, got {num_pages}")
-        most_positions = model.config.max_position_embeddings
-        if max_model_len > most_positions:
-            raise ValueError(
-                "ModelRunner: `max_model_len` must be at most the model's max_position_embeddings "
-                f"= {most_positions}, got {max_model_len}"
-            )
+        device = check_model(model, _LAYERS)
+        make_layers = next(x for kind, x in _LAYERS.items() if isinstance(model, kind))
+        options: dict[str, Any] = {
+            "absorb": absorb,
+            "scheme": scheme,
+            "requantize": requantize,
+            "prefill_workspace_tokens": prefill_workspace_tokens,
+            "compressed_kv_cache_dtype": compressed_kv_cache_dtype,
+            "streams": streams,
+            "max_drafts": max_drafts,
+        }
+        options = check_options(model, options, make_layers.takes)
+        check_counts(model, num_pages, max_model_len, max_drafts)
         self.model = model
-        self._check_eval()
-        self._device = torch.device(devices[0])
+        self._device = torch.device(device)
         self._layers = make_layers(
             model,
             num_pages,
             index_cache_dtype,
-            **weights,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            block_size=block_size,
+            block_size=make_layers.block_size if block_size is None else block_size,
             kv_cache_dtype=kv_cache_dtype,
             path=path,
-            prefill_workspace_tokens=prefill_workspace_tokens,
-            device=devices[0],
+            device=device,
+            **options,
         )
         self.config = self._layers.config
-        self._pages = Pages(num_pages, block_size)
+        self._pages = self._layers.pages
 
     @property
     def num_free_pages(self) -> int:
@@ -252,7 +273,8 @@ class ModelRunner:
         Raises
         ------
         TypeError, ValueError
-            Ids that are not one-dimensional integers, a batch or a request beyond the limits.
+            Ids that are not one-dimensional integers; a batch, a request or, of V4, requests beyond
+            the limits.
         MemoryError
             Too few free pages. As after every error, the requests keep the tokens that they had.
 
@@ -272,34 +294,31 @@ class ModelRunner:
         >>> runner.step({"b": [9, 2]}, all_logits=True).shape
         torch.Size([2, 50])
         """
-        self._check_eval()
-        if not isinstance(tokens, Mapping):
-            raise TypeError(
-                "ModelRunner.step: `tokens` must be a mapping of requests to their new token ids, "
-                f"got {type(tokens).__name__}"
-            )
-        ids = {request: self._check_ids(request, new) for request, new in tokens.items()}
-        self._check_limits(ids)
+        check_eval(self.model)
+        ids = check_tokens(tokens, self._pages, self.model.config.vocab_size, self.config)
         self._pages.reserve("ModelRunner.step", {name: len(new) for name, new in ids.items()})
         rows: dict[Hashable, range] = {}  # the step's rows; the builder needs decodes first
-        num_tokens = 0
-        for request in sorted(ids, key=lambda request: len(ids[request]) > 1):
+        num_tokens, most = 0, self.config.decode_threshold
+        for request in sorted(ids, key=lambda request: len(ids[request]) > most):
             rows[request] = range(num_tokens, num_tokens + len(ids[request]))
             num_tokens = rows[request].stop
         wanted = [row for r in ids for row in (rows[r] if all_logits else rows[r][-1:])]
-        positions, step = self._plan(rows)
-        with torch.no_grad(), self._attention_replaced():
-            logits = self.model(
-                input_ids=torch.cat([ids[request] for request in rows])[None],
-                position_ids=positions[None],
-                # Transformers takes a mask of four dimensions as it is; no layer reads this one.
-                attention_mask=torch.empty((1, 1, 0, 0), device=self._device),
-                use_cache=False,
-                logits_to_keep=self._put(torch.tensor(wanted)),
-                sparse_mla_step=step,
-            ).logits[0]
-        for request, its_rows in rows.items():
-            self._pages.advance(request, len(its_rows))
+        try:
+            positions, step = self._plan(rows)
+            with torch.no_grad(), self._attention_replaced():
+                logits = self.model(
+                    input_ids=torch.cat([self._put(ids[request]) for request in rows])[None],
+                    position_ids=positions[None],
+                    # Transformers takes a mask of four dimensions as it is; no layer reads it.
+                    attention_mask=torch.empty((1, 1, 0, 0), device=self._device),
+                    use_cache=False,
+                    logits_to_keep=self._put(torch.tensor(wanted)),
+                    sparse_mla_step=step,
+                ).logits[0]
+            for request, its_rows in rows.items():
+                self._pages.advance(request, len(its_rows))
+        finally:
+            self._pages.settle(rows)
         return logits
 
     def rewind(self, request: Hashable, num_tokens: int) -> None:
@@ -313,14 +332,19 @@ class ModelRunner:
         request : hashable
             Its name.
         num_tokens : int
-            How many: 0 to all that it has.
+            How many: 0 to all that it has. Of a V4 request at most `max_drafts`, less those that it
+            has forgotten and that no later tokens have replaced.
+
+        Returns
+        -------
+        None
 
         Raises
         ------
         KeyError
             There is no request of that name.
         TypeError, ValueError
-            No int; less than 0, or more tokens than there are.
+            No int; less than 0, or more tokens than these.
 
         Source: vLLM's handling of rejected draft tokens, in small.
 
@@ -339,18 +363,7 @@ class ModelRunner:
         >>> runner.step({"a": [2]}).shape
         torch.Size([1, 50])
         """
-        if request not in self._pages.requests:
-            raise KeyError(f"ModelRunner.rewind: there is no request {request!r}")
-        if type(num_tokens) is not int:
-            raise TypeError(
-                f"ModelRunner.rewind: `num_tokens` must be an int, got {type(num_tokens).__name__}"
-            )
-        most = self._pages.find(request).num_tokens
-        if not 0 <= num_tokens <= most:
-            raise ValueError(
-                f"ModelRunner.rewind: `num_tokens` must be 0 to the {most} tokens of request "
-                f"{request!r}, got {num_tokens}"
-            )
+        check_rewind(self._pages, request, num_tokens, self._layers.max_drafts)
         self._pages.rewind(request, num_tokens)
 
     def free(self, request: Hashable) -> None:
@@ -383,53 +396,8 @@ class ModelRunner:
         >>> runner.num_free_pages, runner.free("a"), runner.num_free_pages
         (3, None, 4)
         """
-        if request not in self._pages.requests:
-            raise KeyError(f"ModelRunner.free: there is no request {request!r}")
+        check_request("ModelRunner.free", self._pages, request)
         self._pages.release(request)
-
-    # --- checks ----------------------------------------------------------------------------------
-
-    def _check_eval(self) -> None:
-        if self.model.training:
-            raise ValueError(
-                "ModelRunner: `model` must be in eval mode, got one in training mode: there are no "
-                "gradients through the cache; call model.eval()"
-            )
-
-    def _check_ids(self, request: Hashable, new: Any) -> torch.Tensor:
-        ids = torch.as_tensor(new)
-        what = f"ModelRunner.step: `tokens` of request {request!r} must"
-        if ids.ndim != 1 or len(ids) == 0:
-            raise ValueError(
-                f"{what} have shape [n], n >= 1, without padding, got {list(ids.shape)}: requests "
-                "of several lengths are several entries"
-            )
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"{what} be integers, got {ids.dtype}")
-        vocab_size = self.model.config.vocab_size
-        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise ValueError(
-                f"{what} be 0 to {vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
-            )
-        num_tokens = len(ids) + self._pages.find(request).num_tokens
-        if num_tokens > self.config.max_model_len:
-            raise ValueError(
-                f"{what} leave it within max_model_len = {self.config.max_model_len}, got "
-                f"{num_tokens} tokens in all"
-            )
-        return self._put(ids)
-
-    def _check_limits(self, ids: dict[Hashable, torch.Tensor]) -> None:
-        limits = {
-            "max_num_seqs": (len(ids), "requests"),
-            "max_num_batched_tokens": (sum(map(len, ids.values())), "tokens"),
-        }
-        for name, (number, what) in limits.items():
-            most = getattr(self.config, name)
-            if not 1 <= number <= most:
-                raise ValueError(
-                    f"ModelRunner.step: `tokens` must be 1 to {name} = {most} {what}, got {number}"
-                )
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -448,13 +416,12 @@ class ModelRunner:
         query_start_loc = np.cumsum([0, *query_lens], dtype=np.int32)
         each = dict(zip(rows, map(np.arange, contexts, seq_lens), strict=True))
         positions = np.concatenate(list(each.values()))
-        slots = np.concatenate([self._pages.slots(name, x) for name, x in each.items()])
-
+        slots, block_table = self._layers.locate(each, self._put)
         common = sparse_mla.CommonAttentionMetadata(
             self._put(query_start_loc),
             self._put(seq_lens),
-            self._put(slots),
-            self._put(self._pages.table(rows)),
+            slots,
+            block_table,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
         )

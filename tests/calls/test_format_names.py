@@ -88,7 +88,8 @@ def test_the_runner_takes_either_name():
     from sparse_mla.integrations.transformers import ModelRunner
 
     with pytest.raises(TypeError, match="`model` must be"):
-        ModelRunner(None, num_pages=1, kv_format="auto", index_kv_format="auto", **LIMITS)
+        formats = dict.fromkeys(_format_names.NAMES, "auto")
+        ModelRunner(None, num_pages=1, **formats, **LIMITS)
 
 
 @pytest.mark.jax

@@ -1,6 +1,6 @@
 """Every script and notebook of examples/ runs, and its own assertions hold. `make examples-c` runs
-the C examples. test_transformers.py and test_transformers_dense.py run deepseek_v32.py and
-deepseek_v3.py, which take minutes, at a smaller size, and test_speculative.py speculative.py.
+the C examples. test_transformers*.py run deepseek_v32.py, deepseek_v3.py and deepseek_v4.py, which
+take minutes, at a smaller size, and test_speculative.py speculative.py.
 
 A new script or notebook is tested as soon as it exists. Its imports at the left margin say what its
 test needs: a missing framework skips the test, or fails it if SMLA_REQUIRE demands the framework.
@@ -26,7 +26,7 @@ EXAMPLES = sorted(
     path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)
 )
 NEEDS_A_GPU = {"cuda_graph.py"}
-LONG = {"deepseek_v32.py", "deepseek_v3.py", "speculative.py"}
+LONG = {"deepseek_v32.py", "deepseek_v3.py", "deepseek_v4.py", "speculative.py"}
 MODULES = {"deepseek_common.py", "speculative_models.py"}  # what those import
 C_EXAMPLES = sorted((ROOT / "examples" / "c").glob("*.[ch]"))
 VARIANT = sparse_mla.build_info()["flags"]  # others round in other places

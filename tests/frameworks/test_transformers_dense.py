@@ -397,7 +397,8 @@ def test_the_config_is_the_model_s(example, adapter):
 
 def test_models_that_cannot_be_served(example, adapter, model):
     torch = find_framework("torch").module
-    kinds = "a DeepseekV32ForCausalLM, a DeepseekV3ForCausalLM or a DeepseekV2ForCausalLM"
+    *most, last = (f"a Deepseek{name}ForCausalLM" for name in ("V32", "V3", "V2", "V4"))
+    kinds = f"{', '.join(most)} or {last}"
     for other in (torch.nn.Linear(2, 2), model.model):
         with pytest.raises(TypeError, match=f"`model` must be {kinds}, got {type(other).__name__}"):
             adapter.ModelRunner(other, **LIMITS)

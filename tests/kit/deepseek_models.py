@@ -1,4 +1,4 @@
-"""Small models of Transformers with random weights: DeepSeek-V3.2, V3 and V2, and parts of V4."""
+"""Small models of Transformers with random weights: DeepSeek-V3.2 and V4, and parts of V4."""
 
 import functools
 import importlib
@@ -47,6 +47,15 @@ def make_v32(**sizes):
     model = example.DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
     example.draw_weights(model, torch.Generator().manual_seed(0))
     return model.to(device.NAME)
+
+
+def make_v4(*options, **sizes):
+    """A DeepSeek V4 of four layers: a window alone, chosen rows, all rows, chosen rows."""
+    example = load_example("deepseek_v4")
+    options = example.parse(["--heads=8", f"--device={device.NAME}", *options])
+    small = {"vocab_size": 64, "hidden_size": V4_HIDDEN, "moe_intermediate_size": 64}
+    small |= {"q_lora_rank": 64, "o_lora_rank": 32, "index_n_heads": 8}
+    return example.make_model(options, **small | sizes)
 
 
 def make_v4_part(name: str, dim: int):

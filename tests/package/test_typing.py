@@ -25,7 +25,7 @@ CALLS = ROOT / "tests" / "typing"
 EXAMPLES_WITH_TORCH = [
     ROOT / "examples" / f"{name}.py"
     for name in (
-        *("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32"),
+        *("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
         *("speculative", "speculative_models"),
     )
 ]
