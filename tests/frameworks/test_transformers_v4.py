@@ -1,6 +1,8 @@
 """DeepSeek V4 of Transformers on paged caches: compared with its eager attention, with drafts and
 without, and used wrongly. test_pages.py has the pages alone."""
 
+import re
+
 import device
 import pytest
 from deepseek_models import load_example, make_v4
@@ -128,22 +130,29 @@ def test_the_tokens_are_those_of_generate(torch, adapter, model, prompts, greedy
     assert same >= 327
 
 
-def test_a_bf16_model(torch, example, adapter, prompts):
-    """Roundings of the model's own are as large as ours."""
+@pytest.mark.parametrize("cast_all", [False, True])
+def test_a_bf16_model(torch, example, adapter, prompts, cast_all):
+    """Roundings of the model's own are as large as ours. Norms, sinks and offsets may be fp32, and
+    are then not copied."""
     model, text = make_v4(), prompts[3]
     want = example.run_eager(model, text)
     example.common.cast(model, torch.bfloat16)
-    assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
+    for weight in model.parameters() if cast_all else ():
+        weight.data = weight.data.bfloat16()
+    try:
+        its_own = example.run_eager(model, text)
+    except RuntimeError as error:  # 5.12.0 gives what its fp32 norms return to projections in bf16
+        assert not cast_all
+        pytest.skip(f"Transformers' own attention does not run: {error}")
     runner = adapter.ModelRunner(model, **LIMITS, **BF16)
     attention = runner._layers.attentions[1]
-    assert attention.mla.weights.wo_a.data_ptr() == attention.model.o_a_proj.weight.data_ptr()
-    assert (
-        attention.mla.weights.ape.data_ptr() == attention.model.compressor.position_bias.data_ptr()
-    )
+    given, weights = attention.model, attention.mla.weights
+    assert weights.wo_a.data_ptr() == given.o_a_proj.weight.data_ptr()
+    is_same = weights.ape.data_ptr() == given.compressor.position_bias.data_ptr()
+    assert is_same is not cast_all
     got = [runner.step({"a": part}, all_logits=True) for part in text.split(70)]
-    ours = compare(example, got, [want], 1)
-    its_own = compare(example, [example.run_eager(model, text)], [want], 1)
-    assert ours.rms < 1.5 * its_own.rms
+    ours, theirs = compare(example, got, [want], 1), compare(example, [its_own], [want], 1)
+    assert ours.rms < 1.5 * theirs.rms
 
 
 def test_an_output_projection_in_e4m3(torch, example, adapter, tokens):
@@ -333,6 +342,22 @@ def test_what_can_be_forgotten(torch, adapter, model, tokens):
     runner.step({"b": tokens[1, 18:19], "a": tokens[0, :2]})
     with pytest.raises(ValueError, match="0 to the 2 of max_drafts = 3 tokens"):
         runner.rewind("b", 3)
+
+
+def test_the_script_prints_its_table_and_verdict(example, capsys, monkeypatch):
+    options = ["--heads=8", "--longest=60", "--prompts=2", "--new-tokens=8", "--drafts=2"]
+    options += ["--tokens-per-step=40", f"--device={device.NAME}"]
+    assert example.main(options) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^ours, (?:bfloat16|fp8_v4) .* within", text, re.MULTILINE)) == 2
+    found = re.search(r"with decodes; (\d+) of (\d+) drafts rejected\nwithin the bounds\n$", text)
+    assert 0 < int(found[1]) < int(found[2])
+    monkeypatch.setitem(example.Engine.bounds, "fp8_v4", 1e-4)
+    assert example.main(options) == 1
+    text = capsys.readouterr().out
+    assert len(re.findall("MISSED", text)) == 1
+    with pytest.raises(SystemExit):
+        example.parse(["--prompts=8", "--tokens-per-step=16", "--drafts=2"])
 
 
 # --- faults --------------------------------------------------------------------------------------
