@@ -117,7 +117,6 @@ class V4Layers:
             index_cache_dtype="fp8_index" if index_cache_dtype == "auto" else index_cache_dtype,
             swa_block_size=WINDOW_PAGE_SIZE,
             state_block_sizes=dict.fromkeys(ratios, STATE_PAGE_SIZE),
-            decode_threshold=1 + max_drafts,
             eps=sizes.rms_norm_eps,
             **limits,
         )

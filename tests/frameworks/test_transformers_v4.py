@@ -5,7 +5,7 @@ import re
 
 import device
 import pytest
-from deepseek_models import load_example, make_v4
+from deepseek_models import load_example, make_v4, run_token_by_token
 from helpers import find_framework
 
 pytestmark = pytest.mark.transformers
@@ -249,47 +249,11 @@ def test_drafts_are_within_the_bounds(example, model, prompts, greedy, drafts):
     assert compare(example, got, want, 0.03).within
 
 
-@pytest.fixture
-def token_by_token(torch, model, monkeypatch):
-    """Lets the model's own modules run token by token: their sums, and their functions of few
-    elements, otherwise have other bits beside other tokens."""
-
-    def split(module):
-        forward = module.forward
-
-        def run(x, **options):
-            each = [
-                forward(x[:, i : i + 1], **{name: y[:, i : i + 1] for name, y in options.items()})
-                for i in range(x.shape[1])
-            ]
-            if isinstance(each[0], tuple):
-                return tuple(torch.cat(parts, 1) for parts in zip(*each, strict=True))
-            return torch.cat(each, 1)
-
-        monkeypatch.setattr(module, "forward", run)
-
-    linear, matmul = torch.nn.functional.linear, torch.matmul
-
-    def project(x, weight, bias=None):
-        rows = x.reshape(-1, 1, x.shape[-1])
-        return torch.cat([linear(row, weight, bias) for row in rows]).view(*x.shape[:-1], -1)
-
-    def mix(a, b):
-        return torch.cat([matmul(a[:, i : i + 1], b[:, i : i + 1]) for i in range(a.shape[1])], 1)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", project)
-    monkeypatch.setattr(torch, "matmul", mix)
-    for layer in model.model.layers:
-        for name in ("attn_hc", "ffn_hc", "mlp", "input_layernorm", "post_attention_layernorm"):
-            split(getattr(layer, name))
-    split(model.model.hc_head)
-    split(model.model.norm)
-
-
 @pytest.mark.parametrize("options", [BF16, FP8])
 def test_drafts_give_the_bits_of_a_run_without_them(
-    torch, example, adapter, model, tokens, token_by_token, options
+    torch, adapter, model, tokens, monkeypatch, options
 ):
+    run_token_by_token(monkeypatch, model)
     limits = {**LIMITS, "max_num_seqs": 2}
     plain, drafting = (
         adapter.ModelRunner(model, **limits, **options, max_drafts=most) for most in (0, 4)
