@@ -160,7 +160,7 @@ class StepPages(Pages):
     def __init__(self, num_pages: int, table: Table, recent: Mapping[str, Recent]) -> None:
         super().__init__(num_pages, table.page_size)
         self.whole, self.recent = table, recent
-        self._free_rows = list(range(len(table.entries)))
+        self._free_rows = list(range(len(table.entries)))[::-1]
 
     def reserve(self, op: str, new: Mapping[Hashable, int]) -> dict[Hashable, int]:
         number, most = len(self.requests.keys() | new.keys()), len(self.whole.entries)

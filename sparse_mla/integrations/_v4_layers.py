@@ -117,7 +117,6 @@ class V4Layers:
             index_cache_dtype="fp8_index" if index_cache_dtype == "auto" else index_cache_dtype,
             swa_block_size=WINDOW_PAGE_SIZE,
             state_block_sizes=dict.fromkeys(ratios, STATE_PAGE_SIZE),
-            decode_threshold=1 + max_drafts,
             eps=sizes.rms_norm_eps,
             **limits,
         )
@@ -159,13 +158,14 @@ class V4Layers:
         its_rows = np.repeat(rows, [len(its) for its in positions.values()])
         slots = self.pages.recent["window"].slots(its_rows, np.concatenate([*positions.values()]))
         longest = 1 + max(int(its[-1]) for its in positions.values())
-        which = put(rows)
+        is_range = (np.diff(rows) == 1).all()  # then the tables need no copy
+        which = slice(rows[0], rows[-1] + 1) if is_range else put(rows)
         for name, table in self._all_tables.items():
             where, entries = table.take_changes()
             if self.config.device != "cpu" and len(where):
                 self._on_device[name].view(-1)[put(where)] = put(entries)
             width = None if name == "whole" else -(-longest // table.page_size)
-            self._tables[name] = self._on_device[name][:, :width].index_select(0, which)
+            self._tables[name] = self._on_device[name][:, :width][which]
         return put(slots), self._tables["window"]
 
     def plan(

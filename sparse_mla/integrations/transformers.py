@@ -122,7 +122,7 @@ class ModelRunner:
         Tokens that a request has at most; not more than the model's max_position_embeddings.
     max_drafts : int
         Tokens that `rewind` can forget of a V4 request, which keeps as many more of its window and
-        of its states. Other models can forget any number.
+        of its states. Other models can forget any number. A decode has up to 1 + max_drafts tokens.
     block_size : int, optional
         Tokens of a page, of V4 a multiple of its compress rates. None is 64, and with V4 256.
     kv_cache_dtype : str
@@ -238,6 +238,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            decode_threshold=1 + max_drafts,
             block_size=make_layers.block_size if block_size is None else block_size,
             kv_cache_dtype=kv_cache_dtype,
             path=path,

@@ -1,9 +1,11 @@
 """DeepSeek V4 of Transformers on paged caches: compared with its eager attention, with drafts and
 without, and used wrongly. test_pages.py has the pages alone."""
 
+import re
+
 import device
 import pytest
-from deepseek_models import load_example, make_v4
+from deepseek_models import load_example, make_v4, run_token_by_token
 from helpers import find_framework
 
 pytestmark = pytest.mark.transformers
@@ -128,22 +130,29 @@ def test_the_tokens_are_those_of_generate(torch, adapter, model, prompts, greedy
     assert same >= 327
 
 
-def test_a_bf16_model(torch, example, adapter, prompts):
-    """Roundings of the model's own are as large as ours."""
+@pytest.mark.parametrize("cast_all", [False, True])
+def test_a_bf16_model(torch, example, adapter, prompts, cast_all):
+    """Roundings of the model's own are as large as ours. Norms, sinks and offsets may be fp32, and
+    are then not copied."""
     model, text = make_v4(), prompts[3]
     want = example.run_eager(model, text)
     example.common.cast(model, torch.bfloat16)
-    assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
+    for weight in model.parameters() if cast_all else ():
+        weight.data = weight.data.bfloat16()
+    try:
+        its_own = example.run_eager(model, text)
+    except RuntimeError as error:  # 5.12.0 gives what its fp32 norms return to projections in bf16
+        assert not cast_all
+        pytest.skip(f"Transformers' own attention does not run: {error}")
     runner = adapter.ModelRunner(model, **LIMITS, **BF16)
     attention = runner._layers.attentions[1]
-    assert attention.mla.weights.wo_a.data_ptr() == attention.model.o_a_proj.weight.data_ptr()
-    assert (
-        attention.mla.weights.ape.data_ptr() == attention.model.compressor.position_bias.data_ptr()
-    )
+    given, weights = attention.model, attention.mla.weights
+    assert weights.wo_a.data_ptr() == given.o_a_proj.weight.data_ptr()
+    is_same = weights.ape.data_ptr() == given.compressor.position_bias.data_ptr()
+    assert is_same is not cast_all
     got = [runner.step({"a": part}, all_logits=True) for part in text.split(70)]
-    ours = compare(example, got, [want], 1)
-    its_own = compare(example, [example.run_eager(model, text)], [want], 1)
-    assert ours.rms < 1.5 * its_own.rms
+    ours, theirs = compare(example, got, [want], 1), compare(example, [its_own], [want], 1)
+    assert ours.rms < 1.5 * theirs.rms
 
 
 def test_an_output_projection_in_e4m3(torch, example, adapter, tokens):
@@ -240,47 +249,11 @@ def test_drafts_are_within_the_bounds(example, model, prompts, greedy, drafts):
     assert compare(example, got, want, 0.03).within
 
 
-@pytest.fixture
-def token_by_token(torch, model, monkeypatch):
-    """Lets the model's own modules run token by token: their sums, and their functions of few
-    elements, otherwise have other bits beside other tokens."""
-
-    def split(module):
-        forward = module.forward
-
-        def run(x, **options):
-            each = [
-                forward(x[:, i : i + 1], **{name: y[:, i : i + 1] for name, y in options.items()})
-                for i in range(x.shape[1])
-            ]
-            if isinstance(each[0], tuple):
-                return tuple(torch.cat(parts, 1) for parts in zip(*each, strict=True))
-            return torch.cat(each, 1)
-
-        monkeypatch.setattr(module, "forward", run)
-
-    linear, matmul = torch.nn.functional.linear, torch.matmul
-
-    def project(x, weight, bias=None):
-        rows = x.reshape(-1, 1, x.shape[-1])
-        return torch.cat([linear(row, weight, bias) for row in rows]).view(*x.shape[:-1], -1)
-
-    def mix(a, b):
-        return torch.cat([matmul(a[:, i : i + 1], b[:, i : i + 1]) for i in range(a.shape[1])], 1)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", project)
-    monkeypatch.setattr(torch, "matmul", mix)
-    for layer in model.model.layers:
-        for name in ("attn_hc", "ffn_hc", "mlp", "input_layernorm", "post_attention_layernorm"):
-            split(getattr(layer, name))
-    split(model.model.hc_head)
-    split(model.model.norm)
-
-
 @pytest.mark.parametrize("options", [BF16, FP8])
 def test_drafts_give_the_bits_of_a_run_without_them(
-    torch, example, adapter, model, tokens, token_by_token, options
+    torch, adapter, model, tokens, monkeypatch, options
 ):
+    run_token_by_token(monkeypatch, model)
     limits = {**LIMITS, "max_num_seqs": 2}
     plain, drafting = (
         adapter.ModelRunner(model, **limits, **options, max_drafts=most) for most in (0, 4)
@@ -333,6 +306,22 @@ def test_what_can_be_forgotten(torch, adapter, model, tokens):
     runner.step({"b": tokens[1, 18:19], "a": tokens[0, :2]})
     with pytest.raises(ValueError, match="0 to the 2 of max_drafts = 3 tokens"):
         runner.rewind("b", 3)
+
+
+def test_the_script_prints_its_table_and_verdict(example, capsys, monkeypatch):
+    options = ["--heads=8", "--longest=60", "--prompts=2", "--new-tokens=8", "--drafts=2"]
+    options += ["--tokens-per-step=40", f"--device={device.NAME}"]
+    assert example.main(options) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^ours, (?:bfloat16|fp8_v4) .* within", text, re.MULTILINE)) == 2
+    found = re.search(r"with decodes; (\d+) of (\d+) drafts rejected\nwithin the bounds\n$", text)
+    assert 0 < int(found[1]) < int(found[2])
+    monkeypatch.setitem(example.Engine.bounds, "fp8_v4", 1e-4)
+    assert example.main(options) == 1
+    text = capsys.readouterr().out
+    assert len(re.findall("MISSED", text)) == 1
+    with pytest.raises(SystemExit):
+        example.parse(["--prompts=8", "--tokens-per-step=16", "--drafts=2"])
 
 
 # --- faults --------------------------------------------------------------------------------------

@@ -85,3 +85,43 @@ def steps_of(count: int) -> list[tuple[int, int]]:
     """A prefill, chunks, and single tokens."""
     ends = [0, 111, 112, 113, 128, 129, 200, *range(250, 260), count]
     return list(itertools.pairwise(ends))
+
+
+def run_token_by_token(monkeypatch, model) -> None:
+    """Lets a model's own modules run token by token: their sums, and their functions of few
+    elements, otherwise have other bits beside other tokens."""
+    torch = find_framework("torch").module
+    linear, matmul = torch.nn.functional.linear, torch.matmul
+
+    def project(x, weight, bias=None):
+        rows = x.reshape(-1, 1, x.shape[-1])
+        return torch.cat([linear(row, weight, bias) for row in rows]).view(*x.shape[:-1], -1)
+
+    def multiply(a, b):
+        if a.ndim != 4 or a.shape[0] != 1:
+            return matmul(a, b)
+        return torch.cat([matmul(a[:, i : i + 1], b[:, i : i + 1]) for i in range(a.shape[1])], 1)
+
+    def split(module):
+        forward = module.forward
+
+        def run(x, **options):
+            each = [
+                forward(x[:, i : i + 1], **{name: y[:, i : i + 1] for name, y in options.items()})
+                for i in range(x.shape[1])
+            ]
+            if isinstance(each[0], tuple):
+                return tuple(torch.cat(parts, 1) for parts in zip(*each, strict=True))
+            return torch.cat(each, 1)
+
+        monkeypatch.setattr(module, "forward", run)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", project)
+    monkeypatch.setattr(torch, "matmul", multiply)
+    split(model.model.norm)
+    if hasattr(model.model, "hc_head"):
+        split(model.model.hc_head)
+    for layer in model.model.layers:
+        for name in ("attn_hc", "ffn_hc", "mlp", "input_layernorm", "post_attention_layernorm"):
+            if hasattr(layer, name):
+                split(getattr(layer, name))
