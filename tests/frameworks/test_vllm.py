@@ -550,12 +550,10 @@ def test_the_workspace_is_reserved_where_vllm_measures(vllm, num_heads, fp8, mon
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v32"])
 @pytest.mark.parametrize("name", ["CUSTOM", "FLASHMLA"])
-def test_a_v4_model_is_refused_on_gpus(model_type, name):
+def test_a_v4_model_is_refused_on_gpus(vllm, model_type, name):
     """Where CUSTOM is chosen. vLLM alone would take another backend for it."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    import sparse_mla_vllm
-
+    plugin = device.import_quietly("sparse_mla_vllm")
+    backends = vllm.registry.AttentionBackendEnum
     updated = []
 
     class Platform:
@@ -564,9 +562,9 @@ def test_a_v4_model_is_refused_on_gpus(model_type, name):
             updated.append((cls, vllm_config))
 
     for _ in range(2):  # each of vLLM's processes loads plugins more than once
-        sparse_mla_vllm.watch_models(Platform, AttentionBackendEnum.CUSTOM)
+        plugin.watch_models(Platform, backends.CUSTOM)
     config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=AttentionBackendEnum[name], backend_per_kind={}),
+        attention_config=SimpleNamespace(backend=backends[name], backend_per_kind={}),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
     )
     if (model_type, name) == ("deepseek_v4", "CUSTOM"):
