@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from sparse_mla.steps import common as steps
 from sparse_mla.steps.memory import Memory
@@ -43,9 +43,17 @@ class Captured(NamedTuple):
 class Builder(steps.Builder):
     """What both builders share: arrays of the engine that outlive a step, and memory of layers."""
 
-    def __init__(self, config: Config, req_to_token: Array, mapping: Array, drafts_only: bool):
+    _drafts_only: ClassVar[bool] = False  # whether it has the arrays of draft decodes alone
+
+    def __init__(
+        self,
+        config: Config,
+        req_to_token: Array,
+        *,
+        full_to_swa_index_mapping: Array | None = None,
+    ) -> None:
         self.req_to_token = req_to_token
-        self.full_to_swa_index_mapping = mapping
+        self.full_to_swa_index_mapping = full_to_swa_index_mapping
         self._memory = Memory()
         window = getattr(config, "sliding_window_size", -1)
         self._create(
@@ -55,8 +63,8 @@ class Builder(steps.Builder):
             "a paged.Config",
             None,
             has_window=window >= 0,
-            has_window_pool=mapping is not None,
-            drafts_only=drafts_only,
+            has_window_pool=full_to_swa_index_mapping is not None,
+            drafts_only=self._drafts_only,
         )
         self._window_size = (window, 0) if window >= 0 else (-1, -1)
         self._most_tokens = max(
@@ -81,9 +89,9 @@ class Builder(steps.Builder):
                 "MetadataBuilder.capture: `num_tokens` must be that of the capture before, "
                 f"{before.num_tokens}, got {num_tokens}"
             )
-        num_mapped = self._count_mapped(batch["out_cache_loc"])
+        loc = batch["out_cache_loc"]
         if before is not None:
-            self._find_captured(key, None, batch["out_cache_loc"])
+            self._find_captured(key, None, loc)
         step = self._step.build(
             ...,
             mode=build,
@@ -101,7 +109,7 @@ class Builder(steps.Builder):
         shown = [self._show(mode, step, build, i) for i in range(num_steps)]
         for metadata in shown:
             metadata.__dict__["_is_captured"] = True
-        self._captured[key] = Captured(num_tokens, num_mapped, shown)
+        self._captured[key] = Captured(num_tokens, self._count_mapped(loc), shown)
         return shown
 
     def _count_mapped(self, loc: Array) -> int | None:
@@ -215,15 +223,6 @@ class MetadataBuilder(Builder):
     """
 
     seq_len_fill_value = 0
-
-    def __init__(
-        self,
-        config: Config,
-        req_to_token: Array,
-        *,
-        full_to_swa_index_mapping: Array | None = None,
-    ) -> None:
-        super().__init__(config, req_to_token, full_to_swa_index_mapping, False)
 
     def build(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_mla.steps.paged import Array, Config, Metadata
+from sparse_mla.steps.paged import Array, Metadata
 from sparse_mla.steps.paged_builder import DRAFT, Builder, count_requests
 
 
@@ -37,14 +37,7 @@ class MultiStepDraft(Builder):
     [[6, 8], [7, 9]]
     """
 
-    def __init__(
-        self,
-        config: Config,
-        req_to_token: Array,
-        *,
-        full_to_swa_index_mapping: Array | None = None,
-    ) -> None:
-        super().__init__(config, req_to_token, full_to_swa_index_mapping, True)
+    _drafts_only = True
 
     def build(
         self,
