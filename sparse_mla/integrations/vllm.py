@@ -272,14 +272,13 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
 
         engine = get_current_vllm_config()
         refuse(
-            "SparseMLAImpl",
+            self,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             attn_type=attn_type if attn_type != "decoder" else None,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             hisparse_config=engine.attention_config.hisparse_config,
-            context_parallelism=self.dcp_world_size * self.pcp_world_size > 1 or None,
         )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -493,12 +492,14 @@ def index(
     )
 
 
-def refuse(who: str, **given: Any) -> None:
-    """A NotImplementedError that names the first option which is not None."""
+def refuse(impl: MLAAttentionImpl[Any], **given: Any) -> None:
+    """A NotImplementedError that names the first option of a layer which is not None, or context
+    parallelism, which no layer serves."""
+    is_parallel = impl.dcp_world_size * impl.pcp_world_size > 1
+    given["context parallelism"] = is_parallel or None
     for name, value in given.items():
         if value is not None:
-            name = name.replace("context_parallelism", "context parallelism")
-            raise NotImplementedError(f"{who}: {name} = {value!r} is not served")
+            raise NotImplementedError(f"{type(impl).__name__}: {name} = {value!r} is not served")
 
 
 def _prefill_workspace(config: sparse_mla.Config, device: torch.device) -> torch.Tensor | None:

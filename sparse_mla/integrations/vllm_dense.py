@@ -223,13 +223,12 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
 
         engine = get_current_vllm_config()
         refuse(
-            "DenseMLAImpl",
+            self,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             attn_type=attn_type if attn_type != "decoder" else None,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            context_parallelism=self.dcp_world_size * self.pcp_world_size > 1 or None,
         )
         self.num_heads = num_heads
         self.head_size = head_size
