@@ -7,7 +7,7 @@ import pytest
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds, find_framework, with_marks
 from paged_layers import Layer
-from paged_steps import ARRAYS, check, make_batch, make_verification
+from paged_steps import ARRAYS, called, check, make_batch, make_verification
 
 import sparse_mla
 
@@ -24,7 +24,7 @@ def build(framework, batch):
     )
     given = {name: getattr(batch, name) for name in ARRAYS}
     return builder.build(
-        "decode" if batch.mode == "draft" else batch.mode,
+        called(batch.mode),
         framework.put(batch.seq_lens),
         framework.put(batch.pool),
         spec_step=batch.spec_step,

@@ -175,7 +175,10 @@ def test_a_target_that_is_not_as_it_was(vllm, monkeypatch, module, name, paramet
     if is_missing:
         monkeypatch.delattr(owner, method)
     else:
-        other = lambda cls, selected_backend=None, other=None, **_: "another"  # noqa: E731
+
+        def other(cls, selected_backend=None, other=None, **_):
+            return "another"
+
         monkeypatch.setattr(owner, method, classmethod(other) if "cls" in parameters else other)
     vllm.plugin.ask_us(vllm.platform.CpuPlatform, vllm.custom)
     got = "nothing of that name" if is_missing else r"\(.*other.*\)"

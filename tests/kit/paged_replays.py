@@ -7,11 +7,10 @@ from typing import Any
 
 import device
 import numpy as np
-from paged_steps import Batch, make_batch, paged, running_tokens
+from paged_steps import ARRAYS, Batch, called, make_batch, paged, running_tokens
 
 SIZES = (1, 3, 8)
 FIXED_MODES = ("decode", "idle", "draft", "target_verify", "draft_extend")
-ARRAYS = ("extend_seq_lens", "out_cache_loc", "custom_mask", "encoder_lens")
 
 
 class Engine:
@@ -72,7 +71,10 @@ class Engine:
         rng, count = self.rng, len(batch.seq_lens)
         more = bs - count
         is_numbered = bool(rng.integers(0, 2))
-        junk = lambda n: rng.choice(np.array([-(2**31), -1, 2**31 - 1, 5]), n)  # noqa: E731
+
+        def junk(n: int) -> np.ndarray:
+            return rng.choice(np.array([-(2**31), -1, 2**31 - 1, 5]), n)
+
         none = -rng.integers(0, 3, more)
         lens = np.concatenate([batch.seq_lens, junk(more) if is_numbered else none])
         given: dict[str, Any] = {"pool": junk(more)}
@@ -98,10 +100,14 @@ class Engine:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def arrays(self, batch: Batch) -> dict[str, Any]:
-        """The arrays of a call, where the session's device has them."""
+    def place_pool(self, batch: Batch) -> None:
+        """Gives the builder the arrays that outlive a step."""
         self.builder.req_to_token = self.put(batch.req_to_token)
         self.builder.full_to_swa_index_mapping = self.put(batch.mapping)
+
+    def arrays(self, batch: Batch) -> dict[str, Any]:
+        """The arrays of a call, where the session's device has them."""
+        self.place_pool(batch)
         moved = {"seq_lens": self.put(batch.seq_lens), "req_pool_indices": self.put(batch.pool)}
         for name in ARRAYS:
             if getattr(batch, name) is not None:
@@ -111,24 +117,20 @@ class Engine:
     def capture(self, bs: int):
         batch, counted, _ = self.pad(self.draw(0, longest=1), bs)
         batch = replace(batch, seq_lens=counted.seq_lens)
-        mode = "decode" if self.mode == "draft" else self.mode
-        return self.builder.capture(
-            mode, bs, self.tokens(bs), spec_step=self.spec_step, **self.arrays(batch)
-        )
+        sizes = called(self.mode), bs, self.tokens(bs)
+        return self.builder.capture(*sizes, spec_step=self.spec_step, **self.arrays(batch))
 
     def replay(self, bs: int):
         """-> the batch as it counts, and its metadata."""
         given, counted, num_real_reqs = self.pad(self.draw(bs), bs)
-        mode = "decode" if self.mode == "draft" else self.mode
         arrays = self.arrays(given)
         options = {"spec_step": self.spec_step, "num_real_reqs": num_real_reqs}
-        return counted, self.builder.replay(mode, bs, **arrays, **options)
+        return counted, self.builder.replay(called(self.mode), bs, **arrays, **options)
 
-    def build(self) -> Batch:
+    def build(self) -> tuple[Batch, Any]:
         """An eager build of some size."""
         batch = self.draw(max(SIZES))
-        self.builder.req_to_token = self.put(batch.req_to_token)
-        self.builder.full_to_swa_index_mapping = self.put(batch.mapping)
+        self.place_pool(batch)
         return batch, batch.build(self.builder)
 
 

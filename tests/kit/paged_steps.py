@@ -21,6 +21,11 @@ MODES = ("decode", "idle", "draft", "target_verify", "extend", "mixed", "draft_e
 ARRAYS = ("extend_seq_lens", "out_cache_loc", "custom_mask", "encoder_lens")
 
 
+def called(mode: str) -> str:
+    """The mode as a builder has it."""
+    return "decode" if mode == "draft" else mode
+
+
 @dataclass
 class Batch:
     """One step of an engine."""
@@ -81,7 +86,7 @@ class Batch:
             )
         arrays = {name: getattr(self, name) for name in ARRAYS}
         metadata = builder.build(
-            "decode" if self.mode == "draft" else self.mode,
+            called(self.mode),
             put(self.seq_lens),
             put(self.pool),
             spec_step=self.spec_step,

@@ -8,7 +8,7 @@ import pytest
 from device import host
 from gpu import torch
 from paged_replays import FIXED_MODES, SIZES, Engine
-from paged_steps import paged
+from paged_steps import called, paged
 
 LIMITS = {"max_bs": 4, "max_num_tokens": 32, "max_context_len": 12, "page_size": 4}
 ROWS = np.array([np.arange(8, 20), [4, 5, 6, 7, 12, 13, 14, 15, 0, 0, 0, 0]], np.int32)
@@ -55,11 +55,10 @@ def captured(mode: str, page_size: int, seed: int, bs: int):
     engine.capture(bs)
     given, _, num_real_reqs = engine.pad(engine.draw(bs), bs)
     arrays = engine.arrays(given)
-    mode = "decode" if mode == "draft" else mode
     options = {"spec_step": engine.spec_step, "num_real_reqs": num_real_reqs}
 
     def replay():
-        return engine.builder.replay(mode, bs, **arrays, **options)
+        return engine.builder.replay(called(mode), bs, **arrays, **options)
 
     return engine, arrays, replay
 

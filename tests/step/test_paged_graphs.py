@@ -12,7 +12,7 @@ import pytest
 from helpers import assert_same_bits
 from paged_layers import Layer, kinds_of
 from paged_replays import FIXED_MODES, LastingEngine
-from paged_steps import check, paged
+from paged_steps import called, check, paged
 
 ROUNDS = int(os.environ.get("SMLA_RANDOM_CASES", 1000 if device.ON_CUDA else 60))
 SIZES = (1, 3, 8, 16) if device.ON_CUDA else (1, 3)
@@ -41,7 +41,7 @@ class Captured:
         self.out = engine.put(np.zeros((*shape, layer.dims[1]), layer.q.dtype))
         self.lse = engine.put(np.zeros(shape, np.float32))
         self.scale = layer.scale
-        mode = "decode" if engine.mode == "draft" else engine.mode
+        mode = called(engine.mode)
 
         def refresh() -> None:
             engine.builder.replay(mode, bs, spec_step=engine.spec_step, **arrays)
