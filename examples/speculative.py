@@ -176,8 +176,8 @@ class Engine:
                 partial(call, mode) for call in (builder.build, builder.capture, builder.replay)
             ]
 
-        def next_tokens(served: Served, a: Any, metadata: Any) -> torch.Tensor:
-            return served.forward(a["ids"], a["positions"], a["slots"], metadata).argmax(-1)
+        def next_tokens(a: Any, metadata: Any) -> torch.Tensor:
+            return self.target.forward(a["ids"], a["positions"], a["slots"], metadata).argmax(-1)
 
         def next_branches(a: Any, metadata: Any) -> torch.Tensor:
             logits = self.draft.forward(a["ids"], a["positions"], a["slots"], metadata)
@@ -195,12 +195,11 @@ class Engine:
 
         verify, extend = calls(target, "target_verify"), calls(draft, "draft_extend")
         whole = (steps.build, steps.capture, steps.replay)
-        plain = partial(next_tokens, self.target)
         most = self.num_steps + 1
         return {
-            "decode": Phase(self, calls(target, "decode"), 1, plain),
+            "decode": Phase(self, calls(target, "decode"), 1, next_tokens),
             "draft": Phase(self, whole, self.k, draft_branches),
-            "target_verify": Phase(self, verify, self.num_drafts, plain),
+            "target_verify": Phase(self, verify, self.num_drafts, next_tokens),
             "draft_extend": Phase(self, extend, most, next_branches),
         }
 
