@@ -58,10 +58,10 @@ def round_weights(model: Any) -> None:
         weight.copy_(weight.bfloat16())
 
 
-def cast(model: Any, dtype: torch.dtype) -> None:
-    """Casts the weights alone, without those that are always fp32. The buffers of RoPE stay fp32,
-    as Transformers loads them."""
-    in_fp32 = set(model._keep_in_fp32_modules_strict or ())
+def cast(model: Any, dtype: torch.dtype, *, keeps_fp32: bool = True) -> None:
+    """Casts the weights alone; with keeps_fp32 without those that are always fp32. The buffers of
+    RoPE stay fp32, as Transformers loads them."""
+    in_fp32 = set((keeps_fp32 and model._keep_in_fp32_modules_strict) or ())
     for name, weight in model.named_parameters():
         if in_fp32.isdisjoint(name.split(".")):
             weight.data = weight.data.to(dtype)

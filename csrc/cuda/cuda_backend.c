@@ -3,6 +3,7 @@
  * waits for the device, except in checked mode (SPARSE_MLA_CHECK=1).
  */
 #include "core/params_all.h"
+#include "cuda/attention/partials/part_rows.h"
 #include "cuda/host/cuda.h"
 
 /* ---- One call of an operator --------------------------------------------------------------- */
@@ -229,6 +230,7 @@ attend(const smla_attention_params *p, smla_error *error)
         (has_heads && p->visible.reqs.num_reqs == 0 && !smla_has_padding(&p->padding))) {
         return SMLA_OK;
     }
+    SMLA_TRY(has_heads ? smla_cuda_require_part_rows(p, error) : SMLA_OK);
     SMLA_TRY(begin_call(&p->call, &call, error));
     return has_heads ? end_launch(&call, smla_cuda_attend_mha(p, call.device), error)
                      : end_call(&call, smla_cuda_attend_lists(p, error), error);

@@ -228,15 +228,16 @@ def paged_attention(
         Hints. Results are the same whatever they are.
     num_splits : int
         0: the plan chooses, from the shapes, the device and the requests' lengths. A number from 1
-        to 64 cuts the n_k keys of each request into as many ranges of whole blocks of 64 keys; a
-        GPU takes any for 1. Then a row's bits do not depend on other requests, nor, where it is 1,
-        on the other queries of its own.
+        to 64 cuts the n_k keys of each request into as many ranges of whole blocks of 64 keys. Then
+        a row's bits do not depend on other requests, nor, where it is 1, on the other queries of
+        its own. On a GPU more than one are the portable kernel's.
     out : [T, H, Dv] of the dtype of q, or fp32, optional
         For an e4m3 query bf16, or fp32.
     lse : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
-        Of `attention_workspace_size(T, H, longest n_k)` bytes, with any contents. With a smaller
-        one a GPU's kernels do not split keys.
+        Of `attention_workspace_size(T, H, longest n_k, num_splits=num_splits)` bytes, with any
+        contents. With a smaller one a GPU's kernels do not split keys, or where num_splits is 2 or
+        more, the call is refused.
     stream : int handle or stream object, optional
 
     Returns

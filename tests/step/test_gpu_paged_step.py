@@ -1,6 +1,7 @@
 """Paged steps on a GPU: numbers that the host cannot see are cut, and a replay is one kernel."""
 
 import os
+import warnings
 
 import gpu
 import numpy as np
@@ -91,14 +92,16 @@ def test_a_replay_is_one_kernel(mode):
     _, _, replay = captured(mode, 16, 1, 3)
     replay()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns that this is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             for _ in range(100):
                 replay()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(0)
     torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
     names = [event.name for event in profile.events() if event.device_type == cuda]

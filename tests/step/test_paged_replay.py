@@ -70,7 +70,7 @@ def test_sizes_follow_from_the_config():
     assert decode.max_seq_len_k == 20 and decode.page_table.shape == (2, 5)  # 14 + 3, in pages
     assert decode.max_seq_len_q == 1 and len(decode.local_attn_metadata.local_seqused_k) == 2
     step = builder.capture("decode", 2, 2, one, row, spec_step=1)
-    assert step.max_seq_len_k == 20 and step.cache_seqlens_int32[0] == 3
+    assert step.max_seq_len_k == 20 and device.host(step.cache_seqlens_int32)[0] == 3
     verify = builder.capture("target_verify", 2, 6, one, row)
     local = verify.local_attn_metadata
     assert (local.local_max_query_len, local.local_max_seq_len) == (3, 8)

@@ -59,6 +59,16 @@ def test_groups(dim, group):
     check(make([1] * 7, lens, 2 * group, 2, dim, is_decode=True, sink=True, page_size=3))
 
 
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(window=(300, 0)), Mask(chunk=1000)])
+def test_few_tiles_over_many_keys(dim, mask):
+    """Tiles of one group, which are cut where those of both would leave SMs idle, and with
+    num_splits=1 tiles of both."""
+    for num_splits in (0, 1):
+        options = {"mask": mask, "num_splits": num_splits, "sink": True, "padding": 1}
+        check(make([70, 1, 33], [2500, 700, 33], 4, 2, dim, **options))
+
+
 @pytest.mark.parametrize("num_splits", [0, 1])
 def test_many_requests(num_splits):
     """More than 32 requests, with empty ones, and more tiles than CTAs."""
@@ -333,6 +343,7 @@ KERNELS = [
     ("kind=torch.float8_e4m3fn", "paged_attention.cu (types)"),
     ("dims=(192, 128)", "paged_attention.cu (sizes of rows)"),
     ("dims=(80, 80)", "paged_attention.cu (sizes of rows)"),
+    ("num_splits=2", "paged_attention.cu (num_splits)"),
     ("gap=1", "paged_attention.cu (rows that are not aligned to 16 bytes)"),
 ]
 

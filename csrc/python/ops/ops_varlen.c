@@ -75,6 +75,7 @@ paged_workspace_bytes(const void *args)
         .num_heads = smla_size(a->q, 1),
         .topk = 1,
         .num_splits = a->num_splits,
+        .head_dim_v = smla_size(a->v_cache, 3),
         .device = a->q->device,
     };
     int64_t bytes = 0;

@@ -236,7 +236,8 @@ release_arrays(smla_py_array *arrays, int num_arrays)
 }
 
 /* Releases the arrays of the former step once the work submitted so far is over. `event` becomes a
- * new reference to the build's event, or stays NULL where views need none. */
+ * new reference to the build's event, or stays NULL where views need none: in a capture, and where
+ * the build shows none. */
 static int
 replace_step(build_call *call, smla_py_array *former, int num_former, PyObject **event)
 {
@@ -244,7 +245,7 @@ replace_step(build_call *call, smla_py_array *former, int num_former, PyObject *
     smla_py_stream *const stream = &call->stream;
     if (stream->is_cuda) {
         status = smla_py_find_backend(call->op, stream);
-        if (status == 0 && !stream->is_capturing) {
+        if (status == 0 && !stream->is_capturing && call->shows) {
             *event = smla_py_record(call->op, stream);
             status = *event == NULL ? -1 : 0;
         }

@@ -40,8 +40,8 @@
  *              where there is no sink, NaN too but in fp16.
  * Source       vLLM's merge_attn_states, for the convention of +inf.
  */
-#include "core/params_merge.h"
-#include "cuda/host/cuda.h"
+#include "core/attention/visible.h"
+#include "cuda/attention/partials/part_rows.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
@@ -73,9 +73,20 @@ template <int MOST_PARTS> struct merge_args {
     int32_t num_parts;
     int32_t row_threads; /* a power of two; a warp's, where the parts are partials */
     smla_divisor num_heads;
+    const int32_t *num_tokens; /* partials: tokens behind so many stay as they are; NULL: none */
 };
 
 template <typename Shape> using args_of = merge_args<Shape::MOST_PARTS>;
+
+template <typename Shape>
+__device__ __forceinline__ int64_t
+count_tokens(const args_of<Shape> &args)
+{
+    const int64_t most = args.rows.num_tokens;
+    return Shape::STATES || args.num_tokens == NULL
+               ? most
+               : smla_clamp_int64(__ldg(args.num_tokens), 0, most);
+}
 
 template <typename Shape>
 __device__ __forceinline__ int
@@ -374,7 +385,7 @@ __launch_bounds__(Shape::THREADS, BLOCKS_PER_SM)
     const smla_merge_rows &rows = args.rows;
     const int row_threads = count_row_threads<Shape>(args);
     const int block_rows = Shape::THREADS / row_threads;
-    const int64_t num_rows = rows.num_tokens * rows.num_heads;
+    const int64_t num_rows = count_tokens<Shape>(args) * rows.num_heads;
     const int64_t first = (int64_t)(threadIdx.x % row_threads) * Shape::COUNT;
     const int64_t wave = UNROLL * find_step<Shape>(args);
     int64_t block_row = (int64_t)blockIdx.x * block_rows;
@@ -406,7 +417,7 @@ __launch_bounds__(Shape::THREADS, BLOCKS_PER_SM)
             load_group<Shape>(args, 0, at, &group);
             merge_vectors<Shape>(args, at, weights, &group);
         }
-        if (first == 0) {
+        if (first == 0 && (Shape::STATES || rows.lse != NULL)) {
             rows.lse[at.token * rows.lse_stride_token + at.head * rows.lse_stride_head] =
                 weights.lse;
         }
@@ -481,7 +492,7 @@ template <int MOST_PARTS, int NUM_ROWS>
 cudaError_t
 launch_merge(const merge_row<MOST_PARTS> (&table)[NUM_ROWS], const smla_merge_rows &rows,
              const smla_merge_part *parts, int64_t num_parts, int64_t merged_tokens,
-             smla_stream stream)
+             const int32_t *num_tokens, smla_stream stream)
 {
     constexpr int THREADS = block_threads<MOST_PARTS>;
     if (rows.num_tokens == 0 || rows.num_heads == 0) {
@@ -493,7 +504,8 @@ launch_merge(const merge_row<MOST_PARTS> (&table)[NUM_ROWS], const smla_merge_ro
                                    {},
                                    (int32_t)num_parts,
                                    SMLA_WARP_LANES,
-                                   smla_make_divisor(rows.num_heads)};
+                                   smla_make_divisor(rows.num_heads),
+                                   num_tokens};
     if (MOST_PARTS == 2) {
         args.row_threads = choose_row_threads(rows.value_dim, count, THREADS);
     }
@@ -515,12 +527,18 @@ launch_merge(const merge_row<MOST_PARTS> (&table)[NUM_ROWS], const smla_merge_ro
 cudaError_t
 smla_cuda_launch_merge_attn_states(const smla_merge_params *p, const smla_cuda_device *)
 {
-    return launch_merge(state_rows, p->rows, p->parts, 2, p->merged_tokens, p->call.stream);
+    return launch_merge(state_rows, p->rows, p->parts, 2, p->merged_tokens, NULL, p->call.stream);
 }
 
 cudaError_t
 smla_cuda_launch_merge_attn_partials(const smla_merge_partials_params *p, const smla_cuda_device *)
 {
+    return smla_cuda_launch_merge_parts(p, NULL);
+}
+
+cudaError_t
+smla_cuda_launch_merge_parts(const smla_merge_partials_params *p, const int32_t *num_tokens)
+{
     return launch_merge(partial_rows, p->rows, p->parts, p->num_parts, p->rows.num_tokens,
-                        p->call.stream);
+                        num_tokens, p->call.stream);
 }

@@ -3,7 +3,7 @@
  */
 #include "core/attention/needs.h"
 #include "core/log.h"
-#include "cuda/attention/table/kernels.h"
+#include "cuda/attention/partials/part_rows.h"
 
 /* The error when no kernel fits. It lists the kernels that there are. */
 static smla_status
@@ -24,13 +24,8 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
 }
 
 static smla_status
-require_workspace(const smla_attention_params *params, smla_error *error)
+require_bytes(const smla_attention_params *params, int64_t least, smla_error *error)
 {
-    if (!smla_is_split(params)) {
-        return SMLA_OK;
-    }
-    const int64_t least = smla_partial_padding(params->workspace.memory) +
-                          smla_partial_bytes(smla_partial_num_rows(params));
     const int64_t given = params->workspace.memory == NULL ? 0 : params->workspace.bytes;
     if (given < least) {
         return smla_fail_value(error, params->call.op,
@@ -38,6 +33,17 @@ require_workspace(const smla_attention_params *params, smla_error *error)
                                params->workspace.name, (long long)least, (long long)given);
     }
     return SMLA_OK;
+}
+
+static smla_status
+require_workspace(const smla_attention_params *params, smla_error *error)
+{
+    return smla_is_split(params)
+               ? require_bytes(params,
+                               smla_partial_padding(params->workspace.memory) +
+                                   smla_partial_bytes(smla_partial_num_rows(params)),
+                               error)
+               : SMLA_OK;
 }
 
 /* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
@@ -104,6 +110,22 @@ smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
 
 /* ---- Keys and values of KV heads ----------------------------------------------------------- */
 
+/* Ragged keys are not cut, whatever num_splits is. */
+static bool
+is_cut_as_given(const smla_attention_params *params)
+{
+    return params->source == SMLA_KEYS_PAGED && smla_is_split(params);
+}
+
+smla_status
+smla_cuda_require_part_rows(const smla_attention_params *params, smla_error *error)
+{
+    return is_cut_as_given(params)
+               ? require_bytes(params, smla_part_rows_bytes(params, params->results.num_splits),
+                               error)
+               : SMLA_OK;
+}
+
 /* Whether the tiles of Hopper's kernels have int32 numbers, wherever requests begin. */
 static bool
 can_count_tiles(const smla_attention_params *p)
@@ -121,7 +143,8 @@ smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device
     const smla_attention_start start = {.cut_bytes = is_given ? 0 : params->workspace.bytes};
     smla_kernel_call call = {
         .source = params->source,
-        .needs = smla_find_needs(params) | (can_count_tiles(params) ? 0 : SMLA_NEEDS_SIZES),
+        .needs = smla_find_needs(params) | (can_count_tiles(params) ? 0 : SMLA_NEEDS_SIZES) |
+                 (is_cut_as_given(params) ? SMLA_NEEDS_SPLITS : 0),
         .num_heads = params->queries.num_heads,
         .columns = SMLA_UNSPLIT,
     };

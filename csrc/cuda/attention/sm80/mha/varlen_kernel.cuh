@@ -56,8 +56,8 @@
 
 #include <type_traits>
 
+#include "cuda/attention/sm80/mha/paged_parts.cuh"
 #include "cuda/attention/sm80/mha/varlen_results.cuh"
-#include "cuda/attention/table/kernels.h"
 
 namespace {
 
@@ -72,7 +72,11 @@ __device__ __forceinline__ void
 start_tile(const Args &args, const varlen_tile &tile, memory_of<Shape, Args> *shared)
 {
     bring_queries<Shape, HALF>(args.q, args, tile, ptx_shared_address(shared->queries));
-    store_limits<Shape>(args, tile, shared->limits);
+    varlen_limits part = {0, UINT32_MAX};
+    if constexpr (IS_PAGED<Args>) {
+        part = find_part(args, tile.request, tile.part);
+    }
+    store_limits<Shape>(args, tile, part, shared->limits);
     if (threadIdx.x == 0) {
         shared->tile = tile;
         shared->parts[PART_K0] = find_part<IS_PAGED<Args>>(args.k, 0, tile);
@@ -251,7 +255,11 @@ __launch_bounds__(CTA_THREADS, MIN_CTAS_PER_SM) attend_varlen(const __grid_const
     ptx_wait_for_grids();
     for (int64_t item = blockIdx.x; item < args.num_items; item += gridDim.x) {
         varlen_tile tile;
-        if (find_tile<Shape>(args, item, &tile)) {
+        int64_t number = item;
+        if constexpr (IS_PAGED<Args>) {
+            tile.part = take_part(args, &number);
+        }
+        if (find_tile<Shape>(args, number, &tile)) {
             attend_tile<Shape, HALF>(args, tile, (memory_of<Shape, Args> *)memory);
             ptx_barrier(0, CTA_THREADS); /* nobody reads the tile's memory any more */
         }
@@ -360,11 +368,22 @@ template <typename Shape, bool HALF, typename Args>
 cudaError_t
 launch_shape(const smla_attention_params &p)
 {
-    static_assert(sizeof(memory_of<Shape, Args>) <= 99 << 10, "sm_86, 89 and 120 have 99 KiB");
-    const Args args = make_args<Shape, Args>(p);
-    return smla_launch_large<attend_varlen<Shape, HALF, Args>>(args, args.num_items, CTA_THREADS,
-                                                               (int)sizeof(memory_of<Shape, Args>),
-                                                               p.call.stream);
+    constexpr int bytes = (int)sizeof(memory_of<Shape, Args>);
+    static_assert(bytes <= 99 << 10, "sm_86, 89 and 120 have 99 KiB");
+    Args args = make_args<Shape, Args>(p);
+    int32_t num_parts = 1;
+    if constexpr (IS_PAGED<Args>) {
+        const int64_t num_sms = smla_cuda_find_device(p.call.stream.device_id)->num_sms;
+        num_parts = count_parts(p, args.num_items, MIN_CTAS_PER_SM * num_sms);
+        cut_keys(p, num_parts, &args);
+    }
+    const cudaError_t code =
+        smla_launch_large<attend_varlen<Shape, HALF, Args>>(args, args.num_items, CTA_THREADS,
+                                                            bytes, p.call.stream);
+    if constexpr (IS_PAGED<Args>) {
+        return code == cudaSuccess && num_parts > 1 ? merge_parts(p, args) : code;
+    }
+    return code;
 }
 
 /* Kernels in order of size; the first one whose dims suffice. */

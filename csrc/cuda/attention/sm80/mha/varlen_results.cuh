@@ -91,9 +91,9 @@ write_pair(const varlen_args &args, int64_t index, float low, float high)
 
 /* Finishes the warp's rows, which begin at row first_row of the tile, and writes their values from
  * first_value on. */
-template <typename Shape, bool HALF>
+template <typename Shape, bool HALF, typename Args>
 __device__ __forceinline__ void
-write_results(const varlen_args &args, const varlen_tile &tile, int first_row, int first_value,
+write_results(const Args &args, const varlen_tile &tile, int first_row, int first_value,
               const varlen_rows<Shape> &rows, const float out[Shape::M][Shape::V][4])
 {
     const mha_params &p = args.p;
@@ -111,7 +111,10 @@ write_results(const varlen_args &args, const varlen_tile &tile, int first_row, i
                 continue;
             }
             const varlen_row place = find_row(args, tile, row);
-            const int64_t token = tile.request.first_query + place.query;
+            int64_t token = tile.request.first_query + place.query;
+            if constexpr (IS_PAGED<Args>) {
+                token += tile.part * args.part_tokens;
+            }
             const float reference = rows.reference[m][i] - WEIGHT_SHIFT<HALF>;
             const float factor = finish_row(p, token, place.head, reference, sum, v_scale / unit,
                                             lane_idx() % 4 == 0 && first_value == 0);

@@ -74,9 +74,12 @@ struct varlen_args {
     bool out_is_paired;         /* two elements of out can be stored at once */
 };
 
-/* The same of keys that lie in pages. */
+/* The same of keys that lie in pages, and may be cut into parts (paged_parts.cuh). */
 struct paged_args : varlen_args {
     kv_pages pages;
+    smla_divisor part_items; /* work items of a part */
+    int32_t num_parts;       /* the most of a request */
+    int64_t part_tokens;     /* result tokens of a part */
 };
 
 template <typename Args> constexpr bool IS_PAGED = false;
@@ -100,6 +103,7 @@ struct varlen_tile {
     int64_t kv_head;
     int64_t first_row; /* number in the request: token * group + head of the group */
     int32_t num_rows;
+    int32_t part; /* its number among those of the keys, where these lie in pages */
 };
 
 /* A part of the rows of keys or values that a tile reads. */
@@ -193,10 +197,11 @@ find_tile(const Args &args, int64_t item, varlen_tile *tile)
 
 /* ---- Which keys rows see ------------------------------------------------------------------- */
 
-/* Stores the limits of the tile's rows. */
-template <typename Shape>
+/* Stores the limits of the tile's rows. They see no keys but those of `part`. */
+template <typename Shape, typename Args>
 __device__ __forceinline__ void
-store_limits(const varlen_args &args, const varlen_tile &tile, varlen_limits *limits)
+store_limits(const Args &args, const varlen_tile &tile, const varlen_limits &part,
+             varlen_limits *limits)
 {
     for (int row = (int)threadIdx.x; row < Shape::ROWS; row += CTA_THREADS) {
         varlen_limits own = {0, 0};
@@ -205,6 +210,10 @@ store_limits(const varlen_args &args, const varlen_tile &tile, varlen_limits *li
                                                             find_row(args, tile, row).query);
             if (range.begin < range.end) {
                 own = varlen_limits{(uint32_t)range.begin, (uint32_t)range.end};
+            }
+            if constexpr (IS_PAGED<Args>) {
+                own = varlen_limits{max(own.begin, part.begin), min(own.end, part.end)};
+                own = own.begin < own.end ? own : varlen_limits{0, 0};
             }
         }
         limits[row] = own;

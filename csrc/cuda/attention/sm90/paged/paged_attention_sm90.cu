@@ -31,7 +31,7 @@
  *                              of hidden keys are written | the item's groups
  *              empty[]         a lane per warp of the item's groups, as two where there is one
  *                              group | gather warps, and groups that follow the other one
- *              item_full[4]    a lane per gather warp | groups
+ *              item_full[4]    each gather thread | groups
  *              item_empty[4]   each consumer thread | gather warps
  *              named barriers
  *              GROUP_BARRIER   the group | the same
@@ -148,14 +148,13 @@ make_args(const smla_attention_params &p)
 
 /* The rows of a tile that may be cut, at most; 0 if there is no such tile. */
 int64_t
-count_slot_rows(const smla_attention_params &p)
+count_slot_rows(const smla_attention_params &p, int32_t most_rows)
 {
     const smla_requests &reqs = p.visible.reqs;
+    const bool has_starts = reqs.query_starts != NULL;
     const int64_t group = p.queries.num_heads / p.kv.num_kv_heads;
-    if (reqs.query_starts == NULL) {
-        return reqs.query_len * group <= GROUP_ROWS ? reqs.query_len * group : 0;
-    }
-    return smla_clamp_int64(reqs.num_tokens * group, 0, GROUP_ROWS);
+    const int64_t rows = group * (has_starts ? reqs.num_tokens : reqs.query_len);
+    return !has_starts && rows > most_rows ? 0 : smla_clamp_int64(rows, 0, GROUP_ROWS);
 }
 
 /* Where the workspace has what is aligned to 16 bytes, behind the counters of claims. */
@@ -168,9 +167,10 @@ find_partial_memory(const smla_workspace &workspace)
 
 /* The partial rows of so many CTAs, if `bytes` of workspace have room for them. */
 paged_partials
-find_partials(const smla_attention_params &p, int64_t bytes, int64_t num_ctas, int64_t slot_rows)
+find_partials(const smla_attention_params &p, int64_t bytes, int64_t num_ctas, int32_t most_rows)
 {
     paged_partials partials = {};
+    const int64_t slot_rows = count_slot_rows(p, most_rows);
     uint8_t *const memory = find_partial_memory(p.workspace);
     const int64_t arrivals_bytes =
         smla_count_parts(num_ctas * (int64_t)sizeof *partials.arrivals, SMLA_PARTIAL_ALIGN) *
@@ -183,6 +183,7 @@ find_partials(const smla_attention_params &p, int64_t bytes, int64_t num_ctas, i
         partials.states = (float *)(memory + arrivals_bytes);
         partials.values = (float *)(memory + arrivals_bytes + states_bytes);
         partials.slot_rows = (int32_t)slot_rows;
+        partials.most_rows = most_rows;
     }
     return partials;
 }
@@ -212,9 +213,10 @@ launch_paged(const smla_attention_params &p, const smla_attention_start &start)
         p.kv.num_kv_heads *
         (smla_count_parts(p.queries.num_tokens * args.group.divisor, TILE_ROWS) +
          p.visible.reqs.num_reqs);
-    const bool are_units_countable = most_tiles * (TILE_COST + most_blocks) <= INT32_MAX;
-    const int64_t slot_rows = start.cut_bytes > 0 && are_units_countable ? count_slot_rows(p) : 0;
-    args.partials = find_partials(p, start.cut_bytes, num_sms, slot_rows);
+    const bool are_units_countable = 2 * most_tiles * (TILE_COST + most_blocks) <= INT32_MAX;
+    /* Tiles of both groups take half as long for a row, but only where there is one per SM. */
+    const int32_t most_rows = 2 * most_tiles <= num_sms ? INT32_MAX : (int32_t)GROUP_ROWS;
+    args.partials = find_partials(p, are_units_countable ? start.cut_bytes : 0, num_sms, most_rows);
     /* Where tiles may be cut, bits depend on the number of CTAs, which no size of pages changes. */
     const bool is_small = args.partials.arrivals == NULL && most_tiles < num_sms;
     const int64_t num_ctas = is_small ? most_tiles : num_sms;

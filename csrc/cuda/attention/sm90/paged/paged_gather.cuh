@@ -57,8 +57,7 @@ publish_item(const paged_args &args, const planned_item &planned, const paged_sl
     if (threadIdx.x == 0) {
         shared->items[slot] = planned.item;
     }
-    __syncwarp();
-    ptx_mbarrier_arrive(at(shared->item_full[slot]), lane_idx() == 0);
+    ptx_mbarrier_arrive(at(shared->item_full[slot]), true);
 }
 
 /* ---- Queries -------------------------------------------------------------------------------- */

@@ -9,10 +9,11 @@
  * the same keys, which L2 then holds. In a request, a KV head's last rows come first, because
  * causal masks give them the most keys.
  *
- * Then come the tiles that may be cut, those of requests whose rows of a KV head are one group's at
- * most. They are counted in units: a block of keys, and TILE_COST for beginning and ending a tile.
- * Each CTA takes an equal run of units, however long requests are. Tiles at the ends of runs are
- * cut: their CTAs leave partial rows, which the one that comes last folds. */
+ * Then come the tiles that may be cut, of one group's rows at most: those of requests with no more
+ * rows of a KV head, or where larger tiles would leave SMs idle, of all requests. They are counted
+ * in units: a block of keys, and TILE_COST for beginning and ending a tile. Each CTA takes an equal
+ * run of units, however long requests are. Tiles at the ends of runs are cut: their CTAs leave
+ * partial rows, which the one that comes last folds. */
 #pragma once
 
 #include "cuda/attention/sm90/paged/paged_memory.cuh"
@@ -104,20 +105,29 @@ count_rows(const paged_args &args, const paged_request &request)
     return request.num_queries * (int32_t)args.group.divisor;
 }
 
-/* What a KV head of a request has of the first kind of work, tiles that are not cut, or with IS_CUT
- * of the other one, units. */
+/* The units of one tile that may be cut. All tiles of a request go through the blocks that any of
+ * them sees. */
+template <int D>
+__device__ __forceinline__ paged_blocks
+find_cut_blocks(const paged_args &args, const paged_request &request)
+{
+    return find_blocks<D>(find_range(args, request, 0, count_rows(args, request) - 1));
+}
+
+/* What a KV head of a request has of the first kind of work, tiles that are not cut, or with
+ * `is_cut` of the other one, units. */
 template <int D>
 __device__ __forceinline__ uint32_t
 count_work(const paged_args &args, const paged_request &request, bool is_cut)
 {
     const int32_t rows = count_rows(args, request);
-    const bool may_cut = args.partials.arrivals != NULL && rows <= GROUP_ROWS;
+    const bool may_cut = rows <= args.partials.most_rows;
     if (rows == 0 || may_cut != is_cut) {
         return 0;
     }
-    return is_cut
-               ? TILE_COST + (uint32_t)find_blocks<D>(find_range(args, request, 0, rows - 1)).count
-               : (uint32_t)(rows + TILE_ROWS - 1) / TILE_ROWS;
+    return is_cut ? (uint32_t)(rows + GROUP_ROWS - 1) / GROUP_ROWS *
+                        (TILE_COST + (uint32_t)find_cut_blocks<D>(args, request).count)
+                  : (uint32_t)(rows + TILE_ROWS - 1) / TILE_ROWS;
 }
 
 /* ---- The plan ------------------------------------------------------------------------------- */
@@ -253,16 +263,25 @@ take_item(const paged_args &args, paged_walk *walk, planned_item *planned)
         seek_request<D>(args, walk, planned);
     }
     const paged_request &request = planned->request;
+    const int32_t rows = count_rows(args, request);
     const uint32_t head = (walk->next - walk->request_begin) / walk->head_work;
-    const uint32_t begin = walk->request_begin + head * walk->head_work;
+    uint32_t begin = walk->request_begin + head * walk->head_work;
     const int32_t from_end = (int32_t)(walk->next - begin);
     item->first_row = walk->is_cut ? 0 : ((int32_t)walk->head_work - 1 - from_end) * TILE_ROWS;
-    item->num_rows = min(count_rows(args, request) - item->first_row, (int32_t)TILE_ROWS);
+    item->num_rows = min(rows - item->first_row, (int32_t)TILE_ROWS);
     item->first_query = request.first_query;
     item->kv_head = (int32_t)head;
     item->num_parts = 1;
     planned->seen =
         find_range(args, request, item->first_row, item->first_row + item->num_rows - 1);
+    if (walk->is_cut && rows > GROUP_ROWS) {
+        planned->seen = find_range(args, request, 0, rows - 1);
+        const uint32_t work = TILE_COST + (uint32_t)find_blocks<D>(planned->seen).count;
+        const uint32_t tile = (walk->next - begin) / work;
+        begin += tile * work;
+        item->first_row = (int32_t)tile * GROUP_ROWS;
+        item->num_rows = min(rows - item->first_row, (int32_t)GROUP_ROWS);
+    }
     const paged_blocks blocks = find_blocks<D>(planned->seen);
     item->first_key = blocks.first_key;
     item->num_blocks = blocks.count;

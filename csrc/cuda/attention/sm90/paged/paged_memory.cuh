@@ -44,6 +44,7 @@ struct paged_partials {
     float *states;                /* [slots][slot_rows][2]: max_log2, sum (softmax.cuh) */
     float *values;                /* [slots][slot_rows][D] */
     int32_t slot_rows;
+    int32_t most_rows; /* a request with so many rows of a KV head, or less, is cut; 0: none */
 };
 
 struct paged_args {
@@ -114,8 +115,8 @@ template <int D> struct paged_memory {
     using shape = paged_shape<D>;
     alignas(1024) uint16_t queries[GROUPS][shape::SEGMENTS][GROUP_ROWS][SEGMENT];
     alignas(1024) uint16_t buffers[shape::BUFFERS][shape::SEGMENTS][shape::KEYS][SEGMENT];
-    paged_limits limits[ITEM_SLOTS * GROUP_ROWS]; /* those of each slot's rows */
-    alignas(16) uint32_t hidden[shape::BUFFERS][shape::HIDDEN_WORDS]; /* a bit per key */
+    paged_limits limits[ITEM_SLOTS * GROUP_ROWS];   /* those of each slot's rows */
+    alignas(16) uint32_t hidden[shape::BUFFERS][4]; /* a bit per key, in HIDDEN_WORDS words */
     paged_item items[ITEM_SLOTS];
     paged_slots slots; /* visible with the first item */
     int32_t is_last[GROUPS];
@@ -139,7 +140,7 @@ start_memory(paged_memory<D> *shared)
     start_barriers(shared->q_empty, GROUP_WARPS);
     start_barriers(shared->full, GATHER_THREADS + GATHER_WARPS);
     start_barriers(shared->empty, CONSUMER_WARPS);
-    start_barriers(shared->item_full, GATHER_WARPS);
+    start_barriers(shared->item_full, GATHER_THREADS);
     start_barriers(shared->item_empty, CONSUMER_THREADS);
     ptx_fence_mbarrier_init();
 }

@@ -33,7 +33,7 @@ begin_item(const paged_args &args, const paged_view &view, int32_t first_key,
     take_own_turn(*state);
     start_scores<D, HALF>(count, state);
     pass_own_turn(*state);
-    const paged_hidden<D> hidden = load_hidden(shared, count);
+    const paged_hidden<D> hidden = load_hidden(shared, count, *state);
     wgmma_wait<0>();
     free_buffer(shared, count, *state);
     weigh_block<D, HALF, true>(args, view, first_key, hidden, state);
@@ -53,7 +53,7 @@ step(const paged_args &args, const paged_view &view, int32_t first_key,
     await_full(shared, count - 1);
     start_values<D, HALF>(count - 1, state);
     pass_own_turn(*state);
-    const paged_hidden<D> hidden = load_hidden(shared, count);
+    const paged_hidden<D> hidden = load_hidden(shared, count, *state);
     wgmma_wait<1>(); /* the scores are there */
     free_buffer(shared, count, *state);
     weigh_block<D, HALF, false>(args, view, first_key, hidden, state);

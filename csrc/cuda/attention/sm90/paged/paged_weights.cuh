@@ -84,22 +84,20 @@ hide_unseen(const paged_limits *limits, int32_t first_key, paged_consumer<D> *st
     }
 }
 
-/* The hidden keys of a block, as bits. */
+/* The hidden keys of a block, as bits, in the lane that frees the buffer; zeros in others. So no
+ * lane reads memory whose end of use another one announces: racecheck does not know that lanes which
+ * have met are in order. */
 template <int D> struct paged_hidden {
-    uint32_t words[paged_shape<D>::HIDDEN_WORDS];
+    uint32_t words[4];
 };
 
 template <int D>
 __device__ __forceinline__ paged_hidden<D>
-load_hidden(const paged_memory<D> *shared, uint32_t count)
+load_hidden(const paged_memory<D> *shared, uint32_t count, const paged_consumer<D> &state)
 {
-    const uint32_t from = ptx_shared_address(shared->hidden[count % paged_shape<D>::BUFFERS]);
     paged_hidden<D> hidden;
-    if constexpr (paged_shape<D>::HIDDEN_WORDS == 4) {
-        ptx_load_shared_16(from, hidden.words);
-    } else {
-        ptx_load_shared_8(from, hidden.words);
-    }
+    ptx_load_shared_16_if(ptx_shared_address(shared->hidden[count % paged_shape<D>::BUFFERS]),
+                          state.frees, hidden.words);
     return hidden;
 }
 
@@ -112,7 +110,7 @@ hides_any(const paged_hidden<D> &hidden)
     for (int i = 0; i < paged_shape<D>::HIDDEN_WORDS; i++) {
         any |= hidden.words[i];
     }
-    return any != 0;
+    return __any_sync(ALL_LANES, any != 0);
 }
 
 template <int ROW, int D>
@@ -121,7 +119,8 @@ hide_keys(const paged_hidden<D> &hidden, paged_consumer<D> *state)
 {
 #pragma unroll
     for (int n = 0; n < paged_consumer<D>::KEYS / 8; n++) {
-        const uint32_t own = hidden.words[n / 4] >> (n % 4 * 8 + lane_again() % 4 * 2);
+        const uint32_t word = __shfl_sync(ALL_LANES, hidden.words[n / 4], 0);
+        const uint32_t own = word >> (n % 4 * 8 + lane_again() % 4 * 2);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             ptx_keep_below((int)(own >> k & 1), 1, &state->scores[4 * n + 2 * ROW + k]);
