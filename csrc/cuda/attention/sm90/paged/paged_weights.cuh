@@ -85,8 +85,8 @@ hide_unseen(const paged_limits *limits, int32_t first_key, paged_consumer<D> *st
 }
 
 /* The hidden keys of a block, as bits, in the lane that frees the buffer; zeros in others. So no
- * lane reads memory whose end of use another one announces: racecheck does not know that lanes which
- * have met are in order. */
+ * lane reads memory whose end of use another one announces: racecheck does not know that lanes
+ * which have met are in order. */
 template <int D> struct paged_hidden {
     uint32_t words[4];
 };
