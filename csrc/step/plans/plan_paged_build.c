@@ -48,6 +48,13 @@ encoders_of(const smla_paged_build_args *args)
     return lens_of(args, "encoder_lens", args->encoder_lens, args->encoder_lens_cpu);
 }
 
+/* All of them. */
+typedef struct known_lens {
+    host_lens seqs;
+    host_lens extends;
+    host_lens encoders;
+} known_lens;
+
 static smla_int_vector
 ints_of(const DLTensor *tensor)
 {
@@ -260,10 +267,10 @@ check_bounds(const smla_paged_builder *b, const smla_paged_build_args *args, sml
 /* Checks the lengths of a request, as far as the host knows them. */
 static smla_status
 check_request(const smla_paged_builder *b, const smla_paged_build_args *args,
-              const smla_paged_batch *batch, int64_t req, smla_error *error)
+              const smla_paged_batch *batch, const known_lens *lens, int64_t req, smla_error *error)
 {
     const smla_paged_config *const config = &b->config;
-    const host_lens seqs = seqs_of(args), extends = extends_of(args), encoders = encoders_of(args);
+    const host_lens seqs = lens->seqs, extends = lens->extends, encoders = lens->encoders;
     const int64_t seq_len = known_at(&seqs, req);
     const int64_t encoder_len = known_at(&encoders, req);
     if (seq_len == 0) {
@@ -322,12 +329,14 @@ static smla_status
 check_requests(const smla_paged_builder *b, const smla_paged_build_args *args,
                const smla_paged_batch *batch, smla_error *error)
 {
-    const host_lens seqs = seqs_of(args);
+    const known_lens lens = {seqs_of(args), extends_of(args), encoders_of(args)};
+    const host_lens *const seqs = &lens.seqs;
+    const bool is_known = seqs->values != NULL || seqs->bounds != NULL;
     const int64_t drafts = b->config.num_draft_tokens;
     int64_t mask_entries = 0;
-    for (int64_t req = 0; req < args->num_reqs; req++) {
-        SMLA_TRY(check_request(b, args, batch, req, error));
-        mask_entries += seqs.values == NULL ? 0 : drafts * (known_at(&seqs, req) + drafts);
+    for (int64_t req = 0; is_known && req < args->num_reqs; req++) {
+        SMLA_TRY(check_request(b, args, batch, &lens, req, error));
+        mask_entries += seqs->values == NULL ? 0 : drafts * (known_at(seqs, req) + drafts);
     }
     if (batch->mode == SMLA_PAGED_VERIFY_TREE && smla_size(args->custom_mask, 0) < mask_entries) {
         return smla_fail_value(error, op,
