@@ -54,7 +54,8 @@ def one_thread():
 
 def make_model(name: str, options: list[str], size: str):
     """-> the model, and its example"""
-    if name == "deepseek_v32":  # with tied embeddings, the indexer's choice is a matter of rounding
+    if name == "deepseek_v32":
+        # Roundings decide what the indexer chooses where embeddings are tied, so it chooses all.
         sizes = {"index_topk": 256} if size == "tied embeddings" else {}
         return make_v32(**SIZES[size] | sizes), load_example()
     example = load_example("deepseek_v3")
