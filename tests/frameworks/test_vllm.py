@@ -18,9 +18,9 @@ import helpers
 import numpy as np
 import pytest
 import reference as ref
+from entry_points import write_entry_point
 from helpers import assert_same_bits
 from library import sparse_mla
-from vllm_plugin import write_entry_point
 
 pytestmark = pytest.mark.vllm
 

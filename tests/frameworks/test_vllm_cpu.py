@@ -11,8 +11,8 @@ import helpers
 import numpy as np
 import pytest
 import vllm_models as models
+from entry_points import write_entry_point
 from helpers import assert_same_bits
-from vllm_plugin import write_entry_point
 
 pytestmark = pytest.mark.vllm
 

@@ -9,7 +9,7 @@ import pytest
 import transformers
 import vllm_models as models
 import vllm_recorder
-from vllm_plugin import write_entry_point
+from entry_points import write_entry_point
 
 pytestmark = pytest.mark.vllm
 
