@@ -8,7 +8,7 @@ the `Config`, the builder completes it and plans with a `MetadataBuilder`, and `
 `SparseMLA.forward`. The top-k positions are those of the layer's indexer; they stay relative to
 their request, because attention itself looks up their pages.
 
-docs/vllm.md says how to choose this backend, and what it does not serve.
+docs/engines.md says how to choose this backend, and what it does not serve.
 """
 
 from __future__ import annotations

