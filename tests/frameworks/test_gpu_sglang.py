@@ -11,7 +11,7 @@ import pytest
 import sglang_calls as calls
 import sglang_files
 from entry_points import write_entry_point
-from flash_mla_cases import Decode, Prefill, assert_results
+from flash_mla_cases import Decode, Prefill, assert_close, assert_results
 from helpers import assert_within_bounds
 from sglang_files import GROUP
 
@@ -46,7 +46,7 @@ def test_decode_of_v32(num_heads, wrapper, torch_arrays):
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_prefill(d_qk, wrapper, torch_arrays):
-    """Of V3.2, and of V4 over its workspace."""
+    """Prefills of V3.2, and of V4 over its workspace."""
     case = Prefill(T=70, H=64, S=900, K=512, d_qk=d_qk, sink=True, topk_length=True)
     assert_results(calls.prefill(wrapper, torch_arrays, case), case.reference())
 
@@ -54,8 +54,12 @@ def test_prefill(d_qk, wrapper, torch_arrays):
 @pytest.mark.parametrize("name", calls.V4_LAYERS)
 def test_decode_of_v4(name, wrapper, torch_arrays):
     case = calls.keep_to_flash_mla(calls.v4_layer(name))
-    got = calls.decode_v4(wrapper, torch_arrays, case)
-    assert_within_bounds(case.inputs.reference(), got)
+    got, want = calls.decode_v4(wrapper, torch_arrays, case), case.inputs.reference()
+    if hasattr(wrapper.flash_mla_with_kvcache, "__wrapped__"):
+        assert_within_bounds(want, got)
+    # FlashMLA's tolerances, whose absolute one is for keys of a tenth of this size.
+    assert_close("out", got["out"], want.out, 1e-2, 2.01 / 128)
+    assert_close("lse", got["lse"], want.lse, 1e-6, 8.01 / 65536)
 
 
 @with_kernels

@@ -13,7 +13,7 @@ import pytest
 import sglang_calls as calls
 import sglang_files
 from entry_points import write_entry_point
-from flash_mla_cases import Decode, Prefill, assert_results
+from flash_mla_cases import ON_GPU, Decode, Prefill, assert_results
 from helpers import BESIDE_TESTS, assert_same_bits, assert_within_bounds, run_python
 from sglang_files import GROUP, MODULE
 from test_flash_mla_dense import make as make_dense
@@ -106,6 +106,20 @@ def test_keys_without_rope(kv_format, wrapper, torch_arrays):
         is_fp8_kvcache=True, indices=case.arguments["indices"], kv_format=kv_format,
     )  # fmt: skip
     assert_within_bounds(case.inputs.reference(), calls.by_row(*got))
+
+
+def test_a_schedule_s_sizes_and_the_name_of_a_format_are_kept(wrapper, torch_arrays):
+    case, put = V4Decode("fp8_nope", s_q=1, H=16, K=64), torch_arrays.put
+    lens = put(np.full(case.b, 64, np.int32))
+    schedule, splits = wrapper.get_mla_metadata(lens, 16, 1, 16, True, 64)
+    assert (tuple(schedule.shape), tuple(splits.shape)) == ((1, 8), (case.b + 1,))
+    assert schedule.device == splits.device == lens.device
+    indices = put(case.arguments["indices"])
+    with pytest.raises(ValueError, match="`kv_format` must"):
+        wrapper.flash_mla_with_kvcache(
+            put(case.q), put(case.k_cache), None, lens, 512, schedule, splits,
+            is_fp8_kvcache=True, indices=indices, kv_format="V5",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("s_q", [1, 3])
@@ -266,7 +280,8 @@ import {package}
 wrapper = sys.modules[MODULE]
 print([name for name in dir(wrapper) if hasattr(getattr(wrapper, name), "__wrapped__")])
 import torch
-q, cache = torch.ones(1, 1, 64, 576).bfloat16().cpu(), torch.zeros(2, 64, 1, 656).byte()
+torch.set_default_device({"cuda" if ON_GPU else "cpu"!r})
+q, cache = torch.ones(1, 1, 64, 576).bfloat16(), torch.zeros(2, 64, 1, 656).byte()
 indices, meta = torch.zeros(1, 1, 64).int(), wrapper.get_mla_metadata()[0]
 out, lse = wrapper.flash_mla_with_kvcache(
     q, cache, None, None, 512, meta, is_fp8_kvcache=True, indices=indices
