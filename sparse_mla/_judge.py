@@ -13,7 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from sparse_mla._rows import FP8_ROW_BYTES, KV_LORA_RANK, ROPE_BYTES
+from sparse_mla._rows import (
+    FP8_ROW_BYTES,
+    KV_LORA_RANK,
+    ROPE_BYTES,
+    V4_DATA_BYTES,
+    V4_ROW_BYTES,
+    V4_SCALE_BYTES,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -46,6 +53,22 @@ def upconvert_rows(rows: np.ndarray) -> np.ndarray:
     values, scales, rope = split_fp8_rows(rows)
     nope = (values * scales).astype(BF16)
     return np.concatenate([nope.reshape(-1, KV_LORA_RANK), rope], axis=1)
+
+
+def exact_v4_rows(cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Rows of a cache of 512 bf16 or of "fp8_v4" -> the keys they stand for [n, 512] fp64."""
+    num_pages, page_rows, row = cache.shape
+    if row != V4_ROW_BYTES:
+        return cache.reshape(-1, row)[slots].astype(np.float64)
+    pages = cache.reshape(num_pages, -1)  # the data of all rows, then their scales
+    page, number = (x[:, None] for x in np.divmod(slots, page_rows))
+    data = pages[page, number * V4_DATA_BYTES + np.arange(V4_DATA_BYTES)]
+    first_scale = page_rows * V4_DATA_BYTES + number * V4_SCALE_BYTES
+    exponents = pages[page, first_scale + np.arange(V4_SCALE_BYTES - 1)].astype(np.int32) - 127
+    codes, rope = np.split(data, [V4_DATA_BYTES - ROPE_BYTES], axis=1)
+    values = E4M3_VALUES[codes].reshape(*exponents.shape, -1).astype(np.float64)
+    nope = np.ldexp(values, exponents[..., None]).reshape(len(slots), -1)
+    return np.concatenate([nope, rope.copy().view(BF16).astype(np.float64)], axis=1)
 
 
 @dataclass
@@ -91,21 +114,47 @@ def judge_row(
 
 
 def judge_values(
-    q: np.ndarray, keys: np.ndarray, w_uv: np.ndarray, values: np.ndarray, **allowed: Any
+    q: np.ndarray,
+    keys: np.ndarray,
+    w_uv: np.ndarray,
+    values: np.ndarray,
+    lse: np.ndarray | None = None,
+    *,
+    turn: np.ndarray | None = None,
+    **allowed: Any,
 ) -> Fractions:
-    """Judges what a dense layer makes of one query token: values [H, V] bf16, by W_UV [512, H, V].
+    """Judges what a layer makes of one query token: values [H, V] bf16, by W_UV [512, H, V].
 
     attend_row has the others. The layer rounds the attention's result to bf16, and what W_UV makes
-    of it again.
+    of it again. A layer of V4 turns the result before W_UV, by `turn` [512, 512], and rounds it.
     """
     exact = attend_row(q, keys, **allowed)
+    out, out_bound = exact.out, exact.out_bound
+    if turn is not None:
+        out = out @ turn
+        out_bound = out_bound @ np.abs(turn) + 2.0**-9 * np.abs(out)
     w_uv = w_uv.astype(np.float64)
-    want = np.einsum("hl,lhv->hv", exact.out, w_uv)
-    magnitude = np.einsum("hl,lhv->hv", np.abs(exact.out), np.abs(w_uv))
-    bound = np.einsum("hl,lhv->hv", exact.out_bound, np.abs(w_uv))
+    want = np.einsum("hl,lhv->hv", out, w_uv)
+    magnitude = np.einsum("hl,lhv->hv", np.abs(out), np.abs(w_uv))
+    bound = np.einsum("hl,lhv->hv", out_bound, np.abs(w_uv))
     bound += (2.0**-8 + KV_LORA_RANK * 2.0**-24) * magnitude + 1e-6
     error = np.abs(values.astype(np.float64) - want)
-    return Fractions(out=float((error / bound).max()), rows=1)
+    judged = Fractions(out=float((error / bound).max()), rows=1)
+    if lse is not None:
+        lse_error = np.abs(lse.astype(np.float64) - exact.lse)
+        judged.lse = float((lse_error / exact.lse_bound).max())
+    return judged
+
+
+def inverse_rope(angles: np.ndarray) -> np.ndarray:
+    """The matrix [512, 512] that turns a row's last values back. `angles` is the table's row of a
+    position: the cosines of pairs of neighbours, then their sines."""
+    cos, sin = np.split(angles.astype(np.float64), 2)
+    turn = np.eye(KV_LORA_RANK)
+    first = np.arange(KV_LORA_RANK - len(angles), KV_LORA_RANK, 2)
+    turn[first, first] = turn[first + 1, first + 1] = cos
+    turn[first + 1, first], turn[first, first + 1] = sin, -sin
+    return turn
 
 
 @dataclass
@@ -126,12 +175,14 @@ def attend_row(
     gathered: bool = False,
     units: int = 16,
     f16_scales: bool = False,
+    sink: np.ndarray | None = None,
 ) -> Exact:
     """Attends from q [H, 576] bf16 to keys [n, 576] fp64 (the selected rows, n >= 1).
 
     `gathered`: the kernel read these keys rounded to bf16, so the bounds allow for that rounding.
     A GPU is allowed 32 `units` of 2^-24 in the logits, and `f16_scales` of FP8 rows: e4m3 times its
-    scale is rounded to fp16.
+    scale is rounded to fp16. Keys of V4 have 512 values, and its heads have a `sink` [H], a logit
+    without a value, which is not in lse.
     """
     q = q.astype(np.float64)
     values = keys[:, :KV_LORA_RANK]
@@ -139,6 +190,8 @@ def attend_row(
     peak = logits.max(axis=1)
     exact_lse = peak + np.log(np.exp(logits - peak[:, None]).sum(axis=1))
     p = np.exp(logits - exact_lse[:, None])
+    if sink is not None:
+        p /= 1 + np.exp(sink - exact_lse)[:, None]
     exact_out = p @ values
 
     magnitude = p @ np.abs(values)

@@ -19,4 +19,5 @@ ROPE_BYTES = 2 * (KEY_DIM - KV_LORA_RANK)
 BF16_ROW_BYTES = 2 * KEY_DIM
 FP8_ROW_BYTES = row_of("fp8_ds_mla")
 V4_ROW_BYTES = row_of("fp8_v4")
-V4_DATA_BYTES = V4_ROW_BYTES - 8  # seven scales and a 0 are behind the rows of a page
+V4_SCALE_BYTES = 8  # seven scales and a 0, behind the rows of a page
+V4_DATA_BYTES = V4_ROW_BYTES - V4_SCALE_BYTES

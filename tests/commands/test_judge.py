@@ -4,6 +4,8 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
+import reference_norm
+import row_formats
 
 import sparse_mla
 from sparse_mla import _judge
@@ -67,6 +69,43 @@ def test_the_judge_s_rows_are_the_bytes_meaning():
     table, lens, starts = (np.array(x, np.int32) for x in ([[0]], [5], [0]))
     sparse_mla.gather_kv_cache(rows[None], table, lens, starts, out=gathered)
     assert np.array_equal(ref.bits16(_judge.upconvert_rows(rows)), ref.bits16(gathered))
+
+
+@pytest.mark.parametrize("name", ["fp8_v4", "bfloat16"])
+def test_the_judge_s_rows_of_v4_are_the_bytes_meaning(name):
+    """Any bytes of which no number is NaN or infinite, in pages of 5 rows."""
+    pages, slots = row_formats.Pages(name), np.array([19, 0, 7, 7, 4])
+    pages.memory &= 0xBF  # the first bit of every exponent is 0
+    want = pages.values(slots).astype(np.float64)
+    assert np.array_equal(_judge.exact_v4_rows(pages.cache, slots), want)
+    assert np.isfinite(want).all()
+    assert len(np.unique(want)) > 500
+
+
+def test_the_judge_turns_back_as_the_operator_does():
+    rng = np.random.default_rng(5)
+    table = sparse_mla.rope_table(9, fp32_angles=True)
+    o = cases.random_bf16(rng, 3, 2, 512)
+    want = reference_norm.turn_back(o, np.array([8, 0, 3]), table)
+    for row, position, turned in zip(o.astype(np.float64), (8, 0, 3), want, strict=True):
+        assert np.allclose(row @ _judge.inverse_rope(table[position]), turned, rtol=0, atol=1e-6)
+
+
+def test_the_judge_s_sink_is_the_reference_s():
+    """It takes its part of the result and of the bound, and leaves lse alone."""
+    rng = np.random.default_rng(6)
+    q, rows = cases.random_bf16(rng, 3, 576), cases.make_rows(rng, 40, "bf16")
+    sink = np.array([-50, 4, 9], np.float32)
+    indices = np.arange(40, dtype=np.int32)[None]
+    want = ref.attention(q[None], rows, indices, softmax_scale=0.1, attn_sink=sink)
+    exact = _judge.attend_row(q, _judge.exact_rows(rows), softmax_scale=0.1, sink=sink)
+    for got, wanted in (
+        (exact.out, want.out),
+        (exact.out_bound, want.out_tolerance()),
+        (exact.lse, want.lse),
+        (exact.lse_bound, want.lse_tolerance()),
+    ):
+        assert np.allclose(got, wanted[0], rtol=1e-12, atol=0)
 
 
 def test_the_judge_reads_rows_of_any_dtype_and_stride():
