@@ -76,7 +76,7 @@ class Checker:
 
     def describe(self, result: StepResult, token: int) -> str:
         part = "decode" if token < result.metadata.num_decode_tokens else "prefill"
-        is_fp8 = self.kv_cache.shape[2] == FP8_ROW_BYTES
+        is_fp8 = self.kv_cache.itemsize == 1
         return f"{part} on the {'FP8' if is_fp8 else 'bf16'} cache"
 
     def allowed(self, rows: np.ndarray, *, gathered: bool = False) -> dict[str, Any]:

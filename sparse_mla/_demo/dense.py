@@ -15,9 +15,14 @@ from sparse_mla import dense
 from sparse_mla._demo.check import Checker
 from sparse_mla._demo.engine import Engine, StepResult
 from sparse_mla._demo.memory import Memory
-from sparse_mla._demo.model import HEAD_DIM, ToyModel
+from sparse_mla._demo.model import HEAD_DIM, SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch
 from sparse_mla._judge import BF16, Fractions, exact_rows, judge_values
+
+
+def make_config(fields: dict[str, Any], topk: int) -> dense.Config:
+    """The judge knows absorbed attention, which is path "mixed"."""
+    return dense.Config(softmax_scale=SOFTMAX_SCALE, **fields | {"path": "mixed"})
 
 
 class DenseEngine(Engine):
@@ -39,15 +44,14 @@ class DenseEngine(Engine):
         return (*keys, *self.model.queries(text, positions, has_rope=False))
 
     def run_layer(
-        self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
-    ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
+        self, metadata: dense.Metadata, *inputs: Any
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         kv_c, k_pe, q_nope, q_pe = inputs
         q = q_nope, q_pe
-        metadata = self.builder.build(common)  # once per step, for all layers
         values = self.layer.forward(
             q, kv_c, k_pe, self.kv_cache, metadata, out=self.values[: len(kv_c)]
         )
-        return metadata, values, q, {"out": values}
+        return values, q, {"out": values}
 
 
 class DenseChecker(Checker):

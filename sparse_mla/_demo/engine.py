@@ -3,7 +3,7 @@
 Everything that lives longer than a step is made once: the caches, the prefill workspace, the
 metadata builder and the output buffers. A step of SparseEngine writes the new tokens into the
 caches, lets the indexer choose the top-k positions of every query, and runs the layer. `dense.py`
-has the engine of a dense layer.
+and `v4.py` have the engines of other layers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 import sparse_mla
 from sparse_mla._demo.memory import Memory
-from sparse_mla._demo.model import INDEX_DIM, ToyModel
+from sparse_mla._demo.model import INDEX_DIM, SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch
 from sparse_mla._judge import BF16
-from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
+from sparse_mla._rows import BF16_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 
 @dataclass
@@ -32,39 +32,47 @@ class StepResult:
     predicted: np.ndarray  # [T] the next byte, as the model sees it
     library_seconds: float  # time spent in sparse_mla
     total_seconds: float  # the same plus the toy model, and copies to a GPU and back
-    q: tuple[np.ndarray, ...]  # absorbed [T, H, 512] (dense: not, [T, H, 128]), [T, H, 64] bf16
-    out: np.ndarray  # [T, H, 512] bf16; dense: the values [T, H, 128]
-    topk_indices: Any = None  # [T, K] int32, positions inside each request; dense: None
+    # The absorbed query [T, H, 512] and [T, H, 64] bf16. Dense: [T, H, 128] not absorbed, and the
+    # same. V4: [T, H, 512] alone.
+    q: tuple[np.ndarray, ...]
+    out: np.ndarray  # [T, H, 512] bf16; dense: the values [T, H, 128]; V4: [T, H, 64]
+    topk_indices: Any = None  # [T, K] int32, positions inside each request; only of SparseEngine
     lse: Any = None  # [T, H] fp32; dense: None
 
 
 class Engine(abc.ABC):
-    """What the engines of both layers share."""
+    """What the engines of all layers share."""
 
     builder: Any
     layer: Any
+    kv_cache: Any  # its pages are those that the scheduler gives to requests
+    bf16_row_bytes = BF16_ROW_BYTES
 
-    def __init__(self, model: ToyModel, config: Any, num_pages: int, memory: Memory) -> None:
-        shape = sparse_mla.Backend.get_kv_cache_shape(
-            num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
-        )
-        is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
-        self.kv_cache = memory.zeros(shape, np.uint8 if is_fp8 else BF16)
+    def __init__(self, model: Any, config: Any, num_pages: int, memory: Memory) -> None:
         self.memory = memory
         self.model = model
         self.config = config
+        self.model_seconds = 0.0  # time that the layer has spent in the toy model's projections
+        self.make_caches(num_pages)
+
+    def make_caches(self, num_pages: int) -> None:
+        """A cache with a row per token."""
+        shape = sparse_mla.Backend.get_kv_cache_shape(
+            num_pages, self.config.block_size, cache_dtype_str=self.config.kv_cache_dtype
+        )
+        is_fp8 = self.config.kv_cache_dtype == "fp8_ds_mla"
+        self.kv_cache = self.memory.zeros(shape, np.uint8 if is_fp8 else BF16)
 
     @abc.abstractmethod
     def project(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """The layer's inputs for the tokens at `positions` of `text`."""
 
     @abc.abstractmethod
-    def run_layer(
-        self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
-    ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
-        """Plans the step and runs the layer on what `project` gave.
+    def run_layer(self, metadata: Any, *inputs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Runs the layer on what `project` gave.
 
-        -> metadata, every head's values [T, H, 128], and a StepResult's q and its other arrays
+        -> every head's values, as the model's `predict` takes them, and a StepResult's q and its
+        other arrays
         """
 
     def run_step(self, batch: Batch) -> StepResult:
@@ -74,13 +82,15 @@ class Engine(abc.ABC):
             self.project(request.text, positions) for request, _, positions in batch.parts()
         ]
         inputs = [put(np.concatenate(arrays)) for arrays in zip(*projected, strict=True)]
-        common = self._describe(batch)
+        described = self.describe(batch)
+        self.model_seconds = 0.0
 
         self.memory.wait()
         library_start = time.perf_counter()
-        metadata, values, q, arrays = self.run_layer(common, *inputs)
+        metadata = self.builder.build(**described)  # once per step, for all layers
+        values, q, arrays = self.run_layer(metadata, *inputs)
         self.memory.wait()
-        library_seconds = time.perf_counter() - library_start
+        library_seconds = time.perf_counter() - library_start - self.model_seconds
 
         predicted = self.model.predict(get(values))
         return StepResult(
@@ -92,10 +102,10 @@ class Engine(abc.ABC):
             total_seconds=time.perf_counter() - start,
         )
 
-    def _describe(self, batch: Batch) -> sparse_mla.CommonAttentionMetadata:
-        """On the CPU the host arrays are the device arrays."""
+    def describe(self, batch: Batch) -> dict[str, Any]:
+        """The builder's arguments. On the CPU the host arrays are the device arrays."""
         put = self.memory.put
-        return sparse_mla.CommonAttentionMetadata(
+        common = sparse_mla.CommonAttentionMetadata(
             put(batch.query_start_loc),
             put(batch.seq_lens),
             put(batch.slot_mapping),
@@ -107,6 +117,17 @@ class Engine(abc.ABC):
             max_query_len=max(batch.query_lens),
             max_seq_len=int(batch.seq_lens.max()),
         )
+        return {"common": common}
+
+
+def make_config(fields: dict[str, Any], topk: int) -> sparse_mla.Config:
+    """The workspace is small on purpose: a busy step needs several chunks."""
+    return sparse_mla.Config(
+        softmax_scale=SOFTMAX_SCALE,
+        topk_tokens=topk,
+        prefill_workspace_tokens=fields["max_model_len"],
+        **fields,
+    )
 
 
 class SparseEngine(Engine):
@@ -144,14 +165,13 @@ class SparseEngine(Engine):
         )
 
     def run_layer(
-        self, common: sparse_mla.CommonAttentionMetadata, *inputs: Any
-    ) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
+        self, metadata: sparse_mla.Metadata, *inputs: Any
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         kv_c, k_pe, q_nope, q_pe, *index_inputs = inputs
         num_tokens = len(kv_c)
-        metadata = self.builder.build(common)  # once per step, for all layers
         ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
-        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, common.slot_mapping)
-        topk_indices = self._select_topk(common, metadata, *index_inputs)
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, metadata.slot_mapping)
+        topk_indices = self._select_topk(metadata, *index_inputs)
         out, lse = self.layer.forward(
             (ql_nope, q_pe),
             self.kv_cache,
@@ -161,11 +181,10 @@ class SparseEngine(Engine):
             lse=self.lse[:num_tokens],
         )
         arrays = {"topk_indices": topk_indices, "out": out, "lse": lse}
-        return metadata, self.layer.v_up_proj(out), (ql_nope, q_pe), arrays
+        return self.layer.v_up_proj(out), (ql_nope, q_pe), arrays
 
     def _select_topk(
         self,
-        common: sparse_mla.CommonAttentionMetadata,
         metadata: sparse_mla.Metadata,
         keys: Any,
         queries: Any,
@@ -175,7 +194,7 @@ class SparseEngine(Engine):
         """The lightning indexer: [T, K] positions with the best scores in each token's request, of
         those up to the token's own; -1 fills the rows of shorter contexts."""
         lens, num_tokens = positions + 1, len(positions)
-        sparse_mla.indexer_k_quant_and_cache(keys, self.index_cache, common.slot_mapping)
+        sparse_mla.indexer_k_quant_and_cache(keys, self.index_cache, metadata.slot_mapping)
         queries, weights = sparse_mla.fused_indexer_q_rope_quant(
             queries,
             weights,
@@ -189,7 +208,7 @@ class SparseEngine(Engine):
             weights,
             self.index_cache,
             lens,
-            block_table=common.block_table,
+            block_table=metadata.block_table,
             req_id_per_token=metadata.req_id_per_token,
             clean=False,
         )

@@ -13,12 +13,10 @@ import numpy as np
 
 import sparse_mla
 from sparse_mla._demo.check import Checker
-from sparse_mla._demo.dense import DenseChecker, DenseEngine
-from sparse_mla._demo.engine import Engine, SparseEngine, StepResult
+from sparse_mla._demo.engine import Engine, StepResult
+from sparse_mla._demo.layers import LAYERS, Layer
 from sparse_mla._demo.memory import find_memory
-from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch, Request, Scheduler
-from sparse_mla._rows import BF16_ROW_BYTES
 
 
 class Sizes(NamedTuple):
@@ -44,18 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, help=f"bytes of the longest request ({USUAL.context})")
     add("--decode", type=int, help=f"tokens that each request decodes ({USUAL.decode})")
     add("--heads", type=int, default=32, help="query heads, 1 to 128 (%(default)s)")
-    add("--topk", type=int, help=f"keys that a query attends to ({USUAL.topk})")
+    sparse, dense, v4 = (LAYERS[name] for name in ("sparse", "dense", "v4"))
+    rows = f"with --v4 rows of {v4.ratio} tokens ({USUAL.topk // v4.ratio})"
+    add("--topk", type=int, help=f"keys that a query attends to ({USUAL.topk}), {rows}")
     add("--dense", action="store_true", help="dense MLA: a query attends to all keys before it")
+    add(
+        "--v4",
+        action="store_true",
+        help="a layer of DeepSeek V4 with an indexer: a query attends to the last 128 tokens, and "
+        f"to rows of {v4.ratio} tokens each",
+    )
     add(
         "--kv-format",
         "--kv-cache-dtype",
         dest="kv_cache_dtype",
-        choices=["fp8_ds_mla", "bfloat16"],
-        default="fp8_ds_mla",
-        help="the cache's format (%(default)s)",
+        choices=sorted({*sparse.formats, *v4.formats}),
+        help=f"the cache's format ({sparse.formats[0]}, with --v4 {v4.formats[0]})",
     )
     add("--block-size", type=int, default=64, help="tokens per cache page (%(default)s)")
-    add("--path", choices=["mixed", "separate", "bf16", "direct"], help="force a path")
+    paths = f"force a path (with --dense {dense.paths[0]}, with --v4 {' or '.join(v4.paths)})"
+    add("--path", choices=sparse.paths, help=paths)
     add("--tokens-per-step", type=int, default=512, help="the scheduler's budget (%(default)s)")
     add("--pages", type=int, help="pages of the cache (default: for two thirds of all tokens)")
     add("--steps", type=int, help="stop after so many steps")
@@ -69,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         engine, scheduler = make_engine(options, requests)
     except (OSError, ValueError) as error:
         raise SystemExit(f"demo: {error}") from None
-    checker = (DenseChecker if options.dense else Checker)(engine, seed=options.seed)
+    checker = find_layer(options).checker(engine, seed=options.seed)
     table = Table(engine, scheduler, requests)
     for step in range(options.steps or sys.maxsize):
         if not (scheduler.waiting or scheduler.running):
@@ -92,10 +98,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
         value = getattr(options, option)
         if value is not None and value < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1")
-    if options.dense and options.topk is not None:
-        raise ValueError("--topk is not for --dense, where a query attends to all keys before it")
-    if options.dense and options.path not in (None, "mixed"):
-        raise ValueError("--path must be mixed for --dense, whose judge knows absorbed attention")
+    check_layer(options)
     sizes = find_sizes(options)
     text = read_text(options.text)
     rng = np.random.default_rng(options.seed)
@@ -110,10 +113,37 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
     return requests
 
 
+def find_layer(options: argparse.Namespace) -> Layer:
+    if options.dense and options.v4:
+        raise ValueError("--dense and --v4 exclude each other")
+    return LAYERS["dense" if options.dense else "v4" if options.v4 else "sparse"]
+
+
+def check_layer(options: argparse.Namespace) -> None:
+    """Refuses options that the layer does not have."""
+    layer = find_layer(options)
+    if options.topk is not None and layer.ratio == 0:
+        raise ValueError(f"--topk is not for --{layer.name}, where a query attends to {layer.keys}")
+    for option, value, allowed in (
+        ("path", options.path, layer.paths),
+        ("kv-format", options.kv_cache_dtype, layer.formats),
+    ):
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"--{option} must be {' or '.join(allowed)} for a {layer.name} layer, got {value}"
+            )
+    if layer.ratio > 1 and options.block_size % layer.ratio:
+        raise ValueError(
+            f"--block-size must be a multiple of {layer.ratio} for --{layer.name}, "
+            f"got {options.block_size}"
+        )
+
+
 def find_sizes(options: argparse.Namespace) -> Sizes:
     """The given sizes; the others are those of a usual or of a short run."""
     given = {name: getattr(options, name) for name in Sizes._fields}
     others = SHORT if options.short else USUAL
+    others = others._replace(topk=others.topk // max(find_layer(options).ratio, 1))
     return others._replace(**{name: size for name, size in given.items() if size is not None})
 
 
@@ -138,22 +168,18 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
             f"got {options.pages}"
         )
     memory = find_memory(options.device)
-    topk = find_sizes(options).topk
+    layer, topk = find_layer(options), find_sizes(options).topk
     fields: dict[str, Any] = {
         "num_heads": options.heads,
-        "softmax_scale": SOFTMAX_SCALE,
-        "kv_cache_dtype": options.kv_cache_dtype,
+        "kv_cache_dtype": options.kv_cache_dtype or layer.formats[0],
         "block_size": options.block_size,
         "max_num_seqs": len(requests),
         "max_num_batched_tokens": options.tokens_per_step,
         "max_model_len": longest,
-        "path": "mixed" if options.dense else options.path,
+        "path": options.path,
         "device": memory.device,
     }
-    if not options.dense:
-        # small on purpose: a busy step needs several chunks
-        fields |= {"topk_tokens": topk, "prefill_workspace_tokens": longest}
-    config: Any = (sparse_mla.dense.Config if options.dense else sparse_mla.Config)(**fields)
+    config = layer.config(fields, topk)
     scheduler = Scheduler(
         requests,
         num_pages=options.pages or max(-(-2 * all_pages // 3), least_pages),
@@ -161,16 +187,14 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    model = ToyModel(options.heads, options.seed)
-    keys = "all keys" if options.dense else f"top-{topk}"
+    model = layer.model(options.heads, options.seed)
     print(
         f"sparse_mla {sparse_mla.__version__} · {len(requests)} requests of up to {longest} bytes"
-        f" · {options.heads} heads · {keys} · {options.kv_cache_dtype} cache of "
+        f" · {options.heads} heads · {layer.keys.format(topk)} · {config.kv_cache_dtype} cache of "
         f"{scheduler.pool.num_pages} pages × {options.block_size} tokens"
         f" · {memory.name} arrays, {memory.device}\n"
     )
-    make = DenseEngine if options.dense else SparseEngine
-    return make(model, config, scheduler.pool.num_pages, memory), scheduler
+    return layer.engine(model, config, scheduler.pool.num_pages, memory), scheduler
 
 
 class Table:
@@ -189,7 +213,8 @@ class Table:
 
     def add(self, step: int, batch: Batch, result: StepResult) -> None:
         metadata = result.metadata
-        chunks = len(getattr(metadata.prefill, "chunks", None) or ())  # a dense step has none
+        is_gathered = metadata.path == "separate" and metadata.prefill is not None
+        chunks = len(metadata.prefill.chunks) if is_gathered else 0
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
         self.num_decode_tokens += metadata.num_decode_tokens
@@ -209,8 +234,9 @@ class Table:
     def finish(self) -> None:
         self.progress.finish()
         pool = self.scheduler.pool
-        tokens = pool.peak * self.scheduler.block_size
-        row_bytes = self.engine.kv_cache.shape[-1] * self.engine.kv_cache.itemsize
+        cache = self.engine.kv_cache
+        rows, row_bytes = pool.peak * cache.shape[1], cache.shape[2] * cache.itemsize
+        in_bf16 = self.engine.bf16_row_bytes
         print(
             f"\n{self.num_tokens} tokens ({self.num_decode_tokens} decoded) in {self.num_steps} "
             f"steps: {self.num_tokens / self.total_seconds:.0f} tokens/s, "
@@ -219,8 +245,8 @@ class Table:
         )
         print(
             f"cache at its peak: {pool.peak} of {pool.num_pages} pages, "
-            f"{tokens * row_bytes / 1e6:.1f} MB; {tokens * BF16_ROW_BYTES / 1e6:.1f} MB in bf16, "
-            f"{row_bytes / BF16_ROW_BYTES:.0%}; {pool.in_use} pages in use at the end"
+            f"{rows * row_bytes / 1e6:.1f} MB; {rows * in_bf16 / 1e6:.1f} MB in bf16, "
+            f"{row_bytes / in_bf16:.0%}; {pool.in_use} pages in use at the end"
         )
         print(
             f"next byte predicted: {self.hits / self.num_tokens:.0%} of {self.num_tokens}; "

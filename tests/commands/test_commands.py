@@ -71,6 +71,30 @@ def test_demo_of_a_dense_layer_is_within_the_bounds(options, cache):
     assert "0 pages in use at the end" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "cache", "path"),
+    [
+        ([], "FP8", "direct"),
+        (["--path", "separate", "--kv-format", "fp8_ds_mla", "--topk", "999"], "FP8", "separate"),
+        (["--heads", "3", "--kv-format", "bfloat16", "--block-size", "20"], "bf16", "direct"),
+        # Rings of pages come round.
+        (["--heads", "2", "--context", "700", "--tokens-per-step", "40"], "FP8", "direct"),
+    ],
+)
+def test_demo_of_a_v4_layer_is_within_the_bounds(options, cache, path):
+    done = run_command("demo", "--short", "--v4", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    topk = "999" if "--topk" in options else "16"
+    assert f" · top-{topk} rows of 4 tokens · " in done.stdout
+    assert f" {path} " in done.stdout
+    for part in ("decode", "prefill"):
+        line = rf"^  {part} on the {cache} cache +\d+ +0\.\d+ +0\.\d+$"
+        assert re.search(line, done.stdout, re.M)
+    predicted, commonest = re.search(r"predicted: (\d+)% .*one: (\d+)%", done.stdout).groups()
+    assert int(predicted) > int(commonest) + 3
+    assert "0 pages in use at the end" in done.stdout
+
+
 def test_demo_reads_the_user_s_text(tmp_path):
     text = tmp_path / "text"
     text.write_text("the cat sat on the mat, the dog sat on the log. " * 20)
@@ -79,20 +103,31 @@ def test_demo_reads_the_user_s_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "text"),
     [
-        ["--heads", "200"],
-        ["--path", "bf16"],
-        ["--text", "/none"],
-        ["--dense", "--topk", "9"],
-        ["--dense", "--path", "separate"],
+        (["--heads", "200"], "Config: `num_heads` must be"),
+        (["--path", "bf16"], "Config: `path` must be"),
+        (["--text", "/none"], "/none"),
+        (
+            ["--kv-format", "fp8_v4"],
+            "--kv-format must be fp8_ds_mla or bfloat16 for a sparse layer",
+        ),
+        (
+            ["--dense", "--topk", "9"],
+            "--topk is not for --dense, where a query attends to all keys",
+        ),
+        (["--dense", "--path", "separate"], "--path must be mixed for a dense layer, got separate"),
+        (["--dense", "--v4"], "--dense and --v4 exclude each other"),
+        (["--v4", "--path", "bf16"], "--path must be direct or separate for a v4 layer, got bf16"),
+        (["--v4", "--block-size", "18"], "--block-size must be a multiple of 4 for --v4, got 18"),
     ],
 )
-def test_demo_refuses_in_one_line(options):
+def test_demo_refuses_in_one_line(options, text):
     done = run_command("demo", *SHORT, *options)
     assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 3
+    assert done.stderr.startswith("demo: ")
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_info_names_what_there_is():

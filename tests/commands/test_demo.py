@@ -28,6 +28,9 @@ SHORT = {"requests": 3, "context": 300, "decode": 3, "topk": 64}
         ("--decode 2", USUAL | {"decode": 2}),
         ("--short --requests 6", SHORT | {"requests": 6}),  # also where it is the usual size
         ("--context 9 --topk 1 --short", SHORT | {"context": 9, "topk": 1}),
+        ("--v4", USUAL | {"topk": 512}),
+        ("--v4 --short", SHORT | {"topk": 16}),
+        ("--short --v4 --topk 64", SHORT),
     ],
 )
 def test_the_demo_s_sizes(arguments, sizes, capsys):
@@ -40,7 +43,8 @@ def test_the_demo_s_sizes(arguments, sizes, capsys):
     assert sizes["context"] / 2 <= min(lengths) <= max(lengths) <= sizes["context"]
     assert {n - r.prompt_len for n, r in zip(lengths, requests, strict=True)} == {sizes["decode"]}
     demo.make_engine(options, requests)
-    assert f" · top-{sizes['topk']} · " in capsys.readouterr().out
+    rows = " rows of 4 tokens" if options.v4 else ""
+    assert f" · top-{sizes['topk']}{rows} · " in capsys.readouterr().out
 
 
 def test_the_demo_s_help_names_its_sizes():
@@ -144,6 +148,27 @@ def test_the_demo_s_indexer_takes_the_best_keys_up_to_the_token():
         plan.finish(batch)
     assert total > 2500
     assert same > 0.97 * total
+
+
+def test_the_demo_s_v4_layer_keeps_few_window_rows():
+    """A request's window rows and states lie in a ring of pages, however long the request is."""
+    short, long = (
+        demo.make_engine(options, demo.make_requests(options))[0]
+        for options in (demo_options("--v4", "--context", str(n)) for n in (1000, 3000))
+    )
+    for name in ("swa", "state", "index_state"):
+        arrays = [getattr(x.caches, name) for x in (short, long)]
+        # Of 6 requests: 127 tokens before a step, and 512 tokens of it, in pages of 64.
+        assert [x.shape[:2] for x in arrays] == [(6 * 10, 64)] * 2
+    for name in ("compressed", "index"):
+        pages, rows, _ = getattr(long.caches, name).shape
+        assert (pages > 2 * len(short.kv_cache), rows) == (True, 16)
+
+
+def test_the_demo_s_v4_layer_takes_all_rows_at_most():
+    options = demo_options("--v4", "--short", "--context", "9", "--topk", "10000000000")
+    config = demo.make_engine(options, demo.make_requests(options))[0].config
+    assert config.topk_tokens == -(-config.max_model_len // 4)
 
 
 def test_the_demo_s_workspace_is_as_large_as_the_plan_wants():

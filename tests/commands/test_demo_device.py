@@ -3,6 +3,7 @@ and how it is judged on a GPU. test_gpu_demo.py runs it on one."""
 
 import argparse
 import types
+from dataclasses import replace
 
 import cases
 import numpy as np
@@ -11,9 +12,10 @@ import reference as ref
 from helpers import assert_same_bits, find_framework, run_python
 
 import sparse_mla
-from sparse_mla import _judge
-from sparse_mla._demo import dense, memory
+from sparse_mla import _judge, v4
+from sparse_mla._demo import memory
 from sparse_mla._demo import run as demo
+from sparse_mla._demo.layers import LAYERS
 
 pytestmark = pytest.mark.frameworks
 
@@ -77,9 +79,10 @@ def test_the_demo_takes_the_first_framework_that_has_a_gpu(gpu, sees, found, mon
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "bfloat16"])
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "bfloat16"])
+@pytest.mark.parametrize("layer", ["sparse", "v4"])
 def test_the_demo_with_pytorch_s_arrays_prints_what_it_prints_with_numpy_s(
-    kv_cache_dtype, monkeypatch, capsys
+    layer, kv_format, monkeypatch, capsys
 ):
     """PyTorch's arrays are in host memory here."""
 
@@ -90,24 +93,33 @@ def test_the_demo_with_pytorch_s_arrays_prints_what_it_prints_with_numpy_s(
             """All work is done when a call returns."""
 
     torch = find_framework("torch").module
-    options = demo_options("--requests", "2", "--context", "120", "--topk", "32", "--heads", "32")
-    options.kv_cache_dtype = kv_cache_dtype
+    options = demo_options("--requests", "2", "--context", "120", "--topk", "8", "--heads", "32")
+    options.kv_cache_dtype, options.v4 = kv_format, layer == "v4"
     printed, states = [], []
     for places in (memory.Memory(), OnTheCpu(torch)):
         monkeypatch.setattr(demo, "find_memory", lambda device, places=places: places)
         engines = []
-        monkeypatch.setattr(demo, "Checker", keep_the_engine(demo.Checker, engines))
+        change_layer(monkeypatch, layer, checker=keep_the_engine(LAYERS[layer].checker, engines))
         assert demo.run(options) == 0
         monkeypatch.undo()
         title, _, *lines = capsys.readouterr().out.splitlines()
         assert f"· {places.name} arrays, cpu" in title
         printed.append([line for line in lines if "tokens/s" not in line])
-        states.append([places.get(x) for x in (engines[0].kv_cache, engines[0].index_cache)])
+        caches = (
+            [x for x in vars(engines[0].caches).values() if x is not None]
+            if layer == "v4"
+            else [engines[0].kv_cache, engines[0].index_cache]
+        )
+        states.append([places.get(x) for x in caches])
         assert isinstance(engines[0].kv_cache, torch.Tensor) == (places.name == "PyTorch")
     assert judged(printed[0]) == judged(printed[1]) != []
     for a, b in zip(*states, strict=True):
         assert_same_bits(a, b)
         assert a.any()
+
+
+def change_layer(monkeypatch, name, **fields):
+    monkeypatch.setitem(LAYERS, name, LAYERS[name]._replace(**fields))
 
 
 def keep_the_engine(checker, engines):
@@ -127,19 +139,62 @@ def judged(lines: list[str]) -> list[str]:
 def test_the_demo_s_verdict_on_a_dense_layer(fault, monkeypatch, capsys):
     """The layer is given other angles, or another W_UV, than the checker."""
 
-    class Faulty(dense.DenseEngine):
-        def run_layer(self, common, *inputs):
+    class Faulty(LAYERS["dense"].engine):
+        def run_layer(self, metadata, *inputs):
             right = self.layer.rope_table, self.layer.W_UV
             if fault == "angles":
                 self.layer.rope_table = sparse_mla.rope_table(self.config.max_model_len, base=9e3)
             elif fault == "values":
                 self.layer.W_UV = right[1] * right[1].dtype.type(1.02)
-            done = super().run_layer(common, *inputs)
+            done = super().run_layer(metadata, *inputs)
             self.layer.rope_table, self.layer.W_UV = right
             return done
 
-    monkeypatch.setattr(demo, "DenseEngine", Faulty)
+    change_layer(monkeypatch, "dense", engine=Faulty)
     options = demo_options("--dense", "--requests", "2", "--context", "150", "--heads", "4")
+    assert demo.run(options) == (0 if fault is None else 1)
+    verdict = "within the bounds" if fault is None else "OUTSIDE THE BOUNDS"
+    assert capsys.readouterr().out.endswith(f"{verdict}\n")
+
+
+V4_FAULTS = ("window", "sink", "angles", "row", "choice", "page", "query", "values")
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_v4", "bfloat16"])
+@pytest.mark.parametrize("fault", [None, *V4_FAULTS])
+def test_the_demo_s_verdict_on_a_v4_layer(fault, kv_format, monkeypatch, capsys):
+    """The layer is given something else than the checker knows of."""
+
+    class Faulty(LAYERS["v4"].engine):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            config, weights = self.config, self.layer.weights
+            if fault == "window":  # the oldest token is missing
+                self.builder = v4.MetadataBuilder(replace(config, window=config.window - 1))
+            elif fault == "sink":
+                self.layer.weights = replace(weights, attn_sink=None)
+            elif fault == "angles":
+                table = sparse_mla.rope_table(config.max_model_len, base=9e3, fp32_angles=True)
+                self.layer.weights = replace(weights, rope_table=table)
+            elif fault == "choice":  # the last of the chosen rows is missing
+                self.layer.config = replace(config, topk_tokens=config.topk_tokens - 1)
+
+        def run_layer(self, metadata, *inputs):
+            values, (q,), arrays = super().run_layer(metadata, *inputs)
+            rows = self.caches.compressed
+            if fault == "row":  # what attention read is a row away from where it should be
+                rows[:] = np.roll(rows, 1, axis=1)
+            elif fault == "page":
+                rows[:] = np.roll(rows, 1, axis=0)
+            elif fault == "query":  # one head's value is off by a step of bf16
+                q.reshape(-1, 512).view(np.int16)[:, 500] += 1
+            elif fault == "values":
+                values[:, 1] *= values.dtype.type(1.02)
+            return values, (q,), arrays
+
+    change_layer(monkeypatch, "v4", engine=Faulty)
+    options = demo_options("--v4", "--requests", "2", "--context", "300", "--topk", "16")
+    options.heads, options.kv_cache_dtype = 4, kv_format
     assert demo.run(options) == (0 if fault is None else 1)
     verdict = "within the bounds" if fault is None else "OUTSIDE THE BOUNDS"
     assert capsys.readouterr().out.endswith(f"{verdict}\n")

@@ -35,14 +35,24 @@ def test_the_demo_of_a_dense_layer_is_within_the_bounds(kv_format):
     assert "within the bounds" in printed
 
 
+@pytest.mark.parametrize("options", [[], ["--kv-format", "bfloat16"], ["--path", "separate"]])
+def test_the_demo_of_a_v4_layer_is_within_the_bounds(options):
+    options = ["--short", "--v4", "--device", "cuda", *options]
+    printed = printed_by_python("-m", "sparse_mla", "demo", *options)
+    assert printed.splitlines()[0].endswith(" · PyTorch arrays, cuda")
+    assert "within the bounds" in printed
+
+
 @pytest.mark.cupy
-def test_the_demo_with_cupy_s_arrays(cupy, monkeypatch, capsys):
+@pytest.mark.parametrize("layer", [[], ["--v4"]])
+def test_the_demo_with_cupy_s_arrays(layer, cupy, monkeypatch, capsys):
     monkeypatch.setattr(demo, "find_memory", lambda device: memory.Cupy(cupy))
-    options = [*SHORT, "--device", "cuda", "--path", "separate"]
+    options = [*SHORT, *layer, "--device", "cuda", "--path", "separate"]
     assert demo.run(demo_options(*options)) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].endswith(" · CuPy arrays, cuda")
-    assert "0 differ" in printed
+    assert "within the bounds" in printed
+    assert ("0 differ" in printed) == (not layer)
 
 
 def test_library_times_include_the_device_s_work():
