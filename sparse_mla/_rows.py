@@ -9,8 +9,9 @@ from sparse_mla import _C
 
 
 def row_of(kv_format: str) -> int:
-    """The last dimension of a cache: bytes, or values of bfloat16 with its RoPE part."""
-    return max(_C.KV_FORMATS[kv_format])
+    """The last dimension of a cache, by the format's first rows: of bfloat16 those with RoPE, of
+    fp8_e4m3 those without."""
+    return next(iter(_C.KV_FORMATS[kv_format]))
 
 
 KV_LORA_RANK = 512

@@ -35,6 +35,9 @@
  *
  * fp8_e4m3, 512 bytes: 512 x e4m3, and one fp32 kv_scale for the whole cache, which is the caller's
  *
+ * fp8_e4m3, 576 bytes: 512 x e4m3 NoPE, then 64 x e4m3 RoPE, and one kv_scale for both. Codes are
+ *        x / kv_scale, as vLLM writes them; in rows of 512 bytes they are x * (1 / kv_scale)
+ *
  * fp8_v41, 528 bytes, and fp8_v41_split, the same bytes in split pages
  *   byte 0                                             512                 528
  *        +----------------------------------------------+-------------------+
@@ -112,6 +115,7 @@ typedef enum smla_page_layout {
     X(SMLA_ROW_FP8_DS_MLA)    \
     X(SMLA_ROW_FP8_V4)        \
     X(SMLA_ROW_FP8_E4M3)      \
+    X(SMLA_ROW_FP8_E4M3_576)  \
     X(SMLA_ROW_FP8_INDEX)     \
     X(SMLA_ROW_MXFP4_INDEX)   \
     X(SMLA_ROW_FP8_V41)       \
@@ -139,15 +143,16 @@ typedef uint32_t smla_kv_set;
 #define SMLA_KV_CONCAT                                                     \
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
      SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA) | SMLA_KV_SET(SMLA_ROW_FP8_E4M3) |   \
-     SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
+     SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
 
 /* Entries that attention serves in the main list. A new format is in no set of its own accord: its
  * author adds it where the kernels can read it. */
 #define SMLA_KV_ATTENTION                                                  \
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
      SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA) | SMLA_KV_SET(SMLA_ROW_FP8_V4) |     \
-     SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_V41) |      \
-     SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
+     SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576) | \
+     SMLA_KV_SET(SMLA_ROW_FP8_V41) | SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | \
+     SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
 
 /* Entries that attention serves in the extra list: all but keys of the indexer. */
 #define SMLA_KV_EXTRA \
@@ -163,7 +168,7 @@ typedef struct smla_kv_format_info {
     smla_page_layout layout;
     int32_t head_dim;     /* values of a key and of a query */
     int32_t nope_dim;     /* values of the NoPE part, which comes first */
-    int32_t rope_dim;     /* bf16 values of the RoPE part */
+    int32_t rope_dim;     /* values of the RoPE part: bf16, unless smla_has_rope_codes */
     int32_t value_dim;    /* values per head of out; 0 for keys of the indexer */
     int32_t row_bytes;    /* bytes per token: data_bytes + scale_bytes */
     int32_t data_bytes;   /* bytes of the values */
@@ -283,6 +288,27 @@ static const
          .data_bytes = 512,
          .scale_bytes = 0,
          .row_elements = 512,
+         .alignment = 16,
+         .num_scales = 0,
+         .scale_tile = 0,
+         .scale_offset = 0,
+         .rope_offset = 512,
+         .least_amax = 0},
+        {.number = SMLA_ROW_FP8_E4M3_576,
+         .format = SMLA_KV_FP8_E4M3,
+         .name = "fp8_e4m3",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_CACHE,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 576,
+         .nope_dim = 512,
+         .rope_dim = 64,
+         .value_dim = 512,
+         .row_bytes = 576,
+         .data_bytes = 576,
+         .scale_bytes = 0,
+         .row_elements = 576,
          .alignment = 16,
          .num_scales = 0,
          .scale_tile = 0,
@@ -438,6 +464,18 @@ static const
          .least_amax = 0},
 };
 
+/* Whether the RoPE values of a row are codes, too: one scale of the cache counts for all values. */
+#ifdef __cplusplus
+constexpr
+#else
+static inline
+#endif
+    bool
+    smla_has_rope_codes(const smla_kv_format_info *format)
+{
+    return format->rope_dim != 0 && format->scale_type == SMLA_SCALE_CACHE;
+}
+
 #ifdef __cplusplus
 /* How many table entries of a set have keys that are longer than their values. */
 constexpr int
@@ -477,6 +515,7 @@ template <int NUMBER> struct smla_row {
     static constexpr bool IS_BF16 = INFO.nope_type == SMLA_NOPE_BF16;
     static constexpr bool IS_E4M3 = INFO.nope_type == SMLA_NOPE_E4M3;
     static constexpr bool HAS_ROPE = INFO.rope_dim != 0;
+    static constexpr bool HAS_ROPE_CODES = smla_has_rope_codes(&INFO);
     static constexpr int ROW_BYTES = INFO.row_bytes;
     static constexpr int SCALE_OFFSET = INFO.scale_offset;
     static constexpr int ROPE_OFFSET = INFO.rope_offset;

@@ -18,14 +18,15 @@ describe_rows(smla_kv_set rows)
         if ((rows & SMLA_KV_SET(i)) == 0) {
             continue;
         }
-        const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
+        const bool is_named =
+            row->dtypes == SMLA_DTYPE_BYTES && (last == NULL || last->format != row->format);
         if (last == NULL || last->dtypes != row->dtypes) {
             smla_append(&wanted, "%s%s (", last == NULL ? "" : " values a token), or ",
                         smla_describe_dtypes(row->dtypes).text);
         } else {
             smla_append(&wanted, " or ");
         }
-        smla_append(&wanted, "%s%s%d", is_bytes ? row->name : "", is_bytes ? ", " : "",
+        smla_append(&wanted, "%s%s%d", is_named ? row->name : "", is_named ? ", " : "",
                     row->row_elements);
         last = row;
     }

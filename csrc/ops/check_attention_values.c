@@ -102,7 +102,8 @@ smla_require_query(smla_checker *c, const char *name, const smla_kv_format_info 
     smla_rule rule = {
         .name = name,
         .tensor = q,
-        .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3_OR_BYTES : 0),
+        .dtypes = SMLA_DTYPE_BF16 |
+                  (rope_dim == 0 || smla_has_rope_codes(format) ? SMLA_DTYPE_E4M3_OR_BYTES : 0),
         .flags = flags,
         .shape = {num_tokens, num_heads, is_pair ? SMLA_KV_LORA_RANK : format->head_dim},
         .hint = is_pair         ? pair_hint

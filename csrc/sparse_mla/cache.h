@@ -15,7 +15,7 @@ typedef enum smla_kv_format {
     SMLA_KV_BFLOAT16 = 1,    /* 576 bf16, 1152 bytes; without RoPE 512 bf16, 1024 bytes */
     SMLA_KV_FP8_DS_MLA = 2,  /* 512 e4m3, 4 fp32 scales, 64 bf16, 656 bytes */
     SMLA_KV_FP8_V4 = 3,      /* 448 e4m3, 64 bf16, 7 UE8M0 scales and a 0, 584 bytes, split pages */
-    SMLA_KV_FP8_E4M3 = 4,    /* 512 e4m3, 512 bytes, one kv_scale for the cache */
+    SMLA_KV_FP8_E4M3 = 4,    /* 576 e4m3, 576 bytes, without RoPE 512; one kv_scale for the cache */
     SMLA_KV_FP8_INDEX = 5,   /* 128 e4m3, 1 fp32 scale, 132 bytes, split pages */
     SMLA_KV_MXFP4_INDEX = 6, /* 128 e2m1, 4 UE8M0 scales, 68 bytes, split pages */
     SMLA_KV_FP8_V41 = 7,     /* 512 e4m3, 16 UE8M0 scales, 528 bytes */
@@ -32,8 +32,8 @@ typedef struct smla_scale_arg {
 } smla_scale_arg;
 
 /* Writes one token per entry of slot_mapping. Negative slots are skipped. A slot past the end is an
- * error on the CPU, and is skipped on CUDA. Formats are bfloat16 of 576 or 512 values, fp8_ds_mla,
- * and fp8_e4m3 and fp8_nope, whose rows have the bytes of quantize_and_insert_k_cache. */
+ * error on the CPU, and is skipped on CUDA. Formats are bfloat16 and fp8_e4m3 of 576 or 512 values,
+ * fp8_ds_mla and fp8_nope. FP8 rows of 512 values have the bytes of quantize_and_insert_k_cache. */
 typedef struct smla_concat_and_cache_mla_args {
     size_t struct_size;
     const DLTensor *kv_c;         /* [>= T, 512] bf16 | fp16 | fp32 */

@@ -20,10 +20,11 @@ reads "op: `argument` must RULE, got ACTUAL". A call that raises has written not
 Shapes use T query tokens, H heads (1 to 128), K index columns, R requests, W block table columns.
 A slot is `page * block_size + offset`. A cache is [pages, block_size, row], or with an MQA head
 axis [pages, block_size, 1, row], or flat [tokens, row]. row is 576 bf16 ("bfloat16"), 656 bytes of
-uint8, int8 or float8_e4m3fn ("fp8_ds_mla"), or 512 bf16 ("bfloat16" without RoPE). Without RoPE,
-keys have 512 values where docstrings say 576, `k_pe` is [tokens, 0], and `q` is no pair. The
-operators of whole keys also write, and those that read a cache also read, the formats of 512 and
-128 values in docs/formats.md; some of them have split pages, which may be [pages, bytes].
+uint8, int8 or float8_e4m3fn ("fp8_ds_mla"), 576 e4m3 ("fp8_e4m3"), or 512 bf16 ("bfloat16" without
+RoPE). Without RoPE, keys have 512 values where docstrings say 576, `k_pe` is [tokens, 0], and `q`
+is no pair. The operators of whole keys also write, and those that read a cache also read, the
+formats of 512 and 128 values in docs/formats.md; some of them have split pages, which may be
+[pages, bytes].
 
 On CUDA a call enqueues its work on `stream` and returns; it never synchronises. It allocates memory
 only for results and workspace that were left out, from the framework's allocator, so it can be

@@ -110,12 +110,12 @@ def sparse_attention(
     Parameters
     ----------
     q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for keys of 512
-        The pair (ql_nope, q_pe) is read in place. A query of 512 values may be e4m3, as
-        float8_e4m3fn or as its bytes, uint8.
+        The pair (ql_nope, q_pe) is read in place. A query may be e4m3, as float8_e4m3fn or as its
+        bytes, uint8, if it has 512 values or the cache is "fp8_e4m3".
     kv_cache : [pages, block_size, row]
         A paged cache (also with a head axis), or flat rows [tokens, row]. Keys have 576 values in
-        rows of 576 bf16 or 656 bytes, and 512 in the formats of DeepSeek V4 and in rows of 512
-        bf16. Split pages also [pages, page_bytes], with `block_size`. FP4 rows can only be
+        rows of 576 bf16, 576 e4m3 or 656 bytes, and 512 in the formats of DeepSeek V4 and in rows
+        of 512 bf16. Split pages also [pages, page_bytes], with `block_size`. FP4 rows can only be
         `extra_kv_cache`.
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
@@ -369,7 +369,8 @@ def mla_attention(
     ----------
     q : [T, H, D] or [B, n, H, D] bf16, or a pair ([..., 512], [..., 64])
         D = 576, or 512 for keys of 512 values. [B, n, H, D] has n tokens of each request. A query
-        of 512 values may be e4m3, as float8_e4m3fn or as its bytes, uint8.
+        may be e4m3, as float8_e4m3fn or as its bytes, uint8, if it has 512 values or the cache is
+        "fp8_e4m3".
     kv_cache : [pages, block_size, row]
         Keys of any format that `sparse_attention` takes as `kv_cache`, in pages of any size.
     block_table : [>= B, W] int32, or None

@@ -50,9 +50,9 @@ def concat_and_cache_mla(
 
     The latent and the RoPE part are two arrays; `quantize_and_insert_k_cache` writes whole keys.
     The value is rounded to bf16 first. An fp8_ds_mla row stores, for each tile of 128 values,
-    scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16. The
-    formats "fp8_e4m3" and "fp8_nope" are for keys of 512 values, without RoPE; their bytes are
-    those of `quantize_and_insert_k_cache`.
+    scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16. An
+    fp8_e4m3 row of 576 values stores e4m3(x / kv_scale) of both parts. Rows of 512 values without
+    RoPE, of formats "fp8_e4m3" and "fp8_nope", are those of `quantize_and_insert_k_cache`.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def concat_and_cache_mla(
         The compressed latents (the part without RoPE). T is the length of `slot_mapping`.
     k_pe : [>= T, 64], the dtype of kv_c
         The RoPE part of the keys. [>= T, 0] or None for keys of 512 values.
-    kv_cache : [pages, block_size, row], row = 576 or 512 bf16, 656, 528 or 512 bytes, written
+    kv_cache : [pages, block_size, row], row = 576 or 512 bf16, 656, 576, 528 or 512 bytes, written
         The cache may also have a head axis, or be flat.
     slot_mapping : [T] int64 or int32
         The slot of each token. A token with a negative slot is skipped. A slot past the end is a

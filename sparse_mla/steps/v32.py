@@ -15,7 +15,7 @@ Array = Any
 
 PATHS = ("mixed", "separate", "bf16", "direct")
 HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # values of a key, its RoPE part included
-CACHE_ROWS = {HEAD_SIZE: steps.rows_of(HEAD_SIZE)}
+CACHE_ROWS = {HEAD_SIZE: steps.rows_of(HEAD_SIZE, ("bfloat16", "fp8_ds_mla"))}
 KV_CACHE_DTYPES = tuple(CACHE_ROWS[HEAD_SIZE])
 
 

@@ -9,25 +9,21 @@ import pairs
 import pytest
 import reference as ref
 from cases import INT32_MAX, INT32_MIN, lay_out_q, make_sink, random_bf16
-from dense_cases import E4M3, KEY_FORMATS, LAYOUTS, MAIN_FORMATS, Cache
+from dense_cases import E4M3, KEY_FORMATS, LAYOUTS, MAIN_FORMATS, Cache, has_rope, takes_e4m3
 from device import NAME
 from helpers import assert_within_bounds
 from library import package, sparse_mla
 from pairs import OUTPUTS, Output, Spy, cover, run_table
-from row_formats import FORMATS
+from row_formats import ALL_FORMATS
 from scale_cases import BEYOND, SCALES, Scales
 
 TOKENS = 3
 SLOTS = 24  # each cache has so many
 
 
-def has_rope(fmt: str) -> bool:
-    return fmt in ("bf16", "fp8")
-
-
 def is_named(fmt: str) -> bool:
     """Whether a call must name the format, because other rows have this size, too."""
-    return fmt in FORMATS and FORMATS[fmt].needs_name
+    return fmt in ALL_FORMATS and ALL_FORMATS[fmt].needs_name
 
 
 # --- lists ---------------------------------------------------------------------------------------
@@ -120,7 +116,7 @@ def scales_of(scales: Scales, *formats: str | None, e4m3: bool) -> Scales:
     their scales must be near each other."""
     q = scales.q if e4m3 else 1.0
     kv, extra = (
-        given if fmt is not None and fmt in FORMATS and FORMATS[fmt].scales == "cache" else 1.0
+        given if fmt in ALL_FORMATS and ALL_FORMATS[fmt].scales == "cache" else 1.0
         for fmt, given in zip(formats, (scales.kv, scales.extra), strict=True)
     )
     softmax = scales.softmax * scales.q / q * scales.kv / kv
@@ -138,7 +134,7 @@ def has_normal_products(fmt, extra, scales, query) -> bool:
 SPARSE_RULES = (
     lambda fmt, extra: extra is None or has_rope(fmt) == has_rope(extra),
     lambda fmt, query: query not in ("pair", "pair_views") or has_rope(fmt),
-    lambda fmt, query: query not in ("e4m3", "bytes") or not has_rope(fmt),
+    lambda fmt, query: query not in ("e4m3", "bytes") or takes_e4m3(fmt),
     has_normal_products,
 )
 

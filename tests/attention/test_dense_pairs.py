@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference as ref
-from dense_cases import LAYOUTS, MAIN_FORMATS, Dense, Mask
+from dense_cases import LAYOUTS, MAIN_FORMATS, Dense, Mask, has_rope, takes_e4m3
 from device import NAME
 from helpers import assert_within_bounds
 from library import package, sparse_mla
 from pairs import OUTPUTS, Output, Spy, cover, run_table
-from row_formats import FORMATS
+from row_formats import ALL_FORMATS
 from scale_cases import SCALES
-from test_attention_pairs import has_normal_products, has_rope, scales_of
+from test_attention_pairs import has_normal_products, scales_of
 from varlen_cases import Varlen, spread
 
 MASKS = {
@@ -82,7 +82,7 @@ MLA = MASKS | {
 
 MLA_RULES = (
     lambda query, fmt: query != "pair" or has_rope(fmt),
-    lambda query, fmt: query not in ("e4m3", "bytes") or not has_rope(fmt),
+    lambda query, fmt: query not in ("e4m3", "bytes") or takes_e4m3(fmt),
     lambda fmt, scales, query: has_normal_products(fmt, None, scales, query),
     # [B, n, H, D] has requests of one length; without starts, each has one token.
     lambda query, batch: query != "batch" or batch in ("one", "decodes"),
@@ -155,7 +155,7 @@ def test_bounds_above_the_batch_s_lengths_change_no_bit(name, above):
 
 def test_every_named_format_is_known():
     """The tables above have every format that a cache of keys may have."""
-    assert {name for name in MAIN_FORMATS if name not in FORMATS} == {"bf16", "fp8"}
+    assert {name for name in MAIN_FORMATS if name not in ALL_FORMATS} == {"bf16", "fp8"}
 
 
 def test_strided_rows_are_those_of_the_table():

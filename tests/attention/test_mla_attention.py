@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import random_bf16
-from dense_cases import Dense, Mask
+from dense_cases import Dense, Mask, has_rope, takes_e4m3
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import sparse_mla
 
 attend = sparse_mla.mla_attention
-FORMATS = ["bf16", "bf16_512", "fp8", "fp8_nope", "fp8_e4m3", "fp8_v4", "fp8_v41", "fp8_v41_split"]
+FORMATS = [
+    *("bf16", "bf16_512", "fp8", "fp8_nope", "fp8_e4m3", "fp8_e4m3_576"),
+    *("fp8_v4", "fp8_v41", "fp8_v41_split"),
+]
 
 
 def check(case: Dense) -> dict:
@@ -118,7 +121,6 @@ def draw(seed: int) -> Dense:
         chunk=pick(0, 0, 0, 1, 7, 64),
         cp=pick(None, None, None, (0, 2, 4), (1, 3, 1), (2, 3, 16), (0, 1, 5)),
     )
-    is_wide = fmt in ("bf16", "fp8")
     return Dense(
         query_lens,
         seq_lens,
@@ -128,8 +130,8 @@ def draw(seed: int) -> Dense:
         mask=mask,
         has_slots=bool(rng.random() < 0.3),
         is_uniform=is_uniform,
-        is_pair=is_wide and bool(rng.random() < 0.4),
-        e4m3=not is_wide and bool(rng.random() < 0.4),
+        is_pair=has_rope(fmt) and bool(rng.random() < 0.4),
+        e4m3=takes_e4m3(fmt) and bool(rng.random() < 0.4),
         sink=bool(rng.random() < 0.3),
         softcap=pick(0.0, 0.0, 0.0, 0.3, 5.0, 50.0),
         num_splits=pick(0, 0, 1, 3, 64),

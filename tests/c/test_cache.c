@@ -530,7 +530,9 @@ test_format_table(void)
         EXPECT(row->num_scales <= SMLA_MAX_ROW_SCALES);
         EXPECT_EQ(row->scale_offset, row->num_scales == 0 || is_split ? 0 : nope_bytes);
         EXPECT_EQ(row->rope_offset, nope_bytes + (is_split ? 0 : row->scale_bytes));
-        EXPECT_EQ(row->data_bytes, nope_bytes + 2 * row->rope_dim);
+        EXPECT_EQ(smla_has_rope_codes(row), i == SMLA_ROW_FP8_E4M3_576);
+        EXPECT_EQ(row->data_bytes,
+                  nope_bytes + row->rope_dim * (i == SMLA_ROW_FP8_E4M3_576 ? 1 : 2));
         EXPECT_EQ(row->row_bytes, row->data_bytes + row->scale_bytes);
         /* fp8_v4 has a byte of padding */
         EXPECT(row->scale_bytes - scale_bytes * row->num_scales == (i == SMLA_ROW_FP8_V4));

@@ -86,6 +86,14 @@ test_table(void)
          SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
         {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
          SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
+        {"sm80_e4m3_576_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_E4M3_576, 33, 64, 0, 32, 1, 149376},
+        {"sm80_e4m3_576_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_E4M3_576, 17, 32, 0, 32, 1, 93440},
+        {"sm80_e4m3_576_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_E4M3_576, 1, 16, 0, 32, 2, 65536},
+        {"sm80_any_576_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_ANY_576, 1, 16, 0, 32, 2, 68608},
         {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_512,
          33, 64, 0, 32, 1, 161664},
         {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_512,
@@ -119,10 +127,11 @@ test_table(void)
                                    : is_table   ? table
                                                 : lists);
         const unsigned serves_all = (unsigned)SMLA_NEEDS_ALL;
-        const bool is_512 = rows[i].formats == SMLA_ROWS_512;
+        const bool is_coded =
+            rows[i].formats == SMLA_ROWS_512 || (rows[i].formats & SMLA_ROWS_E4M3_576) != 0;
         EXPECT_EQ(kernel->serves,
-                  !is_hopper ? (is_mha || is_512 ? serves_all
-                                                 : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
+                  !is_hopper ? (is_mha || is_coded ? serves_all
+                                                   : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
                   : is_paged ? (unsigned)(SMLA_NEEDS_MASK | SMLA_NEEDS_SOFTCAP)
                   : is_mha || kernel->plans_itself ? 0
                   : is_table ? (unsigned)SMLA_NEEDS_SPLITS
@@ -272,6 +281,8 @@ test_words(void)
         }
         EXPECT(strcmp(named, formats == SMLA_ROWS_512         ? "any of 512 values"
                              : formats == SMLA_ROWS_EXACT_512 ? "of 512 values, exact as bfloat16"
+                             : formats == SMLA_ROWS_E4M3_576  ? "fp8_e4m3 with RoPE"
+                             : formats == SMLA_ROWS_ANY_576   ? "any with RoPE"
                                                               : text) == 0);
     }
 
@@ -279,17 +290,18 @@ test_words(void)
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         const bool is_512 = row->head_dim == SMLA_KV_LORA_RANK && row->value_dim == row->head_dim;
         EXPECT_EQ(SMLA_ROWS_512 >> i & 1, is_512);
+        EXPECT_EQ(SMLA_ROWS_ANY_576 >> i & 1, row->head_dim == SMLA_HEAD_DIM);
         EXPECT_EQ(SMLA_ROWS_EXACT_512 >> i & 1, is_512 && row->scale_type != SMLA_SCALE_FP32 &&
                                                     row->scale_type != SMLA_SCALE_CACHE);
     }
 
     char kernels[SMLA_KERNELS_TEXT];
     smla_describe_kernels(kernels);
-    EXPECT(strcmp(kernels,
-                  "sm_80+ fp8_ds_mla; sm_80+ bfloat16; sm_80+ bfloat16 of 512 values; "
-                  "sm_80+ fp8_ds_mla with bfloat16; sm_80+ any of 512 values; sm_90 fp8_ds_mla; "
-                  "sm_90 fp8_v4; sm_90 bfloat16; sm_90 bfloat16 of 512 values; "
-                  "sm_90 of 512 values, exact as bfloat16") == 0);
+    EXPECT(strcmp(kernels, "sm_80+ fp8_ds_mla; sm_80+ bfloat16; sm_80+ bfloat16 of 512 values; "
+                           "sm_80+ fp8_ds_mla with bfloat16; sm_80+ fp8_e4m3 with RoPE; "
+                           "sm_80+ any with RoPE; sm_80+ any of 512 values; sm_90 fp8_ds_mla; "
+                           "sm_90 fp8_v4; sm_90 bfloat16; sm_90 bfloat16 of 512 values; "
+                           "sm_90 of 512 values, exact as bfloat16") == 0);
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) { /* the error says that all of them serve 1 to 128 heads */
         bool serves_one = false;
@@ -334,8 +346,8 @@ test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
      * bf16, 576 and 512, and of fp8_ds_mla.
-     * sm80: fp8; bf16, 576 and 512; mixed; 512. Ragged keys: sm90, sm80. Paged keys:
-     * sm90, sm80 */
+     * sm80: fp8; bf16, 576 and 512; mixed; e4m3 of 576; any of 576; any of 512. Ragged keys: sm90,
+     * sm80. Paged keys: sm90, sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
@@ -346,6 +358,8 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
+                  "1"
+                  "111"
                   "1111",
                   "111111"
                   "111111"
@@ -354,6 +368,8 @@ test_listed(void)
                   "111"
                   "000"
                   "000000"
+                  "1"
+                  "111"
                   "1"
                   "111"
                   "1111");
@@ -367,6 +383,8 @@ test_listed(void)
                   "111111"
                   "1"
                   "111"
+                  "1"
+                  "111"
                   "0101",
                   "000000"
                   "000000"
@@ -375,6 +393,8 @@ test_listed(void)
                   "000"
                   "111"
                   "111111"
+                  "1"
+                  "111"
                   "1"
                   "111"
                   "0101");
@@ -388,6 +408,8 @@ test_listed(void)
                   "011011"
                   "1"
                   "011"
+                  "1"
+                  "011"
                   "0101",
                   "000000"
                   "000000"
@@ -396,6 +418,8 @@ test_listed(void)
                   "000"
                   "011"
                   "011011"
+                  "1"
+                  "011"
                   "1"
                   "011"
                   "0101");
@@ -409,6 +433,8 @@ test_listed(void)
                   "000000"
                   "0"
                   "000"
+                  "0"
+                  "000"
                   "0000",
                   "000000"
                   "000000"
@@ -417,6 +443,8 @@ test_listed(void)
                   "000"
                   "000"
                   "000000"
+                  "0"
+                  "000"
                   "0"
                   "000"
                   "0000");

@@ -1,5 +1,6 @@
-/* test_row_formats.c: rows of keys of 512 values and of the indexer's keys, in every format: the
- * bytes of writers and the values of readers, against the scalar functions of numeric.h.
+/* test_row_formats.c: rows of keys of 512 values and of the indexer's keys, in every format, and
+ * fp8_e4m3 of 576: the bytes of writers and the values of readers, against the scalar functions of
+ * numeric.h.
  */
 #include "instruction_sets.h"
 
@@ -9,7 +10,7 @@
 #include "core/kv_format.h"
 #include "core/numeric.h"
 
-enum { PAGES = 3, BLOCK = 4, TOKENS = PAGES * BLOCK, MOST = 512, MOST_BYTES = 1024 };
+enum { PAGES = 3, BLOCK = 4, TOKENS = PAGES * BLOCK, MOST = 576, MOST_BYTES = 1024 };
 
 static const float KV_SCALE = 0.37f;
 
@@ -51,6 +52,20 @@ put_code(const smla_kv_format_info *format, float x, int i, uint8_t *data)
     }
 }
 
+/* How many values of a key are codes. */
+static int
+count_codes(const smla_kv_format_info *format)
+{
+    return format->number == SMLA_ROW_FP8_E4M3_576 ? format->head_dim : format->nope_dim;
+}
+
+/* A value by the scale of its cache: divided in rows with RoPE, else times the inverse. */
+static float
+scale_for_cache(const smla_kv_format_info *format, float x)
+{
+    return format->number == SMLA_ROW_FP8_E4M3_576 ? x / KV_SCALE : x * (1.0f / KV_SCALE);
+}
+
 static void
 encode(const smla_kv_format_info *format, const uint16_t *key, row_bytes *row)
 {
@@ -59,10 +74,11 @@ encode(const smla_kv_format_info *format, const uint16_t *key, row_bytes *row)
         memcpy(row->data, key, (size_t)format->head_dim * 2);
         return;
     }
-    const int tile = format->num_scales == 0 ? format->nope_dim : format->scale_tile;
+    const int codes = count_codes(format), rope = format->head_dim - codes;
+    const int tile = format->num_scales == 0 ? codes : format->scale_tile;
     const int bytes_per_scale = format->scale_type == SMLA_SCALE_FP32 ? 4 : 1;
-    assert(tile > 0 && tile <= MOST && format->nope_dim <= MOST);
-    for (int t = 0; t < format->nope_dim / tile; t++) {
+    assert(tile > 0 && tile <= MOST && codes <= MOST);
+    for (int t = 0; t < codes / tile; t++) {
         float amax = 0.0f;
         for (int i = t * tile; i < (t + 1) * tile; i++) {
             amax = fmaxf(amax, smla_finite_abs(smla_bf16_to_float(key[i])));
@@ -72,19 +88,18 @@ encode(const smla_kv_format_info *format, const uint16_t *key, row_bytes *row)
                                 : choose_scale(format, amax, row->scales + t * bytes_per_scale);
         for (int i = t * tile; i < (t + 1) * tile; i++) {
             const float x = smla_bf16_to_float(key[i]);
-            put_code(format, format->num_scales == 0 ? x * (1.0f / KV_SCALE) : x / scale, i,
+            put_code(format, format->num_scales == 0 ? scale_for_cache(format, x) : x / scale, i,
                      row->data);
         }
     }
-    memcpy(row->data + format->data_bytes - 2 * format->rope_dim, key + format->nope_dim,
-           (size_t)format->rope_dim * 2);
+    memcpy(row->data + format->data_bytes - 2 * rope, key + codes, (size_t)rope * 2);
 }
 
 /* Value i of a row. */
 static float
 decode(const smla_kv_format_info *format, const row_bytes *row, int i)
 {
-    if (format->nope_type == SMLA_NOPE_BF16 || i >= format->nope_dim) {
+    if (format->nope_type == SMLA_NOPE_BF16 || i >= count_codes(format)) {
         const int at = format->nope_type == SMLA_NOPE_BF16
                            ? 2 * i
                            : format->data_bytes - 2 * (format->head_dim - i);
@@ -141,6 +156,27 @@ scale_for(const smla_kv_format_info *format)
     return (smla_scale_arg){.value = format->scale_type == SMLA_SCALE_CACHE ? KV_SCALE : 0.0};
 }
 
+/* The values of keys as two arrays, for the operator that writes rows with RoPE. */
+static smla_status
+concat(const smla_kv_format_info *format, const array *k, const array *cache, const array *slots)
+{
+    int64_t shapes[2][2] = {{TOKENS, format->nope_dim}, {TOKENS, format->rope_dim}};
+    int64_t strides[2] = {format->head_dim, 1};
+    DLTensor parts[2] = {k->tensor, k->tensor};
+    parts[1].byte_offset += (uint64_t)format->nope_dim * 2;
+    for (int i = 0; i < 2; i++) {
+        parts[i].shape = shapes[i];
+        parts[i].strides = strides;
+    }
+    const smla_concat_and_cache_mla_args args = {.struct_size = sizeof args,
+                                                 .kv_c = &parts[0],
+                                                 .k_pe = &parts[1],
+                                                 .kv_cache = &cache->tensor,
+                                                 .slot_mapping = &slots->tensor,
+                                                 .kv_scale = scale_for(format)};
+    return smla_concat_and_cache_mla(&args, &error);
+}
+
 static smla_status
 insert(const smla_kv_format_info *format, const array *k, const array *cache, const array *slots)
 {
@@ -151,6 +187,9 @@ insert(const smla_kv_format_info *format, const array *k, const array *cache, co
                                                 .slot_mapping = &slots->tensor,
                                                 .kv_format = (int32_t)format->format};
         return smla_indexer_k_quant_and_cache(&args, &error);
+    }
+    if (format->head_dim == SMLA_HEAD_DIM) {
+        return concat(format, k, cache, slots);
     }
     const smla_insert_k_cache_args args = {.struct_size = sizeof args,
                                            .k = &k->tensor,
@@ -203,7 +242,7 @@ test_rows(void)
 {
     for (int n = 0; n < SMLA_NUM_KV_FORMATS; n++) {
         const smla_kv_format_info *const format = &smla_kv_formats[n];
-        if (format->head_dim == SMLA_HEAD_DIM) {
+        if (format->head_dim == SMLA_HEAD_DIM && n != SMLA_ROW_FP8_E4M3_576) {
             continue; /* test_cache.c */
         }
         const bool is_bf16 = format->dtypes == SMLA_DTYPE_BF16;

@@ -8,7 +8,7 @@ import reference as ref
 from helpers import NO_NAN, Guarded, assert_same_bf16, assert_same_bits
 from library import package, sparse_mla
 from pairs import Spy, cover, run_table
-from row_formats import FORMATS, Pages, random_keys
+from row_formats import ALL_FORMATS, E4M3_576, Pages, random_keys
 
 from sparse_mla import _C
 
@@ -40,10 +40,11 @@ class Cache:
     def __init__(self, row, layout: str, seed=0) -> None:
         self.name, self.dim = row
         self.pages = None
-        if self.name in FORMATS and FORMATS[self.name].width == self.dim:
-            other = "bytes" if FORMATS[self.name].split else "flat"
+        key = E4M3_576 if row == ("fp8_e4m3", 576) else self.name
+        if key in ALL_FORMATS and ALL_FORMATS[key].width == self.dim:
+            other = "bytes" if ALL_FORMATS[key].split else "flat"
             how = other if layout == "unpaged" else layout
-            self.pages = Pages(self.name, how, pages=PAGES, block_size=SIZE, seed=seed)
+            self.pages = Pages(key, how, pages=PAGES, block_size=SIZE, seed=seed)
             self.memory, self.array = self.pages.memory, self.pages.cache
             return
         width, dtype = (656, np.uint8) if self.name == "fp8_ds_mla" else (self.dim, ref.BF16)

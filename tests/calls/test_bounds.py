@@ -78,7 +78,7 @@ CACHES = ("kv_cache", "k_cache", "extra_kv_cache", "swa_kv_cache", "compressed_k
 BYTE_FORMATS = {
     "fp8_ds_mla": 656,
     "fp8_v4": 584,
-    "fp8_e4m3": 512,
+    "fp8_e4m3": "512 or 576",
     "fp8_index": 132,
     "mxfp4_index": 68,
     "fp8_v41": 528,
@@ -99,19 +99,20 @@ SCALES = (
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
 
 
-def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
+def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int | str]]:
     """The bf16 rows that the argument `name` of an operator takes, and the formats of bytes."""
     if op in READERS:
         return "576 or 512", BYTE_FORMATS
+    of_512 = BYTE_FORMATS | {"fp8_e4m3": 512}
     if op in (
         "quantize_and_insert_k_cache",
         "fused_qnorm_rope_kv_insert",
         "compress_norm_rope_store",
     ):
         others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
-        return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
+        return "512", {n: row for n, row in of_512.items() if n not in others}
     if op == "sparse_mla_dsv4":
-        return "512", {name: BYTE_FORMATS[name] for name in ("fp8_v4", "fp8_e4m3")}
+        return "512", {name: of_512[name] for name in ("fp8_v4", "fp8_e4m3")}
     if "attention" in op:
         others = ("index",) if name == "extra_kv_cache" else ("index", "fp4")
         return "576 or 512", {
@@ -232,6 +233,12 @@ def listed(names) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def is_e4m3_of_576(row: Row, name: str, dtype: str) -> bool:
+    """Whether a cache of bf16 values would be one of as many e4m3 values in this dtype."""
+    x = row.example.arrays[name]
+    return is_cache(row, name) and x.dtype == BF16 and x.shape[-1] == 576 and dtype in BYTES
+
+
 def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
     """The error for an array of this dtype."""
     wanted = dtypes_of(row, name)
@@ -255,6 +262,10 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
                 f"{row.blames.get(name, row.op)}: `{scale}` must {rule}, got an array",
             )
         bf16, byte_formats = known_formats(row.op, name)
+        if is_e4m3_of_576(row, name, dtype):
+            takes = f"bfloat16 or {' or '.join(byte_formats)}"
+            rule = f"be of a format that this operator takes ({takes}), got fp8_e4m3"
+            return ValueError, f"{who} {rule}"
         if dtype in ("bfloat16", *BYTES):
             rows = f"{bf16} for format bfloat16" if fp8 else byte_rows(row.op, name)
             return ValueError, f"{who} have a last dimension of {rows}, got shape {list(x.shape)}"
@@ -363,6 +374,8 @@ def test_dtypes(row, name):
         fits = dtype in dtypes_of(row, name) or (
             is_cache(row, name) and calls.plain.dtype != BF16 and dtype in BYTES
         )
+        takes_e4m3 = row.op != "forward" and "fp8_e4m3" in known_formats(row.op, name)[1]
+        fits = fits or (takes_e4m3 and is_e4m3_of_576(row, name, dtype))
         wanted = follows(row, name, dtype) if fits else wrong_dtype(row, name, dtype)
         got, after = calls.run(x, x)
         if wanted is None:

@@ -68,7 +68,7 @@ WRITE = [
     ("other dtype", "k_pe", lambda x: x.astype(np.float32), TypeError, ("kv_c",)),
     ("float cache", "kv_cache", lambda x: zeros(3, 4, 656, dtype=np.float32), TypeError, ()),
     ("bf16 cache of 656", "kv_cache", lambda x: zeros(3, 4, 656), (TypeError, ValueError), ()),
-    ("byte cache of 576", "kv_cache", lambda x: x[..., :576], (TypeError, ValueError), ()),
+    ("byte cache of 575", "kv_cache", lambda x: x[..., :575], (TypeError, ValueError), ()),
     ("width 655", "kv_cache", lambda x: x[..., :655], ValueError, ()),
     ("int16 slots", "slot_mapping", lambda x: x.astype(np.int16), TypeError, ()),
     ("uint64 slots", "slot_mapping", lambda x: x.astype(np.uint64), TypeError, ()),
@@ -1089,7 +1089,7 @@ HINTS = [
     ("length as an int", "topk_length", lambda x: 3, "make an array of it"),
     ("list of lengths", "topk_length", lambda x: x.tolist(), "make an array of it"),
     ("one sink", "attn_sink", lambda x: x[:1], "a value per head"),
-    ("values of a bf16 cache", "kv_cache", lambda x: zeros(5, 4, 576, dtype=np.uint8), "656"),
+    ("bytes of a bf16 cache", "kv_cache", lambda x: zeros(5, 4, 1152, dtype=np.uint8), "656"),
 ]
 
 

@@ -104,7 +104,8 @@ def test_info_line_by_line(monkeypatch, capsys):
     assert "gpu" not in capsys.readouterr().out
 
 
-V4_FORMATS = ("fp8_v4", "fp8_e4m3", "fp8_v41", "fp8_v41_split", "fp8_nope")
+E4M3_FORMATS = ("fp8_e4m3 of 512 values", "fp8_e4m3 of 576 values")
+V41_FORMATS = ("fp8_v41", "fp8_v41_split", "fp8_nope")
 
 
 def workspace_of_plan() -> int:
@@ -125,7 +126,9 @@ def test_info_prints_the_plan_of_a_call(capsys):
         "bfloat16 of 576 values",
         "bfloat16 of 512 values",
         "fp8_ds_mla of 576 values",
-        *(f"{name} of 512 values" for name in V4_FORMATS),
+        "fp8_v4 of 512 values",
+        *E4M3_FORMATS,
+        *(f"{name} of 512 values" for name in V41_FORMATS),
     ]
     for row in on_cpu:
         assert row[2] == "8" and row[3] == "8", "64 parts are shared out among 8 tokens"

@@ -12,13 +12,17 @@ import numpy as np
 import reference as ref
 from cases import encode_keys, head_dim, make_sink, random_bf16
 from helpers import Guarded
-from row_formats import FORMATS, Pages
+from row_formats import ALL_FORMATS, E4M3_576, Pages
 
 from sparse_mla import _C
 
 E4M3 = np.dtype(ref.E4M3)
 KV_SCALE = 0.75
-OTHER_NAMES = {("bfloat16", 576): "bf16", ("fp8_ds_mla", 576): "fp8"}
+OTHER_NAMES = {
+    ("bfloat16", 576): "bf16",
+    ("fp8_ds_mla", 576): "fp8",
+    ("fp8_e4m3", 576): E4M3_576,
+}
 # Every format of keys that the package knows, by the names of `Cache`.
 KEY_FORMATS = [
     OTHER_NAMES.get((name, dim), name)
@@ -29,6 +33,15 @@ KEY_FORMATS = [
 # One cache may have them alone; FP4 rows are those of a second cache.
 MAIN_FORMATS = [name for name in KEY_FORMATS if not name.startswith("fp4")]
 LAYOUTS = ("paged", "mqa", "padded", "unpaged")
+
+
+def has_rope(fmt: str) -> bool:
+    return fmt in OTHER_NAMES.values()
+
+
+def takes_e4m3(fmt: str) -> bool:
+    """Whether a query beside keys of this format may be e4m3."""
+    return fmt == E4M3_576 or not has_rope(fmt)
 
 
 def owner(x: int, cp) -> tuple[int, int]:
@@ -87,8 +100,8 @@ class Cache:
 
     def __post_init__(self) -> None:
         self.split = None
-        if self.fmt in FORMATS:
-            unpaged = "bytes" if FORMATS[self.fmt].split else "flat"
+        if self.fmt in ALL_FORMATS:
+            unpaged = "bytes" if ALL_FORMATS[self.fmt].split else "flat"
             layout = unpaged if self.layout == "unpaged" else self.layout
             self.split = Pages(self.fmt, layout, pages=self.pages, block_size=self.block_size)
             self.split.memory[:] = 0xFF
@@ -108,7 +121,7 @@ class Cache:
 
     @property
     def width(self) -> int:
-        return 512 if self.split else head_dim(self.fmt)
+        return self.split.format.width if self.split else head_dim(self.fmt)
 
     @property
     def has_scales(self) -> bool:
@@ -136,7 +149,7 @@ class Cache:
     def write(self, rng, slots: np.ndarray, std=1.0) -> None:
         keys = rng.normal(0, std, (len(slots), 576)).astype(np.float32)
         if self.split is not None:
-            bits = ref.bf16_encode(keys[:, :512])
+            bits = ref.bf16_encode(keys[:, : self.width])
             self.split.put(slots, *self.split.format.encode(bits, self.scale))
         else:
             at = np.divmod(slots, self.block_size)
@@ -284,9 +297,12 @@ class Dense:
         return {name: x[: self.tokens] for name, x in flat.items()}
 
     def reference(self) -> ref.Attention:
-        q = self.q[0] if self.is_pair else self.q
-        codes = ref.e4m3_decode(q).astype(np.float64) if self.e4m3 else None
-        query = codes * self.q_scale if self.e4m3 else ref.join_q(self.q)
+        if self.e4m3:
+            parts = self.q if self.is_pair else (self.q,)
+            codes = np.concatenate([ref.e4m3_decode(part) for part in parts], -1)
+            query = codes.astype(np.float64) * self.q_scale
+        else:
+            query = ref.join_q(self.q)
         query = query.reshape(-1, self.heads, self.cache.width)[: self.tokens]
         keys = [self.cache.keys(slots) for slots in self.slots]
         return ref.attend_keys(

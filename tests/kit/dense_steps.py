@@ -174,19 +174,27 @@ class Case:
     def has_scales(self) -> bool:
         return self.fmt in ("fp8_ds_mla", "fp8_nope")
 
+    @property
+    def format(self) -> row_formats.Format | None:
+        """The format of rows that `row_formats` has, else None."""
+        if self.fmt == "fp8_e4m3" and self.rope:
+            return row_formats.ALL_FORMATS[row_formats.E4M3_576]
+        return row_formats.FORMATS[self.fmt] if self.fmt in ("fp8_e4m3", "fp8_nope") else None
+
     def encode(self, rng, slots: int) -> np.ndarray:
         """Random rows of the cache."""
-        if self.fmt in ("fp8_e4m3", "fp8_nope"):
-            bits = random_bf16(rng, slots, 512).view(np.uint16)
-            return np.concatenate(row_formats.FORMATS[self.fmt].encode(bits, self.kv_scale), 1)
+        if self.format is not None:
+            bits = random_bf16(rng, slots, self.format.width).view(np.uint16)
+            return np.concatenate(self.format.encode(bits, self.kv_scale), 1)
         rows = cases.make_rows(rng, slots, "fp8" if self.fmt == "fp8_ds_mla" else "bf16")
         return rows if self.rope else np.ascontiguousarray(rows[:, :512])
 
     def decode(self, cache, slots) -> np.ndarray:
         """The values of rows, fp64."""
-        if self.fmt in ("fp8_e4m3", "fp8_nope"):
+        if self.format is not None:
             rows = cache.reshape(-1, cache.shape[-1])[slots]
-            values = row_formats.FORMATS[self.fmt].decode(*np.split(rows, [512], 1), 1.0)
+            parts = np.split(rows, [self.format.data_bytes], 1)
+            values = self.format.decode(*parts, 1.0)
             return values.astype(np.float64) * self.kv_scale
         return ref.decode_rows(cache, slots)
 

@@ -39,6 +39,7 @@ from dense_cases import MAIN_FORMATS, Dense, Mask
 from library import sparse_mla
 from paged_cases import LAYOUTS, Paged
 from random_cases import Dice
+from row_formats import E4M3_576
 from varlen_cases import F16, Varlen
 
 from sparse_mla.steps.v4 import COMPRESSED_DTYPES, INDEX_CACHE_DTYPES, KV_CACHE_DTYPES, PATHS
@@ -111,7 +112,7 @@ def mla_attention(seed: int) -> tuple:
     n = int(rng.integers(1, 5))
     is_uniform = dice.happens(0.15)
     lens = [(n if is_uniform else q, k) for q, k in lengths(dice, 5, 40, 300)]
-    fmt = dice.pick("bf16", "fp8", *MAIN_FORMATS)
+    fmt = dice.pick("bf16", "fp8", *(name for name in MAIN_FORMATS if name != E4M3_576))
     is_576 = fmt in ("bf16", "fp8")
     mask = draw_mask(dice)
     if dice.happens(0.15):

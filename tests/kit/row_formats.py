@@ -1,5 +1,6 @@
-"""The formats of keys of 512 values and of the indexer's keys, from docs/formats.md: a reference
-that shares nothing with csrc. `reference.py` has fp8_ds_mla, and the conversions of bf16 and e4m3.
+"""The formats of keys of 512 values and of the indexer's keys, and fp8_e4m3 of 576, from
+docs/formats.md: a reference that shares nothing with csrc. `reference.py` has fp8_ds_mla, and the
+conversions of bf16 and e4m3.
 
 A row is two parts here, its data and its scales; `Pages` puts them where they belong.
 """
@@ -76,6 +77,7 @@ class Format:
     least: float = 0.0
     split: bool = False
     alignment: int = 16
+    divides: bool = False  # codes are x / kv_scale, where others are x * (1 / kv_scale)
 
     @property
     def row_bytes(self) -> int:
@@ -90,7 +92,7 @@ class Format:
     @property
     def needs_name(self) -> bool:
         """Whether dtype and last dimension fit another format, too."""
-        return sum(f.row_shape == self.row_shape for f in FORMATS.values()) > 1
+        return sum(f.row_shape == self.row_shape for f in ALL_FORMATS.values()) > 1
 
     def encode(self, bits: np.ndarray, kv_scale=1.0) -> tuple[np.ndarray, np.ndarray]:
         """bf16 patterns [n, width] -> bytes of data and of scales."""
@@ -101,7 +103,8 @@ class Format:
         x = ref.bf16_decode(bits[:, :nope])
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if self.scales == "cache":
-                codes, scales = x * (np.float32(1) / np.float32(kv_scale)), no_scales
+                scale = np.float32(kv_scale)
+                codes, scales = x / scale if self.divides else x * (1 / scale), no_scales
             else:
                 tiles = x.reshape(n, nope // self.tile, self.tile)
                 scale, scales = self._scales(amax_of(tiles))
@@ -187,6 +190,9 @@ FORMATS = {
         Format("fp8_nope", 512, 512, 16, "e4m3", "any fp32", 128),
     )
 }
+# Keys with RoPE: 512 values of the latent, then 64 of RoPE, all of them codes.
+E4M3_576 = "fp8_e4m3_576"
+ALL_FORMATS = FORMATS | {E4M3_576: Format("fp8_e4m3", 576, 576, 0, "e4m3", "cache", divides=True)}
 KEY_FORMATS = [name for name, f in FORMATS.items() if f.width == 512]
 INDEX_FORMATS = [name for name, f in FORMATS.items() if f.width == 128]
 
@@ -203,7 +209,7 @@ class Pages:
     """
 
     def __init__(self, name: str, layout="paged", *, pages=4, block_size=5, seed=0) -> None:
-        self.format = f = FORMATS[name]
+        self.format = f = ALL_FORMATS[name]
         self.pages, self.block_size = pages, block_size
         room = (-(-f.row_bytes // f.alignment) + 3) * f.alignment
         gap = room if layout in ("padded", "bytes") else 0

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference as ref
-from row_formats import E2M1_VALUES, FORMATS, INDEX_FORMATS, Format, e2m1_encode
+from row_formats import (
+    ALL_FORMATS,
+    E2M1_VALUES,
+    E4M3_576,
+    FORMATS,
+    INDEX_FORMATS,
+    Format,
+    e2m1_encode,
+)
 
 from sparse_mla import _C
 
@@ -22,7 +30,7 @@ DS_MLA = Format(
     "fp8_ds_mla", ref.HEAD_DIM, VALUES + 2 * ROPE, 16, "e4m3", "any fp32", ref.TILE, ROPE
 )
 WITH_ROPE = Format("bfloat16", ref.HEAD_DIM, 2 * ref.HEAD_DIM, 0, "bf16", "none")
-ALL = (WITH_ROPE, DS_MLA, *FORMATS.values())
+ALL = (WITH_ROPE, DS_MLA, *ALL_FORMATS.values())
 
 
 def format_of(name: str) -> Format:
@@ -30,7 +38,7 @@ def format_of(name: str) -> Format:
 
 
 def scales_of(f: Format) -> int:
-    return (f.width - f.rope) // f.tile
+    return (f.width - f.rope) // f.tile if f.tile else 0
 
 
 def section(title: str) -> str:
@@ -125,6 +133,7 @@ DIAGRAMS = {
     "bfloat16, 1152": WITH_ROPE,
     "fp8_ds_mla": DS_MLA,
     "fp8_v4,": FORMATS["fp8_v4"],
+    "fp8_e4m3, 576": ALL_FORMATS[E4M3_576],
     "fp8_v41 and": FORMATS["fp8_v41"],
     "fp4_v41 and": FORMATS["fp4_v41"],
 }

@@ -18,7 +18,7 @@
 
 enum {
     MAX_BLOCK_KEYS = 128,
-    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four tiles with a scale, and the RoPE tile */
+    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four tiles of the latent, and the RoPE tile */
 };
 
 typedef struct key_block {
@@ -175,6 +175,13 @@ has_tile_scales(const smla_kv_format_info *format)
     return format->scale_type == SMLA_SCALE_FP32 || format->scale_type == SMLA_SCALE_CACHE;
 }
 
+/* How many values behind a row's latent are bf16. */
+static inline int
+count_bf16_rope(const smla_kv_format_info *format)
+{
+    return smla_has_rope_codes(format) ? 0 : format->head_dim - SMLA_KV_LORA_RANK;
+}
+
 /* Scales of one key, {tile 0, ..., tile 3}, times a factor. A row without scales of tiles has the
  * factor alone, which is the scale of its cache, or 1, in the kernels divided by their unit. */
 typedef uint32_t scale_bits __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
@@ -205,16 +212,17 @@ has_scale(scale_bits noted)
     return (noted[0] | noted[1] | noted[2] | noted[3]) != 0;
 }
 
-/* Stores a key's scales where the kernel reads them: scales[tile][key], 1 for the RoPE tile. */
+/* Stores a key's scales where the kernel reads them: scales[tile][key]. Scales in a row are not
+ * those of its RoPE tile, which has the factor of load_scales alone. */
 static inline void
-store_scales(scale_bits bits, int key, int stride, float *scales)
+store_scales(scale_bits bits, float factor, int key, int stride, float *scales)
 {
     float row[SMLA_NUM_SCALE_TILES];
     memcpy(row, &bits, sizeof row);
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         scales[tile * stride + key] = row[tile];
     }
-    scales[SMLA_NUM_SCALE_TILES * stride + key] = 1.0f;
+    scales[SMLA_NUM_SCALE_TILES * stride + key] = factor;
 }
 
 /* Prefetches bytes [begin, begin + 256) of a block's key into L2, because a block does not fit L1.

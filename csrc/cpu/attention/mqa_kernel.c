@@ -151,16 +151,16 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint noted[
     }
 }
 
-/* The query of a head in bf16. An e4m3 query is converted into `buffer`. */
+/* A part of a head's query in bf16. One of e4m3 is converted into `buffer`. */
 SMLA_INLINE const uint16_t *
-load_query(const smla_attention_params *params, int64_t token, int64_t head, uint16_t *buffer)
+load_query(const smla_queries *queries, int part, int dim, int64_t token, int64_t head,
+           uint16_t *buffer)
 {
-    const smla_queries *const queries = &params->queries;
     if (queries->type != SMLA_FLOAT_E4M3) {
-        return smla_row16(&queries->parts[SMLA_NOPE], token, head);
+        return smla_row16(&queries->parts[part], token, head);
     }
-    const uint8_t *const codes = smla_row8(&queries->parts[SMLA_NOPE], token, head);
-    for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
+    const uint8_t *const codes = smla_row8(&queries->parts[part], token, head);
+    for (int d = 0; d < dim; d += QUAD) {
         store_bf16(load_e4m3(codes + d, 1.0f), (uint8_t *)(buffer + d));
     }
     return buffer;
@@ -173,7 +173,7 @@ typedef struct query_values {
     bool has_subnormal; /* matters beside huge keys */
 } query_values;
 
-enum { CONVERTED_BYTES = WIDTH * SMLA_KV_LORA_RANK * 2 }; /* an e4m3 query's heads of a vector */
+enum { CONVERTED_BYTES = WIDTH * SMLA_HEAD_DIM * 2 }; /* an e4m3 query's heads of a vector */
 
 _Static_assert((int)CONVERTED_BYTES <= (int)KEY_BYTES, "they lie where the keys will");
 
@@ -184,21 +184,23 @@ pack_query(const smla_attention_params *params, int64_t token, void *memory, uni
 {
     const int rope_dim = params->keys.lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
-    uint16_t *const converted = memory; /* [WIDTH][512] */
-    vuint noted[2] = {{0}, {0}};        /* huge values, subnormal ones */
-    for (int64_t head = 0; head < params->queries.num_heads; head += WIDTH) {
+    vuint noted[2] = {{0}, {0}}; /* huge values, subnormal ones */
+    const smla_queries *const queries = &params->queries;
+    for (int64_t head = 0; head < queries->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
-        const int lanes = group_at(first, params->queries.num_heads).vectors * WIDTH;
+        const int lanes = group_at(first, queries->num_heads).vectors * WIDTH;
         unit_scalar *const to = packed + first * (SMLA_HEAD_DIM / UNIT_STEP) + (head - first);
         const uint16_t *nope_rows[WIDTH];
         const uint16_t *rope_rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
-            const bool exists = head + i < params->queries.num_heads;
-            nope_rows[i] =
-                exists ? load_query(params, token, head + i, converted + i * SMLA_KV_LORA_RANK)
-                       : zeros;
+            const bool exists = head + i < queries->num_heads;
+            uint16_t *const converted = (uint16_t *)memory + i * SMLA_HEAD_DIM;
+            nope_rows[i] = exists ? load_query(queries, SMLA_NOPE, SMLA_KV_LORA_RANK, token,
+                                               head + i, converted)
+                                  : zeros;
             rope_rows[i] = exists && rope_dim != 0
-                               ? smla_row16(&params->queries.parts[SMLA_PE], token, head + i)
+                               ? load_query(queries, SMLA_PE, SMLA_QK_ROPE_HEAD_DIM, token,
+                                            head + i, converted + SMLA_KV_LORA_RANK)
                                : zeros;
         }
         pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, noted, to);
@@ -213,7 +215,7 @@ has_huge_rows(const key_block *block)
 {
     const smla_kv_format_info *const format = block->format;
     const int nope = format->nope_type == SMLA_NOPE_BF16 ? SMLA_KV_LORA_RANK : 0;
-    const int rope = format->head_dim - SMLA_KV_LORA_RANK;
+    const int rope = count_bf16_rope(format);
     vuint noted = {0};
     for (int key = 0; key < block->count; key++) {
         const uint8_t *const row = block->keys[key].row;

@@ -26,8 +26,8 @@ typedef double doubles __attribute__((vector_size(64)));
 
 enum { LANES = 8 };
 
-/* A key, converted for products: value d is values[d] * scales[d / 128], which is scaled[d] *
- * units[d / 128] if computed in fp32. */
+/* A key, converted for products: value d is values[d] * scales[d / 128]. Of its first 512 values
+ * that is scaled[d] * units[d / 128] if computed in fp32. */
 typedef struct wide_key {
     int rope_dim;
     double logit_scale; /* multiplies q . k */
@@ -79,7 +79,7 @@ read_bf16(const uint8_t *bytes)
 static float
 load_code(const smla_kv_format_info *format, const uint8_t *row, int d)
 {
-    if (d >= format->nope_dim) {
+    if (d >= format->nope_dim && !smla_has_rope_codes(format)) {
         return read_bf16(row + format->rope_offset + 2 * (ptrdiff_t)(d - format->nope_dim));
     }
     switch (format->nope_type) {
@@ -107,7 +107,8 @@ static void
 widen_key(const smla_attention_params *params, const smla_only_key *only, wide_key *key)
 {
     const smla_kv_format_info *const format = only->format;
-    store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
+    store_scales(load_scales(format, only->kv_scale, only->token.scales), only->kv_scale, 0, 1,
+                 key->scales);
     key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
     key->logit_scale = (double)params->logits.softmax_scale / (double)choose_key_unit(params);
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
@@ -146,22 +147,34 @@ dot(const uint16_t *q, const doubles *values, int count)
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
+/* A part of a head's query in bf16. One of e4m3 is converted into `buffer`. */
+static const uint16_t *
+load_part(const smla_queries *queries, int part, int dim, int64_t token, int64_t head,
+          uint16_t *buffer)
+{
+    if (queries->type != SMLA_FLOAT_E4M3) {
+        return smla_row16(&queries->parts[part], token, head);
+    }
+    const uint8_t *const codes = smla_row8(&queries->parts[part], token, head);
+    for (int d = 0; d < dim; d++) {
+        buffer[d] = smla_float_to_bf16(smla_e4m3_to_float(codes[d]));
+    }
+    return buffer;
+}
+
 static float
 find_logit(const smla_attention_params *params, int64_t token, int64_t head, const wide_key *key)
 {
     const smla_queries *const queries = &params->queries;
-    const bool is_e4m3 = queries->type == SMLA_FLOAT_E4M3;
-    uint16_t converted[SMLA_KV_LORA_RANK];
-    for (int d = 0; d < SMLA_KV_LORA_RANK && is_e4m3; d++) {
-        const uint8_t code = smla_row8(&queries->parts[SMLA_NOPE], token, head)[d];
-        converted[d] = smla_float_to_bf16(smla_e4m3_to_float(code));
-    }
+    uint16_t converted[SMLA_HEAD_DIM];
     const uint16_t *const nope =
-        is_e4m3 ? converted : smla_row16(&queries->parts[SMLA_NOPE], token, head);
+        load_part(queries, SMLA_NOPE, SMLA_KV_LORA_RANK, token, head, converted);
     double sum = 0.0;
     if (key->rope_dim != 0) {
-        const uint16_t *const rope = smla_row16(&queries->parts[SMLA_PE], token, head);
-        sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim);
+        const uint16_t *const rope =
+            load_part(queries, SMLA_PE, key->rope_dim, token, head, converted + SMLA_KV_LORA_RANK);
+        sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim) *
+              (double)key->scales[SMLA_NUM_SCALE_TILES];
     }
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         const int begin = tile * SMLA_SCALE_TILE;

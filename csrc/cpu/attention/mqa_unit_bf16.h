@@ -68,7 +68,7 @@ load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *v
         uint32_t *const key = keys + i * KEY_STRIDE;
         const scale_bits bits = load_scales(format, factor, token.scales);
         huge_scales = note_huge_scales(huge_scales, bits);
-        store_scales(bits, i, BLOCK_KEYS, scales);
+        store_scales(bits, factor, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {
             decode_key(format, token, SMLA_FLOAT_BF16, key);
             has_huge_row |= has_huge_scale(format, token.scales);
@@ -79,7 +79,12 @@ load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *v
         } else {
             copy_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+        if (smla_has_rope_codes(format)) {
+            for (int d = SMLA_KV_LORA_RANK; d < SMLA_HEAD_DIM; d += QUAD) {
+                widen_e4m3(token.row + d, key + d / 2);
+            }
+        }
+        copy_bf16(token.row + format->rope_offset, count_bf16_rope(format),
                   key + SMLA_KV_LORA_RANK / 2);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);

@@ -53,7 +53,7 @@ load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *v
         float *const key = keys + i * KEY_STRIDE;
         const scale_bits bits = load_scales(format, factor, token.scales);
         huge_scales = note_huge_scales(huge_scales, bits);
-        store_scales(bits, i, BLOCK_KEYS, scales);
+        store_scales(bits, factor, i, BLOCK_KEYS, scales);
         if (is_decoded(format)) {
             decode_key(format, token, SMLA_FLOAT_FP32, key);
             has_huge_row |= has_huge_scale(format, token.scales);
@@ -62,7 +62,11 @@ load_block(const key_block *block, float unit, unit_scalar *keys, unit_scalar *v
         } else {
             widen_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        widen_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
+        if (smla_has_rope_codes(format)) {
+            widen_e4m3(token.row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+                       key + SMLA_KV_LORA_RANK);
+        }
+        widen_bf16(token.row + format->rope_offset, count_bf16_rope(format),
                    key + SMLA_KV_LORA_RANK);
     }
     return !has_huge_row && !has_scale(huge_scales);

@@ -1,7 +1,7 @@
 /* row_decoder.h: a cache row of any format -> bf16 or fp32, for one instruction set.
  *
  * Computes     value = code * scale, the product in fp32, rounded once more for bf16. RoPE values
- *              and bf16 rows are copied, or widened. kv_format.h draws the rows.
+ *              of bf16 and bf16 rows are copied, or widened. kv_format.h draws the rows.
  * Numerics     Any scale byte is accepted. A NaN code with a NaN scale gives the NaN of the code.
  *
  * A file that includes this one is compiled for one instruction set, as for row_encoder.h.
@@ -101,6 +101,17 @@ decode_e2m1_nope(const smla_kv_format_info *format, const uint8_t *row, const fl
 }
 #endif
 
+/* Stores a quad as bf16 or fp32, at element `index` of `out`. */
+SMLA_INLINE void
+store_quad(quad values, smla_float_type type, int index, uint8_t *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        store_bf16(values, out + index * (int)sizeof(uint16_t));
+    } else {
+        store_float(values, out + index * (int)sizeof(float));
+    }
+}
+
 /* Reads the NoPE part of a row that is quantised. */
 SMLA_INLINE void
 decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
@@ -129,11 +140,7 @@ decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scal
         const quad values = format->nope_type == SMLA_NOPE_E4M3
                                 ? load_e4m3_by(from.row + i * QUAD, scale)
                                 : load_e2m1_by(from.row + i * QUAD / 2, scale);
-        if (type == SMLA_FLOAT_BF16) {
-            store_bf16(values, out + i * QUAD * (int)sizeof(uint16_t));
-        } else {
-            store_float(values, out + i * QUAD * (int)sizeof(float));
-        }
+        store_quad(values, type, i * QUAD, out);
     }
 }
 
@@ -146,8 +153,14 @@ decode_constant_format(const smla_kv_format_info *format, smla_kv_token from, fl
     } else {
         decode_nope(format, from, kv_scale, type, out);
     }
-    read_bf16(from.row + format->rope_offset, format->rope_dim, type,
-              out + format->nope_dim * element_bytes(type));
+    const uint8_t *const rope = from.row + format->rope_offset;
+    if (!smla_has_rope_codes(format)) {
+        read_bf16(rope, format->rope_dim, type, out + format->nope_dim * element_bytes(type));
+        return;
+    }
+    for (int i = 0; i < format->rope_dim; i += QUAD) {
+        store_quad(load_e4m3_by(rope + i, splat(kv_scale)), type, format->nope_dim + i, out);
+    }
 }
 
 /* Reads a row of any format: head_dim values. */

@@ -7,7 +7,7 @@
  *              power of 2  the smallest with top * scale >= max(amax, least_amax), where top is 448
  *                          or 6: x / scale is exact, as a product with 1 / scale
  *              e4m3        satE4M3(min(max(amax / 6, 2^-9), 448)), and true divisions
- *              per cache   x * (1 / kv_scale), both in fp32
+ *              per cache   x * (1 / kv_scale), both in fp32; x / kv_scale in rows with RoPE codes
  *              amax leaves out NaN and takes an infinity for FLT_MAX.
  * Numerics     Every byte is what the functions of numeric.h give, for every input, in
  *              SMLA_FP_EXACT, and where cache.c chooses it in SMLA_FP_FLUSH: a subnormal value is
@@ -415,11 +415,26 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     }
 }
 
+/* Writes values divided by the scale of their cache. */
+SMLA_INLINE void
+encode_quotients(smla_float_type type, const uint8_t *values, int count, float kv_scale,
+                 uint8_t *codes)
+{
+    for (int i = 0; i < count; i += QUAD) {
+        store_e4m3(scale_quad(load_rounded(values, type, i), splat(kv_scale), true), codes + i);
+    }
+}
+
 /* Writes a row of a constant format from its NoPE values and its RoPE values. */
 SMLA_INLINE void
 encode_constant_format(const smla_kv_format_info *format, smla_float_type type, const uint8_t *nope,
                        const uint8_t *rope, float kv_scale, smla_kv_token to)
 {
+    if (smla_has_rope_codes(format)) {
+        encode_quotients(type, nope, format->nope_dim, kv_scale, to.row);
+        encode_quotients(type, rope, format->rope_dim, kv_scale, to.row + format->rope_offset);
+        return;
+    }
     if (format->nope_type == SMLA_NOPE_BF16) {
         write_bf16(nope, type, format->nope_dim, to.row);
     } else {

@@ -75,6 +75,7 @@ const format_kernels<dequantize_args, 4> dequantize_table[] = {
     serve<SMLA_ROW_FP8_V41>(),
     serve<SMLA_ROW_FP4_V41>(),
     serve<SMLA_ROW_FP8_NOPE>(),
+    serve<SMLA_ROW_FP8_E4M3_576>(),
 };
 
 } /* namespace */

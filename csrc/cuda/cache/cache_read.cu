@@ -199,10 +199,10 @@ serve()
 }
 
 const format_kernels<gather_args, 2> gather_table[] = {
-    serve<SMLA_ROW_FP8_DS_MLA>(),  serve<SMLA_ROW_BFLOAT16>(), serve<SMLA_ROW_BFLOAT16_512>(),
-    serve<SMLA_ROW_FP8_V4>(),      serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_INDEX>(),
-    serve<SMLA_ROW_MXFP4_INDEX>(), serve<SMLA_ROW_FP8_V41>(),  serve<SMLA_ROW_FP4_V41>(),
-    serve<SMLA_ROW_FP8_NOPE>(),
+    serve<SMLA_ROW_FP8_DS_MLA>(),  serve<SMLA_ROW_BFLOAT16>(),     serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_V4>(),      serve<SMLA_ROW_FP8_E4M3>(),     serve<SMLA_ROW_FP8_INDEX>(),
+    serve<SMLA_ROW_MXFP4_INDEX>(), serve<SMLA_ROW_FP8_V41>(),      serve<SMLA_ROW_FP4_V41>(),
+    serve<SMLA_ROW_FP8_NOPE>(),    serve<SMLA_ROW_FP8_E4M3_576>(),
 };
 
 } /* namespace */

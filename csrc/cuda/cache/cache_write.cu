@@ -1,7 +1,8 @@
 /* cache_write.cu: writes tokens into the cache, quantised on the way.
  *
  * Computes     nope, rope -> bf16; fp8_ds_mla: per tile of 128 values of nope
- *              scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale)
+ *              scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale); fp8_e4m3 of 576 values:
+ *              byte = e4m3(x / kv_scale), for rope too
  * Shapes       kv_c [T, 512], k_pe [T, 64] bf16, fp16 or fp32, rows any stride apart; slot_mapping
  *              [T] int32 or int64, any stride; a cache row as kv_format.h draws it
  * Shared mem   none
@@ -51,6 +52,7 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
     ptx_wait_for_grids();
     const smla_cache_write_params &p = args.p;
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
+    const float kv_scale = smla_row<ROW>::HAS_ROPE_CODES ? smla_load_given_scale(p.kv_scale) : 1.0f;
     int64_t run = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
     for (; run * args.run_tokens < p.num_tokens; run += num_warps) {
         const int64_t first = run * args.run_tokens;
@@ -71,7 +73,7 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
             }
             uint8_t *const row = shuffle_pointer(target, i);
             if (row != nullptr) {
-                write_token<TYPE, ROW, ALIGNED>(part, args.offsets, row);
+                write_token<TYPE, ROW, ALIGNED>(part, args.offsets, kv_scale, row);
             }
         }
     }
@@ -92,6 +94,7 @@ const format_kernels<write_args, 6> write_table[] = {
     serve<SMLA_ROW_FP8_DS_MLA>(),
     serve<SMLA_ROW_BFLOAT16>(),
     serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_E4M3_576>(),
 };
 
 /* The operators differ in their arguments, not in the rows: the format alone chooses the kernel. */

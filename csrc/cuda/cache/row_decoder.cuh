@@ -15,9 +15,9 @@ enum {
     READ_BLOCKS_PER_SM = 2, /* blocks per SM, at least */
 };
 
-/* A lane's part of a row. Rows of 576 values (fp8_ds_mla and bf16) keep RoPE values beside the
- * steps, in `rope`. In fp8_v4 the RoPE values are the last values of the last step, which some
- * lanes hold as bf16. */
+/* A lane's part of a row. Rows of 576 values keep RoPE values beside the steps, in `rope`: two
+ * bf16, or two codes in its low half. In fp8_v4 the RoPE values are the last values of the last
+ * step, which some lanes hold as bf16. */
 template <int ROW, int OUT> struct row_part {
     static constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
     enum {
@@ -123,7 +123,9 @@ load_row(const uint8_t *row, const uint8_t *scales, const row_offsets &offsets,
             part->scale_bits[i] = load_scale_bits<ROW>(scales, tile);
         }
     }
-    if constexpr (layout::HAS_ROPE_BESIDE) {
+    if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+        part->rope = __ldg((const uint16_t *)(row + offsets.rope) + lane);
+    } else if constexpr (layout::HAS_ROPE_BESIDE) {
         smla_load_words<4, IN_ALIGNED>(row + offsets.rope + lane * 4, &part->rope);
     }
 }
@@ -164,6 +166,18 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
             words[2 * i] = rare.x;
             words[2 * i + 1] = rare.y;
         }
+    }
+}
+
+/* Converts a lane's two RoPE codes to the first words of `words`. */
+template <int OUT>
+__device__ __forceinline__ void
+upconvert_rope(uint32_t codes, float scale, uint32_t words[4])
+{
+    if (smla_is_plain_scale(scale) && (smla_mark_nan_e4m3x4(codes) & 0x80808080u) == 0) {
+        upconvert_step<OUT, 4, true>(&codes, scale, words);
+    } else {
+        upconvert_step<OUT, 4, false>(&codes, scale, words);
     }
 }
 
@@ -288,6 +302,10 @@ store_row(const row_part<ROW, OUT> &part, float kv_scale, uint8_t *out)
     uint8_t *const rope = out + SMLA_KV_LORA_RANK * UNIT + lane * 2 * UNIT;
     if constexpr (!layout::HAS_ROPE_BESIDE) {
         return;
+    } else if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+        uint32_t values[4];
+        upconvert_rope<OUT>(part.rope, kv_scale, values);
+        smla_store_words<2 * UNIT, ALIGNED, UNIT>(rope, values);
     } else if constexpr (OUT == SMLA_FLOAT_FP32) {
         const uint32_t pair[2] = {part.rope << 16, part.rope & 0xFFFF0000u};
         smla_store_words<8, ALIGNED, UNIT>(rope, pair);

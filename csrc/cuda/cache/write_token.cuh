@@ -76,6 +76,33 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
     }
 }
 
+/* The scales of a lane's tiles: one for all of them where it is the cache's. */
+template <int TYPE, int ROW>
+__device__ __forceinline__ void
+choose_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], float kv_scale,
+              smla_scale *scales)
+{
+    if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+#pragma unroll
+        for (int i = 0; i < given_part<TYPE>::STEPS; i++) {
+            scales[i] = smla_make_scale(kv_scale);
+        }
+    } else {
+        find_scales<TYPE>(pairs, scales);
+    }
+}
+
+/* Stores a lane's two RoPE values as codes. */
+__device__ __forceinline__ void
+store_rope_codes(uint32_t pair, const smla_scale &scale, uint8_t *to)
+{
+    const uint32_t pairs[2] = {pair, 0};
+    const uint32_t codes = scale.is_moderate
+                               ? smla_quantize_moderate_bf16x4(pairs, scale)
+                               : smla_quantize_rare_bf16x4(pairs[0], pairs[1], scale.scale);
+    ((uint16_t *)to)[lane_idx()] = (uint16_t)codes;
+}
+
 template <int TYPE>
 __device__ __forceinline__ void
 quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_scale *scales,
@@ -127,9 +154,10 @@ store_scales(const smla_scale *scales, float *to)
     }
 }
 
+/* `kv_scale` is the cache's, which only rows with RoPE codes have. */
 template <int TYPE, int ROW, bool ALIGNED>
 __device__ __forceinline__ void
-write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *row)
+write_token(const given_part<TYPE> &part, const row_offsets &offsets, float kv_scale, uint8_t *row)
 {
     using layout = given_part<TYPE>;
     constexpr bool OUT_ALIGNED = ALIGNED || smla_row<ROW>::IS_E4M3;
@@ -148,11 +176,15 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
     if constexpr (smla_row<ROW>::IS_E4M3) {
         smla_scale scales[layout::STEPS];
         uint32_t bytes[layout::STEPS][layout::COUNT / 4];
-        find_scales<TYPE>(pairs, scales);
+        choose_scales<TYPE, ROW>(pairs, kv_scale, scales);
         quantize_token<TYPE>(pairs, scales, bytes);
 #pragma unroll
         for (int i = 0; i < layout::STEPS; i++) {
             smla_store_words<OUT_BYTES, true>(nope + i * OUT_BYTES * SMLA_WARP_LANES, bytes[i]);
+        }
+        if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+            store_rope_codes(rope, scales[0], row + offsets.rope);
+            return;
         }
         store_scales<TYPE>(scales, (float *)(row + offsets.scale));
     } else {

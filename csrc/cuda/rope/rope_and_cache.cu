@@ -100,9 +100,9 @@ insert_key(const rope_and_cache_args &args, int64_t token)
         return;
     }
     if (args.rows_are_bf16) {
-        write_token<TYPE, SMLA_ROW_BFLOAT16, ALIGNED>(part, args.offsets, row);
+        write_token<TYPE, SMLA_ROW_BFLOAT16, ALIGNED>(part, args.offsets, 1.0f, row);
     } else {
-        write_token<TYPE, SMLA_ROW_FP8_DS_MLA, ALIGNED>(part, args.offsets, row);
+        write_token<TYPE, SMLA_ROW_FP8_DS_MLA, ALIGNED>(part, args.offsets, 1.0f, row);
     }
 }
 

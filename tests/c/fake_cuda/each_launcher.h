@@ -34,6 +34,10 @@
     LAUNCHER(sm80_bf16_512_32)  \
     LAUNCHER(sm80_bf16_512_16)  \
     LAUNCHER(sm80_mixed_16)     \
+    LAUNCHER(sm80_e4m3_576_64)  \
+    LAUNCHER(sm80_e4m3_576_32)  \
+    LAUNCHER(sm80_e4m3_576_16)  \
+    LAUNCHER(sm80_any_576_16)   \
     LAUNCHER(sm80_512_64)       \
     LAUNCHER(sm80_512_32)       \
     LAUNCHER(sm80_512_16)

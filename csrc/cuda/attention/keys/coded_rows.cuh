@@ -1,5 +1,5 @@
-/* coded_rows.cuh: how a CTA of attention_sm80.cu loads keys of 512 values in any format, which is
- * known when the kernel runs: bf16, e4m3 and e2m1 codes, with scales of any kind.
+/* coded_rows.cuh: how a CTA of attention_sm80.cu loads keys of 512 or 576 values in any format,
+ * which is known when the kernel runs: bf16, e4m3 and e2m1 codes, with scales of any kind.
  *
  * A chunk is eight values of a row. Codes whose scales are powers of two or e4m3 become bf16 with
  * their scales, which is exact unless values are subnormal. The other codes become bf16 without
@@ -18,7 +18,7 @@ typedef struct coded_chunk {
     uint32_t scale;
 } coded_chunk;
 
-/* Whether the chunk is bf16: in bf16 rows, and in the RoPE part of fp8_v4. */
+/* Whether the chunk is bf16: in bf16 rows, and in the RoPE parts of fp8_v4 and fp8_ds_mla. */
 static __device__ __forceinline__ bool
 is_plain_chunk(const list_facts &facts, int chunk)
 {
@@ -30,6 +30,13 @@ static __device__ __forceinline__ bool
 has_inner_scales(const list_facts &facts)
 {
     return facts.scale_type == SMLA_SCALE_UE8M0 || facts.scale_type == SMLA_SCALE_E4M3;
+}
+
+/* Whether the RoPE values of a list are codes, which have the scale of their cache. */
+static __device__ __forceinline__ bool
+has_rope_codes(const list_facts &facts)
+{
+    return facts.scale_type == SMLA_SCALE_CACHE;
 }
 
 /* Loads a chunk without its scale. It is zeros if there is no row. */
@@ -98,6 +105,16 @@ widen_scale(const list_facts &facts, uint32_t scale)
     return half | half << 16;
 }
 
+/* Multiplies the values of a chunk with a scale of widen_scale's form. */
+static __device__ __forceinline__ uint4
+scale_chunk(const uint4 &values, uint32_t scale)
+{
+    return make_uint4(ptx_fma_bf16x2(values.x, scale, 0x80008000u),
+                      ptx_fma_bf16x2(values.y, scale, 0x80008000u),
+                      ptx_fma_bf16x2(values.z, scale, 0x80008000u),
+                      ptx_fma_bf16x2(values.w, scale, 0x80008000u));
+}
+
 /* The values of a chunk in bf16, multiplied with their scale where has_inner_scales. */
 static __device__ __forceinline__ uint4
 decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
@@ -115,11 +132,7 @@ decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
         values = widen_e2m1x8(coded.words[0]);
     }
     if (has_inner_scales(facts)) {
-        const uint32_t scale = widen_scale(facts, coded.scale);
-        values.x = ptx_fma_bf16x2(values.x, scale, 0x80008000u);
-        values.y = ptx_fma_bf16x2(values.y, scale, 0x80008000u);
-        values.z = ptx_fma_bf16x2(values.z, scale, 0x80008000u);
-        values.w = ptx_fma_bf16x2(values.w, scale, 0x80008000u);
+        values = scale_chunk(values, widen_scale(facts, coded.scale));
     }
     return values;
 }
@@ -127,9 +140,9 @@ decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
 /* The key's scale for scale tile `tile` of 128 values, divided by the unit of keys. It multiplies
  * the sums over that tile. */
 static __device__ __forceinline__ float
-load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &key, int tile)
+load_tile_scale(const attention_launch &launch, const list_facts &facts, int list,
+                const smla_kv_token &key, int tile)
 {
-    const list_facts &facts = launch.lists[list];
     if (key.row == NULL) {
         return 1.0f;
     }
@@ -143,12 +156,20 @@ load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &k
 
 /* ---- A block ------------------------------------------------------------------------------- */
 
-/* What a lane holds of its warp's four keys: of every key chunks lane and 32 + lane. Its scale or
- * mask is as in raw_rows. */
+/* What a lane holds of its warp's four keys: of every key chunks lane and 32 + lane. Its RoPE chunk
+ * and its scale or mask are as in raw_rows. */
 struct coded_rows {
     coded_chunk chunks[WARP_KEYS][2];
+    coded_chunk rope;
     uint32_t scale_or_mask;
 };
+
+/* The chunk of the lane's RoPE values in a row. */
+static __device__ __forceinline__ int
+rope_chunk_of(int lane)
+{
+    return NOPE_CHUNKS + lane % ROPE_CHUNKS;
+}
 
 static __device__ __forceinline__ smla_kv_token
 address_of_lane(const smla_kv_token &key, int lane)
@@ -157,33 +178,70 @@ address_of_lane(const smla_kv_token &key, int lane)
                          (uint8_t *)row_of_lane(key.scales, lane)};
 }
 
+/* The facts of a list. If a kernel serves one format, they are a copy that the compiler knows. */
+template <int FORMATS>
+static __device__ __forceinline__ decltype(auto)
+find_facts(const attention_launch &launch, int list)
+{
+    if constexpr (FORMATS == SMLA_ROWS_E4M3_576) {
+        list_facts facts = launch.lists[list];
+        facts.nope_type = SMLA_NOPE_E4M3;
+        facts.scale_type = SMLA_SCALE_CACHE;
+        facts.nope_chunks = SMLA_HEAD_DIM / 8;
+        return facts;
+    } else {
+        return (launch.lists[list]); /* the parentheses make it a reference */
+    }
+}
+
 /* Starts to load a block's keys. `key` is the lane's own key in the block's window. */
+template <int FORMATS>
 static __device__ __forceinline__ void
 load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &key, int first_lane,
                 int lane, coded_rows *rows)
 {
+    const list_facts &facts = find_facts<FORMATS>(launch, list);
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i++) {
         const smla_kv_token from = address_of_lane(key, first_lane + i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            rows->chunks[i][half] =
-                load_coded_chunk(launch.lists[list], from, SMLA_WARP_LANES * half + lane);
+            rows->chunks[i][half] = load_coded_chunk(facts, from, SMLA_WARP_LANES * half + lane);
         }
+    }
+    if constexpr (smla_rows<FORMATS>::HAVE_ROPE) {
+        rows->rope = load_coded_chunk(facts, address_of_lane(key, first_lane + lane / ROPE_CHUNKS),
+                                      rope_chunk_of(lane));
     }
     const int scaled = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
     const smla_kv_token from = address_of_lane(key, first_lane + scaled);
-    rows->scale_or_mask =
-        has_scale(lane)
-            ? smla_float_bits(load_tile_scale(launch, list, from, lane % SMLA_NUM_SCALE_TILES))
-            : from.row != NULL;
+    rows->scale_or_mask = has_scale(lane)
+                              ? smla_float_bits(load_tile_scale(launch, facts, list, from,
+                                                                lane % SMLA_NUM_SCALE_TILES))
+                              : from.row != NULL;
+}
+
+/* The lane's RoPE chunk in bf16. Codes have the scale of their cache, as the key's other codes.
+ * Other values have none, so they are divided here by the unit of keys, a power of two. */
+static __device__ __forceinline__ uint4
+decode_rope(const attention_launch &launch, const list_facts &facts, const coded_chunk &coded,
+            int lane)
+{
+    uint4 values = decode_chunk(facts, rope_chunk_of(lane), coded);
+    if (launch.has_key_unit && !has_rope_codes(facts)) {
+        const uint32_t half = smla_float_bits(smla_inverse_unit(find_key_unit(launch))) >> 16;
+        values = scale_chunk(values, half | half << 16);
+    }
+    return values;
 }
 
 /* Stores the values of the warp's keys in shared memory. */
+template <int FORMATS>
 static __device__ __forceinline__ void
-store_coded_values(const list_facts &facts, const coded_rows &rows, int first_key, int lane,
-                   uint16_t (*keys)[SMLA_HEAD_DIM])
+store_coded_values(const attention_launch &launch, int list, const coded_rows &rows, int first_key,
+                   int lane, uint16_t (*keys)[SMLA_HEAD_DIM])
 {
+    const list_facts &facts = find_facts<FORMATS>(launch, list);
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i++) {
 #pragma unroll
@@ -192,6 +250,10 @@ store_coded_values(const list_facts &facts, const coded_rows &rows, int first_ke
             *chunk_of(keys, first_key + i, chunk) =
                 decode_chunk(facts, chunk, rows.chunks[i][half]);
         }
+    }
+    if constexpr (smla_rows<FORMATS>::HAVE_ROPE) {
+        *chunk_of(keys, first_key + lane / ROPE_CHUNKS, rope_chunk_of(lane)) =
+            decode_rope(launch, facts, rows.rope, lane);
     }
 }
 
@@ -216,15 +278,23 @@ load_e4m3_query(const uint8_t *from)
 
 /* ---- Keys of any kernel -------------------------------------------------------------------- */
 
+/* Whether a kernel for these formats loads its keys by this file. */
+static constexpr bool
+is_coded(int formats)
+{
+    return formats == SMLA_ROWS_512 || formats == SMLA_ROWS_ANY_576 ||
+           formats == SMLA_ROWS_E4M3_576;
+}
+
 /* The types in which a kernel for these formats holds the address of a key and the rows of its
  * keys. */
-template <int FORMATS> struct key_types {
-    static constexpr bool CODED = FORMATS == SMLA_ROWS_512;
+template <int FORMATS, bool CODED_ = is_coded(FORMATS)> struct key_types {
+    static constexpr bool CODED = false;
     typedef const uint8_t *address;
     typedef raw_rows<FORMATS> rows;
 };
 
-template <> struct key_types<SMLA_ROWS_512> {
+template <int FORMATS> struct key_types<FORMATS, true> {
     static constexpr bool CODED = true;
     typedef smla_kv_token address;
     typedef coded_rows rows;
@@ -252,8 +322,8 @@ load_keys(const attention_launch &launch, const block_plan &plan, int32_t block,
 {
     if constexpr (key_types<FORMATS>::CODED) {
         if (block < plan.num_blocks) {
-            load_coded_rows(launch, list_of(plan, block), key, block % WINDOW * WARP_KEYS,
-                            thread % SMLA_WARP_LANES, rows);
+            load_coded_rows<FORMATS>(launch, list_of(plan, block), key, block % WINDOW * WARP_KEYS,
+                                     thread % SMLA_WARP_LANES, rows);
         }
     } else {
         load_rows<FORMATS>(launch, plan, block, key, thread, rows);
@@ -269,7 +339,7 @@ store_keys(const attention_launch &launch, int list, const typename key_types<FO
     if constexpr (key_types<FORMATS>::CODED) {
         const int lane = thread % SMLA_WARP_LANES;
         const int first_key = thread / SMLA_WARP_LANES * WARP_KEYS;
-        store_coded_values(launch.lists[list], rows, first_key, lane, keys);
+        store_coded_values<FORMATS>(launch, list, rows, first_key, lane, keys);
         store_scale_or_mask<true>(rows.scale_or_mask, first_key, lane, scales, is_key);
     } else {
         store_rows<FORMATS>(launch, list, rows, thread, keys, scales, is_key);

@@ -32,7 +32,7 @@ typedef struct list_facts {
     bool is_aligned;    /* every cache row is aligned to 16 bytes */
     uint8_t nope_type;  /* smla_nope_type */
     uint8_t scale_type; /* smla_scale_type */
-    int8_t nope_chunks; /* chunks of eight values in the NoPE part */
+    int8_t nope_chunks; /* chunks of eight values in the NoPE part, or of codes in the row */
     int8_t scale_shift; /* chunk c has scale c >> scale_shift */
 } list_facts;
 
@@ -96,7 +96,9 @@ list_facts_of(const smla_key_list *list)
     facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;
     facts.nope_type = (uint8_t)kv->format->nope_type;
     facts.scale_type = (uint8_t)kv->format->scale_type;
-    facts.nope_chunks = (int8_t)(kv->format->nope_dim / 8);
+    facts.nope_chunks =
+        (int8_t)((smla_has_rope_codes(kv->format) ? kv->format->head_dim : kv->format->nope_dim) /
+                 8);
     for (int values = 8; values < kv->format->scale_tile; values *= 2) {
         facts.scale_shift++;
     }

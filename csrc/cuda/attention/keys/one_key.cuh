@@ -109,7 +109,38 @@ load_key_part(const list_facts &facts, const uint8_t *row, int lane, lane_part *
     }
 }
 
-/* load_key_part for keys of 512 values in any format. */
+/* Two e4m3 values at any address. */
+static __device__ __forceinline__ void
+load_e4m3_pair(const uint8_t *codes, float values[2])
+{
+    values[0] = smla_e4m3_to_float(__ldg(codes));
+    values[1] = smla_e4m3_to_float(__ldg(codes + 1));
+}
+
+/* The lane's RoPE values of a key in any format, with the scale of their cache, and divided by the
+ * unit of keys as load_tile_scale. */
+static __device__ __forceinline__ void
+load_coded_rope(const attention_launch &launch, int list, const uint8_t *row, int lane,
+                float values[2])
+{
+    const list_facts &facts = launch.lists[list];
+    const uint8_t *const rope = row + facts.rope_offset;
+    float scale = launch.has_key_unit ? smla_inverse_unit(find_key_unit(launch)) : 1.0f;
+    if (has_rope_codes(facts)) {
+        load_e4m3_pair(rope + 2 * lane, values);
+        scale *= smla_load_given_scale(launch.key_scales.given[list]);
+    } else {
+        uint32_t pair;
+        smla_load_words<4, false>(rope + 4 * lane, &pair);
+        values[0] = smla_low_bf16(pair);
+        values[1] = smla_high_bf16(pair);
+    }
+    values[0] *= scale;
+    values[1] *= scale;
+}
+
+/* load_key_part for keys of any format. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane, lane_part *part,
                 float scales[2])
@@ -122,9 +153,13 @@ load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane
                                           load_coded_chunk(launch.lists[list], key, chunk));
         const uint32_t words[4] = {values.x, values.y, values.z, values.w};
         widen_bf16x8(words, part->nope[half]);
-        scales[half] = load_tile_scale(launch, list, key, 8 * chunk / SMLA_SCALE_TILE);
+        scales[half] =
+            load_tile_scale(launch, launch.lists[list], list, key, 8 * chunk / SMLA_SCALE_TILE);
     }
     part->rope[0] = part->rope[1] = 0.0f;
+    if constexpr (ROPE) {
+        load_coded_rope(launch, list, key.row, lane, part->rope);
+    }
 }
 
 /* The lane's part of a head's query. */
@@ -144,6 +179,9 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
             widen_bf16x8(words, query->nope[half]);
         }
         query->rope[0] = query->rope[1] = 0.0f;
+        if constexpr (ROPE) {
+            load_e4m3_pair(smla_row8(&queries.parts[SMLA_PE], token, head) + 2 * lane, query->rope);
+        }
         return;
     }
     const uint16_t *const nope =
@@ -162,14 +200,14 @@ typedef struct listed_key {
     int32_t list;
 } listed_key;
 
-/* The lane's part of an item's only key. CODED: the key has 512 values in any format. */
+/* The lane's part of an item's only key. CODED: the key has any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 load_only_key(const attention_launch &launch, const listed_key &only, int lane, lane_part *key,
               float scales[2])
 {
     if constexpr (CODED) {
-        load_coded_part(launch, only.list, only.slot, lane, key, scales);
+        load_coded_part<ROPE>(launch, only.list, only.slot, lane, key, scales);
     } else {
         load_key_part<ROPE>(launch.lists[only.list], row_of_slot(launch, only.list, only.slot),
                             lane, key, scales);
@@ -273,7 +311,7 @@ write_value(const attention_launch &launch, const work_item &item, int head, int
 
 /* Writes all results of an item with one key. `num_threads` threads call it, whole warps of a CTA;
  * this is thread number `thread`. The caller must know that the key is the only one in the item's
- * columns. CODED: the key has 512 values in any format. */
+ * columns. CODED: the key has any format. */
 template <bool ROPE, bool CODED, bool RANGED = false>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const work_item &item, const listed_key &only,

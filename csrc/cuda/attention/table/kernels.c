@@ -19,6 +19,8 @@
 #define TEXT_BF16      "bfloat16"
 #define TEXT_BF16_512  "bfloat16 of 512 values"
 #define TEXT_MIXED     "fp8_ds_mla with bfloat16"
+#define TEXT_E4M3_576  "fp8_e4m3 with RoPE"
+#define TEXT_ANY_576   "any with RoPE"
 #define TEXT_EXACT_512 "of 512 values, exact as bfloat16"
 #define TEXT_512       "any of 512 values"
 
@@ -29,7 +31,7 @@ enum {
     PAGED = SMLA_SOURCE(PAGED),
     /* Kernels for lists take rows at any address, and any splits. */
     SERVED_LISTS = SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS,
-    SERVED_512 = SMLA_NEEDS_ALL,
+    SERVED_CODED = SMLA_NEEDS_ALL,
     SERVED = SMLA_NEEDS_ALL & ~SMLA_NEEDS_QUERY_SCALE,
 };
 
@@ -135,9 +137,13 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM80(BF16_512, sm80_bf16_512, 17, 32, SERVED),
     SM80(BF16_512, sm80_bf16_512, 1, 16, SERVED),
     SM80(MIXED, sm80_mixed, 1, 16, SERVED),
-    SM80(512, sm80_512, 33, 64, SERVED_512),
-    SM80(512, sm80_512, 17, 32, SERVED_512),
-    SM80(512, sm80_512, 1, 16, SERVED_512),
+    SM80(E4M3_576, sm80_e4m3_576, 33, 64, SERVED_CODED),
+    SM80(E4M3_576, sm80_e4m3_576, 17, 32, SERVED_CODED),
+    SM80(E4M3_576, sm80_e4m3_576, 1, 16, SERVED_CODED),
+    SM80(ANY_576, sm80_any_576, 1, 16, SERVED_CODED),
+    SM80(512, sm80_512, 33, 64, SERVED_CODED),
+    SM80(512, sm80_512, 17, 32, SERVED_CODED),
+    SM80(512, sm80_512, 1, 16, SERVED_CODED),
     MHA("mha_attention_sm90.cu", sm90_mha, RAGGED, "192 or 128 bfloat16 or float16, 128 values",
         .arch = 90, .arch_text = "sm_90", .shared_bytes = SMLA_SM90_SHARED_BYTES),
     MHA("varlen_attention.cu", sm80_mha, RAGGED, "up to 576 of any type, 512 values",

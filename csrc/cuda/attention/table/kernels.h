@@ -20,6 +20,8 @@ enum {
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
+    SMLA_ROWS_E4M3_576 = SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576),
+    SMLA_ROWS_ANY_576 = SMLA_ROWS_MIXED | SMLA_ROWS_E4M3_576, /* keys of 576 values in any format */
     /* keys of 512 values that are exact as bf16: no scale is an fp32 */
     SMLA_ROWS_EXACT_512 = SMLA_ROWS_BF16_512 | SMLA_ROWS_V4 | SMLA_KV_SET(SMLA_ROW_FP8_V41) |
         SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | SMLA_KV_SET(SMLA_ROW_FP4_V41) |
@@ -242,6 +244,10 @@ smla_attention_launcher smla_attend_sm80_bf16_512_64;
 smla_attention_launcher smla_attend_sm80_bf16_512_32;
 smla_attention_launcher smla_attend_sm80_bf16_512_16;
 smla_attention_launcher smla_attend_sm80_mixed_16;
+smla_attention_launcher smla_attend_sm80_e4m3_576_64;
+smla_attention_launcher smla_attend_sm80_e4m3_576_32;
+smla_attention_launcher smla_attend_sm80_e4m3_576_16;
+smla_attention_launcher smla_attend_sm80_any_576_16;
 smla_attention_launcher smla_attend_sm80_512_64;
 smla_attention_launcher smla_attend_sm80_512_32;
 smla_attention_launcher smla_attend_sm80_512_16;

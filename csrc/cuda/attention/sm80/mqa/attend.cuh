@@ -85,9 +85,10 @@ start_query(const attention_launch &launch, const work_item &item, int thread,
         if (head >= item.num_heads) {
             *to = make_uint4(0, 0, 0, 0);
         } else if (Tile::CODED && queries.type == SMLA_FLOAT_E4M3) {
-            *to = load_e4m3_query(
-                smla_row8(&queries.parts[SMLA_NOPE], item.token, item.first_head + head) +
-                chunk * 8);
+            const bool is_rope = Tile::HAS_ROPE && chunk >= NOPE_CHUNKS;
+            *to = load_e4m3_query(smla_row8(&queries.parts[is_rope ? SMLA_PE : SMLA_NOPE],
+                                            item.token, item.first_head + head) +
+                                  (is_rope ? chunk - NOPE_CHUNKS : chunk) * 8);
         } else if (launch.q_is_aligned) {
             ptx_cp_async_16(ptx_shared_address(to), from);
         } else {
@@ -136,10 +137,22 @@ score_step(uint32_t query_address, uint32_t key_address, int segment, int flip_b
     }
 }
 
-/* scores[group] = the group's share of q . k, for the warp's heads and keys. */
+/* Whether the RoPE values of a list's keys have the scale that their other values have. */
+template <typename Tile>
+static __device__ __forceinline__ bool
+shares_scale(const attention_launch &launch, int list)
+{
+    if constexpr (Tile::FORMATS == SMLA_ROWS_ANY_576) {
+        return has_rope_codes(launch.lists[list]);
+    }
+    return Tile::FORMATS == SMLA_ROWS_E4M3_576;
+}
+
+/* scores[group] = the group's share of q . k, for the warp's heads and keys. `scales_rope` is
+ * shares_scale of the keys. */
 template <typename Tile>
 static __device__ __forceinline__ void
-score_block(shared_memory<Tile> *shared, int thread)
+score_block(shared_memory<Tile> *shared, bool scales_rope, int thread)
 {
     const int warp = thread / SMLA_WARP_LANES;
     const int lane = thread % SMLA_WARP_LANES;
@@ -158,6 +171,9 @@ score_block(shared_memory<Tile> *shared, int thread)
     for (int k = 0; k < SMLA_SCALE_TILE / 16; k++) {
         score_step<Tile>(query_address, key_address, 2 * group + k / 4, k % 4 * 32, acc);
     }
+    if (scales_rope) {
+        score_step<Tile>(query_address, key_address, NOPE_CHUNKS / 8, group * 32, acc);
+    }
     const int row = lane / 4;
     const int column = first_key + lane % 4 * 2;
     if (Tile::HAS_SCALES) {
@@ -173,7 +189,7 @@ score_block(shared_memory<Tile> *shared, int thread)
             }
         }
     }
-    if constexpr (Tile::HAS_ROPE) {
+    if (Tile::HAS_ROPE && !scales_rope) {
         score_step<Tile>(query_address, key_address, NOPE_CHUNKS / 8, group * 32, acc);
     }
 #pragma unroll
@@ -550,7 +566,8 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
             key = read_index<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread);
         }
         if (any) {
-            score_block<Tile>(shared, ptx_forget(thread));
+            score_block<Tile>(shared, shares_scale<Tile>(launch, list_of(plan, block)),
+                              ptx_forget(thread));
         }
         if (block % WINDOW == 3) {
             key = find_slot<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread, key);

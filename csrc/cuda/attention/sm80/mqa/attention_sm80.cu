@@ -4,9 +4,9 @@
  *              out = sum_j w_j v_j,  sum = sum_j w_j   over a split's keys, then (softmax.cuh)
  *              out / sum * sink factor, lse = ref * ln 2 + ln(sum)
  * Shapes       q [T][H][512] and [T][H][64] bf16, any strides, 2-byte aligned or better; rows of
- *              one or two caches by index [T][K] (key_rows.cuh), or keys of 512 in any format
- *              and q of bf16 or e4m3 (coded_rows.cuh); out [T][H][512] bf16, lse and max_logits
- *              [T][H] fp32, any strides. With splits: partial rows (kernels.h).
+ *              one or two caches by index [T][K] (key_rows.cuh), or keys in any format and q of
+ *              bf16 or e4m3 (coded_rows.cuh); out [T][H][512] bf16, lse and max_logits [T][H]
+ *              fp32, any strides. With splits: partial rows (kernels.h).
  * Shared mem   query    [HEADS][576] bf16      16-byte chunk c of row r at c ^ r % 8
  *              keys     [32][576] bf16         the same layout; a row is both key and value
  *              probs    [VERSIONS][HEADS][32]  bf16, chunk c of row r at c ^ r / 2 % 4
@@ -55,16 +55,18 @@
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* CTAs per SM for which registers must suffice. On sm_100, two CTAs of mixed rows would spill. */
+/* CTAs per SM for which registers must suffice. Two CTAs of keys of any 576 values would spill, and
+ * on sm_100 two of mixed rows. */
 template <typename Tile>
 static constexpr int
 min_ctas_per_sm()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    return Tile::FORMATS == SMLA_ROWS_MIXED ? 1 : SMLA_SM80_CTAS_PER_SM(Tile::HEADS);
+    const bool is_large = Tile::FORMATS == SMLA_ROWS_MIXED || Tile::FORMATS == SMLA_ROWS_ANY_576;
 #else
-    return SMLA_SM80_CTAS_PER_SM(Tile::HEADS);
+    const bool is_large = Tile::FORMATS == SMLA_ROWS_ANY_576;
 #endif
+    return is_large ? 1 : SMLA_SM80_CTAS_PER_SM(Tile::HEADS);
 }
 
 template <typename Tile>
@@ -102,6 +104,10 @@ LAUNCHER(smla_attend_sm80_bf16_512_64, launch_attend<64, SMLA_ROWS_BF16_512>)
 LAUNCHER(smla_attend_sm80_bf16_512_32, launch_attend<32, SMLA_ROWS_BF16_512>)
 LAUNCHER(smla_attend_sm80_bf16_512_16, launch_attend<16, SMLA_ROWS_BF16_512>)
 LAUNCHER(smla_attend_sm80_mixed_16, launch_attend<16, SMLA_ROWS_MIXED>)
+LAUNCHER(smla_attend_sm80_e4m3_576_64, launch_attend<64, SMLA_ROWS_E4M3_576>)
+LAUNCHER(smla_attend_sm80_e4m3_576_32, launch_attend<32, SMLA_ROWS_E4M3_576>)
+LAUNCHER(smla_attend_sm80_e4m3_576_16, launch_attend<16, SMLA_ROWS_E4M3_576>)
+LAUNCHER(smla_attend_sm80_any_576_16, launch_attend<16, SMLA_ROWS_ANY_576>)
 LAUNCHER(smla_attend_sm80_512_64, launch_attend<64, SMLA_ROWS_512>)
 LAUNCHER(smla_attend_sm80_512_32, launch_attend<32, SMLA_ROWS_512>)
 LAUNCHER(smla_attend_sm80_512_16, launch_attend<16, SMLA_ROWS_512>)
