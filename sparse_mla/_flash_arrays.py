@@ -1,4 +1,5 @@
-"""Arrays of the drop-ins: shapes, new arrays beside them, and a result that is written in place."""
+"""Arrays of the drop-ins: shapes, scales, new arrays beside them, and a result that is written in
+place."""
 
 from __future__ import annotations
 
@@ -30,6 +31,28 @@ def is_array(value: object) -> bool:
 def dtype_of(array: Array) -> str:
     """The name of a dtype, without its module. The core refuses what has none."""
     return str(getattr(array, "dtype", "")).rpartition(".")[2]
+
+
+def has_codes(array: Array) -> bool:
+    """Whether an array has e4m3 values, which may be called bytes."""
+    return dtype_of(array) in ("float8_e4m3fn", "uint8", "int8")
+
+
+def check_scales(op: str, are_served: bool, **scales: Array | None) -> None:
+    """Refuses scales of dense FP8 unless they are served, and are one fp32 each, or all None."""
+    given = [name for name, scale in scales.items() if scale is not None]
+    if given and not are_served:
+        rule = "None unless q and k_cache are e4m3 values, without `indices`"
+        raise ValueError(f"{op}: `{given[0]}` must be {rule}, got an array")
+    for name, scale in scales.items() if given else ():
+        if scale is None:
+            raise ValueError(f"{op}: `{name}` must be one fp32 beside `{given[0]}`, got None")
+        if dtype_of(scale) != "float32":
+            got = dtype_of(scale) or type(scale).__name__
+            raise TypeError(f"{op}: `{name}` must be an array of one fp32, got {got}")
+        if math.prod(scale.shape) != 1:
+            got = f"shape {list(scale.shape)}"
+            raise ValueError(f"{op}: `{name}` must be an array of one fp32, got {got}")
 
 
 def default_scale(*head_dims: int) -> float:

@@ -31,6 +31,8 @@ from sparse_mla import _C, ops
 from sparse_mla._compiled import names_integration
 from sparse_mla._flash_arrays import (
     check_flag,
+    check_scales,
+    has_codes,
     is_array,
     join_out,
     join_queries,
@@ -100,9 +102,8 @@ _HEAD_SIZES = {row: size for rows in _FORMATS.values() for row, size in rows.ite
 _HEAD_DIMS = sorted(set(_HEAD_SIZES.values()), reverse=True)
 _SERVED = (
     "this library serves sparse MLA of DeepSeek-V3.2 and V4 and dense MLA, caches of "
-    f"{_either(_BYTE_ROWS)} bytes or {_either(_BF16_ROWS)} bf16 a token"
+    f"{_either(_BYTE_ROWS)} bytes or {_either(_BF16_ROWS)} bf16 or e4m3 a token"
 )
-_DENSE = "scales of dense FP8 are not served"
 
 
 # --- metadata ------------------------------------------------------------------------------------
@@ -239,8 +240,8 @@ def flash_mla_with_kvcache(
     enable_batch_invariant: bool = False,
     use_legacy: bool = False,
     kv_format: FlashFormat | KvFormat | None = None,
-    descale_q: None = None,
-    descale_k: None = None,
+    descale_q: Given | None = None,
+    descale_k: Given | None = None,
     *,
     out: Result | None = None,
 ) -> tuple[Result, Result]:
@@ -250,12 +251,13 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : [b, s_q, H, 576] or [b, s_q, H, 512] bf16
-        Each head has as many values as a key of the cache. Without `indices` fp16 is taken, too.
+        Each head has as many values as a key of the cache. Without `indices` fp16 is taken, too,
+        and e4m3 beside a cache of e4m3 values.
     k_cache : [pages, block_size, 1, row] float8_e4m3fn, uint8 or int8
-        Rows of 656 bytes for DeepSeek-V3.2, 584 for V4, 528 for V4.1. Pages may be any multiple of
-        16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512] bf16 is taken too, and
-        without `indices` [pages, block_size, h_k, 576 or 512] of the dtype of q: head h reads key
-        head h // (H / h_k), whose first 512 values are its values.
+        Rows of 656 bytes for DeepSeek-V3.2, 584 for V4, 528 for V4.1, 576 or 512 for dense FP8.
+        Pages may be any multiple of 16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512]
+        bf16 is taken too, and without `indices` [pages, block_size, h_k, 576 or 512] of the dtype
+        of q: head h reads key head h // (H / h_k), whose first 512 values are its values.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
         The pages of each request, and its number of tokens with those of q. Not read with
         `indices`, which are slots already.
@@ -292,15 +294,15 @@ def flash_mla_with_kvcache(
     kv_format : "V32", "V32_NO_ROPE", "V4", "V41", "V41_FP4" or a name of this library, optional
         The format of each cache whose rows have that format's size. Other caches go by their size:
         656 bytes are V32, 584 are V4, 528 are V41 and 288 are V41_FP4.
-    descale_q, descale_k : None
-        Scales of dense FP8 decoding.
-    out : [b, s_q, H, 512] of the dtype of q, optional
+    descale_q, descale_k : [1] fp32, optional
+        The scales of q and k_cache, where both are e4m3 and decoding is dense: both, or None for 1.
+    out : [b, s_q, H, 512] of the dtype of q, or bf16 where that is e4m3, optional
         Where the result is written. Its first two dimensions must join to one, which they do when
         b or s_q is 1; heads may be any distance apart.
 
     Returns
     -------
-    out : [b, s_q, H, 512] of the dtype of q
+    out : [b, s_q, H, 512] of the dtype of q, or bf16 where that is e4m3
         The object given as `out`, or a new array.
     lse : [b, H, s_q] fp32
         Natural logarithm; +inf where a query has no keys, and out is 0 there.
@@ -308,7 +310,7 @@ def flash_mla_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        Scales of dense FP8, other head sizes and cache formats, and the errors of
+        Scales beside other arrays, other head sizes and cache formats, and the errors of
         `sparse_mla.sparse_attention`, `sparse_mla.mla_attention` and `sparse_mla.paged_attention`.
 
     Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
@@ -334,10 +336,9 @@ def flash_mla_with_kvcache(
     check_flag(op, "use_legacy", use_legacy)
     num_splits = 1 if enable_batch_invariant else 0
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    if descale_q is not None or descale_k is not None:
-        name = "descale_k" if descale_q is None else "descale_q"
-        raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
     row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
+    is_dense_fp8 = indices is None and row in _BF16_ROWS and has_codes(k_cache) and has_codes(q)
+    check_scales(op, is_dense_fp8, descale_q=descale_q, descale_k=descale_k)
     if indices is None:
         names = "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"
         of_lists = extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
@@ -355,6 +356,8 @@ def flash_mla_with_kvcache(
         found = _find_formats(op, (row, None), kv_format, use_legacy)[0]
         if row is not None and has_heads(q, k_cache):
             return decode_heads(op, q, k_cache, block_table, cache_seqlens, **options)
+        if descale_q is not None:
+            options["q_scale"], options["kv_scale"] = map(without_grad, (descale_q, descale_k))
         rows = join_queries(without_grad(q))
         result, lse = ops._mla_attention_plus_inf(
             rows, k_cache, block_table, cache_seqlens, kv_format=found, **options
@@ -560,7 +563,7 @@ def _check_cache(
             f"{op}: `q` must have {wanted} values a head, as keys of `{name}` have, {_SERVED}, "
             f"got {head_dim}"
         )
-    if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS):
+    if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS or has_codes(cache)):
         raise ValueError(
             f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
             f"got {is_fp8!r}"

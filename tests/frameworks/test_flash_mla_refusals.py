@@ -29,7 +29,6 @@ REFUSED_DECODES = {
     "out turned": ({"out": zeros(2, 3, 16, 512)}, ValueError, "out"),
     "out with a gap": ({"out": zeros(3, 3, 16, 512)[:, 1:]}, ValueError, "out"),
     "out is a list": ({"out": [0]}, TypeError, "out"),
-    "dense FP8": ({"descale_q": zeros(1)}, ValueError, "descale_q"),
     "v of 64": ({"head_dim_v": 64}, ValueError, "head_dim_v"),
     "V4 queries": ({"q": zeros(3, 2, 16, 512)}, ValueError, "q"),
     "V4 cache": ({"k_cache": zeros(2, 64, 1, 584, dtype=np.uint8)}, ValueError, "q"),
@@ -104,13 +103,9 @@ def test_refused_prefill(name):
     assert_error_text(caught.value, PREFILL, [argument])
 
 
-@pytest.mark.parametrize("what", ["q", "k_cache", "descale_q"])
+@pytest.mark.parametrize("what", ["q", "k_cache"])
 def test_refusals_say_what_is_served(what):
-    names = {
-        "q": "V4 queries",
-        "k_cache": "no format's cache",
-        "descale_q": "dense FP8",
-    }
+    names = {"q": "V4 queries", "k_cache": "no format's cache"}
     changes, error, _ = REFUSED_DECODES[names[what]]
     case = Decode(H=16, K=64)
     meta, _ = flash_mla.get_mla_metadata()

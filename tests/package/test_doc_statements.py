@@ -150,8 +150,9 @@ STATED = {
         f"| `head_dim_v`, `d_v` | {LATENT} |",
         f"dense prefill, on every device: bf16 and fp16, D up to {KEYS} and Dv up to {LATENT};",
         f"{KEYS} or {LATENT} bf16 a token, and the FP8 rows",
-        f"rows of {KEYS} e4m3 values",
-        f"must have a last dimension of {ROWS['fp8_ds_mla']} for format fp8_ds_mla",
+        f"a cache of {KEYS} or {LATENT} e4m3 values a token",
+        f"# [b, s_q, H, {KEYS}] e4m3 k_cache, # [pages, block_size, 1, {KEYS}] e4m3",
+        f"beside a cache of {KEYS} bf16, or of {ROWS['fp8_ds_mla']} bytes",
         f"k_cache, # [pages, block_size, 1, {ROWS['fp8_ds_mla']}] FP8",
         f"q, # [b, s_q, H, {KEYS}] bf16 k_cache, # [pages, block_size, 1, {KEYS}] bf16",
         f"q, # [b, s_q, H, {LATENT}] bf16 window_cache, # [pages, {V4.swa_block_size}, 1, "
@@ -229,7 +230,7 @@ STATED = {
         f"at most {_C.get_context_workspace_size(2**20, 256, 64)} tokens",
     ),
     "sparse_mla/ops/cache.py": (
-        f"row = {KEYS} or {LATENT} bf16, {ROWS['fp8_ds_mla']}, {ROWS['fp8_nope']} or "
+        f"row = {KEYS} or {LATENT} bf16, {ROWS['fp8_ds_mla']}, {KEYS}, {ROWS['fp8_nope']} or "
         f"{ROWS['fp8_e4m3']} bytes, written",
         f"rows of {ROWS['fp8_nope']} bytes need the name",
         f"row = {KEY.row_bytes} or {FP4_KEY.row_bytes} bytes, written",
