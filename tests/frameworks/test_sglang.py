@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 import pytest
+import reference as ref
 import sglang_calls as calls
 import sglang_files
 from entry_points import write_entry_point
@@ -17,6 +18,7 @@ from flash_mla_cases import ON_GPU, Decode, Prefill, assert_results
 from helpers import BESIDE_TESTS, assert_same_bits, assert_within_bounds, run_python
 from sglang_files import GROUP, MODULE
 from test_flash_mla_dense import make as make_dense
+from test_flash_mla_fp8 import make as make_fp8
 from test_flash_mla_v4 import Decode as V4Decode
 
 from sparse_mla import flash_mla
@@ -130,10 +132,16 @@ def test_dense_decoding(s_q, wrapper, torch_arrays):
     assert_within_bounds(case.reference(), got)
 
 
-def test_dense_decoding_of_fp8_is_refused_by_name(wrapper, torch_arrays):
-    case, one = make_dense([70, 3], 1), np.ones(1, np.float32)
-    with pytest.raises(ValueError, match="flash_mla_with_kvcache: `descale_q` must be None"):
-        calls.decode_dense(wrapper, torch_arrays, case, descale_q=one, descale_k=one)
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_dense_decoding_of_fp8(s_q, wrapper, torch_arrays):
+    """The same with an e4m3 cache, whose query is cast with the layer's scale of keys."""
+    case = make_fp8([140, 70, 64], s_q, q_scale=0.7, kv_scale=0.7)
+    cache = case.arguments()[1][:, :, None].view(ref.E4M3)
+    scale = np.array([0.7], np.float32)
+    got = calls.decode_dense(
+        wrapper, torch_arrays, case, k_cache=cache, descale_q=scale, descale_k=scale
+    )
+    assert_within_bounds(case.reference(), got)
 
 
 def test_arguments_by_position_are_in_sglang_s_order(wrapper, torch_arrays):

@@ -64,6 +64,14 @@ smla_cuda_attend_mha(const smla_attention_params *params, const smla_cuda_device
 }
 
 smla_status
+smla_cuda_require_part_rows(const smla_attention_params *params, smla_error *error)
+{
+    (void)params;
+    (void)error;
+    return SMLA_OK;
+}
+
+smla_status
 smla_cuda_projection(const smla_projection_params *params, smla_error *error)
 {
     return smla_cuda_status(params->call.op, "a kernel", launch_nothing("project"), error);
