@@ -16,6 +16,7 @@
  *              it. If two such tokens are farther apart, their rows may hold parts of both.
  * Source       reshape_and_cache_flash of vLLM, for the arguments.
  */
+#include "cuda/cache/cache_scale.cuh"
 #include "cuda/cache/cache_slots.cuh"
 #include "cuda/projection/quant_units.cuh"
 
@@ -74,16 +75,12 @@ advance(const heads_walk &walk, lane_unit *at)
     return wraps;
 }
 
-/* Here no scale is moderate that smla_quantize_halves_x4 does not take. */
 __device__ __forceinline__ smla_scale
 load_head_scale(const smla_head_write &part, uint32_t head)
 {
-    constexpr uint32_t MANTISSA = 0x007FFFFFu;
-    smla_scale by = smla_make_scale(
-        part.scale.pointer == nullptr ? part.scale.value
-                                      : __ldg(part.scale.pointer + head * part.scale_stride_head));
-    by.is_moderate = by.is_moderate && (smla_float_bits(by.scale) & MANTISSA) != MANTISSA;
-    return by;
+    return make_cache_scale(part.scale.pointer == nullptr
+                                ? part.scale.value
+                                : __ldg(part.scale.pointer + head * part.scale_stride_head));
 }
 
 /* A unit of rows of TYPE, and what becomes of it. */

@@ -3,6 +3,7 @@
  */
 #pragma once
 
+#include "cuda/cache/cache_scale.cuh"
 #include "cuda/cache/cache_slots.cuh"
 
 namespace {
@@ -85,25 +86,40 @@ choose_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], float kv_sca
     if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
 #pragma unroll
         for (int i = 0; i < given_part<TYPE>::STEPS; i++) {
-            scales[i] = smla_make_scale(kv_scale);
+            scales[i] = make_cache_scale(kv_scale);
         }
     } else {
         find_scales<TYPE>(pairs, scales);
     }
 }
 
+/* Codes of four values by a moderate scale: that of their tile, or in ROWs with RoPE codes one that
+ * the caller gives, of which values may be any multiple. */
+template <int ROW>
+__device__ __forceinline__ uint32_t
+quantize_x4(const uint32_t pairs[2], const smla_scale &by)
+{
+    if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+        const float x[4] = {smla_low_bf16(pairs[0]), smla_high_bf16(pairs[0]),
+                            smla_low_bf16(pairs[1]), smla_high_bf16(pairs[1])};
+        return smla_quantize_halves_x4(x, smla_signs_of_bf16(pairs), by);
+    }
+    return smla_quantize_moderate_bf16x4(pairs, by);
+}
+
 /* Stores a lane's two RoPE values as codes. */
+template <int ROW>
 __device__ __forceinline__ void
 store_rope_codes(uint32_t pair, const smla_scale &scale, uint8_t *to)
 {
     const uint32_t pairs[2] = {pair, 0};
     const uint32_t codes = scale.is_moderate
-                               ? smla_quantize_moderate_bf16x4(pairs, scale)
+                               ? quantize_x4<ROW>(pairs, scale)
                                : smla_quantize_rare_bf16x4(pairs[0], pairs[1], scale.scale);
     ((uint16_t *)to)[lane_idx()] = (uint16_t)codes;
 }
 
-template <int TYPE>
+template <int TYPE, int ROW>
 __device__ __forceinline__ void
 quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_scale *scales,
                uint32_t (*bytes)[given_part<TYPE>::COUNT / 4])
@@ -119,7 +135,7 @@ quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_
         for (int i = 0; i < layout::STEPS; i++) {
 #pragma unroll
             for (int k = 0; k < layout::COUNT / 4; k++) {
-                bytes[i][k] = smla_quantize_moderate_bf16x4(pairs[i] + 2 * k, scales[i]);
+                bytes[i][k] = quantize_x4<ROW>(pairs[i] + 2 * k, scales[i]);
             }
         }
         return;
@@ -177,13 +193,13 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, float kv_s
         smla_scale scales[layout::STEPS];
         uint32_t bytes[layout::STEPS][layout::COUNT / 4];
         choose_scales<TYPE, ROW>(pairs, kv_scale, scales);
-        quantize_token<TYPE>(pairs, scales, bytes);
+        quantize_token<TYPE, ROW>(pairs, scales, bytes);
 #pragma unroll
         for (int i = 0; i < layout::STEPS; i++) {
             smla_store_words<OUT_BYTES, true>(nope + i * OUT_BYTES * SMLA_WARP_LANES, bytes[i]);
         }
         if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
-            store_rope_codes(rope, scales[0], row + offsets.rope);
+            store_rope_codes<ROW>(rope, scales[0], row + offsets.rope);
             return;
         }
         store_scales<TYPE>(scales, (float *)(row + offsets.scale));
