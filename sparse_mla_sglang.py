@@ -1,8 +1,7 @@
 """What SGLang runs at the start of each of its processes: the entry point of pyproject.toml.
 
-Three functions of SGLang's module of FlashMLA become ours, by SGLang's own registry of hooks. The
-registry imports what it changes, and that module loads FlashMLA's kernels. So the hooks wait until
-SGLang imports the module, and an engine that runs another backend pays for this file alone.
+Three functions of SGLang's module of FlashMLA become ours, by SGLang's registry of hooks, when it
+imports the module. Until then a process pays for this file alone, not for FlashMLA's kernels.
 """
 
 import functools
@@ -55,7 +54,8 @@ def replace(module: Any) -> None:
         hooks[target] = functools.partial(_call, functools.partial(ours, flash_mla), names)
     for target, hook in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType.REPLACE, source=source)
-    if registry._current_plugin_source.get() is None:  # else SGLang applies all plugins' hooks
+    loading = getattr(registry, "_current_plugin_source", None)
+    if loading is None or loading.get() is None:  # else SGLang applies all plugins' hooks
         registry.HookRegistry.apply_hooks()
 
 

@@ -269,6 +269,16 @@ CHANGES = {
 }  # fmt: skip
 
 
+def test_a_registry_without_its_private_name(run):
+    """Of which the plugin asks whether SGLang is loading plugins."""
+    script = f"""
+from sglang.srt.plugins import hook_registry
+load_plugins()
+del hook_registry._current_plugin_source
+{SHOW}"""
+    assert run(script).stdout.splitlines() == OURS
+
+
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize(
     "order", ["load_plugins(); import MODULE", "import MODULE; load_plugins()"]
