@@ -25,7 +25,7 @@ take_part(const paged_args &args, int64_t *item)
 
 /* The keys of a part; none where the request has fewer parts. */
 __device__ __forceinline__ varlen_limits
-find_part(const paged_args &args, const smla_kv_request &request, int32_t part)
+find_part_keys(const paged_args &args, const smla_kv_request &request, int32_t part)
 {
     const int64_t keys = smla_count_own(&args.p.visible.rule.share, request.num_keys);
     const int64_t worth = smla_clamp_int64(keys / PART_KEYS, 1, args.num_parts);

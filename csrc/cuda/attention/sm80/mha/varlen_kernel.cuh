@@ -74,7 +74,7 @@ start_tile(const Args &args, const varlen_tile &tile, memory_of<Shape, Args> *sh
     bring_queries<Shape, HALF>(args.q, args, tile, ptx_shared_address(shared->queries));
     varlen_limits part = {0, UINT32_MAX};
     if constexpr (IS_PAGED<Args>) {
-        part = find_part(args, tile.request, tile.part);
+        part = find_part_keys(args, tile.request, tile.part);
     }
     store_limits<Shape>(args, tile, part, shared->limits);
     if (threadIdx.x == 0) {
