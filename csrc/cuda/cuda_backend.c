@@ -230,7 +230,7 @@ attend(const smla_attention_params *p, smla_error *error)
         (has_heads && p->visible.reqs.num_reqs == 0 && !smla_has_padding(&p->padding))) {
         return SMLA_OK;
     }
-    SMLA_TRY(has_heads ? smla_cuda_require_part_rows(p, error) : SMLA_OK);
+    SMLA_TRY(smla_cuda_require_part_rows(p, error));
     SMLA_TRY(begin_call(&p->call, &call, error));
     return has_heads ? end_launch(&call, smla_cuda_attend_mha(p, call.device), error)
                      : end_call(&call, smla_cuda_attend_lists(p, error), error);

@@ -3,6 +3,7 @@
  * fp32 rows of its own; then these are merged. So one long request is work for all threads. Parts
  * depend on a request's numbers of keys and rows alone, and no thread count changes a bit.
  */
+#include "core/attention/merge_rows.h"
 #include "cpu/attention/mha.h"
 #include "cpu/isa.h"
 
@@ -207,26 +208,14 @@ merge_tile(const smla_attention_work *work, int64_t number)
 {
     const part_tile *const of = &((const part_group *)work->cut)->tiles[number];
     const smla_attention_params *const params = work->params;
-    const smla_results *const results = &params->results;
+    const smla_merge_rows merged = smla_merge_rows_of(params);
     const int64_t group = smla_mha_group(params);
-    const int64_t value_dim = params->kv.value_dim;
-    const smla_merge_rows merged = {
-        .value_dim = value_dim,
-        .type = SMLA_FLOAT_FP32,
-        .out_type = results->out_type,
-        .sinks = params->logits.sinks,
-        .out = results->out,
-        .out_stride_token = results->out_stride_token,
-        .out_stride_head = results->out_stride_head,
-        .lse = results->lse,
-        .lse_stride_token = results->lse_stride_token,
-        .lse_stride_head = results->lse_stride_head,
-    };
     for (int row = 0; row < of->tile.num_rows; row++) {
         smla_merge_part parts[SMLA_MAX_PARTS];
         for (int part = 0; part < of->num_parts; part++) {
             const int64_t at = (int64_t)part * of->tile.num_rows + row;
-            parts[part] = (smla_merge_part){.out = of->out + at * value_dim, .lse = of->lse + at};
+            parts[part] =
+                (smla_merge_part){.out = of->out + at * merged.value_dim, .lse = of->lse + at};
         }
         smla_cpu_merge_row(work->isa->norm, &merged, parts, of->num_parts,
                            of->tile.first_token + row / group, of->tile.first_head + row % group);

@@ -7,6 +7,7 @@
  */
 #pragma once
 
+#include "core/attention/merge_rows.h"
 #include "cuda/attention/partials/part_rows.h"
 #include "cuda/attention/sm80/mha/varlen_tiles.cuh"
 
@@ -92,18 +93,8 @@ merge_parts(const smla_attention_params &p, const paged_args &args)
     smla_merge_partials_params merge = {};
     merge.call = p.call;
     merge.num_parts = args.num_parts;
+    merge.rows = smla_merge_rows_of(&p);
     merge.rows.num_tokens = most_tokens < reqs.num_tokens ? most_tokens : reqs.num_tokens;
-    merge.rows.num_heads = p.queries.num_heads;
-    merge.rows.value_dim = p.kv.value_dim;
-    merge.rows.type = SMLA_FLOAT_FP32;
-    merge.rows.out_type = (smla_float_type)p.results.out_type;
-    merge.rows.sinks = p.logits.sinks;
-    merge.rows.out = p.results.out;
-    merge.rows.out_stride_token = p.results.out_stride_token;
-    merge.rows.out_stride_head = p.results.out_stride_head;
-    merge.rows.lse = p.results.lse;
-    merge.rows.lse_stride_token = p.results.lse_stride_token;
-    merge.rows.lse_stride_head = p.results.lse_stride_head;
     for (int32_t i = 0; i < args.num_parts; i++) {
         const int64_t first = i * args.part_tokens;
         merge.parts[i].out = (float *)parts.out + first * parts.out_stride_token;

@@ -371,17 +371,15 @@ launch_shape(const smla_attention_params &p)
     constexpr int bytes = (int)sizeof(memory_of<Shape, Args>);
     static_assert(bytes <= 99 << 10, "sm_86, 89 and 120 have 99 KiB");
     Args args = make_args<Shape, Args>(p);
-    int32_t num_parts = 1;
     if constexpr (IS_PAGED<Args>) {
         const int64_t num_sms = smla_cuda_find_device(p.call.stream.device_id)->num_sms;
-        num_parts = count_parts(p, args.num_items, MIN_CTAS_PER_SM * num_sms);
-        cut_keys(p, num_parts, &args);
+        cut_keys(p, count_parts(p, args.num_items, MIN_CTAS_PER_SM * num_sms), &args);
     }
     const cudaError_t code =
         smla_launch_large<attend_varlen<Shape, HALF, Args>>(args, args.num_items, CTA_THREADS,
                                                             bytes, p.call.stream);
     if constexpr (IS_PAGED<Args>) {
-        return code == cudaSuccess && num_parts > 1 ? merge_parts(p, args) : code;
+        return code == cudaSuccess && args.num_parts > 1 ? merge_parts(p, args) : code;
     }
     return code;
 }
