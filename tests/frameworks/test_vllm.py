@@ -21,6 +21,7 @@ import reference as ref
 from entry_points import write_entry_point
 from helpers import assert_same_bits
 from library import sparse_mla
+from vllm_layers import impl_options
 
 pytestmark = pytest.mark.vllm
 
@@ -218,29 +219,13 @@ def engine_of(vllm, *, num_heads, fp8, speculative=None, **given):
 
 
 def make_impl(vllm, *, num_heads=16, fp8=True, **given):
-    """As vLLM's MLAAttention makes it, by names."""
     options = {
         "num_heads": num_heads,
-        "head_size": 576,
-        "scale": engine.SCALE,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
         "kv_cache_dtype": "fp8_ds_mla" if fp8 else "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "qk_head_dim": 192,
-        "v_head_dim": 128,
-        "kv_b_proj": None,
         "indexer": None,
         "topk_indices_buffer": None,
     }
-    return vllm.ours.SparseMLAImpl(**options | given)
+    return vllm.ours.SparseMLAImpl(**impl_options(**options | given))
 
 
 def common_of(vllm, batch, **changes):

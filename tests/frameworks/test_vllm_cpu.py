@@ -13,6 +13,7 @@ import pytest
 import vllm_models as models
 from entry_points import write_entry_point
 from helpers import assert_same_bits
+from vllm_layers import impl_options
 
 pytestmark = pytest.mark.vllm
 
@@ -336,7 +337,6 @@ def test_what_the_indexer_knows_of_tokens(vllm):
 
 
 def make_dense(vllm, kv_cache_dtype, num_heads=4, **changes):
-    """As vLLM's MLAAttention makes it, by names."""
     engine = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=192),
@@ -345,26 +345,13 @@ def make_dense(vllm, kv_cache_dtype, num_heads=4, **changes):
     weight = vllm.torch.randn(num_heads * 256, 512).bfloat16() / 16
     options = {
         "num_heads": num_heads,
-        "head_size": 576,
         "scale": 0.1,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
         "kv_cache_dtype": kv_cache_dtype,
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "qk_head_dim": 192,
-        "v_head_dim": 128,
         "kv_b_proj": SimpleNamespace(weight=weight),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm.config, "_current_vllm_config", engine)
-        return vllm.dense.DenseMLAImpl(**options | changes)
+        return vllm.dense.DenseMLAImpl(**impl_options(**options | changes))
 
 
 def run_fp8(vllm, scale):
