@@ -49,10 +49,11 @@ KvFormat = Literal[
     "fp8_v41_split",
     "fp4_v41_split",
     "fp8_nope",
+    "fp8_token",
     "fp8_index",
     "mxfp4_index",
 ]
-ConcatFormat = Literal["auto", "bfloat16", "fp8_ds_mla", "fp8_e4m3", "fp8_nope"]
+ConcatFormat = Literal["auto", "bfloat16", "fp8_ds_mla", "fp8_e4m3", "fp8_nope", "fp8_token"]
 RopeFormat = Literal["auto", "bfloat16", "fp8_ds_mla"]  # those of rows with RoPE values, too
 IndexFormat = Literal["fp8_index", "mxfp4_index"]
 ScaleLayout = Literal["fp32", "ue8m0x4"]

@@ -23,6 +23,8 @@
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
  *
+ * fp8_token, 656 bytes: fp8_ds_mla whose four scales are one, that of all 512 values
+ *
  * fp8_v4, 584 bytes, of which 576 and 8 lie apart (split pages, see below)
  *   data   0                                    448             576
  *          +-------------------------------------+---------------+
@@ -122,7 +124,8 @@ typedef enum smla_page_layout {
     X(SMLA_ROW_FP8_V41_SPLIT) \
     X(SMLA_ROW_FP4_V41)       \
     X(SMLA_ROW_FP4_V41_SPLIT) \
-    X(SMLA_ROW_FP8_NOPE)
+    X(SMLA_ROW_FP8_NOPE)      \
+    X(SMLA_ROW_FP8_TOKEN)
 
 #define SMLA_NAME_KV_ROW(number) number,
 typedef enum smla_kv_row_number {
@@ -143,7 +146,8 @@ typedef uint32_t smla_kv_set;
 #define SMLA_KV_CONCAT                                                     \
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
      SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA) | SMLA_KV_SET(SMLA_ROW_FP8_E4M3) |   \
-     SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
+     SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE) | \
+     SMLA_KV_SET(SMLA_ROW_FP8_TOKEN))
 
 /* Entries that attention serves in the main list. A new format is in no set of its own accord: its
  * author adds it where the kernels can read it. */
@@ -153,6 +157,9 @@ typedef uint32_t smla_kv_set;
      SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576) | \
      SMLA_KV_SET(SMLA_ROW_FP8_V41) | SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | \
      SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
+
+/* Entries that dense attention serves. */
+#define SMLA_KV_DENSE (SMLA_KV_ATTENTION | SMLA_KV_SET(SMLA_ROW_FP8_TOKEN))
 
 /* Entries that attention serves in the extra list: all but keys of the indexer. */
 #define SMLA_KV_EXTRA \
@@ -181,6 +188,9 @@ typedef struct smla_kv_format_info {
     int32_t rope_offset;  /* bytes */
     /* Scales that are powers of two are those of an amax of at least this. 0: other scales. */
     float least_amax;
+    /* All scales of a row are equal. Such rows are rows of fp8_ds_mla as well: they are read as
+     * those (smla_row_as_read), and only their name tells which are written. */
+    bool has_one_scale;
 } smla_kv_format_info;
 
 #ifdef __cplusplus
@@ -209,7 +219,8 @@ static const
          .scale_tile = 0,
          .scale_offset = 0,
          .rope_offset = 1024,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_BFLOAT16_512,
          .format = SMLA_KV_BFLOAT16,
          .name = "bfloat16",
@@ -230,7 +241,8 @@ static const
          .scale_tile = 0,
          .scale_offset = 0,
          .rope_offset = 1024,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_DS_MLA,
          .format = SMLA_KV_FP8_DS_MLA,
          .name = "fp8_ds_mla",
@@ -251,7 +263,8 @@ static const
          .scale_tile = 128,
          .scale_offset = 512,
          .rope_offset = 528,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_V4,
          .format = SMLA_KV_FP8_V4,
          .name = "fp8_v4",
@@ -272,7 +285,8 @@ static const
          .scale_tile = 64,
          .scale_offset = 0,
          .rope_offset = 448,
-         .least_amax = 1e-4f},
+         .least_amax = 1e-4f,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_E4M3,
          .format = SMLA_KV_FP8_E4M3,
          .name = "fp8_e4m3",
@@ -293,7 +307,8 @@ static const
          .scale_tile = 0,
          .scale_offset = 0,
          .rope_offset = 512,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_E4M3_576,
          .format = SMLA_KV_FP8_E4M3,
          .name = "fp8_e4m3",
@@ -314,7 +329,8 @@ static const
          .scale_tile = 0,
          .scale_offset = 0,
          .rope_offset = 512,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_INDEX,
          .format = SMLA_KV_FP8_INDEX,
          .name = "fp8_index",
@@ -335,7 +351,8 @@ static const
          .scale_tile = 128,
          .scale_offset = 0,
          .rope_offset = 128,
-         .least_amax = 1e-4f},
+         .least_amax = 1e-4f,
+         .has_one_scale = false},
         {.number = SMLA_ROW_MXFP4_INDEX,
          .format = SMLA_KV_MXFP4_INDEX,
          .name = "mxfp4_index",
@@ -356,7 +373,8 @@ static const
          .scale_tile = 32,
          .scale_offset = 0,
          .rope_offset = 64,
-         .least_amax = 6 * 0x1p-126f},
+         .least_amax = 6 * 0x1p-126f,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_V41,
          .format = SMLA_KV_FP8_V41,
          .name = "fp8_v41",
@@ -377,7 +395,8 @@ static const
          .scale_tile = 32,
          .scale_offset = 512,
          .rope_offset = 528,
-         .least_amax = 1e-4f},
+         .least_amax = 1e-4f,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_V41_SPLIT,
          .format = SMLA_KV_FP8_V41_SPLIT,
          .name = "fp8_v41_split",
@@ -398,7 +417,8 @@ static const
          .scale_tile = 32,
          .scale_offset = 0,
          .rope_offset = 512,
-         .least_amax = 1e-4f},
+         .least_amax = 1e-4f,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP4_V41,
          .format = SMLA_KV_FP4_V41,
          .name = "fp4_v41",
@@ -419,7 +439,8 @@ static const
          .scale_tile = 16,
          .scale_offset = 256,
          .rope_offset = 288,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP4_V41_SPLIT,
          .format = SMLA_KV_FP4_V41_SPLIT,
          .name = "fp4_v41_split",
@@ -440,7 +461,8 @@ static const
          .scale_tile = 16,
          .scale_offset = 0,
          .rope_offset = 256,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
         {.number = SMLA_ROW_FP8_NOPE,
          .format = SMLA_KV_FP8_NOPE,
          .name = "fp8_nope",
@@ -461,7 +483,30 @@ static const
          .scale_tile = 128,
          .scale_offset = 512,
          .rope_offset = 528,
-         .least_amax = 0},
+         .least_amax = 0,
+         .has_one_scale = false},
+        {.number = SMLA_ROW_FP8_TOKEN,
+         .format = SMLA_KV_FP8_TOKEN,
+         .name = "fp8_token",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_FP32,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 576,
+         .nope_dim = 512,
+         .rope_dim = 64,
+         .value_dim = 512,
+         .row_bytes = 656,
+         .data_bytes = 640,
+         .scale_bytes = 16,
+         .row_elements = 656,
+         .alignment = 16,
+         .num_scales = 4,
+         .scale_tile = 128,
+         .scale_offset = 512,
+         .rope_offset = 528,
+         .least_amax = 0,
+         .has_one_scale = true},
 };
 
 /* Whether the RoPE values of a row are codes, too: one scale of the cache counts for all values. */
@@ -521,6 +566,13 @@ template <int NUMBER> struct smla_row {
     static constexpr int ROPE_OFFSET = INFO.rope_offset;
 };
 #endif
+
+/* The table entry by which a row is read. */
+static inline const smla_kv_format_info *
+smla_row_as_read(const smla_kv_format_info *row)
+{
+    return row->has_one_scale ? &smla_kv_formats[SMLA_ROW_FP8_DS_MLA] : row;
+}
 
 /* The table entry of a format for keys of `head_dim` values, among `rows`; NULL if none is. */
 static inline const smla_kv_format_info *

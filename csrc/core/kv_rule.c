@@ -6,8 +6,8 @@
 
 /* ---- Wording ------------------------------------------------------------------------------- */
 
-/* Describes table entries, grouped by dtype: "bfloat16 (576 or 512 values a token), or uint8, int8
- * or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
+/* Describes table entries that need no name, grouped by dtype: "bfloat16 (576 or 512 values a
+ * token), or uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
 static smla_text
 describe_rows(smla_kv_set rows)
 {
@@ -15,7 +15,7 @@ describe_rows(smla_kv_set rows)
     const smla_kv_format_info *last = NULL;
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
-        if ((rows & SMLA_KV_SET(i)) == 0) {
+        if ((rows & SMLA_KV_SET(i)) == 0 || row->has_one_scale) {
             continue;
         }
         const bool is_named =
@@ -56,6 +56,14 @@ describe_names(smla_kv_set rows, const char *quote)
 
 /* ---- Formats ------------------------------------------------------------------------------- */
 
+/* Whether an entry is the wanted one. Where none is named, rows that are read as those of another
+ * entry are taken for those. */
+static bool
+is_wanted(const smla_kv_format_info *row, int32_t kv_format)
+{
+    return kv_format == SMLA_KV_INFER ? !row->has_one_scale : (int32_t)row->format == kv_format;
+}
+
 /* The table entries that fit a dtype and a last dimension; 0 stands for any last dimension. */
 static smla_kv_set
 find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
@@ -65,8 +73,7 @@ find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         if ((row_elements == row->row_elements || row_elements == 0) &&
-            (row->dtypes & dtype) != 0 &&
-            (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format)) {
+            (row->dtypes & dtype) != 0 && is_wanted(row, kv_format)) {
             rows |= SMLA_KV_SET(i);
         }
     }
@@ -372,6 +379,9 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
             "`%s` must have page and token strides in multiples of %lld bytes, got %lld and %lld",
             name, (long long)alignment, (long long)view->page_stride_bytes,
             (long long)view->token_stride_bytes);
+    }
+    if ((rule->flags & SMLA_RULE_OUTPUT) == 0) {
+        view->format = smla_row_as_read(view->format);
     }
     place_rows(view, rule->tensor);
     return smla_remember(c, name, rule->tensor, range, rule->flags);

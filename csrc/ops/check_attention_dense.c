@@ -205,7 +205,7 @@ smla_check_mla_attention(const smla_mla_attention_args *args, smla_attention_par
     const smla_list_args list = {.cache = {.name = "kv_cache",
                                            .tensor = args->kv_cache,
                                            .kv_format = args->kv_format,
-                                           .formats = SMLA_KV_ATTENTION},
+                                           .formats = SMLA_KV_DENSE},
                                  .kv_scale = SMLA_NAMED(args, kv_scale)};
     smla_checker c;
     smla_open_checker(&c, "mla_attention", error);

@@ -167,8 +167,7 @@ smla_check_rope_and_cache_mla(const smla_rope_and_cache_mla_args *args,
                                                   .kv_format = args->kv_format,
                                                   .stream = args->stream,
                                                   .kv_scale = args->kv_scale};
-    const smla_kv_set formats =
-        SMLA_KV_CONCAT & smla_formats_of_size(SMLA_HEAD_DIM) & ~SMLA_KV_SET(SMLA_ROW_FP8_E4M3_576);
+    const smla_kv_set formats = SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA);
     smla_checker c;
     smla_open_checker(&c, "rope_and_cache_mla", error);
     SMLA_TRY(require_rotation(&c, &rotate, true, &params->queries));

@@ -23,6 +23,7 @@ typedef enum smla_kv_format {
     SMLA_KV_FP4_V41 = 9,        /* 512 e2m1, 32 e4m3 scales, 288 bytes */
     SMLA_KV_FP4_V41_SPLIT = 10, /* the same in split pages */
     SMLA_KV_FP8_NOPE = 11,      /* 512 e4m3, 4 fp32 scales, 528 bytes */
+    SMLA_KV_FP8_TOKEN = 12,     /* FP8_DS_MLA with one scale for the token, written 4 times */
 } smla_kv_format;
 
 /* A scale: one fp32 on the device, or else a number, which is 1 if it is left out. */
@@ -33,7 +34,8 @@ typedef struct smla_scale_arg {
 
 /* Writes one token per entry of slot_mapping. Negative slots are skipped. A slot past the end is an
  * error on the CPU, and is skipped on CUDA. Formats are bfloat16 and fp8_e4m3 of 576 or 512 values,
- * fp8_ds_mla and fp8_nope. FP8 rows of 512 values have the bytes of quantize_and_insert_k_cache. */
+ * fp8_ds_mla, fp8_token and fp8_nope. FP8 rows of 512 values have the bytes of
+ * quantize_and_insert_k_cache. */
 typedef struct smla_concat_and_cache_mla_args {
     size_t struct_size;
     const DLTensor *kv_c;         /* [>= T, 512] bf16 | fp16 | fp32 */

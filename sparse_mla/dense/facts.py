@@ -67,7 +67,7 @@ class Backend(SparseBackend):
         Returns
         -------
         (num_blocks, block_size, row): a row is `head_size` bf16; for the formats of bytes it is 656
-        uint8 for "fp8_ds_mla", 576 or 512 for "fp8_e4m3" and 528 for "fp8_nope".
+        uint8 for "fp8_ds_mla" and "fp8_token", 576 or 512 for "fp8_e4m3" and 528 for "fp8_nope".
 
         Raises
         ------

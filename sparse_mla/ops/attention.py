@@ -372,7 +372,8 @@ def mla_attention(
         may be e4m3, as float8_e4m3fn or as its bytes, uint8, if it has 512 values or the cache is
         "fp8_e4m3".
     kv_cache : [pages, block_size, row]
-        Keys of any format that `sparse_attention` takes as `kv_cache`, in pages of any size.
+        Keys of any format that `sparse_attention` takes as `kv_cache`, or of "fp8_token", in pages
+        of any size.
     block_table : [>= B, W] int32, or None
         The pages of each request, in its order. An entry that is negative or past the cache hides
         its keys, and so does the end of the row.

@@ -51,8 +51,9 @@ def concat_and_cache_mla(
     The latent and the RoPE part are two arrays; `quantize_and_insert_k_cache` writes whole keys.
     The value is rounded to bf16 first. An fp8_ds_mla row stores, for each tile of 128 values,
     scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16. An
-    fp8_e4m3 row of 576 values stores e4m3(x / kv_scale) of both parts. Rows of 512 values without
-    RoPE, of formats "fp8_e4m3" and "fp8_nope", are those of `quantize_and_insert_k_cache`.
+    fp8_token row is the same with one scale for all 512 values, written four times. An fp8_e4m3 row
+    of 576 values stores e4m3(x / kv_scale) of both parts. Rows of 512 values without RoPE, of
+    formats "fp8_e4m3" and "fp8_nope", are those of `quantize_and_insert_k_cache`.
 
     Parameters
     ----------
@@ -67,9 +68,10 @@ def concat_and_cache_mla(
         ValueError on the CPU, before anything is written; on CUDA its token is skipped.
     kv_scale : float, or one fp32, default 1.0
         The scale of an "fp8_e4m3" cache, which its values are divided by.
-    kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla", "fp8_e4m3", "fp8_nope" or None
+    kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla", "fp8_e4m3", "fp8_nope", "fp8_token", None
         None takes the format from the cache's dtype and last dimension; rows of 528 bytes need the
-        name "fp8_nope". `kv_format` is the same option.
+        name "fp8_nope", and rows of 656 bytes are "fp8_token" by name alone. `kv_format` is the
+        same option.
     stream : int handle or stream object, optional
 
     Returns

@@ -42,8 +42,9 @@ class Config:
     interleaved : bool
         Pairs of RoPE: neighbours, or with False the halves of a head.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
-        Also "fp8_e4m3" (576 bytes, and `kv_scale` of the layer). Without RoPE: 512 bf16, "fp8_e4m3"
-        (512 bytes) or "fp8_nope" (528 bytes). `kv_format` is the same option and attribute.
+        Also "fp8_token" (656 bytes, one scale a token) and "fp8_e4m3" (576 bytes, and `kv_scale` of
+        the layer). Without RoPE: 512 bf16, "fp8_e4m3" (512 bytes) or "fp8_nope" (528 bytes).
+        `kv_format` is the same option and attribute.
     block_size : int
         Tokens per page.
     max_num_seqs, max_num_batched_tokens, max_model_len : int

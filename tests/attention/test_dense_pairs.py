@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference as ref
-from dense_cases import LAYOUTS, MAIN_FORMATS, Dense, Mask, has_rope, takes_e4m3
+from dense_cases import DENSE_FORMATS, LAYOUTS, TOKEN, Dense, Mask, has_rope, takes_e4m3
 from device import NAME
 from helpers import assert_within_bounds
 from library import package, sparse_mla
@@ -56,7 +56,7 @@ def give_results(spy, arguments, options, shape, width, dtype, out, lse, flat=No
 # --- mla_attention -------------------------------------------------------------------------------
 
 MLA = MASKS | {
-    "fmt": MAIN_FORMATS,
+    "fmt": DENSE_FORMATS,
     "batch": [*BATCHES],
     "heads": [1, 5, 17],
     "block_size": [1, 16, 64],
@@ -155,7 +155,8 @@ def test_bounds_above_the_batch_s_lengths_change_no_bit(name, above):
 
 def test_every_named_format_is_known():
     """The tables above have every format that a cache of keys may have."""
-    assert {name for name in MAIN_FORMATS if name not in ALL_FORMATS} == {"bf16", "fp8"}
+    named = {name for name in DENSE_FORMATS if name not in ALL_FORMATS}
+    assert named == {"bf16", "fp8", TOKEN}
 
 
 def test_strided_rows_are_those_of_the_table():

@@ -16,7 +16,7 @@ from library import sparse_mla
 attend = sparse_mla.mla_attention
 FORMATS = [
     *("bf16", "bf16_512", "fp8", "fp8_nope", "fp8_e4m3", "fp8_e4m3_576"),
-    *("fp8_v4", "fp8_v41", "fp8_v41_split"),
+    *("fp8_v4", "fp8_v41", "fp8_v41_split", "fp8_token"),
 ]
 
 

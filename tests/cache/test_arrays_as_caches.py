@@ -177,7 +177,7 @@ def test_formats_that_an_operator_does_not_take():
     with refuses(f"indexer_k_quant_and_cache: `k_cache` {TAKES} (fp8_index or mxfp4_index)"):
         sparse_mla.indexer_k_quant_and_cache(k[:, :128], v4, slots)
     who = "concat_and_cache_mla: `kv_cache`"
-    takes = f"{TAKES} (bfloat16 or fp8_ds_mla or fp8_e4m3 or fp8_nope)"
+    takes = f"{TAKES} (bfloat16 or fp8_ds_mla or fp8_e4m3 or fp8_nope or fp8_token)"
     with refuses(f"{who} {takes}, got fp8_v4"):
         sparse_mla.concat_and_cache_mla(k, k[:, :64], v4, slots)
     nope = np.zeros((2, 4, 528), np.uint8)

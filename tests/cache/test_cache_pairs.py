@@ -47,7 +47,7 @@ class Cache:
             self.pages = Pages(key, how, pages=PAGES, block_size=SIZE, seed=seed)
             self.memory, self.array = self.pages.memory, self.pages.cache
             return
-        width, dtype = (656, np.uint8) if self.name == "fp8_ds_mla" else (self.dim, ref.BF16)
+        width, dtype = (656, np.uint8) if self.is_fp8 else (self.dim, ref.BF16)
         gap = 1 if layout == "padded" else 0
         self.memory = np.random.default_rng(seed).integers(
             0, 256, PAGES * (SIZE + gap) * width * np.dtype(dtype).itemsize, dtype=np.uint8
@@ -58,13 +58,17 @@ class Cache:
         self.array = views.get(layout, self.rows)
 
     @property
+    def is_fp8(self) -> bool:
+        return self.name in ("fp8_ds_mla", "fp8_token")
+
+    @property
     def is_bytes(self) -> bool:
         return self.pages is not None and self.pages.layout == "bytes"
 
     def options(self, is_named: bool, *, has_size=True) -> dict:
         """The keywords that name the format, where that is needed or asked for."""
         found = dict(self.pages.options) if self.pages else {}
-        if is_named:
+        if is_named or self.name == "fp8_token":
             found["kv_format"] = self.name
         if not has_size:
             found.pop("block_size", None)
@@ -76,7 +80,8 @@ class Cache:
             scale = float(np.asarray(kv_scale).reshape(()))
             self.pages.put(slots, *self.pages.format.encode(bits, scale))
         else:
-            ref.concat_and_cache_mla(bits[:, :512], bits[:, 512:], self.rows, slots)
+            has_one_scale = self.name == "fp8_token"
+            ref.concat_and_cache_mla(bits[:, :512], bits[:, 512:], self.rows, slots, has_one_scale)
 
     def bf16(self, slots, kv_scale) -> np.ndarray:
         """Keys as patterns of bf16: bf16(code * scale)."""
@@ -84,15 +89,14 @@ class Cache:
             scale = float(np.asarray(kv_scale).reshape(()))
             return ref.bf16_encode(self.pages.values(slots, scale))
         rows = ref.raw_rows(self.rows, slots)
-        return ref.upconvert_rows(rows) if self.name == "fp8_ds_mla" else rows
+        return ref.upconvert_rows(rows) if self.is_fp8 else rows
 
     def fp32(self, slots, kv_scale) -> np.ndarray:
         if self.pages is not None:
             scale = float(np.asarray(kv_scale).reshape(()))
             return self.pages.values(slots, scale)
         rows = ref.raw_rows(self.rows, slots)
-        is_fp8 = self.name == "fp8_ds_mla"
-        return ref.dequantize_rows(rows) if is_fp8 else ref.bf16_decode(rows)
+        return ref.dequantize_rows(rows) if self.is_fp8 else ref.bf16_decode(rows)
 
 
 # --- writers -------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def test_concat_and_cache_mla():
         if row[1] == 512 and no_rope:
             k_pe = None
         options = {} if np.isscalar(kv_scale) and kv_scale == 1 else {"kv_scale": kv_scale}
-        if named or row[0] == "fp8_nope":
+        if named or row[0] in ("fp8_nope", "fp8_token"):
             options["kv_cache_dtype"] = row[0]
         call = lambda: spy(kv_c, k_pe, cache.array, at, **options)  # noqa: E731
         check_written(cache, call, at, ref.to_bf16_bits(keys), kv_scale)

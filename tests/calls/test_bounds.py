@@ -1217,10 +1217,10 @@ def test_a_chunk_is_full_at_the_workspace_not_before():
 def test_names_of_formats(row):
     """All three names are known; names with a letter more or less or in capitals are not."""
     kv = zeros(1, row, dtype=BF16 if row == 576 else U8)
-    good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla",)
+    good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla", "fp8_token")
     for name in (*good, None):
         assert sparse_mla.dequantize_kv_cache(kv, kv_format=name).shape == (1, 576)
-    names = ("auto", "bfloat16", *BYTE_FORMATS)
+    names = ("auto", "bfloat16", *BYTE_FORMATS, "fp8_token")
     known = ", ".join(f'"{name}"' for name in names[:-1]) + f' or "{names[-1]}"'
     for name in names:
         for bad in {name[:-1], name + "x", name.upper(), ""} - {*names}:

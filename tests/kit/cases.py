@@ -59,14 +59,14 @@ def cancel_neighbours(rows: np.ndarray) -> None:
 
 
 def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
-    """Keys [n, 576] as cache rows: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16", and [n, 512]
-    bf16 for "bf16_512", which drops the RoPE part."""
+    """Keys [n, 576] as cache rows: [n, 656] uint8 for "fp8" and "fp8_token", [n, 576] bf16 for
+    "bf16", and [n, 512] bf16 for "bf16_512", which drops the RoPE part."""
     bits = ref.bf16_encode(keys)
     if fmt == "bf16_512":
         return np.ascontiguousarray(bits[:, : ref.V_DIM]).view(ref.BF16)
     if fmt == "bf16":
         return bits.view(ref.BF16)
-    return ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :])
+    return ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :], fmt == "fp8_token")
 
 
 def make_rows(rng, n: int, fmt: str, data: str = "normal") -> np.ndarray:

@@ -18,20 +18,23 @@ from sparse_mla import _C
 
 E4M3 = np.dtype(ref.E4M3)
 KV_SCALE = 0.75
+TOKEN = "fp8_token"  # which dense attention alone takes
 OTHER_NAMES = {
     ("bfloat16", 576): "bf16",
     ("fp8_ds_mla", 576): "fp8",
+    ("fp8_token", 576): TOKEN,
     ("fp8_e4m3", 576): E4M3_576,
 }
-# Every format of keys that the package knows, by the names of `Cache`.
+# Every other format of keys that the package knows, by the names of `Cache`.
 KEY_FORMATS = [
     OTHER_NAMES.get((name, dim), name)
     for name, rows in _C.KV_FORMATS.items()
     for dim in rows.values()
-    if dim >= ref.V_DIM
+    if dim >= ref.V_DIM and name != TOKEN
 ]
 # One cache may have them alone; FP4 rows are those of a second cache.
 MAIN_FORMATS = [name for name in KEY_FORMATS if not name.startswith("fp4")]
+DENSE_FORMATS = [*MAIN_FORMATS, TOKEN]
 LAYOUTS = ("paged", "mqa", "padded", "unpaged")
 
 
@@ -126,7 +129,7 @@ class Cache:
     @property
     def has_scales(self) -> bool:
         if self.split is None:
-            return self.fmt == "fp8"
+            return self.fmt in ("fp8", TOKEN)
         return self.split.format.scales not in ("none", "ue8m0", "e4m3")
 
     @property
@@ -142,7 +145,7 @@ class Cache:
     @property
     def options(self) -> dict:
         if self.split is None:
-            return {}
+            return {"kv_format": self.fmt} if self.fmt == TOKEN else {}
         found = dict(self.split.options)
         return found | ({"kv_scale": self.scale} if self.scale != 1 else {})
 

@@ -172,7 +172,7 @@ class Case:
 
     @property
     def has_scales(self) -> bool:
-        return self.fmt in ("fp8_ds_mla", "fp8_nope")
+        return self.fmt in ("fp8_ds_mla", "fp8_nope", "fp8_token")
 
     @property
     def format(self) -> row_formats.Format | None:
@@ -186,6 +186,8 @@ class Case:
         if self.format is not None:
             bits = random_bf16(rng, slots, self.format.width).view(np.uint16)
             return np.concatenate(self.format.encode(bits, self.kv_scale), 1)
+        if self.fmt == "fp8_token":
+            return cases.encode_keys(rng.normal(size=(slots, 576)).astype(np.float32), self.fmt)
         rows = cases.make_rows(rng, slots, "fp8" if self.fmt == "fp8_ds_mla" else "bf16")
         return rows if self.rope else np.ascontiguousarray(rows[:, :512])
 

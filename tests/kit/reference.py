@@ -158,11 +158,14 @@ def upconvert_rows(rows: np.ndarray) -> np.ndarray:
     return np.concatenate([bf16_encode(dequantize_rows(rows)[:, :V_DIM]), rope], 1)
 
 
-def quantize_rows(kv_c: np.ndarray, k_pe: np.ndarray) -> np.ndarray:
-    """bf16 patterns [n, 512] and [n, 64] -> fp8_ds_mla rows [n, 656], byte for byte."""
+def quantize_rows(kv_c: np.ndarray, k_pe: np.ndarray, has_one_scale=False) -> np.ndarray:
+    """bf16 patterns [n, 512] and [n, 64] -> fp8_ds_mla rows [n, 656], byte for byte; fp8_token rows
+    have one scale."""
     value = bf16_decode(kv_c).reshape(-1, V_DIM // TILE, TILE)
     magnitude = np.where(np.isnan(value), np.float32(0), np.minimum(np.abs(value), FLT_MAX))
     amax = magnitude.max(2, initial=np.float32(0))
+    if has_one_scale:
+        amax = np.broadcast_to(amax.max(1, keepdims=True), amax.shape)
     scale = np.maximum(amax / E4M3_MAX, FLT_MIN).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         codes = e4m3_encode(value / scale[:, :, None]).reshape(-1, V_DIM)
@@ -170,12 +173,14 @@ def quantize_rows(kv_c: np.ndarray, k_pe: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, 1)
 
 
-def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping) -> None:
-    """Writes one token per entry of slot_mapping into kv_cache (any layout); skips slots < 0."""
+def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, has_one_scale=False) -> None:
+    """Writes one token per entry of slot_mapping into kv_cache (any layout); skips slots < 0. FP8
+    rows are those of fp8_ds_mla, or of fp8_token."""
     n = len(slot_mapping)
     latent, rope = to_bf16_bits(kv_c[:n]), to_bf16_bits(k_pe[:n])
     if is_fp8(kv_cache):
-        rows, target = quantize_rows(latent, rope), kv_cache.view(np.uint8)
+        rows = quantize_rows(latent, rope, has_one_scale)
+        target = kv_cache.view(np.uint8)
     else:
         rows, target = np.concatenate([latent, rope], 1), bits16(kv_cache)
     if target.ndim == 4:

@@ -3,6 +3,7 @@ reference of the formats (tests/kit), which tests/cache compares with the librar
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -29,8 +30,9 @@ VALUES, ROPE = ref.V_DIM, ref.ROPE_DIM
 DS_MLA = Format(
     "fp8_ds_mla", ref.HEAD_DIM, VALUES + 2 * ROPE, 16, "e4m3", "any fp32", ref.TILE, ROPE
 )
+TOKEN = dataclasses.replace(DS_MLA, name="fp8_token")  # its scales are four copies of one
 WITH_ROPE = Format("bfloat16", ref.HEAD_DIM, 2 * ref.HEAD_DIM, 0, "bf16", "none")
-ALL = (WITH_ROPE, DS_MLA, *ALL_FORMATS.values())
+ALL = (WITH_ROPE, DS_MLA, TOKEN, *ALL_FORMATS.values())
 
 
 def format_of(name: str) -> Format:
@@ -182,6 +184,8 @@ STATED = (
     f"and {ROPE} RoPE values. For models without RoPE, and for DeepSeek V4, a key has {V4.width}",
     f"in V4 the last {V4.rope} are RoPE values. The keys of an indexer have {INDEX.width} values.",
     f"except for rows of {SHARED[0]} and {SHARED[1]} bytes, which need a name",
+    f"Rows of {DS_MLA.row_bytes} bytes are `fp8_ds_mla` unless they are named `fp8_token`.",
+    f"A row of `fp8_ds_mla` whose {VALUES} NoPE values are one tile:",
     f"but these two and the rows with {ref.HEAD_DIM} values",
     f"for FP8 the strides and the base address are multiples of {V41.alignment} bytes",
     f"a multiple of {V4.alignment} bytes for `fp8_v4`, of {INDEX.alignment} for the indexer's "
@@ -242,10 +246,10 @@ def test_which_formats_the_writers_take():
     """The table's order decides what "the first three" and "the last two" are."""
     names = [name for name, *_ in ROW.findall(section("The cache array"))]
     first = {("bfloat16" if name == "auto" else name) for name in names[:3]}
-    assert set(_C.CONCAT_KV_FORMATS) == first | {"fp8_e4m3", "fp8_nope"}
+    assert set(_C.CONCAT_KV_FORMATS) == first | {"fp8_e4m3", "fp8_nope", "fp8_token"}
     assert names[-2:] == INDEX_FORMATS
     assert (
-        "writes the first three formats, `fp8_e4m3` and `fp8_nope`, "
+        "writes the first three formats, `fp8_e4m3`, `fp8_nope` and `fp8_token`, "
         "`indexer_k_quant_and_cache` the last two"
     ) in WORDS
 

@@ -142,7 +142,7 @@ def test_random_batches(first, path):
 
 @pytest.mark.parametrize("path", ["separate", "mixed"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("fmt", ["bfloat16", "fp8_ds_mla"])
+@pytest.mark.parametrize("fmt", ["bfloat16", "fp8_ds_mla", "fp8_token"])
 def test_schemes(scheme, path, fmt):
     """e4m3 weights are e4m3 again, or bf16 with requantize=False."""
     case = Case([1, 1, 1, 7, 2, 30], [50, 0, 77, 200, 0, 33], fmt=fmt, padding=2, seed=4)

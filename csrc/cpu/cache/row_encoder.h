@@ -95,6 +95,17 @@ fold_tiles(vfloat *best, int count, int tile_lanes)
     }
 }
 
+/* Gives all lanes, one per tile of a row, the largest. Lanes behind the tiles are zero. */
+SMLA_INLINE vfloat
+join_tiles(vfloat best)
+{
+    float largest = best[0];
+    for (int t = 1; t < WIDTH; t++) {
+        largest = largest < best[t] ? best[t] : largest;
+    }
+    return splat(largest);
+}
+
 /* Stores the low byte of each of the first `count` words. */
 SMLA_INLINE void
 store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
@@ -300,7 +311,7 @@ encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint
         if (has_lane(~(amax < most))) { /* or NaN */
             return false;
         }
-        best[t / WIDTH] = amax;
+        best[t / WIDTH] = format->has_one_scale ? join_tiles(amax) : amax;
     }
     choose_scales(format, count, best, factors, words);
     if (has_any_scales(format) && has_lane((best[0] < SMLA_TINY) & ((vint)best[0] != 0))) {
@@ -396,6 +407,7 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     }
     if (format->num_scales != 0) {
         fold_tiles(best, num_quads, tile_lanes);
+        best[0] = format->has_one_scale ? join_tiles(best[0]) : best[0];
         if (has_any_scales(format) && has_lane(best[0] < SMLA_TINY)) {
             lift_small_tiles(format, best, tile_lanes, lanes, x);
         }

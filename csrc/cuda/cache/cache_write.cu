@@ -1,7 +1,8 @@
 /* cache_write.cu: writes tokens into the cache, quantised on the way.
  *
  * Computes     nope, rope -> bf16; fp8_ds_mla: per tile of 128 values of nope
- *              scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale); fp8_e4m3 of 576 values:
+ *              scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale); fp8_token: all 512 values
+ *              are one tile; fp8_e4m3 of 576 values:
  *              byte = e4m3(x / kv_scale), for rope too
  * Shapes       kv_c [T, 512], k_pe [T, 64] bf16, fp16 or fp32, rows any stride apart; slot_mapping
  *              [T] int32 or int64, any stride; a cache row as kv_format.h draws it
@@ -95,6 +96,7 @@ const format_kernels<write_args, 6> write_table[] = {
     serve<SMLA_ROW_BFLOAT16>(),
     serve<SMLA_ROW_BFLOAT16_512>(),
     serve<SMLA_ROW_FP8_E4M3_576>(),
+    serve<SMLA_ROW_FP8_TOKEN>(),
 };
 
 /* The operators differ in their arguments, not in the rows: the format alone chooses the kernel. */

@@ -56,6 +56,13 @@ load_next(const smla_cache_write_params &p, given_pointers *pointers, given_part
     pointers->rope += p.k_pe_stride_token * BYTES;
 }
 
+/* A scale for an amax. A tile that has only NaN has the amax NaN, which counts as 0. */
+__device__ __forceinline__ smla_scale
+make_tile_scale(float amax)
+{
+    return smla_make_scale(smla_scale_of_tile(fminf(fmaxf(amax, 0.0f), FLT_MAX)));
+}
+
 /* Finds the scales of a lane's tiles, one per step. */
 template <int TYPE>
 __device__ __forceinline__ void
@@ -70,23 +77,38 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
                                                     amax);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            /* A tile that has only NaN gets the amax 0. */
-            const float bounded = fminf(fmaxf(amax[j], 0.0f), FLT_MAX);
-            scales[i + j] = smla_make_scale(smla_scale_of_tile(bounded));
+            scales[i + j] = make_tile_scale(amax[j]);
         }
     }
 }
 
-/* The scales of a lane's tiles: one for all of them where it is the cache's. */
+/* The one scale of a token. */
+template <int TYPE>
+__device__ __forceinline__ smla_scale
+find_token_scale(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2])
+{
+    using layout = given_part<TYPE>;
+    uint32_t largest = smla_find_largest<layout::COUNT>(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < layout::STEPS; i++) {
+        largest = smla_max_bf16x2(largest, smla_find_largest<layout::COUNT>(pairs[i]));
+    }
+    float amax[2]; /* the same twice */
+    smla_find_amax_of_tiles<SMLA_WARP_LANES>(largest, largest, amax);
+    return make_tile_scale(amax[0]);
+}
+
+/* The scales of a lane's tiles: one for all of them where it is the token's or the cache's. */
 template <int TYPE, int ROW>
 __device__ __forceinline__ void
 choose_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], float kv_scale,
               smla_scale *scales)
 {
-    if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
+    constexpr bool HAS_ONE_SCALE = smla_row<ROW>::INFO.has_one_scale;
+    if constexpr (smla_row<ROW>::HAS_ROPE_CODES || HAS_ONE_SCALE) {
 #pragma unroll
         for (int i = 0; i < given_part<TYPE>::STEPS; i++) {
-            scales[i] = make_cache_scale(kv_scale);
+            scales[i] = HAS_ONE_SCALE ? find_token_scale<TYPE>(pairs) : make_cache_scale(kv_scale);
         }
     } else {
         find_scales<TYPE>(pairs, scales);

@@ -31,9 +31,11 @@ require_cache(smla_checker *c, dense_layer *d)
                              &(smla_cache_rule){.name = "kv_cache",
                                                 .tensor = a->kv_cache,
                                                 .kv_format = config->kv_format,
-                                                .formats = SMLA_KV_ATTENTION,
+                                                .formats = SMLA_KV_DENSE,
                                                 .flags = SMLA_RULE_OUTPUT},
                              kv));
+    d->written = kv->format;
+    kv->format = smla_row_as_read(kv->format);
     if (kv->format->head_dim != SMLA_KV_LORA_RANK + rope) {
         return smla_fail_value(c->error, op, "`kv_cache` must have keys of %lld values, got %d",
                                (long long)(SMLA_KV_LORA_RANK + rope), (int)kv->format->head_dim);
@@ -264,8 +266,8 @@ write_cache(const dense_layer *d)
 {
     const DLTensor *const slots = &d->builder->slot_mapping.tensor;
     const int64_t tokens = d->layer.step->facts.num_actual_tokens;
-    const smla_cache_write_params params = {
-        .call = smla_call_of_layer(&d->layer, "concat_and_cache_mla", d->cache.format),
+    smla_cache_write_params params = {
+        .call = smla_call_of_layer(&d->layer, "concat_and_cache_mla", d->written),
         .cache_name = "kv_cache",
         .slots_name = "slot_mapping",
         .num_tokens = tokens,
@@ -280,6 +282,7 @@ write_cache(const dense_layer *d)
         .kv = d->cache,
         .kv_scale = d->kv_scale,
     };
+    params.kv.format = d->written;
     return smla_run_concat_and_cache_mla(&d->layer, &params);
 }
 

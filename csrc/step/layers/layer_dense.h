@@ -17,7 +17,8 @@ typedef struct dense_layer {
     const smla_dense_absorbed_forward_args *absorbed;
     const smla_dense_builder *builder;
     int64_t num_absorbed; /* tokens of the absorbed part, which comes first; T on path "mixed" */
-    smla_kv_view cache;
+    smla_kv_view cache;                 /* as it is read */
+    const smla_kv_format_info *written; /* the format of new rows */
     smla_given_scale kv_scale;
 
     /* Queries in their two parts. With absorbed weights q_nope and out are scratch of prefills. */
