@@ -23,6 +23,9 @@ typedef struct smla_attention_shape {
     const smla_kv_format_info *formats[2];
     smla_key_source source; /* a table has lengths on the device: no plan depends on topk */
     unsigned needs;         /* SMLA_NEEDS_ bits, of the kernel */
+    /* Requests of a table that have equally many query tokens, under no mask but causal order and a
+     * window; 0 where it is not so. */
+    int64_t equal_reqs;
     bool explains;          /* the plan says what it lacks, which a log asks for */
     bool covers_tables;     /* the workspace size is enough for tables of this shape, too */
 } smla_attention_shape;

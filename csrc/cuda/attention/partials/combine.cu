@@ -311,7 +311,8 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.max_logits_stride_head = results.max_logits_stride_head;
     launch.has_key_unit = smla_has_key_unit(&params->keys);
     launch.key_scales = key_scales_of(&params->logits);
-    const bool is_dense = smla_is_table(&params->keys);
+    /* Where attention reads lengths itself, nothing has written request ids. */
+    const bool is_dense = smla_is_table(&params->keys) && !params->plan.reads_lengths;
     launch.req_ids = is_dense ? params->keys.lists[0].map.req_id_per_token : NULL;
     return (kernel->leaves_halves
                 ? is_dense ? launch_combine<true, true> : launch_combine<true, false>
