@@ -85,7 +85,7 @@ test_others(void)
     expect_plan(&shape, "sm90_dense_64", 1);
     shape.equal_reqs = 8;
     shape.needs = SMLA_NEEDS_SOFTCAP;
-    expect_plan(&shape, "sm80_bf16_16", 33);
+    expect_plan(&shape, "sm80_bf16_16", 64);
     shape.needs = 0;
     shape.formats[0] = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
     expect_plan(&shape, "sm90_few_512_64", 16);

@@ -351,13 +351,14 @@ static void
 test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
-     * bf16, 576 and 512, and of fp8_ds_mla.
+     * bf16, 576 and 512, few tiles of both, and dense of fp8_ds_mla.
      * sm80: fp8; bf16, 576 and 512; mixed; e4m3 of 576; any of 576; any of 512. Ragged keys: sm90,
      * sm80. Paged keys: sm90, sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "11"
                   "111"
                   "111"
@@ -370,6 +371,7 @@ test_listed(void)
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "11"
                   "111"
                   "000"
@@ -384,6 +386,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "111"
                   "111111"
@@ -395,6 +398,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "111"
@@ -409,6 +413,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "011"
                   "011011"
@@ -420,6 +425,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "011"
@@ -434,6 +440,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "000"
                   "000000"
@@ -445,6 +452,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "000"

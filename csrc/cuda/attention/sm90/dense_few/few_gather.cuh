@@ -139,4 +139,5 @@ gather_blocks(const few_launch &launch, const few_item &item, uint32_t base)
         copy_half<HALF_TILES, Kind::ROPE ? QUERY_TILES : ROPE_TILE>(base, block, parity, is_key,
                                                                     from);
     }
+    ptx_cp_async_wait_all(); /* a thread's copies end before it does */
 }

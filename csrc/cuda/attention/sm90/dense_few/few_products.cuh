@@ -100,9 +100,11 @@ find_logits(float scale_log2, const few_memory *shared, const thread_index &me, 
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Raises the rows' maxima by the block's logits. `rises` gets the factors of sums so far. */
+/* Moves the rows' references, which state->row_max has, to the block's maxima: where a row has had
+ * no key, and where a weight would be above 2^MAX_EXPONENT. So the first maximum has the weight 1
+ * exactly, and sums that a move multiplies hardly count any more. `shrinks` gets their factors. */
 static __device__ __forceinline__ void
-raise_references(const thread_index &me, few_memory *shared, bf16_consumer *state, float rises[2])
+raise_references(const thread_index &me, few_memory *shared, bf16_consumer *state, float shrinks[2])
 {
     const int row = 16 * me.warp + me.row;
     float row_maxima[2] = {-INFINITY, -INFINITY};
@@ -121,16 +123,17 @@ raise_references(const thread_index &me, few_memory *shared, bf16_consumer *stat
         const float other =
             *(const volatile float *)&shared->maxima[me.group ^ 1][row + 8 * piece];
         const float older = state->row_max[piece];
-        const float newer = fmaxf(older, fmaxf(row_maxima[piece], other));
+        const float largest = fmaxf(row_maxima[piece], other);
+        const float newer = largest > older + MAX_EXPONENT ? largest : older;
         state->row_max[piece] = newer;
         state->reference[piece] = newer == -INFINITY ? 0.0f : newer;
-        rises[piece] = ptx_exp2(older - state->reference[piece]);
+        shrinks[piece] = ptx_exp2(older - state->reference[piece]);
     }
 }
 
 /* Logits of the group's keys -> weights, which it stores and adds to its sums. */
 static __device__ __forceinline__ void
-weigh_keys(uint32_t base, const thread_index &me, const float rises[2], bf16_consumer *state)
+weigh_keys(uint32_t base, const thread_index &me, const float shrinks[2], bf16_consumer *state)
 {
     const int row = 16 * me.warp + me.lane % 16;
     float *const weights = state->scores;
@@ -156,8 +159,8 @@ weigh_keys(uint32_t base, const thread_index &me, const float rises[2], bf16_con
         for (int i = 0; i < HALF_SCORES / 4; i++) {
             pairs[i] = weights[4 * i + 2 * piece] + weights[4 * i + 2 * piece + 1];
         }
-        const float older = state->sum[piece] * rises[piece];
-        const float term = sum_values<HALF_SCORES / 4>(pairs) - state->excess[piece] * rises[piece];
+        const float older = state->sum[piece] * shrinks[piece];
+        const float term = sum_values<HALF_SCORES / 4>(pairs) - state->excess[piece] * shrinks[piece];
         state->sum[piece] = older + term;
         state->excess[piece] = (state->sum[piece] - older) - term;
     }
@@ -165,16 +168,16 @@ weigh_keys(uint32_t base, const thread_index &me, const float rises[2], bf16_con
 
 /* ---- Values -------------------------------------------------------------------------------- */
 
-/* out = out * rises + weights * values, for the group's half of the values. */
+/* out = out * shrinks + weights * values, for the group's half of the values. */
 static __device__ __forceinline__ void
-add_half(uint32_t base, const thread_index &me, int block, bool is_first, const float rises[2],
+add_half(uint32_t base, const thread_index &me, int block, bool is_first, const float shrinks[2],
          bf16_consumer *state)
 {
     const uint64_t probs = wgmma_descriptor(FEW_AT(base, probs), 1024, WGMMA_SWIZZLE_128);
     const uint64_t values = wgmma_descriptor_of_tiles(
         FEW_AT(base, keys) + block * BLOCK_BYTES + me.group * HALF_TILES * TILE_BYTES, TILE_BYTES);
-    if (!is_first && __any_sync(0xFFFFFFFFu, rises[0] != 1.0f || rises[1] != 1.0f)) {
-        scale_out(rises, state);
+    if (!is_first && __any_sync(0xFFFFFFFFu, shrinks[0] != 1.0f || shrinks[1] != 1.0f)) {
+        scale_out(shrinks, state);
     }
     wgmma_fence();
 #pragma unroll
@@ -195,7 +198,7 @@ consume_block(const few_launch &launch, int i, int32_t key, const row_limits lim
 {
     const uint32_t base = ptx_shared_address(shared);
     const int block = i % FEW_BLOCKS;
-    float rises[2];
+    float shrinks[2];
     ptx_mbarrier_wait(few_full(base, block, me.group), (uint32_t)i / FEW_BLOCKS & 1);
     score_half<Kind>(base, me, block, state);
     if (me.group == 0 && i > 0) { /* group 1 has multiplied the weights that scores replace */
@@ -203,10 +206,10 @@ consume_block(const few_launch &launch, int i, int32_t key, const row_limits lim
     }
     exchange_scores(base, me, block, state);
     find_logits(launch.scale_log2, shared, me, block, key + KEPT_KEYS * me.group, limits, state);
-    raise_references(me, shared, state, rises);
-    weigh_keys(base, me, rises, state);
+    raise_references(me, shared, state, shrinks);
+    weigh_keys(base, me, shrinks, state);
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    add_half(base, me, block, i == 0, rises, state);
+    add_half(base, me, block, i == 0, shrinks, state);
     ptx_mbarrier_arrive(few_empty(base, block, me.group), true);
 }
