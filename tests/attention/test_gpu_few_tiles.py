@@ -1,6 +1,5 @@
-"""mla_attention by Hopper's kernel for few tiles: queries of requests that have equally many tokens,
-in so few tiles that all of their splits run at once. Which calls it takes is in
-tests/c/test_cuda_few_tiles.c."""
+"""mla_attention by Hopper's kernel for few tiles, where all splits of all tiles run at once. Which
+calls it takes is in tests/c/test_cuda_few_tiles.c."""
 
 from __future__ import annotations
 
@@ -42,11 +41,14 @@ def check(case: Dense) -> dict:
 
 SETUP = """
 import torch, sparse_mla
-def call(count, heads, width, length, **options):
+def call(count, heads, width, length, has_starts=False, **options):
     q = torch.zeros(count, 1, heads, width, dtype=torch.bfloat16, device="cuda")
     cache = torch.zeros(300, 64, width, dtype=torch.bfloat16, device="cuda")
     table = torch.zeros(count, -(-length // 64), dtype=torch.int32, device="cuda")
     lens = torch.full((count,), length, dtype=torch.int32, device="cuda")
+    if has_starts:
+        q = q.flatten(0, 1)
+        options["cu_seqlens_q"] = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     sparse_mla.mla_attention(q, cache, table, lens, softmax_scale=1.0, **options)
 """
 FEW = "attention_few_sm90.cu, 64 heads per CTA"
@@ -55,6 +57,7 @@ CALLS = [
     ("1, 16, 576, 4096", f"{FEW} (tokens 1, splits 64)"),
     ("8, 16, 512, 4096, causal=True", f"{FEW} (tokens 8, splits 16)"),
     ("128, 64, 576, 100, window_size=(64, 0)", f"{FEW} (tokens 128, splits 1)"),
+    ("4, 16, 576, 4096, has_starts=True", f"{FEW} (tokens 4, splits 32)"),
     ("128, 64, 576, 4096", f"{DENSE} (tokens 128, splits 1)"),
     ("8, 16, 576, 4096, attention_chunk=64", f"{DENSE} (tokens 8, splits 1)"),
     ("8, 16, 576, 4096, num_splits=1", f"{DENSE} (tokens 8, splits 1)"),
@@ -80,9 +83,11 @@ def test_ends_of_blocks(length, fmt, heads):
     check(make([length, 4000 - length], heads=heads, fmt=fmt, queries=2, seed=1))
 
 
-@pytest.mark.parametrize("length", [k * BLOCK + d for k in (16, 32, 64, 65, 128) for d in (-1, 0, 1)])
-def test_ends_of_splits(length):
+@pytest.mark.parametrize("blocks", [16, 32, 64, 65, 128])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_ends_of_splits(blocks, beyond):
     """64 splits for one request of 16 heads, 16 for eight."""
+    length = blocks * BLOCK + beyond
     check(make([length], heads=16))
     check(make([length, *[length // 2] * 7], heads=3))
 
@@ -125,6 +130,29 @@ def test_masks(mask, queries):
 
 def test_more_queries_than_keys():
     check(make([2, 0, 1, 70], queries=5, heads=30))
+
+
+QUERIES = [[1] * 6, [2, 0, 1, 4, 0, 1], [0, 0, 3, 0, 0, 0], [0] * 6, [1, 1, 1, 1, 1, 20]]
+
+
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("padding", [0, 1, 5])
+@pytest.mark.parametrize("heads", [16, 40, 128])
+def test_starts_on_the_device(queries, padding, heads):
+    """Results of tokens of no request stay as they are."""
+    lens = [700, 64, 0, 1, 3000, 129]
+    check(Dense(queries, lens, heads=heads, mask=CAUSAL, padding=padding, sink=True))
+    check(Dense(queries, [x // 50 for x in lens], heads=heads, mask=CAUSAL, padding=padding))
+
+
+@pytest.mark.parametrize("count", [31, 32, 33, 100])
+def test_many_requests(count):
+    """A warp looks at 32 requests at a time. One split, and several."""
+    rng = np.random.default_rng(count)
+    queries = [int(x) for x in rng.integers(0, 2, count)]
+    lens = [int(x) for x in rng.integers(0, 400, count)]
+    check(Dense(queries, lens, heads=16, mask=CAUSAL, padding=2))
+    check(Dense([0] * (count - 2) + [1, 1], lens, heads=16, mask=CAUSAL))
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -15,7 +15,7 @@ make_shape(int64_t reqs, int64_t query_len, int64_t heads, int64_t columns)
                                   .topk = columns,
                                   .formats = {&smla_kv_formats[SMLA_ROW_BFLOAT16]},
                                   .source = SMLA_KEYS_TABLE,
-                                  .equal_reqs = reqs};
+                                  .table_reqs = reqs};
 }
 
 static smla_attention_plan
@@ -64,10 +64,57 @@ test_choice(void)
         {67, 1, 65, 100, "sm90_dense_64", 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const smla_attention_shape shape = make_shape(cases[i].reqs, cases[i].query_len,
-                                                      cases[i].heads, cases[i].columns);
+        const smla_attention_shape shape =
+            make_shape(cases[i].reqs, cases[i].query_len, cases[i].heads, cases[i].columns);
         const smla_attention_plan plan = expect_plan(&shape, cases[i].launcher, cases[i].splits);
         EXPECT(plan.reads_lengths);
+    }
+}
+
+/* Where only the device knows the query tokens of requests, there may be more tiles: tokens of no
+ * request have their own. */
+static void
+test_choice_with_starts(void)
+{
+    static const struct {
+        int64_t reqs, tokens, heads, columns;
+        const char *launcher;
+        int splits;
+    } cases[] = {
+        {8, 8, 16, 4096, "sm90_few_64", 16},    /* 8 tiles: no token has more than one */
+        {8, 8, 128, 4096, "sm90_few_64", 8},    /* 16 */
+        {8, 16, 16, 4096, "sm90_few_64", 10},   /* 4 + 9, where requests of equal length have 8 */
+        {1, 4, 16, 4096, "sm90_few_64", 32},    /* 1 + 2: 44 would have two blocks, too */
+        {1, 4, 128, 4096, "sm90_few_64", 16},   /* 8 */
+        {200, 128, 64, 512, "sm90_few_64", 1},  /* 128: most requests have no token */
+        {64, 132, 64, 512, "sm90_few_64", 1},   /* 132 */
+        {64, 133, 64, 512, "sm90_dense_64", 1}, /* 133 */
+        {32, 32, 16, 4096, "sm90_few_64", 4},   /* 32 */
+        {32, 34, 16, 4096, "sm90_dense_64", 1}, /* 34 */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smla_attention_shape shape =
+            make_shape(cases[i].tokens, 1, cases[i].heads, cases[i].columns);
+        shape.table_reqs = cases[i].reqs;
+        shape.has_starts = true;
+        expect_plan(&shape, cases[i].launcher, cases[i].splits);
+    }
+}
+
+/* Whatever the tokens of requests are, no more tiles than that are found, those of no request
+ * included. */
+static void
+test_tiles_with_starts(void)
+{
+    for (int64_t seed = 1; seed < 3000; seed++) {
+        const int64_t heads = 1 + seed * 7 % 128, num_reqs = 1 + seed % 9;
+        int64_t tiles = 0, tokens = 0;
+        for (int64_t req = 0; req <= num_reqs; req++) {
+            const int64_t queries = (seed * (req + 3) * 2654435761 >> 7) % 6;
+            tiles += smla_count_parts(queries * heads, (int64_t)SMLA_TILE_ROWS);
+            tokens += queries;
+        }
+        EXPECT(tiles <= smla_count_few_tiles(tokens, heads, num_reqs, true));
     }
 }
 
@@ -81,9 +128,9 @@ test_others(void)
     shape.num_splits = 16;
     expect_plan(&shape, "sm80_bf16_16", 16);
     shape.num_splits = 0;
-    shape.equal_reqs = 0; /* requests differ in query tokens, or have a mask of another kind */
+    shape.table_reqs = 0; /* a mask of another kind */
     expect_plan(&shape, "sm90_dense_64", 1);
-    shape.equal_reqs = 8;
+    shape.table_reqs = 8;
     shape.needs = SMLA_NEEDS_SOFTCAP;
     expect_plan(&shape, "sm80_bf16_16", 64);
     shape.needs = 0;
@@ -91,7 +138,7 @@ test_others(void)
     expect_plan(&shape, "sm90_few_512_64", 16);
     shape.formats[0] = &smla_kv_formats[SMLA_ROW_FP8_DS_MLA];
     expect_plan(&shape, "sm90_fp8_dense_16", 16);
-    shape.num_tokens = shape.equal_reqs = 0;
+    shape.num_tokens = shape.table_reqs = 0;
     shape.formats[0] = &smla_kv_formats[SMLA_ROW_BFLOAT16];
     expect_plan(&shape, "sm90_dense_64", 1);
 }
@@ -103,9 +150,10 @@ test_bounds(void)
     static const int64_t columns[] = {1, 64, 100, 512, 513, 4096, 131072};
     static const int64_t heads[] = {1, 16, 17, 64, 65, 128};
     for (int64_t reqs = 1; reqs <= 140; reqs++) {
-        for (int i = 0; i < 7 * 6 * 4; i++) {
-            const smla_attention_shape shape =
-                make_shape(reqs, 1 + i / 42, heads[i % 6], columns[i / 6 % 7]);
+        for (int i = 0; i < 7 * 6 * 4 * 2; i++) {
+            smla_attention_shape shape =
+                make_shape(reqs, 1 + i / 42 % 4, heads[i % 6], columns[i / 6 % 7]);
+            shape.has_starts = i >= 7 * 6 * 4;
             const smla_attention_shape most = {.num_tokens = shape.num_tokens,
                                                .num_heads = shape.num_heads,
                                                .topk = shape.topk,
@@ -117,7 +165,9 @@ test_bounds(void)
             EXPECT(plan.workspace_bytes <= smla_cuda_attention_workspace_size(&most));
             if (run->kernel->is_few) {
                 const int64_t rows = shape.num_tokens * shape.num_heads;
-                EXPECT(reqs * smla_count_parts(rows / reqs, SMLA_TILE_ROWS) * run->num_splits <=
+                EXPECT(smla_count_few_tiles(shape.num_tokens, shape.num_heads, reqs,
+                                            shape.has_starts) *
+                           run->num_splits <=
                        h200.num_sms);
                 EXPECT(SMLA_PARTIAL_ALIGN + smla_partial_bytes(rows * run->num_splits) <=
                        plan.workspace_bytes);
@@ -131,6 +181,8 @@ int
 main(void)
 {
     RUN(test_choice);
+    RUN(test_choice_with_starts);
+    RUN(test_tiles_with_starts);
     RUN(test_others);
     RUN(test_bounds);
     return report("test_cuda_few_tiles");

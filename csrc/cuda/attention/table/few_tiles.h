@@ -11,23 +11,38 @@ enum {
     FEW_BLOCK_COST = 2300,   /* time per block, in partial rows that pass L2 meanwhile */
     FEW_COMBINE_COST = 2300, /* time of the combine kernel, without its partial rows */
     FEW_EVEN_SPLITS = 4,     /* with so many splits, a tile takes any number of keys */
-    FEW_BLOCKS = 8,          /* the most blocks per CTA with fewer */
+    FEW_MOST_BLOCKS = 8,     /* the most blocks per CTA with fewer */
 };
+
+/* Tiles of a call; if only the device knows how many tokens a request has, the most that there may
+ * be. Tokens of no request have tiles of their own then, too. */
+static inline int64_t
+smla_count_few_tiles(int64_t num_tokens, int64_t num_heads, int64_t num_reqs, bool has_starts)
+{
+    if (!has_starts) {
+        return num_reqs *
+               smla_count_parts(num_tokens / num_reqs * num_heads, (int64_t)SMLA_TILE_ROWS);
+    }
+    const int64_t starts = num_reqs + 1 < num_tokens ? num_reqs + 1 : num_tokens;
+    const int64_t in_whole = num_tokens * num_heads / SMLA_TILE_ROWS + starts;
+    const int64_t by_token = num_tokens * smla_count_parts(num_heads, (int64_t)SMLA_TILE_ROWS);
+    return by_token < in_whole ? by_token : in_whole;
+}
 
 /* Returns 0 where the call has too many tiles, or too many keys for them. */
 static inline int
 count_few_splits(const smla_cuda_device *device, const smla_attention_shape *shape)
 {
-    if (shape->equal_reqs == 0 || shape->num_tokens == 0) {
+    if (shape->table_reqs == 0 || shape->num_tokens == 0) {
         return 0;
     }
     const int64_t num_rows = shape->num_tokens * shape->num_heads;
-    const int64_t req_rows = num_rows / shape->equal_reqs;
-    const int64_t tiles = shape->equal_reqs * smla_count_parts(req_rows, SMLA_TILE_ROWS);
+    const int64_t tiles = smla_count_few_tiles(shape->num_tokens, shape->num_heads,
+                                               shape->table_reqs, shape->has_starts);
     const int64_t fit = device->num_sms / tiles;
-    const int64_t most = fit < SMLA_MAX_SPLITS ? fit : SMLA_MAX_SPLITS;
+    const int64_t most = fit < (int64_t)SMLA_MAX_SPLITS ? fit : (int64_t)SMLA_MAX_SPLITS;
     const int64_t blocks = smla_count_parts(shape->topk, FEW_KEYS);
-    if (most == 0 || (most < FEW_EVEN_SPLITS && blocks > most * FEW_BLOCKS)) {
+    if (most == 0 || (most < FEW_EVEN_SPLITS && blocks > most * FEW_MOST_BLOCKS)) {
         return 0;
     }
     int64_t least_cost = INT64_MAX;

@@ -3,7 +3,7 @@
  *
  * Computes     as attention_dense_sm90.cu: row i of a request sees keys begin_i to end_i - 1, by
  *              causal order and window (visible.h); no chunks, no shares of ranks
- * Shapes       as attention_dense_sm90.cu; each request has as many query tokens
+ * Shapes       as attention_dense_sm90.cu
  * Shared mem   query   [9][64][128 B]     64 rows; 64 dimensions per tile, 128-byte swizzle
  *              keys    [2][9][64][128 B]  two blocks of 64 cache rows, in the same layout
  *              probs   [64][128 B]        weights of a block; until then, scores of group 0
@@ -27,6 +27,7 @@
  * Source       ours; split-KV decoding (Flash-Decoding)
  */
 #include "cuda/attention/sm90/dense_few/few_products.cuh"
+#include "cuda/attention/table/few_tiles.h"
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
@@ -35,7 +36,7 @@ static __device__ __forceinline__ int64_t
 find_partial_row(const few_launch &launch, const few_item &item, int row)
 {
     const few_place place = find_few_place(launch, item, row);
-    const int64_t part = find_few_token(launch, item, place) * launch.num_splits.divisor;
+    const int64_t part = find_few_token(item, place) * launch.num_splits.divisor;
     return (part + item.split) * launch.heads.divisor + place.head;
 }
 
@@ -48,17 +49,15 @@ finish_few_row(const few_launch &launch, const few_item &item, int row, float ro
     const float unit = ptx_exp2(reference - ceilf(reference)); /* partial rows count by 2^integer */
     if constexpr (Kind::IS_SPLIT) {
         if (writes) {
-            float *const state =
-                launch.partials.state + 2 * find_partial_row(launch, item, row);
+            float *const state = launch.partials.state + 2 * find_partial_row(launch, item, row);
             *(float2 *)state = make_float2(row_max, sum * unit);
         }
         return sum == 0.0f ? 0.0f : unit;
     } else {
         const few_place place = find_few_place(launch, item, row);
         const float sink = softmax_sink(launch.sinks, place.head);
-        return unit * softmax_finish(launch.results, launch.sinks,
-                                     find_few_token(launch, item, place), place.head, row_max,
-                                     sum * unit, sink, writes);
+        return unit * softmax_finish(launch.results, launch.sinks, find_few_token(item, place),
+                                     place.head, row_max, sum * unit, sink, writes);
     }
 }
 
@@ -82,11 +81,11 @@ finish_few_rows(const few_launch &launch, const few_item &item, const thread_ind
     const int row = 16 * me.warp + 8 * is_odd + me.row;
     float factor = 0.0f;
     if (row < item.num_rows) {
-        factor = finish_few_row<Kind>(launch, item, row,
-                                      is_odd ? state.row_max[1] : state.row_max[0],
-                                      is_odd ? state.reference[1] : state.reference[0],
-                                      shared->sums[0][row] + shared->sums[1][row],
-                                      me.group == 0 && me.column < 2);
+        factor =
+            finish_few_row<Kind>(launch, item, row, is_odd ? state.row_max[1] : state.row_max[0],
+                                 is_odd ? state.reference[1] : state.reference[0],
+                                 shared->sums[0][row] + shared->sums[1][row],
+                                 me.group == 0 && me.column < 2);
     }
     factors[0] = __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28);
     factors[1] = __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1);
@@ -124,7 +123,7 @@ write_few_rows(const few_launch &launch, const few_item &item, const thread_inde
     } else {
         const auto find_row = [&](int row) {
             const few_place place = find_few_place(launch, item, row);
-            return smla_out16(&launch.results, find_few_token(launch, item, place), place.head);
+            return smla_out16(&launch.results, find_few_token(item, place), place.head);
         };
         write_out_rows<true>(item.num_rows, find_row, me, factors, state);
     }
@@ -140,13 +139,36 @@ wait_for_others(void)
     ptx_let_next_grid_start();
 }
 
+/* Finds the CTA's item, and tells the combine kernel whose its tokens are. Returns false if the CTA
+ * has no rows. All warps call it. */
+template <typename Kind>
+static __device__ __forceinline__ bool
+begin_item(const few_launch &launch, few_item *item)
+{
+    wait_for_others();
+    if constexpr (Kind::HAS_STARTS) {
+        if (!search_item(launch, item)) {
+            return false;
+        }
+        const bool is_none = item->req == (int32_t)launch.reqs.num_reqs;
+        const bool stays = is_none && !launch.results.fills_padding;
+        const int32_t first = find_few_place(launch, *item, 0).query;
+        const int32_t last = find_few_place(launch, *item, item->num_rows - 1).query;
+        if (Kind::IS_SPLIT && launch.req_ids != NULL && item->split == 0 &&
+            (int32_t)threadIdx.x <= last - first) {
+            launch.req_ids[item->token + first + threadIdx.x] = stays ? -1 : item->req;
+        }
+        return !stays;
+    }
+    return true;
+}
+
 template <typename Kind>
 static __device__ __forceinline__ void
 consume(const few_launch &launch, const few_item &item, few_memory *shared)
 {
     const uint32_t base = ptx_shared_address(shared);
     const thread_index me = find_thread_index();
-    wait_for_others();
     const int32_t num_keys = load_num_keys(launch, item);
     copy_few_query<Kind>(launch, item, base);
     row_limits limits[2];
@@ -154,7 +176,7 @@ consume(const few_launch &launch, const few_item &item, few_memory *shared)
     for (int piece = 0; piece < 2; piece++) {
         const int row = min(16 * me.warp + 8 * piece + me.row, item.num_rows - 1);
         limits[piece] =
-            find_few_limits(launch, find_few_place(launch, item, row).query, num_keys);
+            find_few_limits(launch, item, find_few_place(launch, item, row).query, num_keys);
     }
     const few_blocks blocks =
         find_few_blocks<Kind>(launch, item, find_seen(launch, item, num_keys));
@@ -192,14 +214,16 @@ __launch_bounds__(FEW_THREADS, 1) attend_few(const __grid_constant__ few_launch 
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     few_memory *const shared = (few_memory *)memory;
-    const few_item item = find_few_item<Kind>(launch);
+    few_item item = find_few_item<Kind>(launch);
     start_few(shared);
+    if (!begin_item<Kind>(launch, &item)) {
+        return;
+    }
     if (threadIdx.x < CONSUMER_THREADS) {
         ptx_claim_registers<FEW_CONSUMER_REGISTERS>();
         consume<Kind>(launch, item, shared);
     } else {
         ptx_release_registers<FEW_GATHER_REGISTERS>();
-        wait_for_others();
         gather_blocks<Kind>(launch, item, ptx_shared_address(shared));
     }
 }
@@ -221,16 +245,14 @@ make_few_launch(const smla_attention_params *params)
     const smla_range_rule &rule = params->visible.rule;
     few_launch launch = {};
     launch.num_splits = smla_make_divisor(params->results.num_splits);
-    launch.req_tiles = smla_make_divisor(
-        smla_count_parts(reqs.query_len * params->queries.num_heads, TILE_HEADS));
-    launch.seq_lens = reqs.seq_lens;
-    launch.seq_lens_stride = reqs.seq_lens_stride;
+    launch.req_tiles =
+        smla_make_divisor(smla_count_parts(reqs.query_len * params->queries.num_heads, TILE_HEADS));
+    launch.reqs = reqs;
     launch.table = list.map.block_table;
     launch.table_stride_req = list.map.block_table_stride_req;
     launch.table_stride_entry = list.map.block_table_stride_block;
     launch.entry_tokens = smla_make_divisor(params->keys.entry_tokens);
     launch.num_columns = (int32_t)list.topk;
-    launch.query_len = (int32_t)reqs.query_len;
     launch.left = clamp_keys(rule.left);
     launch.right = clamp_keys(rule.right);
     launch.heads = smla_make_divisor(params->queries.num_heads);
@@ -241,12 +263,14 @@ make_few_launch(const smla_attention_params *params)
     launch.num_slots = smla_kv_num_slots(&list.kv);
     launch.page_stride_bytes = list.kv.page_stride_bytes;
     launch.token_stride_bytes = list.kv.token_stride_bytes;
-    launch.scale_log2 =
-        (float)((float)params->logits.softmax_scale * 1.4426950408889634074);
+    launch.scale_log2 = (float)((float)params->logits.softmax_scale * 1.4426950408889634074);
     launch.results = params->results;
     launch.sinks = params->logits.sinks;
     if (smla_is_split(params)) {
         launch.partials = smla_partials_of(params);
+    }
+    if (!params->results.fills_padding) {
+        launch.req_ids = params->ranges.req_ids;
     }
     return launch;
 }
@@ -258,18 +282,29 @@ launch_kind(const smla_attention_params *params, const smla_attention_start *sta
     constexpr int SHARED_BYTES = (int)sizeof(few_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     const few_launch launch = make_few_launch(params);
-    const int64_t num_ctas = params->visible.reqs.num_reqs * launch.req_tiles.divisor *
-                             launch.num_splits.divisor;
+    const int64_t num_ctas =
+        smla_count_few_tiles(params->queries.num_tokens, params->queries.num_heads,
+                             launch.reqs.num_reqs, Kind::HAS_STARTS) *
+        launch.num_splits.divisor;
     return smla_launch_large<attend_few<Kind>>(launch, num_ctas, FEW_THREADS, SHARED_BYTES,
                                                params->call.stream, false, start->deferred);
+}
+
+template <bool ROPE, bool IS_SPLIT>
+static cudaError_t
+launch_split(const smla_attention_params *params, const smla_attention_start *start)
+{
+    return params->visible.reqs.query_starts == NULL
+               ? launch_kind<few_kind<ROPE, IS_SPLIT, false>>(params, start)
+               : launch_kind<few_kind<ROPE, IS_SPLIT, true>>(params, start);
 }
 
 template <bool ROPE>
 static cudaError_t
 launch_few(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return smla_is_split(params) ? launch_kind<few_kind<ROPE, true>>(params, start)
-                                 : launch_kind<few_kind<ROPE, false>>(params, start);
+    return smla_is_split(params) ? launch_split<ROPE, true>(params, start)
+                                 : launch_split<ROPE, false>(params, start);
 }
 
 LAUNCHER(smla_attend_sm90_few_64, launch_few<true>)

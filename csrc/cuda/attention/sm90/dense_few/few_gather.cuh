@@ -21,13 +21,12 @@ copy_few_query(const few_launch &launch, const few_item &item, uint32_t base)
         const int row_in_eight = wave * LOAD_WAVE_ROWS + lane / 8;
         const int row = warp * CONSUMER_ROWS + row_in_eight;
         const few_place place = find_few_place(launch, item, row);
-        const int64_t token = find_few_token(launch, item, place);
+        const int64_t token = find_few_token(item, place);
         const uint16_t *const nope =
             smla_row16(&launch.query[SMLA_NOPE], token, place.head) + lane % 8 * 8;
         const uint16_t *const rope =
             smla_row16(&launch.query[SMLA_PE], token, place.head) + lane % 8 * 8;
-        const uint32_t to =
-            FEW_AT(base, query) + row * 128 + ((lane % 8) ^ row_in_eight) * 16;
+        const uint32_t to = FEW_AT(base, query) + row * 128 + ((lane % 8) ^ row_in_eight) * 16;
 #pragma unroll
         for (int tile = 0; tile < (Kind::ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             copy_chunk<true>(to + tile * TILE_BYTES, tile == ROPE_TILE ? rope : nope + tile * 64,
@@ -77,8 +76,7 @@ copy_half(uint32_t base, int block, uint32_t parity, uint32_t is_key,
     constexpr int HALF = FIRST / HALF_TILES;
     const int warp = gather_warp();
     const uint32_t full = few_full(base, block, HALF);
-    const uint32_t tiles =
-        FEW_AT(base, keys) + block * BLOCK_BYTES + first_chunk_in_tile(warp);
+    const uint32_t tiles = FEW_AT(base, keys) + block * BLOCK_BYTES + first_chunk_in_tile(warp);
     const bool is_first = gather_lane() == 0;
     ptx_mbarrier_wait(few_empty(base, block, HALF), parity ^ 1);
     if (is_first) {
@@ -107,8 +105,7 @@ static __device__ __forceinline__ void
 gather_blocks(const few_launch &launch, const few_item &item, uint32_t base)
 {
     const int lane = gather_lane();
-    const uint32_t stride =
-        BLOCK_KEYS * (Kind::IS_SPLIT ? (uint32_t)launch.num_splits.divisor : 1);
+    const uint32_t stride = BLOCK_KEYS * (Kind::IS_SPLIT ? (uint32_t)launch.num_splits.divisor : 1);
     uint32_t key = (uint32_t)item.split * BLOCK_KEYS + lane / WARP_ROWS * stride +
                    gather_warp() * WARP_ROWS + lane % WARP_ROWS;
     uint32_t entry = load_few_entry(launch, item, key);

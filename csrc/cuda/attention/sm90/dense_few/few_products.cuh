@@ -18,8 +18,8 @@ score_half(uint32_t base, const thread_index &me, int block, bf16_consumer *stat
 {
     const uint32_t first = me.group * HALF_TILES * TILE_BYTES;
     const uint64_t query = wgmma_descriptor(FEW_AT(base, query) + first, 1024, WGMMA_SWIZZLE_128);
-    const uint64_t keys = wgmma_descriptor(FEW_AT(base, keys) + block * BLOCK_BYTES + first, 1024,
-                                           WGMMA_SWIZZLE_128);
+    const uint64_t keys =
+        wgmma_descriptor(FEW_AT(base, keys) + block * BLOCK_BYTES + first, 1024, WGMMA_SWIZZLE_128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4 * HALF_TILES; k++) {
@@ -120,8 +120,7 @@ raise_references(const thread_index &me, few_memory *shared, bf16_consumer *stat
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
-        const float other =
-            *(const volatile float *)&shared->maxima[me.group ^ 1][row + 8 * piece];
+        const float other = *(const volatile float *)&shared->maxima[me.group ^ 1][row + 8 * piece];
         const float older = state->row_max[piece];
         const float largest = fmaxf(row_maxima[piece], other);
         const float newer = largest > older + MAX_EXPONENT ? largest : older;
@@ -160,7 +159,8 @@ weigh_keys(uint32_t base, const thread_index &me, const float shrinks[2], bf16_c
             pairs[i] = weights[4 * i + 2 * piece] + weights[4 * i + 2 * piece + 1];
         }
         const float older = state->sum[piece] * shrinks[piece];
-        const float term = sum_values<HALF_SCORES / 4>(pairs) - state->excess[piece] * shrinks[piece];
+        const float term =
+            sum_values<HALF_SCORES / 4>(pairs) - state->excess[piece] * shrinks[piece];
         state->sum[piece] = older + term;
         state->excess[piece] = (state->sum[piece] - older) - term;
     }
@@ -174,8 +174,9 @@ add_half(uint32_t base, const thread_index &me, int block, bool is_first, const 
          bf16_consumer *state)
 {
     const uint64_t probs = wgmma_descriptor(FEW_AT(base, probs), 1024, WGMMA_SWIZZLE_128);
-    const uint64_t values = wgmma_descriptor_of_tiles(
-        FEW_AT(base, keys) + block * BLOCK_BYTES + me.group * HALF_TILES * TILE_BYTES, TILE_BYTES);
+    const uint64_t values = wgmma_descriptor_of_tiles(FEW_AT(base, keys) + block * BLOCK_BYTES +
+                                                          me.group * HALF_TILES * TILE_BYTES,
+                                                      TILE_BYTES);
     if (!is_first && __any_sync(0xFFFFFFFFu, shrinks[0] != 1.0f || shrinks[1] != 1.0f)) {
         scale_out(shrinks, state);
     }

@@ -18,24 +18,24 @@ enum {
 static_assert(2 * FEW_CONSUMER_REGISTERS + FEW_GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave");
 
-/* ROPE: keys have a RoPE part behind their values. IS_SPLIT: CTAs leave partial rows. */
-template <bool ROPE_, bool IS_SPLIT_> struct few_kind {
+/* ROPE: keys have a RoPE part behind their values. IS_SPLIT: CTAs leave partial rows. HAS_STARTS:
+ * only the device knows how many query tokens a request has. */
+template <bool ROPE_, bool IS_SPLIT_, bool HAS_STARTS_> struct few_kind {
     static constexpr bool ROPE = ROPE_;
     static constexpr bool IS_SPLIT = IS_SPLIT_;
+    static constexpr bool HAS_STARTS = HAS_STARTS_;
 };
 
 /* The argument of the kernel, in the order in which a CTA reads it. Its lines are in no cache. */
 typedef struct few_launch {
     smla_divisor num_splits;
-    smla_divisor req_tiles; /* tiles per request */
-    const int32_t *seq_lens;
-    int64_t seq_lens_stride;
+    smla_divisor req_tiles; /* tiles per request; unused with starts */
+    smla_requests reqs;
     const int32_t *table; /* pages or slots of each request */
     int64_t table_stride_req;
     int64_t table_stride_entry;
     smla_divisor entry_tokens;
     int32_t num_columns; /* tokens that the table has room for */
-    int32_t query_len;   /* query tokens per request */
     int32_t left;        /* keys before its own that a query token sees; -1: all of them */
     int32_t right;       /* keys behind its own that it sees; -1: all of them */
     smla_divisor heads;
@@ -49,6 +49,8 @@ typedef struct few_launch {
     smla_partial_rows partials; /* IS_SPLIT */
     smla_results results;
     smla_sinks sinks;
+    int32_t
+        *req_ids; /* IS_SPLIT and HAS_STARTS: what the combine kernel reads; NULL: it is there */
 } few_launch;
 
 /* Half h of a block is tiles 4h and on: group h scores with them, and adds their values. */
@@ -87,29 +89,71 @@ few_empty(uint32_t base, int block, int half)
 
 /* A CTA's tile: up to 64 rows of a request, and its share of their keys. */
 typedef struct few_item {
+    int32_t tile; /* number in the call, or in the request where that is known */
+    int32_t split;
     int32_t req;
+    int32_t token; /* the request's first query token in the batch */
+    int32_t num_queries;
     int32_t first_row; /* row i of a request is head i % H of its query token i / H */
     int32_t num_rows;
-    int32_t split;
 } few_item;
 
+/* Cuts the tile out of the request's rows. */
+static __device__ __forceinline__ void
+take_rows(const few_launch &launch, int32_t tile, few_item *item)
+{
+    item->first_row = tile * TILE_HEADS;
+    item->num_rows = min(item->num_queries * (int32_t)launch.heads.divisor - item->first_row,
+                         (int32_t)TILE_HEADS);
+}
+
+/* The CTA's item; with starts, all that is known without memory. */
 template <typename Kind>
 static __device__ __forceinline__ few_item
 find_few_item(const few_launch &launch)
 {
-    uint32_t unit = blockIdx.x;
-    few_item item;
-    item.split = 0;
+    few_item item = {};
+    uint32_t tile = blockIdx.x;
     if constexpr (Kind::IS_SPLIT) {
-        unit = smla_divide_uint32(blockIdx.x, launch.num_splits);
-        item.split = (int32_t)(blockIdx.x - unit * (uint32_t)launch.num_splits.divisor);
+        tile = smla_divide_uint32(blockIdx.x, launch.num_splits);
+        item.split = (int32_t)(blockIdx.x - tile * (uint32_t)launch.num_splits.divisor);
     }
-    const uint32_t req = smla_divide_uint32(unit, launch.req_tiles);
-    item.req = (int32_t)req;
-    item.first_row = (int32_t)(unit - req * (uint32_t)launch.req_tiles.divisor) * TILE_HEADS;
-    item.num_rows = min(launch.query_len * (int32_t)launch.heads.divisor - item.first_row,
-                        (int32_t)TILE_HEADS);
+    item.tile = (int32_t)tile;
+    if constexpr (!Kind::HAS_STARTS) {
+        const uint32_t req = smla_divide_uint32(tile, launch.req_tiles);
+        item.req = (int32_t)req;
+        item.num_queries = (int32_t)launch.reqs.query_len;
+        item.token = item.req * item.num_queries;
+        take_rows(launch, (int32_t)(tile - req * (uint32_t)launch.req_tiles.divisor), &item);
+    }
     return item;
+}
+
+/* Finds the tile's request. Tokens behind the last request are those of request num_reqs. Returns
+ * false where the call has fewer tiles. A warp calls it. */
+static __device__ __forceinline__ bool
+search_item(const few_launch &launch, few_item *item)
+{
+    const smla_requests &reqs = launch.reqs;
+    const int32_t num_reqs = (int32_t)reqs.num_reqs;
+    int32_t token = 0, num_queries = 0;
+    const auto count_tiles = [&](int32_t req) {
+        token = (int32_t)smla_query_start(&reqs, req);
+        const int64_t past = req < num_reqs ? smla_query_start(&reqs, req + 1) : reqs.num_tokens;
+        num_queries = max((int32_t)past - token, 0);
+        return (num_queries * (int32_t)launch.heads.divisor + TILE_HEADS - 1) / TILE_HEADS;
+    };
+    request_search<int32_t> search = {};
+    tile_request<int32_t> found = {};
+    if (!find_request_of_tile(item->tile, num_reqs + 1, gather_lane(), count_tiles, &search,
+                              &found)) {
+        return false;
+    }
+    item->req = found.req;
+    item->token = __shfl_sync(0xFFFFFFFFu, token, found.lane);
+    item->num_queries = __shfl_sync(0xFFFFFFFFu, num_queries, found.lane);
+    take_rows(launch, item->tile - found.first_tile, item);
+    return true;
 }
 
 /* A row's query token in its request, and its head. */
@@ -127,25 +171,27 @@ find_few_place(const few_launch &launch, const few_item &item, int row)
 }
 
 static __device__ __forceinline__ int64_t
-find_few_token(const few_launch &launch, const few_item &item, const few_place &place)
+find_few_token(const few_item &item, const few_place &place)
 {
-    return (int64_t)item.req * launch.query_len + place.query;
+    return (int64_t)item.token + place.query;
 }
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
+/* The keys of the item's request; none where it is no request. */
 static __device__ __forceinline__ int32_t
 load_num_keys(const few_launch &launch, const few_item &item)
 {
-    return max(launch.seq_lens[item.req * launch.seq_lens_stride], 0);
+    return item.req < (int32_t)launch.reqs.num_reqs ? (int32_t)smla_seq_len(&launch.reqs, item.req)
+                                                    : 0;
 }
 
 /* The keys that a query token of a request sees: smla_find_key_range without chunks and shares, as
  * far as the table goes. */
 static __device__ __forceinline__ row_limits
-find_few_limits(const few_launch &launch, int32_t query, int32_t num_keys)
+find_few_limits(const few_launch &launch, const few_item &item, int32_t query, int32_t num_keys)
 {
-    const int32_t position = num_keys - launch.query_len + query;
+    const int32_t position = num_keys - item.num_queries + query;
     row_limits limits = {0, num_keys};
     if (launch.left >= 0 && position > launch.left) {
         limits.begin = min(position - launch.left, num_keys);
@@ -163,8 +209,8 @@ find_seen(const few_launch &launch, const few_item &item, int32_t num_keys)
 {
     const int32_t first = find_few_place(launch, item, 0).query;
     const int32_t last = find_few_place(launch, item, item.num_rows - 1).query;
-    return row_limits{find_few_limits(launch, first, num_keys).begin,
-                      find_few_limits(launch, last, num_keys).end};
+    return row_limits{find_few_limits(launch, item, first, num_keys).begin,
+                      find_few_limits(launch, item, last, num_keys).end};
 }
 
 /* A CTA's blocks. Splits take blocks in turn, so those of a short request are as equal as can be,
@@ -185,8 +231,9 @@ find_few_blocks(const few_launch &launch, const few_item &item, const row_limits
     if constexpr (Kind::IS_SPLIT) {
         const int32_t num_splits = (int32_t)launch.num_splits.divisor;
         blocks.stride = num_splits * BLOCK_KEYS;
-        blocks.count = (int32_t)smla_divide_uint32(
-            (uint32_t)(past - first + num_splits - 1 - item.split), launch.num_splits);
+        blocks.count =
+            (int32_t)smla_divide_uint32((uint32_t)(past - first + num_splits - 1 - item.split),
+                                        launch.num_splits);
     }
     return blocks;
 }
