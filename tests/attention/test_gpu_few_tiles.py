@@ -160,7 +160,7 @@ def test_many_requests(count):
 def test_references_that_move(rise, splits):
     """Logits that grow or fall from key to key, by less and by more than a weight can hold."""
     length = 400 if splits == 1 else 9000
-    case = make([length] * (33 if splits == 1 else 4), heads=16, fmt="bf16", key_std=0.1)
+    case = make([length] * (132 if splits == 1 else 4), heads=16, key_std=0.1)
     case.q[...] = np.abs(case.q.astype(np.float32)).astype(ref.BF16)
     steps = np.float32(rise) * np.arange(length, dtype=np.float32) / length
     keys = case.cache.array.reshape(-1, 576)

@@ -10,8 +10,9 @@ enum {
     FEW_KEYS = 64,           /* keys per block */
     FEW_BLOCK_COST = 2300,   /* time per block, in partial rows that pass L2 meanwhile */
     FEW_COMBINE_COST = 2300, /* time of the combine kernel, without its partial rows */
-    FEW_EVEN_SPLITS = 4,     /* with so many splits, a tile takes any number of keys */
-    FEW_MOST_BLOCKS = 8,     /* the most blocks per CTA with fewer */
+    /* The most blocks per CTA where other requests may be shorter: they take no longer than the
+     * start of the kernel for many tiles, which shares out unequal lengths. */
+    FEW_MOST_BLOCKS = 16,
 };
 
 /* Tiles of a call; if only the device knows how many tokens a request has, the most that there may
@@ -42,7 +43,7 @@ count_few_splits(const smla_cuda_device *device, const smla_attention_shape *sha
     const int64_t fit = device->num_sms / tiles;
     const int64_t most = fit < (int64_t)SMLA_MAX_SPLITS ? fit : (int64_t)SMLA_MAX_SPLITS;
     const int64_t blocks = smla_count_parts(shape->topk, FEW_KEYS);
-    if (most == 0 || (most < FEW_EVEN_SPLITS && blocks > most * FEW_MOST_BLOCKS)) {
+    if (most == 0 || (shape->table_reqs > 1 && blocks > most * FEW_MOST_BLOCKS)) {
         return 0;
     }
     int64_t least_cost = INT64_MAX;

@@ -89,7 +89,7 @@ few_empty(uint32_t base, int block, int half)
 
 /* A CTA's tile: up to 64 rows of a request, and its share of their keys. */
 typedef struct few_item {
-    int32_t tile; /* number in the call, or in the request where that is known */
+    int32_t tile; /* number in the call */
     int32_t split;
     int32_t req;
     int32_t token; /* the request's first query token in the batch */
