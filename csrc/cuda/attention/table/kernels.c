@@ -248,8 +248,8 @@ smla_find_lack(const smla_cuda_device *device, const smla_kernel_call *call)
 }
 
 /* Whether calls take this table entry, for any number of heads. It is enough to ask for the entry's
- * least number, because with more heads only more entries fit. Of the entries for few columns or few
- * tiles, schedule.c takes each one for some batch. */
+ * least number, because with more heads only more entries fit. Of the entries for few columns or
+ * few tiles, schedule.c takes each one for some batch. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {

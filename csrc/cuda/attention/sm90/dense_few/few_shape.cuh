@@ -1,5 +1,5 @@
-/* few_shape.cuh: what the files of attention_few_sm90.cu share: its argument, its shared memory, and
- * which rows and keys a CTA has.
+/* few_shape.cuh: what the files of attention_few_sm90.cu share: its argument, its shared memory,
+ * and which rows and keys a CTA has.
  */
 #pragma once
 
