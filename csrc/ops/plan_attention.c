@@ -26,6 +26,16 @@ smla_require_num_splits(const char *op, int64_t num_splits, smla_error *error)
                                  SMLA_MAX_SPLITS, (long long)num_splits);
 }
 
+/* The requests of a table, as smla_attention_shape counts them. */
+static int64_t
+count_table_reqs(const smla_attention_params *params)
+{
+    const smla_visible *const visible = &params->visible;
+    const bool is_usual = params->source == SMLA_KEYS_TABLE && visible->rule.chunk == 0 &&
+                          visible->rule.share.size == 0;
+    return is_usual ? visible->reqs.num_reqs : 0;
+}
+
 void
 smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params)
 {
@@ -41,6 +51,8 @@ smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_para
         .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
         .source = params->source,
         .needs = smla_find_needs(params),
+        .table_reqs = count_table_reqs(params),
+        .has_starts = params->visible.reqs.query_starts != NULL,
         .explains = smla_is_logging,
     };
     backend->plan_attention(&shape, &params->plan);

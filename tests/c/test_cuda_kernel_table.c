@@ -60,6 +60,10 @@ test_table(void)
          SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
         {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
+        {"sm90_few_64", "attention_few_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
+        {"sm90_few_512_64", "attention_few_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
         {"sm90_fp8_dense_64", "attention_fp8_dense_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
          SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
         {"sm90_fp8_dense_32", "attention_fp8_dense_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
@@ -119,7 +123,8 @@ test_table(void)
         EXPECT_EQ(kernel->formats, rows[i].formats);
         const bool is_paged = strstr(rows[i].launcher, "paged") != NULL;
         const bool is_mha = strstr(rows[i].launcher, "mha") != NULL || is_paged;
-        const bool is_table = strstr(rows[i].launcher, "dense") != NULL;
+        const bool is_few = strstr(rows[i].launcher, "few") != NULL;
+        const bool is_table = is_few || strstr(rows[i].launcher, "dense") != NULL;
         const unsigned lists = SMLA_SOURCE(LISTS), table = SMLA_SOURCE(TABLE);
         EXPECT_EQ(kernel->sources, is_paged     ? SMLA_SOURCE(PAGED)
                                    : is_mha     ? SMLA_SOURCE(RAGGED)
@@ -133,9 +138,10 @@ test_table(void)
                   !is_hopper ? (is_mha || is_coded ? serves_all
                                                    : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
                   : is_paged ? (unsigned)(SMLA_NEEDS_MASK | SMLA_NEEDS_SOFTCAP)
-                  : is_mha || kernel->plans_itself ? 0
+                  : is_mha || is_few || kernel->plans_itself ? 0
                   : is_table ? (unsigned)SMLA_NEEDS_SPLITS
                              : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));
+        EXPECT_EQ(kernel->is_few, is_few);
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
@@ -345,13 +351,14 @@ static void
 test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
-     * bf16, 576 and 512, and of fp8_ds_mla.
+     * bf16, 576 and 512, few tiles of both, and dense of fp8_ds_mla.
      * sm80: fp8; bf16, 576 and 512; mixed; e4m3 of 576; any of 576; any of 512. Ragged keys: sm90,
      * sm80. Paged keys: sm90, sm80 */
     expect_listed(&h200,
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "11"
                   "111"
                   "111"
@@ -364,6 +371,7 @@ test_listed(void)
                   "111111"
                   "111111"
                   "111"
+                  "11"
                   "11"
                   "111"
                   "000"
@@ -378,6 +386,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "111"
                   "111111"
@@ -389,6 +398,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "111"
@@ -403,6 +413,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "011"
                   "011011"
@@ -414,6 +425,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "011"
@@ -428,6 +440,7 @@ test_listed(void)
                   "000000"
                   "000"
                   "00"
+                  "00"
                   "000"
                   "000"
                   "000000"
@@ -439,6 +452,7 @@ test_listed(void)
                   "000000"
                   "000000"
                   "000"
+                  "00"
                   "00"
                   "000"
                   "000"

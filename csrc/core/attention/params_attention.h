@@ -23,8 +23,10 @@ typedef struct smla_attention_shape {
     const smla_kv_format_info *formats[2];
     smla_key_source source; /* a table has lengths on the device: no plan depends on topk */
     unsigned needs;         /* SMLA_NEEDS_ bits, of the kernel */
-    bool explains;          /* the plan says what it lacks, which a log asks for */
-    bool covers_tables;     /* the workspace size is enough for tables of this shape, too */
+    int64_t table_reqs; /* requests of a table without a mask but causal order and a window; or 0 */
+    bool has_starts;    /* they may differ in their numbers of query tokens */
+    bool explains;      /* the plan says what it lacks, which a log asks for */
+    bool covers_tables; /* the workspace size is enough for tables of this shape, too */
 } smla_attention_shape;
 
 /* A launch of attention for all tokens of a call, or for some of them. */

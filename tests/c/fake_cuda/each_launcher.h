@@ -21,6 +21,8 @@
     LAUNCHER(sm90_512_64)       \
     LAUNCHER(sm90_dense_64)     \
     LAUNCHER(sm90_dense_512_64) \
+    LAUNCHER(sm90_few_64)       \
+    LAUNCHER(sm90_few_512_64)   \
     LAUNCHER(sm90_fp8_dense_64) \
     LAUNCHER(sm90_fp8_dense_32) \
     LAUNCHER(sm90_fp8_dense_16) \

@@ -311,7 +311,10 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.max_logits_stride_head = results.max_logits_stride_head;
     launch.has_key_unit = smla_has_key_unit(&params->keys);
     launch.key_scales = key_scales_of(&params->logits);
-    const bool is_dense = smla_is_table(&params->keys);
+    /* Attention that reads lengths itself tells which tokens have no request, if any may have none
+     * and have to stay as they are. */
+    const bool may_stay = params->visible.reqs.query_starts != NULL && !results.fills_padding;
+    const bool is_dense = smla_is_table(&params->keys) && (!params->plan.reads_lengths || may_stay);
     launch.req_ids = is_dense ? params->keys.lists[0].map.req_id_per_token : NULL;
     return (kernel->leaves_halves
                 ? is_dense ? launch_combine<true, true> : launch_combine<true, false>

@@ -89,6 +89,9 @@ enum {
 #define SM90_DENSE(rows, stem) \
     SM90_TABLE("attention_dense_sm90.cu", stem, rows, 1, 64, .plans_itself = true)
 
+/* A kernel for few tiles, where schedule.c takes it instead of SM90_DENSE. */
+#define SM90_FEW(rows, stem) SM90_TABLE("attention_few_sm90.cu", stem, rows, 1, 64, .is_few = true)
+
 #define SM80(rows, stem, least, heads, served)                                                     \
     ROW("attention_sm80.cu", stem, rows, least, heads, .sources = LISTS | TABLE, .serves = served, \
         .rows_text = TEXT_##rows, .arch = SMLA_PORTABLE_ARCH, .arch_text = "sm_80+",               \
@@ -124,6 +127,8 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_BF16(EXACT_512, sm90_512),
     SM90_DENSE(BF16, sm90_dense),
     SM90_DENSE(BF16_512, sm90_dense_512),
+    SM90_FEW(BF16, sm90_few),
+    SM90_FEW(BF16_512, sm90_few_512),
     SM90_FP8_DENSE(33, 64, 16, 48),
     SM90_FP8_DENSE(17, 32, 10, 50),
     SM90_FP8_DENSE(1, 16, 10, 48),
@@ -199,6 +204,7 @@ smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *de
     return (call->formats & ~kernel->formats) == 0 && reads(kernel, call) &&
            (call->needs & ~kernel->serves) == 0 && call->num_heads >= kernel->min_heads &&
            call->num_heads <= SMLA_MAX_HEADS && runs_on(kernel, device) &&
+           kernel->is_few == call->is_few &&
            (kernel->max_columns == 0 || call->columns <= kernel->max_columns);
 }
 
@@ -242,12 +248,12 @@ smla_find_lack(const smla_cuda_device *device, const smla_kernel_call *call)
 }
 
 /* Whether calls take this table entry, for any number of heads. It is enough to ask for the entry's
- * least number, because with more heads only more entries fit. Of the entries for few columns,
- * schedule.c takes each one for some batch. */
+ * least number, because with more heads only more entries fit. Of the entries for few columns or
+ * few tiles, schedule.c takes each one for some batch. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
-    if (kernel->max_columns != 0) {
+    if (kernel->max_columns != 0 || kernel->is_few) {
         return runs_on(kernel, device);
     }
     const smla_kernel_call call = {

@@ -53,6 +53,7 @@ typedef struct smla_kernel_call {
     unsigned needs; /* SMLA_NEEDS_ bits */
     int64_t num_heads;
     int64_t columns; /* per split, in both lists */
+    bool is_few;     /* a table's tiles, with their splits, fit the device at once */
 } smla_kernel_call;
 
 #define SMLA_SOURCE(source) (1u << SMLA_KEYS_##source)
@@ -72,6 +73,7 @@ typedef struct smla_attention_kernel {
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
     bool plans_itself;     /* on the device: cuts of tiles of rows, from the lengths of requests */
+    bool is_few;           /* it serves calls that are, and no others */
     bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
     int32_t ctas_per_sm;   /* the most CTAs per SM; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
@@ -222,6 +224,10 @@ smla_attention_launcher smla_attend_sm90_512_64;
 /* attention_dense_sm90.cu */
 smla_attention_launcher smla_attend_sm90_dense_64;
 smla_attention_launcher smla_attend_sm90_dense_512_64;
+
+/* attention_few_sm90.cu, for tables of requests that have equally many query tokens */
+smla_attention_launcher smla_attend_sm90_few_64;
+smla_attention_launcher smla_attend_sm90_few_512_64;
 
 /* mha_attention_sm90.cu, varlen_attention.cu: ragged keys. The former returns SMLA_NO_KERNEL where
  * no tensor map describes the rows. */

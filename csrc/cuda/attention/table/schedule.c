@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "core/attention/needs.h"
-#include "cuda/attention/table/kernels.h"
+#include "cuda/attention/table/few_tiles.h"
 
 /* What a schedule depends on. */
 typedef struct split_problem {
@@ -482,6 +482,27 @@ plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan 
     plan->num_runs = (int)(run - plan->runs);
 }
 
+/* Plans a call whose kernel reads lengths itself. Its workspace is enough for the splits of few
+ * tiles, too: they have fewer partial rows than all CTAs have slots for. */
+static void
+plan_tiles(const split_problem *problem, const smla_attention_shape *shape, smla_kernel_call call,
+           smla_attention_plan *plan)
+{
+    smla_attention_run *const run = &plan->runs[0];
+    const bool is_given = shape->num_splits != 0;
+    const int num_splits = is_given ? 0 : count_few_splits(problem->device, shape);
+    plan->workspace_bytes = is_given ? 0 : tiles_bytes(problem->device, shape);
+    plan->reads_lengths = true;
+    run->kernel = problem->whole;
+    run->cut_bytes = plan->workspace_bytes;
+    if (num_splits > 0) {
+        call.is_few = true;
+        run->kernel = smla_find_kernel(problem->device, &call);
+        run->num_splits = num_splits;
+        run->cut_bytes = 0;
+    }
+}
+
 void
 smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan)
 {
@@ -503,10 +524,7 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     }
     plan->lack = shape->explains ? smla_find_lack(device, &call) : NULL;
     if (problem.whole->plans_itself) {
-        plan->workspace_bytes = is_given ? 0 : tiles_bytes(device, shape);
-        plan->reads_lengths = true;
-        plan->runs[0].kernel = problem.whole;
-        plan->runs[0].cut_bytes = plan->workspace_bytes;
+        plan_tiles(&problem, shape, call, plan);
         return;
     }
     if (is_given) { /* a token's bits must not depend on the batch */
