@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "core/attention/needs.h"
-#include "cuda/attention/table/kernels.h"
+#include "cuda/attention/table/schedule.h"
 
 /* What a schedule depends on. */
 typedef struct split_problem {
@@ -441,7 +441,7 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
     }
     const int64_t tiles = device != NULL && shape->covers_tables ? tiles_bytes(device, shape) : 0;
     const int64_t bytes = asked_bytes(shape, parts);
-    return bytes > tiles ? bytes : tiles;
+    return smla_add_wide_bytes(shape, bytes > tiles ? bytes : tiles);
 }
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
@@ -462,8 +462,8 @@ make_run(const split_problem *problem, const smla_attention_kernel *kernel, int6
 {
     const int64_t cut_bytes =
         num_splits > 1 ? 0 : parts_bytes(most_parts(problem, num_tokens), problem->num_heads);
-    return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes,
-                                interleaves(problem, kernel, num_splits)};
+    return (smla_attention_run){
+        kernel, num_tokens, num_splits, cut_bytes, interleaves(problem, kernel, num_splits), 0};
 }
 
 /* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */
@@ -528,6 +528,7 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
     plan_runs(&problem, shape->num_tokens, plan);
+    smla_widen_runs(shape, plan);
 }
 
 /* Times that decide between FP8 rows and gathered bf16 rows: an H200's (benchmarks/RESULTS.md). */
