@@ -178,13 +178,13 @@ smla_finish_attention(smla_checker *c, const smla_attention_inputs *in, smla_rul
                                     SMLA_RULE_OUTPUT));
     }
     SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
-    SMLA_TRY(smla_require_workspace(c, in->workspace.name, in->workspace.tensor,
-                                    SMLA_RULE_OPTIONAL)); /* the plan depends on its bytes */
+    SMLA_TRY(
+        smla_require_workspace(c, in->workspace.name, in->workspace.tensor, SMLA_RULE_OPTIONAL));
+    params->workspace = smla_workspace_of(&in->workspace); /* the plan depends on its bytes */
     smla_plan_attention(in,
                         smla_call_of(c, in->stream,
                                      has_cache ? params->keys.lists[0].kv.format : NULL),
                         *backend, params);
     SMLA_TRY(require_bytes(c, &in->workspace, params->plan.workspace_bytes));
-    params->workspace = smla_workspace_of(&in->workspace);
     return smla_require_disjoint(c);
 }

@@ -27,8 +27,7 @@ smla_require_num_splits(const char *op, int64_t num_splits, smla_error *error)
 }
 
 void
-smla_plan_lists(int num_splits, int64_t room, const smla_backend *backend,
-                smla_attention_params *params)
+smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params)
 {
     const smla_key_lists *const keys = &params->keys;
     const bool has_extra = keys->num_lists == 2;
@@ -40,7 +39,7 @@ smla_plan_lists(int num_splits, int64_t room, const smla_backend *backend,
         .num_splits = num_splits,
         .num_keys = smla_kv_num_slots(&keys->lists[0].kv) +
                     (has_extra ? smla_kv_num_slots(&keys->lists[1].kv) : 0),
-        .room = room,
+        .room = params->workspace.bytes,
         .device_id = params->call.stream.device_id,
         .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
         .source = params->source,
@@ -70,7 +69,7 @@ smla_plan_attention(const smla_attention_inputs *in, smla_call call, const smla_
         .num_splits = params->source == SMLA_KEYS_PAGED ? in->num_splits : 1,
     };
     if (smla_has_lists(params)) {
-        smla_plan_lists(in->num_splits, smla_workspace_of(&in->workspace).bytes, backend, params);
+        smla_plan_lists(in->num_splits, backend, params);
     }
 }
 

@@ -6,6 +6,7 @@
 
 #include "core/attention/needs.h"
 #include "cuda/attention/table/schedule.h"
+#include "cuda/attention/table/wide_rows.h"
 
 /* What a schedule depends on. */
 typedef struct split_problem {
@@ -482,6 +483,30 @@ plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan 
     plan->num_runs = (int)(run - plan->runs);
 }
 
+/* Bytes that a workspace has which was asked for without keys, so that no call widens rows by
+ * chance. */
+static int64_t
+bytes_without_keys(const smla_attention_shape *shape)
+{
+    const smla_attention_shape any = {.num_tokens = shape->num_tokens,
+                                      .num_heads = shape->num_heads,
+                                      .topk = shape->topk,
+                                      .extra_topk = shape->extra_topk,
+                                      .device_id = shape->device_id,
+                                      .covers_tables = true};
+    return smla_cuda_attention_workspace_size(&any) + smla_key_ranges_bytes(shape->num_tokens);
+}
+
+/* Finds where a run's wide rows lie, if it wants them and they fit. */
+static void
+place_wide_rows(const smla_attention_shape *shape, smla_attention_run *run)
+{
+    if (smla_wants_wide_rows(shape, run)) {
+        const int64_t offset = bytes_without_keys(shape);
+        run->wide_offset = offset + smla_wide_bytes(shape->num_keys) <= shape->room ? offset : 0;
+    }
+}
+
 void
 smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan)
 {
@@ -528,7 +553,8 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
     plan_runs(&problem, shape->num_tokens, plan);
-    smla_widen_runs(shape, plan);
+    place_wide_rows(shape, &plan->runs[0]);
+    place_wide_rows(shape, &plan->runs[1]); /* without a second run it has no kernel */
 }
 
 /* Times that decide between FP8 rows and gathered bf16 rows: an H200's (benchmarks/RESULTS.md). */

@@ -15,8 +15,8 @@
 #include "core/attention/params_attention.h"
 
 enum {
-    SMLA_WIDE_ROW_BYTES = 1152, /* most bytes of a row, and those of the header */
-    SMLA_WIDE_MAXIMA = 264,     /* two per SM of an H200; any number is right */
+    SMLA_WIDE_ROW_BYTES = 2 * SMLA_HEAD_DIM, /* most bytes of a row, and those of the header */
+    SMLA_WIDE_MAXIMA = 264,                  /* two per SM of an H200; any number is right */
     SMLA_WIDE_ALIGN = 128,
 };
 

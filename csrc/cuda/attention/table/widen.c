@@ -45,30 +45,10 @@ smla_add_wide_bytes(const smla_attention_shape *shape, int64_t bytes)
                : bytes;
 }
 
-/* Bytes that a workspace has which was asked for without keys, so that no call widens rows by
- * chance. */
-static int64_t
-bytes_without_keys(const smla_attention_shape *shape)
-{
-    const smla_attention_shape any = {.num_tokens = shape->num_tokens,
-                                      .num_heads = shape->num_heads,
-                                      .topk = shape->topk,
-                                      .extra_topk = shape->extra_topk,
-                                      .device_id = shape->device_id,
-                                      .covers_tables = true};
-    return smla_cuda_attention_workspace_size(&any) + smla_key_ranges_bytes(shape->num_tokens);
-}
-
-void
-smla_widen_runs(const smla_attention_shape *shape, smla_attention_plan *plan)
+bool
+smla_wants_wide_rows(const smla_attention_shape *shape, const smla_attention_run *run)
 {
     const int64_t wide_bytes = smla_wide_bytes(shape->num_keys);
-    const bool may_have_room = wide_bytes != 0 && shape->room > wide_bytes;
-    for (int i = 0; i < plan->num_runs && may_have_room; i++) {
-        smla_attention_run *const run = &plan->runs[i];
-        if (may_widen(run->kernel) && run->num_splits == 1 && pays(shape, run->num_tokens)) {
-            const int64_t offset = bytes_without_keys(shape);
-            run->wide_offset = offset + wide_bytes <= shape->room ? offset : 0;
-        }
-    }
+    return wide_bytes != 0 && shape->room > wide_bytes && may_widen(run->kernel) &&
+           run->num_splits == 1 && pays(shape, run->num_tokens);
 }

@@ -16,8 +16,8 @@
  * Numerics     A key's values are rounded to f16 once, where attention_fp8_sm90.cu rounds its scale
  *              and then the product. Each head of the query has a power of two of its own, so that
  *              its largest value lies between 2^14 and 2^15: its f16 are exact down to 2^-28 of
- *              that. RoPE products of fp8_ds_mla are those of bf16. A score is two sums of 16 to 20 steps, as for
- *              bf16 rows.
+ *              that. RoPE products of fp8_ds_mla are those of bf16. A score is two sums of 16 to
+ *              20 steps, as for bf16 rows.
  *              Weights are f16, relative to ref. The maximum of the first block with a key has the
  *              weight 2^8. Where a later block has an exponent above 15.9, its maximum gets 2^8.
  *              So a weight is off by 2^-33 of the heaviest at most, where this is more than 2^-12
@@ -106,8 +106,8 @@ consume(const wide_launch &launch, bf16_memory *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Kind: wide_kind. MAXIMA: max_logits are wanted. All rows of q and out and all cache rows begin at multiples of 16
- * bytes. */
+/* Kind: wide_kind. MAXIMA: max_logits are wanted. All rows of q and out and all cache rows begin at
+ * multiples of 16 bytes. */
 template <typename Kind, bool MAXIMA>
 __global__ void
 __launch_bounds__(Kind::Keys::THREADS, 1) attend_wide(const __grid_constant__ wide_launch launch)

@@ -170,8 +170,9 @@ find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * shared memory, so no reference of the item before is used. When the item ends, group 0 has
  * followed group 1's last block, and both groups remember the same references.
  *
- * A reference may lie below the maximum, but by MAX_EXPONENT (key_kind) at most. So references seldom move,
- * and a block that moves none costs only a look at its exponents and at the references.
+ * A reference may lie below the maximum, but by MAX_EXPONENT (key_kind) at most. So references
+ * seldom move, and a block that moves none costs only a look at its exponents and at the
+ * references.
  */
 
 static __device__ __forceinline__ bool

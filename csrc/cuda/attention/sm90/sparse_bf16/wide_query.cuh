@@ -40,7 +40,8 @@ convert_head(uint32_t (&words)[TILES][4], int exponent, bool is_finite, int unit
 
 /* Waits for an item's query and converts it. Eight lanes have a head: 16 bytes of each tile. RoPE
  * values with a tile of their own stay bf16. They are divided by the unit of the keys, too, whose
- * RoPE values are not. Leaves what multiplies the scores of each head. All consumers may multiply afterwards. */
+ * RoPE values are not. Leaves what multiplies the scores of each head. All consumers may multiply
+ * afterwards. */
 template <typename Keys>
 static __device__ __forceinline__ void
 convert_query(const attention_launch &launch, const smla_wide_header *header, uint32_t parity,

@@ -1,8 +1,8 @@
 /* widen_rows_sm90.cu: makes rows of f16 of caches of FP8 rows, once for all query tokens of a
  * prefill (attention_wide_sm90.cu).
  *
- * Computes     E = 2^e from the largest scale of the caches; per row, f16(code * scale / E), and the
- *              RoPE values: of fp8_ds_mla as they are, of fp8_v4 f16(value / E)
+ * Computes     E = 2^e from the largest scale of the caches; per row, f16(code * scale / E), and
+ *              the RoPE values: of fp8_ds_mla as they are, of fp8_v4 f16(value / E)
  * Shapes       caches of fp8_ds_mla, or of fp8_v4, rows aligned to 16 bytes -> the workspace: a
  *              header and a row of 1152 bytes, or 1024, per slot (wide_rows.h)
  * Shared mem   32 bytes, for a block's maximum
@@ -16,11 +16,11 @@
  * Roofline     Memory: 656 bytes in and 1152 out per row. 32k rows are 59 MB, 14 us at 4.3 TB/s;
  *              the first pass reads a sector of 32 bytes per row, 1 MB. Predicted 15 us in all; not
  *              measured yet. The first pass over fp8_v4 reads RoPE values, too: 136 of 584 bytes.
- * Numerics     A product of a code and a scale has 28 bits in fp32 and is rounded to fp32, then to
- *              f16. The largest scale lies between 2^6 E and 2^7 E, so 448 times it fits, and RoPE
- *              values of fp8_v4 are below 2^16 E. What is below 2^-14 E loses bits, 2^-25 E at most,
- *              as in attention_fp8_sm90.cu. There E may be 2^3 at most and 2^-40 at least, and here,
- *              too. So a scale of 2^10 or more sets is_refused, and no row is written. A largest
+ * Numerics     A product of a code and a scale is rounded to fp32, then to f16. The largest scale
+ *              lies between 2^6 E and 2^7 E, so 448 times it fits, and RoPE values of fp8_v4 are
+ *              below 2^16 E. What is below 2^-14 E loses bits, 2^-25 E at most, as in
+ *              attention_fp8_sm90.cu. There E may be 2^3 at most and 2^-40 at least, and here, too.
+ *              So a scale of 2^10 or more sets is_refused, and no row is written. A largest
  *              scale below 2^-34 does so, too, unless it is below 2^-125, as in a cache of zeros.
  *              NaN scales and codes give NaN.
  * Source       ours
@@ -38,7 +38,7 @@ enum {
     BLOCKS_PER_SM = 4,
     ROWS = 4,       /* rows per warp at a time */
     ROPE_LANES = 8, /* lanes with 16 bytes of RoPE values each */
-    NAN_BYTE = 255, /* of a UE8M0 scale */
+    NAN_BYTE = 255, /* a UE8M0 scale that is NaN */
     /* exponents of E, as in fp8_common.cuh */
     TOP_SCALE_EXPONENT = 6,
     TOP_ROPE_EXPONENT = 15,
@@ -50,7 +50,7 @@ enum {
 struct widen_args {
     smla_kv_view kv[2];
     smla_divisor block_size[2];
-    int64_t past_slots[2]; /* behind the last slot of each list; slots count on over both */
+    int64_t past_slots[2]; /* a list's slots end here; slots count on over both lists */
     smla_wide_header *header;
     int32_t num_maxima; /* blocks of find_scales */
 };
@@ -267,7 +267,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM) widen_rows(const __grid_constant
     for (; slot < num_slots && !is_refused; slot += step) {
         row_part parts[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) { /* behind the last row it is loaded again */
+        for (int i = 0; i < ROWS; i++) { /* the last row is loaded again behind itself */
             parts[i] = load_part<ROW>(find_row(args, min(slot + i, num_slots - 1)), lane);
         }
 #pragma unroll
