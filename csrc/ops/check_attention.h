@@ -255,7 +255,8 @@ smla_status smla_require_num_splits(const char *op, int64_t num_splits, smla_err
 /* A workspace that was checked. */
 smla_workspace smla_workspace_of(const smla_named_array *given);
 
-/* Plans a call over lists or a table whose other values are filled: plan_attention.c. */
+/* Plans a call over lists or a table whose other values are filled, the workspace, too:
+ * plan_attention.c. */
 void smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params);
 
 /* Fills the call, its results and its plan, when all other values are filled: plan_attention.c. */

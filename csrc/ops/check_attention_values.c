@@ -146,13 +146,12 @@ smla_workspace_of(const smla_named_array *given)
 }
 
 static smla_status
-require_workspace(smla_checker *c, const smla_named_array *workspace, int64_t bytes_needed)
+require_bytes(smla_checker *c, const smla_named_array *workspace, int64_t bytes_needed)
 {
-    if (workspace->tensor == NULL && bytes_needed != 0) {
-        return smla_refuse(c, "`%s` must have at least %lld bytes, got none", workspace->name,
-                           (long long)bytes_needed);
-    }
-    return smla_require_workspace(c, workspace->name, workspace->tensor, SMLA_RULE_OPTIONAL);
+    return workspace->tensor == NULL && bytes_needed != 0
+               ? smla_refuse(c, "`%s` must have at least %lld bytes, got none", workspace->name,
+                             (long long)bytes_needed)
+               : SMLA_OK;
 }
 
 smla_status
@@ -179,11 +178,13 @@ smla_finish_attention(smla_checker *c, const smla_attention_inputs *in, smla_rul
                                     SMLA_RULE_OUTPUT));
     }
     SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
+    SMLA_TRY(
+        smla_require_workspace(c, in->workspace.name, in->workspace.tensor, SMLA_RULE_OPTIONAL));
+    params->workspace = smla_workspace_of(&in->workspace); /* the plan depends on its bytes */
     smla_plan_attention(in,
                         smla_call_of(c, in->stream,
                                      has_cache ? params->keys.lists[0].kv.format : NULL),
                         *backend, params);
-    SMLA_TRY(require_workspace(c, &in->workspace, params->plan.workspace_bytes));
-    params->workspace = smla_workspace_of(&in->workspace);
+    SMLA_TRY(require_bytes(c, &in->workspace, params->plan.workspace_bytes));
     return smla_require_disjoint(c);
 }

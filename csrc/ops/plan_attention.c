@@ -47,6 +47,9 @@ smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_para
         .topk = keys->lists[0].topk,
         .extra_topk = has_extra ? keys->lists[1].topk : 0,
         .num_splits = num_splits,
+        .num_keys = smla_kv_num_slots(&keys->lists[0].kv) +
+                    (has_extra ? smla_kv_num_slots(&keys->lists[1].kv) : 0),
+        .room = params->workspace.bytes,
         .device_id = params->call.stream.device_id,
         .formats = {keys->lists[0].kv.format, has_extra ? keys->lists[1].kv.format : NULL},
         .source = params->source,
@@ -131,6 +134,7 @@ check_shape(const smla_attention_workspace_args *given, smla_attention_shape *sh
     SMLA_TRY(smla_require_count(op, "extra_topk", args.extra_topk, 0, INT32_MAX, error));
     SMLA_TRY(smla_require_count(op, "num_heads", args.num_heads, 1, SMLA_MAX_HEADS, error));
     SMLA_TRY(smla_require_num_splits(op, args.num_splits, error));
+    SMLA_TRY(smla_require_count(op, "num_keys", args.num_keys, 0, INT32_MAX, error));
     const DLDevice device = smla_normal_device(args.device);
     SMLA_TRY(smla_find_backend(op, device, backend, error));
     *shape = (smla_attention_shape){.num_tokens = args.num_tokens,
@@ -138,6 +142,7 @@ check_shape(const smla_attention_workspace_args *given, smla_attention_shape *sh
                                     .topk = args.topk,
                                     .extra_topk = args.extra_topk,
                                     .num_splits = args.num_splits,
+                                    .num_keys = args.num_keys,
                                     .device_id = device.device_id,
                                     .value_dim = (int32_t)value_dim};
     return SMLA_OK;

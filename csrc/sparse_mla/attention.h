@@ -131,7 +131,8 @@ SMLA_API smla_status smla_mla_attention(const smla_mla_attention_args *args, sml
 
 /* The bytes of workspace that smla_sparse_attention needs, and smla_mla_attention and
  * smla_paged_attention, where K is the longest n_k. They never fall if T, H, K or head_dim_v
- * grows. */
+ * grows. With num_keys they have room for so many rows of a cache, where prefills on FP8 rows of
+ * this shape are faster when they widen the rows first. Calls without that room read the cache. */
 typedef struct smla_attention_workspace_args {
     size_t struct_size;
     int64_t num_tokens;
@@ -141,6 +142,7 @@ typedef struct smla_attention_workspace_args {
     int32_t num_splits; /* as in the call of attention */
     DLDevice device;
     int64_t head_dim_v; /* Dv of smla_paged_attention; 0: 512, which all others have */
+    int64_t num_keys;   /* rows of the cache, pages times tokens per page; 0: none is widened */
 } smla_attention_workspace_args;
 
 SMLA_API smla_status smla_attention_workspace_size(const smla_attention_workspace_args *args,

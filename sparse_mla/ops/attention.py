@@ -153,7 +153,8 @@ def sparse_attention(
     lse, max_logits : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
         Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
-        stream may share it. When left out, it is allocated like `out`.
+        stream may share it. When left out, it is allocated like `out`. With room for the rows of
+        the cache (`num_keys` there), a prefill may widen them first.
     stream : int handle or stream object, optional
 
     Returns
@@ -483,6 +484,7 @@ def attention_workspace_size(
     extra_topk: int = 0,
     num_splits: int = 0,
     head_dim_v: int = 512,
+    num_keys: int = 0,
     device: Any,
 ) -> int:
     """Bytes of workspace that attention needs, from shapes alone.
@@ -495,6 +497,11 @@ def attention_workspace_size(
         grows, so one workspace serves every smaller batch, with any KV heads and types.
     head_dim_v : int
         Dv of `paged_attention`. All other calls have 512.
+    num_keys : int
+        Rows of the cache, pages times tokens per page. The size then has room for them, where a
+        `sparse_attention` over "fp8_ds_mla" rows of this shape is faster when it widens the rows to
+        f16 first: prefills of many tokens, on Hopper. Such a call does so with a workspace of this
+        size, and reads the cache with less room. 0 leaves no such room.
     device : "cpu", "cuda" (the first GPU), "cuda:1", or an object whose str() is one of these
 
     Returns
@@ -505,7 +512,7 @@ def attention_workspace_size(
     ------
     TypeError, ValueError, RuntimeError
         H outside 1 to 128, `num_splits` outside 0 to 64, `head_dim_v` outside 1 to 512, a negative
-        size.
+        size or `num_keys`.
 
     Examples
     --------

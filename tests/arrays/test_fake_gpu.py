@@ -1420,6 +1420,46 @@ def test_plans_of_a_gpu_name_its_kernels(package):
         )
 
 
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_v4"])
+def test_rows_are_widened_where_there_is_room(package, fmt):
+    """The fake GPU fills the rows' part of a workspace, which lies behind all that others need and
+    ends with the workspace, but for what alignment takes."""
+    T, H, K, pages = 132, 128, 600, 3
+    rng = np.random.default_rng(0)
+    row, dim, options = (656, 576, {}) if fmt == "fp8" else (584, 512, {"kv_format": fmt})
+    kv = np.zeros((pages, 16, row), np.uint8)
+    q = cases.random_bf16(rng, T, H, dim)
+    indices = rng.integers(0, pages * 16, (T, K)).astype(np.int32)
+
+    def run(size, residue=0):
+        memory = np.zeros(size + 128, np.uint8)
+        first = -memory.ctypes.data % 64 + residue
+        workspace = on_gpu(memory[first : first + size])
+        package.sparse_attention(
+            on_gpu(q),
+            on_gpu(kv),
+            on_gpu(indices),
+            softmax_scale=1.0,
+            workspace=workspace,
+            **options,
+        )
+        return memory[:first], memory[first : first + size], memory[first + size :]
+
+    size_of = lambda n: package.attention_workspace_size(T, H, K, num_keys=n, device="cuda")  # noqa: E731
+    least, rows = size_of(0), pages * 16
+    assert size_of(rows) == least + 128 + (rows + 1) * 1152
+    assert size_of(10**9) == least
+    for residue in (0, 1, 16):
+        before, workspace, behind = run(size_of(rows), residue)
+        filled = np.flatnonzero(workspace)
+        assert filled.size == (rows + 1) * 1152
+        assert filled[0] >= least
+        assert not before.any()
+        assert not behind.any()
+    for size in (size_of(rows) - 1, least):
+        assert not run(size)[1].any()
+
+
 # Calls of CUDA that return an error of their own, or one of earlier work.
 MAY_FAIL = (
     *("cudaStreamIsCapturing", "cudaStreamWaitEvent", "cudaEventRecord"),

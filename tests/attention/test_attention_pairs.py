@@ -407,6 +407,7 @@ def test_attention_workspace_size():
 
     table = {"num_tokens": [1, 40], "num_heads": [1, 128], "topk": [1, 4096]}
     table |= {"extra_topk": [0, 4096], "num_splits": [0, 3, 64], "head_dim_v": [8, 128, 512]}
+    table |= {"num_keys": [0, 100]}
     run_table([dict(zip(table, x, strict=True)) for x in itertools.product(*table.values())], run)
     for a, b in itertools.permutations(sizes, 2):
         if a[4] == b[4] and all(x <= y for x, y in zip(a, b, strict=True)):

@@ -4,6 +4,7 @@
 #include "cuda/attention/table/kernels.c"       // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/table/run_attention.c" // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/table/schedule.c"      // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/widen.c"         // NOLINT(bugprone-suspicious-include)
 
 smla_status
 smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)
@@ -395,6 +396,29 @@ test_known_plans(void)
     expect_launch(2, "combine", 1, 16);
 }
 
+/* A run whose rows are widened starts the launcher that does both, over the run's own tokens, and
+ * knows where the rows lie. The rest of the batch reads the cache. */
+static void
+test_widened_rows(void)
+{
+    smla_attention_params params = make_params(200, 128, 2048, 0);
+    params.keys.lists[0].kv.num_pages = 10;
+    params.keys.lists[0].kv.block_size = 64;
+    smla_attention_params planned = params;
+    planned.plan = plan_call(&params);
+    EXPECT_EQ(planned.plan.num_runs, 2);
+    EXPECT_EQ(planned.plan.runs[0].num_tokens, 198);
+    planned.plan.runs[0].wide_offset = 256;
+    EXPECT_OK(smla_cuda_attend_lists(&planned, &error));
+    EXPECT_EQ(num_launches, 3);
+    expect_launch(0, "sm90_widened_64", 198, 1);
+    EXPECT(launches[0].wide >= workspace + 256);
+    EXPECT(launches[0].wide < workspace + 256 + SMLA_WIDE_ALIGN);
+    expect_tokens(&launches[0].params, &params, 0);
+    EXPECT(launches[1].wide == NULL);
+    expect_launch(2, "combine", 2, planned.plan.runs[1].num_splits);
+}
+
 /* The shape of a dense call that Hopper's kernels for dense calls take. */
 static smla_attention_shape
 make_dense_shape(bool is_fp8, int64_t tokens, int64_t heads)
@@ -532,5 +556,6 @@ main(void)
     RUN(test_failed_launches);
     RUN(test_planned);
     RUN(test_known_plans);
+    RUN(test_widened_rows);
     return report("test_cuda_attention");
 }

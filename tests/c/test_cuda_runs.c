@@ -195,6 +195,129 @@ test_workspace(void)
     EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
 }
 
+/* ---- Widened rows -------------------------------------------------------------------------- */
+
+/* Bytes for the rows of a call: `num_keys` of them, or none. */
+static int64_t
+wide_room(const smla_attention_shape *shape, int64_t num_keys)
+{
+    const smla_attention_shape asked = {.num_tokens = shape->num_tokens,
+                                        .num_heads = shape->num_heads,
+                                        .topk = shape->topk,
+                                        .extra_topk = shape->extra_topk,
+                                        .num_keys = num_keys,
+                                        .covers_tables = true};
+    return smla_cuda_attention_workspace_size(&asked) + smla_key_ranges_bytes(shape->num_tokens);
+}
+
+/* Whether a call with so many rows and bytes of workspace widens its first run. */
+static bool
+widens(smla_attention_shape shape, int64_t num_keys, int64_t room)
+{
+    smla_attention_plan plan;
+    shape.num_keys = num_keys;
+    shape.room = room;
+    smla_cuda_plan_attention(&shape, &plan);
+    for (int i = 0; i < plan.num_runs; i++) {
+        const smla_attention_run *const run = &plan.runs[i];
+        const bool is_wide = run->wide_offset != 0;
+        EXPECT(!is_wide || (i == 0 && run->num_splits == 1));
+        EXPECT(!is_wide || run->wide_offset >= plan.workspace_bytes);
+        EXPECT(!is_wide || run->wide_offset + smla_wide_bytes(num_keys) <= room);
+        EXPECT_EQ(is_wide, strstr(smla_cuda_kernel_name(run), "attention_wide_sm90.cu") != NULL);
+    }
+    return plan.runs[0].wide_offset != 0;
+}
+
+/* Calls widen rows exactly where the workspace has the bytes that num_keys asks for, and where that
+ * asks for more than a call without it. */
+static void
+test_room_for_rows(void)
+{
+    int num_wide = 0;
+    devices[0] = h200;
+    for (int i = 0; i < 3000; i++) {
+        const smla_attention_shape shape =
+            make_shape(i % 4 < 2 ? SMLA_ROWS_FP8 : SMLA_ROWS_V4, 1 + random_int(5000),
+                       1 + random_int(128), 1 + random_int(4096), i % 3 == 0 ? 0 : random_int(900));
+        const int64_t num_keys = 1 + random_int(i % 2 == 0 ? 3000 : 1000000);
+        const int64_t room = wide_room(&shape, num_keys);
+        const bool asks = room != wide_room(&shape, 0);
+        EXPECT(!asks || room == wide_room(&shape, 0) + smla_wide_bytes(num_keys));
+        /* The tokens in front of a rest may be too few. */
+        const bool is_wide = widens(shape, num_keys, room);
+        EXPECT(asks || !is_wide);
+        EXPECT(!widens(shape, num_keys, room - 1));
+        EXPECT(!widens(shape, num_keys, 0));
+        num_wide += is_wide;
+    }
+    EXPECT(num_wide > 300);
+}
+
+static void
+test_shapes_that_widen(void)
+{
+    devices[0] = h200;
+    smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 4096, 128, 2048, 0);
+    EXPECT(widens(shape, 32768, INT64_MAX));
+    EXPECT(widens(shape, 2000000, INT64_MAX));
+    EXPECT(!widens(shape, 2300000, INT64_MAX));
+    shape.num_tokens = 462; /* whole waves of 512 tokens */
+    EXPECT(widens(shape, 131072, INT64_MAX));
+    shape.num_tokens = 66;
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    EXPECT(widens(shape, 16000, INT64_MAX));
+    shape = make_shape(SMLA_ROWS_FP8, 4096, 64, 2048, 0);
+    EXPECT(widens(shape, 32768, INT64_MAX));
+    shape.num_heads = 32; /* the kernel for wide rows always computes 64 */
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    shape.num_heads = 64;
+    shape.num_splits = 1; /* bits must not depend on the workspace */
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    shape = make_shape(SMLA_ROWS_V4, 4096, 128, 128, 512);
+    EXPECT(widens(shape, 32768, INT64_MAX));
+    shape = make_shape(SMLA_ROWS_FP8, 4096, 128, 128, 512);
+    EXPECT(widens(shape, 32768, INT64_MAX));
+    shape = make_shape(SMLA_ROWS_MIXED, 4096, 128, 2048, 512);
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    shape = make_shape(SMLA_ROWS_BF16, 4096, 128, 2048, 0);
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    devices[0] = a100;
+    shape = make_shape(SMLA_ROWS_FP8, 4096, 128, 2048, 0);
+    EXPECT(!widens(shape, 32768, INT64_MAX));
+    EXPECT_EQ(wide_room(&shape, 32768), wide_room(&shape, 0));
+}
+
+/* A header is as large as a row, and rows keep their slots. */
+static void
+test_wide_rows(void)
+{
+    uint8_t memory[16];
+    const smla_attention_params params = {.workspace = {.memory = memory}};
+    const smla_attention_run run = {.wide_offset = 1000};
+    const smla_wide_header *const header = smla_wide_header_of(&params, &run);
+    EXPECT_EQ((uintptr_t)header % SMLA_WIDE_ALIGN, 0);
+    EXPECT((const uint8_t *)header >= memory + 1000);
+    EXPECT((const uint8_t *)header < memory + 1000 + SMLA_WIDE_ALIGN);
+    EXPECT_EQ(sizeof *header, SMLA_WIDE_ROW_BYTES);
+    for (int row_bytes = 1152; row_bytes >= 1024; row_bytes -= 128) {
+        const smla_kv_format_info *const format =
+            &smla_kv_formats[row_bytes == 1152 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_FP8_V4];
+        smla_key_lists keys = {
+            .lists = {{.kv = {.num_pages = 5, .block_size = 3, .page_stride_bytes = -5000}},
+                      {.kv = {.num_pages = 2, .block_size = 4, .page_stride_bytes = 5000}}},
+            .num_lists = 2};
+        keys.lists[0].kv.format = keys.lists[1].kv.format = format;
+        smla_take_wide_rows(header, &keys);
+        const uint8_t *at = (const uint8_t *)header + 1152;
+        for (int64_t slot = 0; slot < 15 + 8; slot++, at += row_bytes) {
+            EXPECT(smla_kv_slot(&keys.lists[slot >= 15].kv, slot % 15).row == at);
+        }
+    }
+    EXPECT_EQ(smla_wide_bytes(0), 0);
+    EXPECT_EQ(smla_wide_bytes(15), SMLA_WIDE_ALIGN + 16 * 1152);
+}
+
 int
 main(void)
 {
@@ -203,5 +326,8 @@ main(void)
     RUN(test_planned_splits);
     RUN(test_ranged_lists);
     RUN(test_workspace);
+    RUN(test_room_for_rows);
+    RUN(test_shapes_that_widen);
+    RUN(test_wide_rows);
     return report("test_cuda_runs");
 }

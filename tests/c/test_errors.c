@@ -385,6 +385,8 @@ test_workspace_size_values(void)
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`head_dim_v` must be 1 to 512, got 513");
     bad.head_dim_v = -1;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`head_dim_v` must be 1 to 512, got -1");
+    bad.num_keys = -1;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`num_keys` must be ");
     bad.device.device_type = kDLMetal;
     EXPECT_REFUSED(SMLA_ERROR_RUNTIME, "arrays must be on a device of this build");
 #undef EXPECT_REFUSED

@@ -1075,7 +1075,7 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
             (0, INT32 - 1),
             {n: f"`{name}` {COUNT}{n}" for n in (-1, INT32, INT64 - 1)},
         )
-        for name in ("num_tokens", "topk", "extra_topk")
+        for name in ("num_tokens", "topk", "extra_topk", "num_keys")
     },
     "decode threshold": (
         "split_decodes_and_prefills",

@@ -1142,6 +1142,7 @@ SIZE = {"num_tokens": 4, "num_heads": 8, "topk": 64}
         ({"extra_topk": -1}, ValueError, "extra_topk"),
         ({"num_splits": 65}, ValueError, "num_splits"),
         ({"head_dim_v": 513}, ValueError, "head_dim_v"),
+        ({"num_keys": -1}, ValueError, "num_keys"),
         ({"device": "tpu"}, ValueError, "device"),
         ({"device": 3}, TypeError, "device"),
         ({"num_tokens": "4"}, TypeError, "num_tokens"),

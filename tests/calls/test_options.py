@@ -29,7 +29,8 @@ INTEGERS = {
 # Sizes of 0 and below that do mean something, by the option's name. All others are refused.
 ZEROS = (
     *("num_splits", "attention_chunk", "cp", "max_seqlen_q", "max_seqlen_k", "offset", "M", "N"),
-    *("prefill_tokens_with_context", "topk", "extra_topk", "num_tokens", "max_context"),
+    *("prefill_tokens_with_context", "topk", "extra_topk", "num_tokens", "num_keys"),
+    "max_context",
 )
 MEANT = {name: {0} for name in ZEROS} | {
     "window_size": {0, -1},

@@ -435,7 +435,7 @@ FACTS: dict[str, Facts] = {
     ),
     "attention_workspace_size": Facts(
         positional="num_tokens num_heads topk",
-        keywords="extra_topk=0 num_splits=0 head_dim_v=512 device",
+        keywords="extra_topk=0 num_splits=0 head_dim_v=512 num_keys=0 device",
     ),
     "lightning_indexer_workspace_size": Facts(
         positional="num_tokens max_context",

@@ -17,6 +17,8 @@ typedef struct smla_attention_shape {
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
     int32_t device_id;
+    int64_t num_keys;  /* rows of the caches, which a prefill may widen; 0: it widens none */
+    int64_t room;      /* in a plan: bytes of the call's workspace */
     int32_t value_dim; /* values of a partial row, for the workspace size; 0: those of latents */
     /* The formats of the main and the extra list. The main format is NULL while it is not known:
      * the choice of a split count does not need it, and the workspace size covers all formats. */
@@ -40,6 +42,9 @@ typedef struct smla_attention_run {
     /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
      * caller says how many splits there are, each has a range of columns. */
     bool interleaves;
+    /* The workspace has room from this byte on for rows that the launch widens first; 0: it widens
+     * none. */
+    int64_t wide_offset;
 } smla_attention_run;
 
 /* How a backend runs attention of a shape. The check asks the backend for the plan once per call,

@@ -183,22 +183,35 @@ wgmma_16_tiles(float (&d)[COUNT], uint64_t a, uint64_t b, bool is_sum)
     }
 }
 
-/* D += A * B with contiguous N columns of B. A is in registers, or in shared memory. */
+/* D += A * B with contiguous N columns of B, fp16 if IS_HALF, else bf16. A is in registers, or in
+ * shared memory. */
+template <bool IS_HALF>
 static __device__ __forceinline__ void
-wgmma_bf16_rows_first(float (&d)[128], const uint32_t a[4], uint64_t b)
+wgmma_16_rows_first(float (&d)[128], const uint32_t a[4], uint64_t b)
 {
-    WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "{%128, %129, %130, %131}, %132, sum, 1, 1, 1",
-          "1", WGMMA_A(a), "l"(b));
+    if constexpr (IS_HALF) {
+        WGMMA("m64n256k16.f32.f16.f16", 128, d, 0, "{%128, %129, %130, %131}, %132, sum, 1, 1, 1",
+              "1", WGMMA_A(a), "l"(b));
+    } else {
+        WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "{%128, %129, %130, %131}, %132, sum, 1, 1, 1",
+              "1", WGMMA_A(a), "l"(b));
+    }
 }
 
+template <bool IS_HALF>
 static __device__ __forceinline__ void
-wgmma_bf16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
+wgmma_16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
 {
-    WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "%128, %129, sum, 1, 1, 0, 1", "1", "l"(a),
-          "l"(b));
+    if constexpr (IS_HALF) {
+        WGMMA("m64n256k16.f32.f16.f16", 128, d, 0, "%128, %129, sum, 1, 1, 0, 1", "1", "l"(a),
+              "l"(b));
+    } else {
+        WGMMA("m64n256k16.f32.bf16.bf16", 128, d, 0, "%128, %129, sum, 1, 1, 0, 1", "1", "l"(a),
+              "l"(b));
+    }
 }
 
-/* wgmma_bf16_rows_first for 128 columns, whose sums are d[FIRST] to d[FIRST + 63]. */
+/* wgmma_16_rows_first of bf16 for 128 columns, whose sums are d[FIRST] to d[FIRST + 63]. */
 template <int FIRST>
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first_128(float (&d)[128], const uint32_t a[4], uint64_t b)

@@ -242,6 +242,7 @@ static const smla_py_param workspace_size_params[] = {
     {"extra_topk", SMLA_PY_INT, offsetof(smla_attention_workspace_args, extra_topk)},
     {"num_splits", SMLA_PY_INT32, offsetof(smla_attention_workspace_args, num_splits)},
     {"head_dim_v", SMLA_PY_INT, offsetof(smla_attention_workspace_args, head_dim_v)},
+    {"num_keys", SMLA_PY_INT, offsetof(smla_attention_workspace_args, num_keys)},
     {"device", SMLA_PY_DEVICE, offsetof(smla_attention_workspace_args, device)},
 };
 

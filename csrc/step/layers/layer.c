@@ -159,8 +159,8 @@ smla_plan_layer(const smla_layer *layer, smla_attention_params *params)
     smla_checker c;
     smla_open_part(&c, layer, params->call.op);
     params->call.kv_format = params->keys.lists[0].kv.format;
-    smla_plan_lists(0, layer->step->backend, params);
     params->workspace = smla_layer_workspace(layer);
+    smla_plan_lists(0, layer->step->backend, params);
     return smla_require_logit_scale(&c, &in, lists, params);
 }
 

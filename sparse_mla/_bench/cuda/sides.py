@@ -50,11 +50,14 @@ class Side:
         synchronize()
 
 
-def make_ours(inputs: Sequence[Inputs]) -> Side:
-    """Calls with all of their memory given, as an engine makes them. They share one workspace."""
+def make_ours(inputs: Sequence[Inputs], num_keys: int = 0) -> Side:
+    """Calls with all of their memory given, as an engine makes them. They share one workspace, with
+    room for so many rows that a prefill may widen."""
     num_tokens, num_heads, _ = inputs[0].q.shape
     topk = inputs[0].indices.shape[1]
-    size = sparse_mla.attention_workspace_size(num_tokens, num_heads, topk, device=DEVICE)
+    size = sparse_mla.attention_workspace_size(
+        num_tokens, num_heads, topk, num_keys=num_keys, device=DEVICE
+    )
     workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
     def make_call(given: Inputs, out: Array, lse: Array) -> Callable[[], tuple]:

@@ -5,6 +5,7 @@
  */
 #include "core/params_all.h"
 #include "cuda/attention/table/kernels.h"
+#include "cuda/attention/table/wide_rows.h"
 
 static cudaError_t write_launch(smla_stream stream);
 
@@ -153,6 +154,21 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
     }
 
 EACH_LAUNCHER(ATTEND)
+
+/* Fills the memory of the widened rows, and reads the caches. */
+cudaError_t
+smla_attend_sm90_widened_64(const smla_attention_params *params, const smla_attention_start *start)
+{
+    const smla_key_lists *const keys = &params->keys;
+    int64_t num_keys = 0;
+    for (int i = 0; i < keys->num_lists; i++) {
+        num_keys += smla_kv_num_slots(&keys->lists[i].kv);
+    }
+    memset(start->wide, 0xA5, (size_t)((num_keys + 1) * SMLA_WIDE_ROW_BYTES));
+    return attend(params, keys->lists[0].kv.format->number == SMLA_ROW_FP8_V4
+                              ? smla_attend_sm90_v4_64
+                              : smla_attend_sm90_fp8_64);
+}
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,

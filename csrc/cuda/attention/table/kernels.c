@@ -269,7 +269,9 @@ is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 const char *
 smla_cuda_kernel_name(const smla_attention_run *run)
 {
-    return run->kernel == NULL ? NULL : run->kernel->name;
+    return run->kernel == NULL     ? NULL
+           : run->wide_offset != 0 ? "attention_wide_sm90.cu, 64 heads per CTA"
+                                   : run->kernel->name;
 }
 
 int64_t

@@ -37,6 +37,7 @@ typedef struct smla_attention_start {
     smla_cuda_deferred
         *deferred;    /* keeps the launch for the combine kernel's; NULL: start at once */
     bool interleaves; /* as in smla_attention_run; kernels for few columns never do */
+    struct smla_wide_header *wide; /* where rows are widened (wide_rows.h); NULL: they are not */
 } smla_attention_start;
 
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
@@ -210,6 +211,13 @@ smla_attention_launcher smla_attend_sm90_fp8_16;
 smla_attention_launcher smla_attend_sm90_v4_64;
 smla_attention_launcher smla_attend_sm90_v4_32;
 smla_attention_launcher smla_attend_sm90_v4_16;
+
+/* attention_fp8_asked_sm90.cu: sm90_fp8_64 and sm90_v4_64 by way of widened rows. The other two are
+ * its parts: attention_wide_sm90.cu, widen_rows_sm90.cu. */
+smla_attention_launcher smla_attend_sm90_widened_64;
+smla_attention_launcher smla_attend_sm90_wide_64;
+cudaError_t smla_widen_rows_sm90(const smla_attention_params *params,
+                                 struct smla_wide_header *header);
 
 /* attention_fp8_dense_sm90.cu */
 smla_attention_launcher smla_attend_sm90_fp8_dense_64;

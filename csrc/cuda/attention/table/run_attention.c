@@ -4,6 +4,7 @@
 #include "core/attention/needs.h"
 #include "core/log.h"
 #include "cuda/attention/partials/part_rows.h"
+#include "cuda/attention/table/wide_rows.h"
 
 /* The error when no kernel fits. It lists the kernels that there are. */
 static smla_status
@@ -67,14 +68,15 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
     const bool is_split = smla_is_split(params);
     /* A kernel that plans its cuts itself launches what combines them, too. */
     const bool is_cut = run->kernel->plans_itself && run->cut_bytes > 0;
+    smla_wide_header *const wide = run->wide_offset == 0 ? NULL : smla_wide_header_of(params, run);
     const smla_attention_start start = {run->cut_bytes, is_split || is_cut ? &deferred : NULL,
-                                        run->interleaves};
+                                        run->interleaves, wide};
+    smla_attention_launcher *const launch =
+        wide == NULL ? run->kernel->launch : smla_attend_sm90_widened_64;
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_deferred(&deferred);
-    SMLA_TRY(smla_cuda_status(op, call,
-                              can_count_items(params) ? run->kernel->launch(params, &start)
-                                                      : cudaErrorInvalidValue,
-                              error));
+    SMLA_TRY(smla_cuda_status(
+        op, call, can_count_items(params) ? launch(params, &start) : cudaErrorInvalidValue, error));
     if (!is_split) {
         return SMLA_OK;
     }

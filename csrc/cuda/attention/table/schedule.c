@@ -6,6 +6,8 @@
 
 #include "core/attention/needs.h"
 #include "cuda/attention/table/few_tiles.h"
+#include "cuda/attention/table/schedule.h"
+#include "cuda/attention/table/wide_rows.h"
 
 /* What a schedule depends on. */
 typedef struct split_problem {
@@ -441,7 +443,7 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
     }
     const int64_t tiles = device != NULL && shape->covers_tables ? tiles_bytes(device, shape) : 0;
     const int64_t bytes = asked_bytes(shape, parts);
-    return bytes > tiles ? bytes : tiles;
+    return smla_add_wide_bytes(shape, bytes > tiles ? bytes : tiles);
 }
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
@@ -462,8 +464,8 @@ make_run(const split_problem *problem, const smla_attention_kernel *kernel, int6
 {
     const int64_t cut_bytes =
         num_splits > 1 ? 0 : parts_bytes(most_parts(problem, num_tokens), problem->num_heads);
-    return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes,
-                                interleaves(problem, kernel, num_splits)};
+    return (smla_attention_run){
+        kernel, num_tokens, num_splits, cut_bytes, interleaves(problem, kernel, num_splits), 0};
 }
 
 /* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */
@@ -500,6 +502,30 @@ plan_tiles(const split_problem *problem, const smla_attention_shape *shape, smla
         run->kernel = smla_find_kernel(problem->device, &call);
         run->num_splits = num_splits;
         run->cut_bytes = 0;
+    }
+}
+
+/* Bytes that a workspace has which was asked for without keys, so that no call widens rows by
+ * chance. */
+static int64_t
+bytes_without_keys(const smla_attention_shape *shape)
+{
+    const smla_attention_shape any = {.num_tokens = shape->num_tokens,
+                                      .num_heads = shape->num_heads,
+                                      .topk = shape->topk,
+                                      .extra_topk = shape->extra_topk,
+                                      .device_id = shape->device_id,
+                                      .covers_tables = true};
+    return smla_cuda_attention_workspace_size(&any) + smla_key_ranges_bytes(shape->num_tokens);
+}
+
+/* Finds where a run's wide rows lie, if it wants them and they fit. */
+static void
+place_wide_rows(const smla_attention_shape *shape, smla_attention_run *run)
+{
+    if (smla_wants_wide_rows(shape, run)) {
+        const int64_t offset = bytes_without_keys(shape);
+        run->wide_offset = offset + smla_wide_bytes(shape->num_keys) <= shape->room ? offset : 0;
     }
 }
 
@@ -546,6 +572,8 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
     plan_runs(&problem, shape->num_tokens, plan);
+    place_wide_rows(shape, &plan->runs[0]);
+    place_wide_rows(shape, &plan->runs[1]); /* without a second run it has no kernel */
 }
 
 /* Times that decide between FP8 rows and gathered bf16 rows: an H200's (benchmarks/RESULTS.md). */

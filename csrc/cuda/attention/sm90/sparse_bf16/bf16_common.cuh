@@ -23,11 +23,19 @@ static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpg
 
 /* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may
  * have rows of codes (coded_gather.cuh). TILED: the kernel is attention_dense_sm90.cu, where each
- * row of the tile sees its own range of keys. */
-template <bool ROPE_, bool CODED_, bool TILED_ = false> struct key_kind {
+ * row of the tile sees its own range of keys. WIDE: the kernel is attention_wide_sm90.cu, where
+ * values and weights are f16, and RoPE parts bf16. */
+template <bool ROPE_, bool CODED_, bool TILED_ = false, bool WIDE_ = false> struct key_kind {
     static constexpr bool ROPE = ROPE_;
     static constexpr bool CODED = CODED_;
     static constexpr bool TILED = TILED_;
+    static constexpr bool WIDE = WIDE_;
+    /* If the exponent of a weight is above this, the reference of its head moves. f16 ends at
+     * 2^16. */
+    static constexpr float MAX_EXPONENT = WIDE ? 15.9f : 40.0f;
+    /* The exponent of a head's heaviest weight when its reference moves. f16 is off by 2^-25 at its
+     * lower end, so light keys need weights that are not small. */
+    static constexpr float TOP_EXPONENT = WIDE ? 8.0f : 0.0f;
     /* A score is two sums of half the values. With codes there are no registers for two. */
     static constexpr bool HALVES_SCORES = !CODED;
     /* Gather warps that share a quarter of the keys: decoding takes two. */
@@ -109,6 +117,13 @@ typedef struct dense_state {
     int32_t block_key[2]; /* a block's first key, and the turn of the item's row_limits */
 } dense_state;
 
+/* What attention_wide_sm90.cu keeps in shared memory in addition. */
+typedef struct wide_state {
+    float score_scale[TILE_HEADS];       /* multiplies a head's scores, gives log2 logits */
+    alignas(4) uint8_t is_refused[2][4]; /* [turn][warp of group 0]: finish_wide_item */
+    uint32_t fallback_bits[MAX_ITEMS / 32];
+} wide_state;
+
 struct bf16_memory {
     alignas(1024) uint8_t query[QUERY_TILES][TILE_HEADS][128];
     alignas(1024) uint8_t keys[2][QUERY_TILES][BLOCK_KEYS][128];
@@ -133,7 +148,10 @@ struct bf16_memory {
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
     item_order order;
-    dense_state dense;
+    union {
+        dense_state dense;
+        wide_state wide;
+    };
 };
 
 /* The bits of a word of is_key. ALL_ROWS: every row of a TILED kernel's tile sees the block. */
@@ -161,10 +179,11 @@ typedef struct bf16_consumer {
     float more_scores[BLOCK_KEYS / 2]; /* sums over the other half */
     uint32_t probs[BLOCK_KEYS / 4];    /* A of wgmma */
     float sum[2];
-    float excess[2];    /* the amount by which sum is too large */
-    float row_max[2];   /* the largest logit, minus the reference */
-    float reference[2]; /* out, sum and row_max are relative to it */
-    int32_t is_late;    /* INT32_MAX while one of the two heads has no reference, then 0 */
+    float excess[2];      /* the amount by which sum is too large */
+    float row_max[2];     /* the largest logit, minus the reference */
+    float reference[2];   /* out, sum and row_max are relative to it */
+    float score_scale[2]; /* WIDE: multiplies the heads' scores */
+    int32_t is_late;      /* INT32_MAX while one of the two heads has no reference, then 0 */
 } bf16_consumer;
 
 /* Parities of mbarriers: of mbarriers that are used once per step, and of those used once per

@@ -5,9 +5,6 @@
 
 #include "cuda/attention/sm90/sparse_bf16/bf16_common.cuh"
 
-/* If the exponent of a weight is above this, the reference of its head moves. */
-#define MAX_EXPONENT 40.0f
-
 /* The reference of a head that has had no key yet. Relative to it, logits are their own exponents.
  * No other reference has these bits. */
 #define NO_REFERENCE (-0.0f)
@@ -18,6 +15,19 @@ enum {
 };
 
 /* ---- Scores -------------------------------------------------------------------------------- */
+
+/* Starts the products of 16 dimensions, which are f16 or bf16. is_half is known when the code is
+ * compiled. */
+static __device__ __forceinline__ void
+multiply_keys(bool is_half, float (&scores)[BLOCK_KEYS / 2], uint64_t query, uint64_t keys,
+              bool is_sum)
+{
+    if (is_half) {
+        wgmma_16_tiles<true>(scores, query, keys, is_sum);
+    } else {
+        wgmma_16_tiles<false>(scores, query, keys, is_sum);
+    }
+}
 
 /* Starts the products of the scores of the group's block, piece by piece as the pieces come. wgmma
  * cuts each addition off, so two sums of half the values lose half as much as one sum. */
@@ -41,9 +51,9 @@ score_block(uint32_t base, const thread_index &me, uint32_t parity, bf16_consume
                 const int n = (tile * TILE_BYTES + k * 32) >> 4;
                 const int first = first_tile<Keys::ROPE>(
                     nth_piece<Keys>(me.group, Keys::HALVES_SCORES ? i / 2 * 2 : 0));
-                wgmma_16_tiles<false>(i < 2 || !Keys::HALVES_SCORES ? state->scores
-                                                                    : state->more_scores,
-                                      query + n, keys + n, n != first * (TILE_BYTES >> 4));
+                multiply_keys(Keys::WIDE && tile != ROPE_TILE,
+                              i < 2 || !Keys::HALVES_SCORES ? state->scores : state->more_scores,
+                              query + n, keys + n, n != first * (TILE_BYTES >> 4));
             }
         }
         wgmma_commit();
@@ -160,8 +170,9 @@ find_row_max(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * shared memory, so no reference of the item before is used. When the item ends, group 0 has
  * followed group 1's last block, and both groups remember the same references.
  *
- * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
- * and a block that moves none costs only a look at its exponents and at the references.
+ * A reference may lie below the maximum, but by MAX_EXPONENT (key_kind) at most. So references
+ * seldom move, and a block that moves none costs only a look at its exponents and at the
+ * references.
  */
 
 static __device__ __forceinline__ bool
@@ -232,9 +243,21 @@ scale_out(const float factors[2], bf16_consumer *state)
     }
 }
 
+/* A head's new reference. It is NaN where f16 keys are rounded by so much that this decides which
+ * key is the heaviest; the item is then computed again (finish_wide_item). A head with an infinite
+ * logit has NaN results anyway. */
+template <typename Keys>
+static __device__ __forceinline__ float
+limit_reference(float reference)
+{
+    const float size = fabsf(reference);
+    return Keys::WIDE && size >= MAX_SCORE && size < INFINITY ? NAN : reference;
+}
+
 /* Moves references to the block's maxima where exponents are too large or a head has had no key.
  * Publishes the references, and makes the exponents relative to them. Returns whether `out` must be
  * multiplied by the factors; sums and maxima have followed. */
+template <typename Keys>
 static __device__ __forceinline__ bool
 move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
                 bf16_memory *shared, bf16_consumer *state, float factors[2])
@@ -250,15 +273,16 @@ move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float older = state->reference[piece];
-        const bool moves = row_maxima[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
-        const float rise = moves ? row_maxima[piece] : 0.0f;
+        const bool moves =
+            row_maxima[piece] > (has_reference(older) ? Keys::MAX_EXPONENT : -INFINITY);
+        const float rise = moves ? row_maxima[piece] - Keys::TOP_EXPONENT : 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
             state->scores[i + 2 * piece] -= rise;
             state->scores[i + 2 * piece + 1] -= rise;
         }
         /* + 0 turns -0, which is NO_REFERENCE, into 0 */
-        newer[piece] = moves ? older + rise + 0.0f : older;
+        newer[piece] = moves ? limit_reference<Keys>(older + rise + 0.0f) : older;
         any_moves |= moves;
     }
     __syncwarp(); /* all lanes have read the references, which one lane of four writes */
@@ -291,14 +315,25 @@ follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_
     }
 }
 
+/* What multiplies scores of a lane's first or second head. */
+template <typename Keys>
+static __device__ __forceinline__ float
+find_score_scale(const attention_launch &launch, const bf16_consumer &state, int piece)
+{
+    return Keys::WIDE ? state.score_scale[piece] : launch.scale_log2;
+}
+
 /* Begins the exponents of weights with the first half of each score, the sum over half of the
  * dimensions. The product over the other half is still under way. */
+template <typename Keys>
 static __device__ __forceinline__ void
-begin_exponents(float score_scale, bf16_consumer *state)
+begin_exponents(const attention_launch &launch, bf16_consumer *state)
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], score_scale, -state->reference[i / 2 % 2]);
+        const int piece = i / 2 % 2;
+        state->scores[i] = fmaf(state->scores[i], find_score_scale<Keys>(launch, *state, piece),
+                                -state->reference[piece]);
     }
 }
 
@@ -314,7 +349,8 @@ find_exponents(const attention_launch &launch, uint32_t base, const thread_index
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
         state->scores[i] =
             Keys::HALVES_SCORES
-                ? fmaf(state->more_scores[i], launch.scale_log2, state->scores[i])
+                ? fmaf(state->more_scores[i], find_score_scale<Keys>(launch, *state, i / 2 % 2),
+                       state->scores[i])
                 : fmaf(state->scores[i], launch.wgmma_scale_log2, -state->reference[i / 2 % 2]);
     }
     if ((block_bits & unmasked_bits<Keys>()) != unmasked_bits<Keys>()) {
@@ -331,9 +367,9 @@ find_exponents(const attention_launch &launch, uint32_t base, const thread_index
     int32_t highest[2];
     find_highest(state->scores, highest);
     const bool is_rare =
-        __vimax3_s32(highest[0], highest[1], state->is_late) > __float_as_int(MAX_EXPONENT);
+        __vimax3_s32(highest[0], highest[1], state->is_late) > __float_as_int(Keys::MAX_EXPONENT);
     if (__any_sync(0xFFFFFFFFu, is_rare)) {
-        return move_references(base, me, highest, shared, state, factors);
+        return move_references<Keys>(base, me, highest, shared, state, factors);
     }
     publish_references(base, me);
     return false;
@@ -341,8 +377,9 @@ find_exponents(const attention_launch &launch, uint32_t base, const thread_index
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Exponents of half a block -> weights, which also become, in bf16, operand A of the next
+/* Exponents of half a block -> weights, which also become, in bf16 or f16, operand A of the next
  * products. */
+template <typename Keys>
 static __device__ __forceinline__ void
 weigh_half(int half, bf16_consumer *state)
 {
@@ -353,7 +390,9 @@ weigh_half(int half, bf16_consumer *state)
     }
 #pragma unroll
     for (int i = 0; i < HALF_PROBS; i++) {
-        state->probs[half * HALF_PROBS + i] = smla_cvt_bf16x2(weights[2 * i], weights[2 * i + 1]);
+        state->probs[half * HALF_PROBS + i] =
+            Keys::WIDE ? ptx_cvt_f16x2(weights[2 * i], weights[2 * i + 1])
+                       : smla_cvt_bf16x2(weights[2 * i], weights[2 * i + 1]);
     }
 }
 
@@ -430,7 +469,7 @@ static __device__ __forceinline__ void
 add_values(bf16_consumer *state, Weights weights, uint64_t values)
 {
     if constexpr (!Keys::CODED) {
-        wgmma_bf16_rows_first(state->out, weights, values);
+        wgmma_16_rows_first<Keys::WIDE>(state->out, weights, values);
     } else {
         wgmma_bf16_rows_first_128<0>(state->out, weights, values);
         wgmma_bf16_rows_first_128<64>(state->out, weights,

@@ -47,7 +47,7 @@ add_own_block(uint32_t base, const thread_index &me, bool scales_out, const floa
         scale_out(factors, state);
     }
     add_own_half<Keys>(base, me, 0, state);
-    weigh_half(1, state);
+    weigh_half<Keys>(1, state);
     store_half(base, me, 1, *state);
     add_own_half<Keys>(base, me, 1, state);
     publish_weights(base, me);
@@ -71,7 +71,7 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     const bool is_last = (block_bits & IS_LAST) != 0;
     if constexpr (Keys::HALVES_SCORES) {
         wgmma_wait<PIECES / 2>();
-        begin_exponents(launch.base.scale_log2, state);
+        begin_exponents<Keys>(launch.base, state);
     }
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
@@ -79,7 +79,7 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     float factors[2] = {1.0f, 1.0f};
     const bool scales_out =
         find_exponents<Keys, MAXIMA>(launch.base, base, me, block_bits, shared, state, factors);
-    weigh_half(0, state);
+    weigh_half<Keys>(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
     add_own_block<Keys>(base, me, scales_out, factors, state);
@@ -109,14 +109,14 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     add_other_block<Keys>(base, me, state);
     if constexpr (Keys::HALVES_SCORES) {
         wgmma_wait<1 + PIECES / 2>(); /* the first halves of the scores are done */
-        begin_exponents(launch.base.scale_log2, state);
+        begin_exponents<Keys>(launch.base, state);
     }
     wgmma_wait<1>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     float factors[2] = {1.0f, 1.0f};
     const bool scales_out =
         find_exponents<Keys, MAXIMA>(launch.base, base, me, block_bits, shared, state, factors);
-    weigh_half(0, state);
+    weigh_half<Keys>(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
     free_values(base, 0, 1);

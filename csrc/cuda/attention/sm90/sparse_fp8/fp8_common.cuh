@@ -30,6 +30,7 @@ enum {
     MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* the query's largest value in f16 */
+    QUERY_LANES = 8,     /* lanes that have parts of a head */
     MAX_HEAD_RATIO = 13, /* exponent of the largest ratio of two heads' largest values in a tile */
 };
 
@@ -444,6 +445,27 @@ store_query_words(Memory *shared, int tile, int head, int first, int column,
     }
 }
 
+/* The largest absolute value of a head, as bf16 bits, in all lanes that hold parts of the head. */
+template <int TILES>
+static __device__ __forceinline__ uint32_t
+find_head_max(const uint32_t (&words)[TILES][4])
+{
+    uint32_t partial_maxima[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
+#pragma unroll
+    for (int i = 4; i < TILES * 4; i++) {
+        partial_maxima[i % 4] = ptx_max_abs_bf16x2(partial_maxima[i % 4], words[i / 4][i % 4]);
+    }
+    const uint32_t pair =
+        ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(partial_maxima[0], partial_maxima[1]),
+                           ptx_max_abs_bf16x2(partial_maxima[2], partial_maxima[3]));
+    uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
+#pragma unroll
+    for (int step = 1; step < QUERY_LANES; step *= 2) {
+        value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+    }
+    return value;
+}
+
 /* The exponent of a query whose largest value has these bf16 bits. needs_fallback: none fits. */
 static __device__ __forceinline__ int
 find_query_exponent(uint32_t query_max, bool *needs_fallback)
@@ -512,10 +534,11 @@ mark_item(int number, int thread, uint32_t fallback_bits[MAX_ITEMS / 32])
 }
 
 /* Computes the marked items again with the portable code, in the shared memory in front of
- * fallback_bits, which is free. An item is `num_parts` head tiles of the portable code. */
-template <typename Portable>
+ * fallback_bits, which is free. An item is `num_parts` head tiles of the portable code. Launch:
+ * fp8_launch or bf16_launch. */
+template <typename Portable, typename Launch>
 static __device__ __forceinline__ void
-run_fallback(const fp8_launch &all, int num_parts, const uint32_t *fallback_bits,
+run_fallback(const Launch &all, int num_parts, const uint32_t *fallback_bits,
              const item_order *order, shared_memory<Portable> *shared)
 {
     const attention_launch &launch = all.base;

@@ -251,12 +251,11 @@ end_barriers(fp8_memory<Shape> *shared)
     }
 }
 
+/* What a thread of the kernel does. */
 template <typename Shape>
-__global__ void
-__launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch launch)
+static __device__ __forceinline__ void
+attend_as_role(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
-    extern __shared__ __align__(1024) uint8_t memory[];
-    fp8_memory<Shape> *const shared = (fp8_memory<Shape> *)memory;
     start(launch, shared);
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<GATHER_REGISTERS>();
@@ -278,6 +277,14 @@ __launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch 
             fold_cut_items(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
         }
     }
+}
+
+template <typename Shape>
+__global__ void
+__launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    attend_as_role(launch, (fp8_memory<Shape> *)memory);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
@@ -379,36 +386,46 @@ describe_dense_cache(const smla_attention_params *params, fp8_launch *launch)
     launch->lists[0].pitch = is_even ? (uint32_t)(kv->token_stride_bytes >> 4) : 0;
 }
 
+/* Fills in a launch, and returns its number of CTAs. */
+template <typename Shape>
+static int64_t
+make_fp8_launch(const smla_attention_params *params, const smla_attention_start *start,
+                const row_span spans[2], fp8_launch *launch)
+{
+    constexpr int HEADS = Shape::HEADS;
+    launch->base = make_launch<HEADS>(params);
+    if (start->interleaves) {
+        interleave_splits(&launch->base);
+    }
+    launch->num_items = (int32_t)count_items(launch->base);
+    for (int i = 0; i < params->keys.num_lists; i++) {
+        launch->lists[i] = spans[i];
+    }
+    if constexpr (Shape::RANGED) {
+        describe_dense_cache(params, launch);
+    }
+    launch->headroom = find_headroom<Shape>(params);
+    launch->max_weight = launch->headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
+    launch->out_is_aligned = is_out_aligned(params, 16);
+    launch->fetches_query = launch->base.q_is_aligned && launch->out_is_aligned;
+    launch->query_is_dense =
+        params->queries.parts[SMLA_NOPE].stride_head == Shape::Row::INFO.head_dim &&
+        (Shape::Row::ROPE_IS_VALUE || is_pair_dense(&params->queries));
+    allow_cuts<HEADS>(params, start->cut_bytes, launch->num_items, &launch->base);
+    const int64_t num_ctas = count_fp8_ctas(launch->base, launch->num_items, num_sms_of(params));
+    launch->is_ordered = has_order(launch->base, launch->num_items, num_ctas);
+    return num_ctas;
+}
+
 template <typename Shape>
 static cudaError_t
 launch_fp8(const smla_attention_params *params, const smla_attention_start *start,
            const row_span spans[2])
 {
-    constexpr int HEADS = Shape::HEADS;
     constexpr int SHARED_BYTES = (int)sizeof(fp8_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     fp8_launch launch = {};
-    launch.base = make_launch<HEADS>(params);
-    if (start->interleaves) {
-        interleave_splits(&launch.base);
-    }
-    launch.num_items = (int32_t)count_items(launch.base);
-    for (int i = 0; i < params->keys.num_lists; i++) {
-        launch.lists[i] = spans[i];
-    }
-    if constexpr (Shape::RANGED) {
-        describe_dense_cache(params, &launch);
-    }
-    launch.headroom = find_headroom<Shape>(params);
-    launch.max_weight = launch.headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
-    launch.out_is_aligned = is_out_aligned(params, 16);
-    launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
-    launch.query_is_dense =
-        params->queries.parts[SMLA_NOPE].stride_head == Shape::Row::INFO.head_dim &&
-        (Shape::Row::ROPE_IS_VALUE || is_pair_dense(&params->queries));
-    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_items, &launch.base);
-    const int64_t num_ctas = count_fp8_ctas(launch.base, launch.num_items, num_sms_of(params));
-    launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);
+    const int64_t num_ctas = make_fp8_launch<Shape>(params, start, spans, &launch);
     return smla_launch_large<attend_fp8<Shape>>(launch, num_ctas, FP8_THREADS, SHARED_BYTES,
                                                 params->call.stream, false, start->deferred);
 }

@@ -14,8 +14,8 @@ template <int TILES> struct query_part {
 };
 
 enum {
-    PIECES = 8,        /* pieces of 16 bytes in a head's row of a tile */
-    HAS_KEYS = 1 << 8, /* find_scale_max: above the exponent's 8 bits */
+    PIECES = QUERY_LANES, /* pieces of 16 bytes in a head's row of a tile */
+    HAS_KEYS = 1 << 8,    /* find_scale_max: above the exponent's 8 bits */
 };
 
 static __device__ __forceinline__ int
@@ -73,27 +73,6 @@ static __device__ __forceinline__ void
 wait_for_query(fp8_memory<Shape> *shared, const consumer<Shape> &state)
 {
     ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
-}
-
-/* The largest absolute value of a head, as bf16 bits, in all lanes that hold parts of the head. */
-template <int TILES>
-static __device__ __forceinline__ uint32_t
-find_head_max(const uint32_t (&words)[TILES][4])
-{
-    uint32_t partial_maxima[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
-#pragma unroll
-    for (int i = 4; i < TILES * 4; i++) {
-        partial_maxima[i % 4] = ptx_max_abs_bf16x2(partial_maxima[i % 4], words[i / 4][i % 4]);
-    }
-    const uint32_t pair =
-        ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(partial_maxima[0], partial_maxima[1]),
-                           ptx_max_abs_bf16x2(partial_maxima[2], partial_maxima[3]));
-    uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
-#pragma unroll
-    for (int step = 1; step < PIECES; step *= 2) {
-        value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
-    }
-    return value;
 }
 
 template <typename Shape>
