@@ -474,14 +474,11 @@ plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan 
 {
     const batch_plan batch = find_plan(problem, num_tokens);
     const int64_t start = num_tokens - batch.rest;
-    smla_attention_run *run = plan->runs;
-    run_plan last = batch.run;
-    if (start > 0) {
-        *run++ = make_run(problem, problem->whole, start, 1);
-        last = find_plan(problem, batch.rest).run;
-    }
-    *run++ = make_run(problem, last.kernel, batch.rest, last.num_splits);
-    plan->num_runs = (int)(run - plan->runs);
+    const run_plan last = start > 0 ? find_plan(problem, batch.rest).run : batch.run;
+    plan->num_runs = start > 0 ? 2 : 1;
+    plan->runs[0] = make_run(problem, problem->whole, start, 1);
+    plan->runs[plan->num_runs - 1] =
+        make_run(problem, last.kernel, batch.rest, last.num_splits);
 }
 
 /* Plans a call whose kernel reads lengths itself. Its workspace is enough for the splits of few
@@ -554,9 +551,8 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         return;
     }
     if (is_given) { /* a token's bits must not depend on the batch */
-        if (shape->num_splits > 1) {
-            call.columns = count_columns(&problem, shape->num_splits);
-        }
+        call.columns =
+            shape->num_splits > 1 ? count_columns(&problem, shape->num_splits) : call.columns;
         plan->runs[0].kernel = smla_find_kernel(device, &call);
         return;
     }

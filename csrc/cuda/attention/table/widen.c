@@ -5,11 +5,14 @@
 #include "cuda/attention/table/schedule.h"
 #include "cuda/attention/table/wide_rows.h"
 
-/* Times that decide, estimated for an H200. */
+/* Times that decide, measured on an H200 (sm90/sparse_bf16/README.md). */
 enum {
-    SAVED_PS_PER_KEY = 58,       /* per query token, key of its lists, and 64 heads */
-    WIDEN_PS_PER_ROW = 458,      /* 656 bytes in, 1152 out */
+    SAVED_PS_PER_KEY = 40,       /* per query token, key of its lists, and 64 heads */
+    WIDEN_PS_PER_ROW = 511,      /* 656 bytes in, 1152 out */
     WIDEN_PS_PER_CALL = 8000000, /* three launches more */
+    /* With one tile of heads, each row is read once per token. With so many rows, half of the
+     * time that is saved is lost to reads that miss L2. */
+    HALVING_ROWS = 26000,
 };
 
 /* Whether the rows of caches are widened for so many tokens. Tiles of 32 heads or fewer gain
@@ -19,8 +22,11 @@ pays(const smla_attention_shape *shape, int64_t num_tokens)
 {
     const int64_t tiles = shape->num_heads / 64 + (shape->num_heads % 64 > 32);
     const int64_t num_listed = num_tokens * (shape->topk + shape->extra_topk);
-    return shape->num_heads > 32 && num_listed * tiles * SAVED_PS_PER_KEY >
-                                        shape->num_keys * WIDEN_PS_PER_ROW + WIDEN_PS_PER_CALL;
+    const int64_t most = num_listed * tiles * SAVED_PS_PER_KEY;
+    const int64_t saved =
+        tiles == 1 ? most / (HALVING_ROWS + shape->num_keys) * HALVING_ROWS : most;
+    return shape->num_heads > 32 &&
+           saved > shape->num_keys * WIDEN_PS_PER_ROW + WIDEN_PS_PER_CALL;
 }
 
 /* Whether this kernel's calls may widen their rows. */
