@@ -10,9 +10,9 @@
  *              again at the end from the cache, by the code of attention_sm80.cu.
  *              Where the widening pass has refused the rows, all threads end at once, and
  *              attention_fp8_asked_sm90.cu works.
- * Roofline     as attention_bf16_sm90.cu, and per item about 1500 cycles for its query. Predicted
- *              on an H200, T 4096, H 128, K 2048, 32k keys: 3570 to 3680 us with the widening
- *              pass, where attention_fp8_sm90.cu takes 4550 to 5260. Not measured yet.
+ * Roofline     as attention_bf16_sm90.cu, and per item about 1500 cycles for its query. On an
+ *              H200, T 4096, H 128, K 2048, 32k keys: 3582 us with the widening pass, where
+ *              attention_fp8_sm90.cu takes 4414 (README.md).
  * Numerics     A key's values are rounded to f16 once, where attention_fp8_sm90.cu rounds its scale
  *              and then the product. Each head of the query has a power of two of its own, so that
  *              its largest value lies between 2^14 and 2^15: its f16 are exact down to 2^-28 of
