@@ -21,9 +21,9 @@
  * Roofline     as attention_dense_sm90.cu. A block takes 1152 cycles of wgmma for scores, 1024 for
  *              values, and about 500 between them, so 42 per key, where HBM takes 65 for an SM if
  *              all SMs read. One block: latencies one after the other (README.md).
- * Numerics     as attention_dense_sm90.cu, and a reference moves when a key is heavier by
- *              2^MAX_EXPONENT. Partial rows are fp32. A row's bits depend on its query, keys, H,
- *              the number of splits and the device.
+ * Numerics     as attention_dense_sm90.cu, and a reference moves when a key is heavier by 2^40.
+ *              Partial rows are fp32. A row's bits depend on its query, keys, H, the number of
+ *              splits and the device.
  * Source       ours; split-KV decoding (Flash-Decoding)
  */
 #include "cuda/attention/sm90/dense_few/few_products.cuh"

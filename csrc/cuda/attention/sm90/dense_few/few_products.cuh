@@ -101,8 +101,9 @@ find_logits(float scale_log2, const few_memory *shared, const thread_index &me, 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
 /* Moves the rows' references, which state->row_max has, to the block's maxima: where a row has had
- * no key, and where a weight would be above 2^MAX_EXPONENT. So the first maximum has the weight 1
- * exactly, and sums that a move multiplies hardly count any more. `shrinks` gets their factors. */
+ * no key, and where a weight would be above 2^FEW_MAX_EXPONENT. So the first maximum has the
+ * weight 1 exactly, and sums that a move multiplies hardly count any more. `shrinks` gets their
+ * factors. */
 static __device__ __forceinline__ void
 raise_references(const thread_index &me, few_memory *shared, bf16_consumer *state, float shrinks[2])
 {
@@ -123,7 +124,7 @@ raise_references(const thread_index &me, few_memory *shared, bf16_consumer *stat
         const float other = *(const volatile float *)&shared->maxima[me.group ^ 1][row + 8 * piece];
         const float older = state->row_max[piece];
         const float largest = fmaxf(row_maxima[piece], other);
-        const float newer = largest > older + MAX_EXPONENT ? largest : older;
+        const float newer = largest > older + FEW_MAX_EXPONENT ? largest : older;
         state->row_max[piece] = newer;
         state->reference[piece] = newer == -INFINITY ? 0.0f : newer;
         shrinks[piece] = ptx_exp2(older - state->reference[piece]);
@@ -183,7 +184,7 @@ add_half(uint32_t base, const thread_index &me, int block, bool is_first, const 
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KEYS / 16; k++) {
-        wgmma_bf16_rows_first(state->out, probs + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
+        wgmma_16_rows_first<false>(state->out, probs + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
     }
     wgmma_commit();
     wgmma_wait<0>();

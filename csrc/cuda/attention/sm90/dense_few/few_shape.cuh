@@ -18,6 +18,9 @@ enum {
 static_assert(2 * FEW_CONSUMER_REGISTERS + FEW_GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave");
 
+/* If the exponent of a weight is above this, the reference of its row moves: that of bf16 rows. */
+static constexpr float FEW_MAX_EXPONENT = key_kind<true, false>::MAX_EXPONENT;
+
 /* ROPE: keys have a RoPE part behind their values. IS_SPLIT: CTAs leave partial rows. HAS_STARTS:
  * only the device knows how many query tokens a request has. */
 template <bool ROPE_, bool IS_SPLIT_, bool HAS_STARTS_> struct few_kind {

@@ -13,9 +13,10 @@
  *                             time, and loads all of them before it stores the first: lane l has
  *                             values 8 l to 8 l + 7 of each half, and lanes 0 to 7 of fp8_ds_mla
  *                             have the RoPE part.
- * Roofline     Memory: 656 bytes in and 1152 out per row. 32k rows are 59 MB, 14 us at 4.3 TB/s;
- *              the first pass reads a sector of 32 bytes per row, 1 MB. Predicted 15 us in all; not
- *              measured yet. The first pass over fp8_v4 reads RoPE values, too: 136 of 584 bytes.
+ * Roofline     Memory: 656 bytes in and 1152 out per row. 128k rows are 237 MB, 55 us at 4.3 TB/s;
+ *              the first pass reads a sector of 32 bytes per row, 4 MB. Both took 63 us more over
+ *              128k rows than over 8k (H200, README.md), which is 0.85 of that rate. The first pass
+ *              over fp8_v4 reads RoPE values, too: 136 of 584 bytes.
  * Numerics     A product of a code and a scale is rounded to fp32, then to f16. The largest scale
  *              lies between 2^6 E and 2^7 E, so 448 times it fits, and RoPE values of fp8_v4 are
  *              below 2^16 E. What is below 2^-14 E loses bits, 2^-25 E at most, as in
