@@ -214,7 +214,7 @@ memcheck racecheck synccheck: build ## short GPU tests under compute-sanitizer: 
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
 
-coverage: $(VENV)/coverage.txt ## the lines of sparse_mla and csrc, CUDA's kernels aside, that no test reaches
+coverage: $(VENV)/coverage.txt ## the lines of sparse_mla, benchmarks and csrc, CUDA's kernels aside, that no test reaches
 	@$(MAKE) --no-print-directory measure COVERAGE=1
 
 # Delete the counts of an earlier run first, because a program adds to the counts that it finds.
