@@ -270,7 +270,7 @@ ONCE_PER_OBJECT := 'import json, os, sys; commands = json.load(sys.stdin); \
     once = {os.path.basename(command["output"]): command for command in reversed(commands)}; \
     print(json.dumps([*once.values()], indent=0))'
 
-lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
+lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, the benchmarks' types, and the stubs against the extension
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	@echo clang-format
@@ -284,6 +284,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_FLAGS)
 	@grep '^tests/' build/lint/files.txt | \
 	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_TESTS)
+	$(ENVIRONMENT) $(PY) -m mypy benchmarks/bench
 	$(ENVIRONMENT) $(PY) -m mypy.stubtest sparse_mla --mypy-config-file pyproject.toml \
 	    --allowlist buildtools/stubtest.txt --ignore-unused-allowlist
 
