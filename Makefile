@@ -214,7 +214,7 @@ memcheck racecheck synccheck: build ## short GPU tests under compute-sanitizer: 
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
 
-coverage: $(VENV)/coverage.txt ## the lines of sparse_mla and csrc, CUDA's kernels aside, that no test reaches
+coverage: $(VENV)/coverage.txt ## the lines of sparse_mla, benchmarks and csrc, CUDA's kernels aside, that no test reaches
 	@$(MAKE) --no-print-directory measure COVERAGE=1
 
 # Delete the counts of an earlier run first, because a program adds to the counts that it finds.
@@ -270,7 +270,7 @@ ONCE_PER_OBJECT := 'import json, os, sys; commands = json.load(sys.stdin); \
     once = {os.path.basename(command["output"]): command for command in reversed(commands)}; \
     print(json.dumps([*once.values()], indent=0))'
 
-lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
+lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, the benchmarks' types, and the stubs against the extension
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	@echo clang-format
@@ -284,6 +284,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_FLAGS)
 	@grep '^tests/' build/lint/files.txt | \
 	    xargs -n 1 -P $(JOBS) $(VENV)/bin/clang-tidy --quiet -p build/lint $(TIDY_TESTS)
+	$(ENVIRONMENT) $(PY) -m mypy benchmarks/bench
 	$(ENVIRONMENT) $(PY) -m mypy.stubtest sparse_mla --mypy-config-file pyproject.toml \
 	    --allowlist buildtools/stubtest.txt --ignore-unused-allowlist
 

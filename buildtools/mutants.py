@@ -44,7 +44,7 @@ EXPLAINED = Path("tests/equivalent_mutants.txt")
 SOURCES = (
     "csrc/**/*.[ch]",
     "sparse_mla/*.py",
-    "sparse_mla/[!_]*/*.py",  # all folders but those of the demo and of the bench
+    "sparse_mla/[!_]*/*.py",  # all folders but that of the demo
 )
 # The folder of a source file → the folder of its tests, where they have other names.
 FAMILIES = {

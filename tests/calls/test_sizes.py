@@ -13,8 +13,8 @@ from library import ISAS
 from operators import FRAMEWORK_CALLS
 
 import sparse_mla
-from sparse_mla._bench.cpu import sizes
-from sparse_mla._bench.cpu.sweep import Sweep
+from bench.cpu import sizes
+from bench.cpu.sweep import Sweep
 
 LIMIT = 2.0
 SWEEPS = sizes.make_sweeps()

@@ -26,7 +26,7 @@ from helpers import (
 from library import ISAS
 from test_views import TABLE, frozen
 
-from sparse_mla._bench.cpu import subnormal
+from bench.cpu import subnormal
 
 CASES = {case.title: case for case in subnormal.make_cases()}
 KINDS = [
@@ -337,7 +337,7 @@ def test_every_instruction_set_has_the_same_bytes(title, monkeypatch):
 # --- time ----------------------------------------------------------------------------------------
 
 MEASURE = f"""
-from sparse_mla._bench.cpu import subnormal
+from bench.cpu import subnormal
 for case in subnormal.make_cases():
     if case.op in {BOUNDED} and case.label != "fp8_ds_mla, 64 heads":
         found = subnormal.find_ratios(case, 5)

@@ -14,10 +14,10 @@ import pytest
 from helpers import require
 
 import sparse_mla
+from bench import run as bench
+from bench.common import compressor, index_lists, noise, plot, timing
+from bench.cpu import attention, memory, projection, top_k
 from sparse_mla import _judge
-from sparse_mla._bench import run as bench
-from sparse_mla._bench.common import compressor, index_lists, noise, plot, timing
-from sparse_mla._bench.cpu import attention, memory, projection, top_k
 from sparse_mla.ops import index
 
 pytestmark = pytest.mark.frameworks
@@ -48,27 +48,27 @@ def test_bench_starts_over_with_its_threads(monkeypatch):
 @pytest.fixture
 def cuda_tables(monkeypatch):
     """CUDA tables that need no GPU. Returns the list to which a measured table adds its name."""
-    from sparse_mla._bench.common import peer
-    from sparse_mla._bench.cuda import attention as cuda_attention
-    from sparse_mla._bench.cuda import calls as cuda_calls
-    from sparse_mla._bench.cuda import dense as cuda_dense
-    from sparse_mla._bench.cuda import dense_prefill as cuda_dense_prefill
-    from sparse_mla._bench.cuda import helpers as cuda_helpers
-    from sparse_mla._bench.cuda import layer as cuda_layer
-    from sparse_mla._bench.cuda import lightning as cuda_lightning
-    from sparse_mla._bench.cuda import linear as cuda_linear
-    from sparse_mla._bench.cuda import logits as cuda_logits
-    from sparse_mla._bench.cuda import memory as cuda_memory
-    from sparse_mla._bench.cuda import paged as cuda_paged
-    from sparse_mla._bench.cuda import paged_layer as cuda_paged_layer
-    from sparse_mla._bench.cuda import paged_steps as cuda_paged_steps
-    from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
-    from sparse_mla._bench.cuda import projection as cuda_projection
-    from sparse_mla._bench.cuda import sent as cuda_sent
-    from sparse_mla._bench.cuda import timing as cuda_timing
-    from sparse_mla._bench.cuda import top_k as cuda_top_k
-    from sparse_mla._bench.cuda import v4 as cuda_v4
-    from sparse_mla._bench.cuda import varlen as cuda_varlen
+    from bench.common import peer
+    from bench.cuda import attention as cuda_attention
+    from bench.cuda import calls as cuda_calls
+    from bench.cuda import dense as cuda_dense
+    from bench.cuda import dense_prefill as cuda_dense_prefill
+    from bench.cuda import helpers as cuda_helpers
+    from bench.cuda import layer as cuda_layer
+    from bench.cuda import lightning as cuda_lightning
+    from bench.cuda import linear as cuda_linear
+    from bench.cuda import logits as cuda_logits
+    from bench.cuda import memory as cuda_memory
+    from bench.cuda import paged as cuda_paged
+    from bench.cuda import paged_layer as cuda_paged_layer
+    from bench.cuda import paged_steps as cuda_paged_steps
+    from bench.cuda import prefill_layer as cuda_prefill_layer
+    from bench.cuda import projection as cuda_projection
+    from bench.cuda import sent as cuda_sent
+    from bench.cuda import timing as cuda_timing
+    from bench.cuda import top_k as cuda_top_k
+    from bench.cuda import v4 as cuda_v4
+    from bench.cuda import varlen as cuda_varlen
 
     measured = []
 
@@ -215,8 +215,7 @@ def test_bench_names_its_commit(monkeypatch):
     head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(head, capture_output=True, text=True)
     version = f"version {sparse_mla.__version__}"
-    is_source_tree = (Path(bench.__file__).parents[2] / "csrc").is_dir()
-    want = done.stdout.strip() if is_source_tree and done.returncode == 0 else version
+    want = done.stdout.strip() if done.returncode == 0 else version
     assert bench.find_commit() == want
     monkeypatch.setenv("PATH", "")
     assert bench.find_commit() == version
@@ -292,8 +291,8 @@ def test_bench_visits_every_core():
 @pytest.mark.parametrize("best", [False, True])
 def test_bench_times_the_host(best, monkeypatch):
     """Each side's rounds; the fastest one is looked for on every core."""
-    from sparse_mla._bench.cuda import calls as cuda_calls
-    from sparse_mla._bench.cuda import timing as cuda_timing
+    from bench.cuda import calls as cuda_calls
+    from bench.cuda import timing as cuda_timing
 
     moves, calls = [], []
     if hasattr(os, "sched_setaffinity"):

@@ -10,16 +10,16 @@ import pytest
 from helpers import find_framework
 
 import sparse_mla
-from sparse_mla._bench.common import peer
-from sparse_mla._bench.cuda import attention as cuda_attention
-from sparse_mla._bench.cuda import inputs as cuda_inputs
-from sparse_mla._bench.cuda import judge as cuda_judge
-from sparse_mla._bench.cuda import kinds as cuda_kinds
-from sparse_mla._bench.cuda import prefill_layer as cuda_prefill_layer
-from sparse_mla._bench.cuda import sent as cuda_sent
-from sparse_mla._bench.cuda import sides as cuda_sides
-from sparse_mla._bench.cuda import timing as cuda_timing
-from sparse_mla._bench.cuda.kinds import KINDS
+from bench.common import peer
+from bench.cuda import attention as cuda_attention
+from bench.cuda import inputs as cuda_inputs
+from bench.cuda import judge as cuda_judge
+from bench.cuda import kinds as cuda_kinds
+from bench.cuda import prefill_layer as cuda_prefill_layer
+from bench.cuda import sent as cuda_sent
+from bench.cuda import sides as cuda_sides
+from bench.cuda import timing as cuda_timing
+from bench.cuda.kinds import KINDS
 
 pytestmark = pytest.mark.frameworks
 

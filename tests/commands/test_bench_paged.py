@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import sparse_mla
-from sparse_mla._bench.common.paged import Shape
-from sparse_mla._bench.common.paged_steps import (
+from bench.common.paged import Shape
+from bench.common.paged_steps import (
     KINDS,
     PAGE_SIZE,
     Batch,
@@ -27,8 +27,8 @@ TIMES = {"ours": 1e-3, "peer": 2e-3}
 @pytest.mark.parametrize(("factor", "failures"), [(1, 0), (1.5, 2)])
 def test_rows_are_judged(torch, factor, failures, monkeypatch):
     """A kernel that is wrong is told. The peer has the keys of the same requests, in order."""
-    from sparse_mla._bench.cuda import paged
-    from sparse_mla._bench.cuda.timing import CudaEffort
+    from bench.cuda import paged
+    from bench.cuda.timing import CudaEffort
 
     attend = sparse_mla.paged_attention
     results = []
@@ -59,8 +59,8 @@ def test_rows_are_judged(torch, factor, failures, monkeypatch):
 @pytest.mark.parametrize(("shift", "failures"), [(0, 0), (1, 3)])
 def test_layers_are_judged(torch, shift, failures, monkeypatch):
     """Verifications, and a prefix that is read once."""
-    from sparse_mla._bench.cuda import paged_layer
-    from sparse_mla._bench.cuda.timing import CudaEffort
+    from bench.cuda import paged_layer
+    from bench.cuda.timing import CudaEffort
 
     attend = sparse_mla.paged.attention
 
@@ -91,8 +91,8 @@ def test_layers_are_judged(torch, shift, failures, monkeypatch):
 @pytest.mark.torch
 def test_builds_are_compared_with_chains_of_operators(torch, monkeypatch):
     """In PyTorch; the next test has NumPy's."""
-    from sparse_mla._bench.cuda import paged_steps
-    from sparse_mla._bench.cuda.timing import CudaEffort
+    from bench.cuda import paged_steps
+    from bench.cuda.timing import CudaEffort
 
     times = {"ours": 1e-6, "replay": 2e-6, "PyTorch": 3e-6}
     given = {"DEVICE": "cpu", "DECODES": ((3, 70),), "STEPS": (3, 300)}

@@ -10,9 +10,9 @@ import pytest
 from helpers import require, run_python
 from test_bench_cuda import FlashMLA
 
-from sparse_mla._bench.common import peer, summary
-from sparse_mla._bench.cuda import sent as cuda_sent
-from sparse_mla._bench.cuda.kinds import KINDS
+from bench.common import peer, summary
+from bench.cuda import sent as cuda_sent
+from bench.cuda.kinds import KINDS
 
 pytestmark = pytest.mark.frameworks
 

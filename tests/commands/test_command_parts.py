@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +10,50 @@ import pytest
 import reference as ref
 
 import sparse_mla
+from bench import run as bench
 from sparse_mla import __main__ as command
 from sparse_mla import _info
-from sparse_mla._bench import run as bench
 from sparse_mla._demo import run as demo
 
 pytestmark = pytest.mark.frameworks
 
 # --- the command ---------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """A function that puts the package, as `bench` sees it, into a folder of the source tree."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(bench, "run", lambda options: 3)
+
+    def put(folder: str) -> None:
+        monkeypatch.setattr(command, "PACKAGE", ROOT / folder / "sparse_mla")
+        monkeypatch.setattr(sys, "argv", ["sparse_mla", "bench", "--quick"])
+
+    return put
+
+
+@pytest.mark.parametrize("folder", [".", "build/debug/python"])
+def test_benchmarks_are_found_in_the_tree_of_the_package(folder, place):
+    place(folder)
+    assert command.main() == 3
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [f"{name}/lib/python3.11/site-packages" for name in (".venv", "build/installed/alone")],
+)
+def test_an_installed_package_says_where_the_benchmarks_are(folder, place, capsys):
+    """Also where the environment is in a source tree."""
+    place(folder)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, len(said.err.splitlines())) == (2, "", 1)
+    assert "benchmarks/bench of the source tree" in said.err
 
 
 @pytest.mark.parametrize("name", ["info", "demo", "bench"])

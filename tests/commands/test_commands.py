@@ -15,8 +15,8 @@ import reference
 from helpers import find_framework, printed_by_python, require, run_python
 
 import sparse_mla
-from sparse_mla._bench import run as bench
-from sparse_mla._bench.common import timing
+from bench import run as bench
+from bench.common import timing
 
 pytestmark = pytest.mark.frameworks
 
@@ -268,8 +268,8 @@ def test_bench_plots_an_earlier_run(tmp_path):
 def test_the_device_s_judge_agrees_with_the_reference(kv_format, monkeypatch):
     framework = find_framework("torch")
     torch = framework.module
-    from sparse_mla._bench.cuda import inputs as cuda_inputs
-    from sparse_mla._bench.cuda import judge as cuda_judge
+    from bench.cuda import inputs as cuda_inputs
+    from bench.cuda import judge as cuda_judge
 
     monkeypatch.setattr(cuda_inputs, "DEVICE", "cpu")
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import pytest
 from gpu import capture, torch
 
 import sparse_mla
-from sparse_mla._bench.cuda import logits as bench
+from bench.cuda import logits as bench
 
 
 def choose(work, k: int, **options):

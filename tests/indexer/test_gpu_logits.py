@@ -7,7 +7,7 @@ import pytest
 from gpu import capture, torch
 
 import sparse_mla
-from sparse_mla._bench.cuda import logits as bench
+from bench.cuda import logits as bench
 
 
 @pytest.mark.parametrize("heads", [64, 32, 65, 7])

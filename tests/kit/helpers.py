@@ -21,8 +21,9 @@ import reference as ref
 import sparse_mla
 
 TESTS = Path(__file__).parents[1]
-# Tests import the kit, and other tests, by their names alone.
-FOLDERS = [str(TESTS / "kit"), *sorted({str(path.parent) for path in TESTS.glob("*/test_*.py")})]
+# Tests import the kit, the package of the benchmarks, and other tests, by their names alone.
+KIT = [str(TESTS / "kit"), str(TESTS.parent / "benchmarks")]
+FOLDERS = [*KIT, *sorted({str(path.parent) for path in TESTS.glob("*/test_*.py")})]
 BUILD = TESTS.parent / "build" / sparse_mla.build_info()["flags"]
 RED_ZONE_BYTES = 256
 RED = 0x5C

@@ -7,7 +7,7 @@ for it; by hand, the Python of an environment runs it:
 It runs the README's Python blocks, the demo (beside a framework the short one), and the C examples
 against the package's own library, found in both of the documented ways. The process must have one
 OpenMP library at most, and none that sparse_mla has brought. A framework's arrays must give what
-NumPy's give.
+NumPy's give. The benchmarks are not installed, and their command says in one line where they are.
 """
 
 import contextlib
@@ -78,6 +78,16 @@ def run_c_examples(sparse_mla, folder):
         printed_by(program)
 
 
+def look_for_benchmarks(sparse_mla):
+    """Nothing of them is in the package, and `bench` ends with status 2 after one line."""
+    files = Path(sparse_mla.__file__).parent.rglob("*")
+    assert [path for path in files if "bench" in path.name] == []
+    command = [sys.executable, "-P", "-m", "sparse_mla", "bench", "--quick"]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert len(done.stderr.splitlines()) == 1 and "benchmarks/bench" in done.stderr, done
+
+
 def main(name=""):
     put = FRAMEWORKS[name]() if name else None
     before = openmp_libraries()
@@ -93,6 +103,7 @@ def main(name=""):
     assert libraries == before and len(before) <= 1, (before, libraries)
 
     printed_by(sys.executable, "-P", "-m", "sparse_mla", "demo", *(["--short"] if name else []))
+    look_for_benchmarks(sparse_mla)
     with tempfile.TemporaryDirectory() as folder:
         run_c_examples(sparse_mla, folder)
     facts = f"{sparse_mla.__version__}, CUDA {sparse_mla.build_info()['cuda'].split()[0]}"

@@ -28,7 +28,6 @@ CODE = [
     path
     for folder, pattern in (("sparse_mla", "*.py"), ("csrc/sparse_mla", "*.h"))
     for path in sorted((ROOT / folder).rglob(pattern))
-    if "_bench" not in path.parts
 ]
 
 

@@ -306,13 +306,13 @@ def test_the_tests_of_a_file_s_family_go_before_the_others(path, wanted):
 
 
 def test_every_file_of_the_package_has_faults_and_a_family():
-    """The demo and the bench are left out: their commands are tested, not their numbers."""
+    """The demo is left out: its command is tested, not its numbers."""
     root = Path(__file__).parents[2]
     package = {path.relative_to(root) for path in (root / "sparse_mla").rglob("*.py")}
     with contextlib.chdir(root):
         found = set(map(Path, mutants.source_files()))
     left_out = {path.parts[1] for path in package - found}
-    assert left_out == {"_bench", "_demo"}
+    assert left_out == {"_demo"}
     folders = {path.parent.name for path in found if path.parts[0] == "sparse_mla"}
     tests = {path.name for path in (root / "tests").iterdir()}
     assert {"dense", "steps", "integrations", "backend", "v4"} <= folders

@@ -21,7 +21,7 @@ import sparse_mla
 ROOT = Path(__file__).parents[2]
 SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
-PYTHON = ("sparse_mla", "tests", "buildtools", "examples")
+PYTHON = ("sparse_mla", "tests", "benchmarks/bench", "buildtools", "examples")
 UMBRELLA = ROOT / "csrc" / "sparse_mla.h"
 PUBLIC = [UMBRELLA, *sorted((ROOT / "csrc" / "sparse_mla").iterdir())]
 
@@ -156,7 +156,7 @@ LONG_UNTIL_SIGNATURES = {
 
 def test_no_file_is_long():
     """A file in the list that is short again fails, too, so the list cannot outlive its reason."""
-    folders = [ROOT / name for name in ("csrc", "sparse_mla", "buildtools", "tests")]
+    folders = [ROOT / name for name in ("csrc", *PYTHON)]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
     ours = [path for path in files if "include" not in path.relative_to(ROOT).parts]
     assert len(ours) > 700
@@ -241,7 +241,7 @@ def test_sizes_of_rows_stand_in_the_table():
     row's."""
     numbers = "|".join(ROW_FACTS)
     assert files_with(rf"\b({numbers})\b") == {"kv_format.h"}
-    folders = [ROOT / name for name in ("sparse_mla", "shim", "buildtools")]
+    folders = [ROOT / name for name in ("sparse_mla", "benchmarks/bench", "shim", "buildtools")]
     files = [path for folder in folders for path in folder.rglob("*.py")]
     assert len(files) > 60
     with_numbers = set()
@@ -250,7 +250,7 @@ def test_sizes_of_rows_stand_in_the_table():
             tokens = [x.string for x in tokenize.tokenize(file.readline) if x.type == NUMBER]
         if ROW_FACTS & set(tokens):
             with_numbers.add(str(path.relative_to(ROOT)))
-    assert with_numbers == {"sparse_mla/_bench/cuda/v4.py", "sparse_mla/v4/facts.py"}
+    assert with_numbers == {"benchmarks/bench/cuda/v4.py", "sparse_mla/v4/facts.py"}
 
 
 def test_the_library_prints_nothing_but_its_log_and_never_exits():
@@ -330,7 +330,7 @@ FOREIGN_CALLS = {"run", "module.fp8_paged_mqa_logits"}
 def test_calls_of_more_than_six_values_name_them():
     calls = [
         (path.name, node.lineno, ast.unparse(node.func), len(node.args))
-        for folder in ("sparse_mla", "shim", "buildtools")
+        for folder in ("sparse_mla", "benchmarks/bench", "shim", "buildtools")
         for path in sorted((ROOT / folder).rglob("*.py"))
         for node in nodes_of(path)
         if isinstance(node, ast.Call)
@@ -375,6 +375,7 @@ def test_tables_that_are_too_long_do_not_compile(rows, num_bytes, fits):
 
 
 def test_the_wheel_has_every_package():
+    """And nothing else of the tree, such as the benchmarks."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = settings["tool"]["setuptools"]["packages"]
     folders = [path.parent.relative_to(ROOT) for path in (ROOT / "sparse_mla").rglob("__init__.py")]

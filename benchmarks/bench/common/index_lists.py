@@ -1,0 +1,86 @@
+"""The operators that build index lists for DeepSeek V4, for the tables of moved bytes: a batch of
+long requests, as a step of prefills has it, and what NumPy says about some of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import sparse_mla
+from bench.common.moves import Move
+
+NUM_REQUESTS = 32
+CONTEXT = 65536
+BLOCK_SIZE = 64
+WINDOW, RATIO, TOPK = 128, 4, 512
+SAMPLED = slice(None, None, 127)
+
+Put = Callable[[np.ndarray], Any]
+
+
+def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
+    """`put` moves an array to the device, `get` moves it back."""
+    rng = np.random.default_rng(0)
+    query_len = num_tokens // NUM_REQUESTS
+    rows, pages = CONTEXT // RATIO, CONTEXT // BLOCK_SIZE
+    gather_len = query_len + WINDOW - 1
+    workspace_rows = rows + gather_len
+
+    topk = rng.integers(0, (CONTEXT - query_len) // RATIO, (num_tokens, TOPK)).astype(np.int32)
+    starts = np.arange(NUM_REQUESTS + 1, dtype=np.int32) * query_len
+    ids = np.repeat(np.arange(NUM_REQUESTS, dtype=np.int32), query_len)
+    tables = [
+        rng.permutation(NUM_REQUESTS * n).astype(np.int32).reshape(NUM_REQUESTS, -1)
+        for n in (pages, pages // RATIO)
+    ]
+    lengths = [np.full(NUM_REQUESTS, n, np.int32) for n in (CONTEXT, gather_len)]
+
+    tokens = np.arange(num_tokens)[SAMPLED]
+    last = CONTEXT - query_len + tokens % query_len
+    window = (last[:, None] - WINDOW + 1) + np.arange(WINDOW)
+    chosen, request = topk[tokens], ids[tokens, None]
+    chosen_slots = find_slots(tables[1], request, chosen)
+    base = workspace_rows * request
+    gathered = base + rows + window - (CONTEXT - gather_len)
+    wanted = {
+        "compute_global_topk_indices_and_lens": chosen_slots,
+        "combine_topk_swa_indices": np.concatenate([chosen + base, gathered], 1),
+        "build_mixed_sparse_indices": np.concatenate(
+            [find_slots(tables[0], request, window), chosen_slots], 1
+        ),
+    }
+
+    lists, at, requests = put(topk), put(starts), put(ids)
+    swa, compressed = (put(table) for table in tables)
+    ends, gathers = (put(x) for x in lengths)
+    shape = (WINDOW, RATIO, TOPK)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "compute_global_topk_indices_and_lens": (lists, requests, compressed, BLOCK_SIZE, None),
+        "combine_topk_swa_indices": (lists, at, ends, gathers, *shape, workspace_rows, rows),
+        "build_mixed_sparse_indices": (
+            *(None, None, None, lists, at, ends, requests),
+            *(swa, BLOCK_SIZE, compressed, BLOCK_SIZE, *shape),
+        ),
+    }
+    for name, want in wanted.items():
+        out = put(np.zeros((num_tokens, want.shape[1]), np.int32))
+        lens = put(np.zeros(num_tokens, np.int32))
+        operator = getattr(sparse_mla, name)
+        given = arguments[name]
+
+        def call(
+            operator: Any = operator, given: Any = given, out: Any = out, lens: Any = lens
+        ) -> object:
+            return operator(*given, out=out, lens=lens)
+
+        def is_right(want: np.ndarray = want, out: Any = out, lens: Any = lens) -> bool:
+            lengths_are_right = bool((get(lens) == want.shape[1]).all())
+            return lengths_are_right and np.array_equal(get(out)[SAMPLED], want)
+
+        yield Move(name, call, topk.nbytes + out.nbytes, is_right)
+
+
+def find_slots(table: np.ndarray, request: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return table[request, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -1,0 +1,387 @@
+"""The benchmark's command line, which prints where it runs and then the tables."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import sparse_mla
+from bench.common import noise, plot
+from bench.common.summary import summarise
+from bench.common.timing import Effort, Table
+from bench.cpu import (
+    attention,
+    calls,
+    dense,
+    layer,
+    memory,
+    paged,
+    paged_layer,
+    paged_steps,
+    projection,
+    sizes,
+    subnormal,
+    top_k,
+    v4,
+    varlen,
+)
+from sparse_mla import _info
+
+CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
+    "attention": attention.measure,
+    "v4": v4.measure,
+    "dense": dense.measure,
+    "varlen": varlen.measure,
+    "paged": paged.measure,
+    "paged_layer": paged_layer.measure,
+    "paged_steps": paged_steps.measure,
+    "layer": layer.measure,
+    "bytes": memory.measure,
+    "projection": projection.measure,
+    "top_k": top_k.measure,
+    "calls": calls.measure,
+    "subnormal": subnormal.measure,
+    "sizes": sizes.measure,
+}
+BY_NAME_ONLY = ("subnormal", "sizes")  # about behaviour, not about the machine: measured on request
+WITHOUT_RATES = (
+    "paged_layer",
+    "paged_steps",
+    "layer",
+    "top_k",
+    "calls",
+    "subnormal",
+    "sizes",
+)  # tables of the CPU that --plot cannot show
+CUDA_TABLES = (
+    "decode",
+    "prefill",
+    "inputs",
+    "v4",
+    "dense",
+    "varlen",
+    "paged",
+    "paged_layer",
+    "paged_steps",
+    "dense_prefill",
+    "prefill_layer",
+    "layer",
+    "bytes",
+    "projection",
+    "linear",
+    "logits",
+    "top_k",
+    "lightning",
+    "helpers",
+    "calls",
+)
+CUDA_GROUPS = {
+    "attention": ("decode", "prefill", "inputs"),
+    "projection": ("projection", "linear"),
+}
+ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
+STDOUT = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="cuda, where this build and PyTorch have it"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rows and repeats")
+    parser.add_argument("--best", action="store_true", help="the fastest repeat, not the median")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="numbers for programs to read, into FILE beside the tables or printed instead of them",
+    )
+    parser.add_argument(
+        "--only",
+        choices=sorted({*CPU_TABLES, *CUDA_TABLES}),
+        help="one of the tables (attention is decode, prefill and inputs on cuda)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of both sides, on the CPU (%(default)s)"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="time against floor (cuda); rates (cpu)")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="sum up this run's --json, measure nothing"
+    )
+    rows = parser.add_argument_group("rows of --only inputs (cuda)")
+    formats = "fp8_ds_mla, bfloat16, bfloat16_512"
+    rows.add_argument("--kv-format", "--cache", dest="cache", metavar="A,B", help=formats)
+    rows.add_argument("--heads", metavar="A,B", help="numbers of heads, as 16,64")
+    rows.add_argument("--batches", metavar="A,B", help="requests x tokens, as 8x1,128x2,1x1024")
+    rows.add_argument("--kinds", metavar="A,B", help="inputs by their names in the table")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.plot:
+        plot.check(options.plot)
+    if options.source:
+        return sum_up_earlier(options)
+    if options.only != "inputs" and row_options(options):
+        raise SystemExit(f"bench: --{row_options(options)[0]} needs --only inputs --device cuda")
+    device = options.device or find_device()
+    if device == "cpu":
+        check_cpu(options)
+        if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
+            restart(options.threads)
+        where, tables = describe_cpu(options), measure_cpu(options)
+    else:
+        check_cuda()
+        rows = find_rows(options)
+        where, tables = describe_cuda(options), measure_cuda(options, rows)
+
+    prints_tables = options.json != STDOUT
+    if prints_tables:
+        print("\n".join(f"- {key}: {value}" for key, value in where.items()), flush=True)
+    results: dict[str, Any] = dict(where)
+    failures: dict[str, list[str]] = {}
+    spreads: dict[str, dict[str, float]] = {}
+    results["failures"], results["spread"] = failures, spreads
+    for table in tables:
+        results[table.title] = table.records
+        if table.spread:
+            spreads[table.title] = table.spread
+        if table.failures:
+            failures[table.title] = table.failures
+        if prints_tables:
+            table.print()
+        if options.json and prints_tables:  # after every table, in case the run is cut short
+            write_json(options.json, results)
+    if prints_tables:
+        print_summary(results)
+    if options.json == STDOUT:
+        print(json.dumps(results, indent=1))
+    if options.plot:
+        plot.write(options.plot, results)
+    if failures:
+        print(f"\n{sum(map(len, failures.values()))} FAILED", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def sum_up_earlier(options: argparse.Namespace) -> int:
+    try:
+        results = json.loads(Path(options.source).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"bench: --from {options.source}: {error}") from None
+    has_summary = print_summary(results)
+    if options.plot:
+        plot.write(options.plot, results)
+    elif not has_summary:
+        raise SystemExit(f"bench: --from {options.source}: no inputs to sum up; --plot FILE.svg?")
+    return 0
+
+
+def print_summary(results: dict[str, Any]) -> bool:
+    """Prints the summary, and returns whether there was one."""
+    table = summarise(results)
+    if table is not None:
+        table.print()
+    return table is not None
+
+
+def row_options(options: argparse.Namespace) -> list[str]:
+    """The names of the row options that were given."""
+    return [name for name in ROW_OPTIONS if getattr(options, name)]
+
+
+def write_json(path: str, results: dict[str, Any]) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def check_cpu(options: argparse.Namespace) -> None:
+    if options.only and options.only not in CPU_TABLES:
+        raise SystemExit(f"bench: --only {options.only} is a table of --device cuda")
+    if options.plot and options.only in WITHOUT_RATES:
+        raise SystemExit(f"bench: --plot shows rates, and --only {options.only} measures none")
+
+
+def restart(num_threads: int) -> None:
+    """Starts the process over, because OpenMP read its environment when it was loaded."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "sparse_mla", *sys.argv[1:]])
+
+
+def measure_cpu(options: argparse.Namespace) -> Iterator[Table]:
+    effort = Effort.of(options.quick, options.best)
+    usual = [name for name in CPU_TABLES if name not in BY_NAME_ONLY]
+    for name in [options.only] if options.only else usual:
+        table = CPU_TABLES[name](effort, options.threads)
+        table.take_spreads(effort.spreads)
+        yield table
+
+
+def describe_cpu(options: argparse.Namespace) -> dict[str, str]:
+    selected = [row["arch"] for row in kernels("cpu") if row["selected"]]
+    num_cores = len(os.sched_getaffinity(0))
+    return {
+        "device": f"{_info.cpu_name()}, {num_cores} cores, {', '.join(selected)}",
+        **describe_run(options, f"--threads {options.threads}"),
+        "with": ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "torch", "jax")),
+    }
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+def find_device() -> str:
+    """cuda where its tables can be measured, else cpu."""
+    return "cpu" if what_cuda_lacks() else "cuda"
+
+
+def check_cuda() -> None:
+    lack = what_cuda_lacks()
+    if lack:
+        raise SystemExit(f"bench: {lack}")
+
+
+def what_cuda_lacks() -> str:
+    """Why nothing can be measured on CUDA; empty where CUDA can be measured. Reasons that no
+    installation cures come first, so that nobody installs PyTorch to learn that there is no GPU."""
+    lack = _info.what_cuda_lacks()
+    if lack:
+        return lack
+    if find_spec("torch") is None:
+        return "--device cuda needs PyTorch, for memory, events and graphs: pip install torch"
+    torch: Any = import_module("torch")
+    if not torch.cuda.is_available():
+        return "PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA"
+    return ""
+
+
+def find_rows(options: argparse.Namespace) -> Any:
+    """The rows of the inputs' table, read before anything is measured to report errors early."""
+    from bench.cuda.sent import Rows
+
+    return Rows.of(options)
+
+
+def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
+    from bench.common.peer import find_peer
+    from bench.cuda import attention as cuda_attention
+    from bench.cuda import calls as cuda_calls
+    from bench.cuda import dense as cuda_dense
+    from bench.cuda import dense_prefill as cuda_dense_prefill
+    from bench.cuda import helpers as cuda_helpers
+    from bench.cuda import layer as cuda_layer
+    from bench.cuda import lightning as cuda_lightning
+    from bench.cuda import linear as cuda_linear
+    from bench.cuda import logits as cuda_logits
+    from bench.cuda import memory as cuda_memory
+    from bench.cuda import paged as cuda_paged
+    from bench.cuda import paged_layer as cuda_paged_layer
+    from bench.cuda import paged_steps as cuda_paged_steps
+    from bench.cuda import prefill_layer as cuda_prefill_layer
+    from bench.cuda import projection as cuda_projection
+    from bench.cuda import sent as cuda_sent
+    from bench.cuda import top_k as cuda_top_k
+    from bench.cuda import v4 as cuda_v4
+    from bench.cuda import varlen as cuda_varlen
+    from bench.cuda.timing import CudaEffort, describe_error, torch
+
+    torch.manual_seed(0)
+    effort = CudaEffort.of(options.quick, options.best)
+    peer, _ = find_peer()
+    measure: dict[str, Callable[[], Table]] = {
+        "decode": lambda: cuda_attention.measure_decode(effort, peer),
+        "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
+        "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
+        "v4": lambda: cuda_v4.measure_v4(effort, peer),
+        "dense": lambda: cuda_dense.measure_dense(effort, peer),
+        "varlen": lambda: cuda_varlen.measure_varlen(effort),
+        "paged": lambda: cuda_paged.measure_paged(effort),
+        "paged_layer": lambda: cuda_paged_layer.measure_paged_layer(effort),
+        "paged_steps": lambda: cuda_paged_steps.measure_paged_steps(effort),
+        "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
+        "prefill_layer": lambda: cuda_prefill_layer.measure_prefill_layer(effort),
+        "layer": lambda: cuda_layer.measure_layer(effort),
+        "bytes": lambda: cuda_memory.measure_bytes(effort),
+        "projection": lambda: cuda_projection.measure_projections(effort),
+        "linear": lambda: cuda_linear.measure_linear(effort),
+        "top_k": lambda: cuda_top_k.measure_top_k(effort),
+        "logits": lambda: cuda_logits.measure_logits(effort),
+        "lightning": lambda: cuda_lightning.measure_lightning(effort),
+        "helpers": lambda: cuda_helpers.measure_helpers(effort),
+        "calls": lambda: cuda_calls.measure_calls(effort),
+    }
+    only = CUDA_GROUPS.get(options.only, (options.only,))
+    for name in only if options.only else CUDA_TABLES:
+        try:
+            table = measure[name]()
+        except Exception as error:  # the device may be lost; earlier tables are still printed
+            table = Table(name, ["-"], [], [], failures=[describe_error(error)])
+        table.take_spreads(effort.spreads)
+        yield table
+
+
+def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
+    from bench.common.peer import find_peer
+    from bench.cuda.timing import CudaEffort, torch
+
+    peer, version = find_peer()
+    facts = torch.cuda.get_device_properties(0)
+    names = dict.fromkeys(row["arch"] for row in kernels("cuda") if row["selected"])
+    l2_cache = facts.L2_cache_size >> 20
+    others = ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "cupy", "jax"))
+    return {
+        "device": f"{facts.name}, {facts.multi_processor_count} SMs, {l2_cache} MiB L2 cache, "
+        f"kernels {', '.join(names)}",
+        **describe_run(options, "--device cuda"),
+        "with": f"torch {torch.__version__}, {others}",
+        "build": f"CUDA {sparse_mla.build_info()['cuda']}",
+        "beside": f"FlashMLA: {version}" + (", heads padded to 64 or 128" if peer else ""),
+        "measured": "CUDA graphs of calls over rotating inputs (cache rows cold, code warm), the "
+        f"sides in turn; {CudaEffort.of(options.quick, options.best).describe()}",
+        "flushed": "CUDA graphs of one call; before each replay matrix products and a write over "
+        "the L2 cache (rows and code cold), the sides in turn; inputs are all measured so",
+        "floor": "FLOP / 795 TFLOP/s or bytes / 4.3 TB/s, the larger: an H200's best rates",
+        "error/bound": "against fp64 on the bytes that each side was given, sampled tokens; the "
+        "bound is the promise for GPUs, with its allowance for fp16 scales where rows are FP8",
+    }
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def kernels(device: str) -> list[dict[str, Any]]:
+    return [row for row in sparse_mla.kernels() if row["device"] == device]
+
+
+def describe_run(options: argparse.Namespace, last: str) -> dict[str, str]:
+    switches = [name for name in ("quick", "best", "json") if getattr(options, name)]
+    given = [name for name in ("only", *ROW_OPTIONS) if getattr(options, name)]
+    switches += [f"{name} {getattr(options, name)}" for name in given]
+    command = ["python -m sparse_mla bench", *(f"--{name}" for name in switches), last]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": find_commit(),
+        "command": " ".join(command),
+        "host": noise.describe_host(noise.count_busy_cores()),
+    }
+
+
+def find_commit() -> str:
+    """The source tree's commit; the version where there is none."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return f"version {sparse_mla.__version__}"
