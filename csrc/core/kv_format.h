@@ -22,8 +22,7 @@
  *        | 512 x e4m3  NoPE                   | 4 x fp32 scale  | 64 x bf16  RoPE |
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
- *
- * fp8_token, 656 bytes: fp8_ds_mla whose four scales are one, that of all 512 values
+ * fp8_token, 656 bytes: the same, and its four scales are one, that of all 512 values
  *
  * fp8_v4, 584 bytes, of which 576 and 8 lie apart (split pages, see below)
  *   data   0                                    448             576

@@ -70,7 +70,7 @@ def test_steps_beside_flash_mla(tmp_path):
     model = write_model(tmp_path / "model", "v32", most_bytes=1 << 30, **sizes)
     prompts = [[(7 * row + at) % models.VOCABULARY for at in range(600)] for row in range(32)]
     room = {"session_len": 768, "max_batch_size": 32, "num_gpu_blocks": 512}
-    room |= {"cudagraph_capture_batch_sizes": [32], "max_prefill_token_num": 4096}
+    room |= {"cudagraph_capture_batch_sizes": [32]}
     times = {}
     for is_ours in (True, False):
         options = {"kv_cache_dtype": "fp8", "is_ours": is_ours, "max_tokens": 100}
