@@ -21,7 +21,9 @@ def keys(dtype: str, *, data: str) -> tuple[np.ndarray, np.ndarray]:
         kv_c = row_formats.random_patterns(rng, 40, 512)
         kv_c = ref.bf16_decode(kv_c)
     else:
-        sizes = 10.0 ** rng.uniform(-30 if data == "tiny" else -3, -20 if data == "tiny" else 3, 160)
+        sizes = 10.0 ** rng.uniform(
+            -30 if data == "tiny" else -3, -20 if data == "tiny" else 3, 160
+        )
         kv_c = (rng.standard_t(2, (160, 128)) * sizes[:, None]).astype(np.float32).reshape(40, 512)
         kv_c[:9, 200] = EDGES
         kv_c[9] = 0
@@ -86,10 +88,10 @@ def test_who_does_not_take_the_name():
     rng = np.random.default_rng(2)
     cache = cases.make_rows(rng, 8, "fp8").reshape(1, 8, 656)
     q, indices = cases.random_bf16(rng, 1, 4, 576), np.zeros((1, 4), np.int32)
-    with pytest.raises(ValueError, match="`kv_cache` must be of a format .*, got fp8_token"):
+    with pytest.raises(ValueError, match=r"`kv_cache` must be of a format .*, got fp8_token"):
         sparse_mla.sparse_attention(q, cache, indices, softmax_scale=0.1, kv_format="fp8_token")
     given = np.zeros((1, 512), ref.BF16)
-    with pytest.raises(ValueError, match="`k_cache` must be of a format .*, got fp8_token"):
+    with pytest.raises(ValueError, match=r"`k_cache` must be of a format .*, got fp8_token"):
         sparse_mla.quantize_and_insert_k_cache(
             given, cache, np.zeros(1, np.int64), kv_format="fp8_token"
         )

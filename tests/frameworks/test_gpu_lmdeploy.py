@@ -6,6 +6,7 @@ Collected where lmdeploy is installed. With sgl-flash-mla beside it, FlashMLA's 
 the same models, and the steps of both are timed.
 """
 
+import itertools
 import statistics
 from importlib.util import find_spec
 
@@ -76,7 +77,7 @@ def test_steps_beside_flash_mla(tmp_path):
         options = {"kv_cache_dtype": "fp8", "is_ours": is_ours, "max_tokens": 100}
         served = serve(tmp_path, model, [prompts], **room, **options)
         seconds = served.rounds[0][0]["seconds"][-50:]
-        steps = [later - earlier for earlier, later in zip(seconds, seconds[1:], strict=False)]
+        steps = [later - earlier for earlier, later in itertools.pairwise(seconds)]
         times[is_ours] = 1e3 * statistics.median(steps)
         print(f"ours {is_ours}: {served.seconds:.0f} s in all, {times[is_ours]:.3f} ms a step")
     assert times[True] <= 1.05 * times[False]
