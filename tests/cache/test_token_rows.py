@@ -1,4 +1,4 @@
-"""Rows of fp8_token: those of fp8_ds_mla with one scale, written by their name and read as those."""
+"""Rows of fp8_token: those of fp8_ds_mla with one scale, written by their name, read as those."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from sparse_mla import _C
 
 E4M3 = np.dtype(ref.E4M3)
 KV_SCALE = 0.75
-TOKEN = "fp8_token"  # which dense attention alone takes
+TOKEN = "fp8_token"  # dense attention alone takes this format
 OTHER_NAMES = {
     ("bfloat16", 576): "bf16",
     ("fp8_ds_mla", 576): "fp8",
