@@ -11,31 +11,34 @@
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* scores = q . k of the block over the group's half of the dimensions. */
-template <typename Kind>
+/* scores = q . k of the block over NUM_TILES tiles from `first` on. */
+template <int NUM_TILES>
 static __device__ __forceinline__ void
-score_half(uint32_t base, const thread_index &me, int block, bf16_consumer *state)
+score_tiles(uint32_t base, int block, uint32_t first, bf16_consumer *state)
 {
-    const uint32_t first = me.group * HALF_TILES * TILE_BYTES;
     const uint64_t query = wgmma_descriptor(FEW_AT(base, query) + first, 1024, WGMMA_SWIZZLE_128);
     const uint64_t keys =
         wgmma_descriptor(FEW_AT(base, keys) + block * BLOCK_BYTES + first, 1024, WGMMA_SWIZZLE_128);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4 * HALF_TILES; k++) {
+    for (int k = 0; k < 4 * NUM_TILES; k++) {
         const int n = (k / 4 * TILE_BYTES + k % 4 * 32) >> 4;
         wgmma_16_tiles<false>(state->scores, query + n, keys + n, k > 0);
     }
-    if (Kind::ROPE && me.group == 1) {
-        wgmma_fence(); /* without it, ptxas puts one here, and lets products wait for each other */
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int n = (HALF_TILES * TILE_BYTES + k * 32) >> 4;
-            wgmma_16_tiles<false>(state->scores, query + n, keys + n, true);
-        }
-    }
     wgmma_commit();
     wgmma_wait<0>();
+}
+
+/* scores = q . k of the block over the group's half of the dimensions. */
+template <typename Kind>
+static __device__ __forceinline__ void
+score_half(uint32_t base, const thread_index &me, int block, bf16_consumer *state)
+{
+    if (me.group == 0) {
+        score_tiles<HALF_TILES>(base, block, 0, state);
+    } else {
+        score_tiles<HALF_TILES + Kind::ROPE>(base, block, HALF_TILES * TILE_BYTES, state);
+    }
 }
 
 /* Where a group leaves its sums of the other group's keys: group 0 where the weights will be, group
