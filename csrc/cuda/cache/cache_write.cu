@@ -92,11 +92,8 @@ serve()
 }
 
 const format_kernels<write_args, 6> write_table[] = {
-    serve<SMLA_ROW_FP8_DS_MLA>(),
-    serve<SMLA_ROW_BFLOAT16>(),
-    serve<SMLA_ROW_BFLOAT16_512>(),
-    serve<SMLA_ROW_FP8_E4M3_576>(),
-    serve<SMLA_ROW_FP8_TOKEN>(),
+    serve<SMLA_ROW_FP8_DS_MLA>(),   serve<SMLA_ROW_BFLOAT16>(),  serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_E4M3_576>(), serve<SMLA_ROW_FP8_TOKEN>(),
 };
 
 /* The operators differ in their arguments, not in the rows: the format alone chooses the kernel. */

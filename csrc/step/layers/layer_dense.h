@@ -17,7 +17,7 @@ typedef struct dense_layer {
     const smla_dense_absorbed_forward_args *absorbed;
     const smla_dense_builder *builder;
     int64_t num_absorbed; /* tokens of the absorbed part, which comes first; T on path "mixed" */
-    smla_kv_view cache;                 /* as it is read */
+    smla_kv_view cache;   /* as it is read */
     const smla_kv_format_info *written; /* the format of new rows */
     smla_given_scale kv_scale;
 

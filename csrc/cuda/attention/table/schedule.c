@@ -477,8 +477,7 @@ plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan 
     const run_plan last = start > 0 ? find_plan(problem, batch.rest).run : batch.run;
     plan->num_runs = start > 0 ? 2 : 1;
     plan->runs[0] = make_run(problem, problem->whole, start, 1);
-    plan->runs[plan->num_runs - 1] =
-        make_run(problem, last.kernel, batch.rest, last.num_splits);
+    plan->runs[plan->num_runs - 1] = make_run(problem, last.kernel, batch.rest, last.num_splits);
 }
 
 /* Plans a call whose kernel reads lengths itself. Its workspace is enough for the splits of few

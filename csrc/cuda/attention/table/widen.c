@@ -25,8 +25,7 @@ pays(const smla_attention_shape *shape, int64_t num_tokens)
     const int64_t most = num_listed * tiles * SAVED_PS_PER_KEY;
     const int64_t saved =
         tiles == 1 ? most / (HALVING_ROWS + shape->num_keys) * HALVING_ROWS : most;
-    return shape->num_heads > 32 &&
-           saved > shape->num_keys * WIDEN_PS_PER_ROW + WIDEN_PS_PER_CALL;
+    return shape->num_heads > 32 && saved > shape->num_keys * WIDEN_PS_PER_ROW + WIDEN_PS_PER_CALL;
 }
 
 /* Whether this kernel's calls may widen their rows. */
