@@ -260,15 +260,16 @@ test_shapes_that_widen(void)
     devices[0] = h200;
     smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 4096, 128, 2048, 0);
     EXPECT(widens(shape, 32768, INT64_MAX));
-    EXPECT(widens(shape, 2000000, INT64_MAX));
-    EXPECT(!widens(shape, 2300000, INT64_MAX));
+    EXPECT(widens(shape, 1290000, INT64_MAX));
+    EXPECT(!widens(shape, 1310000, INT64_MAX));
     shape.num_tokens = 462; /* whole waves of 512 tokens */
     EXPECT(widens(shape, 131072, INT64_MAX));
     shape.num_tokens = 66;
     EXPECT(!widens(shape, 32768, INT64_MAX));
-    EXPECT(widens(shape, 16000, INT64_MAX));
+    EXPECT(widens(shape, 5000, INT64_MAX));
     shape = make_shape(SMLA_ROWS_FP8, 4096, 64, 2048, 0);
     EXPECT(widens(shape, 32768, INT64_MAX));
+    EXPECT(!widens(shape, 131072, INT64_MAX)); /* rows that miss L2 */
     shape.num_heads = 32; /* the kernel for wide rows always computes 64 */
     EXPECT(!widens(shape, 32768, INT64_MAX));
     shape.num_heads = 64;
