@@ -1424,7 +1424,7 @@ def test_plans_of_a_gpu_name_its_kernels(package):
 def test_rows_are_widened_where_there_is_room(package, fmt):
     """The fake GPU fills the rows' part of a workspace, which lies behind all that others need and
     ends with the workspace, but for what alignment takes."""
-    T, H, K, pages = 132, 128, 600, 3
+    T, H, K, pages = 132, 128, 1000, 3
     rng = np.random.default_rng(0)
     row, dim, options = (656, 576, {}) if fmt == "fp8" else (584, 512, {"kv_format": fmt})
     kv = np.zeros((pages, 16, row), np.uint8)

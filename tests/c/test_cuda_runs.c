@@ -270,7 +270,7 @@ test_shapes_that_widen(void)
     shape = make_shape(SMLA_ROWS_FP8, 4096, 64, 2048, 0);
     EXPECT(widens(shape, 32768, INT64_MAX));
     EXPECT(!widens(shape, 131072, INT64_MAX)); /* rows that miss L2 */
-    shape.num_heads = 32; /* the kernel for wide rows always computes 64 */
+    shape.num_heads = 32;                      /* the kernel for wide rows always computes 64 */
     EXPECT(!widens(shape, 32768, INT64_MAX));
     shape.num_heads = 64;
     shape.num_splits = 1; /* bits must not depend on the workspace */
