@@ -4,6 +4,7 @@
  */
 #include "cuda/attention/table/kernels.c"  // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/table/schedule.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/table/widen.c"    // NOLINT(bugprone-suspicious-include)
 
 #include "fake_cuda/launchers.h"
 

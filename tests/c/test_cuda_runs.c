@@ -293,7 +293,7 @@ test_shapes_that_widen(void)
 static void
 test_wide_rows(void)
 {
-    uint8_t memory[16];
+    static uint8_t memory[32768];
     const smla_attention_params params = {.workspace = {.memory = memory}};
     const smla_attention_run run = {.wide_offset = 1000};
     const smla_wide_header *const header = smla_wide_header_of(&params, &run);
