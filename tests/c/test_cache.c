@@ -541,10 +541,14 @@ test_format_table(void)
         EXPECT(row->least_amax == 0 || row->scale_type != SMLA_SCALE_E4M3);
         EXPECT_EQ(row->row_bytes, row->row_elements * element_bytes);
         EXPECT_EQ(row->row_bytes % row->alignment, 0);
-        /* the sets: attention reads all rows that are values, in the main list none of e2m1 */
+        /* the sets: attention reads all rows that are values, in the main list none of e2m1; rows
+         * with one scale only where it is dense */
         const bool is_value = row->value_dim != 0;
-        EXPECT_EQ(SMLA_KV_EXTRA >> i & 1, is_value);
-        EXPECT_EQ(SMLA_KV_ATTENTION >> i & 1, is_value && row->nope_type != SMLA_NOPE_E2M1);
+        const bool is_main = is_value && row->nope_type != SMLA_NOPE_E2M1;
+        EXPECT_EQ(row->has_one_scale, i == SMLA_ROW_FP8_TOKEN);
+        EXPECT_EQ(SMLA_KV_EXTRA >> i & 1, is_value && !row->has_one_scale);
+        EXPECT_EQ(SMLA_KV_ATTENTION >> i & 1, is_main && !row->has_one_scale);
+        EXPECT_EQ(SMLA_KV_DENSE >> i & 1, is_main);
     }
     EXPECT(smla_find_kv_format(SMLA_KV_INFER) == NULL && smla_find_kv_format(99) == NULL);
 }
