@@ -296,7 +296,8 @@ test_words(void)
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         const bool is_512 = row->head_dim == SMLA_KV_LORA_RANK && row->value_dim == row->head_dim;
         EXPECT_EQ(SMLA_ROWS_512 >> i & 1, is_512);
-        EXPECT_EQ(SMLA_ROWS_ANY_576 >> i & 1, row->head_dim == SMLA_HEAD_DIM);
+        EXPECT_EQ(SMLA_ROWS_ANY_576 >> i & 1,
+                  row->head_dim == SMLA_HEAD_DIM && row == smla_row_as_read(row));
         EXPECT_EQ(SMLA_ROWS_EXACT_512 >> i & 1, is_512 && row->scale_type != SMLA_SCALE_FP32 &&
                                                     row->scale_type != SMLA_SCALE_CACHE);
     }
