@@ -55,8 +55,11 @@ load_rounded(const uint8_t *values, smla_float_type type, int64_t index)
 SMLA_INLINE void
 write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
 {
-    if (type == SMLA_FLOAT_BF16) {
-        memcpy(out, values, (size_t)count * sizeof(uint16_t));
+    if (type == SMLA_FLOAT_BF16) { /* GCC makes `rep movs` of memcpy, slow on rows at odd places */
+#pragma GCC unroll 4
+        for (int i = 0; i < count / DUO; i++) {
+            store_words(load_words(values, i), out, i);
+        }
         return;
     }
 #if defined(SMLA_HAVE_BYTES)
