@@ -232,7 +232,7 @@ class StubPeer:
         return call
 
 
-US = {"ours": 20.0, "flat": 10.0, "peer": 30.0, "workspace": 20.0, "direct": 20.0}
+US = {"ours": 20.0, "flat": 10.0, "peer": 30.0, "workspace": 20.0, "direct": 20.0, "wide": 20.0}
 
 
 @pytest.fixture
@@ -309,15 +309,16 @@ def test_decode_has_both_methods_side_by_side(given_times, monkeypatch):
 
 
 @pytest.mark.torch
-def test_prefill_judges_both_of_our_ways(given_times, monkeypatch):
+def test_prefill_judges_all_of_our_ways(given_times, monkeypatch):
     sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
     for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
         monkeypatch.setattr(cuda_attention, name, value)
     table = cuda_attention.measure_prefill(cuda_timing.CudaEffort(), None)
     assert table.failures == []
-    assert [row["kv_format"] for row in table.records] == ["bfloat16", "fp8_ds_mla"]
+    names = ["bfloat16", "fp8_ds_mla", "fp8_ds_mla, wide"]
+    assert [row["kv_format"] for row in table.records] == names
     assert all(0 < row["error_over_bound"] <= 1 for row in table.records)
-    assert [len(row) for row in table.rows] == [len(table.columns)] * 2
+    assert [len(row) for row in table.rows] == [len(table.columns)] * 3
 
 
 def test_a_flush_comes_before_every_replay_and_is_not_timed(monkeypatch):
