@@ -48,10 +48,13 @@ from vllm.platforms import current_platform
 import vllm.v1.attention.backends.registry as registry
 from vllm.platforms.cpu import CpuPlatform
 seconds = []
+# vLLM looks for plugins anyway, which takes longer the more packages there are.
+plugins = entry_points(group="vllm.general_plugins", name="sparse_mla")
+assert plugins
 for _ in range(3):
     sys.modules.pop("sparse_mla_vllm", None)
     began = time.process_time()
-    for plugin in entry_points(group="vllm.general_plugins", name="sparse_mla"):
+    for plugin in plugins:
         plugin.load()()
     seconds.append(time.process_time() - began)
 custom, own = registry.AttentionBackendEnum.CUSTOM, registry.AttentionBackendEnum.CPU_MLA
