@@ -82,10 +82,10 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
     }
 }
 
-/* The one scale of a token. */
+/* Finds the one scale of a token. */
 template <int TYPE>
-__device__ __forceinline__ smla_scale
-find_token_scale(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2])
+__device__ __forceinline__ void
+find_token_scale(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *scales)
 {
     using layout = given_part<TYPE>;
     uint32_t largest = smla_find_largest<layout::COUNT>(pairs[0]);
@@ -95,7 +95,11 @@ find_token_scale(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2])
     }
     float amax[2]; /* the same twice */
     smla_find_amax_of_tiles<SMLA_WARP_LANES>(largest, largest, amax);
-    return make_tile_scale(amax[0]);
+    const smla_scale scale = make_tile_scale(amax[0]);
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i++) {
+        scales[i] = scale;
+    }
 }
 
 /* The scales of a lane's tiles: one for all of them where it is the token's or the cache's. */
@@ -104,12 +108,13 @@ __device__ __forceinline__ void
 choose_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], float kv_scale,
               smla_scale *scales)
 {
-    constexpr bool HAS_ONE_SCALE = smla_row<ROW>::INFO.has_one_scale;
-    if constexpr (smla_row<ROW>::HAS_ROPE_CODES || HAS_ONE_SCALE) {
+    if constexpr (smla_row<ROW>::HAS_ROPE_CODES) {
 #pragma unroll
         for (int i = 0; i < given_part<TYPE>::STEPS; i++) {
-            scales[i] = HAS_ONE_SCALE ? find_token_scale<TYPE>(pairs) : make_cache_scale(kv_scale);
+            scales[i] = make_cache_scale(kv_scale);
         }
+    } else if constexpr (smla_row<ROW>::INFO.has_one_scale) {
+        find_token_scale<TYPE>(pairs, scales);
     } else {
         find_scales<TYPE>(pairs, scales);
     }
