@@ -83,13 +83,7 @@ consume(const wide_launch &launch, bf16_memory *shared)
         shared->wide.fallback_bits[threadIdx.x] = 0;
     }
     start<Keys>(launch, shared);
-    const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
-    if (follower >= 0) {
-        const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
-        copy_query<Keys::ROPE, true>(find_query(launch.base.params.queries, first),
-                                     ptx_shared_address(shared), follower / SMLA_WARP_LANES);
-    }
-    order_items(launch, BARRIER_CONSUMERS, shared);
+    begin_items<Keys, true>(launch, shared);
     int idx = (int)blockIdx.x; /* item 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {

@@ -29,6 +29,21 @@ begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
 
 /* ---- Work items ---------------------------------------------------------------------------- */
 
+/* The consumers' start: group 1 brings the query of the CTA's first item, and all put the items in
+ * order. */
+template <typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+begin_items(const bf16_launch &launch, bf16_memory *shared)
+{
+    const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
+    if (follower >= 0) {
+        const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
+        copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params.queries, first),
+                                        ptx_shared_address(shared), follower / SMLA_WARP_LANES);
+    }
+    order_items(launch, BARRIER_CONSUMERS, shared);
+}
+
 /* Asks for the indices of item number idx to be in L2; -1 is no item. Not inlined, because a CTA's
  * last item jumps over it. */
 static __device__ __noinline__ void
