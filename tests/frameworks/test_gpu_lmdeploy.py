@@ -6,8 +6,6 @@ Collected where lmdeploy is installed. With sgl-flash-mla beside it, FlashMLA's 
 the same models, and the steps of both are timed.
 """
 
-import itertools
-import statistics
 from importlib.util import find_spec
 
 import pytest
@@ -65,19 +63,22 @@ def test_fewer_keys_than_tokens(tmp_path, kv_cache_dtype, is_ours):
 @pytest.mark.skipif(find_spec("flash_mla") is None, reason="sgl-flash-mla is not installed")
 def test_steps_beside_flash_mla(tmp_path):
     """V3.2 on FP8 rows, 4 layers of 64 heads, 32 requests of 600 tokens, lists of 512, graphs:
-    milliseconds from token to token."""
-    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "max_position_embeddings": 1024}
+    milliseconds a step while all of them decode. An engine takes 75 to 115 s to start, most of it
+    Triton's compiler."""
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "max_position_embeddings": 2048}
     sizes |= {"num_attention_heads": 64, "num_key_value_heads": 64}
     model = write_model(tmp_path / "model", "v32", most_bytes=1 << 30, **sizes)
     prompts = [[(7 * row + at) % models.VOCABULARY for at in range(600)] for row in range(32)]
-    room = {"session_len": 768, "max_batch_size": 32, "num_gpu_blocks": 512}
+    room = {"session_len": 1280, "max_batch_size": 32, "num_gpu_blocks": 800}
     room |= {"cudagraph_capture_batch_sizes": [32]}
     times = {}
     for is_ours in (True, False):
-        options = {"kv_cache_dtype": "fp8", "is_ours": is_ours, "max_tokens": 100}
+        options = {"kv_cache_dtype": "fp8", "is_ours": is_ours, "max_tokens": 500, "logprobs": None}
         served = serve(tmp_path, model, [prompts], **room, **options)
-        seconds = served.rounds[0][0]["seconds"][-50:]
-        steps = [later - earlier for earlier, later in itertools.pairwise(seconds)]
-        times[is_ours] = 1e3 * statistics.median(steps)
+        seconds = [answer["seconds"] for answer in served.rounds[0]]
+        began, ended = max(own[0] for own in seconds), min(own[-1] for own in seconds)
+        steps = sum(began < second <= ended for second in seconds[0])
+        assert steps >= 100
+        times[is_ours] = 1e3 * (ended - began) / steps
         print(f"ours {is_ours}: {served.seconds:.0f} s in all, {times[is_ours]:.3f} ms a step")
     assert times[True] <= 1.05 * times[False]

@@ -37,7 +37,8 @@ class Served:
 def serve(folder: Path, model: Path, rounds, *, kv_cache_dtype, is_ours=True, **options) -> Served:
     """Serve in a process whose `flash_mla` is the shim's, or else the one that is installed."""
     job = {"model": str(model), "rounds": rounds, "max_tokens": models.MAX_TOKENS}
-    job |= {name: options.pop(name) for name in ("alone", "keys", "max_tokens") if name in options}
+    own = {"alone", "keys", "max_tokens", "logprobs"} & options.keys()
+    job |= {name: options.pop(name) for name in own}
     engine = {
         "dtype": "bfloat16",
         "session_len": 320,

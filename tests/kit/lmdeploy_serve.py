@@ -4,10 +4,11 @@
 
 A job has `model`, `engine`, the arguments of PytorchEngineConfig, and `rounds`, lists of prompts
 that are served one after the other: all prompts of a round together, or one by one with `alone`.
-`legacy` adds `use_legacy=True` to calls of FlashMLA: the wheel sgl-flash-mla has the kernels of
-Hopper behind it. `keys` = K asks which K keys each layer attends to, of prompts served alone. The
-answer has each round's tokens, their best logprobs and the seconds at which they came, where
-`flash_mla` was found, and how often each of its functions was called from Python.
+Each token comes with 20 logprobs, or with `logprobs` of them; null = none. `legacy` adds
+`use_legacy=True` to calls of FlashMLA: the wheel sgl-flash-mla has the kernels of Hopper behind it.
+`keys` = K asks which K keys each layer attends to, of prompts served alone. The answer has each
+round's tokens, their best logprobs and the seconds at which they came, where `flash_mla` was found,
+and how often each of its functions was called from Python.
 """
 
 import asyncio
@@ -77,11 +78,11 @@ def keys_of(kept, num_tokens, top_k):
     return keys[:, :num_tokens].tolist()
 
 
-async def serve_one(engine, session, prompt, max_tokens):
+async def serve_one(engine, session, prompt, max_tokens, logprobs):
     from lmdeploy import GenerationConfig
 
     greedy = {"top_k": 1, "ignore_eos": True}
-    wanted = GenerationConfig(max_new_tokens=max_tokens, logprobs=20, **greedy)
+    wanted = GenerationConfig(max_new_tokens=max_tokens, logprobs=logprobs, **greedy)
     answer = {"tokens": [], "logprobs": [], "seconds": []}
     instance = engine.create_instance()
     async for output in instance.async_stream_infer(session, prompt, gen_config=wanted):
@@ -105,7 +106,8 @@ async def serve(job):
     rounds, keys, sessions = [], [], iter(range(1, 1 << 20))
     for prompts in job["rounds"]:
         kept.clear()  # what the engine asked of itself
-        tasks = [serve_one(engine, next(sessions), prompt, job["max_tokens"]) for prompt in prompts]
+        wanted = job["max_tokens"], job.get("logprobs", 20)
+        tasks = [serve_one(engine, next(sessions), prompt, *wanted) for prompt in prompts]
         if job.get("alone"):
             answers = []
             for prompt, task in zip(prompts, tasks, strict=True):
