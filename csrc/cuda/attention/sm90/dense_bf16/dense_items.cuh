@@ -354,11 +354,12 @@ next_turn(int turn)
     return turn + 1 == ITEM_TURNS ? 0 : turn + 1;
 }
 
-/* Makes the CTA's next item, and tells the gather warps. No consumer is at the last but one. */
+/* Makes the CTA's next item, and tells the gather warps. No consumer is at the last but one. Each
+ * lane arrives, because racecheck does not know that lanes agree. */
 static __device__ __forceinline__ void
 publish_item(const dense_launch &launch, int lane, int turn, uint32_t parity, bf16_memory *shared)
 {
     next_item(launch, lane, &shared->dense.walk, &shared->dense.items[turn],
               shared->limits[parity]);
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), lane == 0);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), true);
 }

@@ -142,6 +142,7 @@ struct bf16_memory {
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
+    uint32_t has_moved; /* group 0's block has moved references, so that `out` must follow */
     alignas(16) uint32_t is_key[2][GATHER_WARPS];     /* bits: which of 16 rows are keys; IS_LAST */
     alignas(16) key_counts num_keys[2];               /* [turn] */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: sums of add_absent */

@@ -211,6 +211,16 @@ copy_piece(const bf16_gather &state, int block, const block_rows<Keys> &rows)
     announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));
 }
 
+/* Says, before a step's first block comes, that it has not moved references. Group 1 has read what
+ * the block before said, because both halves of that are free. */
+static __device__ __forceinline__ void
+clear_has_moved(uint32_t base, int block)
+{
+    if (block == 0 && gather_warp_again() == 0) {
+        ptx_store_shared_4(BF16_AT(base, has_moved), 0);
+    }
+}
+
 /* Copies a block, each half when it becomes free, first the half whose values the block's group
  * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. By then both
  * halves are free, and no thread reads the previous is_key. */
@@ -229,6 +239,7 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
     copy_piece<nth_piece<Keys>(BLOCK, 1), Keys, ALIGNED>(state, BLOCK, rows);
     ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, first_half ^ 1), state.phase.step ^ 1);
     if (gather_twin<Keys>() == 0 && gather_lane() == 0) {
+        clear_has_moved(state.base, BLOCK);
         if (Keys::TILED && gather_warp_again() == 0) {
             ptx_store_shared_4(BF16_AT(state.base, dense.block_key) + 4 * BLOCK,
                                (uint32_t)block_key);

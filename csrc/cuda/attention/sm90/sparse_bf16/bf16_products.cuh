@@ -212,13 +212,20 @@ publish_references(uint32_t base, const thread_index &me)
     ptx_mbarrier_arrive(references_ready_barrier(base, me.group), true);
 }
 
+/* Whether one of the lane's heads has a reference, so that `out` is not 0 there. */
+static __device__ __forceinline__ bool
+has_keys(const bf16_consumer &state)
+{
+    return has_reference(state.reference[0]) || has_reference(state.reference[1]);
+}
+
 /* Multiplies the thread's sums and maxima so that they follow newer references. `out` follows
  * later, when the caller multiplies it by the factors. Returns whether it must, because some lane
  * of the warp has added to `out`. */
 static __device__ __forceinline__ bool
 adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
 {
-    const bool had_keys = has_reference(state->reference[0]) || has_reference(state->reference[1]);
+    const bool had_keys = has_keys(*state);
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float shift = state->reference[piece] - newer[piece];
@@ -290,27 +297,35 @@ move_references(uint32_t base, const thread_index &me, const int32_t highest[2],
         find_references(shared, me)[0] = newer[0];
         find_references(shared, me)[8] = newer[1];
     }
+    if (me.group == 0 && any_moves && has_keys(*state)) {
+        atomicOr(&shared->has_moved, 1); /* racecheck accepts that several warps do it */
+    }
     publish_references(base, me);
     return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
 /* Waits until the other group's block has published its references, and follows them if any have
- * moved. WAITS: products of scores are under way, and ptxas accepts no change of out before a wait
- * for them. */
-template <bool WAITS>
+ * moved. GROUP: the own one. Group 1 has products of scores under way, and ptxas accepts no change
+ * of out before a wait for them, which all warps of a group have to make together. So all make it
+ * where group 0 says that one of them must change its out. */
+template <int GROUP>
 static __device__ __forceinline__ void
 follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_memory *shared,
                    bf16_consumer *state)
 {
     ptx_mbarrier_wait(references_ready_barrier(base, me.group ^ 1), parity);
+    const bool waits = GROUP == 1 && *(const volatile uint32_t *)&shared->has_moved != 0;
     const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
     const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
                            smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
     float factors[2];
-    if (__any_sync(0xFFFFFFFFu, has_moved) && adopt_references(newer, state, factors)) {
-        if constexpr (WAITS) {
-            wgmma_wait<0>();
+    if (GROUP == 1 && __any_sync(0xFFFFFFFFu, waits)) {
+        wgmma_wait<0>();
+        if (adopt_references(newer, state, factors)) {
+            scale_out(factors, state);
         }
+    } else if (__any_sync(0xFFFFFFFFu, has_moved) && adopt_references(newer, state, factors) &&
+               GROUP == 0) {
         scale_out(factors, state);
     }
 }

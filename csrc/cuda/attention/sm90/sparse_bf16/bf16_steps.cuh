@@ -83,7 +83,7 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
     add_own_block<Keys>(base, me, scales_out, factors, state);
-    follow_other_group<false>(base, me, parity, shared, state);
+    follow_other_group<0>(base, me, parity, shared, state);
     wait_for_weights(base, me, parity);
     add_other_block<Keys>(base, me, state);
     wgmma_wait<0>();
@@ -104,7 +104,7 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     score_block<Keys>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
-    follow_other_group<true>(base, me, parity, shared, state);
+    follow_other_group<1>(base, me, parity, shared, state);
     wait_for_weights(base, me, parity);
     add_other_block<Keys>(base, me, state);
     if constexpr (Keys::HALVES_SCORES) {
@@ -171,7 +171,11 @@ start(const bf16_launch &launch, bf16_memory *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->begun), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
-        start_order(launch.base, &shared->order);
+        if constexpr (Keys::TILED) { /* the lanes of the planner */
+            ptx_mbarrier_init(ptx_shared_address(&shared->order.planned), SMLA_WARP_LANES);
+        } else {
+            start_order(launch.base, &shared->order);
+        }
         ptx_fence_mbarrier_init();
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

@@ -316,6 +316,7 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
             ptx_mbarrier_wait(empty_barrier(state.base, block, half), state.phase.step ^ 1);
             if (half * HALF_PIECES == KEY_PIECE && twin == 0) {
                 if (gather_lane() == 0) {
+                    clear_has_moved(state.base, block);
                     ptx_store_shared_4(BF16_AT(state.base, is_key) +
                                            4 * (GATHER_WARPS * block + gather_warp_again()),
                                        (are_keys >> block * WARP_ROWS & ALL_KEYS) | last_bit);
