@@ -1,6 +1,7 @@
-/* widen.c: which prefills over FP8 rows widen the rows of their caches first, and read those. They
- * do so where the caller's workspace has room for these rows behind all that attention may need
- * otherwise, so only where it was asked for by attention_workspace_size(num_keys=).
+/* widen.c: which prefills over FP8 rows read wider rows instead, which are made first. A call widens
+ * the rows of its caches to f16 where the caller's workspace has room for them behind all that
+ * attention may need otherwise, so only where it was asked for by
+ * attention_workspace_size(num_keys=). A layer's step gathers the rows of its requests as bf16.
  */
 #include "cuda/attention/table/schedule.h"
 #include "cuda/attention/table/wide_rows.h"
@@ -15,12 +16,19 @@ enum {
     HALVING_ROWS = 26000,
 };
 
-/* Whether the rows of caches are widened for so many tokens. Tiles of 32 heads or fewer gain
- * nothing, because attention over wide rows always computes 64. */
+/* Tiles of 64 heads. 32 heads or fewer count as none: they gain nothing, because attention over
+ * wider rows always computes 64. */
+static int64_t
+count_wide_tiles(const smla_attention_shape *shape)
+{
+    return shape->num_heads / 64 + (shape->num_heads % 64 > 32);
+}
+
+/* Whether the rows of caches are widened for so many tokens. */
 static bool
 pays(const smla_attention_shape *shape, int64_t num_tokens)
 {
-    const int64_t tiles = shape->num_heads / 64 + (shape->num_heads % 64 > 32);
+    const int64_t tiles = count_wide_tiles(shape);
     const int64_t num_listed = num_tokens * (shape->topk + shape->extra_topk);
     const int64_t most = num_listed * tiles * SAVED_PS_PER_KEY;
     const int64_t saved =
@@ -56,4 +64,49 @@ smla_wants_wide_rows(const smla_attention_shape *shape, const smla_attention_run
     const int64_t wide_bytes = smla_wide_bytes(shape->num_keys);
     return wide_bytes != 0 && shape->room > wide_bytes && may_widen(run->kernel) &&
            run->num_splits == 1 && pays(shape, run->num_tokens);
+}
+
+/* ---- Gathered rows --------------------------------------------------------------------------- */
+
+/* Times that decide between the FP8 rows of caches and bf16 rows that a layer gathers first. */
+typedef struct gather_times {
+    smla_kv_set formats;
+    bool is_direct_elsewhere; /* the choice where Hopper's kernel for these rows does not run */
+    int64_t ps_per_token;     /* extra time of the FP8 kernel, per query token and 64 heads */
+    int64_t ps_per_key;       /* more of it, per key of the token's list */
+    int64_t ps_per_row;       /* of a gather, 1152 or 1024 bytes out */
+    int64_t ps_per_chunk;     /* launches more */
+} gather_times;
+
+/* An H200's times: of fp8_ds_mla those of benchmarks/RESULTS.md. Of fp8_v4 both kernels were timed
+ * over 512 and 1024 keys, where the FP8 kernel takes 59 and 67 ns more (sm90/sparse_bf16/README.md);
+ * these numbers ask for less. A chunk has two gathers and one kernel that combines lists. */
+static const gather_times all_gather_times[] = {
+    {SMLA_ROWS_FP8, false, 0, 38, 650, 8000000},
+    {SMLA_ROWS_V4, true, 40000, 10, 500, 16000000},
+};
+
+bool
+smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
+    const smla_kernel_call call = {.formats = smla_join_formats(prefills->formats[0],
+                                                                prefills->formats[1]),
+                                   .source = SMLA_KEYS_LISTS,
+                                   .needs = prefills->needs,
+                                   .num_heads = prefills->num_heads,
+                                   .columns = SMLA_UNSPLIT};
+    const smla_attention_kernel *const kernel =
+        device == NULL ? NULL : smla_find_kernel(device, &call);
+    for (size_t i = 0; i < sizeof all_gather_times / sizeof all_gather_times[0]; i++) {
+        const gather_times *const times = &all_gather_times[i];
+        if (times->formats == call.formats) {
+            const int64_t loss = times->ps_per_token + prefills->topk * times->ps_per_key;
+            const int64_t cost = num_rows * times->ps_per_row + num_chunks * times->ps_per_chunk;
+            return kernel == NULL || kernel->arch < 90
+                       ? times->is_direct_elsewhere
+                       : prefills->num_tokens * count_wide_tiles(prefills) * loss < cost;
+        }
+    }
+    return true; /* gathers of other rows have not been timed */
 }
