@@ -24,15 +24,20 @@ count_wide_tiles(const smla_attention_shape *shape)
     return shape->num_heads / 64 + (shape->num_heads % 64 > 32);
 }
 
+/* What is left of the time that products over so many wider rows save, after reads that miss L2. */
+static int64_t
+find_saved(int64_t products_saved, int64_t tiles, int64_t num_rows)
+{
+    return tiles == 1 ? products_saved / (HALVING_ROWS + num_rows) * HALVING_ROWS : products_saved;
+}
+
 /* Whether the rows of caches are widened for so many tokens. */
 static bool
 pays(const smla_attention_shape *shape, int64_t num_tokens)
 {
     const int64_t tiles = count_wide_tiles(shape);
     const int64_t num_listed = num_tokens * (shape->topk + shape->extra_topk);
-    const int64_t most = num_listed * tiles * SAVED_PS_PER_KEY;
-    const int64_t saved =
-        tiles == 1 ? most / (HALVING_ROWS + shape->num_keys) * HALVING_ROWS : most;
+    const int64_t saved = find_saved(num_listed * tiles * SAVED_PS_PER_KEY, tiles, shape->num_keys);
     return shape->num_heads > 32 && saved > shape->num_keys * WIDEN_PS_PER_ROW + WIDEN_PS_PER_CALL;
 }
 
@@ -72,19 +77,30 @@ smla_wants_wide_rows(const smla_attention_shape *shape, const smla_attention_run
 typedef struct gather_times {
     smla_kv_set formats;
     bool is_direct_elsewhere; /* the choice where Hopper's kernel for these rows does not run */
+    bool misses_l2;           /* counts reads of gathered rows that do */
     int64_t ps_per_token;     /* extra time of the FP8 kernel, per query token and 64 heads */
     int64_t ps_per_key;       /* more of it, per key of the token's list */
     int64_t ps_per_row;       /* of a gather, 1152 or 1024 bytes out */
     int64_t ps_per_chunk;     /* launches more */
 } gather_times;
 
-/* An H200's times: of fp8_ds_mla those of benchmarks/RESULTS.md. Of fp8_v4 both kernels were timed
- * over 512 and 1024 keys, where the FP8 kernel takes 59 and 67 ns more (sm90/sparse_bf16/README.md);
- * these numbers ask for less. A chunk has two gathers and one kernel that combines lists. */
+/* An H200's times: of fp8_ds_mla those of benchmarks/RESULTS.md, of fp8_v4 those of
+ * sm90/sparse_bf16/README.md. A chunk of fp8_v4 has two gathers and one kernel that combines
+ * lists. */
 static const gather_times all_gather_times[] = {
-    {SMLA_ROWS_FP8, false, 0, 38, 650, 8000000},
-    {SMLA_ROWS_V4, true, 40000, 10, 500, 16000000},
+    {SMLA_ROWS_FP8, false, false, 0, 38, 650, 8000000},
+    {SMLA_ROWS_V4, true, true, 40000, 10, 500, 16000000},
 };
+
+/* The extra time of prefills that read FP8 rows. */
+static int64_t
+find_loss(const gather_times *times, const smla_attention_shape *prefills, int64_t num_rows)
+{
+    const int64_t tiles = count_wide_tiles(prefills);
+    const int64_t loss =
+        prefills->num_tokens * tiles * (times->ps_per_token + prefills->topk * times->ps_per_key);
+    return times->misses_l2 ? find_saved(loss, tiles, num_rows) : loss;
+}
 
 bool
 smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
@@ -101,11 +117,10 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
     for (size_t i = 0; i < sizeof all_gather_times / sizeof all_gather_times[0]; i++) {
         const gather_times *const times = &all_gather_times[i];
         if (times->formats == call.formats) {
-            const int64_t loss = times->ps_per_token + prefills->topk * times->ps_per_key;
-            const int64_t cost = num_rows * times->ps_per_row + num_chunks * times->ps_per_chunk;
             return kernel == NULL || kernel->arch < 90
                        ? times->is_direct_elsewhere
-                       : prefills->num_tokens * count_wide_tiles(prefills) * loss < cost;
+                       : find_loss(times, prefills, num_rows) <
+                             num_rows * times->ps_per_row + num_chunks * times->ps_per_chunk;
         }
     }
     return true; /* gathers of other rows have not been timed */
