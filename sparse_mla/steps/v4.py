@@ -86,8 +86,7 @@ class Config:
         `SparseMLA.forward` with streams runs its first projections side by side up to this many
         tokens.
     path : "direct" or "separate", optional
-        How prefills run, see help(sparse_mla.v4). None is "direct", but a builder that was given a
-        workspace chooses for each step.
+        How prefills run, see help(sparse_mla.v4). None is "direct" without a workspace.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 
@@ -429,18 +428,16 @@ class MetadataBuilder(steps.Builder):
     ----------
     config : Config
     workspace : [rows, 512] or [prefill_chunk_size, M, 512] bf16, optional
-        The prefill workspace of path "separate", which all layers share. It has
-        `prefill_chunk_size * M` rows or more, all the same distance apart, where M is
-        ceil(max_model_len / the smallest ratio) + window + max_num_batched_tokens. When left out,
-        a builder of that path makes its own. With a workspace and a config without a path, each
-        step takes the path that is estimated to take less time. The builder keeps the workspace
-        alive as long as it lives itself; a copy of the builder does not have it.
+        The prefill workspace of path "separate", which all layers share. Without a path, each step
+        then chooses. It has `prefill_chunk_size * M` rows or more, all the same distance apart. M
+        is ceil(max_model_len / the smallest ratio) + window + max_num_batched_tokens. When left
+        out, path "separate" makes its own. The builder keeps it alive as long as it lives itself.
 
     Attributes
     ----------
     config : Config
     workspace_bytes : int
-        Bytes of the prefill workspace, 0 on path "direct" and without a path and a workspace.
+        Bytes of the prefill workspace, 0 on path "direct".
     forward_bytes : int
         Bytes that `SparseMLA.forward` has taken so far for what lies between its operators. All
         layers share them. They are sized for the largest batch by the first calls.

@@ -426,8 +426,7 @@ test_prefers_direct_of_v4(void)
     devices[0] = h200;
     for (int i = 0; i < 3; i++) {
         const smla_attention_shape shape = make_shape(SMLA_ROWS_V4, 1600, one_tile[i], 1000, 0);
-        EXPECT(
-            !smla_cuda_prefers_direct(&shape, 30, 4)); /* 1600 * (40,000 + 10,000) = 80,000,000 */
+        EXPECT(!smla_cuda_prefers_direct(&shape, 30, 4)); /* 80,000,000 and 64,015,000 */
         EXPECT(smla_cuda_prefers_direct(&shape, 30, 5));
         EXPECT(!smla_cuda_prefers_direct(&shape, 26000, 1)); /* 40,000,000 and 29,000,000 */
         EXPECT(smla_cuda_prefers_direct(&shape, 26000, 2));

@@ -62,8 +62,8 @@ smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, 
 {
     (void)num_rows;
     (void)num_chunks;
-    /* Of V3.2 a workspace is faster: its rows are widened once, not per token. Of keys of 512 values
-     * both ways have not been timed. */
+    /* A workspace is faster, because its rows are widened once, not per token. Keys of 512 values
+     * have not been timed. */
     return prefills->formats[0]->head_dim != SMLA_HEAD_DIM;
 }
 

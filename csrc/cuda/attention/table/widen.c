@@ -1,7 +1,7 @@
-/* widen.c: which prefills over FP8 rows read wider rows instead, which are made first. A call widens
- * the rows of its caches to f16 where the caller's workspace has room for them behind all that
+/* widen.c: which prefills over FP8 rows make wider rows first, and read those. A call widens the
+ * rows of its caches to f16 where the caller's workspace has room for them behind all that
  * attention may need otherwise, so only where it was asked for by
- * attention_workspace_size(num_keys=). A layer's step gathers the rows of its requests as bf16.
+ * attention_workspace_size(num_keys=). A layer gathers the rows of its requests as bf16.
  */
 #include "cuda/attention/table/schedule.h"
 #include "cuda/attention/table/wide_rows.h"
@@ -77,10 +77,10 @@ smla_wants_wide_rows(const smla_attention_shape *shape, const smla_attention_run
 typedef struct gather_times {
     smla_kv_set formats;
     bool is_direct_elsewhere; /* the choice where Hopper's kernel for these rows does not run */
-    bool misses_l2;           /* counts reads of gathered rows that do */
+    bool misses_l2;           /* gathered rows are read from memory, too (HALVING_ROWS) */
     int64_t ps_per_token;     /* extra time of the FP8 kernel, per query token and 64 heads */
     int64_t ps_per_key;       /* more of it, per key of the token's list */
-    int64_t ps_per_row;       /* of a gather, 1152 or 1024 bytes out */
+    int64_t ps_per_row;       /* gathered, 1152 or 1024 bytes out */
     int64_t ps_per_chunk;     /* launches more */
 } gather_times;
 
@@ -92,7 +92,7 @@ static const gather_times all_gather_times[] = {
     {SMLA_ROWS_V4, true, true, 40000, 10, 500, 16000000},
 };
 
-/* The extra time of prefills that read FP8 rows. */
+/* The extra time of prefills that read FP8 rows, so many in all. */
 static int64_t
 find_loss(const gather_times *times, const smla_attention_shape *prefills, int64_t num_rows)
 {
