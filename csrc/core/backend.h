@@ -84,8 +84,8 @@ typedef struct smla_backend {
     smla_status (*fill_step_lists)(const smla_step_lists_params *params, smla_error *error);
     /* Fills the arrays of a paged step. No value of its arrays is an error. */
     smla_status (*fill_paged_lists)(const smla_paged_step_params *params, smla_error *error);
-    /* Whether prefills of this shape are estimated to take less time on the FP8 cache than on a
-     * workspace to which `num_chunks` calls gather `num_rows` rows. */
+    /* Whether prefills of this shape are estimated to take less time on their caches than on a
+     * workspace to which `num_chunks` chunks of requests gather `num_rows` rows. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
                            int64_t num_chunks);
     /* Never falls when num_tokens grows, so the size for the largest batch serves all batches. */

@@ -39,7 +39,9 @@ typedef struct smla_v4_config {
     double kv_scale;              /* scale of SMLA_KV_FP8_E4M3 caches; 0 = 1 */
     int32_t kv_format;            /* smla_kv_format of the sliding window's cache */
     int32_t compressed_kv_format; /* smla_kv_format of the compressed caches */
-    int32_t path;                 /* SMLA_PATH_SEPARATE or SMLA_PATH_DIRECT; AUTO is DIRECT */
+    /* SMLA_PATH_SEPARATE or SMLA_PATH_DIRECT. AUTO is DIRECT without `workspace`; with one, each
+     * step takes what is estimated to take less time. */
+    int32_t path;
     DLDevice device;
     const DLTensor *workspace; /* [rows, 512] bf16, outlives the builder; NULL = its own */
 } smla_v4_config;

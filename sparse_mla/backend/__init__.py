@@ -10,7 +10,8 @@ Paths, visible as `metadata.path` and forced by `Config(path=...)`:
     separate   FP8 cache; decodes on the cache, prefills chunk by chunk on a gathered bf16 workspace
     direct     FP8 cache; prefills on the cache too, without a workspace. Where the config leaves
                the path open, a "separate" step becomes "direct" if a gather would cost more than
-               it saves its prefills (Hopper)
+               it saves its prefills (Hopper). Keys are those of the cache; a gather rounds them
+               to bf16
     bf16       bf16 cache, all tokens in one attention call
 
 On CUDA the arrays that a plan derives are on the device, in the builder's buffers. Planning needs

@@ -154,7 +154,8 @@ def sparse_attention(
     workspace : [bytes] uint8, optional
         Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
         stream may share it. When left out, it is allocated like `out`. With room for the rows of
-        the cache (`num_keys` there), a prefill may widen them first.
+        the cache (`num_keys` there), a prefill may widen them first: all slots, so where a prefill
+        reads a small part of a cache, gather its rows, as the layers do.
     stream : int handle or stream object, optional
 
     Returns

@@ -86,7 +86,7 @@ class Config:
         `SparseMLA.forward` with streams runs its first projections side by side up to this many
         tokens.
     path : "direct" or "separate", optional
-        How prefills run, see help(sparse_mla.v4). None is "direct".
+        How prefills run, see help(sparse_mla.v4). None is "direct" without a workspace.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 
@@ -428,10 +428,10 @@ class MetadataBuilder(steps.Builder):
     ----------
     config : Config
     workspace : [rows, 512] or [prefill_chunk_size, M, 512] bf16, optional
-        The prefill workspace of path "separate", which all layers share. It has
-        `prefill_chunk_size * M` rows or more, all the same distance apart, where M is
-        ceil(max_model_len / the smallest ratio) + window + max_num_batched_tokens. When left out,
-        the builder makes its own. The builder keeps it alive as long as it lives itself.
+        The prefill workspace of path "separate", which all layers share. Without a path, each step
+        then chooses. It has `prefill_chunk_size * M` rows or more, all the same distance apart. M
+        is ceil(max_model_len / the smallest ratio) + window + max_num_batched_tokens. When left
+        out, path "separate" makes its own. The builder keeps it alive as long as it lives itself.
 
     Attributes
     ----------

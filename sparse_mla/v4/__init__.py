@@ -17,14 +17,20 @@ Decode tokens attend to the two caches in one call. Prefill tokens follow `Confi
     separate    chunk by chunk: the rows of `prefill_chunk_size` requests are dequantised to a bf16
                 workspace, which attention reads as one page
 
+A config without a path and a `MetadataBuilder(config, workspace=...)` leave the choice to each
+step. On Hopper prefills over "fp8_v4" with enough query tokens for their rows are "separate", since
+each row is dequantised once, not for every query token that reads it. Such rows lose nothing as
+bf16. All other steps are "direct", and so are all on other devices.
+
 On CUDA `build` sends one asynchronous copy and starts one kernel, on the current stream of the
 block table's framework. It reads nothing back and waits for nothing. A layer on another stream
 waits for both on its own stream.
 
 To use a graph, call `build` outside the capture and capture `attend`. Then, for every step, refresh
 the engine's arrays in place, `build` a batch of the captured shape (padding has slots -1), and
-replay on the stream of that build. Give `CommonAttentionMetadata` the same `max_seq_len` each time,
-usually max_model_len: the lists of layers without an indexer are as wide as it needs.
+replay on the stream of that build, which takes the path of the captured step. Give
+`CommonAttentionMetadata` the same `max_seq_len` each time, usually max_model_len: the lists of
+layers without an indexer are as wide as it needs.
 
 >>> import sparse_mla
 >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)

@@ -4,6 +4,7 @@ fake GPUs of fake_gpu.py. test_gpu_streams.py and test_gpu_frameworks.py run on 
 import ctypes
 import gc
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import cases
@@ -1507,19 +1508,23 @@ def test_a_step_raises_whatever_fails(package, gpu, cupy, path):
 # --- DeepSeek V4's builder -----------------------------------------------------------------------
 
 
+def with_path(case, path):
+    return replace(case.config, path=path)
+
+
 class V4Step:
     """A layer of `package` and the arrays of a step, on a fake GPU."""
 
-    def __init__(self, package, ratio, path, device_id=0, case=None) -> None:
+    def __init__(self, package, ratio, path, device_id=0, case=None, workspace=None) -> None:
         v4 = package.v4
         self.case = case or attend.make_case(ratio, path)
         fields = vars(self.case.config) | {"device": f"cuda:{device_id}"}
         self.config = v4.Config(fields.pop("num_heads"), **fields)
-        self.builder = v4.MetadataBuilder(self.config)
 
         def put(x):
             return None if x is None else CupyArray(x, device_id)
 
+        self.builder = v4.MetadataBuilder(self.config, workspace=put(workspace))
         extra = self.case.compressed
         self.caches = v4.Caches(put(self.case.swa.cache), put(extra and extra.cache))
         weights = v4.Weights(None, None, put(self.case.sink), None, None)
@@ -1563,6 +1568,47 @@ def test_a_v4_step_sends_one_copy_and_waits_for_nothing(package, gpu, cupy, rati
         calls = [call.split("@")[0] for call in gpu.calls()]
         assert "copy" not in calls
         assert not any("Synchronize" in call for call in calls)
+
+
+@pytest.mark.parametrize("ratio", attend.RATIOS)
+def test_large_v4_prefills_are_gathered_to_a_workspace(package, gpu, cupy, ratio):
+    """A GPU's plan chooses for each step of a builder that was given a workspace. Both kinds of
+    steps have the metadata and the results of a builder of that path."""
+    cupy.stream = gpu.new_stream()
+    large, small = attend.make_large_case(ratio), attend.make_case(ratio, None)
+    for case, want in ((large, "separate"), (small, "direct")):
+        step = V4Step(package, ratio, None, case=case, workspace=attend.make_workspace(case.config))
+        metadata = step.build()
+        assert metadata.path == want
+        got = step.attend(metadata)
+        step.check(got)
+        fixed = V4Step(package, ratio, None, case=replace(case, config=with_path(case, want)))
+        for x, y in zip(got, fixed.attend(fixed.build()), strict=True):
+            assert_same_bits(x.array, y.array)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 64},
+        {"heads": 32},
+        {"formats": ("bfloat16", "fp8_v4")},
+        {"formats": ("fp8_v4", "fp8_v41")},
+        {"e4m3": True},
+        {"prefill_chunk_size": 1},
+    ],
+    ids=str,
+)
+def test_v4_prefills_that_are_not_gathered(package, gpu, cupy, changes):
+    case = attend.make_large_case(4, **changes)
+    step = V4Step(package, 4, None, case=case, workspace=attend.make_workspace(case.config))
+    assert step.build().path == "direct"
+
+
+def test_v4_prefills_without_a_workspace(package, gpu, cupy):
+    step = V4Step(package, 4, None, case=attend.make_large_case(4))
+    assert step.builder.workspace_bytes == 0
+    assert step.build().path == "direct"
 
 
 @pytest.mark.parametrize("check", ["0", "1"])

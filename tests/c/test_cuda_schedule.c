@@ -417,6 +417,44 @@ test_prefers_direct(void)
     EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
 }
 
+/* 40 ns and 10 ps per key, per token and tile, against 500 ps per row and 16,000,000 per chunk. Of
+ * one tile, 26,000 rows halve the former. */
+static void
+test_prefers_direct_of_v4(void)
+{
+    static const int one_tile[] = {33, 64, 96}, two_tiles[] = {97, 128};
+    devices[0] = h200;
+    for (int i = 0; i < 3; i++) {
+        const smla_attention_shape shape = make_shape(SMLA_ROWS_V4, 1600, one_tile[i], 1000, 0);
+        EXPECT(!smla_cuda_prefers_direct(&shape, 30, 4)); /* 80,000,000 and 64,015,000 */
+        EXPECT(smla_cuda_prefers_direct(&shape, 30, 5));
+        EXPECT(!smla_cuda_prefers_direct(&shape, 26000, 1)); /* 40,000,000 and 29,000,000 */
+        EXPECT(smla_cuda_prefers_direct(&shape, 26000, 2));
+    }
+    for (int i = 0; i < 2; i++) {
+        const smla_attention_shape shape = make_shape(SMLA_ROWS_V4, 1600, two_tiles[i], 1000, 0);
+        EXPECT(!smla_cuda_prefers_direct(&shape, 320000, 0));
+        EXPECT(smla_cuda_prefers_direct(&shape, 320001, 0));
+        EXPECT(!smla_cuda_prefers_direct(&shape, 0, 10));
+        EXPECT(smla_cuda_prefers_direct(&shape, 1, 10));
+    }
+    smla_attention_shape shape = make_shape(SMLA_ROWS_V4, 8192, 64, 128, 512);
+    EXPECT(!smla_cuda_prefers_direct(&shape, 8192, 1));
+    shape.num_heads = 32;
+    EXPECT(smla_cuda_prefers_direct(&shape, 8192, 1));
+    shape.num_heads = 64;
+    shape.needs = SMLA_NEEDS_QUERY_SCALE; /* the portable kernel serves it */
+    EXPECT(smla_cuda_prefers_direct(&shape, 8192, 1));
+    shape.needs = 0;
+    shape.formats[0] = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
+    EXPECT(smla_cuda_prefers_direct(&shape, 8192, 1));
+    shape.formats[0] = shape.formats[1];
+    devices[0] = a100;
+    EXPECT(smla_cuda_prefers_direct(&shape, 8192, 1));
+    shape.device_id = 1; /* no such device */
+    EXPECT(smla_cuda_prefers_direct(&shape, 8192, 1));
+}
+
 int
 main(void)
 {
@@ -427,5 +465,6 @@ main(void)
     RUN(test_keys_of_known_plans);
     RUN(test_plans_in_any_order);
     RUN(test_prefers_direct);
+    RUN(test_prefers_direct_of_v4);
     return report("test_cuda_schedule");
 }

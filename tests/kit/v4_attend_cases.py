@@ -182,6 +182,21 @@ def make_case(
     )
 
 
+def make_large_case(ratio, path=None, *, heads=128, **changes) -> Case:
+    """A decode, and prefills of 680 tokens in 2 chunks, which Hopper's plan gathers if it may."""
+    lens, contexts = (1, *4 * (170,)), (40, 0, 7, 33, 60)
+    return make_case(
+        ratio, path, lens, contexts, heads=heads, max_num_batched_tokens=1024, **changes
+    )
+
+
+def make_workspace(config) -> np.ndarray:
+    """A workspace for path "separate"."""
+    rows = -(-config.max_model_len // min(config.compress_ratios))
+    rows += config.window + config.max_num_batched_tokens
+    return np.zeros((config.prefill_chunk_size * rows, 512), ref.BF16)
+
+
 def check(case: Case, **options) -> dict:
     got = case.run(**options)
     tokens = case.batch.num_tokens

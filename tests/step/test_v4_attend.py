@@ -13,6 +13,7 @@ import reference_v4 as plan
 from device import host
 from helpers import assert_same_bits
 from library import sparse_mla
+from row_formats import Pages
 from v4_attend_cases import (
     FORMAT_PAIRS,
     NUM_PAGES,
@@ -23,6 +24,8 @@ from v4_attend_cases import (
     check,
     make_cache,
     make_case,
+    make_large_case,
+    make_workspace,
 )
 
 import sparse_mla as package
@@ -258,6 +261,37 @@ def test_the_caller_s_workspace():
     got = case.run(v4.MetadataBuilder(case.config, workspace=by_request))
     for name in want:
         assert_same_bits(got[name][: case.batch.num_tokens], want[name], name)
+
+
+def test_a_workspace_without_a_path():
+    """With it a step may gather, but a small one does not, and a CPU's never does."""
+    for ratio in RATIOS:
+        case = make_case(ratio, None)
+        want = check(case)
+        builder = v4.MetadataBuilder(case.config, workspace=make_workspace(case.config))
+        assert case.build(builder).path == "direct"
+        got = case.run(builder)
+        for name in want:
+            assert_same_bits(got[name][: case.batch.num_tokens], want[name], name)
+    if not device.ON_CUDA:
+        case = make_large_case(4)
+        builder = v4.MetadataBuilder(case.config, workspace=make_workspace(case.config))
+        assert case.build(builder).path == "direct"
+
+
+def test_gathered_rows_are_the_keys():
+    """Rows of fp8_v4 lose nothing as bf16: a scale is a power of two, and a code has four bits."""
+    rows = Pages("fp8_v4", pages=8, block_size=64, seed=3)
+    slots = np.arange(512)
+    data, scales = rows.get(slots)
+    scales = scales % 200 + 20  # no value is NaN, too large or subnormal
+    data[:, :448] = np.where(data[:, :448] & 0x7F == 0x7F, 0x38, data[:, :448])
+    data[:, 449::2] &= 0xBF
+    rows.put(slots, data, scales)
+    out = np.zeros((1, 512, 512), ref.BF16)
+    lens, table = np.array([512], np.int32), np.arange(8, dtype=np.int32)[None]
+    got = sparse_mla.dequantize_and_gather_k_cache(out, rows.cache, lens, None, table, 64, 0)
+    assert np.array_equal(ref.to_f32(got)[0], rows.values(slots))
 
 
 def test_a_step_without_requests():

@@ -144,7 +144,7 @@ cudaError_t smla_cuda_launch_projection_e4m3(const smla_projection_params *param
 
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 
-/* kernels.c lists kernels, schedule.c plans calls and workspaces, run_attention.c runs a plan. */
+/* kernels.c lists kernels, schedule.c and widen.c plan calls, run_attention.c runs a plan. */
 const char *smla_cuda_kernel_name(const smla_attention_run *run);
 void smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);
 bool smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,

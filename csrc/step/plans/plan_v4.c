@@ -188,7 +188,8 @@ check(smla_step *s, smla_error *error)
     SMLA_TRY(
         check_format("compressed_kv_format", config->compressed_kv_format, SMLA_KV_EXTRA, error));
     if (config->path == SMLA_PATH_AUTO) {
-        config->path = SMLA_PATH_DIRECT;
+        b->plans_path = config->workspace != NULL;
+        config->path = b->plans_path ? SMLA_PATH_SEPARATE : SMLA_PATH_DIRECT;
     }
     if (config->path != SMLA_PATH_DIRECT && config->path != SMLA_PATH_SEPARATE) {
         return smla_fail_value(error, smla_create_op,
@@ -399,13 +400,9 @@ fill(const smla_step *s, const smla_batch *batch, int32_t *memory)
     fill_positions(s, batch, host.positions);
     host.query_start_loc[0] = 0;
     for (int64_t req = 0; req < batch->num_reqs; req++) {
-        const int32_t seq_len = batch->seq_lens[req];
-        const int64_t query_len = smla_query_len(batch->query_start_loc, req);
-        const int64_t context = seq_len - query_len;
-        const int64_t before = config->window - 1;
         host.query_start_loc[req + 1] = batch->query_start_loc[req + 1];
-        host.seq_lens[req] = seq_len;
-        host.gather_lens[req] = (int32_t)(query_len + (context < before ? context : before));
+        host.seq_lens[req] = batch->seq_lens[req];
+        host.gather_lens[req] = (int32_t)smla_v4_gather_len(config, batch, req);
     }
     if (smla_step_modes[s->path].gathers) {
         smla_v4_fill_chunks(s, batch, &host);

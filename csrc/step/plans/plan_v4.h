@@ -60,6 +60,7 @@ typedef struct smla_v4_names {
 struct smla_v4_builder {
     smla_step step;
     smla_v4_config config; /* defaults filled in; `workspace` is not used after create */
+    bool plans_path;       /* a workspace and no path: a step on "separate" may be "direct" */
     smla_v4_metadata metadata;
     smla_v4_sent sent; /* on the device */
     smla_v4_made made; /* on the device */
@@ -81,6 +82,17 @@ typedef struct smla_v4_rows {
 
 smla_v4_rows smla_v4_workspace_rows(const smla_v4_config *config, int64_t ratio);
 
+/* The tokens that a request's queries see in the sliding window: the query, and the part of the
+ * window before it. */
+static inline int64_t
+smla_v4_gather_len(const smla_v4_config *config, const smla_batch *batch, int64_t req)
+{
+    const int64_t query_len = smla_query_len(batch->query_start_loc, req);
+    const int64_t context = batch->seq_lens[req] - query_len;
+    const int64_t before = config->window - 1;
+    return query_len + (context < before ? context : before);
+}
+
 /* The place of a ratio in the config, or -1. */
 int smla_v4_find_ratio(const smla_v4_config *config, int64_t ratio);
 
@@ -89,8 +101,9 @@ int smla_v4_find_ratio(const smla_v4_config *config, int64_t ratio);
 /* Lists the arrays of path "separate". */
 void smla_v4_list_chunks(smla_step *step);
 
-/* The plan's cut_chunks. A chunk has prefill_chunk_size prefills with query
- * tokens, the last one maybe fewer. Prefills without belong to the chunk in front of them. */
+/* The plan's cut_chunks. A chunk has prefill_chunk_size prefills with query tokens, the last one
+ * maybe fewer. Prefills without belong to the chunk in front of them. Also chooses the step's path
+ * where the config and the workspace leave it open. */
 smla_status smla_v4_cut_chunks(const smla_step *step, const smla_batch *batch,
                                smla_step_facts *facts, smla_error *error);
 

@@ -2,6 +2,7 @@
  * path "separate". The workspace has a place for each prefill of a chunk, and a call's sums depend
  * on its number of tokens, so prefills without query tokens are left out of both.
  */
+#include "core/attention/needs.h"
 #include "step/chunks.h"
 #include "step/plans/plan_v4.h"
 
@@ -19,6 +20,44 @@ smla_v4_list_chunks(smla_step *s)
     SMLA_ADD_ARRAY(&s->kept, smla_v4_kept, prefills, reqs);
 }
 
+/* The rows that a layer gathers in a step: those of its requests' windows, and the compressed ones
+ * of the smallest ratio, which has the most. */
+static int64_t
+count_rows(const smla_v4_config *config, const smla_batch *batch, int64_t first)
+{
+    int64_t ratio = INT64_MAX;
+    int64_t num_rows = 0;
+    for (int i = 0; i < config->num_ratios; i++) {
+        ratio = config->compress_ratios[i] < ratio ? config->compress_ratios[i] : ratio;
+    }
+    for (int64_t req = first; req < batch->num_reqs; req++) {
+        if (smla_query_len(batch->query_start_loc, req) > 0) {
+            num_rows += smla_v4_gather_len(config, batch, req) + batch->seq_lens[req] / ratio;
+        }
+    }
+    return num_rows;
+}
+
+/* Whether the step's prefills read the caches. All layers have the path of the step, so the fewest
+ * keys of any layer decide, which are those of the window, and the most rows. */
+static bool
+prefers_direct(const smla_step *s, const smla_batch *batch, const smla_step_facts *facts)
+{
+    const smla_v4_config *const config = &((const smla_v4_builder *)s)->config;
+    const smla_attention_shape prefills = {
+        .num_tokens = facts->split.num_prefill_tokens,
+        .num_heads = s->num_heads,
+        .topk = config->window,
+        .device_id = s->device.device_id,
+        .formats = {smla_find_kv_row(config->kv_format, SMLA_V4_HEAD_DIM, SMLA_KV_ATTENTION),
+                    smla_find_kv_row(config->compressed_kv_format, SMLA_V4_HEAD_DIM,
+                                     SMLA_KV_EXTRA)},
+        .needs = config->q_scale == 1 ? 0 : SMLA_NEEDS_QUERY_SCALE,
+    };
+    const int64_t num_rows = count_rows(config, batch, facts->split.num_decodes);
+    return s->backend->prefers_direct(&prefills, num_rows, facts->num_chunks);
+}
+
 smla_status
 smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts,
                    smla_error *error)
@@ -27,7 +66,12 @@ smla_v4_cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts 
         smla_prefills_of(batch, facts->split.num_decodes,
                          ((const smla_v4_builder *)s)->config.prefill_chunk_size);
     prefills.counts_requests = true;
-    return smla_cut_chunks(s, &prefills, facts, error);
+    SMLA_TRY(smla_cut_chunks(s, &prefills, facts, error));
+    if (((const smla_v4_builder *)s)->plans_path &&
+        (facts->split.num_prefill_tokens == 0 || prefers_direct(s, batch, facts))) {
+        facts->path = SMLA_PATH_DIRECT;
+    }
+    return SMLA_OK;
 }
 
 void

@@ -570,29 +570,3 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     place_wide_rows(shape, &plan->runs[0]);
     place_wide_rows(shape, &plan->runs[1]); /* without a second run it has no kernel */
 }
-
-/* Times that decide between FP8 rows and gathered bf16 rows: an H200's (benchmarks/RESULTS.md). */
-enum {
-    DIRECT_PS_PER_KEY = 38,       /* extra time of the FP8 kernel per key, 33 to 64 heads */
-    GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
-    GATHER_PS_PER_CALL = 8000000, /* one launch of the gather, one more of attention */
-};
-
-/* Up to 32 heads the kernels take equal time, because the one for bf16 rows always computes 64. */
-bool
-smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
-{
-    const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
-    const smla_kernel_call call = {.formats = SMLA_ROWS_FP8,
-                                   .source = SMLA_KEYS_LISTS,
-                                   .num_heads = prefills->num_heads,
-                                   .columns = SMLA_UNSPLIT};
-    const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : smla_find_kernel(device, &call);
-    if (kernel == NULL || kernel->arch < 90) {
-        return false;
-    }
-    const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);
-    const int64_t loss = prefills->num_tokens * prefills->topk * tiles * DIRECT_PS_PER_KEY;
-    return loss < num_rows * GATHER_PS_PER_ROW + num_chunks * GATHER_PS_PER_CALL;
-}
