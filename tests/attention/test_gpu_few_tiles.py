@@ -59,6 +59,8 @@ CALLS = [
     ("128, 64, 576, 100, window_size=(64, 0)", f"{FEW} (tokens 128, splits 1)"),
     ("4, 16, 576, 4096, has_starts=True", f"{FEW} (tokens 4, splits 32)"),
     ("128, 64, 576, 4096", f"{DENSE} (tokens 128, splits 1)"),
+    ("256, 64, 576, 512", f"{FEW} (tokens 256, splits 1)"),
+    ("265, 64, 576, 512", f"{DENSE} (tokens 265, splits 1)"),
     ("8, 16, 576, 4096, attention_chunk=64", f"{DENSE} (tokens 8, splits 1)"),
     ("8, 16, 576, 4096, num_splits=1", f"{DENSE} (tokens 8, splits 1)"),
 ]
@@ -92,9 +94,9 @@ def test_ends_of_splits(blocks, beyond):
     check(make([length, *[length // 2] * 7], heads=3))
 
 
-@pytest.mark.parametrize("count", [1, 3, 31, 33, 64, 66, 128, 132])
+@pytest.mark.parametrize("count", [1, 3, 31, 33, 64, 66, 128, 132, 133, 400])
 def test_one_split(count):
-    """Few keys: CTAs write the results themselves."""
+    """Few keys: CTAs write the results themselves, of more than 132 tiles in waves."""
     lens = [int(x) for x in np.random.default_rng(count).integers(0, 130, count)]
     check(make(lens, heads=64, sink=True, block_size=64))
 

@@ -61,9 +61,15 @@ test_choice(void)
         {128, 1, 64, 1024, "sm90_few_64", 1},
         {128, 1, 64, 1025, "sm90_dense_64", 1},
         {132, 1, 1, 100, "sm90_few_64", 1},
-        {133, 1, 1, 100, "sm90_dense_64", 1},
         {66, 1, 65, 100, "sm90_few_64", 1},
-        {67, 1, 65, 100, "sm90_dense_64", 1},
+        /* several waves of short requests */
+        {133, 1, 1, 512, "sm90_few_64", 1},
+        {133, 1, 1, 513, "sm90_dense_64", 1},
+        {128, 1, 128, 512, "sm90_few_64", 1},
+        {265, 1, 64, 320, "sm90_few_64", 1},
+        {265, 1, 64, 321, "sm90_dense_64", 1},
+        {264, 1, 128, 256, "sm90_few_64", 1},
+        {265, 1, 128, 64, "sm90_dense_64", 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const smla_attention_shape shape =
@@ -90,7 +96,8 @@ test_choice_with_starts(void)
         {1, 4, 128, 4096, "sm90_few_64", 16},   /* 8 */
         {200, 128, 64, 512, "sm90_few_64", 1},  /* 128: most requests have no token */
         {64, 132, 64, 512, "sm90_few_64", 1},   /* 132 */
-        {64, 133, 64, 512, "sm90_dense_64", 1}, /* 133 */
+        {64, 133, 64, 512, "sm90_few_64", 1},   /* 133: two waves */
+        {64, 133, 64, 513, "sm90_dense_64", 1}, /* 133 */
         {32, 32, 16, 4096, "sm90_few_64", 4},   /* 32 */
         {32, 34, 16, 4096, "sm90_dense_64", 1}, /* 34 */
     };
@@ -145,7 +152,7 @@ test_others(void)
     expect_plan(&shape, "sm90_dense_64", 1);
 }
 
-/* All CTAs run at once, and their partial rows fit the workspace that a caller asks for. */
+/* All splits run at once, and their partial rows fit the workspace that a caller asks for. */
 static void
 test_bounds(void)
 {
@@ -167,12 +174,13 @@ test_bounds(void)
             EXPECT(plan.workspace_bytes <= smla_cuda_attention_workspace_size(&most));
             if (run->kernel->is_few) {
                 const int64_t rows = shape.num_tokens * shape.num_heads;
-                EXPECT(smla_count_few_tiles(shape.num_tokens, shape.num_heads, reqs,
-                                            shape.has_starts) *
-                           run->num_splits <=
-                       h200.num_sms);
-                EXPECT(SMLA_PARTIAL_ALIGN + smla_partial_bytes(rows * run->num_splits) <=
-                       plan.workspace_bytes);
+                const int64_t tiles =
+                    smla_count_few_tiles(shape.num_tokens, shape.num_heads, reqs, shape.has_starts);
+                EXPECT(tiles * run->num_splits <=
+                       (run->num_splits == 1 ? 4 * h200.num_sms : h200.num_sms));
+                EXPECT(run->num_splits == 1 ||
+                       SMLA_PARTIAL_ALIGN + smla_partial_bytes(rows * run->num_splits) <=
+                           plan.workspace_bytes);
                 EXPECT_EQ(run->cut_bytes, 0);
             }
         }

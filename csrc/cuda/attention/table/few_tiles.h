@@ -1,6 +1,7 @@
 /* few_tiles.h: how many splits attention_few_sm90.cu cuts a call into, for schedule.c. It has a CTA
- * for each split of each tile, all in one wave. The number of splits follows from shapes alone, so
- * the width of the table stands for the lengths, which only the device knows.
+ * for each split of each tile, all in one wave, or in a few waves without splits. The number of
+ * splits follows from shapes alone, so the width of the table stands for the lengths, which only
+ * the device knows.
  */
 #pragma once
 
@@ -10,9 +11,10 @@ enum {
     FEW_KEYS = 64,           /* keys per block */
     FEW_BLOCK_COST = 2300,   /* time per block, in partial rows that pass L2 meanwhile */
     FEW_COMBINE_COST = 2300, /* time of the combine kernel, without its partial rows */
-    /* The most blocks per CTA where other requests may be shorter: they take no longer than the
-     * start of the kernel for many tiles, which shares out unequal lengths. */
+    /* The most blocks that CTAs of an SM have where other requests may be shorter: they take no
+     * longer than the start of the kernel for many tiles, which shares out unequal lengths. */
     FEW_MOST_BLOCKS = 16,
+    FEW_MOST_WAVES = 4, /* every wave costs a start */
 };
 
 /* Tiles of a call; if only the device knows how many tokens a request has, the most that there may
@@ -40,10 +42,14 @@ count_few_splits(const smla_cuda_device *device, const smla_attention_shape *sha
     const int64_t num_rows = shape->num_tokens * shape->num_heads;
     const int64_t tiles = smla_count_few_tiles(shape->num_tokens, shape->num_heads,
                                                shape->table_reqs, shape->has_starts);
+    const int64_t blocks = smla_count_parts(shape->topk, FEW_KEYS);
+    const int64_t waves = smla_count_parts(tiles, (int64_t)device->num_sms);
+    if (waves > 1) {
+        return waves <= FEW_MOST_WAVES && blocks * waves <= FEW_MOST_BLOCKS ? 1 : 0;
+    }
     const int64_t fit = device->num_sms / tiles;
     const int64_t most = fit < (int64_t)SMLA_MAX_SPLITS ? fit : (int64_t)SMLA_MAX_SPLITS;
-    const int64_t blocks = smla_count_parts(shape->topk, FEW_KEYS);
-    if (most == 0 || (shape->table_reqs > 1 && blocks > most * FEW_MOST_BLOCKS)) {
+    if (shape->table_reqs > 1 && blocks > most * FEW_MOST_BLOCKS) {
         return 0;
     }
     int64_t least_cost = INT64_MAX;

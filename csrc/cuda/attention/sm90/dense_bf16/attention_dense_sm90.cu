@@ -55,6 +55,9 @@ static __device__ __forceinline__ void
 consume_tiles(const dense_launch &launch, bf16_memory *shared)
 {
     bf16_phase phase = {};
+    if (is_planner()) {
+        prefetch_requests(launch, lane_of_planner());
+    }
     start<Keys>(launch, shared);
     ptx_wait_for_grids();
     if (is_planner()) {

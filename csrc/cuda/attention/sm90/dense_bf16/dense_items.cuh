@@ -19,6 +19,7 @@
 enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
     TILE_CUT_COST = 4,     /* steps: the cost of partial rows and of folding them */
+    REQS_PER_LINE = 32,    /* numbers of a line of memory */
     MOST_CUT_QUERIES = 64, /* where a request has more query tokens, no tile is cut */
 };
 
@@ -54,6 +55,18 @@ find_request(const dense_launch &launch, int32_t req)
     const int32_t token = (int32_t)smla_query_start(&reqs, req);
     return dense_request{token, max((int32_t)past - token, 0),
                          is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req)};
+}
+
+/* Brings the lengths and starts of requests to L2, where the planner reads them one line after the
+ * other. They may still be written meanwhile. */
+static __device__ __forceinline__ void
+prefetch_requests(const dense_launch &launch, int lane)
+{
+    const smla_requests &reqs = launch.base.params.visible.reqs;
+    const int64_t req = lane * REQS_PER_LINE;
+    ptx_prefetch_l2(reqs.seq_lens + req * reqs.seq_lens_stride, req < reqs.num_reqs);
+    ptx_prefetch_l2(reqs.query_starts + req * reqs.query_starts_stride,
+                    reqs.query_starts != NULL && req <= reqs.num_reqs);
 }
 
 static __device__ __forceinline__ int32_t

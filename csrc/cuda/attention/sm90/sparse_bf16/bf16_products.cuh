@@ -318,15 +318,16 @@ follow_other_group(uint32_t base, const thread_index &me, uint32_t parity, bf16_
     const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
     const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
                            smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
-    float factors[2];
-    if (GROUP == 1 && __any_sync(0xFFFFFFFFu, waits)) {
-        wgmma_wait<0>();
-        if (adopt_references(newer, state, factors)) {
+    if (__any_sync(0xFFFFFFFFu, has_moved | waits)) {
+        float factors[2];
+        if (GROUP == 1 && __any_sync(0xFFFFFFFFu, waits)) {
+            wgmma_wait<0>();
+            if (adopt_references(newer, state, factors)) {
+                scale_out(factors, state);
+            }
+        } else if (adopt_references(newer, state, factors) && GROUP == 0) {
             scale_out(factors, state);
         }
-    } else if (__any_sync(0xFFFFFFFFu, has_moved) && adopt_references(newer, state, factors) &&
-               GROUP == 0) {
-        scale_out(factors, state);
     }
 }
 
