@@ -20,6 +20,7 @@ enum {
     TILE_COST = 1,         /* steps: the cost of beginning and ending an item */
     TILE_CUT_COST = 4,     /* steps: the cost of partial rows and of folding them */
     REQS_PER_LINE = 32,    /* numbers of a line of memory */
+    PLANNED_REQS = 4,      /* lengths per lane that the planner loads at once */
     MOST_CUT_QUERIES = 64, /* where a request has more query tokens, no tile is cut */
 };
 
@@ -46,15 +47,24 @@ typedef struct dense_request {
     int32_t num_keys;
 } dense_request;
 
+/* The keys of a request; none where it stands for the padding. */
+static __device__ __forceinline__ int32_t
+load_num_keys(const dense_launch &launch, int32_t req)
+{
+    const smla_requests &reqs = launch.base.params.visible.reqs;
+    uint32_t length;
+    ptx_load_4_cached(reqs.seq_lens + req * reqs.seq_lens_stride, req < reqs.num_reqs, 0, &length);
+    return max((int32_t)length, 0);
+}
+
 static __device__ __forceinline__ dense_request
-find_request(const dense_launch &launch, int32_t req)
+find_request(const dense_launch &launch, int32_t req, int32_t num_keys)
 {
     const smla_requests &reqs = launch.base.params.visible.reqs;
     const bool is_padding = req == reqs.num_reqs;
     const int64_t past = is_padding ? reqs.num_tokens : smla_query_start(&reqs, req + 1);
     const int32_t token = (int32_t)smla_query_start(&reqs, req);
-    return dense_request{token, max((int32_t)past - token, 0),
-                         is_padding ? 0 : (int32_t)smla_seq_len(&reqs, req)};
+    return dense_request{token, max((int32_t)past - token, 0), num_keys};
 }
 
 /* Brings the lengths and starts of requests to L2, where the planner reads them one line after the
@@ -159,9 +169,20 @@ start_walk(const dense_launch &launch, int lane, dense_walk *to)
 {
     uint64_t num_units = 0;
     uint32_t num_tiles = 0, most_units = 0, most_queries = 0;
+    int32_t num_keys[PLANNED_REQS];
 #pragma unroll 1
     for (int32_t req = lane; req < launch.num_reqs; req += SMLA_WARP_LANES) {
-        const dense_request request = find_request(launch, req);
+        if (req / SMLA_WARP_LANES % PLANNED_REQS == 0) { /* lengths come from memory together */
+#pragma unroll
+            for (int i = 0; i < PLANNED_REQS; i++) {
+                num_keys[i] = load_num_keys(launch, req + i * SMLA_WARP_LANES);
+            }
+        }
+        const dense_request request = find_request(launch, req, num_keys[0]);
+#pragma unroll
+        for (int i = 1; i < PLANNED_REQS; i++) {
+            num_keys[i - 1] = num_keys[i];
+        }
         const uint32_t tiles = (uint32_t)count_tiles(launch, request);
         const uint32_t units = TILE_COST + (uint32_t)steps_of_request(launch, request).count;
         num_tiles += tiles;
@@ -210,7 +231,7 @@ find_request_of_unit(const dense_launch &launch, int lane, dense_walk *walk)
     dense_request mine = {};
     tile_request<int32_t> found = {};
     const auto count = [&](int32_t req) {
-        mine = find_request(launch, req);
+        mine = find_request(launch, req, load_num_keys(launch, req));
         return count_units(launch, mine, walk->is_cut);
     };
     find_request_of_tile(walk->at, launch.num_reqs, lane, count, &walk->requests, &found);
