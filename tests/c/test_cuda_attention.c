@@ -511,6 +511,41 @@ test_dense_fp8_plans(void)
     EXPECT(strcmp(launcher_of(plan.runs[0].kernel), "sm80_fp8_64") == 0);
 }
 
+/* Rows of 576 e4m3 have plans of the same numbers, whether their query is bf16 or e4m3. */
+static void
+test_dense_e4m3_plans(void)
+{
+    static const struct {
+        int64_t tokens, heads;
+        int given;
+        unsigned needs;
+        const char *launcher;
+        int splits;
+    } cases[] = {
+        {128, 64, 0, 0, "sm90_e4m3_dense_64", 1},
+        {128, 16, 0, SMLA_NEEDS_QUERY_SCALE, "sm90_e4m3_dense_16", 1},
+        {128, 128, 0, SMLA_NEEDS_QUERY_SCALE, "sm90_e4m3_dense_64", 1},
+        {128, 20, 1, 0, "sm90_e4m3_dense_32", 1},
+        {1, 64, 3, SMLA_NEEDS_QUERY_SCALE, "sm90_e4m3_dense_64", 3},
+        {8, 16, 0, 0, "sm90_e4m3_dense_16", 16},
+        {1, 128, 0, 0, "sm90_e4m3_dense_32", 32},
+        {128, 64, 1, SMLA_NEEDS_SOFTCAP, "sm80_e4m3_576_64", 1},
+        {128, 20, 1, SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_QUERY_SCALE, "sm80_e4m3_576_32", 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smla_attention_plan plan;
+        smla_attention_shape shape = make_dense_shape(true, cases[i].tokens, cases[i].heads);
+        shape.formats[0] = &smla_kv_formats[SMLA_ROW_FP8_E4M3_576];
+        shape.num_splits = cases[i].given;
+        shape.needs = cases[i].needs;
+        shape.topk = 4096;
+        smla_cuda_plan_attention(&shape, &plan);
+        EXPECT(!plan.reads_lengths && !plan.runs[0].interleaves);
+        EXPECT(strcmp(launcher_of(plan.runs[0].kernel), cases[i].launcher) == 0);
+        EXPECT_EQ(plan.runs[0].num_splits, cases[i].splits);
+    }
+}
+
 /* A dense call of FP8 rows in two runs: each has its own tokens, and ranges. */
 static void
 test_dense_fp8_runs(void)
@@ -545,6 +580,7 @@ main(void)
 {
     RUN(test_dense_plans);
     RUN(test_dense_fp8_plans);
+    RUN(test_dense_e4m3_plans);
     RUN(test_dense_fp8_runs);
     RUN(test_given_splits);
     RUN(test_batches_are_alike);

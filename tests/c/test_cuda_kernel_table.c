@@ -70,6 +70,12 @@ test_table(void)
          SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
         {"sm90_fp8_dense_16", "attention_fp8_dense_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
+        {"sm90_e4m3_dense_64", "attention_fp8_e4m3_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_E4M3_576, 33, 64, 0, 128, 1, 232448},
+        {"sm90_e4m3_dense_32", "attention_fp8_e4m3_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_E4M3_576, 17, 32, 0, 128, 1, 232448},
+        {"sm90_e4m3_dense_16", "attention_fp8_e4m3_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_E4M3_576, 1, 16, 0, 128, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -139,7 +145,7 @@ test_table(void)
                                                    : serves_all & ~(unsigned)SMLA_NEEDS_QUERY_SCALE)
                   : is_paged ? (unsigned)(SMLA_NEEDS_MASK | SMLA_NEEDS_SOFTCAP)
                   : is_mha || is_few || kernel->plans_itself ? 0
-                  : is_table ? (unsigned)SMLA_NEEDS_SPLITS
+                  : is_table ? SMLA_NEEDS_SPLITS | (is_coded ? (unsigned)SMLA_NEEDS_QUERY_SCALE : 0)
                              : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));
         EXPECT_EQ(kernel->is_few, is_few);
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
@@ -148,8 +154,8 @@ test_table(void)
         EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
         EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
-        EXPECT_EQ(kernel->leaves_halves,
-                  is_hopper && !is_mha && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
+        const unsigned fp8 = SMLA_ROWS_FP8 | SMLA_ROWS_V4 | SMLA_ROWS_E4M3_576;
+        EXPECT_EQ(kernel->leaves_halves, is_hopper && !is_mha && (rows[i].formats & ~fp8) == 0);
         EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
         EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
     }
@@ -282,7 +288,9 @@ test_words(void)
             continue;
         }
         if (kernel->sources == SMLA_SOURCE(TABLE)) {
-            EXPECT(strncmp(named, text, length) == 0 && strcmp(named + length, ", dense") == 0);
+            EXPECT(formats == SMLA_ROWS_E4M3_576 ? strcmp(named, "fp8_e4m3 with RoPE, dense") == 0
+                                                 : strncmp(named, text, length) == 0 &&
+                                                       strcmp(named + length, ", dense") == 0);
             continue;
         }
         EXPECT(strcmp(named, formats == SMLA_ROWS_512         ? "any of 512 values"
@@ -352,7 +360,7 @@ static void
 test_listed(void)
 {
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512; dense of
-     * bf16, 576 and 512, few tiles of both, and dense of fp8_ds_mla.
+     * bf16, 576 and 512, few tiles of both, and dense of fp8_ds_mla and e4m3 of 576.
      * sm80: fp8; bf16, 576 and 512; mixed; e4m3 of 576; any of 576; any of 512. Ragged keys: sm90,
      * sm80. Paged keys: sm90, sm80 */
     expect_listed(&h200,
@@ -361,6 +369,7 @@ test_listed(void)
                   "111"
                   "11"
                   "11"
+                  "111"
                   "111"
                   "111"
                   "111111"
@@ -374,6 +383,7 @@ test_listed(void)
                   "111"
                   "11"
                   "11"
+                  "111"
                   "111"
                   "000"
                   "000000"
@@ -389,6 +399,7 @@ test_listed(void)
                   "00"
                   "00"
                   "000"
+                  "000"
                   "111"
                   "111111"
                   "1"
@@ -401,6 +412,7 @@ test_listed(void)
                   "000"
                   "00"
                   "00"
+                  "000"
                   "000"
                   "111"
                   "111111"
@@ -416,6 +428,7 @@ test_listed(void)
                   "00"
                   "00"
                   "000"
+                  "000"
                   "011"
                   "011011"
                   "1"
@@ -428,6 +441,7 @@ test_listed(void)
                   "000"
                   "00"
                   "00"
+                  "000"
                   "000"
                   "011"
                   "011011"
@@ -444,6 +458,7 @@ test_listed(void)
                   "00"
                   "000"
                   "000"
+                  "000"
                   "000000"
                   "0"
                   "000"
@@ -455,6 +470,7 @@ test_listed(void)
                   "000"
                   "00"
                   "00"
+                  "000"
                   "000"
                   "000"
                   "000000"

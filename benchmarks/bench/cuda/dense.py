@@ -1,5 +1,5 @@
-"""Dense attention on a CUDA device, beside FlashMLA: query tokens of each request over its whole
-paged cache. The L2 cache is flushed before each replay."""
+"""Dense attention on a CUDA device, beside FlashMLA: bf16 query tokens of each request over its
+whole paged cache. The L2 cache is flushed before each replay."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ BLOCK_SIZE = 64
 SCALE = KEY_DIM**-0.5
 BF16: Final = "bfloat16"
 FP8: Final = "fp8_ds_mla"
+E4M3: Final = "fp8_e4m3"
 RAGGED = "1…8192"
 EQUAL = (
     (BF16, 128, 1, 16, 4096),
@@ -48,6 +49,9 @@ EQUAL = (
     (FP8, 128, 1, 128, 4096),
     (FP8, 1, 1, 128, 131_072),
     (FP8, 8, 1, 16, 8192),
+    (E4M3, 128, 1, 16, 4096),
+    (E4M3, 128, 1, 64, 4096),
+    (E4M3, 128, 1, 128, 4096),
 )  # cache, requests, query tokens of each, heads, keys of each
 UNEQUAL = (
     (BF16, 128, 1, 16),
@@ -93,6 +97,8 @@ def make_call(cache: str, query_len: int, heads: int, lens: list[int]) -> Call:
     kv = torch.randn(len(pages), BLOCK_SIZE, KEY_DIM, dtype=torch.bfloat16, device=DEVICE)
     if cache == FP8:
         kv = encode(kv)
+    elif cache == E4M3:  # the cache's scale is 1
+        kv = kv.to(torch.float8_e4m3fn).view(torch.uint8)
     q = torch.randn(len(lens), query_len, heads, KEY_DIM, dtype=torch.bfloat16, device=DEVICE)
     return Call(q, kv, table, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
 
@@ -132,9 +138,12 @@ def judge(call: Call, results: tuple[Array, Array]) -> float:
         req, query = divmod(token, query_len)
         seen = int(call.lens[req]) - query_len + query + 1
         rows = call.cache[call.table[req].long()].flatten(0, 1)[: max(seen, 0)]
+        is_fp8 = rows.shape[-1] == FP8_ROW_BYTES
+        if rows.dtype == torch.uint8 and not is_fp8:
+            rows = rows.view(torch.float8_e4m3fn)
         q = call.q[req, query]
         given = (q, exact_keys(rows), out[token], lse[token], SCALE, None)
-        found = judge_token(*given, is_fp8=call.cache.dtype == torch.uint8)
+        found = judge_token(*given, is_fp8=is_fp8)
         worst = max(worst, found.out, found.lse)
     return worst
 
@@ -157,7 +166,7 @@ def add_row(
     if peer is not None:
         try:
             cache = call.cache
-            if cache.dtype == torch.uint8:  # it has no dense kernel for such rows: the same in bf16
+            if cache.dtype != torch.bfloat16:  # it has no such dense kernel: the same keys in bf16
                 cache = sparse_mla.dequantize_kv_cache(cache, dtype=BF16).view(*cache.shape[:2], -1)
             theirs = peer.decode_dense(call.q, cache, call.table, call.lens, SCALE)
             theirs()

@@ -40,7 +40,7 @@ typedef struct list_facts {
  * large product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average and up to
  * 53 * 2^-24; if products have both signs, 7 * 2^-24. This factor keeps the largest errors below
  * the contract's 32 * 2^-24. Sums of at most 20 steps lose less and need none: scores of bf16 rows,
- * and of FP8 rows with 16 heads. */
+ * and of rows of 656 bytes with 16 heads. */
 #define WGMMA_CORRECTION (1.0f + 0x1p-20f)
 
 /* The argument of the kernels. Fields that the first instructions read come first. A launch's

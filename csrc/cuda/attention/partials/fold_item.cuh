@@ -80,7 +80,9 @@ fold_parts(const attention_launch &launch, int part, int n, int first_head, int 
     }
 }
 
-/* Folds the parts of an item in their order. All consumers call it. */
+/* Folds the parts of an item in their order. All consumers call it. HAS_UNIT: the call has a unit
+ * of keys, which the parts' values are divided by. */
+template <bool HAS_UNIT>
 static __device__ __forceinline__ void
 fold_item(const attention_launch &launch, int part, int heads_per_cta)
 {
@@ -98,6 +100,9 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
             values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
         }
         const whole_row<1> whole = fold_heads(launch, item, part, first_head, lane, &weight);
+        if constexpr (HAS_UNIT) {
+            weight *= find_key_unit(launch);
+        }
         const bool folds_floats = has_floats(whole);
 #pragma unroll 1
         for (int n = 0; n < count_parts(part); n++) {
@@ -119,7 +124,8 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
 
 /* Called when the CTA has done all its items: counts its parts, and folds the items whose last
  * parts they are. Inlined, because with one more call ptxas keeps other values in registers, and
- * the kernel's loop gets longer. */
+ * the kernel's loop gets longer. HAS_UNIT: as in fold_item. */
+template <bool HAS_UNIT>
 static __device__ __forceinline__ void
 fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, item_order *order)
 {
@@ -140,7 +146,7 @@ fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, i
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         if (order->seen >> i & 1) {
-            fold_item(launch, order->items[i], heads_per_cta);
+            fold_item<HAS_UNIT>(launch, order->items[i], heads_per_cta);
         }
     }
 }

@@ -68,6 +68,10 @@ enum {
     SM90_TABLE("attention_fp8_dense_sm90.cu", sm90_fp8_dense, FP8, least, heads, \
                .serves = SMLA_NEEDS_SPLITS, SM90_FP8_COSTS(cost, start))
 
+#define SM90_E4M3_DENSE(least, heads, cost, start)                                    \
+    SM90_TABLE("attention_fp8_e4m3_sm90.cu", sm90_e4m3_dense, E4M3_576, least, heads, \
+               .serves = SMLA_NEEDS_SPLITS | SMLA_NEEDS_QUERY_SCALE, SM90_FP8_COSTS(cost, start))
+
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
 #define SM90_SMALL(rows, stem, least, heads, cost, start)                              \
@@ -132,6 +136,9 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_FP8_DENSE(33, 64, 16, 48),
     SM90_FP8_DENSE(17, 32, 10, 50),
     SM90_FP8_DENSE(1, 16, 10, 48),
+    SM90_E4M3_DENSE(33, 64, 16, 48),
+    SM90_E4M3_DENSE(17, 32, 10, 50),
+    SM90_E4M3_DENSE(1, 16, 10, 48),
     SM80(FP8, sm80_fp8, 33, 64, SERVED),
     SM80(FP8, sm80_fp8, 17, 32, SERVED),
     SM80(FP8, sm80_fp8, 1, 16, SERVED),

@@ -224,6 +224,11 @@ smla_attention_launcher smla_attend_sm90_fp8_dense_64;
 smla_attention_launcher smla_attend_sm90_fp8_dense_32;
 smla_attention_launcher smla_attend_sm90_fp8_dense_16;
 
+/* attention_fp8_e4m3_sm90.cu */
+smla_attention_launcher smla_attend_sm90_e4m3_dense_64;
+smla_attention_launcher smla_attend_sm90_e4m3_dense_32;
+smla_attention_launcher smla_attend_sm90_e4m3_dense_16;
+
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;
 smla_attention_launcher smla_attend_sm90_bf16_512_64;

@@ -162,8 +162,9 @@ is_query_aligned(const smla_attention_params *params)
 {
     const smla_head_rows &nope = params->queries.parts[SMLA_NOPE];
     const smla_head_rows &pe = params->queries.parts[SMLA_PE];
-    return smla_are_rows_aligned(nope.data, nope.stride_token, nope.stride_head, 16) &&
-           smla_are_rows_aligned(pe.data, pe.stride_token, pe.stride_head, 16);
+    const int64_t bytes = smla_float_bytes(params->queries.type);
+    return smla_are_rows_aligned(nope.data, nope.stride_token, nope.stride_head, 16, bytes) &&
+           smla_are_rows_aligned(pe.data, pe.stride_token, pe.stride_head, 16, bytes);
 }
 
 /* Whether every row of out is aligned to `bytes`. */

@@ -14,6 +14,16 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * scores this error would decide which key is the heaviest. Those go to the fallback. */
 #define MAX_SCORE 0x1p11f
 
+/* Limits of the scale of a cache. Below, factors of out might be subnormal numbers. Above, what f16
+ * rounds away of light keys' weights might be too much beside heavy keys with values of 0, as with
+ * rows whose E is above 2^3. */
+#define LEAST_CACHE_SCALE   0x1p-80f
+#define LARGEST_CACHE_SCALE 0x1p10f
+
+/* Halves of rows without scales are means of codes times this: at most 448 * 2^7, which fits f16,
+ * while small means keep their bits. */
+#define HALVES_PER_CODE 0x1p7f
+
 enum {
     MAX_ITEMS = 512,    /* the most items per CTA: each has a bit of fallback_bits */
     CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
@@ -45,8 +55,11 @@ template <typename Shape> struct fp8_memory {
     int32_t item_idx;       /* number of the current item among the CTA's items */
     work_item current_item; /* without its columns; kept because divisions are slow */
     float score_scale;      /* multiplies a score, gives its logit in the log2 domain */
-    float key_unit;         /* the unit of scales and values */
-    float inv_key_unit;     /* 1 / E */
+    float key_unit;         /* the unit of scales and values; of rows without scales: kv_scale */
+    union {
+        float inv_key_unit; /* 1 / E */
+        float cache_scale;  /* rows without scales: score_scale for a query whose unit is 1 */
+    };
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t probs_ready[2];
@@ -87,6 +100,13 @@ typedef struct fp8_launch {
     bool is_ordered;     /* CTAs take items in the order of work_order.cuh */
     attention_launch base;
 } fp8_launch;
+
+/* Whether the query is e4m3. Only queries for rows without scales may be. */
+static __device__ __forceinline__ bool
+is_query_coded(const fp8_launch &launch)
+{
+    return launch.base.params.queries.type == SMLA_FLOAT_E4M3;
+}
 
 /* ---- Work items ---------------------------------------------------------------------------- */
 
@@ -564,24 +584,5 @@ run_fallback(const Launch &all, int num_parts, const uint32_t *fallback_bits,
                                  is_part ? found : WHOLE_ITEM, shared);
             ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
         }
-    }
-}
-
-/* ---- Launchers ----------------------------------------------------------------------------- */
-
-/* Starts the portable kernel, for calls whose rows no bulk copy brings, and for others that a
- * kernel for Hopper does not serve. */
-template <int ROW, int HEADS>
-static cudaError_t
-launch_portable(const smla_attention_params *params, const smla_attention_start *start)
-{
-    if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
-        return HEADS == 64   ? smla_attend_sm80_512_64(params, start)
-               : HEADS == 32 ? smla_attend_sm80_512_32(params, start)
-                             : smla_attend_sm80_512_16(params, start);
-    } else {
-        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, start)
-               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, start)
-                             : smla_attend_sm80_fp8_16(params, start);
     }
 }

@@ -299,23 +299,36 @@ gather_list(const fp8_launch &launch, const work_item &item, int n, int list, in
     }
 }
 
-/* Copies the warp's heads of an item's query, as they lie in memory, over the previous query, which
- * nobody multiplies any more. */
-template <typename Shape>
+/* A row of a query's part. Value: the query's type, as bits. */
+template <typename Value>
+static __device__ __forceinline__ const Value *
+find_query_row(const smla_head_rows &part, int32_t token, int32_t head)
+{
+    if constexpr (sizeof(Value) == 1) {
+        return smla_row8(&part, token, head);
+    } else {
+        return smla_row16(&part, token, head);
+    }
+}
+
+/* fetch_query for a query of this type. */
+template <typename Value, typename Shape>
 static __device__ __forceinline__ void
-fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
+fetch_values(const fp8_launch &launch, const work_item &item, uint32_t base)
 {
     typedef fp8_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
-    constexpr int HEAD_BYTES = Shape::Row::HEAD_BYTES;
+    constexpr int HEAD_BYTES = Shape::Row::INFO.head_dim * (int)sizeof(Value);
+    constexpr int NOPE_BYTES = SMLA_KV_LORA_RANK * (int)sizeof(Value);
     const smla_queries &queries = launch.base.params.queries;
     const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
     const int num_heads = max(min(item.num_heads - first, WARP_HEADS), 0);
     const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
     const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * HEAD_BYTES;
-    const uint16_t *nope =
-        smla_row16(&queries.parts[SMLA_NOPE], item.token, item.first_head + first);
-    const uint16_t *rope = smla_row16(&queries.parts[SMLA_PE], item.token, item.first_head + first);
+    const Value *nope =
+        find_query_row<Value>(queries.parts[SMLA_NOPE], item.token, item.first_head + first);
+    const Value *rope =
+        find_query_row<Value>(queries.parts[SMLA_PE], item.token, item.first_head + first);
     if (ptx_elect()) {
         ptx_mbarrier_arrive_expect(full, num_heads * HEAD_BYTES);
         if (launch.query_is_dense && num_heads > 0) {
@@ -323,10 +336,10 @@ fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
         } else {
 #pragma unroll 1
             for (int i = 0; i < num_heads; i++) {
-                ptx_bulk_copy(to + i * HEAD_BYTES, nope, SMLA_KV_LORA_RANK * 2, full);
-                if constexpr (HEAD_BYTES > SMLA_KV_LORA_RANK * 2) {
-                    ptx_bulk_copy(to + i * HEAD_BYTES + SMLA_KV_LORA_RANK * 2, rope,
-                                  HEAD_BYTES - SMLA_KV_LORA_RANK * 2, full);
+                ptx_bulk_copy(to + i * HEAD_BYTES, nope, NOPE_BYTES, full);
+                if constexpr (HEAD_BYTES > NOPE_BYTES) {
+                    ptx_bulk_copy(to + i * HEAD_BYTES + NOPE_BYTES, rope, HEAD_BYTES - NOPE_BYTES,
+                                  full);
                 }
                 nope += queries.parts[SMLA_NOPE].stride_head;
                 rope += queries.parts[SMLA_PE].stride_head;
@@ -334,6 +347,21 @@ fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
         }
     }
     __syncwarp();
+}
+
+/* Copies the warp's heads of an item's query, as they lie in memory, over the previous query, which
+ * nobody multiplies any more. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_query(const fp8_launch &launch, const work_item &item, uint32_t base)
+{
+    if constexpr (!Shape::Row::HAS_SCALES) {
+        if (is_query_coded(launch)) {
+            fetch_values<uint8_t, Shape>(launch, item, base);
+            return;
+        }
+    }
+    fetch_values<uint16_t, Shape>(launch, item, base);
 }
 
 /* Begins an item that is not the launch's first, when consumers have freed the query of the item

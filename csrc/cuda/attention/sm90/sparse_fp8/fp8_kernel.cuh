@@ -1,11 +1,12 @@
-/* fp8_kernel.cuh: the kernel of attention_fp8_sm90.cu and attention_fp8_dense_sm90.cu, which
- * describe it, and its launch.
+/* fp8_kernel.cuh: the kernel of attention_fp8_sm90.cu, attention_fp8_dense_sm90.cu and
+ * attention_fp8_e4m3_sm90.cu, which describe it, and its launch.
  */
 #pragma once
 
 #include "cuda/attention/partials/fold_item.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_gather.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_query.cuh"
+#include "cuda/attention/sm90/sparse_fp8/fp8_results.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_scores.cuh"
 #include "cuda/attention/sm90/sparse_fp8/fp8_values.cuh"
 #include "cuda/attention/sm90/sparse_fp8/range_gather.cuh"
@@ -157,6 +158,9 @@ consume(const fp8_launch &launch, fp8_memory<Shape> *shared)
     state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_thread_index().group;
     ptx_wait_for_grids(); /* memory of other grids is read and written only from here on */
     ptx_let_next_grid_start();
+    if constexpr (!Shape::Row::HAS_SCALES) {
+        find_cache_scale(launch, shared);
+    }
     if constexpr (Shape::RANGED) {
         begin_ranges(launch, shared);
     } else {
@@ -274,7 +278,8 @@ attend_as_role(const fp8_launch &launch, fp8_memory<Shape> *shared)
         run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
                      (portable_memory *)shared);
         if (has_parts(launch.base, shared->order)) {
-            fold_cut_items(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
+            fold_cut_items<!Shape::Row::HAS_SCALES>(launch.base, Shape::HEADS, BARRIER_CONSUMERS,
+                                                    &shared->order);
         }
     }
 }
@@ -369,7 +374,8 @@ static bool
 is_pair_dense(const smla_queries *queries)
 {
     return queries->parts[SMLA_PE].data ==
-               (const uint16_t *)queries->parts[SMLA_NOPE].data + SMLA_KV_LORA_RANK &&
+               (const uint8_t *)queries->parts[SMLA_NOPE].data +
+                   SMLA_KV_LORA_RANK * smla_float_bytes(queries->type) &&
            queries->parts[SMLA_PE].stride_head == queries->parts[SMLA_NOPE].stride_head &&
            queries->parts[SMLA_PE].stride_token == queries->parts[SMLA_NOPE].stride_token;
 }
@@ -430,6 +436,16 @@ launch_fp8(const smla_attention_params *params, const smla_attention_start *star
                                                 params->call.stream, false, start->deferred);
 }
 
+/* Whether the kernel reads the query and writes out. Rows without scales are those of dense calls
+ * alone, which the table of kernels sends elsewhere where rows are not aligned. So their kernel has
+ * no code for such a query. */
+template <int ROW>
+static bool
+serves_arrays(const smla_attention_params *params)
+{
+    return ring_row<ROW>::HAS_SCALES || (is_query_aligned(params) && is_out_aligned(params, 16));
+}
+
 /* Launches the kernel, or the portable one where this one cannot read the rows. Calls over tables
  * want no max_logits. */
 template <int ROW, int HEADS, bool RANGED>
@@ -437,7 +453,7 @@ static cudaError_t
 launch_rows(const smla_attention_params *params, const smla_attention_start *start)
 {
     row_span spans[2];
-    if (!find_spans(params, spans)) {
+    if (!serves_arrays<ROW>(params) || !find_spans(params, spans)) {
         return launch_portable<ROW, HEADS>(params, start);
     }
     if constexpr (!RANGED) {

@@ -49,6 +49,36 @@ copy_query(const smla_queries &queries, const work_item &item, fp8_memory<Shape>
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
+/* read_query for a query of e4m3, which becomes bf16. Two lanes load the same 16 bytes, and each
+ * takes its half. */
+template <typename Shape>
+static __device__ __forceinline__ void
+read_query_codes(const work_item &item, const thread_index &me, const fp8_memory<Shape> *shared,
+                 query_part<Shape::Row::QUERY_TILES> *part)
+{
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        const uint32_t from = ptx_shared_address(shared->query) + head * Shape::Row::INFO.head_dim +
+                              16 * (me.lane % PIECES / 2);
+#pragma unroll
+        for (int tile = 0; tile < Shape::Row::QUERY_TILES; tile++) {
+            uint32_t codes[4];
+            ptx_load_shared_16_if(from + 64 * tile, head < item.num_heads, codes);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t *const words = part->words[j][tile] + 2 * i;
+                uint32_t low, high;
+                ptx_cvt_f16x4_e4m3x4(me.lane % 2 == 0 ? codes[i] : codes[2 + i], &low, &high);
+                words[0] = smla_cvt_bf16x2(smla_cvt_float((uint16_t)low),
+                                           smla_cvt_float((uint16_t)(low >> 16)));
+                words[1] = smla_cvt_bf16x2(smla_cvt_float((uint16_t)high),
+                                           smla_cvt_float((uint16_t)(high >> 16)));
+            }
+        }
+    }
+}
+
 /* Reads the lane's part of the query. Absent heads are zeros. The code has no branches, because
  * everything waits for it. */
 template <typename Shape>
@@ -68,6 +98,21 @@ read_query(const work_item &item, const thread_index &me, const fp8_memory<Shape
     }
 }
 
+/* Reads the lane's part of a query of either type. */
+template <typename Shape>
+static __device__ __forceinline__ void
+read_any_query(const fp8_launch &launch, const work_item &item, const thread_index &me,
+               const fp8_memory<Shape> *shared, query_part<Shape::Row::QUERY_TILES> *part)
+{
+    if constexpr (!Shape::Row::HAS_SCALES) {
+        if (is_query_coded(launch)) {
+            read_query_codes(item, me, shared, part);
+            return;
+        }
+    }
+    read_query(item, me, shared, part);
+}
+
 template <typename Shape>
 static __device__ __forceinline__ void
 wait_for_query(fp8_memory<Shape> *shared, const consumer<Shape> &state)
@@ -80,7 +125,7 @@ static __device__ __forceinline__ void
 store_nope(fp8_memory<Shape> *shared, int head, int piece,
            const uint32_t (&part)[Shape::Row::QUERY_TILES][4], float factor)
 {
-    constexpr int TILES = Shape::Row::NOPE_TILES;
+    constexpr int TILES = Shape::Row::CODE_TILES;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         uint32_t words[4];
@@ -112,7 +157,7 @@ store_rope(fp8_memory<Shape> *shared, int head, int piece, const uint32_t part[4
 
 /* The largest scale exponent among the warp's keys of the item's first step, with the bit HAS_KEYS;
  * 0 without keys. Where V includes the RoPE part, this has no scale, and counts with the one that
- * codes would need. */
+ * codes would need. Rows without scales have the exponent 0. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_max(const thread_index &me, uint32_t granule)
@@ -121,8 +166,10 @@ find_scale_max(const thread_index &me, uint32_t granule)
     const uint32_t key_bits = load_key_bits<Shape>(granule);
     const key_masks is_key = find_key_masks(me, key_bits);
     const uint32_t row = granule + me.row * Row::PITCH;
-    uint32_t top;
-    if constexpr (Row::HAS_BYTE_SCALES) {
+    uint32_t top = 0;
+    if constexpr (!Row::HAS_SCALES) {
+        return key_bits != 0 ? HAS_KEYS : 0;
+    } else if constexpr (Row::HAS_BYTE_SCALES) {
         uint32_t scales[2][2];
         load_byte_scales<Row>(row, me.column, scales);
         const uint32_t a =
@@ -241,6 +288,24 @@ store_all_nope(const thread_index &me, const query_part<Shape::Row::QUERY_TILES>
     return exponent;
 }
 
+/* Finds what is the same for all items of rows without scales. Scales may be on the device, so one
+ * thread loads them, once. No item fits if kv_scale is not an ordinary positive number: NaN, as
+ * cache_scale, sends all items to the fallback. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_cache_scale(const fp8_launch &launch, fp8_memory<Shape> *shared)
+{
+    if (ptx_forget((int)threadIdx.x) == 0) {
+        const float scale = smla_load_given_scale(launch.base.key_scales.given[0]);
+        const float inv_unit = smla_inverse_unit(find_key_unit(launch.base));
+        shared->key_unit = scale;
+        shared->cache_scale =
+            scale >= LEAST_CACHE_SCALE && scale <= LARGEST_CACHE_SCALE
+                ? find_scale_log2(launch.base) * (scale * inv_unit) * WGMMA_CORRECTION
+                : NAN;
+    }
+}
+
 /* Stores the query in shared memory, and finds the item's powers of two from it and from the scales
  * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
@@ -250,12 +315,12 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
 {
     const fp8_addresses at = find_addresses(shared, me.group);
     query_part<Shape::Row::QUERY_TILES> part;
-    if (launch.fetches_query) {
+    if (!Shape::Row::HAS_SCALES || launch.fetches_query) {
         wait_for_query(shared, *state);
     } else {
         copy_query(launch.base.params.queries, next, shared);
     }
-    read_query(next, me, shared, &part);
+    read_any_query(launch, next, me, shared, &part);
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last item any more */
@@ -270,29 +335,32 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     const uint32_t scale_max = max_of_warps(shared->scale_max, CONSUMER_WARPS);
-    const int key_exponent = find_key_exponent(scale_max % HAS_KEYS);
+    const int key_exponent = Shape::Row::HAS_SCALES ? find_key_exponent(scale_max % HAS_KEYS) : 0;
     if (scale_max == 0) {
         clear_query(shared);
     }
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < 2 && !Shape::Row::HAS_ROPE_CODES; j++) {
         if (scale_max != 0 && query_head(me, j) < Shape::HEADS) {
             store_rope(shared, query_head(me, j), me.lane % PIECES,
                        part.words[j][Shape::Row::NOPE_TILES],
                        (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
         }
     }
-    const float score_scale =
-        (Shape::SCALES_SCORES ? launch.base.scale_log2 : launch.base.wgmma_scale_log2) *
-        power_of_two(exponent) * power_of_two(key_exponent);
+    const float score_scale = (!Shape::Row::HAS_SCALES ? shared->cache_scale
+                               : Shape::SCALES_SCORES  ? launch.base.scale_log2
+                                                       : launch.base.wgmma_scale_log2) *
+                              power_of_two(exponent) * power_of_two(key_exponent);
     mark_for_fallback(shared,
                       !(fabsf(score_scale) <= 0x1p100f) ||
                           (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
                           key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
     if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
-        shared->key_unit = power_of_two(key_exponent);
-        shared->inv_key_unit = power_of_two(-key_exponent);
+        if (Shape::Row::HAS_SCALES) {
+            shared->key_unit = power_of_two(key_exponent);
+            shared->inv_key_unit = power_of_two(-key_exponent);
+        }
     }
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

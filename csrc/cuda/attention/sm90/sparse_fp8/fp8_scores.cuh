@@ -89,6 +89,34 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16], bool is_firs
     wgmma_commit();
 }
 
+/* Starts the RoPE part of the scores. `low` and `high` are the lane's RoPE values of rows `row` and
+ * row + 8, the former of which lie at `rope`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_rope(fp8_memory<Shape> *shared, uint32_t rope, uint64_t query, const uint32_t (&low)[8],
+           const uint32_t (&high)[8], consumer<Shape> *state)
+{
+    typedef typename Shape::Row Row;
+    uint32_t a[16];
+#pragma unroll
+    for (int step = 0; step < 4; step += 2) {
+        wgmma_wait<1>();
+#pragma unroll
+        for (int j = step; j < step + 2; j++) {
+            a[4 * j] = low[2 * j];
+            a[4 * j + 1] = high[2 * j];
+            a[4 * j + 2] = low[2 * j + 1];
+            a[4 * j + 3] = high[2 * j + 1];
+        }
+        multiply_scores<Shape, true>(query, Row::NOPE_TILES, step, a,
+                                     Shape::SCALES_SCORES && step == 0, state->scores);
+    }
+    if constexpr (Row::ROPE_IS_VALUE) {
+        keep_rope(shared, rope, low);
+        keep_rope(shared, rope + 8 * Row::PITCH, high);
+    }
+}
+
 /* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. `query` is the
  * descriptor of the query's tiles. The last products are still under way on return. */
 template <typename Shape>
@@ -105,7 +133,10 @@ score_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_ind
     load_nope_words<Row>(nope, 0, words[0]);
     load_nope_words<Row>(nope, 1, words[1]);
     state->key_bits = load_key_bits<Shape>(granule);
-    const scale_pairs scales = take_scales(shared, me, granule);
+    scale_pairs scales;
+    if constexpr (Row::HAS_SCALES) {
+        scales = take_scales(shared, me, granule);
+    }
     if constexpr (Shape::SCALES_SCORES) {
         static_assert(Shape::SCORE_PARTS == 4, "16 bytes");
         const uint32_t from = granule + here.row * Row::PITCH + Row::SCALE_OFFSET;
@@ -114,17 +145,17 @@ score_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_ind
     }
     uint32_t of_part = 0;
 #pragma unroll
-    for (int tile = 0; tile < Row::NOPE_TILES; tile++) {
+    for (int tile = 0; tile < Row::CODE_TILES; tile++) {
         uint32_t a[16];
         uint32_t *const now = words[tile % 3];
-        if (tile < Row::NOPE_TILES - 2) {
+        if (tile < Row::CODE_TILES - 2) {
             load_nope_words<Row>(nope, tile + 2, words[(tile + 2) % 3]);
-        } else { /* RoPE of rows row and row + 8 */
+        } else if (!Row::HAS_ROPE_CODES) { /* RoPE of rows row and row + 8 */
             const uint32_t from = rope + (tile - (Row::NOPE_TILES - 2)) * 8 * Row::PITCH;
             ptx_load_shared_16(from, words[(tile + 2) % 3]);
             ptx_load_shared_16(from + 16, words[(tile + 2) % 3] + 4);
         }
-        if (!Shape::SCALES_SCORES && tile % 2 == 0) {
+        if (Row::HAS_SCALES && !Shape::SCALES_SCORES && tile % 2 == 0) {
             of_part =
                 scales_of_part<Row>(scales,
                                     Row::HAS_BYTE_SCALES ? (int)(ptx_thread() % SMLA_WARP_LANES)
@@ -145,7 +176,7 @@ score_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_ind
             }
 #pragma unroll
             for (int j = step; j < step + 2; j++) {
-                if constexpr (Shape::SCALES_SCORES) {
+                if constexpr (Shape::SCALES_SCORES || !Row::HAS_SCALES) {
                     widen_key_step(now[j], now[4 + j], &a[4 * j]);
                 } else {
                     convert_key_step(now[j], now[4 + j], of_part, &a[4 * j]);
@@ -158,26 +189,10 @@ score_block(fp8_memory<Shape> *shared, const fp8_addresses &at, const thread_ind
                                               : state->scores);
         }
     }
-    wgmma_wait<1>();
-    const uint32_t *const low = words[Row::NOPE_TILES % 3];
-    const uint32_t *const high = words[(Row::NOPE_TILES + 1) % 3];
-    uint32_t a[16];
-#pragma unroll
-    for (int step = 0; step < 4; step += 2) {
+    if constexpr (!Row::HAS_ROPE_CODES) {
         wgmma_wait<1>();
-#pragma unroll
-        for (int j = step; j < step + 2; j++) {
-            a[4 * j] = low[2 * j];
-            a[4 * j + 1] = high[2 * j];
-            a[4 * j + 2] = low[2 * j + 1];
-            a[4 * j + 3] = high[2 * j + 1];
-        }
-        multiply_scores<Shape, true>(query, Row::NOPE_TILES, step, a,
-                                     Shape::SCALES_SCORES && step == 0, state->scores);
-    }
-    if constexpr (Row::ROPE_IS_VALUE) {
-        keep_rope(shared, rope, low);
-        keep_rope(shared, rope + 8 * Row::PITCH, high);
+        score_rope(shared, rope, query, words[Row::NOPE_TILES % 3],
+                   words[(Row::NOPE_TILES + 1) % 3], state);
     }
 }
 

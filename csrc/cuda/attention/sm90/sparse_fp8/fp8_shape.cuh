@@ -1,6 +1,6 @@
-/* fp8_shape.cuh: the template parameters of the kernels attention_fp8_sm90.cu and
- * attention_fp8_dense_sm90.cu, and what follows from them: sizes of the ring and of tiles of heads,
- * and how keys are found and counted.
+/* fp8_shape.cuh: the template parameters of the kernels attention_fp8_sm90.cu,
+ * attention_fp8_dense_sm90.cu and attention_fp8_e4m3_sm90.cu, and what follows from them: sizes of
+ * the ring and of tiles of heads, how keys are found and counted, and which kernel stands in.
  */
 #pragma once
 
@@ -28,13 +28,22 @@ static_assert(FP8_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS ==
               "setmaxnreg shares out what the launch gave: 168 each");
 
 /* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
-template <typename Row> struct ring_granule {
+template <typename Row, bool HAS_SCALES = Row::HAS_SCALES> struct ring_granule {
     alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
     alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* scales relative to E, as f16 */
     uint64_t full;
     uint64_t empty;
     uint32_t is_key;         /* byte w: four bits, for the rows of gather warp w */
     uint32_t reference_jump; /* mark of a block's first granule (mark_reference_jump) */
+};
+
+/* Rows without scales. Their kernel has RANGED, so it takes no outlier keys first. */
+template <typename Row> struct ring_granule<Row, false> {
+    alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
+    uint64_t full;
+    uint64_t empty;
+    uint32_t is_key;
+    uint32_t reference_jump;
 };
 
 /* The key of an item that has only one: in a dense call its position, else its index. */
@@ -54,8 +63,15 @@ template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_sh
     /* A dense call: keys are ranges of positions (range_gather.cuh), not lists of indices. */
     static constexpr bool RANGED = RANGED_;
     typedef typename only_key<RANGED>::type OnlyKey;
-    static constexpr int GRANULES =
-        HEADS < 64 ? 16 : (Row::ROPE_IS_VALUE ? 15 : 13) - (MAXIMA ? 1 : 0);
+    static constexpr int GRANULES_OF_64 = /* with 64 heads and without maxima */
+        Row::ROPE_IS_VALUE ? 15
+        : Row::HAS_SCALES  ? 13
+                           : 14;
+    /* Fewer heads leave room for whole blocks. Rows without scales take more of it, where HBM
+     * binds. */
+    static constexpr int GRANULES = HEADS == 64                       ? GRANULES_OF_64 - MAXIMA
+                                    : HEADS == 16 && !Row::HAS_SCALES ? 20
+                                                                      : 16;
     static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
     /* Indices per lane that consumers load at once to count keys: short code for short calls. */
     static constexpr int FIRST_COUNT_LOADS = HEADS == 16 ? 8 : 16;
@@ -66,7 +82,7 @@ template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_sh
         HEADS == 64 && !Row::IS_SPLIT && !RANGED; /* see outlier_keys.cuh */
     /* Products of keys are added up apart for each scale, and only the sums are scaled. With 64
      * heads that takes as many multiplications as scaling the values, and too many registers. */
-    static constexpr bool SCALES_SCORES = HEADS == 16 && !Row::HAS_BYTE_SCALES;
+    static constexpr bool SCALES_SCORES = HEADS == 16 && Row::HAS_SCALES && !Row::HAS_BYTE_SCALES;
     static constexpr int SCORE_PARTS = SCALES_SCORES ? Row::NUM_SCALES : 1;
     static constexpr int CHUNKS = HEADS / 16;
     static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
@@ -76,7 +92,33 @@ template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_sh
                                                        : WGMMA_SWIZZLE_32;
     /* The fallback has tiles of at most 32 heads: larger ones need more registers. */
     static constexpr int FALLBACK_TILES = HEADS == 64 ? 2 : 1;
-    typedef tile<HEADS_ / FALLBACK_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8,
+    typedef tile<HEADS_ / FALLBACK_TILES,
+                 Row::ROPE_IS_VALUE ? SMLA_ROWS_512
+                 : Row::HAS_SCALES  ? SMLA_ROWS_FP8
+                                    : SMLA_ROWS_E4M3_576,
                  RANGED>
         Portable;
 };
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* Starts the portable kernel, for calls whose rows no bulk copy brings, and for others that a
+ * kernel for Hopper does not serve. */
+template <int ROW, int HEADS>
+static cudaError_t
+launch_portable(const smla_attention_params *params, const smla_attention_start *start)
+{
+    if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
+        return HEADS == 64   ? smla_attend_sm80_512_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_512_32(params, start)
+                             : smla_attend_sm80_512_16(params, start);
+    } else if constexpr (!ring_row<ROW>::HAS_SCALES) {
+        return HEADS == 64   ? smla_attend_sm80_e4m3_576_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_e4m3_576_32(params, start)
+                             : smla_attend_sm80_e4m3_576_16(params, start);
+    } else {
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, start)
+                             : smla_attend_sm80_fp8_16(params, start);
+    }
+}

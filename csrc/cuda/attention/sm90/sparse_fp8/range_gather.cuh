@@ -5,7 +5,7 @@
  *
  * The keys of a step are 128 neighbours. As in fp8_gather.cuh, a warp brings four of every 16. An
  * item's first step begins at a multiple of four, so four rows that a warp brings are in one page,
- * where the number of tokens per page is a multiple of four. There one bulk copy brings all four.
+ * where the number of tokens per page is a multiple of four. There one bulk copy may bring them.
  * Positions that the token does not see, and keys whose entry of the table names no page, are
  * absent: their rows are not read, but zeros.
  */
@@ -149,13 +149,15 @@ find_position_offset(const fp8_launch &launch, const range_stream &stream)
 
 /* ---- Rows ----------------------------------------------------------------------------------- */
 
-/* Whether a warp's four keys of a granule are neighbours in memory, if all four are there. */
+/* Whether one copy brings a warp's four keys of a granule, if all four are there: they are
+ * neighbours in memory, and as far apart as in the ring. */
 template <typename Row>
 static __device__ __forceinline__ bool
 has_neighbours(const attention_launch &launch)
 {
-    static_assert(GATHER_KEYS == NEIGHBOURS && Row::PITCH == Row::COPY_BYTES, "one copy");
-    return (uint32_t)launch.entry_tokens.divisor % NEIGHBOURS == 0 &&
+    static_assert(GATHER_KEYS == NEIGHBOURS, "one copy");
+    return Row::PITCH == Row::COPY_BYTES &&
+           (uint32_t)launch.entry_tokens.divisor % NEIGHBOURS == 0 &&
            launch.params.keys.lists[0].kv.token_stride_bytes == Row::COPY_BYTES;
 }
 

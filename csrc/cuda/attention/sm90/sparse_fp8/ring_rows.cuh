@@ -23,12 +23,17 @@ template <int NUMBER> struct ring_row {
     /* bytes from row to row: an odd multiple of 16, so that eight rows at one offset are on all
      * banks */
     static constexpr int PITCH = (INFO.row_bytes + 15) / 32 * 32 + 16;
-    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* bytes in a query */
+    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* bytes in a query of bf16 */
     static constexpr int QUERY_TILES = INFO.head_dim / 64;
     static constexpr int NOPE_TILES = INFO.nope_dim / 64; /* the tile behind them is RoPE's */
+    /* RoPE's values are codes, too, and are multiplied as those of any other tile */
+    static constexpr bool HAS_ROPE_CODES = smla_has_rope_codes(&smla_kv_formats[NUMBER]);
+    static constexpr int CODE_TILES = HAS_ROPE_CODES ? QUERY_TILES : NOPE_TILES;
     static constexpr bool HAS_BYTE_SCALES = INFO.scale_type == SMLA_SCALE_UE8M0;
+    /* Rows without scales have one for the whole cache, which multiplies logits and results. */
+    static constexpr bool HAS_SCALES = INFO.num_scales != 0;
     static constexpr int NUM_SCALES =
-        SMLA_KV_LORA_RANK / INFO.scale_tile; /* scale tiles of a row's values */
+        HAS_SCALES ? SMLA_KV_LORA_RANK / INFO.scale_tile : 0; /* scale tiles of a row's values */
     static constexpr bool ROPE_IS_VALUE = INFO.value_dim > INFO.nope_dim;
     static_assert(QUERY_TILES == NOPE_TILES + 1 && PITCH >= INFO.row_bytes, "as in the cache");
 };
@@ -180,7 +185,7 @@ template <typename Row>
 static __device__ __forceinline__ void
 load_nope_words(uint32_t nope, int tile, uint32_t words[8])
 {
-    const bool is_single = Row::NOPE_TILES % 2 != 0 && tile == Row::NOPE_TILES - 1;
+    const bool is_single = Row::CODE_TILES % 2 != 0 && tile == Row::CODE_TILES - 1;
     const uint32_t from =
         nope + 128 * (tile / 2) + 16 * (tile % 2) - (is_single ? 16 * (ptx_thread() % 4) : 0);
     ptx_load_shared_16(from, words);
