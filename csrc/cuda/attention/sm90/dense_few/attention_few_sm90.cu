@@ -8,8 +8,9 @@
  *              keys    [2][9][64][128 B]  two blocks of 64 cache rows, in the same layout
  *              probs   [64][128 B]        weights of a block; until then, scores of group 0
  *              and maxima, sums, masks, mbarriers: 231,424 bytes of the 232,448 that an SM has
- * Roles        One CTA per tile and split, splits in one wave. Split s of n takes blocks s, s + n and
- *              so on of its request, so no length is needed to know where its first rows lie.
+ * Roles        One CTA per tile and split, all splits in one wave. Split s of n takes blocks s,
+ *              s + n and so on of its request, so no length is needed to know where its first rows
+ *              lie.
  *              4 gather warps   16 rows of each block, by cp.async
  *              2 warpgroups     copy the query, then score, weigh and add each block together
  *                               (few_products.cuh)
