@@ -150,7 +150,6 @@ LONG_UNTIL_SIGNATURES = {
     "tests/arrays/test_views.py",
     "tests/c/operators.h",
     "tests/calls/test_bounds.py",
-    "tests/calls/test_errors.py",
 }
 
 
