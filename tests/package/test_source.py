@@ -147,9 +147,7 @@ def test_no_file_calls_itself_by_way_of_others():
 # follow from the operators' signatures.
 LONG_UNTIL_SIGNATURES = {
     "tests/arrays/test_fake_gpu.py",
-    "tests/arrays/test_views.py",
     "tests/c/operators.h",
-    "tests/calls/test_bounds.py",
 }
 
 
