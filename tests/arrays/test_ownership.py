@@ -178,10 +178,10 @@ def test_a_loan_is_no_share(type_, is_always_writable):
         assert (workspace.outstanding, block_table.outstanding) == (1, 1)
 
     merge = functools.partial(sparse_mla.merge_attn_states, **arguments)
-    assert count(merge) == count(merge) == ((6, 0) if is_always_writable else (4, 2))
+    assert count(merge) == count(merge) == ((7, 0) if is_always_writable else (5, 2))
     assert count(keep) == (0, 2)
     with NoLoans():
-        assert count(merge) == (0, 6)
+        assert count(merge) == (0, 7)
         assert count(keep) == (0, 2)
 
 

@@ -99,7 +99,7 @@ ROTATING = ("apply_rope", "rope_and_cache_mla", "fused_inv_rope_fp8_quant")
 ROTATING += ("fused_indexer_q_rope_quant", "fused_qnorm_rope_kv_insert", "compress_norm_rope_store")
 FAR = 2**62
 SLOTS = "`{}` must be below the 12 slots of `{}`, got 12 at token {}"
-REQUESTS = "`req_id_per_token` must name a row of `{}` (0 to 1), got {} at token {}"
+REQUESTS = "`req_id_per_token` must name a row of `{}` (0 to {}), got {} at token {}"
 STARTS = "`query_start_loc` must not decrease, got {} after {} at request 0"
 
 # The same with values of arrays, which a GPU reads in checked mode. The entry, and its value.
@@ -115,19 +115,19 @@ VALUES = [
         ("compress_norm_rope_store", "slot_mapping", "state", 1),
         ("compress_norm_rope_store", "kv_slot_mapping", "kv_cache", 1),
     )],
-    *[(op, "req_id_per_token", i, x, REQUESTS.format(table, x, i)) for op, table, i, x in (
-        ("compress_norm_rope_store", "block_table", 1, 2),
-        ("convert_req_index_to_global_index", "block_table", 0, 2),
-        ("compute_global_topk_indices_and_lens", "block_table", 1, 2),
-        ("top_k_per_row", "slots_block_table", 1, 2),
-        ("build_mixed_sparse_indices", "seq_lens", 0, 2),
-        ("build_mixed_sparse_indices", "seq_lens", 3, -1),
+    *[(op, "req_id_per_token", i, x, REQUESTS.format(table, n, x, i)) for op, table, n, i, x in (
+        ("compress_norm_rope_store", "block_table", 1, 1, 2),
+        ("convert_req_index_to_global_index", "block_table", 1, 0, 2),
+        ("compute_global_topk_indices_and_lens", "block_table", 1, 1, 2),
+        ("top_k_per_row", "slots_block_table", 1, 1, 2),
+        ("build_mixed_sparse_indices", "seq_lens", 2, 0, 3),
+        ("build_mixed_sparse_indices", "seq_lens", 2, 3, -1),
     )],
     ("indexer_logits", "req_id_per_token", 1, 2,
      "`req_id_per_token` must be 0 to 1 (rows of `block_table`), got 2 at token 1"),
-    ("convert_req_index_to_global_index", "prefill_request_ids", 2, 1,
-     "`prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to 0) or be -1, "
-     "got 1 at token 2"),
+    ("convert_req_index_to_global_index", "prefill_request_ids", 2, 2,
+     "`prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to 1) or be -1, "
+     "got 2 at token 2"),
     ("compress_norm_rope_store", "block_table", 1, 3,
      "`block_table` must name pages of `state` (0 to 2) or be negative, got 3 for request 0, "
      "block 1"),

@@ -10,10 +10,12 @@ from typing import Any
 
 import cases
 import numpy as np
+import reference as ref
 
 from sparse_mla import ops
 
-F16, F32, U8 = np.float16, np.float32, np.uint8
+BF16, E4M3, F16, F32, U8 = ref.BF16, ref.E4M3, np.float16, np.float32, np.uint8
+I32, I64 = np.int32, np.int64
 
 
 @dataclass

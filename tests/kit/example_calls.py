@@ -1,4 +1,4 @@
-"""Examples of all operators but attention, for example_table.py."""
+"""Examples of all operators but attention, for example_table.py and operators.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import reference as ref
 from example import F32, Example, bytes_below, call, codes, int32, one_scale, scales, weight
 
 HEAD_SCALES = ("k_scale", "v_scale")
+INSERT, INSERT_INDEX = "quantize_and_insert_k_cache", "indexer_k_quant_and_cache"
+INDEXED = {"kv_format": "fp8_index", "block_size": 4}
 
 
 def write(dtype, slots, cache) -> Example:
@@ -258,7 +260,7 @@ def apply_rope(positions, dtype, table, interleaved=True) -> Example:
         "positions": np.array([4, 0, 2], positions),
         "q_pe": rng.normal(0, 1, (3, 5, 24)).astype(dtype),
         "k_pe": rng.normal(0, 1, (3, 24)).astype(dtype),
-        "rope_table": rng.normal(0, 0.7, (5, 24)).astype(table),
+        "rope_table": rng.normal(0, 0.7, (8, 24)).astype(table),
         "q_out": np.zeros((3, 5, 24), dtype),
         "k_out": np.zeros((3, 24), dtype),
     }
@@ -271,7 +273,7 @@ def rope_and_cache(dtype, index, cache, interleaved=True) -> Example:
         "positions": np.array([4, 0, 2], index),
         "q_pe": rng.normal(0, 1, (3, 5, 64)).astype(dtype),
         "k_pe": rng.normal(0, 1, (3, 64)).astype(dtype),
-        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(F32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(F32),
         "q_out": np.zeros((3, 5, 64), dtype),
         "kv_c": rng.normal(0, 1, (3, 512)).astype(dtype),
         "kv_cache": cache,
@@ -285,7 +287,7 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     arrays = {
         "o": cases.random_bf16(rng, 3, 4, 512),
         "positions": np.array([4, 0, 2], positions),
-        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
         "out": np.zeros((3, 2, 1024), out),
     }
     if scale is None:
@@ -300,7 +302,7 @@ def index_query(positions, weights, fp4: bool) -> Example:
         "q": cases.random_bf16(rng, 3, 2, 128),
         "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
         "positions": np.array([4, 0, 2], positions),
-        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
         "out": np.zeros((3, 2, 64 if fp4 else 128), np.uint8),
         "out_weights": np.zeros((3, 2), np.float32),
     }
@@ -362,7 +364,7 @@ def insert_queries(positions, cache, q_out=None, **scales) -> Example:
         "q": cases.random_bf16(rng, 5 + (q_out is not None), 3, 512),
         "kv": cases.random_bf16(rng, 6, 512),
         "positions": np.array([4, 0, 2, 1, 3, 3], positions),
-        "rope_table": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
         "kv_cache": cache,
         "slot_mapping": np.array([0, 11, -1, 5], positions),
     }
@@ -433,3 +435,7 @@ def cut_local(dtype) -> Example:
 def split_context(dtype) -> Example:
     arrays = {"context_lens": np.array([10, 0, 20, 5], dtype)}
     return call("split_context_chunks", arrays, workspace_tokens=25, block_size=1, plan="packed")
+
+
+def dequantize(cache: np.ndarray, dtype: str = "float32", **more: np.ndarray) -> Example:
+    return call("dequantize_kv_cache", {"kv_cache": cache, **more}, dtype=dtype)

@@ -13,29 +13,23 @@ import example_attention as attend
 import example_calls as of
 import numpy as np
 import pytest
-import reference as ref
 from example import (
+    BF16,
+    E4M3,
     F16,
     F32,
+    I32,
+    I64,
     U8,
     Example,
     bytes_below,
-    call,
     codes,
     one_scale,
     rows_of,
     scales,
     weight,
 )
-
-BF16, E4M3, I32, I64 = ref.BF16, ref.E4M3, np.int32, np.int64
-INSERT = "quantize_and_insert_k_cache"
-INDEXED = {"kv_format": "fp8_index", "block_size": 4}
-
-
-def dequantize(cache: np.ndarray, dtype: str = "float32", **more: np.ndarray) -> Example:
-    return call("dequantize_kv_cache", {"kv_cache": cache, **more}, dtype=dtype)
-
+from example_step import step
 
 TABLE: dict[str, Example] = {
     "write fp8": of.write(BF16, I64, rows_of("fp8", 3, 4)),
@@ -49,18 +43,18 @@ TABLE: dict[str, Example] = {
     "gather fp8": of.gather(rows_of("fp8", 5, 4)),
     "gather bf16, head axis": of.gather(rows_of("bf16", 5, 4, 1)),
     "gather fp8, flat": of.gather(rows_of("fp8", 20)),
-    "dequantize fp8": dequantize(rows_of("fp8", 3, 4).view(E4M3)),
-    "dequantize fp8, one page": dequantize(rows_of("fp8", 1, 4)),
-    "dequantize bf16, flat": dequantize(rows_of("bf16", 12), "bfloat16"),
-    "dequantize, a scale": dequantize(bytes_below(120, 3, 4, 512), kv_scale=one_scale()),
-    "dequantize fp8_v4": dequantize(bytes_below(120, 3, 4, 584)),
+    "dequantize fp8": of.dequantize(rows_of("fp8", 3, 4).view(E4M3)),
+    "dequantize fp8, one page": of.dequantize(rows_of("fp8", 1, 4)),
+    "dequantize bf16, flat": of.dequantize(rows_of("bf16", 12), "bfloat16"),
+    "dequantize, a scale": of.dequantize(bytes_below(120, 3, 4, 512), kv_scale=one_scale()),
+    "dequantize fp8_v4": of.dequantize(bytes_below(120, 3, 4, 584)),
     "gather, a scale": of.gather_scaled(),
-    "insert fp8_v4": of.insert(INSERT, weight(6, 512), bytes_below(256, 3, 4, 584)),
+    "insert fp8_v4": of.insert(of.INSERT, weight(6, 512), bytes_below(256, 3, 4, 584)),
     "insert, a scale": of.insert(
-        INSERT, weight(6, 512).astype(F16), bytes_below(256, 3, 4, 512), kv_scale=one_scale()
+        of.INSERT, weight(6, 512).astype(F16), bytes_below(256, 3, 4, 512), kv_scale=one_scale()
     ),
     "insert keys of the indexer": of.insert(
-        "indexer_k_quant_and_cache", weight(6, 128).astype(F32), bytes_below(256, 3, 600), **INDEXED
+        of.INSERT_INDEX, weight(6, 128).astype(F32), bytes_below(256, 3, 600), **of.INDEXED
     ),
     "gather the last of fp8_v4": of.gather_last(bytes_below(120, 5, 4, 584)),
     "gather the last, a scale": of.gather_last(bytes_below(120, 5, 4, 512), kv_scale=one_scale()),
@@ -139,9 +133,9 @@ TABLE: dict[str, Example] = {
     "save states, bf16": of.save_states(BF16, I32),
     "compress": of.compress(bytes_below(256, 3, 4, 512), kv_scale=one_scale()),
     "compress and save": of.compress(bytes_below(256, 3, 4, 584), saves=True),
-    "step, separate": attend.step("separate", True),
-    "step, direct": attend.step("direct", True),
-    "step, bf16": attend.step("bf16", False),
+    "step, separate": step("separate", True),
+    "step, direct": step("direct", True),
+    "step, bf16": step("bf16", False),
 }
 for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
     TABLE[f"split batch {kind}"] = of.split_batch(kind)
