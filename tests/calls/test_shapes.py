@@ -66,6 +66,14 @@ def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
     return np.concatenate([x, np.take(x, [-1], axis=d)], axis=d)
 
 
+def documented_dims(example: Example) -> dict[str, list[str]]:
+    """The sizes that the operator's docstring says of each array, as it writes them."""
+    declared = getattr(ops, example.declared, None)
+    if not isinstance(declared, _C.Operator) or example.declared.startswith("_"):
+        return {}
+    return {array: shapes[0] for array, shapes in entries_of(declared)}
+
+
 def is_larger_accepted(example: Example, name: str, d: int, ndim: int) -> bool:
     op = example.declared
     if example.is_cache(name) and ndim == 2:  # a flat cache is one page
@@ -74,10 +82,7 @@ def is_larger_accepted(example: Example, name: str, d: int, ndim: int) -> bool:
         return d == 0 or (d == 1 and op not in ("forward", "dequantize_and_gather_k_cache"))
     if name == "slot_mapping" or d in LARGER.get((op, name), ()):
         return True
-    declared = getattr(ops, op, None)
-    if not isinstance(declared, _C.Operator) or op.startswith("_"):
-        return False
-    shapes = {array: shapes[0] for array, shapes in entries_of(declared)}
+    shapes = documented_dims(example)
     dims = shapes.get(name, [])
     is_free = len(dims) == ndim and (dims[d].startswith(">= ") or dims[d] in FREE)
     # requests that no other array counts
@@ -123,6 +128,19 @@ def test_every_dimension_one_larger_and_one_smaller(example, name):
         size = x.shape[d] + SUMMANDS.get((example.declared, name, d), 0)
         assert {str(x.shape[d]), str(size)} & {*re.findall(r"\d+", got.text)}, got
         assert others_are_untouched(calls, after)
+
+
+@pytest.mark.parametrize(("example", "name"), DEVICE_ARRAYS)
+def test_sizes_that_are_minima(example, name):
+    """A dimension that may be larger than the docstring's size must not be empty."""
+    calls = Calls(example, name)
+    for d, dim in enumerate(documented_dims(example).get(name, [])):
+        if dim.startswith(">= ") and d < calls.plain.ndim:
+            x = np.take(calls.plain, [], axis=d)
+            got, after = calls.run(x, x)
+            assert isinstance(got, Refused), f"{x.shape} for {dim}"
+            assert got.error is ValueError, got
+            assert others_are_untouched(calls, after)
 
 
 @pytest.mark.parametrize(("example", "name"), DEVICE_ARRAYS)
