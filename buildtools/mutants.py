@@ -6,7 +6,7 @@
     make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
 This works on a copy in build/mutants, without CUDA: CUDA's kernels are left out, and its host code
-is tested by tests/c/test_cuda_*.c and tests/arrays/test_fake_gpu.py. Each fault is built. The C
+is tested by tests/c/test_cuda_*.c and tests/arrays/test_fake_gpu*.py. Each fault is built. The C
 programs whose bytes it changes are run, and pytest is run if it changes the extension or the
 package. The tests that caught an earlier fault of the same file go first, then the tests that share
 a word with the file's name, then those of the file's family, then the short ones. A test that runs
@@ -53,7 +53,9 @@ FAMILIES = {
 }
 COPIED = re.compile(r"(csrc|sparse_mla|shim|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
 # The tests that load build/release/tests/fake_gpu.so.
-FAKE_GPU = ("arrays/test_fake_gpu.py", "calls/test_fake_gpu_failures.py")
+FAKE_GPU = ("arrays/test_fake_gpu.py", "arrays/test_fake_gpu_kept.py")
+FAKE_GPU += ("arrays/test_fake_gpu_tensors.py", "arrays/test_fake_gpu_builder.py")
+FAKE_GPU += ("arrays/test_fake_gpu_v4.py", "calls/test_fake_gpu_failures.py")
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
 

@@ -9,7 +9,7 @@ import pytest
 from dlpack_producer import CUDA
 from exchange_producer import Exchanged, OtherExchanged
 from fake_gpu import CupyArray
-from test_fake_gpu import LEGACY, STATES, exchange  # noqa: F401 - a fixture
+from fake_gpu_calls import LEGACY, STATES
 
 
 def first(x):
@@ -21,7 +21,7 @@ def second(x):
 
 
 @pytest.fixture
-def streams(gpu, exchange, cupy, monkeypatch):  # noqa: F811
+def streams(gpu, exchange, cupy, monkeypatch):
     """The current streams of three frameworks, no two of which are one."""
     exchange.stream, cupy.stream = gpu.new_stream(), gpu.new_stream()
     monkeypatch.setattr(OtherExchanged, "stream", gpu.new_stream())
@@ -76,7 +76,7 @@ def test_two_producers_and_no_stream_given(package, gpu, streams):
         )
 
 
-def test_two_producers_on_one_stream(package, gpu, streams, exchange, monkeypatch):  # noqa: F811
+def test_two_producers_on_one_stream(package, gpu, streams, exchange, monkeypatch):
     monkeypatch.setattr(OtherExchanged, "stream", exchange.stream)
     package.merge_attn_states(*map(first, STATES[:2]), *map(second, STATES[2:]))
     assert gpu.launch == (exchange.stream, 0)

@@ -115,6 +115,30 @@ keep_memory(fuzzed *f, const fuzzed *before)
     f->tensor.byte_offset = before->tensor.byte_offset;
 }
 
+/* Whether a check reads an array's values on the CPU. */
+static bool
+is_read_by_check(int number, size_t offset)
+{
+    static const struct {
+        int number;
+        size_t offset;
+    } reads[] = {{OP_reshape_and_cache, AT_FIELD(reshape, k_scale.tensor)},
+                 {OP_reshape_and_cache, AT_FIELD(reshape, v_scale.tensor)},
+                 {OP_mla_attention, AT_FIELD(mla, cache_seqlens)},
+                 {OP_mla_attention, AT_FIELD(mla, cu_seqlens_q)},
+                 {OP_varlen_attention, AT_FIELD(varlen, cu_seqlens_q)},
+                 {OP_varlen_attention, AT_FIELD(varlen, cu_seqlens_k)},
+                 {OP_paged_attention, AT_FIELD(paged, cache_seqlens)},
+                 {OP_paged_attention, AT_FIELD(paged, cu_seqlens_q)},
+                 {OP_paged_attention, AT_FIELD(paged, cache_leftpad)}};
+    for (size_t i = 0; i < sizeof reads / sizeof reads[0]; i++) {
+        if (reads[i].number == number && reads[i].offset == offset) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Leaves most numbers as they are. */
 static void
 set_numbers(reader *r, int64_t *const *numbers, int count)
@@ -259,22 +283,23 @@ fuzz_operator(reader *r)
     }
     any_args args = goods[number];
     fuzzed tensors[MAX_SLOTS];
-    int count = 0;
-    for (; count < MAX_SLOTS && op->slots[count].name != NULL; count++) {
-        const DLTensor **at = array_of(&args, &op->slots[count]);
-        copy_tensor(&tensors[count], *at);
-        *at = &tensors[count].tensor;
+    size_t offsets[MAX_SLOTS];
+    const int count = find_arrays(&args, op->args_bytes, offsets);
+    for (int i = 0; i < count; i++) {
+        const DLTensor **at = array_at(&args, offsets[i]);
+        copy_tensor(&tensors[i], *at);
+        *at = &tensors[i].tensor;
     }
     const uint8_t flags = read_byte(r);
     for (int i = flags % 8; i > 0 && count > 0; i--) {
         const int which = read_byte(r) % count;
         const fuzzed before = tensors[which];
         add_fault(r, &tensors[which], &tensors[read_byte(r) % count]);
-        if (op->slots[which].flags & READ) {
+        if (is_read_by_check(number, offsets[which])) {
             keep_memory(&tensors[which], &before);
         }
         if (read_byte(r) % 32 == 0) {
-            *array_of(&args, &op->slots[which]) = NULL;
+            *array_at(&args, offsets[which]) = NULL;
         }
     }
     if (flags & 64) {
@@ -285,7 +310,7 @@ fuzz_operator(reader *r)
     memset(e.text, 0x55, sizeof e.text);
     const smla_status status = check_operator(number, &args, &backend, flags & 128 ? NULL : &e);
     if (!(flags & 128)) {
-        require_sound(op->name, status, &e);
+        require_sound(title_of(op), status, &e);
     }
     require(status != SMLA_OK || backend != NULL, "no backend", op->name);
 }

@@ -108,12 +108,12 @@ typedef struct large_call {
 } large_call;
 
 static const large_call large_calls[] = {
-    {"top_k_per_row", call_top_k, make_large_top_k, 1},
-    {"indexer_logits", call_logits, make_large_logits, 1},
-    {"lightning_indexer", call_lightning, make_large_lightning, 1},
-    {"k_up_proj", call_k_up, make_large_k_up, 1},
-    {"sparse_attention", call_attention, make_large_attention, 0},
-    {"paged_attention", call_paged, make_large_paged, 1},
+    {"top_k_per_row", call_top_k_per_row, make_large_top_k, 1},
+    {"indexer_logits", call_indexer_logits, make_large_logits, 1},
+    {"lightning_indexer", call_lightning_indexer, make_large_lightning, 1},
+    {"k_up_proj", call_k_up_proj, make_large_k_up, 1},
+    {"sparse_attention", call_sparse_attention, make_large_attention, 0},
+    {"paged_attention", call_paged_attention, make_large_paged, 1},
 };
 
 enum { NUM_LARGE_CALLS = sizeof large_calls / sizeof large_calls[0] };

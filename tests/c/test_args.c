@@ -37,7 +37,7 @@ test_struct_size(void)
         ((uint8_t *)args)[known + 23] = 1;
         EXPECT_FAIL(op->call(args, &error), SMLA_ERROR_VALUE,
                     "args must use fields that this version (0.1.0) knows");
-        EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
+        EXPECT(strncmp(error.text, title_of(op), strlen(title_of(op))) == 0);
         free(args);
         /* An older caller, whose struct ends before the stream. */
         args = resize(&good, known, known - sizeof(void *), 0);
@@ -62,7 +62,7 @@ test_bad_struct_size(void)
             args.struct_size = sizes[k]; /* as where the caller has not set it */
             EXPECT_FAIL(op->call(&args, &error), SMLA_ERROR_VALUE,
                         "`struct_size` must be set to sizeof args");
-            EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
+            EXPECT(strncmp(error.text, title_of(op), strlen(title_of(op))) == 0);
         }
         EXPECT_FAIL(op->call(NULL, &error), SMLA_ERROR_VALUE, "`struct_size` must be set");
         EXPECT_EQ(op->call(NULL, NULL), SMLA_ERROR_VALUE);
@@ -190,7 +190,7 @@ static void
 test_error(void)
 {
     smla_error kept = {.status = SMLA_ERROR_BUFFER, .text = "as it was"};
-    const any_args good = make_merge();
+    const any_args good = make_merge_attn_states();
     EXPECT_EQ(smla_merge_attn_states(&good.merge, &kept), SMLA_OK);
     EXPECT_EQ((int)kept.status, SMLA_ERROR_BUFFER);
     EXPECT(strcmp(kept.text, "as it was") == 0);

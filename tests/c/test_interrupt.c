@@ -92,17 +92,18 @@ static const bool may_end[NUM_OPERATORS] = {
     [OP_lightning_indexer] = true, [OP_grouped_output_projection] = true,
 };
 
-/* Bytes of the arrays that a call writes, one behind the other. */
+/* Bytes of a call's arrays, one behind the other, but for vectors of bytes: a workspace is one. */
 static uint8_t written[1 << 20];
 
 static size_t
-copy_outputs(const operator_case *op, any_args *args)
+copy_arrays(const operator_case *op, any_args *args)
 {
+    size_t offsets[MAX_SLOTS];
     size_t bytes = 0;
-    for (int i = 0; op != NULL && i < MAX_SLOTS && op->slots[i].name != NULL; i++) {
-        const DLTensor *const tensor = *array_of(args, &op->slots[i]);
-        if (!(op->slots[i].flags & OUTPUT) || tensor == NULL ||
-            strncmp(op->slots[i].name, "workspace", strlen("workspace")) == 0) {
+    const int count = op == NULL ? 0 : find_arrays(args, op->args_bytes, offsets);
+    for (int i = 0; i < count; i++) {
+        const DLTensor *const tensor = *array_at(args, offsets[i]);
+        if (tensor->ndim == 1 && tensor->dtype.bits == 8) {
             continue;
         }
         int64_t size = tensor->dtype.bits / 8;
@@ -126,7 +127,7 @@ end_each(const char *name, smla_status (*call)(const any_args *, smla_error *), 
     EXPECT_OK(call_until(-1, call, args));
     /* Other threads may take every work item of a small call, and they do not ask. */
     EXPECT(ends ? num_asked > 0 || smla_max_threads() > 1 : num_asked == 0);
-    const size_t bytes = copy_outputs(op, args);
+    const size_t bytes = copy_arrays(op, args);
     memcpy(want, written, bytes);
     smla_status status = SMLA_ERROR_RUNTIME;
     for (int question = 1; ends && status != SMLA_OK; question++) {
@@ -136,7 +137,7 @@ end_each(const char *name, smla_status (*call)(const any_args *, smla_error *), 
         EXPECT(num_asked <= question); /* an ended call asks no more, however slow the rest is */
         EXPECT(status == SMLA_OK || strncmp(error.text, text, strlen(text)) == 0);
         EXPECT_OK(call_until(-1, call, args));
-        EXPECT_EQ(copy_outputs(op, args), bytes);
+        EXPECT_EQ(copy_arrays(op, args), bytes);
         EXPECT_EQ(memcmp(written, want, bytes), 0);
     }
 }
@@ -151,7 +152,7 @@ test_operators(void)
         const int before = failures;
         const operator_case *const op = &operators[i];
         any_args args = op->make();
-        end_each(op->name, op->call, &args, op, may_end[i]);
+        end_each(title_of(op), op->call, &args, op, may_end[i]);
         if (failures != before) {
             printf("    in %s\n", op->name);
         }

@@ -25,7 +25,7 @@ divide_once(float a, float b)
 static any_args
 make_call(bool is_e4m3)
 {
-    any_args call = make_dsv4();
+    any_args call = make_sparse_mla_dsv4();
     call.dsv4.swa_kv_cache = ZEROS(e4m3, 2, 4, 512);
     call.dsv4.compressed_kv_cache = ZEROS(e4m3, 3, 4, 512);
     if (is_e4m3) {
@@ -117,7 +117,7 @@ test_arrays(void)
 static void
 test_one_scale(void)
 {
-    any_args calls[2] = {make_call(true), make_dsv4()};
+    any_args calls[2] = {make_call(true), make_sparse_mla_dsv4()};
     array *const scale = ARRAY(fp32, 1);
     for (int i = 0; i < NUM_DRAWS / 5; i++) {
         any_args *const call = &calls[i % 2];
@@ -135,7 +135,7 @@ static void
 test_attention(void)
 {
     int num_late = 0;
-    any_args call = make_attention();
+    any_args call = make_sparse_attention();
     call.attention.q = ZEROS(e4m3, 3, 2, 512);
     call.attention.out = ZEROS(bf16, 3, 2, 512);
     call.attention.q_pe = NULL;

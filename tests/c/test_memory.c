@@ -239,7 +239,7 @@ test_operators(void)
 {
     int num_allocations = 0;
     for (int i = 0; i < NUM_OPERATORS; i++) {
-        num_allocations += fail_call(operators[i].name, operators[i].call, operators[i].make);
+        num_allocations += fail_call(title_of(&operators[i]), operators[i].call, operators[i].make);
     }
     EXPECT(num_allocations >= 4); /* three projections and compress_norm_rope_store */
     for (int i = 0; i < NUM_LARGE_CALLS; i++) {

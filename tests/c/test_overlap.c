@@ -154,22 +154,27 @@ test_every_output(void)
     for (int i = 0; i < NUM_OPERATORS; i++) {
         const operator_case *op = &operators[i];
         any_args good = op->make();
-        for (int j = 0; j < MAX_SLOTS && op->slots[j].name != NULL; j++) {
-            for (int k = 0; k < MAX_SLOTS && op->slots[k].name != NULL; k++) {
-                if (j == k || !(op->slots[j].flags & OUTPUT)) {
-                    continue;
-                }
-                any_args bad = good;
-                DLTensor moved = **array_of(&good, &op->slots[j]);
-                moved.data = (*array_of(&good, &op->slots[k]))->data;
-                *array_of(&bad, &op->slots[j]) = &moved;
-                if (may_be(op->slots[j].name, op->slots[k].name)) {
-                    EXPECT_OK(op->call(&bad, &error));
-                    continue;
-                }
-                EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, "` must not overlap `");
-                EXPECT(strstr(error.text, op->slots[j].name) != NULL);
+        size_t offsets[MAX_SLOTS];
+        char names[MAX_SLOTS][32];
+        const int count = find_arrays(&good, op->args_bytes, offsets);
+        for (int j = 0; j < count; j++) {
+            find_name(op, &good, offsets[j], names[j]);
+        }
+        for (int pair = 0; pair < count * count; pair++) {
+            const int j = pair / count, k = pair % count;
+            if (j == k || !is_written(op, names[j])) {
+                continue;
             }
+            any_args bad = good;
+            DLTensor moved = **array_at(&good, offsets[j]);
+            moved.data = (*array_at(&good, offsets[k]))->data;
+            *array_at(&bad, offsets[j]) = &moved;
+            if (may_be(names[j], names[k])) {
+                EXPECT_OK(op->call(&bad, &error));
+                continue;
+            }
+            EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, "` must not overlap `");
+            EXPECT(strstr(error.text, names[j]) != NULL);
         }
         free_arrays(op->name);
     }
@@ -268,7 +273,7 @@ test_aliases_of_queries(void)
     enum { NUM = sizeof strides / sizeof strides[0] };
     const array *const buffer = fill_normal(ARRAY(bf16, 5632), 1.0);
     const int64_t shape[3] = {TOKENS, HEADS, 512};
-    any_args args = make_qnorm();
+    any_args args = make_fused_qnorm_rope_kv_insert();
     for (int i = 0; i < NUM * NUM; i++) {
         const int64_t *const in = strides[i / NUM];
         const int64_t *const out = strides[i % NUM];
@@ -297,7 +302,7 @@ test_aliases_of_other_shapes(void)
         slice(slice(buffer, 0, 0, 2, 1), 1, 0, 2, 1),
         slice(slice(buffer, 0, 0, 1, 1), 1, 0, 2, 1),
     };
-    any_args args = make_qnorm();
+    any_args args = make_fused_qnorm_rope_kv_insert();
     args.qnorm.q = &q->tensor;
     args.qnorm.q_out = &slice(buffer, 1, 0, 2, 1)->tensor;
     EXPECT_OK(smla_fused_qnorm_rope_kv_insert(&args.qnorm, &error));

@@ -433,19 +433,24 @@ test_columns_of_one_buffer(void)
     int num_pairs = 0;
     for (int i = 0; i < NUM_OPERATORS; i++) {
         const operator_case *op = &operators[i];
-        for (int pair = 0; pair < MAX_SLOTS * MAX_SLOTS; pair++) {
-            const slot *const slots[2] = {&op->slots[pair / MAX_SLOTS],
-                                          &op->slots[pair % MAX_SLOTS]};
-            if (slots[0] == slots[1] || slots[0]->name == NULL || slots[1]->name == NULL ||
-                !(slots[0]->flags & OUTPUT)) {
+        size_t offsets[MAX_SLOTS];
+        const any_args first = op->make();
+        const int num_given = find_arrays(&first, op->args_bytes, offsets);
+        free_arrays(op->name);
+        for (int pair = 0; pair < num_given * num_given; pair++) {
+            char name[32];
+            const int which[2] = {pair / num_given, pair % num_given};
+            any_args args = op->make();
+            find_name(op, &args, offsets[which[0]], name);
+            if (which[0] == which[1] || !is_written(op, name)) {
+                free_arrays(op->name);
                 continue;
             }
-            any_args args = op->make();
             layout_tensor moved[2];
             int64_t rows[2];
             int64_t count = 0;
             for (int v = 0; v < 2; v++) {
-                const DLTensor *const given = *array_of(&args, slots[v]);
+                const DLTensor *const given = *array_at(&args, offsets[which[v]]);
                 rows[v] = given == NULL || given->ndim < 1 ? 0 : spread(&moved[v], given);
                 count = rows[v] > 0 && given->shape[0] > count ? given->shape[0] : count;
             }
@@ -455,12 +460,12 @@ test_columns_of_one_buffer(void)
                 const uintptr_t address = (uintptr_t)buffer->data;
                 uint8_t *const start = buffer->data + (GAP - address % GAP) % GAP;
                 for (int v = 0; v < 2; v++) {
-                    const DLTensor *const given = *array_of(&args, slots[v]);
+                    const DLTensor *const given = *array_at(&args, offsets[which[v]]);
                     moved[v].tensor.data = start + v * rows[0];
                     moved[v].tensor.byte_offset = 0;
                     moved[v].strides[0] = (rows[0] + rows[1]) / (given->dtype.bits / 8);
                     copy_elements(given, &moved[v].tensor);
-                    *array_of(&args, slots[v]) = &moved[v].tensor;
+                    *array_at(&args, offsets[which[v]]) = &moved[v].tensor;
                 }
                 memset(&error, 0, sizeof error);
                 const bool is_ok = op->call(&args, &error) == SMLA_OK;

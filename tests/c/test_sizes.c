@@ -94,12 +94,12 @@ try_size(const size_option *option, int64_t value)
     char start[100];
     char name[100];
     memcpy((uint8_t *)&args + option->offset, &value, sizeof value);
-    if (op->call == call_mla) { /* read only so */
+    if (op->call == call_mla_attention) { /* read only so */
         args.mla.has_window = 1;
         args.mla.cp_size += args.mla.cp_size == 0 && option->offset == AT_FIELD(mla, cp_rank);
-    } else if (op->call == call_varlen) {
+    } else if (op->call == call_varlen_attention) {
         args.varlen.has_window = 1;
-    } else if (op->call == call_paged) {
+    } else if (op->call == call_paged_attention) {
         args.paged.has_window = 1;
         args.paged.cp_size += args.paged.cp_size == 0 && option->offset == AT_FIELD(paged, cp_rank);
         if (args.paged.cp_rank != 0 || args.paged.cp_size != 0 || args.paged.cp_interleave != 0) {

@@ -57,7 +57,7 @@ add_scaled(job *jobs, int *num_jobs, int64_t rows, int64_t columns, int64_t grou
                                       .descale = &descale->tensor,
                                       .group_rows = 1,
                                       .group_columns = group}};
-    job *const added = add_job(jobs, num_jobs, "scaled_quantize", call_scaled, args);
+    job *const added = add_job(jobs, num_jobs, "scaled_quantize", call_scaled_quantize, args);
     added->outs[0] = out;
     added->outs[1] = descale;
 }
@@ -75,7 +75,7 @@ add_top_k(job *jobs, int *num_jobs, int64_t rows, int64_t columns)
                                      .k = 100,
                                      .out = &out->tensor,
                                      .values = &values->tensor}};
-    job *const added = add_job(jobs, num_jobs, "top_k_per_row", call_top_k, args);
+    job *const added = add_job(jobs, num_jobs, "top_k_per_row", call_top_k_per_row, args);
     added->outs[0] = out;
     added->outs[1] = values;
 }
@@ -100,7 +100,7 @@ add_attention(job *jobs, int *num_jobs, int64_t tokens, int64_t heads, int64_t t
                                    .lse = &lse->tensor,
                                    .workspace = ZEROS(uint8, 48 << 20),
                                    .softmax_scale = 0.1}};
-    job *const added = add_job(jobs, num_jobs, "sparse_attention", call_attention, args);
+    job *const added = add_job(jobs, num_jobs, "sparse_attention", call_sparse_attention, args);
     added->outs[0] = out;
     added->outs[1] = lse;
 }
@@ -125,7 +125,7 @@ add_logits(job *jobs, int *num_jobs, int64_t tokens, int64_t keys)
     array *const out = ARRAY(fp32, tokens, keys);
     any_args args = {.logits = make_logits_args(tokens, keys)};
     args.logits.out = &out->tensor;
-    add_job(jobs, num_jobs, "indexer_logits", call_logits, args)->outs[0] = out;
+    add_job(jobs, num_jobs, "indexer_logits", call_indexer_logits, args)->outs[0] = out;
 }
 
 static void
@@ -144,7 +144,7 @@ add_lightning(job *jobs, int *num_jobs, int64_t tokens, int64_t keys)
                                          .out = &out->tensor,
                                          .max_logits_bytes = 8 * 4 * keys,
                                          .workspace = ZEROS(uint8, 8 * 4 * keys + 128)}};
-    add_job(jobs, num_jobs, "lightning_indexer", call_lightning, args)->outs[0] = out;
+    add_job(jobs, num_jobs, "lightning_indexer", call_lightning_indexer, args)->outs[0] = out;
 }
 
 static void
@@ -155,7 +155,7 @@ add_projection(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                     .q_nope = normal(ARRAY(bf16, tokens, heads, 128)),
                                     .w_uk = normal(ARRAY(bf16, 512, heads, 128)),
                                     .out = &out->tensor}};
-    add_job(jobs, num_jobs, "k_up_proj", call_k_up, args)->outs[0] = out;
+    add_job(jobs, num_jobs, "k_up_proj", call_k_up_proj, args)->outs[0] = out;
 }
 
 static void
@@ -174,7 +174,7 @@ add_varlen(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                       .lse = &lse->tensor,
                                       .softmax_scale = 0.1,
                                       .is_causal = 1}};
-    job *const added = add_job(jobs, num_jobs, "varlen_attention", call_varlen, args);
+    job *const added = add_job(jobs, num_jobs, "varlen_attention", call_varlen_attention, args);
     added->outs[0] = out;
     added->outs[1] = lse;
 }
@@ -196,7 +196,7 @@ add_paged(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                      .out = &out->tensor,
                                      .lse = &lse->tensor,
                                      .softmax_scale = 0.1}};
-    job *const added = add_job(jobs, num_jobs, "paged_attention", call_paged, args);
+    job *const added = add_job(jobs, num_jobs, "paged_attention", call_paged_attention, args);
     added->outs[0] = out;
     added->outs[1] = lse;
 }
@@ -214,7 +214,7 @@ add_merge(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                      .out = &out->tensor,
                                      .lse = &lse->tensor,
                                      .tokens_without_context = 7}};
-    job *const added = add_job(jobs, num_jobs, "merge_attn_states", call_merge, args);
+    job *const added = add_job(jobs, num_jobs, "merge_attn_states", call_merge_attn_states, args);
     added->outs[0] = out;
     added->outs[1] = lse;
     added->can_end = false;
@@ -229,7 +229,8 @@ add_quant(job *jobs, int *num_jobs, int64_t rows, int64_t columns)
                                      .x = normal(ARRAY(bf16, rows, columns)),
                                      .out = &out->tensor,
                                      .scale = &scale->tensor}};
-    job *const added = add_job(jobs, num_jobs, "dynamic_per_tensor_quant", call_quant, args);
+    job *const added =
+        add_job(jobs, num_jobs, "dynamic_per_tensor_quant", call_dynamic_per_tensor_quant, args);
     added->outs[0] = out;
     added->outs[1] = scale;
     added->can_end = false;
@@ -328,7 +329,7 @@ answer(void *context)
 {
     binding *const by = context;
     smla_interrupt *const own = smla_set_interrupt(NULL);
-    by->num_asked += call_scaled(&by->inner, NULL) == SMLA_OK;
+    by->num_asked += call_scaled_quantize(&by->inner, NULL) == SMLA_OK;
     (void)smla_set_interrupt(own);
     return by->ends;
 }
@@ -357,8 +358,8 @@ test_calls_are_ended_at_any_moment(void)
     int num_ended = 0;
     make_wanted(wanted, &num_jobs);
     (void)make_jobs(jobs);
-    binding ending = {.inner = make_scaled(), .ends = true};
-    binding going_on = {.inner = make_scaled()};
+    binding ending = {.inner = make_scaled_quantize(), .ends = true};
+    binding going_on = {.inner = make_scaled_quantize()};
     for (int n = 0; n < NUM_COUNTS; n++) {
         smla_set_max_threads(thread_counts[n]);
         for (int i = 0; i < num_jobs; i++) {
@@ -473,7 +474,7 @@ test_callers_end_their_own_calls(void)
     smla_set_max_threads(7);
     for (int i = 0; i < NUM_CALLERS; i++) {
         callers[i].num_jobs = make_jobs(callers[i].jobs);
-        callers[i].by = (binding){.inner = make_scaled(), .ends = i % 2 == 1};
+        callers[i].by = (binding){.inner = make_scaled_quantize(), .ends = i % 2 == 1};
     }
     for (int i = 0; i < NUM_CALLERS; i++) {
         EXPECT_EQ(pthread_create(&callers[i].thread, NULL, call_all, &callers[i]), 0);

@@ -198,6 +198,16 @@ new_array(DLDataType dtype, int ndim, const int64_t *shape)
 /* ARRAY(bf16, 4, 8, 576): a contiguous array. */
 #define ARRAY(dtype, ...) new_array(dtype, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
 
+/* Fills an array with zeros, which are good values of index arrays and of all others. */
+static inline const DLTensor *
+zeros(array *a)
+{
+    memset(a->data, 0, a->bytes);
+    return &a->tensor;
+}
+
+#define ZEROS(dtype, ...) zeros(ARRAY(dtype, __VA_ARGS__))
+
 static inline array *
 view_of(const array *a)
 {

@@ -10,11 +10,13 @@ import cases
 import engine
 import numpy as np
 import pytest
-import test_fake_gpu as fakes
+import test_fake_gpu_builder as builders
 import v4_attend_cases as attend
 from fake_gpu import CupyArray
 from helpers import assert_same_bits
 from test_fake_gpu_failures import PLACE, PUTS, make_dense_config, values
+
+import sparse_mla
 
 # New tokens and tokens of the context, per request.
 BATCHES = {
@@ -34,14 +36,14 @@ def lengths(name: str) -> tuple[list[int], list[int]]:
 
 def of_v32(package, path):
     """-> what makes a builder, and what a builder's step of a batch gives"""
-    config = fakes.make_config(package, path, PLACE)
+    config = builders.make_config(package, path, PLACE)
     layer = package.SparseMLA(config)
 
     def run(builder, name):
-        step = engine.make_step(cases.make_batch(*lengths(name)), fakes.HEADS)
-        kv = step.bf16_cache(fakes.sparse_mla) if path == "bf16" else step.fp8_cache
+        step = engine.make_step(cases.make_batch(*lengths(name)), builders.HEADS)
+        kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
         arrays = [CupyArray(x, PLACE) for x in (step.q, kv, step.topk_indices)]
-        return layer.forward(*arrays, builder.build(fakes.place(package, step.batch, PLACE)))
+        return layer.forward(*arrays, builder.build(builders.place(package, step.batch, PLACE)))
 
     return lambda: package.MetadataBuilder(config), run
 
@@ -49,7 +51,7 @@ def of_v32(package, path):
 def of_v4(package, ratio, path):
     def step_of(name):
         new, context = BATCHES[name]
-        return fakes.V4Step(
+        return builders.V4Step(
             package, ratio, path, PLACE, attend.make_case(ratio, path, new, context)
         )
 
@@ -77,7 +79,9 @@ def of_dense(package, path, plan):
         shapes = (tokens, 2, 192), (tokens, 512), (tokens, 64)
         cache = cases.make_rows(rng, batch.num_pages * 16, "fp8").reshape(-1, 16, 656)
         given = [put(cases.random_bf16(rng, *shape)) for shape in shapes]
-        return layer.forward(*given, put(cache), builder.build(fakes.place(package, batch, PLACE)))
+        return layer.forward(
+            *given, put(cache), builder.build(builders.place(package, batch, PLACE))
+        )
 
     return lambda: package.dense.MetadataBuilder(config), run
 

@@ -9,17 +9,22 @@ import re
 from types import SimpleNamespace
 
 import cases
+import fake_gpu
+import fake_gpu_calls
 import numpy as np
 import operators
 import paged_steps
 import pytest
-import test_fake_gpu as fakes
+import test_fake_gpu_builder as builders
+import test_fake_gpu_kept as fakes
 import v4_attend_cases as attend
 from dlpack_producer import CUDA, Producer
 from exchange_producer import Exchanged
 from fake_gpu import OUT_OF_MEMORY, UNKNOWN_ERROR, CupyArray, give_back, on_gpu
 from helpers import FLOAT_MODES, assert_same_bits, mode_after
 from test_fake_gpu_forward import PARTS, make_world
+
+import sparse_mla
 
 # The fake GPUs' arrays are on the second GPU, so that calls make it current and go back.
 PLACE = 1
@@ -104,7 +109,8 @@ PUTS = {
 
 def values(results) -> list[np.ndarray]:
     return [
-        x.array.copy() if hasattr(x, "array") else fakes.read(x) for x in fakes.in_a_tuple(results)
+        x.array.copy() if hasattr(x, "array") else fake_gpu_calls.read(x)
+        for x in fakes.in_a_tuple(results)
     ]
 
 
@@ -170,10 +176,10 @@ def test_captured_operators(package, gpu, streams, op):
 
 def make_v32(package, path):
     """-> a function that makes a builder, and one that builds and runs a layer of it."""
-    step = fakes.small_step()
-    kv = step.bf16_cache(fakes.sparse_mla) if path == "bf16" else step.fp8_cache
-    config = fakes.make_config(package, path, PLACE)
-    layer, common = package.SparseMLA(config), fakes.place(package, step.batch, PLACE)
+    step = builders.small_step()
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = builders.make_config(package, path, PLACE)
+    layer, common = package.SparseMLA(config), builders.place(package, step.batch, PLACE)
     arrays = [CupyArray(x, PLACE) for x in (step.q, kv, step.topk_indices)]
     return (
         lambda: package.MetadataBuilder(config),
@@ -182,7 +188,7 @@ def make_v32(package, path):
 
 
 def make_v4(package, ratio_path):
-    step = fakes.V4Step(package, *ratio_path, PLACE)
+    step = builders.V4Step(package, *ratio_path, PLACE)
 
     def run(builder, second):
         step.builder = builder
@@ -213,7 +219,7 @@ def make_dense(package, path):
     weight = put(cases.random_bf16(rng, 512, 2 * 256, std=0.04))
     table = put(package.rope_table(256))
     layer = package.dense.DenseMLA(config, kv_b_proj=weight, rope_table=table)
-    common = fakes.place(package, batch, PLACE)
+    common = builders.place(package, batch, PLACE)
     tokens = batch.num_actual_tokens
     shapes = (tokens, 2, 192), (tokens, 512), (tokens, 64)
     inputs = [put(cases.random_bf16(rng, *shape)) for shape in shapes]
@@ -302,7 +308,7 @@ def test_a_v4_layer_in_lanes(package, gpu, cupy, count):
 
 def test_tensors(package, gpu, streams):
     """Tensors that another call reads, that a consumer takes on a stream, and that are dropped."""
-    arrays = [on_gpu(x, PLACE) for x in fakes.STATES]
+    arrays = [on_gpu(x, PLACE) for x in fake_gpu_calls.STATES]
     reader = gpu.new_stream(PLACE)
 
     def run():
@@ -323,9 +329,9 @@ def test_unloading(gpu, monkeypatch):
     gc.collect()
     before = gpu.counts()
     for n in range(12):
-        package = fakes.load()
+        package = fake_gpu.load()
         gpu.set_busy()
-        package.merge_attn_states(*[on_gpu(x, PLACE) for x in fakes.STATES])
+        package.merge_attn_states(*[on_gpu(x, PLACE) for x in fake_gpu_calls.STATES])
         gpu.fail(None, n)
         del package
         gc.collect()

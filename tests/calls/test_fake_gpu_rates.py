@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cases
 import pytest
-import test_fake_gpu as fakes
+import test_fake_gpu_builder as builders
 from test_fake_gpu_failures import make_dense_config
 
 HOPPER, AMPERE = 1, 2  # device ids
@@ -18,7 +18,7 @@ def choose(package, gpu, cupy, place: int, num_new: int) -> str:
         prefill_workspace_tokens=8192,
     )  # fmt: skip
     batch = cases.make_batch([num_new], [num_new + 4096], block_size=16)
-    return package.dense.MetadataBuilder(config).build(fakes.place(package, batch, place)).path
+    return package.dense.MetadataBuilder(config).build(builders.place(package, batch, place)).path
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import operators
 import pytest
-from test_views import TABLE, UNREAD
+from example_table import TABLE, UNREAD
 
 import sparse_mla
 from sparse_mla import _C, _results, ops
@@ -293,14 +293,14 @@ def known_results(op, values: dict) -> tuple:
     return tuple(schema.results(schema.part(defaults | values)).values())
 
 
-EXAMPLES = [title for title, row in TABLE.items() if row.op in ops.OPERATORS]
+EXAMPLES = [title for title, example in TABLE.items() if example.op in ops.OPERATORS]
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_results_of_every_form_are_known(title):
     """Layouts, formats, pairs and options of each operator's calls: the results that a call makes
     are those that the rule names."""
-    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title].example
+    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title]
     kinds = dict(op.table)
     arrays = {name: x.copy() for name, x in example.arrays.items()}
     values = joined(op, arrays | example.options)
@@ -353,7 +353,7 @@ WRONG_OPTIONS = {
 def test_what_rules_refuse_the_call_refuses(title):
     """Arrays with a dimension more or less, other last dimensions, and options out of range. Both
     name the same argument."""
-    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title].example
+    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title]
     good = joined(op, {name: x.copy() for name, x in example.arrays.items()} | example.options)
     bends = [lambda x: x[None], lambda x: x[0], lambda x: x[..., :-1], lambda x: x[None, None]]
     bad = [(n, bend(x)) for n, x in good.items() if isinstance(x, np.ndarray) and x.ndim > 0

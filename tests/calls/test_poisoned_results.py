@@ -9,17 +9,17 @@ from __future__ import annotations
 import exchange_producer
 import numpy as np
 import pytest
+from example_table import TABLE
 from exchange_producer import Exchanged
 from helpers import assert_same_bits
 from test_operator import WRITTEN, joined
-from test_views import TABLE
 
 from sparse_mla import ops
 
 EXAMPLES = [
     title
-    for title, row in TABLE.items()
-    if row.op in ops.OPERATORS and WRITTEN & {kind for _, kind in ops.OPERATORS[row.op].table}
+    for title, x in TABLE.items()
+    if x.op in ops.OPERATORS and WRITTEN & {kind for _, kind in ops.OPERATORS[x.op].table}
 ]
 
 
@@ -37,7 +37,7 @@ def results(got) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_no_element_of_a_result_is_left_unwritten(title, monkeypatch):
-    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title].example
+    op, example = ops.OPERATORS[TABLE[title].op], TABLE[title]
     values = joined(op, example.arrays | example.options)
     values |= {name: True for name, kind in op.table if kind == "ask"}
     seen = []

@@ -15,6 +15,7 @@ import pytest
 import reference as ref
 import reference_indexer
 import reference_norm
+from example_table import TABLE, frozen
 from helpers import (
     BESIDE_TESTS,
     FLOATING_POINT_MODES,
@@ -24,7 +25,6 @@ from helpers import (
     printed_by_python,
 )
 from library import ISAS
-from test_views import TABLE, frozen
 
 from bench.cpu import subnormal
 
@@ -106,7 +106,7 @@ def test_results_do_not_depend_on_the_mode_of_a_thread(mode):
 @pytest.mark.parametrize("title", TABLE)
 def test_no_operator_depends_on_the_mode(title):
     """All operators, those of index lists and plans included."""
-    example = TABLE[title].example
+    example = TABLE[title]
 
     def results(mode: str) -> Any:
         given = {name: x.copy() for name, x in example.arrays.items()}

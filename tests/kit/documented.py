@@ -7,14 +7,37 @@ A size that the test does not know is the same wherever one object names it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import reference as ref
 
 DTYPES = {"int32": np.int32, "int64": np.int64, "bool": np.bool_, "bf16": ref.BF16}
+Entry = tuple[str, list[list[str]]]  # a name, and the shapes that its array may have
 PLAIN = {"int": int, "bool": bool, "slice": slice}
+
+
+def shapes_of(text: str) -> list[list[str]]:
+    """The shapes in a description: `[T, H / G * 4] fp32, or [T]`."""
+    found = re.findall(r"\[((?:[^][]|\[[^]]*\])*)\]", text)
+    return [[dim.strip() for dim in shape.split(",")] for shape in found if shape != "..."]
+
+
+def entries_of(thing: Any) -> Iterator[Entry]:
+    """The arrays of Parameters. Names that share an entry have its shapes in turn, where there are
+    as many."""
+    doc = inspect.getdoc(thing).split("\nParameters\n")[1].split("\nReturns\n")[0]
+    for names, line in re.findall(r"^(\w[\w, ]*) : (.*)$", doc, re.M):
+        shapes, each = shapes_of(line), names.split(", ")
+        if line.startswith("a cache, ["):
+            shapes = [["pages", "block_size", "row"], *shapes]
+        if shapes and line.startswith(("[", "a cache, [")):
+            in_turn = len(shapes) == len(each) > 1 and " or [" not in line
+            for i, name in enumerate(each):
+                yield name, [shapes[i]] if in_turn else shapes
 
 
 def attributes_of(kind: type) -> dict[str, str]:

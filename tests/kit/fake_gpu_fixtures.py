@@ -6,6 +6,7 @@ import gc
 import sys
 
 import pytest
+from exchange_producer import Exchanged
 from fake_gpu import Cupy, Driver, give_back, load
 
 
@@ -40,3 +41,10 @@ def cupy(met_cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", met_cupy)
     met_cupy.reset()
     return met_cupy
+
+
+@pytest.fixture
+def exchange(monkeypatch):
+    monkeypatch.setattr(Exchanged, "streams", [])
+    monkeypatch.setattr(Exchanged, "stream", 0)
+    return Exchanged

@@ -3,11 +3,15 @@ them."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import cases
 import numpy as np
 import reference as ref
+from example import Example, int32
+
+from sparse_mla import ops
 
 
 @dataclass
@@ -37,31 +41,16 @@ class Call:
         return self.args[name] if name in self.args else self.kwargs[name]
 
 
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def write_call() -> Call:
-    rng = np.random.default_rng(1)
-    args = {
-        "kv_c": cases.random_bf16(rng, 6, 512),
-        "k_pe": cases.random_bf16(rng, 6, 64),
-        "kv_cache": np.zeros((3, 4, 656), np.uint8),
-        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
-    }
-    return Call("concat_and_cache_mla", args, {})
-
-
-def gather_call() -> Call:
-    rng = np.random.default_rng(2)
-    args = {
-        "kv_cache": cases.make_rows(rng, 20, "fp8").reshape(5, 4, 656),
-        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
-        "seq_lens": np.array([9, 5], np.int32),
-        "workspace_starts": np.array([0, 9], np.int32),
-    }
-    out = np.zeros((16, 576), ref.BF16)
-    return Call("gather_kv_cache", args, {"out": out})
+def call_of(example: Example, **changes) -> Call:
+    """The call of an example, with arrays of its own, and without a workspace."""
+    given = {name: x.copy() for name, x in example.arrays.items() if name != "workspace"}
+    for name in [n for n in given if n.endswith("[0]")]:
+        given[name[:-3]] = (given.pop(name), given.pop(f"{name[:-3]}[1]"))
+    given |= example.options | changes
+    parameters = inspect.signature(getattr(ops, example.op)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    args = {name: given.pop(name) for name in positional}
+    return Call(example.op, args, given)
 
 
 def reshape_call() -> Call:
@@ -76,21 +65,6 @@ def reshape_call() -> Call:
     }
     scales = {"k_scale": np.array([0.5, 0.3], np.float32), "v_scale": np.full(1, 2.0, np.float32)}
     return Call("reshape_and_cache", args, scales)
-
-
-def index_call() -> Call:
-    args = {
-        "req_id_per_token": np.array([0, 0, 1], np.int32),
-        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
-        "topk_indices": np.array([[0, 5, -1], [11, 99, 2], [7, 1, 3]], np.int32),
-    }
-    kwargs = {
-        "block_size": 4,
-        "prefill_request_ids": np.array([-1, -1, 0], np.int32),
-        "prefill_workspace_starts": np.array([2], np.int32),
-        "out": np.zeros((3, 3), np.int32),
-    }
-    return Call("convert_req_index_to_global_index", args, kwargs)
 
 
 def attention_call() -> Call:
@@ -211,89 +185,6 @@ def paged_call() -> Call:
     return Call("paged_attention", args, kwargs)
 
 
-def merge_call() -> Call:
-    rng = np.random.default_rng(4)
-    args = {
-        "out_a": cases.random_bf16(rng, 3, 4, 512),
-        "lse_a": rng.normal(0, 1, (3, 4)).astype(np.float32),
-        "out_b": cases.random_bf16(rng, 3, 4, 512),
-        "lse_b": rng.normal(0, 1, (3, 4)).astype(np.float32),
-    }
-    kwargs = {"out": np.zeros((3, 4, 512), ref.BF16), "lse": np.zeros((3, 4), np.float32)}
-    return Call("merge_attn_states", args, kwargs)
-
-
-def partials_call() -> Call:
-    rng = np.random.default_rng(11)
-    args = {
-        "outs": cases.random_bf16(rng, 3, 3, 4, 512),
-        "lses": rng.normal(0, 1, (3, 3, 4)).astype(np.float32),
-    }
-    kwargs = {"out": np.zeros((3, 4, 512), ref.BF16), "lse": np.zeros((3, 4), np.float32)}
-    return Call("merge_attn_partials", args, kwargs)
-
-
-def k_up_call() -> Call:
-    rng = np.random.default_rng(5)
-    args = {
-        "q_nope": cases.random_bf16(rng, 3, 4, 128),
-        "W_UK": cases.random_bf16(rng, 512, 4, 128, std=0.1),
-    }
-    return Call("k_up_proj", args, {"out": np.zeros((3, 4, 512), ref.BF16)})
-
-
-def v_up_call() -> Call:
-    rng = np.random.default_rng(6)
-    args = {
-        "x": cases.random_bf16(rng, 3, 4, 512),
-        "W_UV": cases.random_bf16(rng, 512, 4, 128, std=0.1),
-    }
-    return Call("v_up_proj", args, {"out": np.zeros((3, 4, 128), ref.BF16)})
-
-
-def kv_up_call() -> Call:
-    rng = np.random.default_rng(22)
-    args = {
-        "kv_c": cases.random_bf16(rng, 3, 512),
-        "kv_b_proj": cases.random_bf16(rng, 512, 130, std=0.1),
-    }
-    return Call("kv_up_proj", args, {"out": np.zeros((3, 130), ref.BF16)})
-
-
-def grouped_call() -> Call:
-    rng = np.random.default_rng(7)
-    args = {
-        "o": rng.integers(0, 120, (3, 2, 256)).astype(np.uint8),
-        "o_scale": rng.uniform(0.5, 2, (3, 2, 2)).astype(np.float32),
-        "weight": rng.integers(0, 120, (2, 130, 256)).astype(np.uint8),
-        "weight_scale": rng.uniform(0.5, 2, (2, 2, 2)).astype(np.float32),
-    }
-    return Call("grouped_output_projection", args, {"out": np.zeros((3, 2, 130), ref.BF16)})
-
-
-def quant_call() -> Call:
-    rng = np.random.default_rng(8)
-    return Call("dynamic_per_tensor_quant", {"x": cases.random_bf16(rng, 3, 40)}, {})
-
-
-def scaled_quantize_call() -> Call:
-    rng = np.random.default_rng(24)
-    out, descale = np.zeros((4, 48), np.uint8), np.zeros((2, 3), np.float32)
-    options = {"group": (2, 16), "out": out, "descale": descale}
-    return Call("scaled_quantize", {"x": cases.random_bf16(rng, 4, 48)}, options)
-
-
-def fp8_linear_call() -> Call:
-    rng = np.random.default_rng(25)
-    args = {
-        "x": cases.random_bf16(rng, 3, 256),
-        "weight": rng.integers(0, 0x60, (140, 256)).astype(np.uint8),
-        "descale": rng.uniform(0.5, 1, (2, 2)).astype(np.float32),
-    }
-    options = {"input_group": (1, 128), "out": np.zeros((3, 140), ref.BF16)}
-    return Call("fp8_linear", args, options)
-
-
 def norm_call() -> Call:
     rng = np.random.default_rng(10)
     buffer = cases.random_bf16(rng, 3, 96 + 512)
@@ -305,47 +196,6 @@ def norm_call() -> Call:
     }
     outputs = {"q_out": np.zeros((3, 96), ref.BF16), "kv_out": np.zeros((3, 512), ref.BF16)}
     return Call("fused_q_kv_rmsnorm", args, {"eps": 1e-6, **outputs})
-
-
-def apply_rope_call() -> Call:
-    rng = np.random.default_rng(15)
-    args = {
-        "positions": np.array([7, 0, 3], np.int64),
-        "q_pe": cases.random_bf16(rng, 3, 4, 16),
-        "k_pe": cases.random_bf16(rng, 3, 16),
-        "rope_table": rng.normal(0, 0.7, (8, 16)).astype(np.float32),
-    }
-    outputs = {"q_out": np.zeros((3, 4, 16), ref.BF16), "k_out": np.zeros((3, 16), ref.BF16)}
-    return Call("apply_rope", args, outputs)
-
-
-def rope_and_cache_call() -> Call:
-    rng = np.random.default_rng(23)
-    args = {
-        "positions": np.array([7, 0, 3], np.int64),
-        "q_pe": cases.random_bf16(rng, 3, 4, 64),
-        "k_pe": cases.random_bf16(rng, 3, 64),
-        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
-        "kv_c": cases.random_bf16(rng, 3, 512),
-        "kv_cache": np.zeros((3, 4, 656), np.uint8),
-        "slot_mapping": np.array([11, -1, 5], np.int64),
-    }
-    return Call("rope_and_cache_mla", args, {"q_out": np.zeros((3, 4, 64), ref.BF16)})
-
-
-def inverse_call() -> Call:
-    rng = np.random.default_rng(11)
-    args = {
-        "o": cases.random_bf16(rng, 3, 4, 512),
-        "positions": np.array([7, 0, 3], np.int64),
-        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
-    }
-    kwargs = {
-        "groups": 2,
-        "out": np.zeros((3, 2, 1024), np.uint8),
-        "out_scale": np.zeros((3, 2, 8), np.float32),
-    }
-    return Call("fused_inv_rope_fp8_quant", args, kwargs)
 
 
 def qnorm_insert_call() -> Call:
@@ -360,100 +210,6 @@ def qnorm_insert_call() -> Call:
     }
     options = {"kv_scale": np.full(1, 0.5, np.float32), "q_out": np.zeros((5, 5, 512), ref.BF16)}
     return Call("fused_qnorm_rope_kv_insert", args, {"eps": 1e-6, **options})
-
-
-def index_query_call() -> Call:
-    rng = np.random.default_rng(15)
-    args = {
-        "q": cases.random_bf16(rng, 3, 2, 128),
-        "weights": cases.random_bf16(rng, 3, 2),
-        "positions": np.array([7, 0, 3], np.int64),
-        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
-    }
-    outputs = {
-        "out": np.zeros((3, 2, 64), np.uint8),
-        "out_weights": np.zeros((3, 2), np.float32),
-        "out_scale": np.zeros((3, 2, 4), np.uint8),
-    }
-    scales = {"softmax_scale": 128**-0.5, "head_scale": 2**-0.5}
-    return Call("fused_indexer_q_rope_quant", args, {**scales, "use_fp4": True, **outputs})
-
-
-def logits_call() -> Call:
-    rng = np.random.default_rng(16)
-    pages = rng.integers(0, 120, (5, 4, 132)).astype(np.uint8)
-    pages.reshape(5, -1)[:, 4 * 128 :].view(np.float32)[...] = 0.25
-    args = {
-        "q": rng.integers(0, 120, (3, 2, 128)).astype(np.uint8),
-        "weights": rng.standard_normal((3, 2)).astype(np.float32),
-        "k_cache": pages,
-        "context_lens": np.array([7, 8, 3], np.int32),
-    }
-    options = {
-        "block_table": np.array([[4, 0], [1, 3]], np.int32),
-        "req_id_per_token": np.array([0, 0, 1], np.int32),
-        "out": np.zeros((3, 8), np.float32),
-    }
-    return Call("indexer_logits", args, options)
-
-
-def lightning_call() -> Call:
-    """Chunks of one token, of which the last takes all its keys."""
-    call = logits_call()
-    options = call.kwargs | {
-        "k": 4,
-        "slots_block_table": int32([6, 1], [2, -1]),
-        "slots_block_size": 4,
-        "is_valid": np.array([1, 1, 0], np.uint8),
-        "out": np.zeros((3, 4), np.int32),
-        "slots": np.zeros((3, 4), np.int32),
-        "lens": np.zeros(3, np.int32),
-        "max_logits_bytes": 128,
-    }
-    return Call("lightning_indexer", call.args, options)
-
-
-def save_states_call() -> Call:
-    rng = np.random.default_rng(15)
-    both = rng.normal(0, 1, (6, 256)).astype(np.float32)
-    args = {
-        "kv": both[:, :128],
-        "score": both[:, 128:],
-        "ape": rng.normal(0, 1, (2, 128)).astype(np.float32),
-        "positions": np.array([4, 5, 0, 1, 2], np.int64),
-        "state": np.zeros((3, 4, 256), np.float32),
-        "slot_mapping": np.array([0, 1, -1, 9, 10], np.int64),
-    }
-    return Call("save_partial_states", args, {})
-
-
-def compress_call() -> Call:
-    rng = np.random.default_rng(16)
-    args = {
-        "state": rng.normal(0, 1, (3, 4, 1024)).astype(np.float32),
-        "block_table": int32([2, 0], [1, -1]),
-        "req_id_per_token": int32(0, 0, 1, 1, 0),
-        "positions": np.array([4, 5, 0, 1, 0], np.int64),
-        "slot_mapping": np.array([0, 1, 4, 5, -1], np.int64),
-        "kv_cache": np.zeros((3, 4, 512), np.uint8),
-        "kv_slot_mapping": np.array([-1, 7, -1, 2, -1], np.int64),
-        "norm_weight": rng.normal(1, 0.1, 512).astype(np.float32),
-        "rope_table": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
-    }
-    options = {"eps": 1e-6, "ratio": 2, "kv_scale": np.full(1, 0.5, np.float32)}
-    return Call("compress_norm_rope_store", args, options)
-
-
-def global_topk_call() -> Call:
-    args = {
-        "topk_indices": int32([3, 0, -1, 9], [5, 1, 99, 2], [7, 1, 3, 0]),
-        "req_id_per_token": int32(0, 1, 1),
-        "block_table": int32([6, 1], [2, -1]),
-        "block_size": 4,
-        "is_valid": np.array([1, 1, 0], np.uint8),
-    }
-    kwargs = {"out": np.zeros((3, 4), np.int32), "lens": np.zeros(3, np.int32)}
-    return Call("compute_global_topk_indices_and_lens", args, kwargs)
 
 
 def top_k_call() -> Call:
@@ -475,83 +231,3 @@ def top_k_call() -> Call:
         "lens": np.zeros(3, np.int32),
     }
     return Call("top_k_per_row", args, kwargs)
-
-
-def combine_call() -> Call:
-    args = {
-        "topk_indices": int32([0, -1, 5], [0, -1, 5], [0, 1, 5], [1, 0, 5]),
-        "query_start_loc": int32(3, 5, 7),
-        "seq_lens": int32(6, 9),
-        "gather_lens": int32(4, 4),
-        "window": 3,
-        "ratio": 4,
-        "topk": 2,
-        "M": 8,
-        "N": 3,
-    }
-    kwargs = {"align": 4, "out": np.zeros((4, 8), np.int32), "lens": np.zeros(4, np.int32)}
-    return Call("combine_topk_swa_indices", args, kwargs)
-
-
-def mixed_call() -> Call:
-    args = {
-        "decode_swa_indices": int32([8, 9, -1], [9, 8, 3]),
-        "decode_compressed_indices": int32([2, -1], [1, 0]),
-        "decode_compressed_lens": int32(1, 2),
-        "prefill_topk_indices": int32([0, 1, 5], [1, 0, 5]),
-        "query_start_loc": int32(0, 2, 4),
-        "seq_lens": int32(4, 9),
-        "req_id_per_token": int32(0, 0, 1, 1),
-        "swa_block_table": int32([4, 0, 0], [2, 5, 6]),
-        "swa_block_size": 4,
-        "compressed_block_table": int32([7], [3]),
-        "compressed_block_size": 4,
-        "window": 3,
-        "ratio": 4,
-        "topk": 2,
-    }
-    kwargs = {
-        "decode_indices_are_local": True,
-        "is_valid": np.array([1, 0], np.uint8),
-        "out": np.zeros((4, 7), np.int32),
-        "lens": np.zeros(4, np.int32),
-    }
-    return Call("build_mixed_sparse_indices", args, kwargs)
-
-
-def insert_call() -> Call:
-    args = {
-        "k": cases.random_bf16(np.random.default_rng(11), 6, 512),
-        "k_cache": np.zeros((3, 4, 512), np.uint8),
-        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
-    }
-    return Call("quantize_and_insert_k_cache", args, {"kv_scale": np.full(1, 0.5, np.float32)})
-
-
-def insert_index_call() -> Call:
-    args = {
-        "k": cases.random_bf16(np.random.default_rng(12), 6, 128),
-        "k_cache": np.zeros((3, 600), np.uint8),
-        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
-    }
-    options = {"kv_format": "fp8_index", "block_size": 4}
-    return Call("indexer_k_quant_and_cache", args, options)
-
-
-def gather_last_call() -> Call:
-    pages = np.random.default_rng(13).integers(0, 120, (5, 4, 584)).astype(np.uint8)
-    args = {
-        "out": np.zeros((2, 8, 512), ref.BF16),
-        "k_cache": pages,
-        "seq_lens": np.array([9, 5], np.int32),
-        "gather_lens": np.array([4, 5], np.int32),
-        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
-        "block_size": 4,
-        "offset": 2,
-    }
-    return Call("dequantize_and_gather_k_cache", args, {})
-
-
-def dequantize_call() -> Call:
-    rows = cases.make_rows(np.random.default_rng(9), 20, "fp8").reshape(5, 4, 656)
-    return Call("dequantize_kv_cache", {"kv_cache": rows}, {"dtype": "bfloat16"})

@@ -1,6 +1,6 @@
 """The facts that tests know of each operator, in one table.
 
-A new operator is a row of FACTS and a good call in good_calls.py. Tests that go through all
+A new operator is a row of FACTS, with an example as its good call. Tests that go through all
 operators then include it, and test_operator.py fails as long as a row is missing.
 """
 
@@ -10,46 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import example_attention as attend
+import example_calls as of
 import numpy as np
 import reference as ref
+from example import BF16, F16, F32, I64, U8, bytes_below, one_scale, rows_of, weight
 from good_calls import (
     Call,
-    apply_rope_call,
     attention_call,
-    combine_call,
-    compress_call,
-    dequantize_call,
+    call_of,
     dsv4_call,
-    fp8_linear_call,
-    gather_call,
-    gather_last_call,
-    global_topk_call,
-    grouped_call,
-    index_call,
-    index_query_call,
-    insert_call,
-    insert_index_call,
-    inverse_call,
-    k_up_call,
-    kv_up_call,
-    lightning_call,
-    logits_call,
-    merge_call,
-    mixed_call,
     mla_call,
     norm_call,
     paged_call,
-    partials_call,
     qnorm_insert_call,
-    quant_call,
     reshape_call,
-    rope_and_cache_call,
-    save_states_call,
-    scaled_quantize_call,
     top_k_call,
-    v_up_call,
     varlen_call,
-    write_call,
 )
 
 
@@ -75,7 +52,7 @@ FACTS: dict[str, Facts] = {
     "concat_and_cache_mla": Facts(
         positional="kv_c k_pe kv_cache slot_mapping",
         keywords="kv_scale=1.0 kv_cache_dtype= stream=",
-        good=write_call,
+        good=lambda: call_of(of.write(BF16, I64, rows_of("fp8", 3, 4))),
         written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -83,7 +60,7 @@ FACTS: dict[str, Facts] = {
     "gather_kv_cache": Facts(
         positional="kv_cache block_table seq_lens workspace_starts",
         keywords="out seq_starts= kv_scale=1.0 kv_format= block_size= stream=",
-        good=gather_call,
+        good=lambda: call_of(of.gather(rows_of("fp8", 5, 4)), seq_starts=None),
         written=("out",),
         is_exact=True,
     ),
@@ -101,7 +78,7 @@ FACTS: dict[str, Facts] = {
             "block_size prefill_request_ids= prefill_workspace_starts= valid_counts=False "
             "out= stream="
         ),
-        good=index_call,
+        good=lambda: call_of(of.convert(), valid_counts=False),
         num_results=1,
         refused=("block_table", np.zeros(3, np.int32)),
         shape_of="topk_indices",
@@ -111,7 +88,7 @@ FACTS: dict[str, Facts] = {
     "compute_global_topk_indices_and_lens": Facts(
         positional="topk_indices req_id_per_token block_table block_size is_valid",
         keywords="out= lens= stream=",
-        good=global_topk_call,
+        good=lambda: call_of(of.global_topk("uint8")),
         num_results=2,
         refused=("block_table", np.zeros(3, np.int32)),
         shape_of="topk_indices",
@@ -134,7 +111,7 @@ FACTS: dict[str, Facts] = {
     "combine_topk_swa_indices": Facts(
         positional="topk_indices query_start_loc seq_lens gather_lens window ratio topk M N",
         keywords="align=128 out= lens= stream=",
-        good=combine_call,
+        good=lambda: call_of(of.combine()),
         num_results=2,
         refused=("seq_lens", np.zeros(3, np.int32)),
         shape_of="topk_indices",
@@ -148,7 +125,7 @@ FACTS: dict[str, Facts] = {
             "swa_block_size compressed_block_table compressed_block_size window ratio topk"
         ),
         keywords="decode_indices_are_local=False is_valid= out= lens= stream=",
-        good=mixed_call,
+        good=lambda: call_of(of.mixed(U8, local=True)),
         num_results=2,
         refused=("swa_block_table", np.zeros(3, np.int32)),
         shape_of="decode_swa_indices",
@@ -229,7 +206,7 @@ FACTS: dict[str, Facts] = {
     "merge_attn_states": Facts(
         positional="out_a lse_a out_b lse_b",
         keywords="attn_sink= prefill_tokens_with_context= out= lse= stream=",
-        good=merge_call,
+        good=lambda: call_of(attend.merge(BF16)),
         num_results=2,
         refused=("lse_b", np.zeros((3, 5), np.float32)),
         shape_of="out_a",
@@ -238,7 +215,7 @@ FACTS: dict[str, Facts] = {
     "merge_attn_partials": Facts(
         positional="outs lses",
         keywords="attn_sink= out= lse= stream=",
-        good=partials_call,
+        good=lambda: call_of(attend.partials(BF16)),
         num_results=2,
         refused=("lses", np.zeros((3, 3, 5), np.float32)),
         shape_of="outs",
@@ -247,7 +224,7 @@ FACTS: dict[str, Facts] = {
     "k_up_proj": Facts(
         positional="q_nope W_UK",
         keywords="out= stream=",
-        good=k_up_call,
+        good=lambda: call_of(of.k_up()),
         num_results=1,
         refused=("W_UK", np.zeros((512, 5, 128), ref.BF16)),
         shape_of="q_nope",
@@ -256,7 +233,7 @@ FACTS: dict[str, Facts] = {
     "v_up_proj": Facts(
         positional="x W_UV",
         keywords="out= stream=",
-        good=v_up_call,
+        good=lambda: call_of(of.v_up()),
         num_results=1,
         refused=("W_UV", np.zeros((512, 5, 128), ref.BF16)),
         shape_of="W_UV",
@@ -265,7 +242,7 @@ FACTS: dict[str, Facts] = {
     "kv_up_proj": Facts(
         positional="kv_c kv_b_proj",
         keywords="out= stream=",
-        good=kv_up_call,
+        good=lambda: call_of(of.kv_up()),
         num_results=1,
         refused=("kv_b_proj", np.zeros((500, 130), ref.BF16)),
         shape_of="kv_b_proj",
@@ -274,7 +251,7 @@ FACTS: dict[str, Facts] = {
     "grouped_output_projection": Facts(
         positional="o o_scale weight weight_scale",
         keywords="out= stream=",
-        good=grouped_call,
+        good=lambda: call_of(of.grouped(F32)),
         num_results=1,
         refused=("weight_scale", np.zeros((2, 1, 2), np.float32)),
         shape_of="o",
@@ -283,7 +260,7 @@ FACTS: dict[str, Facts] = {
     "dynamic_per_tensor_quant": Facts(
         positional="x",
         keywords="out= stream=",
-        good=quant_call,
+        good=lambda: call_of(of.quantize(BF16, U8, 3, 5, 7)),
         num_results=2,
         refused=("out", np.zeros((3, 41), np.uint8)),
         overloads=("out",),
@@ -292,7 +269,7 @@ FACTS: dict[str, Facts] = {
     "scaled_quantize": Facts(
         positional="x",
         keywords="group out= descale= stream=",
-        good=scaled_quantize_call,
+        good=lambda: call_of(of.scaled(F16, U8, (2, 35), 4, 70)),
         num_results=2,
         refused=("out", np.zeros((4, 47), np.uint8)),
         overloads=("out",),
@@ -301,7 +278,7 @@ FACTS: dict[str, Facts] = {
     "fp8_linear": Facts(
         positional="x weight descale",
         keywords="input_group out= workspace= stream=",
-        good=fp8_linear_call,
+        good=lambda: call_of(of.linear((1, 128), 2, 2)),
         num_results=1,
         takes_workspace=True,
         refused=("descale", np.zeros((3, 2), np.float32)),
@@ -319,7 +296,7 @@ FACTS: dict[str, Facts] = {
     "apply_rope": Facts(
         positional="positions q_pe k_pe rope_table",
         keywords="interleaved=True inverse=False q_out= k_out= stream=",
-        good=apply_rope_call,
+        good=lambda: call_of(of.apply_rope(I64, BF16, F32)),
         num_results=2,
         refused=("rope_table", np.zeros(16, np.float32)),
         overloads=("out",),
@@ -328,7 +305,7 @@ FACTS: dict[str, Facts] = {
     "rope_and_cache_mla": Facts(
         positional="positions q_pe k_pe rope_table kv_c kv_cache slot_mapping",
         keywords="interleaved=True kv_scale=1.0 kv_cache_dtype= q_out= stream=",
-        good=rope_and_cache_call,
+        good=lambda: call_of(of.rope_and_cache(BF16, I64, rows_of("fp8", 3, 4))),
         written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -336,7 +313,7 @@ FACTS: dict[str, Facts] = {
     "fused_inv_rope_fp8_quant": Facts(
         positional="o positions rope_table",
         keywords="groups scale_layout=fp32 quantize=True out= out_scale= stream=",
-        good=inverse_call,
+        good=lambda: call_of(of.inverse(I64, U8, F32)),
         num_results=2,
         refused=("positions", np.zeros(2, np.int64)),
         overloads=("quantize", "out"),
@@ -353,7 +330,7 @@ FACTS: dict[str, Facts] = {
     "fused_indexer_q_rope_quant": Facts(
         positional="q weights positions rope_table",
         keywords="softmax_scale head_scale use_fp4=False out= out_weights= out_scale= stream=",
-        good=index_query_call,
+        good=lambda: call_of(of.index_query(I64, BF16, True), use_fp4=True),
         num_results=3,
         refused=("positions", np.zeros(2, np.int64)),
         overloads=("use_fp4", "out"),
@@ -365,7 +342,7 @@ FACTS: dict[str, Facts] = {
             "block_table= req_id_per_token= starts= q_scale= clean=True dtype=float32 "
             "kv_format= block_size= out= stream="
         ),
-        good=logits_call,
+        good=lambda: call_of(of.logits(False, pages=True)),
         num_results=1,
         refused=("context_lens", np.zeros(2, np.int32)),
         overloads=("out",),
@@ -377,7 +354,7 @@ FACTS: dict[str, Facts] = {
             "block_size= slots_block_table= slots_block_size= is_valid= out= slots= lens= "
             "values= max_logits_bytes=536870912 workspace= stream="
         ),
-        good=lightning_call,
+        good=lambda: call_of(of.lightning(False, pages=True)),
         num_results=3,
         takes_workspace=True,
         refused=("context_lens", np.zeros(2, np.int32)),
@@ -386,7 +363,7 @@ FACTS: dict[str, Facts] = {
     "save_partial_states": Facts(
         positional="kv score ape positions state slot_mapping",
         keywords="stream=",
-        good=save_states_call,
+        good=lambda: call_of(of.save_states(F32, I64)),
         written=("state",),
         is_exact=True,
         slots="slot_mapping",
@@ -397,7 +374,7 @@ FACTS: dict[str, Facts] = {
             "kv_slot_mapping norm_weight rope_table"
         ),
         keywords="eps ratio kv= score= ape= kv_scale=1.0 kv_format= block_size= stream=",
-        good=compress_call,
+        good=lambda: call_of(of.compress(bytes_below(256, 3, 4, 512), kv_scale=one_scale())),
         written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -405,7 +382,9 @@ FACTS: dict[str, Facts] = {
     "quantize_and_insert_k_cache": Facts(
         positional="k k_cache slot_mapping",
         keywords="kv_scale=1.0 kv_format= block_size= stream=",
-        good=insert_call,
+        good=lambda: call_of(
+            of.insert(of.INSERT, weight(6, 512), bytes_below(256, 3, 4, 512), kv_scale=one_scale())
+        ),
         written=("k_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -413,7 +392,9 @@ FACTS: dict[str, Facts] = {
     "indexer_k_quant_and_cache": Facts(
         positional="k k_cache slot_mapping",
         keywords="kv_format= block_size= stream=",
-        good=insert_index_call,
+        good=lambda: call_of(
+            of.insert(of.INSERT_INDEX, weight(6, 128), bytes_below(256, 3, 600), **of.INDEXED)
+        ),
         written=("k_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -421,14 +402,14 @@ FACTS: dict[str, Facts] = {
     "dequantize_and_gather_k_cache": Facts(
         positional="out k_cache seq_lens gather_lens block_table block_size offset",
         keywords="kv_scale=1.0 kv_format= stream=",
-        good=gather_last_call,
+        good=lambda: call_of(of.gather_last(bytes_below(120, 5, 4, 584))),
         written=("out",),
         is_exact=True,
     ),
     "dequantize_kv_cache": Facts(
         positional="kv_cache",
         keywords="kv_scale=1.0 kv_format= block_size= dtype=float32",
-        good=dequantize_call,
+        good=lambda: call_of(of.dequantize(rows_of("fp8", 5, 4), "bfloat16")),
         num_results=1,
         shape_of="kv_cache",
         is_exact=True,

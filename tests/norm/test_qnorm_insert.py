@@ -436,7 +436,7 @@ def test_read_only_queries():
 
 
 def test_a_good_call_gives_the_reference():
-    """The call of good_calls.py, which the tests of frameworks and GPUs run."""
+    """The good call of operators.py, which the tests of frameworks and GPUs run."""
     call = operators.GOOD_CALLS["fused_qnorm_rope_kv_insert"]()
     want = norm.queries(call.args["q"], call.args["positions"], call.args["rope_table"], 1e-6)
     q_out, cache = call.run(sparse_mla)

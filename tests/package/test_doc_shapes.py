@@ -16,6 +16,7 @@ from typing import Any
 import compiled
 import pytest
 import reference as ref
+from documented import Entry, entries_of, shapes_of
 from operators import FACTS
 from v4_world import World
 
@@ -23,27 +24,6 @@ import sparse_mla
 
 ROOT = Path(__file__).parents[2]
 HEADERS = "\n".join(path.read_text() for path in sorted((ROOT / "csrc/sparse_mla").glob("*.h")))
-Entry = tuple[str, list[list[str]]]  # a name, and the shapes that its array may have
-
-
-def shapes_of(text: str) -> list[list[str]]:
-    """The shapes in a description: `[T, H / G * 4] fp32, or [T]`."""
-    found = re.findall(r"\[((?:[^][]|\[[^]]*\])*)\]", text)
-    return [[dim.strip() for dim in shape.split(",")] for shape in found if shape != "..."]
-
-
-def entries_of(thing: Any) -> Iterator[Entry]:
-    """The arrays of Parameters. Names that share an entry have its shapes in turn, where there are
-    as many."""
-    doc = inspect.getdoc(thing).split("\nParameters\n")[1].split("\nReturns\n")[0]
-    for names, line in re.findall(r"^(\w[\w, ]*) : (.*)$", doc, re.M):
-        shapes, each = shapes_of(line), names.split(", ")
-        if line.startswith("a cache, ["):
-            shapes = [["pages", "block_size", "row"], *shapes]
-        if shapes and line.startswith(("[", "a cache, [")):
-            in_turn = len(shapes) == len(each) > 1 and " or [" not in line
-            for i, name in enumerate(each):
-                yield name, [shapes[i]] if in_turn else shapes
 
 
 def fields_of(struct: str) -> Iterator[Entry]:
