@@ -11,6 +11,7 @@ import engine
 import numpy as np
 import pytest
 import test_fake_gpu_builder as builders
+import test_fake_gpu_v4 as v4_steps
 import v4_attend_cases as attend
 from fake_gpu import CupyArray
 from helpers import assert_same_bits
@@ -51,7 +52,7 @@ def of_v32(package, path):
 def of_v4(package, ratio, path):
     def step_of(name):
         new, context = BATCHES[name]
-        return builders.V4Step(
+        return v4_steps.V4Step(
             package, ratio, path, PLACE, attend.make_case(ratio, path, new, context)
         )
 

@@ -17,6 +17,7 @@ import paged_steps
 import pytest
 import test_fake_gpu_builder as builders
 import test_fake_gpu_kept as fakes
+import test_fake_gpu_v4 as v4_steps
 import v4_attend_cases as attend
 from dlpack_producer import CUDA, Producer
 from exchange_producer import Exchanged
@@ -188,7 +189,7 @@ def make_v32(package, path):
 
 
 def make_v4(package, ratio_path):
-    step = builders.V4Step(package, *ratio_path, PLACE)
+    step = v4_steps.V4Step(package, *ratio_path, PLACE)
 
     def run(builder, second):
         step.builder = builder
