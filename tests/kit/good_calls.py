@@ -41,9 +41,10 @@ class Call:
         return self.args[name] if name in self.args else self.kwargs[name]
 
 
-def call_of(example: Example, **changes) -> Call:
-    """The call of an example, with arrays of its own, and without a workspace."""
-    given = {name: x.copy() for name, x in example.arrays.items() if name != "workspace"}
+def call_of(example: Example, *left_out: str, **changes) -> Call:
+    """The call of an example, with arrays of its own, without a workspace and what is left out."""
+    left_out = ("workspace", *left_out)
+    given = {name: x.copy() for name, x in example.arrays.items() if name not in left_out}
     for name in [n for n in given if n.endswith("[0]")]:
         given[name[:-3]] = (given.pop(name), given.pop(f"{name[:-3]}[1]"))
     given |= example.options | changes

@@ -52,7 +52,7 @@ FACTS: dict[str, Facts] = {
     "concat_and_cache_mla": Facts(
         positional="kv_c k_pe kv_cache slot_mapping",
         keywords="kv_scale=1.0 kv_cache_dtype= stream=",
-        good=lambda: call_of(of.write(BF16, I64, rows_of("fp8", 3, 4))),
+        good=lambda: call_of(of.write(BF16, I64, np.zeros((3, 4, 656), U8))),
         written=("kv_cache",),
         is_exact=True,
         slots="slot_mapping",
@@ -260,7 +260,7 @@ FACTS: dict[str, Facts] = {
     "dynamic_per_tensor_quant": Facts(
         positional="x",
         keywords="out= stream=",
-        good=lambda: call_of(of.quantize(BF16, U8, 3, 5, 7)),
+        good=lambda: call_of(of.quantize(BF16, U8, 3, 40), "out"),
         num_results=2,
         refused=("out", np.zeros((3, 41), np.uint8)),
         overloads=("out",),
@@ -354,7 +354,7 @@ FACTS: dict[str, Facts] = {
             "block_size= slots_block_table= slots_block_size= is_valid= out= slots= lens= "
             "values= max_logits_bytes=536870912 workspace= stream="
         ),
-        good=lambda: call_of(of.lightning(False, pages=True)),
+        good=lambda: call_of(of.lightning(False, pages=True), "values"),
         num_results=3,
         takes_workspace=True,
         refused=("context_lens", np.zeros(2, np.int32)),
