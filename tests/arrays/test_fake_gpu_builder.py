@@ -39,6 +39,12 @@ def make_config(package, path, device_id=0, **changes):
     return engine.config(package, **(options | changes), device=f"cuda:{device_id}")
 
 
+def arrays_of(step, path, device_id=0):
+    """The query, the cache and the lists of a layer's step on the GPU."""
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    return [CupyArray(x, device_id) for x in (step.q, kv, step.topk_indices)]
+
+
 def small_step(num_heads=HEADS, lens=(1, 2, 30)):
     return engine.make_step(cases.make_batch(lens, [n + 9 for n in lens]), num_heads)
 
@@ -47,7 +53,6 @@ def small_step(num_heads=HEADS, lens=(1, 2, 30)):
 def test_a_step_of_a_layer(package, gpu, cupy, path):
     """The step is within its bound, with mirrors and a workspace in the GPU's memory."""
     step = engine.make_step(engine.engine_batch(), HEADS)
-    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     config = make_config(package, path, 1)
     stream, cupy.stream, cupy.current = gpu.new_stream(1), gpu.new_stream(1), 1
     metadata = package.MetadataBuilder(config).build(place(package, step.batch, 1))
@@ -57,11 +62,11 @@ def test_a_step_of_a_layer(package, gpu, cupy, path):
         "out": CupyArray(np.zeros((*step.q.shape[:2], 512), ref.BF16), 1),
         "lse": CupyArray(np.zeros(step.q.shape[:2], np.float32), 1),
     }
-    inputs = [CupyArray(x, 1) for x in (step.q, kv, step.topk_indices)]
+    inputs = arrays_of(step, path, 1)
     sink = CupyArray(step.attn_sink, 1)
     package.SparseMLA(config).forward(*inputs, metadata, attn_sink=sink, **outputs, stream=stream)
     assert gpu.launch == (stream, 1)
-    want = step.reference(path, kv)
+    want = step.reference(path, inputs[1].array)
     assert_within_bounds(want, {name: x.array for name, x in outputs.items()})
     assert gpu.followed(stream) == cupy.stream
 
@@ -92,10 +97,9 @@ def test_rows_behind_the_step_are_zero(package, gpu, cupy, path):
 def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
     """A forward waits for the build's copy, and the next build for the forward."""
     step = small_step()
-    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     config = make_config(package, path)
     builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
-    arrays = [CupyArray(x) for x in (step.q, kv, step.topk_indices)]
+    arrays = arrays_of(step, path)
     common = place(package, step.batch)
     streams = [gpu.new_stream() for _ in range(4)]
     former = None
@@ -329,10 +333,9 @@ def test_rows_are_widened_where_there_is_room(package, fmt):
 def test_a_step_raises_whatever_fails(package, gpu, cupy, path):
     """Also where a call ends its use of the metadata: the next build would not wait for it."""
     step = small_step()
-    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     config = make_config(package, path)
     builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
-    arrays = [CupyArray(x) for x in (step.q, kv, step.topk_indices)]
+    arrays = arrays_of(step, path)
     common = place(package, step.batch)
     streams = [gpu.new_stream() for _ in range(2)]
 

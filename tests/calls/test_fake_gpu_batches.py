@@ -13,11 +13,8 @@ import pytest
 import test_fake_gpu_builder as builders
 import test_fake_gpu_v4 as v4_steps
 import v4_attend_cases as attend
-from fake_gpu import CupyArray
 from helpers import assert_same_bits
 from test_fake_gpu_failures import PLACE, PUTS, make_dense_config, values
-
-import sparse_mla
 
 # New tokens and tokens of the context, per request.
 BATCHES = {
@@ -42,8 +39,7 @@ def of_v32(package, path):
 
     def run(builder, name):
         step = engine.make_step(cases.make_batch(*lengths(name)), builders.HEADS)
-        kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
-        arrays = [CupyArray(x, PLACE) for x in (step.q, kv, step.topk_indices)]
+        arrays = builders.arrays_of(step, path, PLACE)
         return layer.forward(*arrays, builder.build(builders.place(package, step.batch, PLACE)))
 
     return lambda: package.MetadataBuilder(config), run

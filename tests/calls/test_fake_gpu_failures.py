@@ -25,8 +25,6 @@ from fake_gpu import OUT_OF_MEMORY, UNKNOWN_ERROR, CupyArray, give_back, on_gpu
 from helpers import FLOAT_MODES, assert_same_bits, mode_after
 from test_fake_gpu_forward import PARTS, make_world
 
-import sparse_mla
-
 # The fake GPUs' arrays are on the second GPU, so that calls make it current and go back.
 PLACE = 1
 MODE = FLOAT_MODES["all flushed, up" if "all flushed, up" in FLOAT_MODES else "flushed"]
@@ -178,10 +176,9 @@ def test_captured_operators(package, gpu, streams, op):
 def make_v32(package, path):
     """-> a function that makes a builder, and one that builds and runs a layer of it."""
     step = builders.small_step()
-    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     config = builders.make_config(package, path, PLACE)
     layer, common = package.SparseMLA(config), builders.place(package, step.batch, PLACE)
-    arrays = [CupyArray(x, PLACE) for x in (step.q, kv, step.topk_indices)]
+    arrays = builders.arrays_of(step, path, PLACE)
     return (
         lambda: package.MetadataBuilder(config),
         lambda builder, second: layer.forward(*arrays, builder.build(common), stream=second),

@@ -127,14 +127,18 @@ def ragged() -> Example:
     return call("varlen_attention", arrays, softmax_scale=0.2, **options)
 
 
+def normal_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """e4m3 of the normal distribution."""
+    return ref.e4m3_encode(rng.normal(0, 1, shape).astype(np.float32)).view(ref.E4M3)
+
+
 def ragged_codes() -> Example:
     """The same in e4m3, with a scale of each request and KV head."""
     rng = np.random.default_rng(9)
-    codes = lambda *shape: ref.e4m3_encode(rng.normal(0, 1, shape).astype(np.float32))  # noqa: E731
     arrays = {
-        "q": codes(5, 4, 24).view(ref.E4M3),
-        "k": codes(9, 2, 24).view(ref.E4M3),
-        "v": codes(9, 2, 16).view(ref.E4M3),
+        "q": normal_codes(rng, 5, 4, 24),
+        "k": normal_codes(rng, 9, 2, 24),
+        "v": normal_codes(rng, 9, 2, 16),
         "cu_seqlens_q": int32(0, 2, 4),
         "cu_seqlens_k": int32(0, 5, 8),
         "q_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32),
@@ -171,11 +175,10 @@ def slots_of_heads() -> Example:
     """A token of each request, with keys of e4m3 in a table of slots, and a scale of each request
     and KV head."""
     rng = np.random.default_rng(11)
-    codes = lambda *shape: ref.e4m3_encode(rng.normal(0, 1, shape).astype(np.float32))  # noqa: E731
     arrays = {
-        "q": codes(4, 4, 24).view(ref.E4M3),
-        "k_cache": codes(5, 4, 2, 24).view(ref.E4M3),
-        "v_cache": codes(5, 4, 2, 16).view(ref.E4M3),
+        "q": normal_codes(rng, 4, 4, 24),
+        "k_cache": normal_codes(rng, 5, 4, 2, 24),
+        "v_cache": normal_codes(rng, 5, 4, 2, 16),
         "slot_table": rng.integers(-1, 20, (4, 6)).astype(np.int32),
         "cache_seqlens": int32(6, 1, 0, 4),
         "q_descale": rng.uniform(0.5, 2, (4, 2)).astype(np.float32),
