@@ -11,11 +11,8 @@ import gpu
 import numpy as np
 import pytest
 from cases import AttentionInputs
-from gpu import capture, torch
 from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
 from library import sparse_mla as library
-
-import sparse_mla
 
 attend = library.sparse_attention
 
@@ -150,33 +147,10 @@ def test_results_off_the_grid(fmt):
 
 @every_format
 def test_any_workspace(fmt):
-    """Neither the former contents of a workspace nor an earlier call with it change the results."""
-    case = make(fmt, "any", 128, 64)
-    want = guarded_attention(attend, case)
-    size = sparse_mla.attention_workspace_size(128, 64, WIDTH, device="cuda")
-    rng = np.random.default_rng(1)
-    for content in (np.zeros(size), np.full(size, 0xFF), rng.integers(0, 256, size)):
-        workspace = gpu.put(content.astype(np.uint8))
-        for _ in range(3):
-            got = guarded_attention(attend, case, workspace=workspace)
-            for name, x in got.items():
-                assert_same_bits(x, want[name], name)
+    gpu.check_any_workspace(attend, make(fmt, "any", 128, 64))
 
 
 @every_format
 def test_graphs(fmt):
-    """Replays with new lists of other lengths give the bits of eager calls."""
-    cases_ = [make(fmt, lengths, 128, 64, seed=i) for i, lengths in enumerate(LENGTHS)]
-    first = cases_[0]
-    q, kv, indices = (gpu.put(x) for x in (first.q, first.kv, first.indices))
-    options = {n: gpu.put(x) if isinstance(x, np.ndarray) else x for n, x in first.options.items()}
-
-    def run():
-        return sparse_mla.sparse_attention(q, kv, indices, **options)
-
-    graph, results = capture(run)
-    for case in cases_ * 3:
-        indices.copy_(gpu.put(case.indices))
-        torch.cuda.synchronize()
-        graph.replay()
-        gpu.assert_same_values(gpu.values(results), gpu.values(run()))
+    inputs = [make(fmt, lengths, 128, 64, seed=i) for i, lengths in enumerate(LENGTHS)]
+    gpu.check_list_replays(inputs, times=3)

@@ -295,16 +295,16 @@ test_partial_rows(void)
         params.workspace.memory = workspace + offset;
         const uint8_t *const first =
             workspace + offset + smla_partial_padding(params.workspace.memory);
-        const smla_partial_rows partials = smla_partials_of(&params);
+        const smla_partial_rows partials = smla_partials_of(&params, 0);
         EXPECT((uintptr_t)first % 16 == 0 && first - workspace - offset < 16);
         EXPECT((const uint8_t *)partials.state == first);
         EXPECT((const uint8_t *)partials.out == first + 368);
-        EXPECT_EQ(smla_partial_num_rows(&params), 45);
+        EXPECT_EQ(smla_partial_num_rows(&params, 0), 45);
     }
     smla_attention_params params = make_params(3, 5, 1000, 3);
-    EXPECT_EQ(smla_columns_of_split(&params), 384);
+    EXPECT_EQ(smla_columns_of_split(&params, 3), 384);
     add_everything(&params, 100);
-    EXPECT_EQ(smla_columns_of_split(&params), 384 + 64);
+    EXPECT_EQ(smla_columns_of_split(&params, 3), 384 + 64);
     EXPECT_EQ((int)SMLA_HALF_UNIT, 256); /* 512 halves in front of it */
 }
 
@@ -320,10 +320,10 @@ test_failed_launches(void)
                     "sparse_attention: cudaLaunchKernelExC: 719");
         EXPECT_EQ(num_launches, n + 1);
     }
-    params = make_params(67, 128, 2048, 0); /* full waves, the rest in splits, its combine */
+    params = make_params(67, 128, 2048, 0); /* full waves and the rest in splits, its combine */
     EXPECT_OK(run_call(&params));
-    EXPECT_EQ(num_launches, 3);
-    for (int n = 0; n < 3; n++) {
+    EXPECT_EQ(num_launches, 2);
+    for (int n = 0; n < 2; n++) {
         num_launches = 0;
         num_good_launches = n;
         EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME, "719");
@@ -349,15 +349,17 @@ check_planned(int64_t tokens, int64_t heads, bool has_everything)
     int64_t start = 0;
     for (int i = 0; i < num_launches; i++) {
         const smla_attention_params *const part = &launches[i].params;
+        const int64_t whole = launches[i].whole_tokens;
         EXPECT(launches[i].combined == NULL);
-        EXPECT(part->results.num_splits >= 1 && part->queries.num_tokens >= 1);
+        EXPECT(part->results.num_splits >= 1 && part->queries.num_tokens > whole && whole >= 0);
+        EXPECT(whole == 0 || (part->results.num_splits > 1 && start == 0));
         expect_tokens(part, &params, start);
         EXPECT(launches[i].cut_bytes >= 0 && launches[i].cut_bytes <= plan.workspace_bytes);
         EXPECT((launches[i].cut_bytes == 0) == (part->results.num_splits > 1));
         if (part->results.num_splits > 1) {
             i++;
-            expect_launch(i, "combine", part->queries.num_tokens, part->results.num_splits);
-            expect_tokens(&launches[i].params, &params, start);
+            expect_launch(i, "combine", part->queries.num_tokens - whole, part->results.num_splits);
+            expect_tokens(&launches[i].params, &params, start + whole);
             EXPECT(strcmp(launcher_of(launches[i].combined), launches[i - 1].launcher) == 0);
         }
         start += part->queries.num_tokens;
@@ -376,24 +378,22 @@ test_planned(void)
     }
 }
 
-/* Three plans of an H200, as they are now. */
+/* Plans of an H200, as they are now. */
 static void
 test_known_plans(void)
 {
-    smla_attention_params params = make_params(2, 128, 2048, 0);
-    EXPECT_OK(run_call(&params));
-    EXPECT_EQ(num_launches, 2);
-    expect_launch(0, "sm90_small_32", 2, 16);
-    params = make_params(66, 128, 2048, 0);
+    smla_attention_params params = make_params(66, 128, 2048, 0);
     EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 1);
     expect_launch(0, "sm90_fp8_64", 66, 1);
-    params = make_params(67, 128, 2048, 0);
-    EXPECT_OK(run_call(&params));
-    EXPECT_EQ(num_launches, 3);
-    expect_launch(0, "sm90_fp8_64", 66, 1);
-    expect_launch(1, "sm90_small_16", 1, 16);
-    expect_launch(2, "combine", 1, 16);
+    for (int64_t whole = 66; whole < 10000000; whole *= 400) {
+        params = make_params(whole + 1, 128, 2048, 0);
+        EXPECT_OK(run_call(&params));
+        EXPECT_EQ(num_launches, 2);
+        expect_launch(0, "sm90_fp8_64", whole + 1, 16);
+        EXPECT_EQ(launches[0].whole_tokens, whole);
+        expect_launch(1, "combine", 1, 16);
+    }
 }
 
 /* A run whose rows are widened starts the launcher that does both, over the run's own tokens, and
@@ -546,7 +546,8 @@ test_dense_e4m3_plans(void)
     }
 }
 
-/* A dense call of FP8 rows in two runs: each has its own tokens, and ranges. */
+/* A dense call of FP8 rows in two runs, which are one launch. The combine kernel has the tokens of
+ * the second one. */
 static void
 test_dense_fp8_runs(void)
 {
@@ -567,9 +568,10 @@ test_dense_fp8_runs(void)
     params.workspace.memory = workspace;
     params.workspace.bytes = plan.workspace_bytes;
     EXPECT_OK(smla_cuda_attend_lists(&params, &error));
-    EXPECT_EQ(num_launches, 3);
-    expect_launch(0, "sm90_fp8_dense_64", 132, 1);
-    expect_launch(2, "combine", 28, plan.runs[1].num_splits);
+    EXPECT_EQ(num_launches, 2);
+    expect_launch(0, "sm90_fp8_dense_64", 160, plan.runs[1].num_splits);
+    EXPECT_EQ(launches[0].whole_tokens, 132);
+    expect_launch(1, "combine", 28, plan.runs[1].num_splits);
     EXPECT(launches[1].params.keys.lists[0].begin == ranges + 132);
     EXPECT(launches[1].params.keys.lists[0].end == ranges + 132);
     EXPECT(launches[1].params.keys.lists[0].map.req_id_per_token == ranges + 132);

@@ -12,7 +12,7 @@ import device
 import numpy as np
 import operators
 import reference as ref
-from helpers import assert_same_bits, find_framework
+from helpers import assert_same_bits, find_framework, guarded_attention
 
 import sparse_mla
 
@@ -144,3 +144,37 @@ def capture(run):
     with torch.cuda.graph(graph):
         results = run()
     return graph, results
+
+
+def check_list_replays(inputs: list[cases.AttentionInputs], *, times: int) -> None:
+    """Asserts that replays with the lists of other inputs, of other lengths, give the bits of
+    eager calls."""
+    first = inputs[0]
+    q, kv, indices = (put(x) for x in (first.q, first.kv, first.indices))
+    options = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in first.options.items()}
+
+    def run():
+        return sparse_mla.sparse_attention(q, kv, indices, **options)
+
+    graph, results = capture(run)
+    for case in inputs * times:
+        indices.copy_(put(case.indices))
+        torch.cuda.synchronize()
+        graph.replay()
+        assert_same_values(values(results), values(run()))
+
+
+def check_any_workspace(attend, case: cases.AttentionInputs) -> None:
+    """Asserts that neither the former contents of a workspace nor an earlier call with it change
+    the results."""
+    want = guarded_attention(attend, case)
+    size = sparse_mla.attention_workspace_size(
+        *case.q.shape[:2], case.indices.shape[1], device="cuda"
+    )
+    rng = np.random.default_rng(1)
+    for content in (np.zeros(size), np.full(size, 0xFF), rng.integers(0, 256, size)):
+        workspace = put(content.astype(np.uint8))
+        for _ in range(3):
+            got = guarded_attention(attend, case, workspace=workspace)
+            for name, x in got.items():
+                assert_same_bits(x, want[name], name)

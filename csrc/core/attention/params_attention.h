@@ -31,7 +31,7 @@ typedef struct smla_attention_shape {
     bool covers_tables; /* the workspace size is enough for tables of this shape, too */
 } smla_attention_shape;
 
-/* A launch of attention for all tokens of a call, or for some of them. */
+/* How attention runs for all tokens of a call, or for some of them. */
 typedef struct smla_attention_run {
     const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
     int64_t num_tokens;
@@ -51,7 +51,7 @@ typedef struct smla_attention_run {
  * and it goes with the params. */
 typedef struct smla_attention_plan {
     int64_t workspace_bytes; /* what attention_workspace_size returns */
-    int num_runs;            /* 1, or 2: the first tokens and the rest */
+    int num_runs;            /* 1, or 2: the first tokens, which are not split, and the rest */
     bool reads_lengths;      /* a dense call needs no ranges per token (smla_key_ranges_params) */
     const char *lack;        /* what the device's best kernel lacks; NULL: nothing */
     smla_attention_run runs[2];

@@ -13,6 +13,7 @@ typedef struct attention_launch {
     smla_attention_params params;
     const smla_attention_kernel *combined; /* the kernel whose partial rows are combined, or NULL */
     int64_t cut_bytes;
+    int64_t whole_tokens;
     const uint8_t *wide; /* where widened rows begin, or NULL */
 } attention_launch;
 
@@ -22,13 +23,16 @@ static int num_good_launches = -1; /* before one fails; negative: none fails */
 
 static inline cudaError_t
 write_launch(const char *launcher, const smla_attention_params *params,
-             const smla_attention_kernel *combined, int64_t cut_bytes,
-             const struct smla_wide_header *wide)
+             const smla_attention_kernel *combined, const smla_attention_start *start)
 {
     EXPECT(num_launches < 8);
     if (num_launches < 8) {
-        launches[num_launches++] =
-            (attention_launch){launcher, *params, combined, cut_bytes, (const uint8_t *)wide};
+        launches[num_launches++] = (attention_launch){launcher,
+                                                      *params,
+                                                      combined,
+                                                      start->cut_bytes,
+                                                      start->whole_tokens,
+                                                      (const uint8_t *)start->wide};
     }
     const bool fails = num_good_launches == 0;
     num_good_launches -= num_good_launches >= 0;
@@ -47,7 +51,7 @@ hold_launch(const char *launcher, const smla_attention_params *params,
         EXPECT(!start->deferred->is_full);
         start->deferred->is_full = true;
     }
-    return write_launch(launcher, params, NULL, start->cut_bytes, start->wide);
+    return write_launch(launcher, params, NULL, start);
 }
 
 #define LAUNCHER(name)                                                  \
@@ -69,7 +73,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
                          smla_cuda_deferred *deferred)
 {
     EXPECT(deferred != NULL && deferred->is_full);
-    return write_launch("combine", params, kernel, 0, NULL);
+    return write_launch("combine", params, kernel, &(smla_attention_start){0});
 }
 
 /* The name of a row's launcher. */

@@ -54,16 +54,29 @@ model_is_beside(const split_problem *p, int64_t tokens, int splits, int64_t ctas
            tokens * p->num_heads <= p->device->num_sms * (16384 / 64 / threads);
 }
 
+/* Waves of CTAs, without what comes once per launch. */
 static inline int64_t
-model_cost(const split_problem *p, const smla_attention_kernel *row, int64_t tokens, int splits)
+model_waves(const split_problem *p, const smla_attention_kernel *row, int64_t ctas, int splits)
 {
-    const int64_t places = model_places(p, row);
-    const int64_t ctas = tokens * model_tiles(p, row) * splits;
     const int64_t blocks = ceil_of(model_columns(p, splits), row->block_columns);
     const bool is_crowded = row->leaves_halves && row->max_columns == 0 && model_tiles(p, row) >= 3;
     const int64_t crowd_cost = is_crowded ? blocks / 16 : 0;
-    int64_t cost = ceil_of(ctas, places) * (blocks * row->block_cost + row->cta_cost + crowd_cost);
-    cost += row->start_cost;
+    return ceil_of(ctas, model_places(p, row)) *
+           (blocks * row->block_cost + row->cta_cost + crowd_cost);
+}
+
+/* Tokens in splits, behind others that are whole. */
+static inline int64_t
+model_cost(const split_problem *p, const smla_attention_kernel *row, int64_t whole, int64_t tokens,
+           int splits)
+{
+    const int64_t places = model_places(p, row);
+    const int64_t whole_ctas = whole * model_tiles(p, row);
+    const int64_t split_ctas = tokens * model_tiles(p, row) * splits;
+    const int64_t ctas = whole_ctas + split_ctas;
+    int64_t cost = row->start_cost + model_waves(p, row, whole_ctas, 1) +
+                   model_waves(p, row, split_ctas, splits);
+    cost += whole > 0 && row->arch != 90 ? 30 : 0; /* portable kernels need another launch */
     if (splits > 1 && row->leaves_halves) {
         cost += 12 + 6 * ceil_of(splits, 16) + tokens * splits * p->num_heads / 512;
     } else if (splits > 1 && row->arch == 90) {
@@ -107,7 +120,7 @@ model_run(const split_problem *p, int64_t tokens, int splits)
         const smla_attention_kernel *const row = &smla_attention_kernels[i];
         const bool is_left_out = row->saves_waves && model_is_small(p, tokens);
         const int64_t cost =
-            model_fits(p, row, splits) && !is_left_out ? model_cost(p, row, tokens, splits) : 0;
+            model_fits(p, row, splits) && !is_left_out ? model_cost(p, row, 0, tokens, splits) : 0;
         if (cost != 0 && (best.kernel == NULL || cost < best.cost)) {
             best.kernel = row;
             best.cost = cost;
@@ -130,8 +143,8 @@ model_parts(const split_problem *p)
     return 3 * model_places(p, p->whole) / model_tiles(p, p->whole);
 }
 
-/* The plan with the lowest cost: the batch in one piece, full waves and a rest, or any number of
- * splits that three waves allow; the first in this order where several have it. */
+/* The plan with the lowest cost: the batch in one piece, full waves and a rest in splits, or any
+ * number of splits that three waves allow; the first in this order where several have it. */
 static inline batch_plan
 model_plan(const split_problem *p, int64_t tokens)
 {
@@ -140,12 +153,12 @@ model_plan(const split_problem *p, int64_t tokens)
     const int64_t places = model_places(p, p->whole);
     const int64_t waves = tokens * tiles / places;
     const int64_t full = waves * places / tiles;
-    if (full > 0 && full < tokens) {
-        const int64_t cost =
-            model_cost(p, p->whole, full, 1) + model_plan(p, tokens - full).run.cost + 30;
+    const int64_t rest = tokens - full;
+    for (int splits = 2; full > 0 && splits <= model_useful(p) && splits * rest <= model_parts(p);
+         splits++) {
+        const int64_t cost = rest == 0 ? INT64_MAX : model_cost(p, p->whole, full, rest, splits);
         if (cost < best.run.cost) {
-            best.run.cost = cost;
-            best.rest = tokens - full;
+            best = (batch_plan){{p->whole, splits, cost}, rest};
         }
     }
     for (int splits = 2; splits <= model_useful(p) && splits * tokens <= model_parts(p); splits++) {
@@ -193,7 +206,8 @@ make_problem(smla_kv_set formats, const smla_attention_shape *shape)
     return problem;
 }
 
-/* The number of splits of a call of this shape; its workspace has the size that callers ask for. */
+/* The number of splits of a call of this shape, or of its last tokens; its workspace has the size
+ * that callers ask for. */
 static inline int
 planned_splits(const smla_attention_shape *shape)
 {
@@ -202,7 +216,7 @@ planned_splits(const smla_attention_shape *shape)
     if (shape->formats[0] != NULL) {
         EXPECT_EQ(plan.workspace_bytes, smla_cuda_attention_workspace_size(shape));
     }
-    return plan.runs[0].num_splits;
+    return plan.runs[plan.num_runs - 1].num_splits;
 }
 
 /* Bytes that any plan of up to this many tokens needs, with those for alignment. */

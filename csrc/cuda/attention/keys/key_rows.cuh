@@ -62,15 +62,17 @@ count_blocks(const attention_launch &launch, column_range columns)
                                                       launch.num_splits);
 }
 
-template <bool RANGED>
+template <typename Tile>
 static __device__ __forceinline__ block_plan
 plan_blocks(const attention_launch &launch, const work_item &item)
 {
     block_plan plan;
-    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, item, 0));
+    plan.num_main =
+        count_blocks(launch, find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, 0));
     plan.num_blocks = plan.num_main;
     if (launch.params.keys.num_lists == 2) {
-        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, item, 1));
+        plan.num_blocks +=
+            count_blocks(launch, find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, 1));
     }
     return plan;
 }
@@ -89,7 +91,7 @@ block_of_lane(int32_t window, int thread)
 }
 
 /* Reads the lane's index in a window. Returns -1 behind the last column of a list. */
-template <bool RANGED>
+template <typename Tile>
 static __device__ __forceinline__ int32_t
 read_index(const attention_launch &launch, const work_item &item, const block_plan &plan,
            int32_t window, int thread)
@@ -100,12 +102,12 @@ read_index(const attention_launch &launch, const work_item &item, const block_pl
     }
     const int list = list_of(plan, block);
     const smla_key_list &keys = launch.params.keys.lists[list];
-    const column_range columns = find_columns<RANGED>(launch, item, list);
+    const column_range columns = find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, list);
     const int32_t number = block - list * plan.num_main;
     const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
                            number % CHUNK_BLOCKS * KEYS + thread / SMLA_WARP_LANES * WARP_KEYS +
                            thread % WARP_KEYS;
-    return column < columns.end ? read_column<RANGED>(keys, item.token, column) : -1;
+    return column < columns.end ? read_column<Tile::RANGED>(keys, item.token, column) : -1;
 }
 
 /* The slot that the lane's index in a window names; negative if it names none. */

@@ -64,9 +64,12 @@ typedef struct attention_launch {
     list_facts lists[2];
     uint64_t *arrivals; /* where items may be cut: a word per item (cut_work_items.cuh) */
     int32_t slot_heads; /* rows per slot of partial rows: the most heads that an item may have */
-    int32_t tile_heads; /* heads per tile of the kernel */
-    int32_t cut_cost;   /* cost of one piece of a cut item, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
+    int16_t tile_heads; /* heads per tile of the kernel */
+    int16_t cut_cost;   /* cost of one piece of a cut item, in segments */
+    /* The first tokens, which are whole where others are split; 0: all tokens are alike. It is in a
+     * line with what follows, which is read as early. */
+    int32_t whole_tokens;
     list_params params;
     smla_divisor entry_tokens;   /* keys.entry_tokens, which kernels of ranges read */
     given_key_scales key_scales; /* read where has_key_unit */
@@ -122,7 +125,7 @@ are_lists_aligned(const smla_attention_params *params)
 typedef struct work_item {
     int32_t token;
     int32_t split;        /* number of the split, or of the first segment if the item may be cut */
-    int32_t num_segments; /* number of segments; a split counts as one */
+    int32_t num_segments; /* number of segments; a split counts as one, a whole token as all */
     int32_t first_head;
     int32_t num_heads; /* heads in the tile; the tile's other rows are zeros */
     int32_t first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
@@ -218,6 +221,7 @@ take_segments(const column_range &columns, const work_item &item)
 }
 
 /* The columns of an item of a dense call, where splits are cut from the request's own keys. */
+template <bool HAS_WHOLE>
 static __device__ __forceinline__ column_range
 find_dense_columns(const attention_launch &launch, const work_item &item)
 {
@@ -227,22 +231,23 @@ find_dense_columns(const attention_launch &launch, const work_item &item)
     const int64_t columns =
         smla_table_split_columns(&params.keys, &params.visible, &params.results, item.token);
     const int64_t first = may_be_cut ? 0 : item.split * columns;
+    const int64_t last = first + (HAS_WHOLE && !may_be_cut ? item.num_segments : 1) * columns;
     const int64_t begin = max(first, (int64_t)keys.begin[item.token]);
-    const int64_t end = min(min(first + columns, (int64_t)keys.end[item.token]), keys.topk);
+    const int64_t end = min(min(last, (int64_t)keys.end[item.token]), keys.topk);
     const column_range found =
         begin < end ? column_range{(int32_t)begin, (int32_t)end} : column_range{0, 0};
     return may_be_cut ? take_segments(found, item) : found;
 }
 
-/* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has
- * less than 2^31 columns (can_count_items). */
-template <bool RANGED = false>
+/* RANGED: lists may have dense columns and a `begin`. HAS_WHOLE: as in make_pair_item. The sums are
+ * below 2^32, because a launch has less than 2^31 columns (can_count_items). */
+template <bool RANGED = false, bool HAS_WHOLE = true>
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const work_item &item, int list)
 {
     const smla_key_list &keys = launch.params.keys.lists[list];
     if (RANGED && smla_is_table(&launch.params.keys)) {
-        return find_dense_columns(launch, item);
+        return find_dense_columns<HAS_WHOLE>(launch, item);
     }
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {

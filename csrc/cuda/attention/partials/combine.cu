@@ -292,7 +292,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     const int shared_bytes = find_shared_bytes(params, kernel, device);
     const smla_results &results = params->results;
     combine_launch launch = {};
-    launch.partials = smla_partials_of(params);
+    launch.partials = smla_partials_of(params, 0);
     launch.num_rows = params->queries.num_tokens * params->queries.num_heads;
     launch.num_splits = results.num_splits;
     launch.out_is_aligned =

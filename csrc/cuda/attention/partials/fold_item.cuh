@@ -86,7 +86,7 @@ template <bool HAS_UNIT>
 static __device__ __forceinline__ void
 fold_item(const attention_launch &launch, int part, int heads_per_cta)
 {
-    const work_item item = find_numbered_item(launch, item_of_part(part), heads_per_cta);
+    const work_item item = find_numbered_item<false>(launch, item_of_part(part), heads_per_cta);
     const int thread = ptx_forget((int)threadIdx.x);
     const int lane = thread % SMLA_WARP_LANES;
 #pragma unroll 1

@@ -35,8 +35,9 @@ enum {
 typedef struct smla_attention_start {
     int64_t cut_bytes; /* as in smla_attention_run; most kernels cut no work items */
     smla_cuda_deferred
-        *deferred;    /* keeps the launch for the combine kernel's; NULL: start at once */
-    bool interleaves; /* as in smla_attention_run; kernels for few columns never do */
+        *deferred;        /* keeps the launch for the combine kernel's; NULL: start at once */
+    bool interleaves;     /* as in smla_attention_run; kernels for few columns never do */
+    int64_t whole_tokens; /* the first tokens, which are not split where others are */
     struct smla_wide_header *wide; /* where rows are widened (wide_rows.h); NULL: they are not */
 } smla_attention_start;
 
@@ -176,15 +177,14 @@ smla_is_split(const smla_attention_params *params)
     return params->results.num_splits > 1;
 }
 
-/* Columns per split, in both lists. */
+/* Columns per split, in both lists, if there are so many splits. */
 static inline int64_t
-smla_columns_of_split(const smla_attention_params *params)
+smla_columns_of_split(const smla_attention_params *params, int num_splits)
 {
-    const int64_t columns =
-        smla_split_columns(params->keys.lists[0].topk, params->results.num_splits);
-    return params->keys.num_lists == 1 ? columns
-                                       : columns + smla_split_columns(params->keys.lists[1].topk,
-                                                                      params->results.num_splits);
+    const int64_t columns = smla_split_columns(params->keys.lists[0].topk, num_splits);
+    return params->keys.num_lists == 1
+               ? columns
+               : columns + smla_split_columns(params->keys.lists[1].topk, num_splits);
 }
 
 /* The kernels for Hopper take all shared memory that a CTA can have. */
@@ -280,7 +280,8 @@ cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
 /* ---- Partial rows -------------------------------------------------------------------------- */
 
 /* The partial rows that splits leave in the workspace: element (token * num_splits + split) *
- * num_heads + head of each array. The out of a partial row with sum 0 is not written.
+ * num_heads + head of each array, where whole tokens do not count. The out of a partial row with
+ * sum 0 is not written.
  *
  * Hopper's kernels for FP8 rows leave halves, because the bytes of partial rows bind small batches.
  * Such a row is 512 f16, and then, as float number SMLA_HALF_UNIT, the unit that the f16 are
@@ -318,19 +319,21 @@ smla_partial_padding(const void *workspace)
 }
 
 static inline int64_t
-smla_partial_num_rows(const smla_attention_params *params)
+smla_partial_num_rows(const smla_attention_params *params, int64_t whole_tokens)
 {
-    return params->queries.num_tokens * params->results.num_splits * params->queries.num_heads;
+    return (params->queries.num_tokens - whole_tokens) * params->results.num_splits *
+           params->queries.num_heads;
 }
 
 static inline smla_partial_rows
-smla_partials_of(const smla_attention_params *params)
+smla_partials_of(const smla_attention_params *params, int64_t whole_tokens)
 {
     uint8_t *const memory =
         (uint8_t *)params->workspace.memory + smla_partial_padding(params->workspace.memory);
     smla_partial_rows partials;
     partials.state = (float *)memory;
-    partials.out = (float *)(memory + smla_partial_state_bytes(smla_partial_num_rows(params)));
+    partials.out =
+        (float *)(memory + smla_partial_state_bytes(smla_partial_num_rows(params, whole_tokens)));
     return partials;
 }
 

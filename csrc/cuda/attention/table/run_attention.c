@@ -1,5 +1,5 @@
-/* run_attention.c: runs attention as its plan says, in one launch or two. If a launch has splits,
- * the combine kernel then folds their partial rows, which lie in the caller's workspace.
+/* run_attention.c: runs attention as its plan says. Where tokens are split, the combine kernel then
+ * folds their partial rows, which lie in the caller's workspace.
  */
 #include "core/attention/needs.h"
 #include "core/log.h"
@@ -42,7 +42,7 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return smla_is_split(params)
                ? require_bytes(params,
                                smla_partial_padding(params->workspace.memory) +
-                                   smla_partial_bytes(smla_partial_num_rows(params)),
+                                   smla_partial_bytes(smla_partial_num_rows(params, 0)),
                                error)
                : SMLA_OK;
 }
@@ -50,40 +50,67 @@ require_workspace(const smla_attention_params *params, smla_error *error)
 /* Whether 32 bits can count the work items and columns. No memory holds the arrays of larger
  * calls. */
 static bool
-can_count_items(const smla_attention_params *params)
+can_count_items(const smla_attention_params *params, int64_t whole_tokens)
 {
-    bool fits = smla_partial_num_rows(params) <= INT32_MAX;
+    const int64_t whole_rows = whole_tokens * params->queries.num_heads;
+    bool fits = whole_rows + smla_partial_num_rows(params, whole_tokens) <= INT32_MAX;
     for (int i = 0; i < params->keys.num_lists; i++) {
         fits = fits && params->keys.lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
     }
     return fits;
 }
 
+/* Launches a run, behind the first `whole_tokens` tokens of `params`, which are not split and go
+ * with it. `own` are the params of the run's own tokens. */
 static smla_status
-run_kernel(const smla_attention_run *run, const smla_attention_params *params, smla_error *error)
+run_kernel(const smla_attention_run *run, const smla_attention_params *params, int64_t whole_tokens,
+           const smla_attention_params *own, smla_error *error)
 {
     const char *const op = params->call.op;
     static const char call[] = "cudaLaunchKernelExC";
     smla_cuda_deferred deferred;
-    const bool is_split = smla_is_split(params);
+    const bool is_split = smla_is_split(own);
     /* A kernel that plans its cuts itself launches what combines them, too. */
     const bool is_cut = run->kernel->plans_itself && run->cut_bytes > 0;
-    smla_wide_header *const wide = run->wide_offset == 0 ? NULL : smla_wide_header_of(params, run);
-    const smla_attention_start start = {run->cut_bytes, is_split || is_cut ? &deferred : NULL,
-                                        run->interleaves, wide};
+    smla_wide_header *const wide = run->wide_offset == 0 ? NULL : smla_wide_header_of(own, run);
+    const smla_attention_start start = {.cut_bytes = run->cut_bytes,
+                                        .deferred = is_split || is_cut ? &deferred : NULL,
+                                        .interleaves = run->interleaves,
+                                        .whole_tokens = whole_tokens,
+                                        .wide = wide};
     smla_attention_launcher *const launch =
         wide == NULL ? run->kernel->launch : smla_attend_sm90_widened_64;
-    SMLA_TRY(require_workspace(params, error));
+    SMLA_TRY(require_workspace(own, error));
     smla_cuda_begin_deferred(&deferred);
-    SMLA_TRY(smla_cuda_status(
-        op, call, can_count_items(params) ? launch(params, &start) : cudaErrorInvalidValue, error));
+    SMLA_TRY(smla_cuda_status(op, call,
+                              can_count_items(params, whole_tokens) ? launch(params, &start)
+                                                                    : cudaErrorInvalidValue,
+                              error));
     if (!is_split) {
         return SMLA_OK;
     }
     return smla_cuda_status(op, call,
-                            smla_cuda_launch_combine(params, run->kernel,
+                            smla_cuda_launch_combine(own, run->kernel,
                                                      deferred.is_full ? &deferred : NULL),
                             error);
+}
+
+/* Runs the first tokens whole, and the others in splits. One launch does both, unless the first
+ * tokens widen their rows, which another kernel reads. */
+static smla_status
+run_with_rest(const smla_attention_params *params, smla_error *error)
+{
+    const smla_attention_run *const first = &params->plan.runs[0];
+    const smla_attention_run *const rest = &params->plan.runs[1];
+    const smla_attention_params last = smla_params_of_run(params, rest, first->num_tokens);
+    if (first->wide_offset != 0) {
+        const smla_attention_params wide = smla_params_of_run(params, first, 0);
+        SMLA_TRY(run_kernel(first, &wide, 0, &wide, error));
+        return run_kernel(rest, &last, 0, &last, error);
+    }
+    smla_attention_params all = *params;
+    all.results.num_splits = rest->num_splits;
+    return run_kernel(rest, &all, first->num_tokens, &last, error);
 }
 
 smla_status
@@ -97,17 +124,8 @@ smla_cuda_attend_lists(const smla_attention_params *params, smla_error *error)
         return fail_without_kernel(params, smla_cuda_find_device(params->call.stream.device_id),
                                    error);
     }
-    if (plan->num_runs == 1) {
-        return run_kernel(&plan->runs[0], params, error);
-    }
-    int64_t start = 0;
-    for (int i = 0; i < plan->num_runs; i++) {
-        const smla_attention_run *const run = &plan->runs[i];
-        const smla_attention_params part = smla_params_of_run(params, run, start);
-        SMLA_TRY(run_kernel(run, &part, error));
-        start += run->num_tokens;
-    }
-    return SMLA_OK;
+    return plan->num_runs == 1 ? run_kernel(&plan->runs[0], params, 0, params, error)
+                               : run_with_rest(params, error);
 }
 
 /* ---- Keys and values of KV heads ----------------------------------------------------------- */

@@ -25,9 +25,9 @@ typedef struct run_plan {
     int64_t cost;
 } run_plan;
 
-/* A plan for a batch. `rest` is the number of tokens in the batch's last run. If it is less than
- * all, the tokens in front run unsplit in full waves of CTAs, and the last `rest` tokens have a
- * plan of their own. That is estimated to take less time than one more wave. */
+/* A plan for a batch. `run` is that of its last `rest` tokens, with the cost of the whole batch. If
+ * there are others, they run unsplit in front of them, in full waves of CTAs of the same launch.
+ * That is estimated to take less time than one more wave. */
 typedef struct batch_plan {
     run_plan run;
     int64_t rest;
@@ -35,7 +35,7 @@ typedef struct batch_plan {
 
 enum {
     MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
-    REST_COST = 30 /* the cost of starting a second run, which takes the rest of a batch */
+    REST_COST = 30 /* the cost of a second launch, which portable kernels need for splits */
 };
 
 static int64_t
@@ -135,17 +135,24 @@ find_cta_cost(const smla_attention_kernel *kernel, int64_t num_tiles, int64_t co
     return blocks * kernel->block_cost + kernel->cta_cost + (is_crowded ? blocks / 16 : 0);
 }
 
+/* The cost of `num_tokens` tokens in splits of so many columns, behind `whole_tokens` tokens that
+ * are not split. */
 static int64_t
-estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
-              int num_splits, int64_t columns)
+estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
+              int64_t whole_tokens, int64_t num_tokens, int num_splits, int64_t columns)
 {
     const int64_t resident_ctas = count_resident_ctas(problem->device, kernel);
     const int64_t tiles = count_tiles(problem, kernel);
+    const int64_t whole_ctas = whole_tokens * tiles;
     const int64_t ctas = num_tokens * tiles * num_splits;
-    return kernel->start_cost +
+    const bool has_second = kernel->arch == SMLA_PORTABLE_ARCH && whole_tokens > 0;
+    return kernel->start_cost + (has_second ? REST_COST : 0) +
+           smla_count_parts(whole_ctas, resident_ctas) *
+               find_cta_cost(kernel, tiles, count_columns(problem, 1)) +
            smla_count_parts(ctas, resident_ctas) * find_cta_cost(kernel, tiles, columns) +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
-           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, resident_ctas);
+           find_late_cost(problem, kernel, num_tokens, num_splits, whole_ctas + ctas,
+                          resident_ctas);
 }
 
 /* A call of the problem's size that needs all that its kernel serves. */
@@ -194,7 +201,7 @@ choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, 
             !smla_fits_kernel(kernel, problem->device, &call)) {
             continue;
         }
-        const int64_t cost = estimate_cost(problem, kernel, num_tokens, num_splits, columns);
+        const int64_t cost = estimate_cost(problem, kernel, 0, num_tokens, num_splits, columns);
         if (cost < best.cost) {
             best.kernel = kernel;
             best.cost = cost;
@@ -203,37 +210,14 @@ choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, 
     return best;
 }
 
-static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
-
-static batch_plan
-plan_whole(const split_problem *problem, int64_t num_tokens)
+/* Tries all numbers of splits for the last `rest` tokens of a batch, behind `whole` tokens that are
+ * not split, and keeps the best plan. Of equal plans, the one with fewer splits stays. */
+static void
+try_splits(const split_problem *problem, int64_t whole, int64_t rest, batch_plan *best)
 {
-    batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1, false), .rest = num_tokens};
-    const int64_t tiles = count_tiles(problem, problem->whole);
-    const int64_t resident_ctas = count_resident_ctas(problem->device, problem->whole);
-    const int64_t full = num_tokens * tiles / resident_ctas * resident_ctas / tiles;
-    const int64_t rest = num_tokens - full;
-    if (full == 0 || rest == 0) {
-        return plan;
-    }
-    const int64_t columns = count_columns(problem, 1);
-    const int64_t cost = estimate_cost(problem, problem->whole, full, 1, columns) +
-                         plan_batch(problem, rest).run.cost + REST_COST;
-    if (cost < plan.run.cost) {
-        plan.run.cost = cost;
-        plan.rest = rest;
-    }
-    return plan;
-}
-
-/* The plan with the shortest estimated time; of equal plans, the one with fewer splits. */
-static batch_plan
-plan_batch(const split_problem *problem, int64_t num_tokens)
-{
-    const int64_t useful = max_useful_splits(problem);
-    const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
-    batch_plan best = plan_whole(problem, num_tokens);
-    const bool is_small = fits_one_wave(problem, num_tokens);
+    const int64_t most =
+        rest == 0 ? 1 : min_int64(max_useful_splits(problem), max_parts(problem) / rest);
+    const bool is_small = whole == 0 && fits_one_wave(problem, rest);
     int64_t columns = count_columns(problem, 1);
     for (int splits = 2; splits <= most; splits++) {
         const int64_t fewer = count_columns(problem, splits);
@@ -241,11 +225,30 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
             continue; /* there are more CTAs, but none of them is shorter */
         }
         columns = fewer;
-        const run_plan run = choose_kernel(problem, num_tokens, splits, is_small);
-        if (run.cost < best.run.cost) {
-            best = (batch_plan){.run = run, .rest = num_tokens};
+        const run_plan run = whole == 0
+                                 ? choose_kernel(problem, rest, splits, is_small)
+                                 : (run_plan){.kernel = problem->whole,
+                                              .num_splits = splits,
+                                              .cost = estimate_cost(problem, problem->whole, whole,
+                                                                    rest, splits, columns)};
+        if (run.cost < best->run.cost) {
+            *best = (batch_plan){.run = run, .rest = rest};
         }
     }
+}
+
+/* The plan with the shortest estimated time. */
+static batch_plan
+plan_batch(const split_problem *problem, int64_t num_tokens)
+{
+    batch_plan best = {.run = choose_kernel(problem, num_tokens, 1, false), .rest = num_tokens};
+    const int64_t tiles = count_tiles(problem, problem->whole);
+    const int64_t resident_ctas = count_resident_ctas(problem->device, problem->whole);
+    const int64_t full = num_tokens * tiles / resident_ctas * resident_ctas / tiles;
+    if (full > 0) {
+        try_splits(problem, full, num_tokens - full, &best);
+    }
+    try_splits(problem, 0, num_tokens, &best);
     return best;
 }
 
@@ -473,11 +476,16 @@ static void
 plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan *plan)
 {
     const batch_plan batch = find_plan(problem, num_tokens);
-    const int64_t start = num_tokens - batch.rest;
-    const run_plan last = start > 0 ? find_plan(problem, batch.rest).run : batch.run;
-    plan->num_runs = start > 0 ? 2 : 1;
-    plan->runs[0] = make_run(problem, problem->whole, start, 1);
-    plan->runs[plan->num_runs - 1] = make_run(problem, last.kernel, batch.rest, last.num_splits);
+    const run_plan *const last = &batch.run;
+    smla_attention_run *const run = plan->runs;
+    plan->num_runs = 1;
+    run[0] = make_run(problem, last->kernel, batch.rest, last->num_splits);
+    if (batch.rest < num_tokens) { /* one launch, whose splits have ranges */
+        plan->num_runs = 2;
+        run[1] = run[0];
+        run[1].interleaves = false;
+        run[0] = make_run(problem, problem->whole, num_tokens - batch.rest, 1);
+    }
 }
 
 /* Plans a call whose kernel reads lengths itself. Its workspace is enough for the splits of few

@@ -396,7 +396,7 @@ allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_i
     launch->num_segments = NUM_SEGMENTS;
     launch->split_columns[0] = (int32_t)columns;
     launch->split_step[0] = (int32_t)columns;
-    launch->cut_cost = (int32_t)smla_count_parts(CUT_COST, columns);
+    launch->cut_cost = (int16_t)smla_count_parts(CUT_COST, columns);
     launch->max_pieces = (int32_t)num_pieces;
     launch->slot_heads = (int32_t)heads;
     launch->tile_heads = HEADS;

@@ -29,29 +29,59 @@ make_item(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     return item;
 }
 
+/* In some launches the first whole_tokens tokens are whole, and only the others are split. Items of
+ * whole tokens come first. They have all splits of their token. This makes the item of a token and
+ * split that are number `pair` of the launch. `token` and `split` are those of this number if only
+ * tokens behind the whole ones count. HAS_WHOLE: the launch may have whole tokens. */
+template <bool HAS_WHOLE>
+static __device__ __forceinline__ work_item
+make_pair_item(const attention_launch &launch, int32_t pair, int32_t token, int32_t split,
+               int32_t tile, int heads_per_cta)
+{
+    work_item item = make_item(launch, token, split, tile, heads_per_cta);
+    if constexpr (HAS_WHOLE) {
+        if (pair < launch.whole_tokens) {
+            item.token = pair;
+            item.split = 0;
+            item.num_segments = launch.params.results.num_splits;
+            item.first_row = NOT_PARTIAL;
+        } else {
+            item.token += launch.whole_tokens;
+        }
+    }
+    return item;
+}
+
 /* Finds a work item by its number. There are num_tiles items per token and split. The function
  * divides, because the portable kernels have no registers for divisors that they could multiply
  * with. */
+template <bool HAS_WHOLE>
 static __device__ __forceinline__ work_item
 find_item(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
     const uint32_t num_splits = (uint32_t)launch.params.results.num_splits;
-    const uint32_t part = (uint32_t)cta / num_tiles;
-    return make_item(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
-                     (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
+    const uint32_t pair = (uint32_t)cta / num_tiles;
+    const uint32_t behind = HAS_WHOLE ? pair - (uint32_t)launch.whole_tokens : pair;
+    return make_pair_item<HAS_WHOLE>(launch, (int32_t)pair, (int32_t)(behind / num_splits),
+                                     (int32_t)(behind % num_splits),
+                                     (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
 /* find_item for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
  * behind the last item gives an item without heads and columns, for which nothing is read or
  * written. */
+template <bool HAS_WHOLE>
 static __device__ __forceinline__ work_item
 find_numbered_item(const attention_launch &launch, int idx, int heads_per_cta)
 {
-    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
-    const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    work_item item = make_item(launch, token, part - token * launch.params.results.num_splits,
-                               idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
-    if (token >= launch.params.queries.num_tokens) {
+    const int pair = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const int behind = HAS_WHOLE ? pair - launch.whole_tokens : pair;
+    const int token = (int)smla_divide_uint32((uint32_t)behind, launch.num_splits);
+    work_item item =
+        make_pair_item<HAS_WHOLE>(launch, pair, token,
+                                  behind - token * launch.params.results.num_splits,
+                                  idx - pair * (int)launch.head_tiles.divisor, heads_per_cta);
+    if (item.token >= launch.params.queries.num_tokens) {
         item.token = 0;
         item.num_segments = 0;
         item.num_heads = 0;
@@ -118,10 +148,11 @@ take_part(const attention_launch &launch, int part, work_item *item)
 }
 
 /* Finds a work item by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
+template <bool HAS_WHOLE>
 static __device__ __forceinline__ work_item
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
-    work_item item = find_item(launch, num_tiles, cta, heads_per_cta);
+    work_item item = find_item<HAS_WHOLE>(launch, num_tiles, cta, heads_per_cta);
     if (part != WHOLE_ITEM) {
         take_part(launch, part, &item);
     }
@@ -134,7 +165,7 @@ find_ordered_item(const attention_launch &launch, int number, int heads_per_cta)
 {
     const bool is_part = launch.num_segments > 1;
     work_item item =
-        find_numbered_item(launch, is_part ? item_of_part(number) : number, heads_per_cta);
+        find_numbered_item<true>(launch, is_part ? item_of_part(number) : number, heads_per_cta);
     if (is_part && item.num_heads != 0) {
         take_part(launch, number, &item);
     }
@@ -176,14 +207,31 @@ is_out_aligned(const smla_attention_params *params, int64_t bytes)
                                  bytes);
 }
 
+/* Lets splits take chunks of columns in turn. The chunks of the extra list follow those of the main
+ * list. */
+static inline void
+interleave_splits(attention_launch *launch)
+{
+    const list_params &params = launch->params;
+    launch->column_stride = params.results.num_splits * CHUNK_COLUMNS;
+    launch->extra_turn = (int32_t)(smla_count_parts(params.keys.lists[0].topk, CHUNK_COLUMNS) %
+                                   params.results.num_splits);
+    for (int i = 0; i < params.keys.num_lists; i++) {
+        launch->split_columns[i] =
+            (int32_t)params.keys.lists[i].topk; /* a split ends with its list */
+        launch->split_step[i] = CHUNK_COLUMNS;
+    }
+}
+
 template <int HEADS>
 static attention_launch
-make_launch(const smla_attention_params *params)
+make_launch(const smla_attention_params *params, const smla_attention_start *start)
 {
     attention_launch launch = {};
     launch.params = list_params_of(params);
+    launch.whole_tokens = (int32_t)start->whole_tokens;
     if (params->results.num_splits > 1) {
-        launch.partials = smla_partials_of(params);
+        launch.partials = smla_partials_of(params, start->whole_tokens);
     }
     for (int i = 0; i < params->keys.num_lists; i++) {
         launch.lists[i] = list_facts_of(&params->keys.lists[i]);
@@ -204,28 +252,16 @@ make_launch(const smla_attention_params *params)
     launch.has_key_unit = smla_has_key_unit(&params->keys);
     launch.key_scales = key_scales_of(&params->logits);
     launch.out_is_paired = is_out_aligned(params, 4);
-    return launch;
-}
-
-/* Lets splits take chunks of columns in turn. The chunks of the extra list follow those of the main
- * list. */
-static inline void
-interleave_splits(attention_launch *launch)
-{
-    const list_params &params = launch->params;
-    launch->column_stride = params.results.num_splits * CHUNK_COLUMNS;
-    launch->extra_turn = (int32_t)(smla_count_parts(params.keys.lists[0].topk, CHUNK_COLUMNS) %
-                                   params.results.num_splits);
-    for (int i = 0; i < params.keys.num_lists; i++) {
-        launch->split_columns[i] =
-            (int32_t)params.keys.lists[i].topk; /* a split ends with its list */
-        launch->split_step[i] = CHUNK_COLUMNS;
+    if (start->interleaves) {
+        interleave_splits(&launch);
     }
+    return launch;
 }
 
 static inline int64_t
 count_items(const attention_launch &launch)
 {
-    return launch.params.queries.num_tokens * launch.params.results.num_splits *
-           launch.head_tiles.divisor;
+    const int64_t whole = launch.whole_tokens;
+    const int64_t others = launch.params.queries.num_tokens - whole;
+    return (whole + others * launch.params.results.num_splits) * launch.head_tiles.divisor;
 }

@@ -18,7 +18,9 @@
  * then, and the order is the fixed one.
  *
  * The fixed order is: item n * gridDim.x + c is the n-th of CTA c. Launches of one item per CTA, of
- * more than NUM_ROUNDS rounds or of several splits keep it. Many rounds level the loads anyway.
+ * more than NUM_ROUNDS rounds, or with splits of all tokens keep it. Many rounds level the loads
+ * anyway. Where only the last tokens are split, the last round consists of splits, each as long as
+ * its share of the token's list.
  */
 #pragma once
 
@@ -77,8 +79,9 @@ static inline bool
 has_order(const attention_launch &launch, int64_t num_items, int64_t num_ctas)
 {
     return launch.num_segments > 1 ||
-           (launch.params.results.num_splits == 1 && num_ctas <= ORDER_THREADS &&
-            num_items > num_ctas && num_items <= NUM_ROUNDS * num_ctas);
+           ((launch.params.results.num_splits == 1 || launch.whole_tokens > 0) &&
+            num_ctas <= ORDER_THREADS && num_items > num_ctas &&
+            num_items <= NUM_ROUNDS * num_ctas);
 }
 
 /* Prepares the order; one thread calls it before all else. An item that may be cut stays whole, and
@@ -122,8 +125,9 @@ wait_for_order(bool is_ordered, uint32_t planned)
 
 /* ---- Lengths -------------------------------------------------------------------------------- */
 
-/* The main lists of a launch without splits. They are copied at once, because a function that is
- * not inlined reads its kernel's arguments as slowly as memory, and again behind every barrier. */
+/* The main lists of a launch whose first tokens are whole. They are copied at once, because a
+ * function that is not inlined reads its kernel's arguments as slowly as memory, and again behind
+ * every barrier. */
 typedef struct main_lists {
     const int32_t *indices;
     const int32_t *topk_length;
@@ -131,7 +135,7 @@ typedef struct main_lists {
     int64_t length_stride;
     uint32_t topk;
     uint32_t index_limit;
-    smla_divisor head_tiles; /* items per list */
+    smla_divisor head_tiles; /* items per whole token, or split */
 } main_lists;
 
 static __device__ __forceinline__ main_lists
@@ -147,21 +151,27 @@ find_main_lists(const attention_launch &launch)
                       launch.head_tiles};
 }
 
-/* The list of an item, and its length. */
+/* The list of a token, and its length. */
 typedef struct item_list {
     const int32_t *indices;
     uint32_t count; /* not above topk */
 } item_list;
 
 static __device__ __forceinline__ item_list
-find_list(const main_lists &lists, int idx, bool is_on)
+find_token_list(const main_lists &lists, uint32_t token, bool is_on)
 {
-    const uint32_t token = smla_divide_uint32((uint32_t)idx, lists.head_tiles);
     uint32_t length;
     ptx_load_4(lists.topk_length + token * lists.length_stride, is_on & (lists.topk_length != NULL),
                lists.topk, &length);
     return item_list{lists.indices + token * lists.indices_stride,
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
+}
+
+/* The list of an item, if all tokens are whole. */
+static __device__ __forceinline__ item_list
+find_list(const main_lists &lists, int idx, bool is_on)
+{
+    return find_token_list(lists, smla_divide_uint32((uint32_t)idx, lists.head_tiles), is_on);
 }
 
 /* Whether a column of a list is a key. It loads four bytes, because vectors took three times as
@@ -174,11 +184,11 @@ is_key_at(const main_lists &lists, const item_list &list, uint32_t column)
     return index < lists.index_limit && column < list.count;
 }
 
-/* How many quarters of an item's list end with a key. The four loads are under way together. */
+/* How many quarters of a token's list end with a key. The four loads are under way together. */
 static __device__ __forceinline__ uint32_t
-count_quarters(const main_lists &lists, int idx)
+count_quarters(const main_lists &lists, uint32_t token)
 {
-    const item_list list = find_list(lists, idx, true);
+    const item_list list = find_token_list(lists, token, true);
     bool is_key[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
@@ -187,23 +197,29 @@ count_quarters(const main_lists &lists, int idx)
     return (uint32_t)is_key[0] + is_key[1] + is_key[2] + is_key[3];
 }
 
-/* The length of an item, 0 to FULL_LENGTH, if `quarters` of its list's quarters end with keys. One
+/* The length of a token's list, 0 to FULL_LENGTH, if `quarters` of its quarters end with keys. One
  * more column tells whether the keys reach the middle of the next quarter. */
 static __device__ __forceinline__ uint32_t
-estimate_length(const main_lists &lists, int idx, uint32_t quarters)
+estimate_length(const main_lists &lists, uint32_t token, uint32_t quarters)
 {
     const uint32_t column = (uint32_t)((uint64_t)(2 * quarters + 1) * lists.topk / FULL_LENGTH);
-    return 2 * quarters + is_key_at(lists, find_list(lists, idx, true), column);
+    return 2 * quarters + is_key_at(lists, find_token_list(lists, token, true), column);
 }
 
-/* The keys of an item of a dense call without splits. */
+/* The keys of a token of a dense call. */
+static __device__ __forceinline__ uint32_t
+count_token_keys(const attention_launch &launch, uint32_t token)
+{
+    const smla_key_list &keys = launch.params.keys.lists[0];
+    const int32_t end = min(keys.end[token], (int32_t)keys.topk);
+    return (uint32_t)max(end - keys.begin[token], 0);
+}
+
+/* The keys of an item of a dense call, if all tokens are whole. */
 static __device__ __forceinline__ uint32_t
 count_range_keys(const attention_launch &launch, int idx)
 {
-    const smla_key_list &keys = launch.params.keys.lists[0];
-    const uint32_t token = smla_divide_uint32((uint32_t)idx, launch.head_tiles);
-    const int32_t end = min(keys.end[token], (int32_t)keys.topk);
-    return (uint32_t)max(end - keys.begin[token], 0);
+    return count_token_keys(launch, smla_divide_uint32((uint32_t)idx, launch.head_tiles));
 }
 
 /* Whether an item has so much fewer keys than the longest one that it counts as shorter. */
@@ -234,22 +250,91 @@ find_longest(const attention_launch &launch, int num_items, int barrier, uint32_
     return ptx_barrier_or(barrier, ORDER_THREADS, is_short(least, longest));
 }
 
-/* Finds the lengths of all items of a dense call, if they differ. All consumer threads call it.
- * Returns whether they do. */
+/* An item as a plan sees it: its token, and which split of the token's list it has. A whole list is
+ * one split. */
+typedef struct item_share {
+    uint32_t token;
+    uint32_t split;
+    bool is_split;
+} item_share;
+
+/* HAS_SPLITS: the launch has whole tokens, and behind them tokens in splits. */
+template <bool HAS_SPLITS>
+static __device__ __forceinline__ item_share
+find_share(const attention_launch &launch, int idx)
+{
+    const uint32_t pair = smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const uint32_t num_whole = (uint32_t)launch.whole_tokens;
+    if (!HAS_SPLITS || pair < num_whole) {
+        return item_share{pair, 0, false};
+    }
+    const uint32_t behind = pair - num_whole;
+    const uint32_t token = smla_divide_uint32(behind, launch.num_splits);
+    return item_share{num_whole + token,
+                      behind - token * (uint32_t)launch.params.results.num_splits, true};
+}
+
+/* The eighths of a list of `length` eighths that an item has. */
+static __device__ __forceinline__ uint32_t
+take_share(const attention_launch &launch, const item_share &share, uint32_t length)
+{
+    if (!share.is_split) {
+        return length;
+    }
+    const uint32_t up = (uint32_t)launch.params.results.num_splits - 1;
+    const uint32_t begin = smla_divide_uint32(FULL_LENGTH * share.split, launch.num_splits);
+    const uint32_t end =
+        smla_divide_uint32(FULL_LENGTH * (share.split + 1) + up, launch.num_splits);
+    return min(length, end) - min(length, begin);
+}
+
+/* Finds the lengths of all items of a dense call, if its tokens differ. All consumer threads call
+ * it. Returns whether they do. */
+template <bool HAS_SPLITS>
 static __device__ __forceinline__ bool
 find_range_lengths(const attention_launch &launch, int num_items, int barrier, uint8_t *lengths,
                    uint32_t *longest_at)
 {
-    if (!find_longest(launch, num_items, barrier, longest_at)) {
+    const int num_whole =
+        HAS_SPLITS ? (int)launch.params.queries.num_tokens * (int)launch.head_tiles.divisor
+                   : num_items;
+    if (!find_longest(launch, num_whole, barrier, longest_at)) {
         return false;
     }
     const float per_key = (float)FULL_LENGTH / (float)*(const volatile uint32_t *)longest_at;
 #pragma unroll 1
     for (int idx = ptx_forget((int)threadIdx.x); idx < num_items; idx += ORDER_THREADS) {
-        const uint32_t length = __float2uint_ru((float)count_range_keys(launch, idx) * per_key);
-        lengths[idx] = (uint8_t)min(length, (uint32_t)FULL_LENGTH);
+        const item_share share = find_share<HAS_SPLITS>(launch, idx);
+        const uint32_t length =
+            __float2uint_ru((float)count_token_keys(launch, share.token) * per_key);
+        lengths[idx] = (uint8_t)take_share(launch, share, min(length, (uint32_t)FULL_LENGTH));
     }
     return true;
+}
+
+/* Finds the lengths of all items of a call over lists, if some list is not full. All consumer
+ * threads call it. Returns whether one is not. */
+template <bool HAS_SPLITS>
+static __device__ __forceinline__ bool
+find_list_lengths(const attention_launch &launch, int num_items, int barrier, uint8_t *lengths)
+{
+    const main_lists lists = find_main_lists(launch);
+    const int thread = ptx_forget((int)threadIdx.x);
+    bool is_ragged = false;
+#pragma unroll 1
+    for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
+        const uint32_t quarters = count_quarters(lists, find_share<HAS_SPLITS>(launch, idx).token);
+        lengths[idx] = (uint8_t)quarters;
+        is_ragged |= quarters != 4;
+    }
+    is_ragged = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged);
+#pragma unroll 1
+    for (int idx = thread; is_ragged && idx < num_items; idx += ORDER_THREADS) {
+        const item_share share = find_share<HAS_SPLITS>(launch, idx);
+        const uint32_t length = estimate_length(lists, share.token, lengths[idx]);
+        lengths[idx] = (uint8_t)take_share(launch, share, length);
+    }
+    return is_ragged;
 }
 
 /* ---- Ranks ---------------------------------------------------------------------------------- */
@@ -329,34 +414,22 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
 
 /* Not inlined: most launches have no order, and jumping over the code would cost them up to 2 us,
  * because code that lies behind a jump is not fetched ahead. */
-template <bool RANGED, typename Memory>
+template <bool RANGED, bool HAS_SPLITS, typename Memory>
 static __device__ __noinline__ void
 plan_order(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
     order_scratch *const scratch = (order_scratch *)shared->probs;
-    const main_lists lists = find_main_lists(launch);
     item_order *const order = &shared->order;
     const int thread = ptx_forget((int)threadIdx.x);
-    int to_order = 0;
+    bool is_ragged;
     if constexpr (RANGED) {
-        to_order = find_range_lengths(launch, num_items, barrier, scratch->lengths, &order->seen)
-                       ? num_items
-                       : 0;
+        is_ragged = find_range_lengths<HAS_SPLITS>(launch, num_items, barrier, scratch->lengths,
+                                                   &order->seen);
     } else {
-        bool is_ragged = false;
-#pragma unroll 1
-        for (int idx = thread; idx < num_items; idx += ORDER_THREADS) {
-            const uint32_t quarters = count_quarters(lists, idx);
-            scratch->lengths[idx] = (uint8_t)quarters;
-            is_ragged |= quarters != 4;
-        }
-        to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_items : 0;
-#pragma unroll 1
-        for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
-            scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
-        }
+        is_ragged = find_list_lengths<HAS_SPLITS>(launch, num_items, barrier, scratch->lengths);
     }
+    const int to_order = is_ragged ? num_items : 0;
     ptx_barrier(barrier, ORDER_THREADS);
     uint32_t load = thread < (int)gridDim.x ? scratch->lengths[thread] : 0;
     int first = 0;
@@ -386,6 +459,10 @@ static __device__ __forceinline__ void
 order_items(const Launch &launch, int barrier, Memory *shared)
 {
     if (launch.is_ordered && launch.base.num_segments == 1) {
-        plan_order<RANGED>(launch.base, launch.num_items, barrier, shared);
+        if (launch.base.whole_tokens > 0) {
+            plan_order<RANGED, true>(launch.base, launch.num_items, barrier, shared);
+        } else {
+            plan_order<RANGED, false>(launch.base, launch.num_items, barrier, shared);
+        }
     }
 }

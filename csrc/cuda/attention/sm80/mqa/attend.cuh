@@ -25,9 +25,13 @@ static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scal
 
 /* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
  * dense columns and a `begin`. IS_CALLED: attend_cta is part of a called function. It then calls no
- * other function, because a second call would need local memory. */
-template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false> struct tile {
+ * other function, because a second call would need local memory. HAS_WHOLE: tokens in front may be
+ * whole where others are split. */
+template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false,
+          bool HAS_WHOLE_ = false>
+struct tile {
     static constexpr bool RANGED = RANGED_;
+    static constexpr bool HAS_WHOLE = HAS_WHOLE_;
     static constexpr bool IS_CALLED = IS_CALLED_;
     static constexpr int HEADS = HEADS_;
     static constexpr int FORMATS = FORMATS_;
@@ -487,7 +491,7 @@ find_only_key(const attention_launch &launch, const work_item &item, const block
     int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
 #pragma unroll 1
     for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
-        const int32_t index = read_index<Tile::RANGED>(launch, item, plan, window, thread);
+        const int32_t index = read_index<Tile>(launch, item, plan, window, thread);
         slot = find_slot<Tile::RANGED>(launch, item, plan, window, thread, index);
         if (slot >= 0) {
             mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
@@ -522,15 +526,14 @@ static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
            shared_memory<Tile> *shared)
 {
-    const work_item item = find_part(launch, num_tiles, cta, part, Tile::HEADS);
+    const work_item item = find_part<Tile::HAS_WHOLE>(launch, num_tiles, cta, part, Tile::HEADS);
     if (is_left_alone<Tile::RANGED>(launch, item)) {
         return;
     }
     start_rows<Tile>((int)threadIdx.x, shared);
     start_query<Tile>(launch, item, (int)threadIdx.x, shared);
-    const block_plan plan = plan_blocks<Tile::RANGED>(launch, item);
-    int32_t key =
-        read_index<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x); /* index, later slot */
+    const block_plan plan = plan_blocks<Tile>(launch, item);
+    int32_t key = read_index<Tile>(launch, item, plan, 0, (int)threadIdx.x); /* index, later slot */
     key = find_slot<Tile::RANGED>(launch, item, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, item, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
@@ -563,7 +566,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         }
         load_keys<Tile::FORMATS>(launch, plan, block + 1, address, thread, &raw);
         if (block % WINDOW == 1) {
-            key = read_index<Tile::RANGED>(launch, item, plan, block / WINDOW + 1, thread);
+            key = read_index<Tile>(launch, item, plan, block / WINDOW + 1, thread);
         }
         if (any) {
             score_block<Tile>(shared, shares_scale<Tile>(launch, list_of(plan, block)),
@@ -580,7 +583,8 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
         }
     }
-    const work_item done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
+    const work_item done =
+        find_part<Tile::HAS_WHOLE>(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
     finish_rows<Tile>(launch, done, is_only_block<Tile>(plan), (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);

@@ -82,14 +82,34 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
+/* Launches the tokens that are not split by themselves, in front of the others. */
+static cudaError_t
+launch_whole_and_rest(const smla_attention_params *params, const smla_attention_start *start,
+                      smla_attention_launcher *launch)
+{
+    const int64_t count = start->whole_tokens;
+    const int64_t rest = params->queries.num_tokens - count;
+    smla_attention_params first = smla_params_of_tokens(params, 0, count);
+    const smla_attention_params last = smla_params_of_tokens(params, count, rest);
+    const smla_attention_start of_first = {};
+    smla_attention_start of_last = *start;
+    of_last.whole_tokens = 0;
+    first.results.num_splits = 1;
+    const cudaError_t code = launch(&first, &of_first);
+    return code == cudaSuccess ? launch(&last, &of_last) : code;
+}
+
 template <int HEADS, int FORMATS>
 static cudaError_t
 launch_attend(const smla_attention_params *params, const smla_attention_start *start)
 {
     typedef tile<HEADS, FORMATS, true> Tile;
+    if (start->whole_tokens > 0) {
+        return launch_whole_and_rest(params, start, launch_attend<HEADS, FORMATS>);
+    }
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
     static_assert(SHARED_BYTES == SMLA_SM80_SHARED_BYTES(HEADS, FORMATS), "kernels.h says so");
-    const attention_launch launch = make_launch<HEADS>(params);
+    const attention_launch launch = make_launch<HEADS>(params, start);
     return smla_launch_large<attend<Tile>>(launch, count_items(launch), CTA_THREADS, SHARED_BYTES,
                                            params->call.stream, false, start->deferred);
 }

@@ -141,7 +141,7 @@ launch_dense(const smla_attention_params *params, const smla_attention_start *st
     const smla_range_rule *const rule = &params->visible.rule;
     const bool may_cut = start->cut_bytes > 0;
     dense_launch launch = {};
-    launch.base = make_launch<TILE_HEADS>(params);
+    launch.base = make_launch<TILE_HEADS>(params, start);
     launch.heads = smla_make_divisor(params->queries.num_heads);
     launch.num_reqs = (int32_t)params->visible.reqs.num_reqs + params->results.fills_padding;
     launch.left = clamp_keys(rule->left);

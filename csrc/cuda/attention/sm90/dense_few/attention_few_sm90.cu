@@ -268,7 +268,7 @@ make_few_launch(const smla_attention_params *params)
     launch.results = params->results;
     launch.sinks = params->logits.sinks;
     if (smla_is_split(params)) {
-        launch.partials = smla_partials_of(params);
+        launch.partials = smla_partials_of(params, 0);
     }
     if (!params->results.fills_padding) {
         launch.req_ids = params->ranges.req_ids;

@@ -141,10 +141,7 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     bf16_launch launch = {};
-    launch.base = make_launch<TILE_HEADS>(params);
-    if (start->interleaves) {
-        interleave_splits(&launch.base);
-    }
+    launch.base = make_launch<TILE_HEADS>(params, start);
     launch.num_items = (int32_t)count_items(launch.base);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_items, num_sms_of(params));
     launch.is_ordered = has_order(launch.base, launch.num_items, num_ctas);

@@ -127,9 +127,10 @@ __launch_bounds__(Kind::Keys::THREADS, 1) attend_wide(const __grid_constant__ wi
 /* Fills in a launch over the lists of `params`, and returns its number of CTAs: more than one per
  * SM where a CTA would have too few fallback bits. */
 static int64_t
-make_bf16_launch(const smla_attention_params *params, bf16_launch *launch)
+make_bf16_launch(const smla_attention_params *params, const smla_attention_start *start,
+                 bf16_launch *launch)
 {
-    launch->base = make_launch<TILE_HEADS>(params);
+    launch->base = make_launch<TILE_HEADS>(params, start);
     launch->num_items = (int32_t)count_items(launch->base);
     int64_t num_ctas = count_ctas(launch->base, launch->num_items, num_sms_of(params));
     if (smla_count_parts(launch->num_items, num_ctas) > MAX_ITEMS) {
@@ -148,8 +149,8 @@ launch_wide(const smla_attention_params *params, const smla_attention_start *sta
     wide_launch launch = {};
     smla_attention_params wide = *params;
     smla_take_wide_rows(start->wide, &wide.keys);
-    const int64_t num_ctas = make_bf16_launch(&wide, &launch);
-    (void)make_bf16_launch(params, &launch.source);
+    const int64_t num_ctas = make_bf16_launch(&wide, start, &launch);
+    (void)make_bf16_launch(params, start, &launch.source);
     launch.header = start->wide;
     return smla_launch_large<attend_wide<wide_kind<ROW>, MAXIMA>>(launch, num_ctas,
                                                                   wide_kind<ROW>::Keys::THREADS,

@@ -37,7 +37,8 @@ begin_items(const bf16_launch &launch, bf16_memory *shared)
 {
     const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
     if (follower >= 0) {
-        const work_item first = find_numbered_item(launch.base, (int)blockIdx.x, TILE_HEADS);
+        const work_item first =
+            find_numbered_item<!Keys::WIDE>(launch.base, (int)blockIdx.x, TILE_HEADS);
         copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params.queries, first),
                                         ptx_shared_address(shared), follower / SMLA_WARP_LANES);
     }
@@ -46,11 +47,12 @@ begin_items(const bf16_launch &launch, bf16_memory *shared)
 
 /* Asks for the indices of item number idx to be in L2; -1 is no item. Not inlined, because a CTA's
  * last item jumps over it. */
+template <typename Keys>
 static __device__ __noinline__ void
 prefetch_item(const bf16_launch &launch, int idx)
 {
     if (idx >= 0) {
-        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+        const work_item item = find_numbered_item<!Keys::WIDE>(launch.base, idx, TILE_HEADS);
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.keys.num_lists; list++) {
             prefetch_keys(launch.base, item, list, gather_warp_again(), gather_lane());
@@ -146,8 +148,8 @@ gather_list(const bf16_launch &launch, const work_item &item, int n, int list,
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
             if (gather_twin<Keys>() == 0) {
-                prefetch_item(launch,
-                              nth_item(launch.is_ordered, launch.num_items, &shared->order, n + 1));
+                prefetch_item<Keys>(launch, nth_item(launch.is_ordered, launch.num_items,
+                                                     &shared->order, n + 1));
             }
             *is_first_step = false;
         }
@@ -168,7 +170,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     int idx = (int)blockIdx.x; /* item 0, whatever the order */
 #pragma unroll 1
     for (int n = 0; idx >= 0;) {
-        const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+        const work_item item = find_numbered_item<!Keys::WIDE>(launch.base, idx, TILE_HEADS);
         key_counts *const counts = &shared->num_keys[state.phase.item];
         key_stream stream = {};
 #pragma unroll 1

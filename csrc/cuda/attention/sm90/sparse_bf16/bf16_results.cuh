@@ -149,7 +149,7 @@ static __device__ __forceinline__ void
 finish_item(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
 {
-    const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+    const work_item item = find_numbered_item<!Keys::WIDE>(launch.base, idx, TILE_HEADS);
     const thread_index me = find_thread_index_again();
     float factors[2];
     const float factor = finish_heads<MAXIMA>(

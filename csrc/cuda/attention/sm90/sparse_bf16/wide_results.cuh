@@ -43,7 +43,7 @@ static __device__ __forceinline__ void
 finish_wide_item(const wide_launch &launch, int idx, int number, bf16_memory *shared,
                  const bf16_consumer &state)
 {
-    const work_item item = find_numbered_item(launch.base, idx, TILE_HEADS);
+    const work_item item = find_numbered_item<false>(launch.base, idx, TILE_HEADS);
     const thread_index me = find_thread_index_again();
     const int turn = number & 1;
     leave_refusal(me, turn, state, shared);

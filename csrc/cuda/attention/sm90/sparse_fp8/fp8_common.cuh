@@ -119,9 +119,9 @@ find_next(const fp8_launch &launch, const fp8_memory<Shape> *shared)
         nth_item(launch.is_ordered, launch.num_items, &shared->order, shared->item_idx + 1);
     work_item next = {};
     if (idx >= 0) {
-        next =
-            find_numbered_item(launch.base, launch.base.num_segments > 1 ? item_of_part(idx) : idx,
-                               Shape::HEADS);
+        next = find_numbered_item<true>(launch.base,
+                                        launch.base.num_segments > 1 ? item_of_part(idx) : idx,
+                                        Shape::HEADS);
     }
     return next;
 }

@@ -447,7 +447,7 @@ gather(const fp8_launch &launch, fp8_memory<Shape> *shared)
     gather_state state;
     start_gather(shared, &state);
     ptx_wait_for_grids();
-    work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+    work_item item = find_numbered_item<true>(launch.base, (int)blockIdx.x, Shape::HEADS);
     bool has_begun = begin_launch<Shape>(launch, item, shared, &state);
     wait_for_order(launch.base.num_segments > 1,
                    state.base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned));
@@ -482,7 +482,8 @@ gather(const fp8_launch &launch, fp8_memory<Shape> *shared)
                 const int ahead =
                     nth_item(launch.is_ordered, launch.num_items, &shared->order, now + 1);
                 if (ahead >= 0) {
-                    count_keys_of(launch, find_numbered_item(launch.base, ahead, Shape::HEADS),
+                    count_keys_of(launch,
+                                  find_numbered_item<true>(launch.base, ahead, Shape::HEADS),
                                   turn ^ 1, shared);
                 }
             }

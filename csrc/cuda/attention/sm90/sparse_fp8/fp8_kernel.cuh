@@ -120,7 +120,7 @@ begin_items(const fp8_launch &launch, fp8_memory<Shape> *shared)
     const thread_index me = find_thread_index_again();
     const bool may_be_cut = launch.base.num_segments > 1;
     if (me.group == 0) {
-        const work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+        const work_item item = find_numbered_item<true>(launch.base, (int)blockIdx.x, Shape::HEADS);
         const key_stream stream = open_stream(launch.base, item, 0, me.warp, me.lane, 0);
         count_item_keys<Shape::FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, item, stream,
                                                                        launch.base.column_stride,
@@ -306,9 +306,10 @@ __launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch 
  * where no key comes later. */
 template <typename Shape>
 static float
-find_headroom(const smla_attention_params *params)
+find_headroom(const smla_attention_params *params, int64_t whole_tokens)
 {
-    const int64_t columns = smla_columns_of_split(params);
+    const int64_t columns =
+        smla_columns_of_split(params, whole_tokens > 0 ? 1 : params->results.num_splits);
     if (Shape::RANGED) { /* find_upper_headroom does the rest */
         return LARGEST_HEADROOM;
     }
@@ -399,10 +400,7 @@ make_fp8_launch(const smla_attention_params *params, const smla_attention_start 
                 const row_span spans[2], fp8_launch *launch)
 {
     constexpr int HEADS = Shape::HEADS;
-    launch->base = make_launch<HEADS>(params);
-    if (start->interleaves) {
-        interleave_splits(&launch->base);
-    }
+    launch->base = make_launch<HEADS>(params, start);
     launch->num_items = (int32_t)count_items(launch->base);
     for (int i = 0; i < params->keys.num_lists; i++) {
         launch->lists[i] = spans[i];
@@ -410,7 +408,7 @@ make_fp8_launch(const smla_attention_params *params, const smla_attention_start 
     if constexpr (Shape::RANGED) {
         describe_dense_cache(params, launch);
     }
-    launch->headroom = find_headroom<Shape>(params);
+    launch->headroom = find_headroom<Shape>(params, start->whole_tokens);
     launch->max_weight = launch->headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
     launch->out_is_aligned = is_out_aligned(params, 16);
     launch->fetches_query = launch->base.q_is_aligned && launch->out_is_aligned;

@@ -96,7 +96,7 @@ template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_sh
                  Row::ROPE_IS_VALUE ? SMLA_ROWS_512
                  : Row::HAS_SCALES  ? SMLA_ROWS_FP8
                                     : SMLA_ROWS_E4M3_576,
-                 RANGED>
+                 RANGED, false, true>
         Portable;
 };
 

@@ -63,7 +63,7 @@ find_range(const attention_launch &launch, const work_item &item)
     if (launch.params.results.num_splits > 1) {
         const uint32_t columns = count_split_columns(launch, item.token);
         begin = max(begin, (uint32_t)item.split * columns);
-        end = min(end, (uint32_t)(item.split + 1) * columns);
+        end = min(end, (uint32_t)(item.split + item.num_segments) * columns);
     }
     if (begin < end) {
         range = column_range{(int32_t)begin, (int32_t)end};
@@ -227,7 +227,7 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
     start_gather(shared, &state);
     const uint32_t planned = state.base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned);
     ptx_wait_for_grids();
-    work_item item = find_numbered_item(launch.base, (int)blockIdx.x, Shape::HEADS);
+    work_item item = find_numbered_item<true>(launch.base, (int)blockIdx.x, Shape::HEADS);
     column_range range = find_range(launch.base, item);
     range_stream stream = open_range(launch.base, item, range);
     if (launch.fetches_query) {

@@ -302,8 +302,8 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
     const thread_index me = find_thread_index();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const work_item item =
-        find_item(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
+    const work_item item = find_item<false>(launch, (uint32_t)launch.head_tiles.divisor,
+                                            (int)blockIdx.x, Shape::HEADS);
     if (item.token >= launch.params.queries.num_tokens) {
         keep_sm();
         return;
@@ -365,7 +365,7 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
     constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(small_registers<Shape::IS_FULL>::ROOM, 1);
     static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
                   "CTAs of the combine kernel fit beside it");
-    const attention_launch launch = make_launch<HEADS>(params);
+    const attention_launch launch = make_launch<HEADS>(params, start);
     const int64_t num_ctas = Shape::IS_FULL
                                  ? count_items(launch)
                                  : count_small_ctas(launch, (int)num_sms_of(params), PARTNERS);
